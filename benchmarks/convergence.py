@@ -445,7 +445,7 @@ def table_of(name: str, seeds: Sequence[int], runs: Path, compute_ms: float | No
     """The table of a workload; None if nothing of it is there."""
     beside = WORKLOADS[name].beside
     everything = planned([name], seeds, (), runs)
-    others = [] if beside is None else planned([beside], seeds, UNCOMPRESSED, runs)
+    others = [] if beside is None else [run for run in planned([beside], seeds, (), runs) if run.label in UNCOMPRESSED]
     found = [one for run in [*others, *everything] if (one := Outcome.of(run)) is not None]
     own = [one for one in found if one.run.workload == name]
     if not own:
@@ -600,7 +600,8 @@ How to read the tables:
 - **validation loss**, and accuracy in percent or perplexity, are those of the validation part at the end of the run:
   means over the seeds, with the 95 % interval of the mean (Student's t). What is **lost** is beside `none`, seed by
   seed. What `fp16` loses is chance: a difference as small says nothing.
-- **steps**, **MB sent** by a rank and **s**econds are those to the target, by the first evaluation that reaches it. In
+- **steps**, **MB sent** by a rank (with two levels those within its node, too) and **s**econds are those to the target,
+  by the first evaluation that reaches it. In
   brackets, how many times faster that is than the better of {" and ".join(f"`{one}`" for one in UNCOMPRESSED)}.
 - Seconds are predicted. What an exchange takes is the simulated clock's, on links of {" and ".join(LINKS.values())} of
   each rank, with the overlap that real ranks would have. What a step takes is measured on one core of a CPU by

@@ -28,7 +28,7 @@ from hvdcomp.files import csv_of, replace_files
 from hvdcomp.reproduce.trainings import Run, commit, keep_records
 from hvdcomp.terminal import make_console
 
-METHODS = ("none", "fp16", "powersgd:rank=4", "topk:ratio=0.01")
+METHODS = ("none", "fp16", "terngrad", "powersgd:rank=4", "topk:ratio=0.01")
 RATES = ("100mbit", "1gbit")
 UNCOMPRESSED = convergence.UNCOMPRESSED
 

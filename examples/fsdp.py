@@ -1,7 +1,8 @@
 """A training loop in FSDP2, resumable: `HVDCOMP_RANKS_PER_NODE=1 torchrun --nproc-per-node 2 examples/fsdp.py FOLDER`.
 
 The variable makes a node of each rank, to try it on one machine; on several leave it out. FOLDER is on a disk that all
-nodes share. Started again with the same folder, the ranks go on from the latest checkpoint, bit for bit.
+nodes share. Started again with the same folder, the ranks go on from the latest checkpoint, bit for bit; another number
+of ranks goes on too, with all that was left to be sent.
 """
 
 import sys
@@ -24,7 +25,7 @@ model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.
 fully_shard(model[0])
 fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-compression = hvdcomp.Compression(hvdcomp.Int4())
+compression = hvdcomp.Compression(hvdcomp.Int4(), memory=hvdcomp.ErrorFeedback())  # also where a rank is a node
 hvdcomp.fsdp.register(model, compression)
 
 saved = max((int(one.parent.name) for one in folder.glob("*/.metadata")), default=0)

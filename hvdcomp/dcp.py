@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -42,7 +43,7 @@ def load(
     """Goes on from what `by_rank` returned on each rank, before the first step; to be called on every rank.
 
     On another number of ranks each takes over what it has to of what the ranks before had left to send, as
-    `hvdcomp.state_for` says.
+    `hvdcomp.state_for` says; of FSDP's shards it reads the states of all of them, one by one.
 
     Args:
         saved: the folder of the checkpoint, or what reads it.
@@ -63,10 +64,11 @@ def load(
             f"torch.distributed.checkpoint.save {{{key!r}: hvdcomp.dcp.by_rank(compression)}} on every rank"
         )
     wanted = [rank] if count == ranks else list(range(rank, count, ranks)) or [0]
-    content = {key: {_name(one): b"" for one in wanted}}
-    torch.distributed.checkpoint.load(content, storage_reader=reader)
-    states = [unpacked(content[key][_name(one)]) for one in wanted]
-    if count != ranks:
+    states = _read(reader, key, wanted)
+    if states[0] and "shards" in states[0]["shared"]:
+        # Of other shards, a rank needs what all had. They are read as far as they are needed.
+        states = [{**states[0], "every": (_read(reader, key, [one])[0] for one in range(count))}]
+    elif count != ranks:
         for state in filter(None, states):
             if state["own"]["size"] != count:
                 raise ConfigurationError(
@@ -75,6 +77,13 @@ def load(
                 )
         states = [state_for(states, rank, ranks)]
     compression.load_state_dict(states[0], optimizer)
+
+
+def _read(reader: torch.distributed.checkpoint.StorageReader, key: str, ranks: Sequence[int]) -> list[dict[str, Any]]:
+    """The states of some ranks."""
+    content = {key: {_name(one): b"" for one in ranks}}
+    torch.distributed.checkpoint.load(content, storage_reader=reader)
+    return [unpacked(content[key][_name(one)]) for one in ranks]
 
 
 def _name(rank: int | str) -> str:

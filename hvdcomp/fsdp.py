@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from hvdcomp.bindings.frameworks import require_optimizer
 from hvdcomp.bindings.setup import UsedCompression, require_compression
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.torch.fsdp_binding import FSDPBinding, modules_of
+from hvdcomp.torch.fsdp_binding import FSDPBinding
 from hvdcomp.torch.fsdp_shards import ShardsBinding
+from hvdcomp.torch.sharded import modules_of
 
 __all__ = ["register"]
 
@@ -32,9 +33,9 @@ def register(
         fully_shard(model, mesh=mesh["shard"])
         hvdcomp.fsdp.register(model, hvdcomp.Compression(hvdcomp.TopK(ratio=0.01)), mesh["replicate"])
 
-    To be called on every rank, before the first backward pass; docs/fsdp.md has both. With replicas, each shard is
-    exchanged with those of the other replicas when the backward pass is over; with a policy the ranks of each shard
-    decide for themselves, and the decision log has the decisions of rank 0's shard.
+    To be called on every rank, before the first backward pass; docs/fsdp.md has both. With replicas, shards are
+    exchanged while the backward pass goes on; with a policy the ranks of each shard decide for themselves, and the
+    decision log has the decisions of rank 0's shard.
 
     Args:
         model: sharded over one dimension of a mesh.
@@ -53,8 +54,7 @@ def register(
             f"hvdcomp.fsdp.register was given {mesh!r} as mesh; give it the dimension of the replicas, such as "
             "mesh['replicate'] of init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))"
         )
-    modules = modules_of(model)
-    if not modules:
+    if not modules_of(model):
         raise ConfigurationError(
             f"hvdcomp.fsdp.register was given a {type(model).__name__} without shards; call "
             "torch.distributed.fsdp.fully_shard(model) first, with replicas fully_shard(model, mesh=mesh['shard'])"
@@ -65,6 +65,4 @@ def register(
         compression.serve(lambda setup: ShardsBinding(setup, model), optimizer)
         return
     group = mesh.get_group()
-    binding = compression.serve(lambda setup: FSDPBinding(setup, model, group), optimizer)
-    for module in modules:
-        module.set_all_reduce_hook(binding.arrived)
+    compression.serve(lambda setup: FSDPBinding(setup, model, group), optimizer)

@@ -43,7 +43,7 @@ SPECS = (
 COMPILED = (
     *SPECS, "powersgd:rank=32", "int4:rounding=stochastic,block=100", "fp8:rounding=stochastic", "fp8:format=e5m2",
     "fp8:rounding=stochastic,format=e5m2,block=100", "arctopk:ratio=0.2,sketch=32",
-    "chunkedtopk:chunk=65536,k=3000,values=fp16",
+    "chunkedtopk:chunk=65536,k=3000,values=fp16", "efsignsgd:exchange=scatter",
 )  # fmt: skip
 
 MOST_SPILLED = 64  # bytes a thread

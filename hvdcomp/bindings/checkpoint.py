@@ -19,7 +19,7 @@ from hvdcomp.bindings.state_check import FORMAT, parts_of, require_fit
 from hvdcomp.compressors.parsing import parse_memory
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.ledger import Cost
-from hvdcomp.exchange.tensor_step import TensorState
+from hvdcomp.exchange.tensor_state import TensorState
 
 Place = Callable[[Array, str], Array]  # an array on the device of the tensor of this name
 

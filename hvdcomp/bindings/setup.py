@@ -38,6 +38,8 @@ class UsedCompression(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any], optimizer: Any = None) -> None: ...
 
+    def roll_back(self, state: Mapping[str, Any]) -> None: ...
+
 
 @dataclass(frozen=True)
 class Setup:

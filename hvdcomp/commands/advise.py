@@ -93,6 +93,13 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
     f"[default: {BUCKET_BYTES}; of DistributedDataParallel, its buckets]",
 )
 @click.option(
+    "--local-steps",
+    "every",
+    type=click.IntRange(2),
+    metavar="N",
+    help="Show too what a step takes where the ranks exchange after each N-th alone (LocalSteps, DiLoCo).",
+)
+@click.option(
     "--count",
     is_flag=True,
     help=f"Instead: in how many set-ups compression pays, as CSV. With {', '.join(map(str, WORLD_SIZES))} ranks and "
@@ -113,6 +120,7 @@ def command(
     growth: float | None,
     output: Path | None,
     bucket_bytes: int | None,
+    every: int | None,
     count: bool,
     as_json: bool,
 ) -> None:
@@ -140,6 +148,8 @@ def command(
         others = ", ".join(list(known.models)[1:])
         notes.append(f"No model was named, so this is {adviser.model}; with --model there are also: {others}")
     report = _report(adviser, setting, advice, swept, notes)
+    if every is not None:
+        _add_local_steps(report, adviser, setting, every)
     if as_json:
         click.echo(json.dumps(report, indent=1, allow_nan=False))
     else:
@@ -211,6 +221,20 @@ def _report(
             "least_compression_factor": _rounded(swept.least_factor),
         }
     return report
+
+
+def _add_local_steps(report: dict[str, Any], adviser: Adviser, setting: Setting, every: int) -> None:
+    """Adds to a report the times with so many local steps, and which method has the least."""
+    times = {spec: adviser.local_step_s(spec, setting, every) for spec in report["methods"]}
+    for spec, seconds in times.items():
+        report["methods"][spec]["local_step_ms"] = None if seconds is None else 1e3 * seconds
+    report["local_steps"] = every
+    known = {spec: seconds for spec, seconds in times.items() if seconds is not None}
+    best = min(known, key=lambda spec: known[spec])
+    report["notes"].append(
+        f"With an exchange in each of {every} steps alone (--local-steps {every}) the fastest is {best}: "
+        f"{1e3 * known[best]:.1f} ms a step. Local steps change what is learnt: compare a training with dense."
+    )
 
 
 def lines_to_type(spec: str | None, backend: str | None) -> dict[str, str]:
@@ -313,6 +337,8 @@ def _print(report: dict[str, Any]) -> None:
         times |= {"latency": "latency\nms"}
     if any(row["at_end_ms"] is not None for row in report["methods"].values()):
         times = {"step": times.pop("step"), "at_end": "all at\nthe end", **times}
+    if (every := report.get("local_steps")) is not None:
+        times = {"step": times.pop("step"), "local_step": f"{every} local\nsteps", **times}
     numbers = [*times.values(), *(["times\ndense"] if wide else [])]
     headings = ["method", *numbers, "beats dense\nat Gb/s", "limited\nby"]
     table = make_table(*headings, numbers=numbers)

@@ -71,6 +71,11 @@ class Ranks(Communicator):
             )
         return nodes
 
+    def beside(self) -> Ranks:
+        """The same ranks, whose collectives may be under way for long without holding up those of this communicator,
+        if their names differ; to be called on every rank."""
+        return self
+
     # What a library answers.
 
     @property

@@ -80,10 +80,15 @@ class TorchDistributedCommunicator(Ranks):
                 "it is in"
             )
         self._root = dist.get_global_rank(self._group, 0)
-        self._host_group = self._group if _takes_cpu(self._group) else _with_gloo(self._group)
+        self._host_group = self._group if _takes_cpu(self._group) else _another(self._group, "gloo")
 
     def gather_bytes(self, mine: np.ndarray, name: str) -> torch.Tensor:
         return self.wait(self.start_allgather(torch.from_numpy(mine), name))
+
+    def beside(self) -> TorchDistributedCommunicator:
+        """Collectives of a group are carried out one after the other, or two at once: these get a group of their
+        own."""
+        return TorchDistributedCommunicator(_another(self._group, _backend(self._group)))
 
     def start_allreduce(self, array: torch.Tensor, op: str, name: str) -> Started:
         work = dist.all_reduce(array, op=_OPS[op], group=self._group_for(array), async_op=True)
@@ -103,7 +108,7 @@ class TorchDistributedCommunicator(Ranks):
 
     def start_reducescatter(self, array: torch.Tensor, op: str, name: str) -> Started:
         group, finish = self._group_for(array), self._finish(op)
-        if dist.get_backend(group) == dist.Backend.GLOO:
+        if f"{array.device.type}:gloo" in _backend(group).split(","):
             # Gloo has none: torch.distributed reduces all of it everywhere and drops the rest, in twice the bytes.
             work, rows, _, sent = self.start_alltoall(array, name)
             return Started(work, rows, lambda rows: finish(self._as_rows(rows).sum(0)), sent)
@@ -168,11 +173,11 @@ def _takes_cpu(group: dist.ProcessGroup) -> bool:
     return any(one.partition(":")[0] == "cpu" for one in _backend(group).split(","))
 
 
-def _with_gloo(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The same ranks with Gloo.
+def _another(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
+    """The same ranks in another group.
 
     Where they are not all ranks, they alone ask for it. torch.distributed names such a group by how many this process
     has: ranks that have made different numbers of groups before would wait for each other for ever.
     """
     ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=len(ranks) < dist.get_world_size())
+    return dist.new_group(ranks, backend=backend, use_local_synchronization=len(ranks) < dist.get_world_size())

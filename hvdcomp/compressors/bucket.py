@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,9 @@ BUCKET_BYTES = 25 * 2**20
 LEAST_BYTES = 1_000_000
 """The same where rank 0 chooses how much, at least."""
 
+ROW_ALIGNMENT = 8
+"""Bytes, of which rows that travel have whole numbers: of the largest element."""
+
 _QUICK = 1 << 20  # elements that kernels pass over in less than a millisecond
 
 
@@ -39,6 +42,20 @@ BucketAggregation = Generator[Request, Any, bool | Array]
 At its end the means lie where the table's `result` says. If the memory keeps anything, the table's `x` holds what is
 left: the residual, or an x of which `sent_rule` says what was sent.
 """
+
+
+class Rows(NamedTuple):
+    """A payload that has a row for each of several ranks.
+
+    Attributes:
+        numbers: of the row in which a tensor lies, int64 (tensors,).
+        ranks: how many there are.
+        length: bytes of each, or more if what lies in one takes more.
+    """
+
+    numbers: np.ndarray
+    ranks: int
+    length: int
 
 
 @dataclass(eq=False)
@@ -55,8 +72,9 @@ class Bucket:
         xp: the array functions of payloads: NumPy's on the host.
         context: of the step; its name is empty.
         like: an array of the framework, where the gradients are; set where there is no form of the method's own.
-        states: what the method keeps of the tensors: `BucketStates`, fitted by `prepare`, or None if it keeps nothing;
-            without a form of its own `SeparateStates`.
+        states: what the method keeps of the tensors: `BucketStates`, fitted by `prepare`, or None if it keeps nothing.
+            Without a form of its own, of each tensor the arrays in NumPy that the step before has left, none if that
+            was another method's; at the end of a step those that it leaves.
         table: what kernels are told of the tensors.
         layout: what the form works out of the tensors and levels once, and not in each step; None at first.
         found_inf: whether x, or what is sent of it, holds an inf or NaN: to be set before the first request, to what
@@ -65,6 +83,8 @@ class Bucket:
             int64 (tensors, 2); None where the method says it (`bytes_in_bucket`).
         factors: the object whose storage the table's `sent_product` points into, None if there is none. Who keeps the
             product keeps it too. Its `commit` is called if the step counts.
+        rows: where a payload has a row for each of several ranks.
+        factor: of the step under way, what gradients are multiplied with; None for 1.
     """
 
     tensors: Sequence[TensorInfo]
@@ -81,7 +101,9 @@ class Bucket:
     found_inf: bool | Array = False
     handed: np.ndarray | None = None
     factors: Any = field(default=None, repr=False)
+    rows: Rows | None = None
     kernels: Any = field(init=False, repr=False)
+    factor: Array | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         sizes = [tensor.size for tensor in self.tensors]
@@ -132,6 +154,7 @@ class Bucket:
             factor: what gradients are multiplied with; None for 1.
         """
         self.context = context
+        self.factor = factor
         self.found_inf = False
         self.segments["source"] = 0
         self.segments["sent_rule"] = 0
@@ -186,6 +209,27 @@ class Bucket:
         """A vector where the kernels work."""
         return np.zeros(count, dtype) if self.device is None else self.kernels.zeros(count, dtype)
 
+    def places(self, *bytes_of: np.ndarray) -> tuple[np.ndarray, int]:
+        """Where things of tensors lie in a payload, or a row of it: the first things of all, then the second ones.
+
+        Args:
+            bytes_of: these things, of each tensor.
+
+        Returns:
+            The places, int64 (things, tensors), and how many bytes the payload has.
+        """
+        sizes = np.stack(bytes_of)
+        numbers, ranks, length = self.rows or Rows(np.zeros(len(self.tensors), np.int64), 1, 0)
+        starts = np.zeros_like(sizes)
+        for row in range(ranks):
+            of_row = sizes[:, numbers == row]
+            ends = np.cumsum(of_row).reshape(of_row.shape)
+            starts[:, numbers == row] = ends - of_row
+            length = max(length, int(ends.max(initial=0)))
+        if self.rows is not None:
+            length = -(-length // ROW_ALIGNMENT) * ROW_ALIGNMENT
+        return starts + numbers * length, ranks * length
+
     def payload(self, count: int, dtype: str = "uint8") -> Payload:
         """Storage for what is sent, where the kernels work."""
         return Payload(count, dtype, self.zeros)
@@ -197,11 +241,18 @@ def gathered(ranks: Sequence[tuple[Array, ...]]) -> tuple[Array, int, int]:
     first = ranks[0][0]
     if len(ranks) == 1:
         return first, 1, 0
-    addresses = [_address(part) for (part,) in ranks[:2]]
+    addresses = [address_of(part) for (part,) in ranks[:2]]
     return first, len(ranks), addresses[1] - addresses[0]
 
 
-def _address(array: Array) -> int:
+def either(*found: bool | Array) -> bool | Array:
+    """Whether any of some kernels has found an inf or NaN, as of `Bucket.call`."""
+    flags = [one for one in found if not isinstance(one, bool)]
+    return sum(flags[1:], flags[0]) if flags else any(found)
+
+
+def address_of(array: Array) -> int:
+    """Of its first element."""
     return array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data_ptr()
 
 
@@ -254,32 +305,6 @@ class BucketStates:
         """The same after a step of which the host does not know whether it counts."""
         self.next = [self._xp.where(found_inf == 0, new, old) for new, old in zip(self.next, self.kept, strict=True)]
         self.commit()
-
-
-class SeparateStates:
-    """The same of a method without a bucket form: arrays of any number, shapes and types for each tensor, in NumPy.
-
-    Attributes:
-        kept: of each tensor what the step before left; nothing if that was another method's.
-        next: of each tensor what a step has made. If it counts, that is what is kept.
-    """
-
-    def __init__(self, kept: Sequence[tuple[np.ndarray, ...]]) -> None:
-        self.kept = kept
-        self.next: Sequence[tuple[np.ndarray, ...]] = ()
-
-    def arrays(self, place: int) -> tuple[np.ndarray, ...]:
-        """What is kept of the tensor at a place of the bucket."""
-        return self.kept[place]
-
-    @property
-    def nbytes(self) -> int:
-        """What it takes."""
-        return sum(array.nbytes for states in (self.kept, self.next) for state in states for array in state)
-
-    def commit(self) -> None:
-        """After a step that counts."""
-        self.kept, self.next = self.next, ()
 
 
 class Payload:

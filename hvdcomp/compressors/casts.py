@@ -213,7 +213,9 @@ class _BitPatterns:
     """
 
     def __init__(self, bucket: Bucket, purpose: str) -> None:
-        self.payload = bucket.payload(2 * _places_of_elements(bucket))
+        places, count = bucket.places(2 * bucket.segments["size"])
+        bucket.segments["place"][:, 0] = places[0] // 2
+        self.payload = bucket.payload(count)
         room = self.payload.with_room
         self.patterns = bucket.xp.from_bytes(room, like=bucket.zeros(room.shape[0] // 2, "int16"))
         self.keys = bucket.keys(purpose)

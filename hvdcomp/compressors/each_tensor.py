@@ -17,7 +17,7 @@ import numpy as np
 
 from hvdcomp.arrays import arrays_for, numpy_arrays
 from hvdcomp.arrays.types import Array
-from hvdcomp.compressors.bucket import Bucket, SeparateStates
+from hvdcomp.compressors.bucket import Bucket
 from hvdcomp.compressors.protocol import (
     Aggregation,
     AllReduce,
@@ -98,12 +98,9 @@ class _Each:
     def arguments(self) -> list[tuple[Any, ModuleType, Array, tuple[Array, ...], Context]]:
         """The compressor of each tensor, and what its `aggregate` gets, with states to start from."""
         bucket = self._bucket
-        assert isinstance(bucket.states, SeparateStates)
         given: list[Array] = compressed(bucket)
         framework, found = arrays_for(bucket.like), []
-        for tensor, compressor, x, kept in zip(
-            bucket.tensors, bucket.compressors, given, bucket.states.kept, strict=True
-        ):
+        for tensor, compressor, x, kept in zip(bucket.tensors, bucket.compressors, given, bucket.states, strict=True):
             context = dataclasses.replace(bucket.context, name=tensor.name)
             xp = framework if tensor.size > _LARGE else numpy_arrays
             x, *state = (xp.from_numpy(one, like=bucket.like) for one in (x, *kept))
@@ -135,16 +132,15 @@ class _Each:
         """Puts means and what is left of x where they belong, and states in their place; whether a mean or a state
         holds an inf or NaN."""
         bucket, outcomes = self._bucket, self._outcomes
-        assert isinstance(bucket.states, SeparateStates)
         for place, outcome in enumerate(outcomes):
             self.put(place, outcome.mean)  # first, as it may lie where x does
             if bucket.keeps:
                 self.take_off(place, outcome.sent)
-        bucket.states.next = [tuple(np.array(_numpy(one), order="C") for one in outcome.state) for outcome in outcomes]
+        bucket.states = [tuple(np.array(_numpy(one), order="C") for one in outcome.state) for outcome in outcomes]
         if bucket.keeps and bucket.holds_inf("x"):
             for x in self._x:
                 x[...] = numpy_arrays.finite_or_zero(x)  # as in `without`
-        states = [one for state in bucket.states.next for one in state]
+        states = [one for state in bucket.states for one in state]
         return bucket.holds_inf("result") or bool(numpy_arrays.found_inf(states)[0] != 0)
 
     def put(self, place: int, found: Array | SparseVector) -> None:

@@ -102,11 +102,10 @@ class MultiplesLayout:
         of_scales = 4 * -(-sizes // self.length)
         of_codes = packed_bytes(np.array(bits), sizes)
         segments["count"] = bits
-        begin = of_scales.sum()
-        segments["place"][:, 0] = begin + np.cumsum(of_codes) - of_codes
-        segments["place"][:, 1] = np.cumsum(of_scales) - of_scales
+        places, count = bucket.places(of_scales, of_codes)
+        segments["place"][:, :2] = places[::-1].T
         self.keys = bucket.keys(purpose)
-        self.payload = bucket.payload(int(begin + of_codes.sum()))
+        self.payload = bucket.payload(count)
 
 
 def encode_multiples_of_bucket(bucket: Bucket, kernel: str, *arguments: float) -> None:

@@ -165,12 +165,10 @@ class Natural(Gathering):
         return xp.from_bfloat16_bits(upper_half)
 
     def lay_out(self, bucket: Bucket) -> _NaturalLayout:
-        segments = bucket.segments
-        sizes = segments["size"]
-        of_signs = packed_bytes(1, sizes)
-        segments["place"][:, 0] = np.cumsum(sizes) - sizes
-        segments["place"][:, 1] = sizes.sum() + np.cumsum(of_signs) - of_signs
-        return _NaturalLayout(bucket.payload(int(sizes.sum() + of_signs.sum())), bucket.keys(self.name))
+        sizes = bucket.segments["size"]
+        places, count = bucket.places(sizes, packed_bytes(1, sizes))
+        bucket.segments["place"][:, :2] = places.T
+        return _NaturalLayout(bucket.payload(count), bucket.keys(self.name))
 
     def encode_bucket(self, bucket: Bucket) -> None:
         context = bucket.context

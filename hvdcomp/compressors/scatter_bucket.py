@@ -12,10 +12,12 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload
-from hvdcomp.compressors.memory import ErrorFeedback, NoMemory
+from hvdcomp.arrays.types import Array
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload, Rows, address_of, either
+from hvdcomp.compressors.memory import ErrorFeedback, Memory, NoMemory
 from hvdcomp.compressors.protocol import AllGather, AllToAll, TensorInfo
 from hvdcomp.compressors.sizes import Payload as SentPayload
+from hvdcomp.kernels import cuda
 from hvdcomp.kernels.tables import PRODUCT
 
 _ADDRESSES = ("gradient", "result", "source", "kept", "x", "velocity", "next_velocity")
@@ -38,34 +40,31 @@ class CodesBuckets(Protocol):
     def encode_bucket(self, bucket: Bucket) -> None:
         """Writes to `payload` what is sent of a bucket, and sets the bucket's `found_inf`."""
 
-    def decode_bucket(self, bucket: Bucket, first: Any, ranks: int, stride: int) -> bool:
+    def decode_bucket(self, bucket: Bucket, first: Any, ranks: int, stride: int) -> bool | Array:
         """Writes the mean of payloads, as of `gathered`, to where results go; whether it holds an inf or NaN."""
 
 
 def aggregate_chunks(method: CodesBuckets, bucket: Bucket) -> BucketAggregation:
-    """A bucket's step on the host."""
+    """A bucket's step."""
     if bucket.layout is None:
         bucket.layout = _Layout(method, bucket)
     layout: _Layout = bucket.layout
-    own = bucket.context.rank
+    own, others = layout.own, layout.others
     whole = bucket.widens or np.any(bucket.segments["rule"] == PRODUCT)  # read as a whole, and not piece by piece
     if whole and not bucket.segments["source"].any():
         bucket.call("make_x")
         bucket.segments["source"] = bucket.segments["x"]
-    for chunk in layout.chunks:
-        chunk.enter(bucket)
-    bucket.found_inf = layout.own.read(bucket)
-    for place, chunk in enumerate(layout.chunks):
-        if place != own:
-            bucket.found_inf |= chunk.encode(method, layout.rows[place], layout.zeros)
+    bucket.found_inf = either(own.read(bucket), others.encode(method, bucket, layout.zeros))
     received = yield AllToAll((layout.rows,))
-    found = layout.own.average(method, [part for (part,) in received])
-    layout.own.encode_mean(method, bucket, layout.sent.vector, layout.zeros)
-    gathered = yield AllGather((layout.sent.vector,))
-    for chunk, (payload,) in zip(layout.chunks, gathered, strict=True):
-        found |= chunk.decode(method, bucket, payload)
-    layout.own.keep(bucket)
-    return bucket.call("narrow_results") | found if bucket.widens else found
+    found = own.average(method, bucket, [payload for (payload,) in received])
+    own.encode_mean(method, bucket, layout.zeros)
+    gathered = yield AllGather((layout.sent,))
+    payloads = [payload for (payload,) in gathered]
+    found = either(found, own.decode(method, bucket, payloads), others.decode(method, bucket, payloads))
+    own.keep(bucket)
+    if bucket.widens and bucket.device is None:  # on a device, `each_tensor.step_of` does so
+        return either(bucket.call("narrow_results"), found)
+    return found
 
 
 def residual_bound(length: int, ranks: int) -> float:
@@ -99,162 +98,201 @@ class _Piece(NamedTuple):
     length: int
 
 
-class _Chunk:
-    """The pieces of tensors that one rank averages.
+class _Part:
+    """Pieces of a bucket's tensors, as a bucket of their own.
 
     Args:
-        bucket: that is cut.
-        pieces: of which it is made.
-        number: of the chunk.
+        whole: the bucket that is cut.
+        pieces: each with the number of the rank that averages it.
+        memory: of the bucket of pieces.
+        rows: of its payload.
+        suffix: of the names of the pieces.
 
     Attributes:
-        bucket: the chunk's own.
+        bucket: of the pieces.
+        elements: of all.
     """
 
-    def __init__(self, bucket: Bucket, pieces: Sequence[_Piece], number: int) -> None:
-        self.size = sum(piece.length for piece in pieces)
-        self._members = np.array([piece.tensor for piece in pieces], np.int64)
-        self._bytes = 4 * np.array([piece.start for piece in pieces], np.uint64)
-        self.bucket = Bucket(
-            [TensorInfo(f"{bucket.tensors[one.tensor].name}#{number}", (one.length,)) for one in pieces],
-            [bucket.compressors[piece.tensor] for piece in pieces],
-            bucket.memory,
-        )
-        self.bucket.context = bucket.context
+    def __init__(
+        self,
+        whole: Bucket,
+        pieces: Sequence[tuple[int, _Piece]],
+        memory: Memory,
+        rows: Rows | None = None,
+        suffix: str = "",
+    ) -> None:
+        self.elements = sum(piece.length for _, piece in pieces)
+        self._members = np.array([piece.tensor for _, piece in pieces], np.int64)
+        self._bytes = 4 * np.array([piece.start for _, piece in pieces], np.uint64)
+        names = [f"{whole.tensors[piece.tensor].name}#{owner}{suffix}" for owner, piece in pieces]
+        tensors = [TensorInfo(name, (piece.length,)) for name, (_, piece) in zip(names, pieces, strict=True)]
+        compressors = [whole.compressors[piece.tensor] for _, piece in pieces]
+        self.bucket = Bucket(tensors, compressors, memory, whole.device, whole.xp, rows=rows)
+        self.bucket.context = whole.context
 
     def enter(self, whole: Bucket) -> None:
         """Begins a step: the pieces lie in the tensors."""
-        self.bucket.begin(whole.context, whole.table.bucket.factor)
-        mine, theirs = self.bucket.segments, whole.segments[self._members]
+        bucket = self.bucket
+        bucket.begin(whole.context, whole.factor)
         for name in _ADDRESSES:
-            mine[name] = self._within(theirs[name])
+            bucket.segments[name] = self.addresses(whole, name)
         for name in _OF_KEPT:
-            mine[name] = theirs[name]
+            bucket.segments[name] = whole.segments[name][self._members]
+        if bucket.device is not None:
+            bucket.kernels.sent[0] = whole.kernels.sent[0][self._members]
 
     def addresses(self, whole: Bucket, name: str) -> np.ndarray:
         """Where the pieces lie in what the table of the whole calls by a name."""
-        return self._within(whole.segments[name][self._members])
+        found = whole.segments[name][self._members]
+        return np.where(found == 0, found, found + self._bytes)
 
-    def _within(self, addresses: np.ndarray) -> np.ndarray:
-        return np.where(addresses == 0, addresses, addresses + self._bytes)
 
-    def encode(self, method: CodesBuckets, row: np.ndarray, zeros: np.ndarray) -> bool:
-        """Writes its payload to a row; what was not sent is left as x. Returns whether it has found an inf or NaN."""
-        if not self.size:
+class _Others(_Part):
+    """The chunks of the other ranks."""
+
+    def encode(self, method: CodesBuckets, whole: Bucket, zeros: np.ndarray) -> bool | Array:
+        """Makes the payload; what was not sent is left as x. Returns whether it has found an inf or NaN."""
+        if not self.elements:
             return False
-        payload = method.payload(self.bucket).vector
+        self.enter(whole)
         method.encode_bucket(self.bucket)
-        row[: len(payload)] = payload
         take_off(self.bucket, zeros)
-        return bool(self.bucket.found_inf)
+        return self.bucket.found_inf
 
-    def decode(self, method: CodesBuckets, whole: Bucket, payload: np.ndarray) -> bool:
-        """Writes what the payload of its mean stands for to where the results go."""
-        if not self.size:
+    def decode(self, method: CodesBuckets, whole: Bucket, payloads: Sequence[Array]) -> bool | Array:
+        """Writes what the ranks' payloads of means stand for to where the results go."""
+        if not self.elements:
             return False
+        first, second = payloads[:2]
+        if address_of(second) - address_of(first) != first.shape[0]:  # of a round with other requests
+            first = whole.xp.concatenate(payloads)
         self.bucket.segments["result"] = self.addresses(whole, "result")
-        return bool(method.decode_bucket(self.bucket, payload, 1, 0))
+        return method.decode_bucket(self.bucket, first, 1, 0)
 
 
 class _Own:
-    """The chunk that this rank averages: three vectors in which its pieces lie behind each other.
+    """The chunk that this rank averages: vectors in which its pieces lie behind each other.
 
     Args:
-        chunk: as the other ranks encode it.
+        method: that encodes it.
+        whole: the bucket that is cut.
+        pieces: as of `_Part`.
 
     Attributes:
-        x: this rank's own part of it, and later what the payload of the mean lacks.
-        mean: of all ranks.
+        elements: of it.
+        means: the chunk of the mean, as it is encoded.
     """
 
-    def __init__(self, bucket: Bucket, chunk: _Chunk) -> None:
-        self._chunk = chunk
-        self._copies = Bucket(chunk.bucket.tensors, chunk.bucket.compressors, bucket.memory)
-        self._means = Bucket(
-            [TensorInfo(f"{tensor.name}#mean", tensor.shape) for tensor in chunk.bucket.tensors],
-            chunk.bucket.compressors,
-            ErrorFeedback() if bucket.keeps else NoMemory(),
-        )
-        self._means.context = bucket.context
-        sizes = chunk.bucket.segments["size"]
+    means: Bucket
+    _x: Array  # this rank's own part of it, and later what the payload of the mean lacks
+    _mean: Array  # of all ranks
+
+    def __init__(self, method: CodesBuckets, whole: Bucket, pieces: Sequence[tuple[int, _Piece]]) -> None:
+        self._copies = _Part(whole, pieces, whole.memory)
+        self._codes = _Part(whole, pieces, NoMemory())
+        self.elements = self._copies.elements
+        sizes = self._copies.bucket.segments["size"]
         places = np.cumsum(sizes) - sizes
-        self._copies.segments["place"][:, 0] = places
+        self._copies.bucket.segments["place"][:, 0] = places
         self._offsets = 4 * places.astype(np.uint64)
-        self.x = np.zeros(chunk.size, np.float32)
-        self.mean = np.zeros(chunk.size, np.float32)
+        if whole.device is None:
+            self._x, self._mean = whole.zeros(self.elements, "float32"), whole.zeros(self.elements, "float32")
 
-    def read(self, whole: Bucket) -> bool:
+    def payload_bytes(self, method: CodesBuckets) -> int:
+        """Of a rank's payload of the chunk."""
+        return len(method.payload(self._codes.bucket).vector) if self.elements else 0
+
+    def read(self, whole: Bucket) -> bool | Array:
         """Makes this rank's x of the chunk; returns whether it holds an inf or NaN."""
-        if not self._chunk.size:
+        if not self.elements:
             return False
-        self._copies.begin(whole.context, whole.table.bucket.factor)
-        for name in (*_ADDRESSES, *_OF_KEPT):
-            self._copies.segments[name] = self._chunk.bucket.segments[name]
-        return bool(self._copies.call("dense_encode", self.x))
+        if whole.device is not None:  # where memory that was let go of comes back without being cleared
+            self._x, self._mean = (whole.kernels.passing(self.elements, "float32") for _ in range(2))
+        self._copies.enter(whole)
+        return self._copies.bucket.call("dense_encode", self._x)
 
-    def average(self, method: CodesBuckets, payloads: Sequence[np.ndarray]) -> bool:
+    def average(self, method: CodesBuckets, whole: Bucket, payloads: Sequence[Array]) -> bool | Array:
         """Averages x and the payloads of the other ranks; returns whether they stand for an inf or NaN."""
-        if not self._chunk.size:
+        if not self.elements:
             return False
-        bucket, ranks = self._chunk.bucket, len(payloads)
-        others = np.stack([payload for rank, payload in enumerate(payloads) if rank != bucket.context.rank])
-        bucket.segments["result"] = self.mean.ctypes.data + self._offsets
-        found = method.decode_bucket(bucket, others, ranks - 1, others.shape[1])
-        self.mean *= (ranks - 1) / ranks
-        self.x *= 1 / ranks
-        self.mean += self.x
-        with np.errstate(over="ignore"):
-            bound = max(self.mean.max(), -self.mean.min()) * np.float32(residual_bound(len(self.mean), ranks))
-        if not np.isfinite(bound):
-            self.mean[:] = np.nan
-        return bool(found)
+        bucket, xp, ranks = self._codes.bucket, whole.xp, len(payloads)
+        others = xp.concatenate([one for rank, one in enumerate(payloads) if rank != whole.context.rank])
+        bucket.begin(whole.context)
+        bucket.segments["result"] = address_of(self._mean) + self._offsets
+        found = method.decode_bucket(bucket, others, ranks - 1, payloads[0].shape[0])
+        self._mean *= (ranks - 1) / ranks
+        self._x *= 1 / ranks
+        self._mean += self._x
+        with np.errstate(over="ignore", invalid="ignore"):
+            largest = xp.flatten(xp.row_largest(xp.reshape(self._mean, (1, -1))))
+            self._mean *= 1 + 0 * (largest * residual_bound(self.elements, ranks))  # times 1, or NaN
+        return found
 
-    def encode_mean(self, method: CodesBuckets, whole: Bucket, row: np.ndarray, zeros: np.ndarray) -> None:
-        """Writes the payload of the mean to a row; what it lacks, to `x`."""
-        if not self._chunk.size:
+    def encode_mean(self, method: CodesBuckets, whole: Bucket, zeros: np.ndarray) -> None:
+        """Makes the payload of the mean; what it lacks is left as x."""
+        if not self.elements:
             return
-        means = self._means
+        means = self.means
         means.begin(whole.context)
         means.segments["kept"] = 0
-        means.segments["gradient"] = self.mean.ctypes.data + self._offsets
-        means.segments["x"] = self.x.ctypes.data + self._offsets if means.keeps else 0
-        payload = method.payload(means).vector
+        means.segments["gradient"] = address_of(self._mean) + self._offsets
+        means.segments["x"] = address_of(self._x) + self._offsets if means.keeps else 0
         method.encode_bucket(means)
-        row[: len(payload)] = payload
         take_off(means, zeros)
+
+    def decode(self, method: CodesBuckets, whole: Bucket, payloads: Sequence[Array]) -> bool | Array:
+        """Writes what the payload of the mean stands for to where the results go."""
+        if not self.elements:
+            return False
+        self._codes.bucket.segments["result"] = self._codes.addresses(whole, "result")
+        return method.decode_bucket(self._codes.bucket, payloads[whole.context.rank], 1, 0)
 
     def keep(self, whole: Bucket) -> None:
         """Leaves as x of the chunk what the mean's payload lacks, as often as there are ranks."""
-        if self._means.keeps and self._chunk.size:
-            self.x *= whole.context.world_size
-            self._copies.segments["result"] = self._chunk.addresses(whole, "x")
-            self._copies.call("dense_decode", self.x)
+        if whole.keeps and self.elements:
+            self._x *= whole.context.world_size
+            self._copies.bucket.call("dense_keep", self._x)
+        if whole.device is not None and self.elements:
+            for vector in (self._x, self._mean):
+                cuda.let_go(vector)
+            self._x = self._mean = None
 
 
 class _Layout:
     """How a bucket is cut, and storage for what is sent.
 
     Attributes:
-        chunks: by the rank that averages them.
-        own: this rank's.
-        rows: a payload for each rank, uint8 (ranks, length).
-        sent: that of the mean.
-        zeros: as many as the longest piece has elements.
+        own: the chunk that this rank averages.
+        others: those of the other ranks.
+        rows: a payload for each rank, uint8 (ranks, length); this rank's own row says nothing.
+        sent: the payload of the mean, uint8 (length,).
+        zeros: on the host, as many as the longest piece has elements.
     """
 
     def __init__(self, method: CodesBuckets, bucket: Bucket) -> None:
-        ranks = bucket.context.world_size
+        ranks, own = bucket.context.world_size, bucket.context.rank
         sizes = bucket.segments["size"]
-        pieces: list[list[_Piece]] = [[] for _ in range(ranks)]
-        for owner, piece in _pieces(sizes.tolist(), method.unit, ranks):
-            pieces[owner].append(piece)
-        self.chunks = [_Chunk(bucket, of_one, number) for number, of_one in enumerate(pieces)]
-        self.zeros = np.zeros(int(sizes.max()), np.float32)
-        self.own = _Own(bucket, self.chunks[bucket.context.rank])
+        pieces = list(_pieces(sizes.tolist(), method.unit, ranks))
+        mine, theirs = ([one for one in pieces if (one[0] == own) == is_own] for is_own in (True, False))
+        self.own = _Own(method, bucket, mine)
         # Payloads' lengths follow from the pieces alone, and so are known to all ranks.
-        length = max(len(method.payload(chunk.bucket).vector) for chunk in self.chunks if chunk.size)
-        self.rows = np.zeros((ranks, length), np.uint8)
-        self.sent = bucket.payload(length)
+        rows = Rows(np.array([owner for owner, _ in theirs], np.int64), ranks, self.own.payload_bytes(method))
+        self.others = _Others(bucket, theirs, bucket.memory, rows)
+        self.rows = _rows_of(method, self.others.bucket, rows)
+        rows = Rows(np.zeros(len(mine), np.int64), 1, self.rows.shape[1])
+        memory = ErrorFeedback() if bucket.keeps else NoMemory()
+        self.own.means = _Part(bucket, mine, memory, rows, "#mean").bucket
+        self.sent = _rows_of(method, self.own.means, rows)[0]
+        self.zeros = np.zeros(int(sizes.max()) if bucket.device is None else 0, np.float32)
+
+
+def _rows_of(method: CodesBuckets, bucket: Bucket, rows: Rows) -> Array:
+    """The rows of a bucket's payload, uint8 (ranks, length)."""
+    if bucket.tensors:
+        vector = method.payload(bucket).vector
+    else:
+        vector = bucket.zeros(bucket.places(bucket.segments["size"])[1])
+    return bucket.xp.reshape(vector, (rows.ranks, -1))
 
 
 def _pieces(sizes: Sequence[int], unit: int, ranks: int) -> Iterator[tuple[int, _Piece]]:
@@ -277,11 +315,15 @@ def take_off(bucket: Bucket, zeros: np.ndarray, x: np.ndarray | None = None) -> 
     """Takes off x what was sent of it, where a kernel has left that to the next step, which may cut it otherwise.
 
     Args:
-        zeros: as many as the largest tensor has elements.
+        zeros: on the host, as many as the largest tensor has elements.
         x: addresses of what is left; None for those of x itself, where what was sent is not a product of factors.
     """
     segments = bucket.segments
     if not bucket.keeps or not segments["sent_rule"].any():
+        return
+    if bucket.device is not None:
+        bucket.call("take_off")
+        segments["sent_rule"] = 0
         return
     segments["kept"] = segments["x"]
     segments["x"] = segments["x"] if x is None else x

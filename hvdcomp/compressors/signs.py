@@ -222,7 +222,7 @@ def _encode_two_values(bucket: Bucket, rule: int) -> None:
     Args:
         rule: which elements have a bit of 1, `POSITIVE` or `NOT_NEGATIVE`.
     """
-    bucket.found_inf = bucket.call("two_values_encode", rule, bucket.layout.payload.vector, bucket.layout.values)
+    bucket.found_inf = bucket.call("two_values_encode", rule, bucket.layout.payload.vector)
 
 
 class _BitsLayout:
@@ -234,12 +234,9 @@ class _BitsLayout:
 
     def __init__(self, bucket: Bucket, bytes_of_values: int) -> None:
         sizes = bucket.segments["size"]
-        of_values = bytes_of_values * len(sizes)
-        of_bits = packed_bytes(1, sizes)
-        bucket.segments["place"][:, 0] = of_values + np.cumsum(of_bits) - of_bits
-        bucket.segments["place"][:, 1] = bytes_of_values * np.arange(len(sizes))
-        self.payload = bucket.payload(int(of_values + of_bits.sum()))
-        self.values = bucket.xp.bitcast(self.payload.vector[:of_values], "float32")
+        places, count = bucket.places(np.full_like(sizes, bytes_of_values), packed_bytes(1, sizes))
+        bucket.segments["place"][:, :2] = places[::-1].T
+        self.payload = bucket.payload(count)
 
 
 class _VotesLayout:

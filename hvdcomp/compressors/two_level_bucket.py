@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hvdcomp.arrays import numpy_arrays
-from hvdcomp.compressors.bucket import Bucket, BucketAggregation, BucketStates
+from hvdcomp.arrays.types import Array
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, BucketStates, address_of
 from hvdcomp.compressors.memory import ErrorFeedback, NoMemory
 from hvdcomp.compressors.protocol import AllGather, Context, Levels, Place, ReduceScatter, TensorInfo, across
 from hvdcomp.compressors.scatter_bucket import take_off
 from hvdcomp.compressors.sizes import Payload
+from hvdcomp.kernels import cuda
 
 UNIT = 8
 """Elements, of which shards have whole numbers."""
@@ -44,7 +44,7 @@ def deal(sizes: Sequence[int], ranks: int) -> list[int]:
 
 
 def aggregate_levels(bucket: Bucket, levels: Levels) -> BucketAggregation:
-    """A bucket's step on the host.
+    """A bucket's step.
 
     A single collective of rows of one length deals everything out, whole tensors too: the rows are then as long as the
     largest share, and sizes follow from the bucket alone.
@@ -52,25 +52,33 @@ def aggregate_levels(bucket: Bucket, levels: Levels) -> BucketAggregation:
     if bucket.layout is None:
         bucket.layout = _Layout(bucket, levels.node)
     layout: _Layout = bucket.layout
-    shard, states = layout.shard, layout.states
+    shard, states, xp = layout.shard, layout.states, bucket.xp
     (own, ranks), others, _ = levels
-    bucket.found_inf = bucket.call("dense_encode", layout.whole)
-    mean = layout.rows[own]
+    whole = layout.storage(bucket)
+    bucket.found_inf = bucket.call("dense_encode", whole)
+    rows = xp.reshape(whole, (ranks, -1))
+    mean = rows[own]
     if ranks > 1:
-        mean = yield ReduceScatter(layout.rows, group="node")
+        mean = yield ReduceScatter(rows, group="node")
     if states is not None:
         states.take(bucket)
     exchange = shard.aggregate(between(bucket.context, levels), mean, layout.result)
     yield from exchange if ranks == 1 else across(exchange, others.size)
-    given: tuple[np.ndarray, ...] = (layout.result,) if states is None else (layout.result, states.made())
-    everyone: list[tuple[np.ndarray, ...]] = [given]
+    given: tuple[Array, ...] = (layout.result,) if states is None else (layout.result, states.made())
+    everyone: list[tuple[Array, ...]] = [given]
     if ranks > 1:
         everyone = yield AllGather(given, group="node")
-    found = bucket.call("dense_decode", np.concatenate([one[0] for one in everyone]))
+    found = bucket.call("dense_decode", xp.concatenate([one[0] for one in everyone]))
     if states is not None:
         states.put(bucket, [one[1] for one in everyone])
     if bucket.keeps:
-        layout.keep(bucket, own)
+        # What the own part has lost, as often as the node has ranks, and elsewhere nothing.
+        whole[:] = 0
+        with np.errstate(over="ignore"):
+            rows[own] = xp.finite_or_zero(shard.lost * ranks)  # as in `memory.without`
+        bucket.call("dense_keep", whole)
+    if bucket.device is not None:
+        cuda.let_go(whole)
     return found
 
 
@@ -91,24 +99,27 @@ class _Shard:
             [tensor for _, tensor in pieces],
             [whole.compressors[place].compressor for place, _ in pieces],
             ErrorFeedback() if whole.keeps else NoMemory(),
+            whole.device,
+            whole.xp,
         )
         sizes = self.bucket.segments["size"]
         self._offsets = (4 * (np.cumsum(sizes) - sizes)).astype(np.uint64)
-        self._zeros = np.zeros(int(sizes.max()), np.float32)
-        self.lost = np.zeros(length, np.float32)
-        self._x = np.zeros(length, np.float32) if self.bucket.compressors[0].keeps_state else self.lost
+        self._zeros = np.zeros(int(sizes.max()) if whole.device is None else 0, np.float32)
+        self.lost = whole.zeros(length, "float32")
+        apart = whole.device is None and self.bucket.compressors[0].keeps_state
+        self._x = np.zeros(length, np.float32) if apart else self.lost
 
-    def aggregate(self, context: Context, mean: np.ndarray, result: np.ndarray) -> BucketAggregation:
+    def aggregate(self, context: Context, mean: Array, result: Array) -> BucketAggregation:
         """The compressor's step between nodes; leaves what is lost in `lost`."""
         bucket = self.bucket
         bucket.begin(context)
         segments = bucket.segments
-        segments["gradient"] = mean.ctypes.data + self._offsets
-        segments["result"] = result.ctypes.data + self._offsets
+        segments["gradient"] = address_of(mean) + self._offsets
+        segments["result"] = address_of(result) + self._offsets
         segments["kept"] = segments["rule"] = 0
-        segments["x"] = self._x.ctypes.data + self._offsets if bucket.keeps else 0
+        segments["x"] = address_of(self._x) + self._offsets if bucket.keeps else 0
         found = yield from bucket.compressors[0].aggregate_bucket(bucket)
-        take_off(bucket, self._zeros, self.lost.ctypes.data + self._offsets)
+        take_off(bucket, self._zeros, address_of(self.lost) + self._offsets)
         return found
 
 
@@ -124,14 +135,17 @@ class _States:
 
     def __init__(self, whole: Bucket, shard: Bucket, dealt: Sequence[Sequence[int]], own: int) -> None:
         assert whole.states is not None
-        zero = np.zeros(STAND_IN, np.float32)
-        nothing = shard.compressors[0].prepare(numpy_arrays, zero, (), whole.context)
-        self._mine = BucketStates([whole.states.arrays(place) for place in dealt[own]] or [nothing])
+        xp = whole.xp
+        zero = xp.reshape(whole.zeros(1, "float32"), STAND_IN)
+        nothing = shard.compressors[0].prepare(xp, zero, (), whole.context)
+        self._mine = BucketStates([whole.states.arrays(place) for place in dealt[own]] or [nothing], xp)
         shard.states = self._mine
-        self._places = [whole.states.places(places) for places in dealt]
+        self._places = [
+            [xp.from_numpy(kind, like=zero) for kind in whole.states.places(places)] for places in dealt
+        ]
         self._own = own
         lengths = [sum(map(len, kinds)) for kinds in self._places]
-        self._sent = np.zeros(max(lengths), np.float32)
+        self._sent = whole.zeros(max(lengths), "float32")
 
     def take(self, whole: Bucket) -> None:
         """Before a step: this rank's part of what is kept."""
@@ -140,7 +154,7 @@ class _States:
             if len(places):
                 mine[:] = kept[places]
 
-    def made(self) -> np.ndarray:
+    def made(self) -> Array:
         """What this rank's part has become, in as much room as the largest takes."""
         start = 0
         for made, places in zip(self._mine.next, self._places[self._own], strict=True):
@@ -148,7 +162,7 @@ class _States:
             start += len(places)
         return self._sent
 
-    def put(self, whole: Bucket, parts: Sequence[np.ndarray]) -> None:
+    def put(self, whole: Bucket, parts: Sequence[Array]) -> None:
         """What all of it has become, of the parts of the node's ranks."""
         assert whole.states is not None
         for part, kinds in zip(parts, self._places, strict=True):
@@ -162,8 +176,6 @@ class _Layout:
     """How a bucket is dealt out, and storage for it.
 
     Attributes:
-        whole: x of all tensors, in rows, float32.
-        rows: the same storage, a row for each rank of the node, and zeros behind what it gets.
         result: of this rank's part.
         shard: this rank's part; of a zero where it has none, so that all ranks ask for the same.
         states: of tensors that are dealt out whole, if the method keeps anything.
@@ -185,32 +197,17 @@ class _Layout:
             length = _whole_units(-(-sum(sizes) // ranks))
             starts = np.cumsum(sizes) - sizes
             pieces = list(_pieces(bucket.tensors, own, length))
-        self.whole = np.zeros(ranks * length, np.float32)
-        self.rows = self.whole.reshape(ranks, length)
-        self.result = np.zeros(length, np.float32)
+        self._elements = ranks * length
+        self._whole = bucket.zeros(self._elements, "float32") if bucket.device is None else None
+        self.result = bucket.zeros(length, "float32")
         bucket.segments["place"][:, 0] = starts
         self.shard = _Shard(bucket, pieces or [(0, TensorInfo(f"@{own}", STAND_IN))], length)
         keeps = bucket.compressors[0].keeps_state
         self.states = _States(bucket, self.shard.bucket, dealt, own) if keeps else None
 
-    def keep(self, bucket: Bucket, own: int) -> None:
-        """Leaves as x what the own part has lost, as often as the node has ranks, and elsewhere nothing; but what was
-        left out of x before it came here stays."""
-        self.whole[:] = 0
-        kept = self.rows[own]
-        with np.errstate(over="ignore"):
-            np.multiply(self.shard.lost, np.float32(len(self.rows)), out=kept)
-        kept[~np.isfinite(kept)] = 0  # as in `memory.without`
-        segments = bucket.segments
-        replaced = (segments["source"] != 0) & (segments["source"] != segments["x"])
-        for segment in segments[replaced]:
-            start, size = int(segment["place"][0]), int(segment["size"])
-            x, source = (_floats(int(segment[name]), size) for name in ("x", "source"))
-            self.whole[start : start + size] += x - source
-        results = segments["result"].copy()
-        segments["result"] = segments["x"]
-        bucket.call("dense_decode", self.whole)
-        segments["result"] = results
+    def storage(self, bucket: Bucket) -> Array:
+        """For x of all tensors, float32: a row for each rank of the node, and zeros behind what it gets."""
+        return bucket.zeros(self._elements, "float32") if self._whole is None else self._whole
 
 
 def payloads_in_node(
@@ -257,10 +254,6 @@ def _longest(sizes: Sequence[int], dealt: Sequence[Sequence[int]]) -> int:
 def _most(sizes: Sequence[int], dealt: Sequence[Sequence[int]]) -> int:
     """What the rank has that has most."""
     return max(sum(sizes[place] for place in places) for places in dealt)
-
-
-def _floats(address: int, count: int) -> np.ndarray:
-    return np.ctypeslib.as_array((ctypes.c_float * count).from_address(address))
 
 
 def _whole_units(elements: int) -> int:

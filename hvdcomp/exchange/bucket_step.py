@@ -199,9 +199,10 @@ class BucketStep:
         """Whether x, or what is sent of it, holds an inf or NaN: known after the first turn."""
         return self.group.bucket.found_inf
 
-    def parts(self) -> list[tuple[Part, Spans]]:
+    @property
+    def part(self) -> tuple[Part, Spans]:
         """What the tensors cost, once the generator has ended, and when they were under way."""
-        return [(self.group.costs(), self._spans)]
+        return self.group.costs(), self._spans
 
     def finish(self, found_inf: Array) -> dict[str, Array]:
         """Keeps what was not sent, unless the element `found_inf` is NaN; returns the results by name."""
@@ -255,6 +256,4 @@ class BucketStep:
         group = self.group
         if group.bucket.keeps:
             group.residuals.commit(group.bucket, group.numbers)
-        if group.keeps_states:
-            group.keep_states(self._xp, found_inf)
-        group.end_states()
+        group.keep_states(self._xp, found_inf)

@@ -1,8 +1,8 @@
-"""Which tensors of a step are compressed together, as buckets, and which one by one.
+"""Which tensors of a step kernels compress together, as buckets, and which go through array functions (`array_step`).
 
 A bucket takes gradients of float32, or of 16 bits, on the host, where kernels were compiled, or on a device that has
-kernels for their compressor. Everything else goes one by one: float64, memories of a user's own, and of gradients of 16
-bits those whose compressor has no bucket form.
+kernels for their compressor. Everything else goes through array functions: float64, memories of a user's own, and of
+gradients of 16 bits those whose compressor has no bucket form.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hvdcomp import kernels
 from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.types import Array, dtype_bytes
 from hvdcomp.compressors import Compressor
-from hvdcomp.compressors.bucket import Bucket, BucketStates, SeparateStates
+from hvdcomp.compressors.bucket import Bucket, BucketStates
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.memory import ErrorFeedback, Memory, MomentumCorrection, NoMemory
 from hvdcomp.compressors.protocol import TensorInfo
@@ -30,12 +30,12 @@ from hvdcomp.exchange.device_residuals import DeviceResiduals
 from hvdcomp.exchange.ledger import Cost
 from hvdcomp.exchange.recycled import Recycled
 from hvdcomp.exchange.residuals import FlatStorage, Residuals
-from hvdcomp.exchange.tensor_step import TensorState
+from hvdcomp.exchange.tensor_state import TensorState
 from hvdcomp.kernels import cuda
 from hvdcomp.kernels.tables import NARROW
 
 KNOWN_TO_KERNELS = (NoMemory, ErrorFeedback, MomentumCorrection)
-"""The memories whose arithmetic kernels do; a memory of a user's own takes tensors one by one."""
+"""The memories whose arithmetic kernels do."""
 
 
 class Buckets:
@@ -84,7 +84,7 @@ class Buckets:
         plan: Plan,
         under_way: Set[str] = frozenset(),
     ) -> tuple[list[Group], list[str]]:
-        """The buckets of a step that have not started, and the tensors that are in no bucket and go one by one.
+        """The buckets of a step that have not started, and the tensors that are in no bucket.
 
         Args:
             names: of the tensors that take part.
@@ -136,7 +136,7 @@ class Buckets:
         """What residuals, velocities and the methods' own arrays take from step to step; on the host with the places
         that a step fills while it may still come to nothing."""
         states = [group.bucket.states for group in self.now]
-        return self._residuals.nbytes + sum(one.nbytes for one in states if one is not None)
+        return self._residuals.nbytes + sum(one.nbytes for one in states if isinstance(one, BucketStates))
 
     def start_early(self, order: Sequence[Sequence[str]], least_bytes: int) -> None:
         """From the next step on there are buckets that do not wait for all gradients.
@@ -181,7 +181,7 @@ class Buckets:
             key = (tuple(tensors), compressors, memory)
             group = known.get(key) or Group(*key, [self._tensors[name] for name in mine], self._residuals, where)
             group.number = number if number < len(early) else None
-            group.ends_states = not compressors[0].lossless and not group.keeps_states
+            group.has_states &= compressors[0].keeps_state  # others may have had its tensors in the meantime
             yield group
 
     def _kind(self, name: str, compressor: Compressor) -> tuple[Any, Memory, str] | None:
@@ -216,7 +216,7 @@ class Buckets:
 
 def prepared_states(
     xp: ModuleType, bucket: Bucket, states: Sequence[TensorState], arrays: Sequence[Array]
-) -> BucketStates | SeparateStates | None:
+) -> BucketStates | list[tuple[np.ndarray, ...]] | None:
     """The compressors' arrays of a bucket's tensors, which have these states; None if the method keeps none.
 
     A bucket form gets them fitted to its levels; without one, `each_tensor` does that.
@@ -227,7 +227,7 @@ def prepared_states(
     method = bucket.compressors[0]
     if not method.has_bucket_form:
         bucket.like = xp.zeros((0,), like=arrays[0])  # not the gradient itself: that would keep it
-        return SeparateStates([tuple(map(xp.to_numpy, state.kept_for(method))) for state in states])
+        return [tuple(map(xp.to_numpy, state.kept_for(method))) for state in states]
     if not method.keeps_state:
         return None
     context, each = bucket.context, zip(states, bucket.tensors, bucket.compressors, arrays, strict=True)
@@ -280,8 +280,7 @@ class Group:
         bucket: what its compressors see.
         number: among the buckets that do not wait for all gradients of a step; None for the others.
         arrays: the gradients of the step, row-major.
-        has_states: whether the compressors' arrays of all its tensors lie in the bucket.
-        ends_states: whether its next step ends the arrays of another method, which may have had its tensors before.
+        has_states: whether the states of all its tensors name its method, and leave the method's arrays to the bucket.
     """
 
     def __init__(
@@ -307,7 +306,6 @@ class Group:
         self._wide: tuple[list[Array], Sequence[int] | np.ndarray] | None = None
         self._costs: dict[int, dict[str, Cost]] = {}  # by the step's place in the compressors' period
         self.has_states = False
-        self.ends_states = False
         self._wrap_state: Callable[[np.ndarray], Array]
 
     def aside(self) -> Sequence[int] | np.ndarray:
@@ -364,12 +362,6 @@ class Group:
             self._set_aside = self._wide = None
 
     @property
-    def keeps_states(self) -> bool:
-        """Whether its steps leave arrays of its compressors."""
-        method = self.bucket.compressors[0]
-        return method.keeps_state or not (method.has_bucket_form or method.lossless)
-
-    @property
     def _on_device(self) -> bool:
         return self.bucket.device is not None
 
@@ -415,28 +407,22 @@ class Group:
             self.bucket.states = prepared_states(xp, self.bucket, states, self.arrays)
 
     def keep_states(self, xp: ModuleType, found_inf: Array | None = None) -> None:
-        """Keeps what a step has made of the compressors' arrays for the next one; on a device, if it counts."""
-        states = self.bucket.states
-        assert states is not None
-        if found_inf is not None and isinstance(states, BucketStates):
-            states.settle(found_inf)
-        else:
-            states.commit()
-        if not self.has_states:
-            like = xp.zeros((0,), like=self.arrays[0])
-            self._wrap_state = _itself if self._on_device else functools.partial(xp.from_numpy, like=like)
-            for place, (_, state, _) in enumerate(self.tensors):
-                state.method = self.bucket.compressors[place].name
+        """Keeps what a step has made of the compressors' arrays for the next one, in place of another method's; on a
+        device, if it counts."""
+        states, method = self.bucket.states, self.bucket.compressors[0]
+        if isinstance(states, BucketStates):
+            states.commit() if found_inf is None else states.settle(found_inf)
+        if self.has_states or method.lossless:  # a dense step keeps the warm start of the method it interrupts
+            return
+        like = xp.zeros((0,), like=self.arrays[0])
+        self._wrap_state = _itself if self._on_device else functools.partial(xp.from_numpy, like=like)
+        for place, (_, state, _) in enumerate(self.tensors):
+            state.method = method.name
+            if isinstance(states, BucketStates):
                 state.lie_in_bucket(self, place)
-            self.has_states = True
-
-    def end_states(self) -> None:
-        """Forgets the arrays of other methods, if it has not done so."""
-        if self.ends_states:
-            for place, (_, state, _) in enumerate(self.tensors):
-                state.method = self.bucket.compressors[place].name
-                state.compressor = ()
-            self.ends_states = False
+            else:
+                state.compressor = tuple(map(self._wrap_state, states[place])) if states else ()
+        self.has_states = method.has_bucket_form
 
     def state(self, place: int) -> tuple[Array, ...]:
         """The compressor's arrays of a tensor, as `TensorState.compressor` has them."""

@@ -13,7 +13,7 @@ Span = tuple[Any, Any]  # two marks
 
 
 class Spans(NamedTuple):
-    """How long a bucket, or a tensor by itself, was under way in a step: before its last collective, and after it."""
+    """How long a bucket was under way in a step: before its last collective, and after it."""
 
     encoding: list[Span]
     decoding: list[Span]

@@ -2,7 +2,7 @@
 
 It knows no framework (array functions come with the arrays), no compressor by name, and reaches other ranks only
 through a communicator. `plan` says which compressor each tensor gets, `buckets` which tensors are compressed together,
-`bucket_step` what a bucket goes through and `separate_step` what the tensors in none, `lockstep` how they exchange,
+`bucket_step` what a bucket goes through and `array_step` what tensors in none, `lockstep` how they exchange,
 `overlap` what starts before all gradients are there, `fusion` what travels.
 """
 
@@ -12,6 +12,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import ModuleType
+from typing import NamedTuple
 
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array
@@ -20,8 +21,10 @@ from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.choice import MIN_NDIM, MIN_NUMEL, Plan
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import Context, TensorInfo
+from hvdcomp.exchange.array_step import ArrayStep, Step
 from hvdcomp.exchange.bucket_step import Sums
 from hvdcomp.exchange.buckets import Buckets
+from hvdcomp.exchange.clock import Spans
 from hvdcomp.exchange.device_step import bucket_step
 from hvdcomp.exchange.ledger import Ledger, Sent, StepCost
 from hvdcomp.exchange.lockstep import Lockstep, run_to_the_end
@@ -30,11 +33,26 @@ from hvdcomp.exchange.nodes import FoundLevels
 from hvdcomp.exchange.overlap import Overlap
 from hvdcomp.exchange.plan import Planner
 from hvdcomp.exchange.previews import Previews
-from hvdcomp.exchange.separate_step import SeparateStep, Step
-from hvdcomp.exchange.tensor_step import TensorState
+from hvdcomp.exchange.tensor_state import TensorState
 from hvdcomp.specs.levels import Level, LevelsBySize
 
 BeforeCompress = Callable[[Look], Mapping[str, Array]]
+
+
+class UnderWay(NamedTuple):
+    """A step that has begun.
+
+    Attributes:
+        xp: the array functions of the gradients.
+        waves: what goes from round to round together.
+        look: as of `Engine.before_compress`.
+        tensors: how many.
+    """
+
+    xp: ModuleType
+    waves: list[Lockstep]
+    look: Look | None
+    tensors: int
 
 
 class Engine:
@@ -179,14 +197,38 @@ class Engine:
             The aggregated gradients by name, each in the shape, element type and layout of its gradient, in storage
             that the engine does not keep.
         """
-        names = [name for name in self.tensors if name in gradients]
-        if not names:
+        if not self.tensors.keys() & gradients.keys():
             return {}
+        results = self.finish(self.start(gradients, in_place, sums, alone=True))
+        self.overlap.learn_order(gradients)
+        return results
+
+    def start(
+        self, gradients: Mapping[str, Array], in_place: bool = False, sums: Sums | None = None, alone: bool = False
+    ) -> UnderWay:
+        """Begins a step that `finish` is to end: sends what needs no answer from any rank, and waits for nothing.
+
+        In between, steps may be entered that make no exchange, and no other may be started.
+
+        Args:
+            gradients, in_place, sums: as of `step`; at least one gradient, and nobody may change any before `finish`.
+            alone: whether `finish` follows at once.
+        """
+        names = [name for name in self.tensors if name in gradients]
         xp = arrays_for(gradients[names[0]])
         started = self.overlap.end(gradients[names[0]])
         if not started:
             self.ledger.clock.begin(xp, gradients[names[0]])
-        waves, look = self._start(xp, {name: gradients[name] for name in names}, in_place, sums, started)
+        waves, look = self._start(xp, {name: gradients[name] for name in names}, in_place, sums, started, alone)
+        return UnderWay(xp, waves, look, len(names))
+
+    def finish(self, under_way: UnderWay, kept: Set[str] = frozenset()) -> dict[str, Array]:
+        """Ends a step that `start` began; returns what `step` does, and enters the step.
+
+        Args:
+            kept: the names of tensors whose gradients this rank keeps in this step.
+        """
+        xp, waves, look, tensors = under_way
         run_to_the_end(waves)
         steps = [one for wave in waves for one in wave.steps]
         found_inf = sum((wave.found_inf() for wave in waves[1:]), waves[0].found_inf())
@@ -196,10 +238,9 @@ class Engine:
         for one in steps:
             results |= one.finish(found_inf)
         self._drop_sent = _dropping(xp, steps, self.planner.sends_all, found_inf)
-        self._record(xp, waves, len(names))
+        self._record(xp, waves, tensors, kept)
         self.step_number += 1
         self.found_inf = found_inf
-        self.overlap.learn_order(gradients)
         return results
 
     def _start(
@@ -209,6 +250,7 @@ class Engine:
         in_place: bool,
         sums: Sums | None,
         started: Sequence[Lockstep],
+        alone: bool,
     ) -> tuple[list[Lockstep], Look | None]:
         """Starts what has not started of a step; returns all that is under way.
 
@@ -229,7 +271,7 @@ class Engine:
             one.open(gradients, in_place, sums, sources)
         waves = [self.overlap.wave(xp, [one], one.number) for one in steps if one.number is not None]
         if last := [one for one in steps if one.number is None]:
-            waves.append(self.overlap.wave(xp, last, None, alone=not started and not waves))
+            waves.append(self.overlap.wave(xp, last, None, alone=alone and not started and not waves))
         for wave in waves:
             wave.start()
         return [*started, *waves], look
@@ -247,14 +289,17 @@ class Engine:
         if rest:
             states = defaultdict(TensorState) if aside else self.states
             own = {name: gradients[name] for name in rest}
-            steps.append(SeparateStep(xp, own, plan, states, self.planner.memory_for, context, factor, clock))
+            steps.append(ArrayStep(xp, own, plan, states, self.planner.memory_for, context, factor, clock))
         return steps
 
-    def _record(self, xp: ModuleType, waves: Sequence[Lockstep], number_of_tensors: int) -> None:
+    def _record(self, xp: ModuleType, waves: Sequence[Lockstep], number_of_tensors: int, kept: Set[str]) -> None:
         """Enters the costs of a step that has ended."""
         rounds = [span for wave in waves for span in wave.rounds]
         sent = sum((wave.sent for wave in waves), Sent(self.bytes_beside(number_of_tensors)))
-        parts, spans = zip(*(part for wave in waves for one in wave.steps for part in one.parts()), strict=True)
+        found = [step.part for wave in waves for step in wave.steps]
+        if kept:
+            found.append((self.planner.costs_of_nothing(kept), Spans([], [])))
+        parts, spans = zip(*found, strict=True)
         step = self.ledger.step_cost(self.step_number, parts, sent)
         self.ledger.record_timed(step, spans, rounds, xp.seconds_between)
 

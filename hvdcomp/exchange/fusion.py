@@ -19,11 +19,9 @@ import numpy as np
 from hvdcomp.arrays import arrays_for, numpy_arrays
 from hvdcomp.arrays.types import DTYPE_BYTES, Array, number_of_elements
 from hvdcomp.communicators import Communicator
+from hvdcomp.compressors.bucket import ROW_ALIGNMENT
 from hvdcomp.compressors.protocol import AllGather, AllReduce, AllToAll, ReduceScatter, Request
 from hvdcomp.exchange.ledger import Sent
-
-# Rows of a gathered buffer begin at multiples of the largest element, so that their parts can be viewed in place.
-_ROW_ALIGNMENT = 8
 
 
 class Round:
@@ -199,7 +197,7 @@ def _pack(xp: ModuleType, group: Sequence[AllGather | AllToAll]) -> tuple[Array,
         offsets[number][place] = end
         end += piece.shape[-1]
         pieces.append(piece)
-    missing = -end % _ROW_ALIGNMENT
+    missing = -end % ROW_ALIGNMENT  # so that the parts of every row can be viewed in place
     if missing:
         pieces.append(xp.zeros((rows, missing) if rows else (missing,), like=pieces[0]))
     return _joined(xp, pieces), offsets
@@ -230,8 +228,3 @@ def part_bytes(xp: ModuleType, part: Array) -> int:
     if isinstance(part, np.ndarray | np.generic):
         return part.nbytes
     return number_of_elements(tuple(part.shape)) * DTYPE_BYTES[xp.dtype_name(part)]
-
-
-def request_bytes(xp: ModuleType, request: Request) -> int:
-    """Bytes that a request adds to a collective on this rank, without padding."""
-    return sum(part_bytes(xp, array) for array in _arrays_of(request))

@@ -9,9 +9,9 @@ from hvdcomp.arrays.types import Array
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.protocol import Context
+from hvdcomp.exchange.array_step import Step
 from hvdcomp.exchange.energies import Energies, of_arrays
 from hvdcomp.exchange.previews import Kept, Previews
-from hvdcomp.exchange.separate_step import Step
 
 
 class Look(Mapping[str, Array]):

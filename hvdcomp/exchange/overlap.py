@@ -21,12 +21,12 @@ from hvdcomp.communicators import Communicator
 from hvdcomp.compressors.bucket import LEAST_BYTES
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.protocol import Context, TensorInfo
+from hvdcomp.exchange.array_step import Step
 from hvdcomp.exchange.bucket_step import Sums
 from hvdcomp.exchange.buckets import Buckets, Group
 from hvdcomp.exchange.clock import Clock
 from hvdcomp.exchange.device_step import bucket_step
 from hvdcomp.exchange.lockstep import Lockstep
-from hvdcomp.exchange.separate_step import Step
 
 _MOST = np.iinfo(np.int32).max
 

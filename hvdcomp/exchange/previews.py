@@ -18,7 +18,7 @@ from hvdcomp.compressors.memory import ErrorFeedback
 from hvdcomp.compressors.protocol import Context, SparseVector, TensorInfo
 from hvdcomp.exchange.buckets import prepared_states
 from hvdcomp.exchange.energies import Energies, of_errors
-from hvdcomp.exchange.tensor_step import TensorState
+from hvdcomp.exchange.tensor_state import TensorState
 from hvdcomp.kernels import cuda
 
 _MOST_BUCKETS = 32  # a policy looks at a handful of levels in turn

@@ -8,7 +8,7 @@ same bits on either way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -69,10 +69,11 @@ class RowMeans:
         large = max(table.rows for table in tables.values()) > 2**31
         self._id_dtype, self._id_bytes = ("int64", 8) if large else ("int32", 4)
         self._sent = 0  # bytes, in this step
+        self._rows = np.zeros(len(tables), np.int64)  # of each table that this rank sent, in this step
         self.ledger = Ledger()
 
     def exchange(self, given: Sequence[Rows], present: Sequence[bool]) -> list[Rows | None]:
-        """The mean rows of each table, with the ids of any rank in order; None where no rank has a gradient.
+        """A step: the mean rows of each table, with the ids of any rank in order; None where no rank has a gradient.
 
         Args:
             given: this rank's rows of each table.
@@ -82,45 +83,83 @@ class RowMeans:
         ids = [xp.astype(one.ids, self._id_dtype) for one in given]
         found = [len(own) if there else -1 for own, there in zip(ids, present, strict=True)]
         told = gather_rows(self._ranks, np.array(found, np.int64).tobytes(), self._host, "hvdcomp.rows.counts")
-        self._sent = _COUNT_BYTES * len(found)
+        self._sent += _COUNT_BYTES * len(found)
         counts = np.array([np.frombuffer(one, np.int64) for one in told])  # (ranks, tables)
         lengths = counts.clip(0).tolist()
-        gathered = self._gather(list(map(xp.as_bytes, ids)), "ids", max(map(sum, lengths)) * self._id_bytes)
+        longest = max(map(sum, lengths)) * self._id_bytes
+        wait = self._start_gather(list(map(xp.as_bytes, ids)), longest, self._ranks, "hvdcomp.rows.ids")
 
         by_rank = [
             [part.view(ids[0].dtype) for part in _parts(packed, [length * self._id_bytes for length in of_rank])]
-            for packed, of_rank in zip(gathered, lengths, strict=True)
+            for packed, of_rank in zip(wait(), lengths, strict=True)
         ]
-        unions, places = [], []  # of each table: the ids of any rank, in order; where in them each rank's are
-        for of_table in zip(*by_rank, strict=True):
-            union, inverse = xp.unique(xp.concatenate(of_table))
-            unions.append(union)
-            places.append(_parts(inverse, list(map(len, of_table))))
-        means, handed_over = self._means([one.values for one in given], lengths, list(map(len, unions)), places)
-        self._record(ids, handed_over)
+        means = self.exchange_known([one.values for one in given], by_rank)
+        self.record(ids)
+        return [mean if most >= 0 else None for mean, most in zip(means, counts.max(0).tolist(), strict=True)]
+
+    # The parts of a step, for ranks that have learnt the ids otherwise.
+
+    def exchange_known(self, rows: Sequence[Array], by_rank: Sequence[Sequence[Array]]) -> list[Rows]:
+        """The mean rows of each table, with the ids of any rank in order.
+
+        Args:
+            rows: of this rank, (n, columns) of each table.
+            by_rank: the ids of each rank and table, each once, in the order of the rows.
+        """
+        unions, places = _united(by_rank)
+        return self._as_rows(unions, self._means(rows, list(map(len, unions)), places))
+
+    def start_known(
+        self, rows: Sequence[Array], by_rank: Sequence[Sequence[Array]], ranks: Communicator, name: str
+    ) -> Callable[[], list[Rows]]:
+        """As `exchange_known`, by gathering all rows, without waiting for them.
+
+        Args:
+            ranks: that the rows travel through: the same ranks in the same order.
+            name: of the collective.
+
+        Returns:
+            What waits, and returns the means.
+        """
+        unions, places = _united(by_rank)
+        finish = self._start_whole(rows, list(map(len, unions)), places, ranks, name)
+        return lambda: self._as_rows(unions, finish())
+
+    def record(self, ids: Sequence[Array], beside: int = 0) -> None:
+        """Ends a step in the ledger.
+
+        Args:
+            ids: of this rank's rows of each table, as they travelled.
+            beside: bytes that travelled otherwise than through this object.
+        """
+        part = {}
+        for (name, table), own, rows, wire in zip(self._tables.items(), ids, self._rows, self._wires, strict=True):
+            dense_bytes = table.rows * table.columns * FLOATING[table.dtype]
+            sent = int(rows) * wire.row_bytes
+            part[name] = Cost(own.nbytes + sent, dense_bytes, sent / 4)
+        self.ledger.record(self.ledger.step_cost(self.ledger.steps, [part], Sent(self._sent + beside)))
+        self._sent, self._rows = 0, np.zeros_like(self._rows)
+
+    def _as_rows(self, unions: Sequence[Array], means: Sequence[Array]) -> list[Rows]:
+        """In the element types of ids and tables."""
+        xp = arrays_for(means[0])
         return [
-            Rows(xp.astype(union, "int64"), xp.astype(mean, table.dtype)) if most >= 0 else None
-            for table, union, mean, most in zip(
-                self._tables.values(), unions, means, counts.max(0).tolist(), strict=True
-            )
+            Rows(xp.astype(union, "int64"), xp.astype(mean, table.dtype))
+            for table, union, mean in zip(self._tables.values(), unions, means, strict=True)
         ]
 
-    def _means(
-        self, rows: Sequence[Array], lengths: list[list[int]], sums: list[int], places: list[list[Array]]
-    ) -> tuple[list[Array], list[int]]:
-        """The mean rows of each table, in the order of its union, of which `sums` are the lengths; and how many rows
-        this rank sent for it."""
+    def _means(self, rows: Sequence[Array], sums: list[int], places: list[list[Array]]) -> list[Array]:
+        """The mean rows of each table, in the order of its union, of which `sums` are the lengths."""
         xp = arrays_for(rows[0])
         size, rank = self._ranks.world_size, self._ranks.rank
-        whole = max(map(self._bytes, lengths))
+        whole = self._most_bytes(places)
         to_owners = np.zeros((size, size), np.int64)
         for wire, of_table in zip(self._wires, places, strict=True):
             for number, one in enumerate(of_table):
                 to_owners[number] += wire.row_bytes * np.array(xp.counts(one % size, size).tolist(), np.int64)
         part, back = int(to_owners.max()), self._bytes([-(-length // size) for length in sums])
         if whole <= part + back:
-            gathered = self._gather(self._encoded(rows), "gathered", whole)
-            return self._decoded(_packed(self._sums(gathered, places, sums)), sums), lengths[rank]
+            return self._start_whole(rows, sums, places, self._ranks, "hvdcomp.rows.gathered")()
 
         own = [of_table[rank] % size for of_table in places]  # the owner of each row of this rank
         chunks = [
@@ -132,17 +171,24 @@ class RowMeans:
         owned = [[one[one % size == rank] // size for one in of_table] for of_table in places]
         of_owner = [[len(range(owner, length, size)) for length in sums] for owner in range(size)]
         mine = self._sums(received, owned, of_owner[rank])
-        by_owner = [
-            self._decoded(packed, of)
-            for packed, of in zip(self._gather(mine, "means", back), of_owner, strict=True)
-        ]
+        wait = self._start_gather(mine, back, self._ranks, "hvdcomp.rows.means")
+        by_owner = [self._decoded(packed, of) for packed, of in zip(wait(), of_owner, strict=True)]
         means = []
         for by_place, length in zip(zip(*by_owner, strict=True), sums, strict=True):
             mean = xp.zeros((length, by_place[0].shape[1]), by_place[0])
             for owner, some in enumerate(by_place):
                 mean[owner::size] = some
             means.append(mean)
-        return means, [a + b for a, b in zip(lengths[rank], of_owner[rank], strict=True)]
+        self._rows += [len(row) + mean for row, mean in zip(rows, of_owner[rank], strict=True)]
+        return means
+
+    def _start_whole(
+        self, rows: Sequence[Array], sums: list[int], places: list[list[Array]], ranks: Communicator, name: str
+    ) -> Callable[[], list[Array]]:
+        """As `_means`, where all rows go to all ranks; what waits for them."""
+        self._rows += [len(row) for row in rows]
+        wait = self._start_gather(self._encoded(rows), self._most_bytes(places), ranks, name)
+        return lambda: self._decoded(_packed(self._sums(wait(), places, sums)), sums)
 
     def _sums(self, received: Array, places: Sequence[Sequence[Array]], lengths: Sequence[int]) -> list[Array]:
         """The means, as they travel, of rows that came from all ranks."""
@@ -156,13 +202,20 @@ class RowMeans:
             means.append(total / self._ranks.world_size)
         return self._encoded(means)
 
-    def _gather(self, parts: Sequence[Array], name: str, length: int) -> Array:
-        """What each rank packed, uint8 (ranks, length); `length` is that of the rank with most."""
+    def _start_gather(
+        self, parts: Sequence[Array], length: int, ranks: Communicator, name: str
+    ) -> Callable[[], Array]:
+        """What waits for the bytes of each rank, uint8 (ranks, length); `length` is that of the rank with most."""
         self._sent += length
         packed = _packed(parts, length)
         if not length:
-            return arrays_for(packed).zeros((self._ranks.world_size, 0), packed)
-        return self._ranks.wait(self._ranks.start_allgather(packed, f"hvdcomp.rows.{name}"))
+            return lambda: arrays_for(packed).zeros((ranks.world_size, 0), packed)
+        handle = ranks.start_allgather(packed, name)
+        return lambda: ranks.wait(handle)
+
+    def _most_bytes(self, places: Sequence[Sequence[Array]]) -> int:
+        """Of all rows of the rank with most."""
+        return max(self._bytes(map(len, of_rank)) for of_rank in zip(*places, strict=True))
 
     def _bytes(self, lengths: Iterable[int]) -> int:
         """Of so many rows of each table."""
@@ -175,14 +228,6 @@ class RowMeans:
         """So many rows of each table."""
         parts = _parts(packed, [length * wire.row_bytes for length, wire in zip(lengths, self._wires, strict=True)])
         return [wire.decoded(part) for wire, part in zip(self._wires, parts, strict=True)]
-
-    def _record(self, ids: Sequence[Array], handed_over: Sequence[int]) -> None:
-        part = {}
-        for (name, table), own, rows, wire in zip(self._tables.items(), ids, handed_over, self._wires, strict=True):
-            dense_bytes = table.rows * table.columns * FLOATING[table.dtype]
-            sent = rows * wire.row_bytes
-            part[name] = Cost(len(own) * self._id_bytes + sent, dense_bytes, sent / 4)
-        self.ledger.record(self.ledger.step_cost(self.ledger.steps, [part], Sent(self._sent)))
 
 
 class _Wire(NamedTuple):
@@ -217,6 +262,17 @@ class _Wire(NamedTuple):
         scales, numbers = _parts(packed, [_SCALE_BYTES * count, self.columns * count])
         scales = scales.view(xp.astype(packed[:0], "float32").dtype).reshape(-1, 1)
         return xp.astype(xp.bitcast(numbers, _INT8), "float32").reshape(-1, self.columns) * scales
+
+
+def _united(by_rank: Sequence[Sequence[Array]]) -> tuple[list[Array], list[list[Array]]]:
+    """Of each table: the ids of any rank, in order; and where in them each rank's are."""
+    unions, places = [], []
+    for of_table in zip(*by_rank, strict=True):
+        xp = arrays_for(of_table[0])
+        union, inverse = xp.unique(xp.concatenate(of_table))
+        unions.append(union)
+        places.append(_parts(inverse, list(map(len, of_table))))
+    return unions, places
 
 
 def _packed(parts: Sequence[Array], length: int | None = None) -> Array:

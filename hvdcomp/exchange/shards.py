@@ -14,16 +14,19 @@ from collections.abc import Generator
 from types import ModuleType
 from typing import Any
 
+from hvdcomp import kernels
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array
 from hvdcomp.communicators import Communicator
 from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.memory import Memory, NoMemory
-from hvdcomp.compressors.protocol import Context, Levels, ReduceScatter, Request, across
+from hvdcomp.compressors.protocol import Context, ReduceScatter, Request, across
+from hvdcomp.compressors.shard_bucket import ShardKernels
 from hvdcomp.compressors.two_level_bucket import between
 from hvdcomp.errors import warn_alone
 from hvdcomp.exchange.agreement import gather_rows
+from hvdcomp.exchange.buckets import KNOWN_TO_KERNELS
 from hvdcomp.exchange.fusion import Round
 from hvdcomp.exchange.ledger import Cost, Ledger, Sent
 from hvdcomp.exchange.nodes import FoundLevels
@@ -33,30 +36,29 @@ State = tuple[Array, ...]
 
 
 def reduce_scatter(
-    method: Gathering, memory: Memory, xp: ModuleType, rows: Array, state: State, context: Context, levels: Levels
+    method: Gathering, memory: Memory, xp: ModuleType, rows: Array, state: State, shard: Context
 ) -> Generator[Request, Any, tuple[Array, State]]:
-    """This rank's row of the ranks' mean.
+    """This rank's row of the mean over nodes: what `ShardKernels` does in kernels.
 
     Args:
-        rows: this rank's gradient, float32 (ranks, length), ordered by the place in a node and then by the node.
-        state: of the memory: what this returned in the step before, or nothing.
-        context: of the step among all ranks.
+        rows: float32 (nodes, length), of which this rank's own stays as it is.
+        state: of the memory, which has the other rows: what this returned in the step before, or nothing.
+        shard: of the step, among the ranks that have rows for each other.
 
     Returns:
-        The row (length,), float32, and the memory's state, whose arrays are (nodes, length).
+        The row (length,), float32, and the memory's state, whose arrays are (nodes - 1, length).
     """
-    (place, ranks), nodes, length = levels.node, levels.across.size, rows.shape[1]
-    if ranks > 1:
-        dealt = yield ReduceScatter(xp.reshape(rows, (ranks, nodes * length)), group="node")
-        rows = xp.reshape(dealt, (nodes, length))
-    x, kept = memory.compensate(xp, rows, memory.prepare(xp, rows, state))
-    shard = dataclasses.replace(between(context, levels), name=f"{context.name}@{place}")
-    chunks = list(x)
+    nodes, own = rows.shape[0], shard.rank
+    others = [node for node in range(nodes) if node != own]
+    given = xp.concatenate([rows[node : node + 1] for node in others])
+    x, kept = memory.compensate(xp, given, memory.prepare(xp, given, state))
+    chunks = [*x[:own], rows[own], *x[own:]]
     mean, encoded = yield from across(method.reduce_scatter(xp, chunks, shard), nodes)
     if isinstance(memory, NoMemory):
         return mean, ()
-    sent = xp.concatenate(method.counted(xp, chunks, encoded, shard.rank))
-    return mean, memory.update(xp, x, xp.reshape(sent, (nodes, length)), kept)
+    counted = method.counted(xp, chunks, encoded, own)
+    sent = xp.concatenate([counted[node] for node in others])
+    return mean, memory.update(xp, x, xp.reshape(sent, given.shape), kept)
 
 
 class ShardReducer:
@@ -103,9 +105,18 @@ class ShardReducer:
         self._order = sorted(range(communicator.world_size), key=places.__getitem__)
         self.plan: dict[str, Compressor] = {}
         self.states: dict[str, State] = {}
+        self._kernels = kernels.available()
+        self._rows: dict[str, ShardKernels] = {}  # by name
         self.step_number = 0
         self._costs: dict[str, Cost] = {}  # of the step under way
         self._sent = Sent()
+
+    @property
+    def owners(self) -> list[int]:
+        """The ranks whose rows this one keeps something of, as `states` has them in order."""
+        (place, _), (node, nodes) = self.levels.node, self.levels.across
+        ranks = self._order[place * nodes : (place + 1) * nodes]
+        return ranks[:node] + ranks[node + 1 :]
 
     def set_level(self, level: Level | None) -> None:
         """Sets the level of all flat gradients; to be called on every rank between the same two steps."""
@@ -127,31 +138,63 @@ class ShardReducer:
             rows: this rank's gradient (ranks, length), by the rank that gets the mean of a row. It is not changed.
             dense_bytes: that a reduce-scatter of it is handed.
         """
-        xp, ranks, method = arrays_for(rows), self.communicator, self.compressor
+        xp, method = arrays_for(rows), self.compressor
         assert isinstance(method, Gathering)
-        ordered = xp.astype(xp.concatenate([rows[rank : rank + 1] for rank in self._order]), "float32")
-        state = self.states.get(name, ())
-        shape = (self.levels.across.size, rows.shape[1])
-        if any(tuple(array.shape) != shape for array in state):
-            warn_alone(
-                f"{name}: the gradient has rows of {shape[1]} elements, and what was left to be sent has others: that "
-                "is lost. Parameters that have a gradient in some steps only are best in a module of their own"
-            )
-            state = ()
-        context = Context(name, self.step_number, self.seed, ranks.rank, ranks.world_size)
-        generator = reduce_scatter(method, self.memory, xp, ordered, state, context, self.levels)
-        sent, answer = Sent(), None
+        (place, ranks), nodes, length = self.levels.node, self.levels.across.size, rows.shape[1]
+        if self._order != sorted(self._order):
+            rows = xp.concatenate([rows[rank : rank + 1] for rank in self._order])
+        rows, sent = xp.astype(rows, "float32"), Sent()
+        if ranks > 1:
+            request = ReduceScatter(xp.reshape(rows, (ranks, nodes * length)), group="node")
+            dealt, sent = self._answer(request, name, rows)
+            rows = xp.reshape(dealt, (nodes, length))
+        context = Context(name, self.step_number, self.seed, self.communicator.rank, self.communicator.world_size)
+        shard = dataclasses.replace(between(context, self.levels), name=f"{name}@{place}")
+        generator = self._between_nodes(xp, rows, self._state_for(name, (nodes - 1, length)), shard, name)
+        answer = None
         while True:
             try:
-                request = generator.send(answer)
+                answer, more = self._answer(generator.send(answer), name, rows)
             except StopIteration as stop:
                 row, self.states[name] = stop.value
                 break
-            one = Round(xp, ranks, [request], f"hvdcomp.{name}", ordered)
-            (answer,) = one.wait()
-            sent += one.sent
-        self.enter(name, dense_bytes, sent, method.payload_floats(shape))
+            sent += more
+        self.enter(name, dense_bytes, sent, method.payload_floats((nodes, length)))
         return row
+
+    def _state_for(self, name: str, shape: tuple[int, int]) -> State:
+        state = self.states.get(name, ())
+        if all(tuple(array.shape) == shape for array in state):
+            return state
+        warn_alone(
+            f"{name}: the gradient has rows of {shape[1]} elements, and what was left to be sent has others: that is "
+            "lost. Parameters that have a gradient in some steps only are best in a module of their own"
+        )
+        return ()
+
+    def _between_nodes(
+        self, xp: ModuleType, rows: Array, state: State, shard: Context, name: str
+    ) -> Generator[Request, Any, tuple[Array, State]]:
+        """`reduce_scatter`, in kernels where there are some."""
+        method, memory = self.compressor, self.memory
+        assert isinstance(method, Gathering)
+        hosted = xp.hosted([rows])
+        if hosted is None or not (self._kernels and method.has_bucket_form and type(memory) in KNOWN_TO_KERNELS):
+            return (yield from reduce_scatter(method, memory, xp, rows, state, shard))
+        compiled = self._rows.get(name)
+        if compiled is None or (compiled.method, compiled.length) != (method, rows.shape[1]):
+            compiled = self._rows[name] = ShardKernels(method, memory, rows.shape[1], shard)
+        if not isinstance(memory, NoMemory) and not state:
+            state = memory.prepare(xp, rows[1:], ())
+        residual = xp.to_numpy(state[0]) if state else None
+        ((gradient,), _) = hosted
+        row = yield from across(compiled.reduce_scatter(xp.to_numpy(gradient), residual, shard), rows.shape[0])
+        return xp.from_numpy(row, like=rows), state
+
+    def _answer(self, request: Request, name: str, like: Array) -> tuple[Any, Sent]:
+        one = Round(arrays_for(like), self.communicator, [request], f"hvdcomp.{name}", like)
+        (answer,) = one.wait()
+        return answer, one.sent
 
     def enter(self, name: str, dense_bytes: int, sent: Sent, floats: float) -> None:
         """Enters what a flat gradient has cost in the step under way.

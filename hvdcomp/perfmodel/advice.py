@@ -19,7 +19,14 @@ from hvdcomp.perfmodel.calibration import Calibration, ModelFacts
 from hvdcomp.perfmodel.compute import EncodeTime
 from hvdcomp.perfmodel.exchanges import Exchange, exchange_of
 from hvdcomp.perfmodel.fields import CalibrationError
-from hvdcomp.perfmodel.predict import UNCOMPRESSED, Setting, least_compression_factor, limited_by, predict
+from hvdcomp.perfmodel.predict import (
+    UNCOMPRESSED,
+    Setting,
+    least_compression_factor,
+    limited_by,
+    local_step_s,
+    predict,
+)
 from hvdcomp.perfmodel.schedule import Parts
 from hvdcomp.perfmodel.ways import encode_time_of, in_each_way, in_two_levels
 
@@ -217,6 +224,15 @@ class Adviser:
     def step_s(self, spec: str, setting: Setting) -> Any:
         """Seconds of a step with one method."""
         return self.parts(spec, setting).total
+
+    def local_step_s(self, spec: str, setting: Setting, every: int) -> float | None:
+        """Seconds of a step with one method where the ranks exchange after each `every`-th step alone; None for methods
+        that `hvdcomp.torch.LocalSteps` refuses. The setting is of numbers."""
+        if not all(leaf.in_units for leaf in self.compressors[spec].leaves()):
+            return None
+        exchange = self.exchange(spec, int(np.asarray(setting.world_size)))
+        known = self.calibration.network, self.facts.compute
+        return float(local_step_s(*known, exchange, setting, self.encode[spec], every))
 
     def least_factor(self, setting: Setting, efficiency: float = 0.95) -> Any:
         """The compression factor that an ideal compressor would need; see `least_compression_factor`."""

@@ -103,6 +103,23 @@ def predict(
     return parts._replace(latency=parts.latency + np.where(setting.exchanges, compute.engine_s, 0.0))
 
 
+def local_step_s(
+    network: Network, compute: Compute, exchange: Exchange, setting: Setting, encode: EncodeTime | None, every: int
+) -> Array:
+    """Seconds of a step of which each `every`-th alone ends with an exchange, behind which nothing is hidden
+    (`hvdcomp.torch.LocalSteps`): a step of one rank, and the exchange over `every`. The outer step is not counted.
+
+    Args:
+        network, compute, exchange, setting, encode: as for `predict`.
+        every: steps from one exchange to the next.
+    """
+    step, _ = passes(compute, setting)
+    spent = encode_s(encode, setting, exchange)
+    parts = sequential(step, spent, exchange, _cost_of(network, setting), setting.payload)
+    engine_s = np.where(setting.exchanges, compute.engine_s, 0.0)
+    return step + (parts.total - step + engine_s) / every
+
+
 def _carried(
     compute: Compute, exchange: Exchange, size: Array, bucket_bytes: float, setting: Setting, cost_of: Any
 ) -> Parts:

@@ -11,6 +11,7 @@ from hvdcomp.communicators import Communicator, SimulatedCommunicator
 if TYPE_CHECKING:
     from hvdcomp.torch.compressed_adam import CompressedAdam as CompressedAdam
     from hvdcomp.torch.local_steps import LocalSteps as LocalSteps
+    from hvdcomp.torch.look_ahead import LookAhead as LookAhead
     from hvdcomp.torch.rows import RowExchange as RowExchange
 
 
@@ -24,6 +25,10 @@ def __getattr__(name: str) -> Any:
         from hvdcomp.torch.local_steps import LocalSteps
 
         return LocalSteps
+    if name == "LookAhead":
+        from hvdcomp.torch.look_ahead import LookAhead
+
+        return LookAhead
     if name == "RowExchange":
         from hvdcomp.torch.rows import RowExchange
 

@@ -1,4 +1,4 @@
-"""Lets `hvd.elastic.TorchState(..., compression=compression)` keep a `hvdcomp.Compression`.
+"""Lets `hvd.elastic.TorchState(..., compression=compression)` keep a `hvdcomp.Compression`, and a `LocalSteps`.
 
 Horovod asks a handler for what it does not know: at a commit to keep a copy, after a failure to go back to it, and
 when the ranks have changed to make all ranks agree. The last is done by `hvdcomp.bindings.elastic` in the first step.
@@ -8,11 +8,17 @@ before that step.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import horovod.torch as hvd
+import torch
 from horovod.torch.elastic.state import StateHandler, TorchState, get_handler_registry, set_handler_registry
 
 from hvdcomp.bindings.callers import caller_local
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.torch.local_steps import OWN, LocalSteps
 from hvdcomp.torch.optimizer import compression_of
 
 
@@ -40,8 +46,59 @@ class CompressionHandler(StateHandler):
         self.value.meet_ranks_early(next(optimizers, None))
 
 
+class LocalStepsHandler(StateHandler):
+    """Keeps one `LocalSteps` with the weights of the model, which between two exchanges are others on each rank.
+
+    A rank that goes on has its own weights, moments and steps. A new one takes from rank 0 the outer weights, which it
+    begins from, the outer momentum, the state of the inner optimizer, and how far the round is.
+
+    Args:
+        value: the optimizer.
+    """
+
+    def __init__(self, value: LocalSteps) -> None:
+        super().__init__(value)
+        self.save()
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy((list(_parameters(self.value)), self.value.state_dict()))
+
+    def restore(self) -> None:
+        weights, state = self._saved
+        self._put(weights)
+        self.value.roll_back(copy.deepcopy(state))
+
+    def sync(self) -> None:
+        state = caller_local("self", lambda one: isinstance(one, TorchState))
+        if any(isinstance(one.value, torch.nn.Module) for one in getattr(state, "_handlers", {}).values()):
+            raise ConfigurationError(
+                "hvd.elastic.TorchState was given a model beside LocalSteps: Horovod would give all ranks the weights "
+                "of rank 0, and what the others did since the latest exchange would be lost. LocalSteps keeps the "
+                "weights; leave out model="
+            )
+        known = self.value.state_dict()
+        known.get(OWN, {}).pop("compression", None)  # on which the ranks agree by themselves
+        message = (list(_parameters(self.value)), known) if hvd.rank() == 0 else None
+        weights, common = hvd.broadcast_object(message, root_rank=0, name="hvdcomp.local_steps")
+        if OWN not in common:  # rank 0 has not begun
+            self._put(weights)
+        if OWN not in common or OWN not in known:
+            self.value.join(common)
+        self.save()
+
+    def _put(self, weights: Sequence[torch.Tensor]) -> None:
+        for parameter, weight in zip(_parameters(self.value), weights, strict=True):
+            parameter.copy_(weight)
+
+
+def _parameters(optimizer: LocalSteps) -> Iterator[torch.Tensor]:
+    return (one.detach() for group in optimizer.param_groups for one in group["params"])
+
+
 def register(kind: type) -> None:
-    """Tells Horovod to keep objects of this kind by `CompressionHandler`; once is enough."""
+    """Tells Horovod to keep objects of this kind by `CompressionHandler`, and `LocalSteps` by its own handler; once is
+    enough."""
     registry = get_handler_registry()
     if all(known is not kind for known, _ in registry):
-        set_handler_registry([*registry, (kind, CompressionHandler)])
+        # Horovod takes the first that fits, and a LocalSteps is an optimizer of PyTorch too.
+        set_handler_registry([(LocalSteps, LocalStepsHandler), *registry, (kind, CompressionHandler)])

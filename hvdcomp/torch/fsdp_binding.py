@@ -1,28 +1,28 @@
 """Serves models in FSDP2 (`fully_shard`) that are replicated too: hybrid sharding, HSDP.
 
-FSDP reduces each gradient to this rank's shard, and calls a hook. When the backward pass is over, the shards' gradients
-are exchanged with the replicas' by the engine, in their place: dense inside of a shard group, compressed between
-replicas.
+FSDP reduces the gradients of a module to this rank's shards, and calls hooks on its own stream. They are exchanged with
+the replicas' by the engine, in their place: dense inside of a shard group, compressed between replicas. Buckets start
+while the backward pass goes on, and what is left when it is over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+import functools
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.torch_distributed import UNNAMED, TorchDistributedCommunicator
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.exchange.agreement import refused_on_every_rank
-from hvdcomp.torch.compressed_adam import CompressedAdam
+from hvdcomp.exchange.agreement import gather_rows, refused_on_every_rank
 from hvdcomp.torch.everyone import Everyone
 from hvdcomp.torch.parameters import unique
-from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining
+from hvdcomp.torch.sharded import check_settings, check_sharding, modules_of, one_group_a_module
+from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining, may_overlap
 
 
 class FSDPBinding(TorchTraining):
@@ -41,34 +41,68 @@ class FSDPBinding(TorchTraining):
     absence = WITHOUT_HOROVOD
 
     def __init__(self, setup: Setup, model: torch.nn.Module, group: dist.ProcessGroup) -> None:
-        communicator = TorchDistributedCommunicator(group)
+        communicator, like = TorchDistributedCommunicator(group), torch.empty(0)
         if dist.get_rank() != 0:  # several shards decide, each for itself; one may write the log
             setup.compression.decision_log = None
-        self._everyone = Everyone(communicator)
-        with refused_on_every_rank(communicator, torch.empty(0)):
-            _check(setup)
-            self._sharded = _sharded(model)
+        # On a device, all ranks must start a bucket between the same two of FSDP's collectives, as in `DDPBinding`.
+        parameters = unique(model.named_parameters())
+        on_device = any(one.is_cuda for one in parameters.values())
+        self._everyone = Everyone(communicator, waits=on_device)
+        with refused_on_every_rank(communicator, like):
+            check_settings(setup)
+            trained = check_sharding(parameters.items())
+            _require_replicas(trained, group)
+        _require_same_parts(trained, communicator, like)
+        # Of small parameters, a rank may have nothing.
+        self._sharded = {name: one for name, one in trained.items() if _local(one).numel()}
+        with refused_on_every_rank(communicator, like):
             shards = {name: _local(parameter) for name, parameter in self._sharded.items()}
-            super().__init__(setup, shards, communicator, setup.optimizer, unique(model.named_parameters()))
-            self._frozen = {name: one for name, one in model.named_parameters() if not one.requires_grad}
+            self.overlaps = may_overlap(setup, shards)
+            super().__init__(setup, shards, communicator, setup.optimizer, parameters)
+            self._frozen = {name: one for name, one in parameters.items() if not one.requires_grad}
+            self._register(model)
         self._due = False  # whether gradients of this backward pass wait for the exchange
+        self._ready: dict[str, torch.Tensor] = {}  # gradients of this backward pass, in the order in which they came
 
-    def arrived(self, shard: torch.Tensor) -> None:
+    def _register(self, model: torch.nn.Module) -> None:
+        try:
+            for module in modules_of(model).values():
+                module.set_all_reduce_hook(self._arrived)
+        except ValueError as error:
+            raise one_group_a_module(error) from None
+        for name, parameter in self._sharded.items():
+            # FSDP calls it when the gradient is in its place, after the module's hook.
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._come, name))
+
+    @torch.no_grad()
+    def _arrived(self, shard: torch.Tensor) -> None:
         """The hook of each FSDP module, called when its gradients were reduced to this rank's shard."""
         if not self._due:
+            self.begin()
+            self._everyone.ask(self.presence, UNNAMED)
+            self.expect(self._everyone.agrees)
             self._due = True
-            # FSDP puts gradients into their places after its hook; what it does itself at the end was queued before.
+            # What FSDP itself does at the end of a backward pass was queued before.
             torch.autograd.Variable._execution_engine.queue_callback(self._exchange)
+
+    @torch.no_grad()
+    def _come(self, name: str, parameter: torch.nn.Parameter) -> None:
+        if name in self._ready and self.engine.overlap.started:
+            raise ConfigurationError(
+                f"FSDP has reduced the gradient of {name} twice in a backward pass, and a part may be on its way "
+                "already; give hvdcomp.Compression overlap=False"
+            )
+        if name not in self._ready:
+            self._ready[name] = _local(parameter.grad)
+            self.engine.overlap.ready(name, self._ready[name])
 
     @torch.no_grad()
     def _exchange(self) -> None:
         self._due = False
-        self.begin()
-        self._everyone.ask(self.presence, UNNAMED)
+        ready, self._ready = self._ready, {}
         self.check_presence(self._everyone.end())
-        given = {name: one.grad for name, one in self._sharded.items() if one.grad is not None}
-        gradients = {name: _local(gradient) for name, gradient in given.items()}
-        self.run_in_place(gradients)
+        left = {name: _local(one.grad) for name, one in self._sharded.items() if one.grad is not None}
+        self.run_in_place({**ready, **left})  # in the order in which they came, which the ranks learn of rank 0
 
     # What `Binding` asks of the framework.
 
@@ -89,48 +123,34 @@ class FSDPBinding(TorchTraining):
         )
 
 
-def _check(setup: Setup) -> None:
-    if setup.process_set is not None:
-        raise ConfigurationError("process_set is for Horovod; hvdcomp.fsdp.register takes a mesh")
-    if isinstance(setup.optimizer, CompressedAdam):
-        raise ConfigurationError(
-            "CompressedAdam does not work with FSDP, with local steps or without: hvdcomp exchanges gradients of "
-            "shards there, and neither momenta nor weights. Use torch.optim.AdamW with a compressor that does no harm "
-            "to it, such as hvdcomp.Int4(), or DistributedDataParallel for a model that fits on one device"
-        )
-    settings = setup.compression.settings
-    if settings.overlap is True or settings.bucket_bytes is not None:
-        raise ConfigurationError(
-            "with FSDP the exchange between replicas begins when the backward pass is over: leave overlap at "
-            '"auto" and bucket_bytes at None'
-        )
+def _require_replicas(trained: Mapping[str, DTensor], group: dist.ProcessGroup) -> None:
+    """Raises ConfigurationError if ranks of the group have parts of one copy of the parameters."""
+    members = set(dist.get_process_group_ranks(group))
+    for name, parameter in trained.items():
+        shared = members.intersection(parameter.device_mesh.mesh.tolist())
+        if len(shared) > 1:
+            raise ConfigurationError(
+                f"parameter {name} is sharded over the ranks {sorted(shared)} among others, and the mesh that "
+                "hvdcomp.fsdp.register was given has them as replicas: they have different parts of it. Give "
+                "fully_shard mesh['shard'], and hvdcomp.fsdp.register mesh['replicate'] of the same mesh; for a model "
+                "that is sharded over all ranks leave mesh out"
+            )
 
 
-def _sharded(model: torch.nn.Module) -> dict[str, DTensor]:
-    """The parameters of which this rank has a part, by name."""
-    found: dict[str, DTensor] = {}
-    for name, parameter in unique(model.named_parameters()).items():
-        if not parameter.requires_grad:
-            continue
-        if not isinstance(parameter, DTensor):
-            raise ConfigurationError(
-                f"parameter {name} is not sharded; call fully_shard(model, mesh=mesh['shard']) on the whole model first"
-            )
-        if parameter.device_mesh.ndim != 1:
-            raise ConfigurationError(
-                f"parameter {name} is sharded over a mesh of {parameter.device_mesh.ndim} dimensions, between whose "
-                "replicas FSDP exchanges gradients itself; give fully_shard only the dimension of the shards, "
-                "mesh=mesh['shard'], and hvdcomp.fsdp.register that of the replicas, mesh['replicate']"
-            )
-        if _local(parameter).numel():
-            found[name] = parameter
-    return found
+def _require_same_parts(
+    trained: Mapping[str, DTensor], communicator: TorchDistributedCommunicator, like: torch.Tensor
+) -> None:
+    """Raises ConfigurationError on every rank of the group if they have different parts of the parameters."""
+    meshes = [one.device_mesh for one in trained.values()][:1]
+    place = "of nothing" if not meshes else f"{meshes[0].get_local_rank()} of {meshes[0].size()}"
+    rows = gather_rows(communicator, place.encode().ljust(32), like, "hvdcomp.parts")
+    if len(set(rows)) > 1:
+        said = ", ".join(row.decode().strip() for row in rows)
+        raise ConfigurationError(
+            "the ranks of the mesh that hvdcomp.fsdp.register was given have different parts of the parameters, by "
+            f"rank {said}; give it mesh['replicate'] of the mesh of whose mesh['shard'] fully_shard was given"
+        )
 
 
 def _local(sharded: Any) -> Any:
     return sharded.to_local()
-
-
-def modules_of(model: torch.nn.Module) -> list[Any]:
-    """The FSDP modules in a model, itself included."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]

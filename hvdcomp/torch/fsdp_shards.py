@@ -7,26 +7,29 @@ this rank's row of the mean. So the exchange overlaps with the rest of the backw
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
+from hvdcomp import kernels
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.bindings.state_check import FORMAT, parts_of
 from hvdcomp.communicators.nodes import RANKS_PER_NODE
 from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator, reduce_scatter
 from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.errors import ConfigurationError, UnevenNodesError, warn_alone
-from hvdcomp.exchange.agreement import refused_on_every_rank, require_agreement
+from hvdcomp.exchange.agreement import KERNELS, refused_on_every_rank, require_agreement
 from hvdcomp.exchange.ledger import Cost, Sent
 from hvdcomp.exchange.shards import ShardReducer
 from hvdcomp.files import VERSION
-from hvdcomp.torch.compressed_adam import CompressedAdam
 from hvdcomp.torch.parameters import plain_names
+from hvdcomp.torch.resharding import Layout, Rows, resharded
+from hvdcomp.torch.sharded import check_settings, check_sharding, modules_of, one_group_a_module
+from hvdcomp.torch.training import refuse_capture
 
 
 class ShardsBinding:
@@ -48,10 +51,12 @@ class ShardsBinding:
         communicator, like = TorchDistributedCommunicator(), torch.empty(0)
         settings = setup.compression.settings
         with refused_on_every_rank(communicator, like):
+            check_settings(setup)
             _check(setup)
             trained = _trained(model, communicator.world_size)
         shapes = {f"parameter {name}": f"{one.dtype} {tuple(one.shape)}" for name, one in trained.items()}
-        require_agreement(communicator, {**settings.describe(), "hvdcomp": VERSION, **shapes}, like)
+        facts = {**settings.describe(), "hvdcomp": VERSION, KERNELS: kernels.available(), **shapes}
+        require_agreement(communicator, facts, like)
         self._device = next((one.device_mesh.device_type for one in trained.values()), "cpu")
         try:
             self.engine = ShardReducer(
@@ -70,10 +75,14 @@ class ShardsBinding:
             )
         self._method = f"{settings.compressor} with memory {self.engine.memory}"
         self._due = False  # whether the step under way has to be ended
-        modules = {name: one for name, one in model.named_modules() if isinstance(one, FSDPModule)}
-        for name, module in zip(plain_names(modules), modules.values(), strict=True):
-            # FSDP asks for no more than these methods, and its own class is private.
-            module.set_custom_reduce_scatter(_ReduceScatter(self, name or "model"))  # type: ignore[arg-type]
+        modules = modules_of(model)
+        self._layouts = _layouts(model)
+        try:
+            for name, module in zip(plain_names(modules), modules.values(), strict=True):
+                # FSDP asks for no more than these methods, and its own class is private.
+                module.set_custom_reduce_scatter(_ReduceScatter(self, name or "model"))  # type: ignore[arg-type]
+        except ValueError as error:
+            raise one_group_a_module(error) from None
 
     @torch.no_grad()
     def reduce(self, name: str, row: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, op: Any) -> None:
@@ -84,6 +93,7 @@ class ShardsBinding:
             row, rows, group, op: as FSDP gives them to its own reduce-scatter.
         """
         if not self._due:
+            refuse_capture()
             self._due = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_step)
         engine, dense_bytes = self.engine, rows.numel() * rows.element_size()
@@ -132,6 +142,8 @@ class ShardsBinding:
             "compressor": self._method,
             "tensors": shapes,
             "shards": self._shards,
+            "nodes": engine.levels.across.size,
+            "layouts": self._layouts,
             "step": engine.step_number,
             "level": engine.compressor.level,
             "warm_starts": {},
@@ -140,6 +152,7 @@ class ShardsBinding:
         own = {
             "rank": engine.communicator.rank,
             "size": engine.communicator.world_size,
+            "owners": engine.owners,
             "residuals": residuals,
             "coordinator": None,
             "totals": dataclasses.asdict(engine.ledger.totals),
@@ -154,8 +167,11 @@ class ShardsBinding:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """`Compression.load_state_dict`.
 
+        On other ranks or nodes, `hvdcomp.dcp.load` gives it the states of all ranks.
+
         Raises:
-            ConfigurationError: if it is of another compressor, or of another rank: rows follow from the ranks.
+            ConfigurationError: if it is of another compressor, or of another rank and comes alone: rows follow from the
+                ranks.
         """
         shared, own = parts_of(state)
         engine = self.engine
@@ -164,18 +180,21 @@ class ShardsBinding:
                 f"the checkpoint was written with compressor {shared['compressor']}, this run has {self._method}; "
                 "continue with what the training was started with"
             )
-        if shared.get("shards") != self._shards or own["rank"] != engine.communicator.rank:
-            raise ConfigurationError(
-                f"the state is of rank {own['rank']} of {shared.get('shards', 'a model that was not sharded so')}, and "
-                f"was given to rank {engine.communicator.rank} of {self._shards}: what is left to be sent of a shard "
-                "fits the same rank of as many alone. Give each rank its own state, or go on without a state on all "
-                "ranks: what was left to be sent is lost then"
-            )
+        states = {name: tuple(kept["arrays"]) for name, kept in own["residuals"].items()}
+        if states and (shared.get("shards") != self._shards or own["rank"] != engine.communicator.rank):
+            every, nodes = state.get("every"), engine.levels.across.size
+            if every is None or nodes == 1 or "layouts" not in shared:
+                raise ConfigurationError(
+                    f"the state is of rank {own['rank']} of {shared.get('shards', 'a model that was not sharded so')}, "
+                    f"and was given to rank {engine.communicator.rank} of {self._shards}: what is left to be sent of a "
+                    "shard fits the same rank of as many alone. hvdcomp.dcp.load has it cut anew for other ranks, on "
+                    "several nodes; or go on without a state on all ranks: what was left to be sent is lost then"
+                )
+            states = resharded(every, self._layouts, Rows(engine.owners, engine.communicator.world_size, nodes))
         engine.set_level(shared["level"])
         engine.step_number = shared["step"]
         engine.states = {
-            name: tuple(one.to(self._device, copy=True) for one in kept["arrays"])
-            for name, kept in own["residuals"].items()
+            name: tuple(one.to(self._device, copy=True) for one in arrays) for name, arrays in states.items()
         }
         engine.ledger.go_on_from(Cost(**own["totals"]), own["steps"])
 
@@ -224,13 +243,6 @@ def _check(setup: Setup) -> None:
         raise ConfigurationError(
             'FSDP itself says what is exchanged when: leave overlap at "auto" and bucket_bytes at None'
         )
-    if setup.process_set is not None:
-        raise ConfigurationError("process_set is for Horovod; leave it out with FSDP")
-    if isinstance(setup.optimizer, CompressedAdam):
-        raise ConfigurationError(
-            "CompressedAdam does not work with FSDP: it exchanges momenta, of which a rank has but its shard; use "
-            "torch.optim.AdamW"
-        )
     if setup.grad_scaler is not None and setup.grad_scaler.is_enabled():
         raise ConfigurationError(
             "a torch.amp.GradScaler does not go with FSDP without replicas: residuals would have other scales than the "
@@ -248,26 +260,34 @@ def _trained(model: torch.nn.Module, ranks: int) -> dict[str, DTensor]:
         raise ConfigurationError(
             f"PyTorch {torch.__version__} has no FSDPModule.set_custom_reduce_scatter; install PyTorch 2.13"
         )
-    found: dict[str, DTensor] = {}
-    for name, one in model.named_parameters():
-        if not one.requires_grad:
-            continue
-        if not isinstance(one, DTensor):
-            raise ConfigurationError(
-                f"parameter {name} is trained and not sharded, so that nothing averages its gradients; leave it out of "
-                "ignored_params of fully_shard, call fully_shard(model) on the whole model, or freeze it"
-            )
+    found = check_sharding(model.named_parameters())
+    for name, one in found.items():
         mesh = one.device_mesh
-        if mesh.ndim != 1:
-            raise ConfigurationError(
-                f"parameter {name} is sharded over a mesh of {mesh.ndim} dimensions. With replicas, give fully_shard "
-                "mesh['shard'] alone and hvdcomp.fsdp.register mesh['replicate']; with tensor parallelism hvdcomp does "
-                "not work"
-            )
         if mesh.mesh.tolist() != list(range(ranks)):
             raise ConfigurationError(
                 f"parameter {name} is sharded over {mesh.size()} ranks, and not over all {ranks} in order. With "
                 "replicas, give hvdcomp.fsdp.register their dimension, mesh['replicate']; without, shard over all ranks"
             )
-        found[name] = one
+    return found
+
+
+def _layouts(model: torch.nn.Module) -> dict[str, Layout]:
+    """The parameters whose gradients are flat together, by module; without modules whose parameters are cut along
+    another dimension than the first."""
+    modules: Mapping[str, Any] = modules_of(model)
+    seen: set[torch.nn.Module] = set()
+
+    def flat(module: torch.nn.Module, name: str) -> Iterator[tuple[str, Any]]:
+        """In FSDP's order: of the modules inside before those of a module itself."""
+        seen.add(module)
+        for inside, child in module.named_children():
+            if child not in seen and not isinstance(child, FSDPModule):
+                yield from flat(child, f"{name}{inside}.")
+        yield from ((f"{name}{own}", one) for own, one in module.named_parameters(recurse=False) if one.requires_grad)
+
+    found: dict[str, Layout] = {}
+    for name, module in zip(plain_names(modules), modules.values(), strict=True):
+        parameters = list({one: own for own, one in flat(module, "")}.items())
+        if all(one.placements == (Shard(0),) for one, _ in parameters):
+            found[name or "model"] = [(own, list(one.shape)) for one, own in parameters]
     return found

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -18,11 +19,12 @@ from hvdcomp.compressors.casts import NoCompression
 from hvdcomp.compressors.memory import ErrorFeedback
 from hvdcomp.compressors.sparse_chunked import ChunkedTopK
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.specs.described import is_number, is_whole
+from hvdcomp.specs.described import is_number
 from hvdcomp.torch.compressed_adam import CompressedAdam
 from hvdcomp.torch.local_steps_binding import NO_NEW_GROUP, NO_SCALER, LocalStepsBinding
+from hvdcomp.torch.local_steps_rounds import Rounds, Sent, grouped
 
-_OWN = "local_steps"  # our part of a state
+OWN = "local_steps"  # our part of a state
 
 
 class LocalSteps(torch.optim.Optimizer):
@@ -41,9 +43,13 @@ class LocalSteps(torch.optim.Optimizer):
             optimizer.step()
 
     The model is not wrapped in DistributedDataParallel, and the inner optimizer not in hvd.DistributedOptimizer.
-    Between two exchanges the weights of the ranks differ: save, evaluate and end when `in_sync`. Statistics of batch
-    normalization are buffers, and never exchanged. Weights are to be in float32 (with torch.autocast for the rest):
-    the weights of the latest exchange have the type of the parameters.
+    Between two exchanges the weights of the ranks differ: evaluate and end when `in_sync`, or with `outer_weights`,
+    which are the same on all ranks after every step. Statistics of batch normalization are buffers, and never
+    exchanged. Weights are to be in float32 (with torch.autocast for the rest): the weights of the latest exchange have
+    the type of the parameters.
+
+    With `fragments` the parameters go in groups, at staggered steps, and with `delay` they travel while the ranks make
+    more steps (Douillard et al. 2025, Streaming DiLoCo, arXiv:2501.18512, algorithm 2).
 
     To be made on every rank, and stepped the same number of times. Learning rate schedulers work as with the inner
     optimizer, whose parameter groups these are. Beside it, each rank keeps the weights of the latest exchange, an outer
@@ -54,6 +60,11 @@ class LocalSteps(torch.optim.Optimizer):
         every: steps from one exchange to the next; 30 to 500 were published.
         compression: of this optimizer alone. Default: float32 as it is. Rules by name and checkpoints go by the names
             that it was given as `named_parameters`, or the inner optimizer was (PyTorch 2.6), or else by numbers.
+        fragments: groups of whole parameters, of about equal size; each is exchanged once in `every` steps.
+        delay: steps from sending a fragment to applying what has come of it; less than `every / fragments`. Of methods
+            that exchange several times (PowerSGD, those in scatter) the first exchange alone travels meanwhile.
+        local_share: a rank's weights are then this share of its own and the rest of the outer ones. With a delay and 0,
+            what it has done since sending is lost; 0.5 keeps half of it.
         outer_lr, outer_momentum, nesterov: of `torch.optim.SGD` on the mean of the pseudo-gradients. 1 and 0 average
             the weights of the ranks.
         communicator: of the ranks that exchange. Default: all ranks of torch.distributed, or if that was not started,
@@ -62,12 +73,13 @@ class LocalSteps(torch.optim.Optimizer):
     Attributes:
         inner, outer: the two optimizers.
         compression: with the ledger, in which a local step has no bytes.
-        in_sync: whether all ranks have the same weights now.
+        in_sync: whether all ranks have the same weights now: with several fragments, a delay or a local share after
+            `exchange` only.
 
     Raises:
         ConfigurationError: for numbers that are none, an inner optimizer that exchanges by itself, or where no ranks
             were started; on every rank, for what does not go with local steps (policies that rank 0 decides, a
-            torch.amp.GradScaler, methods without a magnitude, elastic Horovod).
+            torch.amp.GradScaler, methods without a magnitude).
         RankMismatchError: on every rank, in the first step, if the ranks were told different things, or if their
             weights differ.
     """
@@ -80,12 +92,19 @@ class LocalSteps(torch.optim.Optimizer):
         every: int = 30,
         *,
         compression: UsedCompression | None = None,
+        fragments: int = 1,
+        delay: int = 0,
+        local_share: float = 0.0,
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
         nesterov: bool = True,
         communicator: Ranks | None = None,
     ) -> None:
-        _check(optimizer, every, outer_lr, outer_momentum)
+        _check(optimizer, outer_lr, outer_momentum)
+        sizes = [one.numel() for group in optimizer.param_groups for one in group["params"]]
+        self._rounds = Rounds(every, fragments, delay, local_share)
+        self._rounds.check(len(sizes))
+        self._fragments = grouped(sizes, fragments)
         if compression is None:
             compression = _made(NoCompression())
         require_compression(compression, "hvdcomp.torch.LocalSteps")
@@ -93,8 +112,9 @@ class LocalSteps(torch.optim.Optimizer):
         self._step_supports_amp_scaling = True  # so that a GradScaler calls `step` always, which refuses it
         self.inner, self.every, self.compression = optimizer, every, compression
         self._share_groups()
-        self._steps = 0  # since the latest exchange
-        self._restored = False  # whether the anchors are those of a checkpoint
+        self._steps = 0  # since all ranks had the same weights
+        self._sent: Sent | None = None
+        self._anchored = False  # whether the anchors are those to go on from
         anchors = [parameter.detach().clone() for parameter in self._parameters()]
         self.outer = torch.optim.SGD(
             anchors, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov and outer_momentum > 0
@@ -145,45 +165,87 @@ class LocalSteps(torch.optim.Optimizer):
         binding = self._begin()
         loss = self.inner.step(closure) if closure is not None else self.inner.step()
         self._steps += 1
-        if self._steps < self.every:
+        rounds, number = self._rounds, self._rounds.due(self._steps)
+        if self._sent is not None and self._steps >= self._sent.at + rounds.delay:
+            self._receive(self._sent.places, rounds.local_share)
+        elif number is None or rounds.delay:
             binding.enter_local_step()
-        else:
-            self.exchange()
+        if number is not None:
+            self._send(self._fragments[number], background=rounds.delay > 0)
+            if rounds.delay == 0:
+                self._receive(self._fragments[number], rounds.local_share)
+                if rounds.end_in_sync:
+                    self._steps = 0
         return loss
 
-    @torch.no_grad()
     def exchange(self) -> None:
-        """Exchanges now, as at the end of a training whose steps are no multiple of `every`; to be called on every
-        rank."""
-        means = self._begin().exchange()
-        for anchor, mean in zip(self._anchors(), means, strict=True):
-            anchor.grad = mean
-        self.outer.step()
-        self.outer.zero_grad()
-        for parameter, anchor in zip(self._parameters(), self._anchors(), strict=True):
-            parameter.copy_(anchor)
+        """Exchanges everything now, as at the end of a training, after which all ranks have the same weights; to be
+        called on every rank. A fragment that is under way is applied first."""
+        self._begin()
+        if self._sent is not None:
+            self._receive(self._sent.places, self._rounds.local_share)
+        everything = list(range(len(self._anchors())))
+        self._send(everything, background=False)
+        self._receive(everything, 0.0)
         self._steps = 0
 
-    def _begin(self) -> LocalStepsBinding:
-        """The binding, after the ranks have compared what they were told: in the first step."""
-        binding = self._binding
-        assert binding is not None
-        if not binding.has_begun:
-            if not self._restored:  # weights may have been loaded since this was made
-                self._anchor()
-            outer = self.outer.param_groups[0]
-            self._told |= {
-                "every": self.every,
-                **{f"outer {name}": outer[name] for name in ("lr", "momentum", "nesterov")},
-                "local steps since the latest exchange": self._steps,
-            }
-            binding.compare()
-        return binding
+    @contextmanager
+    def outer_weights(self) -> Iterator[None]:
+        """Inside, the model has the outer weights: those of the latest exchange of each parameter, the same on all
+        ranks. To evaluate and to publish a model with; no step may be made there."""
+        own = [parameter.detach().clone() for parameter in self._parameters()]
+        if self._anchored:
+            _put(self._parameters(), self._anchors())
+        try:
+            yield
+        finally:
+            _put(self._parameters(), own)
+
+    def _send(self, places: list[int], background: bool) -> None:
+        assert self._binding is not None
+        moved = self._binding.moved(places)
+        self._binding.send(places, moved, background)
+        self._sent = Sent(places, self._steps, moved) if background else None
 
     @torch.no_grad()
-    def _anchor(self) -> None:
-        for anchor, parameter in zip(self._anchors(), self._parameters(), strict=True):
-            anchor.copy_(parameter)
+    def _receive(self, places: Sequence[int], local_share: float) -> None:
+        """Ends the exchange of the parameters at these places, and applies what has come of it."""
+        assert self._binding is not None
+        self._sent = None
+        means = self._binding.receive()
+        anchors, parameters = self._anchors(), self._parameters()
+        for place, mean in zip(places, means, strict=True):
+            anchors[place].grad = mean
+        self.outer.step()  # it leaves out parameters without a gradient
+        self.outer.zero_grad()
+        for place in places:
+            if local_share:
+                parameters[place].lerp_(anchors[place], 1 - local_share)
+            else:
+                parameters[place].copy_(anchors[place])
+
+    def _begin(self) -> LocalStepsBinding:
+        """The binding, after the ranks have compared what they were told: in the first step, and the first after a
+        change of the ranks."""
+        binding = self._binding
+        assert binding is not None
+        if binding.is_stale:
+            binding.follow_ranks()
+        if not binding.has_begun:
+            if not self._anchored:  # weights may have been loaded since this was made
+                _put(self._anchors(), self._parameters())
+                self._anchored = True
+            outer = self.outer.param_groups[0]
+            self._told |= {
+                **self._rounds._asdict(),
+                **{f"outer {name}": outer[name] for name in ("lr", "momentum", "nesterov")},
+                "local steps since the latest exchange": self._steps,
+                "sent after local steps": None if self._sent is None else self._sent.at,
+            }
+            binding.compare()
+            if self._sent is not None:
+                binding.send(self._sent.places, self._sent.moved, True, self._steps - self._sent.at)
+        return binding
 
     # What an optimizer is asked for.
 
@@ -199,15 +261,17 @@ class LocalSteps(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the inner optimizer, and under "local_steps" all that goes on beside it: the weights of the
-        latest exchange, the outer momentum, the steps since then, and the state of the compression.
+        latest exchange, the outer momentum, the steps since then, what is under way, and the state of the compression.
 
         Between two exchanges it is, as the model's, another one on each rank: to go on bit for bit, save both on every
         rank.
         """
         state = self.inner.state_dict()
-        if self._restored or (self._binding is not None and self._binding.has_begun):
-            state[_OWN] = {
+        if self._anchored:
+            state[OWN] = {
                 "steps": self._steps,
+                "sent": None if self._sent is None else self._sent._asdict(),
+                "rounds": self._rounds._asdict(),
                 "anchors": self._anchors(),
                 "outer": self.outer.state_dict(),
                 "compression": self.compression.state_dict(),
@@ -228,7 +292,26 @@ class LocalSteps(torch.optim.Optimizer):
         """
         if self._binding is not None and self._binding.has_begun:
             raise ConfigurationError("LocalSteps: load_state_dict has to be called before the first step")
-        own = state_dict.get(_OWN)
+        self._load(state_dict, self.compression.load_state_dict)
+
+    def roll_back(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes back to what `state_dict` returned at an earlier time, as elastic Horovod does after a failure; to be
+        called on every rank, with weights of the model from the same time."""
+        self._load(state_dict, self.compression.roll_back)
+
+    def join(self, state_dict: Mapping[str, Any]) -> None:
+        """Goes on beside other ranks as a new one, from what `state_dict` returned on any of them: from the outer
+        weights, which the model gets, with the moments of that rank, and before this one has moved anything. Where that
+        rank had not begun, from the weights that the model has. The state of the compression is left to the caller."""
+        self._load(state_dict, lambda _: None)
+        if self._anchored:
+            _put(self._parameters(), self._anchors())
+            for moved in () if self._sent is None else self._sent.moved:
+                moved.zero_()
+
+    @torch.no_grad()
+    def _load(self, state_dict: Mapping[str, Any], load_compression: Callable[[dict[str, Any]], None]) -> None:
+        own = state_dict.get(OWN)
         if own is not None:
             shapes, given = ([tuple(one.shape) for one in each] for each in (self._anchors(), own["anchors"]))
             if shapes != given:
@@ -236,14 +319,24 @@ class LocalSteps(torch.optim.Optimizer):
                     f"the state is of parameters of shapes {given}, and this optimizer has {shapes}; give the state of "
                     "a LocalSteps with the same model and parameter groups"
                 )
-            self.compression.load_state_dict(own["compression"])
-        self.inner.load_state_dict({name: one for name, one in state_dict.items() if name != _OWN})
+            if own.get("sent") is not None and own["rounds"] != self._rounds._asdict():
+                raise ConfigurationError(
+                    f"an exchange was under way when the state was saved, with {own['rounds']}, and this optimizer has "
+                    f"{self._rounds._asdict()}; give it the same"
+                )
+        load_compression({} if own is None else own.get("compression", {}))
+        self.inner.load_state_dict({name: one for name, one in state_dict.items() if name != OWN})
         self._share_groups()
+        self._anchored, self._steps, self._sent = own is not None, 0, None
+        self.outer.state.clear()
         if own is not None:
             self.outer.load_state_dict(own["outer"])
-            for anchor, kept in zip(self._anchors(), own["anchors"], strict=True):
-                anchor.copy_(kept)
-            self._steps, self._restored = own["steps"], True
+            _put(self._anchors(), own["anchors"])
+            self._steps = own["steps"]
+            if (sent := own.get("sent")) is not None:
+                moved = [torch.empty_like(self._anchors()[place]) for place in sent["places"]]
+                _put(moved, sent["moved"])
+                self._sent = Sent(sent["places"], sent["at"], moved)
 
     def _share_groups(self) -> None:
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
@@ -256,11 +349,17 @@ class LocalSteps(torch.optim.Optimizer):
         return anchors
 
 
-def _check(optimizer: Any, every: Any, rate: Any, momentum: Any) -> None:
+@torch.no_grad()
+def _put(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
+
+
+def _check(optimizer: Any, rate: Any, momentum: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(
             f"LocalSteps was given a {type(optimizer).__name__}; give it an optimizer of PyTorch, such as "
-            "torch.optim.AdamW(model.parameters())"
+            "torch.optim.AdamW(model.parameters()). TensorFlow and Keras have no local steps"
         )
     if isinstance(optimizer, CompressedAdam | LocalSteps) or hasattr(optimizer, "_requires_update"):  # of Horovod
         raise ConfigurationError(
@@ -272,8 +371,6 @@ def _check(optimizer: Any, every: Any, rate: Any, momentum: Any) -> None:
             "LocalSteps exchanges whole parameters, and these are sharded (FSDP, tensor parallelism); exchange the "
             "gradients between the replicas instead, with hvdcomp.fsdp.register"
         )
-    if not is_whole(every, 1):
-        raise ConfigurationError(f"LocalSteps: every={every!r} is not possible; give the steps between two exchanges")
     if not (is_number(rate) and rate > 0):
         raise ConfigurationError(f"LocalSteps: outer_lr={rate!r} is not possible; give a number above 0, such as 0.7")
     if not (is_number(momentum) and 0 <= momentum < 1):

@@ -6,6 +6,7 @@ It takes pseudo-gradients, the weights at the latest exchange minus those now, w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from hvdcomp.communicators.ranks import Ranks
 from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import refused_on_every_rank
+from hvdcomp.exchange.engine import UnderWay
 from hvdcomp.policies import Policy
 from hvdcomp.torch.parameters import by_name, plain_names
 from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining, checksums_of
@@ -46,35 +48,72 @@ class LocalStepsBinding(TorchTraining):
         communicator: Ranks,
     ) -> None:
         self._told, self._inner = told, inner
-        with refused_on_every_rank(communicator, torch.empty(0)):
+        self._sent: list[str] = []
+        # In an elastic job the others may be elsewhere, since new ranks begin while they train.
+        with nullcontext() if may_change() else refused_on_every_rank(communicator, torch.empty(0)):
             _check(setup, communicator)
             parameters = _named(setup, inner.param_groups)
             self._anchors = dict(zip(parameters, anchors, strict=True))
             super().__init__(setup, parameters, communicator, setup.optimizer)
 
     def compare(self) -> None:
-        """Compares settings and weights in the first local step; waits for all ranks then."""
+        """Compares settings and weights in the first local step, and the first after a change of the ranks; waits for
+        all of them then."""
         self._first_steps.compare()
 
     def enter_local_step(self) -> None:
         """Enters a step without an exchange."""
         self.engine.enter_alone(self._parameters.keys())
 
+    def meet(self, communicator: Ranks) -> None:
+        self._under_way: UnderWay | None = None  # what was under way among other ranks is lost
+        super().meet(communicator)
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether an exchange is under way."""
+        return self._under_way is not None
+
     @torch.no_grad()
-    def exchange(self) -> list[torch.Tensor]:
-        """The mean of the ranks' pseudo-gradients, in the order of the parameters.
+    def moved(self, places: Sequence[int]) -> list[torch.Tensor]:
+        """The pseudo-gradients of this rank, of the parameters at these places."""
+        parameters = list(self._parameters.values())
+        anchors = list(self._anchors.values())
+        return [anchors[place] - parameters[place].detach() for place in places]
+
+    @torch.no_grad()
+    def send(self, places: Sequence[int], moved: Sequence[torch.Tensor], background: bool, earlier: int = 0) -> None:
+        """Begins an exchange of pseudo-gradients, which `receive` is to end.
+
+        Args:
+            places: of their parameters.
+            background: whether local steps are made before it is ended; nobody may change `moved` then.
+            earlier: the number of steps that were entered since it was begun before a restart.
+        """
+        names = list(self._parameters)
+        self._sent = [names[place] for place in places]
+        now = self.engine.step_number
+        self.engine.step_number = now - earlier  # random choices and schedules of levels go by it
+        self.begin()
+        asked = self.communicator.start_allreduce(torch.full((1,), self.presence), "sum", "hvdcomp.presence")
+        self.check_presence(int(self.communicator.wait(asked)))
+        sent = dict(zip(self._sent, moved, strict=True))
+        self._under_way = self.engine.start(sent, in_place=not background, alone=not background)
+        self.engine.step_number = now
+
+    @torch.no_grad()
+    def receive(self) -> list[torch.Tensor]:
+        """Ends the exchange that is under way; the mean of the ranks' pseudo-gradients, in the order of `send`.
 
         Raises:
             ConfigurationError: on every rank, if that of any is not finite. Nothing was changed then.
         """
-        self.begin()
-        asked = self.communicator.start_allreduce(torch.full((1,), self.presence), "sum", "hvdcomp.presence")
-        self.check_presence(int(self.communicator.wait(asked)))
-        moved = {name: self._anchors[name] - parameter.detach() for name, parameter in self._parameters.items()}
-        means = self.run_engine(moved)
+        assert self._under_way is not None
+        under_way, self._under_way = self._under_way, None
+        means = self.engine.finish(under_way, self._parameters.keys() - set(self._sent))
         if self.engine.found_inf is not None and float(self.engine.found_inf) != 0:  # it is NaN then
             raise ConfigurationError(self._what_is_not_finite())
-        return [means[name] for name in self._parameters]
+        return [means[name] for name in self._sent]
 
     def _what_is_not_finite(self) -> str:
         bad = [name for name, parameter in self._parameters.items() if not torch.isfinite(parameter.detach()).all()]
@@ -127,11 +166,6 @@ def _check(setup: Setup, communicator: Ranks) -> None:
         raise ConfigurationError(
             "process_set is for Horovod, and LocalSteps exchanges over torch.distributed here; leave it out, or give "
             "LocalSteps communicator=hvdcomp.torch.all_ranks('horovod')"
-        )
-    if may_change():
-        raise ConfigurationError(
-            "LocalSteps does not work in elastic Horovod: between two exchanges the ranks' weights differ, and a new "
-            "rank has none to begin with. Start a fixed number of ranks, without --min-np and --max-np"
         )
 
 

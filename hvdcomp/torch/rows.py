@@ -15,7 +15,7 @@ from hvdcomp.exchange.rows import WIRES, RowMeans, Rows, Table
 from hvdcomp.torch.local_steps import started_ranks
 from hvdcomp.torch.training import checksums_of
 
-_EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _ON_HOST = torch.empty(0)
 
 
@@ -44,6 +44,10 @@ class RowExchange:
         communicator: of the ranks. Default: all ranks of torch.distributed, or if that was not started, of Horovod.
 
     Attributes:
+        model: as given.
+        tables: the modules, by the names of their weights.
+        ranks: the communicator.
+        means: what makes the means of rows.
         ledger: bytes of each step, as of `Compression.ledger`, without times. The dense bytes are the whole tables'.
 
     Raises:
@@ -61,32 +65,38 @@ class RowExchange:
         wire_dtype: torch.dtype | None = None,
         communicator: Communicator | None = None,
     ) -> None:
-        self._ranks: Any = started_ranks() if communicator is None else communicator
-        with refused_on_every_rank(self._ranks, _ON_HOST):
-            self._tables = _tables_of(model, tables, wire_dtype)
-        weights = {name: table.weight for name, table in self._tables.items()}
+        self.model = model
+        self.ranks: Any = started_ranks() if communicator is None else communicator
+        with refused_on_every_rank(self.ranks, _ON_HOST):
+            self.tables: dict[str, Any] = _tables_of(model, tables, wire_dtype)
+        weights = {name: table.weight for name, table in self.tables.items()}
         wire = None if wire_dtype is None else _name_of(wire_dtype)
         shapes = {name: Table(_name_of(weight.dtype), *weight.shape) for name, weight in weights.items()}
-        self._means = RowMeans(self._ranks, shapes, wire, _ON_HOST)
+        self.means = RowMeans(self.ranks, shapes, wire, _ON_HOST)
         _leave_alone(model, weights.values())
-        self.ledger = self._means.ledger
+        self.ledger = self.means.ledger
 
     @torch.no_grad()
     def exchange(self) -> None:
         """To be called on every rank in each step, after the backward passes, and before clipping, `unscale_` of a
         scaler, and the optimizer's step. A table of which no rank has a gradient is left alone."""
-        names, tables = list(self._tables), list(self._tables.values())
-        weights = {name: one.weight for name, one in self._tables.items()}
-        if not self.ledger.steps:
-            sums = zip(names, checksums_of(weights, names), strict=True)
-            facts = {f"{WEIGHTS}{name}": f"{number:x}" for name, number in sums}
-            same = "the same random seed, or the same checkpoint, on every rank"
-            require_agreement(self._ranks, facts, _ON_HOST, same)
+        tables = list(self.tables.values())
+        self.compare_weights()
         present = [table.weight.grad is not None for table in tables]
-        means = self._means.exchange([_rows_of(table.weight) for table in tables], present)
+        means = self.means.exchange([rows_of(table.weight) for table in tables], present)
         for table, mean in zip(tables, means, strict=True):
             if mean is not None:
-                _put(table, mean)
+                put(table, mean)
+
+    def compare_weights(self) -> None:
+        """Before the first step: raises RankMismatchError on every rank, if the tables' weights differ."""
+        if self.ledger.steps:
+            return
+        weights = {name: one.weight for name, one in self.tables.items()}
+        sums = zip(weights, checksums_of(weights, list(weights)), strict=True)
+        facts = {f"{WEIGHTS}{name}": f"{number:x}" for name, number in sums}
+        same = "the same random seed, or the same checkpoint, on every rank"
+        require_agreement(self.ranks, facts, _ON_HOST, same)
 
 
 def _tables_of(model: Any, names: Iterable[str] | None, wire_dtype: Any) -> dict[str, Any]:
@@ -98,7 +108,7 @@ def _tables_of(model: Any, names: Iterable[str] | None, wire_dtype: Any) -> dict
         )
     if wire_dtype is not None and _name_of(wire_dtype) not in WIRES:
         raise ConfigurationError(f"RowExchange: wire_dtype={wire_dtype} is not possible; give it torch.bfloat16")
-    known = {f"{name}.weight": one for name, one in model.named_modules() if isinstance(one, _EMBEDDINGS)}
+    known = {f"{name}.weight": one for name, one in model.named_modules() if isinstance(one, EMBEDDINGS)}
     wanted = [name for name, one in known.items() if one.sparse] if names is None else list(names)
     missing = [name for name in wanted if name not in known]
     if missing or not wanted:
@@ -128,7 +138,7 @@ def _leave_alone(model: torch.nn.Module, weights: Iterable[torch.Tensor]) -> Non
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*before, *names])
 
 
-def _rows_of(weight: torch.Tensor) -> Rows:
+def rows_of(weight: torch.Tensor) -> Rows:
     """The ids, in order and each once, and the rows of the gradient that are not zero."""
     gradient = weight.grad
     if gradient is None:
@@ -140,7 +150,7 @@ def _rows_of(weight: torch.Tensor) -> Rows:
     return Rows(ids, gradient[ids])
 
 
-def _put(table: Any, rows: Rows) -> None:
+def put(table: Any, rows: Rows) -> None:
     """Makes rows the gradient of a table; of the layout that it has, or would have."""
     weight, (ids, values) = table.weight, rows
     if table.sparse if weight.grad is None else weight.grad.is_sparse:

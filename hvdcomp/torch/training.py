@@ -26,6 +26,20 @@ WITHOUT_HOROVOD = (
 )
 
 
+def refuse_capture() -> None:
+    """Raises ConfigurationError while a CUDA graph records what the current stream does.
+
+    What changes from step to step is chosen on the host: random numbers, where residuals lie, what a policy decides.
+    """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise ConfigurationError(
+            "hvdcomp exchanges no gradients while a CUDA graph is captured, which would repeat one step with its "
+            "random numbers and its places of residuals; capture the model by torch.cuda.make_graphed_callables "
+            "before DistributedDataParallel or hvd.DistributedOptimizer gets it, and leave backward() and "
+            "optimizer.step() outside of torch.cuda.graph"
+        )
+
+
 class TorchTraining(Binding):
     """Ties one `Compression` to parameters of PyTorch.
 
@@ -84,6 +98,7 @@ class TorchTraining(Binding):
                 gradients[name].copy_(mean)
 
     def begin(self) -> None:
+        refuse_capture()
         super().begin()
         if self.coordinator is not None and self.coordinator.decision.sets_batch_size:
             self._scaled_steps().begin_step()

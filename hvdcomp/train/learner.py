@@ -84,6 +84,10 @@ class Learner(ABC):
     def parameters(self) -> Arrays:
         """The trained weights, by name."""
 
+    def shared_parameters(self) -> Arrays:
+        """Those of them that are to be the same on all ranks."""
+        return self.parameters()
+
     @abstractmethod
     def buffers(self) -> Arrays:
         """The running statistics of normalization layers, by name."""

@@ -357,8 +357,9 @@ class TrainingOptions:
                 f"{what}: --evaluate-every {self.evaluate_every} has to be a multiple of {every}",
             ),
             (
-                every <= 1 or self.checkpoint_folder is None,
-                f"{what} saves no checkpoints; leave out --checkpoint-folder {self.checkpoint_folder}",
+                every <= 1 or self.optimizer != "compressed-adam" or self.checkpoint_folder is None,
+                f"{what} of compressed-adam saves no checkpoints; leave out --checkpoint-folder "
+                f"{self.checkpoint_folder}",
             ),
         ]
 

@@ -133,7 +133,8 @@ class Run:
             with self._reporter:
                 status = self._train()
                 final = self._final_quality(status)
-            summary = self._summary(status, self._ranks.gather(_digest(self._learner.parameters()), "weights"), final)
+            digests = self._ranks.gather(_digest(self._learner.shared_parameters()), "weights")
+            summary = self._summary(status, digests, final)
             if self._writer is not None:
                 self._writer.finish(summary)
             self._refuse_unwritten(self._ranks.gather(self._unwritten, "written"))

@@ -10,7 +10,7 @@ import io
 import itertools
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -182,6 +182,10 @@ class TorchLearner(Learner):
     def parameters(self) -> Arrays:
         return {name: _array(parameter) for name, parameter in self._model.named_parameters()}
 
+    def shared_parameters(self) -> Arrays:
+        with self._optimizer.outer_weights() if isinstance(self._optimizer, LocalSteps) else nullcontext():
+            return {name: np.array(value) for name, value in self.parameters().items()}
+
     def buffers(self) -> Arrays:
         return {name: _array(buffer) for name, buffer in self._model.named_buffers() if buffer.is_floating_point()}
 
@@ -193,16 +197,19 @@ class TorchLearner(Learner):
     def save(self, folder: Path) -> list[Path]:
         assert self._compression is not None
         contents: dict[Path, Any] = {}
-        if self._rank == 0:  # the same on all ranks
+        if self._rank == 0 and not self._steps_alone:  # the same on all ranks
             shared = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
             contents[folder / _SHARED] = shared
-        own = {
+        own: dict[str, Any] = {
             "buffers": dict(self._model.named_buffers()),
             "random": torch.get_rng_state(),
             "cuda_random": torch.cuda.get_rng_state() if self._device.type == "cuda" else None,
             "compression": self._compression.state_dict(),
             "rows": None if self._rows is None else (asdict(self._rows.ledger.totals), self._rows.ledger.steps),
         }
+        if self._steps_alone:  # there they are others on each rank
+            own |= {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
+            own["optimizer"].get("local_steps", {}).pop("compression", None)  # kept above, by itself
         contents[folder / _OWN.format(self._rank)] = own
         for file, content in contents.items():
             # PyTorch's own writer forgets why it failed.
@@ -218,10 +225,14 @@ class TorchLearner(Learner):
             return dict(torch.load(folder / name, map_location=self._device, weights_only=True))
 
         first, *others = sources
-        shared, own = read(_SHARED), read(_OWN.format(first))
+        own = read(_OWN.format(first))
+        shared = own if self._steps_alone else read(_SHARED)
         self._model.load_state_dict(shared["model"])
         self._model.load_state_dict(own["buffers"], strict=False)
-        self._optimizer.load_state_dict(shared["optimizer"])
+        if isinstance(self._optimizer, LocalSteps) and first != self._rank:
+            self._optimizer.join(shared["optimizer"])
+        else:
+            self._optimizer.load_state_dict(shared["optimizer"])
         if self._rows is not None and own["rows"] is not None:
             totals, steps = own["rows"]
             self._rows.ledger.go_on_from(replace(self._rows.ledger.totals, **totals), steps)

@@ -406,6 +406,65 @@ def test_torch_distributed_runs_between_hosts_without_horovod(clean: None, tmp_p
     assert code == 7
 
 
+FSDP = """
+import sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+import hvdcomp
+
+
+def sent():
+    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+
+
+def crossed(how):
+    torch.manual_seed(0)
+    # Weights are gathered before gradients are counted.
+    model = fully_shard(torch.nn.Linear(1000, 1000), reshard_after_forward=False)
+    if how is not None:
+        hvdcomp.fsdp.register(model, how)
+    for _ in range(2):  # the second step: in the first ranks meet
+        loss = model(torch.randn(8, 1000)).square().sum()
+        dist.barrier()
+        before = sent()
+        loss.backward()
+        dist.barrier()
+        bytes_sent = sent() - before
+    return bytes_sent
+
+
+dist.init_process_group("gloo")
+how = hvdcomp.Compression(hvdcomp.Int4())
+stock, ours = crossed(None), crossed(how)
+binding = how._binding.engine
+kept = sum(one.nbytes for arrays in binding.states.values() for one in arrays)
+sys.stdout.write(f"RESULT {stock} {ours} {kept}\\n")  # at once: all ranks write at the same time
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.cluster
+def test_shards_of_gradients_take_a_sixth_of_the_link(clean: None) -> None:
+    """FSDP2 on two hosts with two ranks each, counted on the interface of each host."""
+    pytest.importorskip("torch")
+    _, said = _finished(
+        *("run", "--hosts", "2", "--rate", "1gbit", "--ranks", "4", "--backend", "torch"),
+        *("--", sys.executable, "-c", FSDP),
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    results = [line.split()[1:] for line in said.splitlines() if line.startswith("RESULT")]
+    assert len(results) == 4, said
+    elements = 1000 * 1000 + 1000
+    for stock, ours, kept in (map(int, result) for result in results):
+        # A reduce-scatter has to send the sum of a host's ranks for the other host, half of the elements.
+        assert stock >= 4 * elements // 2
+        assert ours * 6 < 4 * elements // 2, (stock, ours)
+        assert kept == 4 * elements // 4  # 4 bytes for each element of a rank's own shard
+
+
 @pytest.mark.cluster
 def test_links_carry_what_their_rate_says(clean: None) -> None:
     with Cluster(2, "100mbit") as cluster:

@@ -148,3 +148,29 @@ def test_failure_before_the_first_commit(tmp_path):
     assert [row["engine_step"] for row in steps[1, 2]] == [1, 1]
     for ranks in steps.values():
         assert len({json.dumps(one["weights"]) for one in ranks}) == 1
+
+
+@pytest.mark.parametrize(
+    "local", [{"every": 7}, {"every": 8, "fragments": 2, "delay": 3, "local_share": 0.5}], ids=["at once", "streaming"]
+)
+def test_local_steps_go_on_in_mid_round(local, tmp_path):
+    """Those that go on have their own weights; a new one begins with the outer weights, and moments of rank 0."""
+    phases = [
+        {"sizes": [2], "steps": 30, "hosts": f"{HERE}:2\n{THERE}:1"},
+        {"sizes": [3], "steps": 30, "kill": [2]},
+        {"sizes": [2], "steps": 60},
+    ]
+    plan = {"compressor": "topk:ratio=0.05", "commit": 3, "local": local}
+    rows = trained(tmp_path, "elastic_local_steps", f"{HERE}:2", 2, phases, **plan)
+    check(rows, [2, 3, 2])
+    assert "1 of 3 ranks are gone (2)" in rows[0]["said"]
+    assert len({row["ends"] for row in rows if "ends" in row}) == 1
+    assert min(row["right"] for row in rows if "right" in row) > 0.8
+    logs = [[json.loads(line) for line in file.read_text().splitlines()] for file in tmp_path.glob("*.jsonl")]
+    (joined,) = (log for log in logs if log[0]["begins"] > 0)
+    assert joined[0]["at_outer"]
+    assert joined[0]["moments"]
+    others = [row for log in logs for row in log if log is not joined and row.get("begins") == joined[0]["begins"]]
+    assert len(others) >= 2
+    in_round = "fragments" in local or joined[0]["begins"] % local["every"] > 0
+    assert all(row["at_outer"] != in_round for row in others)

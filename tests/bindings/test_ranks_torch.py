@@ -25,6 +25,8 @@ _MODULES = {
     "cases_collectives": EVERY_SETTING,
     "cases_dgc": ((2, "gloo"),),
     "cases_overlap": ((2, "gloo"), (4, "gloo"), (2, "mpi"), (4, "mpi")),
+    "cases_local_steps_streaming": EACH_ONCE,
+    "cases_local_steps_elastic": EACH_ONCE,
     _JOIN: EACH_ONCE,
 }
 

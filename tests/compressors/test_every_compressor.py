@@ -16,9 +16,9 @@ from hvdcomp.compressors import COMPRESSORS
 from hvdcomp.compressors.memory import ErrorFeedback, NoMemory
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import AllGather, AllReduce, Context, TensorInfo
+from hvdcomp.compressors.sizes import payload_of
 from hvdcomp.compressors.sparsification import ByRatio
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.exchange.fusion import request_bytes
 from tests.harness import (
     BACKENDS,
     BACKENDS_AND_DTYPES,
@@ -216,7 +216,7 @@ def test_sparsifiers_send_exactly_k_different_elements(spec: str, backend: str) 
             chosen = parse_compressor(spec).at_level(ratio)
             generator = chosen.aggregate(arrays_for(x), x, chosen.prepare(arrays_for(x), x, (), context), context)
             request = next(generator)
-            assert request_bytes(arrays_for(x), request) == chosen.payload_bytes(SHAPE)
+            assert payload_of(request).bytes == chosen.payload_bytes(SHAPE)
             indices = indices_sent(generator, request)
             assert len(indices) == len(set(indices)) == k
             assert 0 <= min(indices) <= max(indices) < values.size

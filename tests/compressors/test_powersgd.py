@@ -16,7 +16,7 @@ from hvdcomp.communicators.in_process import run_ranks
 from hvdcomp.compressors.low_rank import matrix_shape, orthogonalize
 from hvdcomp.compressors.protocol import Context, TensorInfo
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.exchange.tensor_step import TensorState
+from hvdcomp.exchange.tensor_state import TensorState
 from tests.harness import (
     BACKENDS,
     BACKENDS_AND_DTYPES,

@@ -198,6 +198,18 @@ def test_with_error_feedback_nothing_is_lost_over_many_steps(spec: str) -> None:
         assert max(kept[steps // 2 :]) < 2 * max(kept[: steps // 2])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])  # as a bucket, and by itself
+def test_what_is_compressed_in_place_of_x_leaves_the_rest_of_it(dtype: str) -> None:
+    def work(communicator: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        engine = Engine(communicator, infos({"w": (40, 30)}, dtype), scattering("int8"), ErrorFeedback(), min_numel=0)
+        engine.before_compress = lambda look: {"w": look["w"] * 0.5}
+        given = gradients(3, (40, 30))[communicator.rank].astype(dtype)
+        return given, engine.step({"w": given.copy()})["w"], np.array(engine.states["w"].memory[0])
+
+    given, got, kept = (np.mean(each, axis=0) for each in zip(*run_ranks(3, work), strict=True))
+    np.testing.assert_allclose(got + kept, given, atol=1e-5)
+
+
 def test_without_a_residual_a_quantizer_stays_unbiased() -> None:
     xs = gradients(3, (48,))
     means = np.array([exchange("qsgd:bits=3,bucket=16", xs, step).outcomes[0].mean for step in range(800)])

@@ -20,11 +20,13 @@ pytestmark = [pytest.mark.alone, pytest.mark.timeout(300)]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def train(folder: Path, controller: str = "torchrun", example: str = "ddp.py") -> list[tuple[int, float, float]]:
+def train(
+    folder: Path, controller: str = "torchrun", example: str = "ddp.py", ranks: int = 2
+) -> list[tuple[int, float, float]]:
     """The lines of a run: step, loss and compression factor. Its exit status is not looked at: with Gloo, PyTorch 2.13
     now and then ends a rank that has done everything by SIGABRT while its interpreter goes away, with plain
     DistributedDataParallel too."""
-    said = run_ranks(2, controller, [str(EXAMPLES / example), str(folder)], timeout=120).stdout
+    said = run_ranks(ranks, controller, [str(EXAMPLES / example), str(folder)], timeout=120).stdout
     lines = re.findall(r"step (\d+): loss ([\d.]+), ([\d.]+) times fewer bytes", said)
     assert lines, said
     return [(int(step), float(loss), float(factor)) for step, loss, factor in lines]
@@ -79,9 +81,14 @@ def test_fsdp_trains_and_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytes
     assert steps == tuple(range(10, 101, 10))
     assert losses[-1] < 1
     assert factors[-1] > 6
+    larger = tmp_path / "larger"
     for step in range(10, 41, 10):
-        shutil.copytree(whole / str(step), stopped / str(step))
+        for folder in (stopped, larger):
+            shutil.copytree(whole / str(step), folder / str(step))
     assert train(stopped, example="fsdp.py")[0][0] == 50
+    steps, losses, _ = zip(*train(larger, example="fsdp.py", ranks=4), strict=True)
+    assert steps[0] == 50
+    assert losses[-1] < 1
     for folder in (whole, stopped):
         dcp_to_torch_save(folder / "100", folder / "weights.pt")
     ours, theirs = (torch.load(folder / "weights.pt", weights_only=False)["model"] for folder in (whole, stopped))

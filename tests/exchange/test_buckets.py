@@ -20,7 +20,7 @@ from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.look import Look
-from hvdcomp.exchange.tensor_step import TensorState
+from hvdcomp.exchange.tensor_state import TensorState
 from tests.harness import (
     Run,
     as_numpy,

@@ -17,8 +17,9 @@ from hvdcomp.arrays import arrays_for
 from hvdcomp.communicators.in_process import run_ranks
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import AllGather, AllReduce, AllToAll, ReduceScatter, TensorInfo
+from hvdcomp.compressors.sizes import payload_of
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.exchange.fusion import Round, request_bytes
+from hvdcomp.exchange.fusion import Round
 from tests.harness import (
     BACKENDS,
     DTYPES,
@@ -176,7 +177,7 @@ def test_gathered_parts_come_back_as_they_were(gathers: list[list[np.ndarray]], 
         answers, sent = on_its_way.wait(), on_its_way.sent
         ((_, _, _, length),) = counting.started
         assert length % 8 == 0
-        assert 0 <= length - sum(request_bytes(xp, request) for request in requests) < 8
+        assert 0 <= length - sum(payload_of(request).bytes for request in requests) < 8
         assert sent == (length, 0)
         return answers
 
@@ -209,7 +210,7 @@ def test_every_rank_gets_the_parts_that_are_for_it(sendings: list[list[np.ndarra
         answers, sent = on_its_way.wait(), on_its_way.sent
         ((_, _, _, length),) = counting.started
         assert length % (8 * size) == 0
-        assert 0 <= length - sum(request_bytes(xp, request) for request in requests) < 8 * size
+        assert 0 <= length - sum(payload_of(request).bytes for request in requests) < 8 * size
         assert sent == (length, 0)
         return answers
 

@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.parts import PARTS, SHARED, sanitized_steps
-from tests.gpu.report import as_markdown
+from tests.gpu.parts import APART, PARTS, SHARED, sanitized_steps
+from tests.gpu.report import as_markdown, ranks_as_markdown
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 570.0
@@ -41,7 +41,9 @@ def no_gpu() -> str:
 def main() -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python3 -m tests.gpu", description="Check kernels on this machine's GPU.")
-    parser.add_argument("--part", choices=[*PARTS, "sanitized"], help="this part alone")
+    parser.add_argument("--part", choices=[*PARTS, *APART, "sanitized"], help="this part alone")
+    parser.add_argument("--nodes", type=int, default=1, help="of the part network, started on each of them (1)")
+    parser.add_argument("--rendezvous", default="", help="HOST:PORT of one of these nodes")
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"for all parts together ({SECONDS:.0f})")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "encode", help="folder of gpu.json and gpu.md")
     # A part in a process of its own writes there, of so many processes this one.
@@ -55,11 +57,20 @@ def main() -> int:
         sanitized_steps("cuda")
         return 0
     if chosen.json is not None:
-        return _run_here(chosen.part, chosen.json, *chosen.share)
+        nodes = {"output": chosen.output, "nodes": chosen.nodes, "rendezvous": chosen.rendezvous}
+        return _run_here(chosen.part, chosen.json, *chosen.share, **nodes if chosen.part in APART else {})
+    if (chosen.nodes > 1) != bool(chosen.rendezvous):
+        parser.error("several --nodes need the --rendezvous HOST:PORT of one of them, and one needs none")
     started = time.monotonic()
     names = [chosen.part] if chosen.part else list(PARTS)
-    found = {name: _run_apart(name, chosen.seconds - (time.monotonic() - started)) for name in names}
+    passed = ["--output", str(chosen.output), "--nodes", str(chosen.nodes), "--rendezvous", chosen.rendezvous]
+    found = {name: _run_apart(name, chosen.seconds - (time.monotonic() - started), passed) for name in names}
     failed = [name for name, part in found.items() if part["failures"]]
+    if chosen.part == "ranks":
+        chosen.output.mkdir(parents=True, exist_ok=True)
+        (chosen.output / "gpu-ranks.json").write_text(json.dumps(found["ranks"], indent=1) + "\n")
+        (chosen.output / "gpu-ranks.md").write_text(ranks_as_markdown(found["ranks"]))
+        print(f"wrote gpu-ranks.json and gpu-ranks.md to {chosen.output}")
     if not chosen.part:
         from hvdcomp.bench.encode.facts import facts
 
@@ -72,7 +83,7 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def _run_here(name: str, path: Path, number: int, processes: int) -> int:
+def _run_here(name: str, path: Path, number: int, processes: int, **options: Any) -> int:
     found: dict[str, Any] = {"failures": ["it did not end"], "rows": [], "notes": []}
 
     def keep(row: Any = None, failure: str = "", note: str = "") -> None:
@@ -86,21 +97,22 @@ def _run_here(name: str, path: Path, number: int, processes: int) -> int:
             found["notes"].append(note)
         path.write_text(json.dumps(found))
 
-    PARTS[name]("cuda", keep, *([slice(number, None, processes)] if name in SHARED else []))
+    part = (PARTS | APART)[name]
+    part("cuda", keep, *([slice(number, None, processes)] if name in SHARED else []), **options)
     del found["failures"][-1]
     path.write_text(json.dumps(found))
     return 0
 
 
-def _run_apart(name: str, seconds: float) -> dict[str, Any]:
-    """What the processes of a part found, together."""
+def _run_apart(name: str, seconds: float, passed: list[str]) -> dict[str, Any]:
+    """What the processes of a part found, together. passed: options for them."""
     print(f"==> {name}", flush=True)
     processes = max(1, min(MOST_PROCESSES, len(os.sched_getaffinity(0)))) if name in SHARED else 1
     end = time.monotonic() + max(1.0, seconds)
     found: dict[str, Any] = {"failures": [], "rows": [], "notes": []}
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / f"{number}.json" for number in range(processes)]
-        started = [_start(name, path, number, processes) for number, path in enumerate(paths)]
+        started = [_start(name, path, number, processes, passed) for number, path in enumerate(paths)]
         for path, process in zip(paths, started, strict=True):
             ended = _ended(process, end)
             for key, values in (json.loads(path.read_text()) if path.exists() else {}).items():
@@ -111,9 +123,9 @@ def _run_apart(name: str, seconds: float) -> dict[str, Any]:
     return found
 
 
-def _start(name: str, path: Path, number: int, processes: int) -> subprocess.Popen[bytes]:
+def _start(name: str, path: Path, number: int, processes: int, passed: list[str]) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "tests.gpu", "--part", name, "--json", str(path)]
-    command += ["--share", str(number), str(processes)]
+    command += ["--share", str(number), str(processes), *passed]
     return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": "1"})
 
 

@@ -25,7 +25,11 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import hvdcomp
+from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
 from hvdcomp.compressors import COMPRESSORS
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.compressors.protocol import TensorInfo
+from hvdcomp.exchange.engine import Engine
 from tests.gpu.ranks import synchronize
 from tests.multirank.models import batch, weights
 from tests.multirank.training_ddp import large_model, own_generator
@@ -49,6 +53,8 @@ TIMED = (
     "dgc:ratio=0.01", "powersgd:rank=4", "efsignsgd" + EARLY, "topk:ratio=0.01" + EARLY, "powersgd:rank=4" + EARLY,
 )  # fmt: skip
 OVERLAP = " with and without overlap"
+LARGE = ", payloads of more than 2 GiB together"
+CUT = "int4:exchange=scatter", "fp16:exchange=scatter", "efsignsgd:exchange=scatter", "two_level(int4)"
 OVERFLOW = 3  # the step in which the loss of the last rank is infinite
 STEPS = 6
 
@@ -121,6 +127,21 @@ def check(spec: str, place: str, dtype: torch.dtype = torch.float32, scaled: boo
         yield f"the last loss is {losses[-1]:.4f}, and on the host {expected[-1]:.4f}"
 
 
+def check_large(place: str, elements: int) -> Iterator[str]:
+    """Says where ranks that gather payloads of more bytes together than 32 bits count get something else than the
+    mean."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensors = [TensorInfo("large", (elements,))]
+    engine = Engine(TorchDistributedCommunicator(), tensors, parse_compressor("bf16"), min_numel=0, min_ndim=0)
+    given = torch.full((elements,), float(rank + 1), device=place)
+    given[-1] = -float(rank + 1)
+    engine.begin()
+    found = engine.step({"large": given}, in_place=True)["large"]
+    mean = (size + 1) / 2
+    if [float(found[:-1].min()), float(found[:-1].max()), float(found[-1])] != [mean, mean, -mean]:
+        yield f"the mean of 1 to {size} is not {mean} everywhere"
+
+
 def check_overlap(spec: str, place: str) -> Iterator[str]:
     """Says how a training whose buckets start in the backward pass differs from one whose do not."""
     early: list[int] = []
@@ -133,13 +154,14 @@ def check_overlap(spec: str, place: str) -> Iterator[str]:
 
 def checks() -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Each check: the method, what is particular, and options of `check`."""
-    for spec in (*(kind.examples[0] for kind in COMPRESSORS.values()), "int4:exchange=scatter", "two_level(int4)"):
+    for spec in (*(kind.examples[0] for kind in COMPRESSORS.values()), *CUT):
         yield spec, "", {}
     for spec in ("none", "fp16", "bf16", "int4", "topk:ratio=0.1", "efsignsgd", "powersgd:rank=4"):
         yield spec, " of bfloat16 parameters", {"dtype": torch.bfloat16}
         yield spec, " with a scaler", {"scaled": True}
     for spec in ("int4", "topk:ratio=0.1", "efsignsgd", "powersgd:rank=4"):
         yield spec, OVERLAP, {}
+    yield "bf16", LARGE, {}
 
 
 def check_all(place: str, keep: Callable[[Any], None]) -> None:
@@ -147,7 +169,11 @@ def check_all(place: str, keep: Callable[[Any], None]) -> None:
     apart = dist.new_group(backend="gloo")  # in which no training exchanges anything
     for spec, where, options in checks():
         try:
-            said = list(check_overlap(spec, place) if where == OVERLAP else check(spec, place, **options))
+            if where == LARGE:
+                of_each = 1 + 2**30 // dist.get_world_size()  # of two bytes
+                said = list(check_large(place, of_each if "nccl" in dist.get_backend() else 1_000))
+            else:
+                said = list(check_overlap(spec, place) if where == OVERLAP else check(spec, place, **options))
         except Exception as error:  # and the next method is to be checked too
             said = [f"{type(error).__name__}: {error}"]
         everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]

@@ -39,6 +39,7 @@ KEPT = {"efsignsgd": 4.3, "topk:ratio=0.01": 4.3, "powersgd:rank=4": 4.5, "int8"
 """Bytes for each element that a method may keep: residuals, the momentum of dgc, and what it sends."""
 ALL = slice(None)
 """Of the methods, the share that a process checks."""
+NETWORK_SECONDS = 60
 SMALL: Shapes = {"matrix": (33, 65), "odd": (5, 7, 3), "vector": (1_030,), "one": (1,)}
 
 
@@ -168,8 +169,12 @@ def _allocated(place: str, most: bool = False) -> int:
 
 
 def ranks(place: str, keep: Keep) -> None:
-    """Trainings with every method on two ranks, and with some on simulated ranks."""
-    _under_torchrun(place, keep, 2, "--check")
+    """Trainings with every method on two ranks, or one on each GPU of several, whose steps are timed then; and with
+    some methods on simulated ranks."""
+    gpus = torch.cuda.device_count() if place == "cuda" else 0
+    _under_torchrun(place, keep, max(2, gpus), "--check")
+    if gpus > 1:
+        _under_torchrun(place, keep, gpus)
     for method in ("none", "topk:ratio=0.01"):
         options = "--model gpt --data text --optimizer adamw --steps 4 --seed 0 --no-progress --simulate-ranks 2"
         with tempfile.TemporaryDirectory() as folder:
@@ -180,6 +185,36 @@ def ranks(place: str, keep: Keep) -> None:
         keep(row={"method": f"{method} on simulated ranks"})
         if done.returncode or not same:
             keep(failure=f"{method} on simulated ranks: {(done.stdout + done.stderr)[-1000:]}")
+
+
+def network(place: str, keep: Keep, output: Path, nodes: int, rendezvous: str) -> None:
+    """What collectives between all GPUs cost: a calibration of a minute for `hvdcomp advise`, `network.json`.
+
+    Args:
+        output: its folder.
+        nodes: on which this part is started, all at the same time.
+        rendezvous: HOST:PORT of one of them; empty for a single node.
+    """
+    gpus = torch.cuda.device_count() if place == "cuda" else 2
+    if nodes * gpus < 2:
+        keep(note="with one GPU there is no network to measure")
+        return
+    path = output / "network.json"
+    output.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={gpus}"]
+    command += [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={rendezvous}"] if nodes > 1 else []
+    command += ["--standalone"] if nodes == 1 else []
+    command += ["-m", "hvdcomp", "calibrate", "--backend", "ddp", "--device", place, "--seconds", str(NETWORK_SECONDS)]
+    command += ["--compressor", "fp16", "--output", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        keep(failure=f"hvdcomp calibrate ended with status {done.returncode}: {(done.stdout + done.stderr)[-1000:]}")
+        return
+    links = [line for line in done.stdout.splitlines() if " Gb/s, " in line]  # of the node of rank 0
+    for line in links:
+        keep(row={"link": line.strip()})
+    if links:
+        keep(note=f"next: hvdcomp advise --calibration {path} --world-size {nodes * gpus}")
 
 
 def training(place: str, keep: Keep) -> None:
@@ -215,5 +250,7 @@ PARTS: dict[str, Callable[..., Any]] = {
     "sanitizer": sanitizer,
 }
 """By name, in the order in which they run."""
+APART: dict[str, Callable[..., Any]] = {"network": network}
+"""Parts that run only if they are named."""
 SHARED = ("kernels", "steps")
 """Parts whose methods several processes share: nothing is timed there, and compiling takes longer than running."""

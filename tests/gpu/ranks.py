@@ -19,7 +19,7 @@ from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.exchange.tensor_step import TensorState
+from hvdcomp.exchange.tensor_state import TensorState
 from hvdcomp.policies import parse_policy
 
 Named = Mapping[str, np.ndarray]

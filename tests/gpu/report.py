@@ -69,6 +69,16 @@ def as_markdown(document: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def ranks_as_markdown(part: Mapping[str, Any]) -> str:
+    """The page of what the part `ranks` has found by itself."""
+    said = "Trainings in DistributedDataParallel: whether they pass, and with a GPU for each rank, ms of a step."
+    lines = ["# Ranks on GPUs", "", f"{_result(part)}. Made by `make gpu-check PART=ranks`. {said}", ""]
+    lines += [f"- {failure}" for failure in part["failures"]] + [""] * bool(part["failures"])
+    return "\n".join(
+        lines + table(("method", "ms"), [(row["method"], number(row.get("ms"))) for row in part["rows"]])
+    )
+
+
 def aims(parts: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
     """What was aimed at, the aim, what was measured, and "met" or "missed"."""
     steps = {one["method"]: one for one in parts.get("bench", {}).get("rows", []) if one["model"] == "resnet50"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -16,11 +17,12 @@ from hvdcomp.compressors.memory import MomentumCorrection
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.look import Look
+from hvdcomp.kernels import cuda
 from tests.cuda_kernels import SPECS, launches
 from tests.exchange import test_buckets
 from tests.exchange.test_buckets import Recorded, assert_close, gradients, run
 from tests.gpu.cases import FORMS
-from tests.harness import infos, states_of
+from tests.harness import as_numpy, infos, states_of
 from tests.interpreted import needs_triton
 
 torch = pytest.importorskip("torch")
@@ -68,16 +70,70 @@ def test_a_bucket_does_what_its_tensors_do_by_themselves(spec: str, monkeypatch:
     kernels.reset()
 
 
-@pytest.mark.parametrize("spec", ["qsgd:bits=4", "int8", "int4", "fp8:rounding=stochastic", "bf16", "fp16"])
-def test_scattered_tensors_go_one_by_one(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And give what they give in NumPy."""
-    spec += f"{',' if ':' in spec else ':'}exchange=scatter"
-    found = run("torch", spec, steps=2)
-    assert not any(one.engine.buckets.now for one in found)
-    off(monkeypatch)
-    assert_close(found, run("numpy", spec, steps=2), atol=5e-6)
-    monkeypatch.undo()
-    kernels.reset()
+@pytest.mark.parametrize(
+    ("spec", "ranks"),
+    [
+        ("efsignsgd:exchange=scatter", 2),
+        *(
+            pytest.param(spec, ranks, marks=pytest.mark.thorough)
+            for spec, ranks in (
+                ("two_level(powersgd:rank=2)", 2),
+                ("onebit:exchange=scatter", 3),
+                *((f"two_level({one})", 4) for one in ("fp16", "efsignsgd:exchange=scatter", "topk:ratio=0.1")),
+                ("two_level(powersgd:rank=2,alternating=True)", 4),
+                *((f"two_level({one})", 4) for one in ("signsgd", "randomk:ratio=0.2")),
+            )
+        ),
+    ],
+)
+@pytest.mark.parametrize("replaced", [pytest.param(False, marks=pytest.mark.thorough), True])
+def test_a_bucket_that_is_cut_does_what_it_does_on_the_host(spec: str, ranks: int, replaced: bool) -> None:
+    """Also where something else is compressed in place of x. There are two ranks on each node."""
+    shapes = {"a": (3, 5), "b": (12, 13), "c": (1,)}
+
+    def work(communicator: Any, backend: Any) -> tuple[list[Any], list[Any]]:
+        engine = Engine(communicator, infos(shapes), parse_compressor(spec), ErrorFeedback(), min_numel=0, min_ndim=0)
+        if replaced:
+            engine.before_compress = lambda look: {"b": look["b"] * 0.5}
+        results = []
+        for step in range(2):
+            engine.begin()
+            rng = np.random.default_rng([communicator.rank, step])
+            given = {name: backend(rng.normal(size=shape).astype(np.float32)) for name, shape in shapes.items()}
+            found = engine.step(given)
+            results += [as_numpy(found[name]).copy() for name in shapes]
+        assert {name for group in engine.buckets.now for name in group.names} == {*shapes}
+        assert all((one.bucket.device is not None) == (backend is torch.from_numpy) for one in engine.buckets.now)
+        return results, [as_numpy(one).copy() for name in shapes for one in engine.states[name].memory]
+
+    runs = (run_ranks(ranks, functools.partial(work, backend=one), 2) for one in (torch.from_numpy, np.array))
+    for device, host in zip(*runs, strict=True):
+        for mine, theirs in zip(device, host, strict=True):
+            for one, other in zip(mine, theirs, strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-5, atol=3e-6)
+
+
+def test_what_is_cut_of_16_bits_is_what_it_is_on_the_host() -> None:
+    shapes = {"a": (3, 5), "b": (12, 13), "c": (1,)}
+
+    def work(communicator: Any) -> list[Any]:
+        compressor = parse_compressor("fp16:exchange=scatter")
+        engine = Engine(communicator, infos(shapes, "bfloat16"), compressor, ErrorFeedback(), min_numel=0, min_ndim=0)
+        results = []
+        for step in range(2):
+            engine.begin()
+            rng = np.random.default_rng([communicator.rank, step])
+            given = {name: torch.from_numpy(rng.normal(size=shape)).bfloat16() for name, shape in shapes.items()}
+            results += [one.float().clone() for one in engine.step(given).values()]
+        assert (engine.buckets.now[0].bucket.device is not None) == cuda.serves_host()
+        return results + [one.clone() for name in shapes for one in engine.states[name].memory]
+
+    device = run_ranks(2, work)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "_serves_host", False)
+        host = run_ranks(2, work)
+    for mine, theirs in zip(device, host, strict=True):
+        assert all(map(torch.equal, mine, theirs))
 
 
 @pytest.mark.parametrize(
@@ -196,6 +252,13 @@ def test_the_number_of_launches_depends_on_no_number_of_tensors_or_ranks(spec: s
     }
     assert len(counts) == 1
     assert counts.pop() <= 2 * 16
+
+
+@pytest.mark.parametrize("spec", ["fp16:exchange=scatter", "efsignsgd:exchange=scatter"])
+def test_as_many_are_launched_however_many_chunks_there_are(spec: str) -> None:
+    counts = {len(launches(spec, [(30, 50)] * tensors, ranks=ranks)) / ranks for tensors, ranks in ((10, 2), (50, 9))}
+    assert len(counts) == 1
+    assert counts.pop() <= 16
 
 
 @pytest.mark.thorough

@@ -115,7 +115,7 @@ class Steps:
         }
 
     def _record(self, patch: pytest.MonkeyPatch, step: int) -> None:
-        for kind in ("start_allgather", "start_allreduce"):
+        for kind in ("start_allgather", "start_allreduce", "start_alltoall"):
             start = getattr(InProcessCommunicator, kind)
 
             def begin(communicator: Any, array: Any, *rest: str, start: Any = start) -> Any:
@@ -154,6 +154,27 @@ def check_bits(spec: str, tensors: Tensors, size: int, memory: Callable[[], Memo
 )
 def test_the_bits_are_those_of_the_kernels_in_c(spec: str) -> None:
     check_bits(spec, SMALL, 2)
+
+
+CUT: Tensors = {"matrix": ((30, 13), "normal"), "one": ((), "normal"), "ties": ((7, 11), "ties")}
+
+
+@pytest.mark.parametrize(
+    ("spec", "size"),
+    [
+        ("fp16:exchange=scatter", 3), ("int8:exchange=scatter", 2),
+        *(
+            pytest.param(f"{one}exchange=scatter", size, marks=pytest.mark.thorough)
+            for one in (
+                "bf16:rounding=stochastic,", "int4:block=12,", "fp8:rounding=stochastic,", "natural:",
+                "qsgd:bits=4,bucket=64,", "qsgd:bits=1,bucket=3,", "terngrad:",
+            )
+            for size in (2, 3, 5)
+        ),
+    ],
+)  # fmt: skip
+def test_the_bits_of_what_is_scattered(spec: str, size: int) -> None:
+    check_bits(spec, CUT, size)
 
 
 @pytest.mark.thorough

@@ -30,6 +30,16 @@ BUILT["base"] = kustomize.build(ROOT / "k8s" / "base")
 LAUNCHED = {
     "small": KubernetesSettings(Job("a", ("python3", "train.py"), 1), "hvdcomp"),
     "torch": KubernetesSettings(Job("a", ("python3", "train.py"), 4, backend="torch"), "hvdcomp", slots_per_worker=2),
+    **{
+        name: KubernetesSettings(
+            Job("a", ("python3", "train.py"), 16, {"NCCL_DEBUG": "INFO"}),
+            "hvdcomp",
+            slots_per_worker=8,
+            gpu_resource="nvidia.com/gpu",
+            patch=ROOT / "k8s" / "patches" / f"{name}.yaml",
+        )
+        for name in ("efa", "several-nics")
+    },
     "elastic ranks": KubernetesSettings(
         Job("a", ("python3", "train.py"), 8, {"A": "b"}),
         "hvdcomp",
@@ -229,6 +239,20 @@ def test_the_settings_beside_an_overlay_make_the_same_job(name: str, monkeypatch
     monkeypatch.chdir(ROOT)  # where the patch is looked for
     file = ROOT / "k8s" / "overlays" / name / "launch.toml"
     assert render(read_settings(file, "k8s", KubernetesSettings, {})) == JOBS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "resource", "annotation"),
+    [("efa", "vpc.amazonaws.com/efa", None), ("several-nics", "rdma/hca", "rail-1, rail-2")],
+)
+def test_patches_ask_for_cards_beside_what_the_settings_ask_for(name: str, resource: str, annotation: str) -> None:
+    worker = JOBS[name]["spec"]["mpiReplicaSpecs"]["Worker"]["template"]
+    resources = only_container(worker["spec"])["resources"]
+    for amounts in resources.values():
+        assert {"nvidia.com/gpu", "memory", resource} <= amounts.keys()
+    extended = [{key: one[key] for key in one if "/" in key or "hugepages" in key} for one in resources.values()]
+    assert extended[0] == extended[1]  # Kubernetes promises no more of these than the limit
+    assert worker.get("metadata", {}).get("annotations", {}).get("k8s.v1.cni.cncf.io/networks") == annotation
 
 
 @pytest.mark.skipif(kustomize.real_command() is None, reason="neither kustomize nor kubectl with kustomize 4 or later")

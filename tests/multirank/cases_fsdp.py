@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hvdcomp
 from tests.multirank.everywhere import assert_metrics
@@ -49,6 +50,12 @@ def train(model: Any, optimizer: torch.optim.Optimizer, steps: int = 6, passes: 
             model.set_requires_gradient_sync(number == passes)
             plain_loss(model, inputs, classes, step).backward()
         optimizer.step()
+
+
+def in_tensor_parallel(mesh: DeviceMesh) -> Any:
+    model = large_model()
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return fully_shard(model, mesh=mesh["data"])
 
 
 def weights(model: Any) -> torch.Tensor:
@@ -126,7 +133,25 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
     assert "fully_shard" in refused(large_model(), made(), mesh["replicate"])
     assert "mesh of 2 dimensions" in refused(sharded(mesh), made(), mesh["replicate"])
     assert "from_spec" in refused(model, "topk", mesh["replicate"])
-    assert "backward pass is over" in refused(model, made(overlap=True), mesh["replicate"])
+    other_mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    assert "have different parts of it" in refused(sharded(other_mesh), made(), mesh["replicate"])
+    if dist.get_world_size() == 4:
+        assert "have different parts of it" in refused(model, made(), mesh["shard"])
+        crossed = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("replicate", "shard"))
+        straight = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
+        told = refused(sharded(straight["shard"]), made(), crossed["replicate"])
+        assert "have different parts of the parameters, by rank" in told, told
+        tensors = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        told = refused(in_tensor_parallel(tensors), made(), mesh["replicate"])
+        assert "tensor parallelism" in told, told
+        assert "tensor parallelism" in refused(in_tensor_parallel(tensors), hvdcomp.Compression(hvdcomp.Int4()))
+    ignoring = large_model()
+    fully_shard(ignoring, mesh=mesh["shard"], ignored_params={ignoring[0].bias})
+    assert "ignored_params" in refused(ignoring, made(), mesh["replicate"])
+    frozen = large_model()
+    frozen[0].bias.requires_grad_(False)
+    fully_shard(frozen, mesh=mesh["shard"], ignored_params={frozen[0].bias})
+    hvdcomp.fsdp.register(frozen, made(), mesh["replicate"])
     assert "as optimizer, which is none" in refused(model, made(), mesh["replicate"], model)
     assert "takes a mesh" in refused(model, made(process_set=object()), mesh["replicate"])
     optimizer = hvdcomp.torch.CompressedAdam(model.parameters(), freeze_after=4, local_steps=4)
@@ -136,6 +161,83 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
     how = hvdcomp.Compression.from_spec('{"blocks.4.*": "topk:ratio=0.05", "*": "none"}')
     told = raised(hvdcomp.SpecError, lambda: hvdcomp.fsdp.register(model, how, mesh["replicate"]))
     assert "of 8 tensors none has a name that matches 'blocks.4.*' (nearest are '4.bias', '4.weight'" in told, told
+
+
+def case_the_exchange_of_a_module_overlaps_the_backward_pass_of_the_next() -> None:
+    """Buckets start between the backward passes of modules, in one order on all ranks, and change nothing."""
+    results = []
+    for overlap in (True, False):
+        least = 400_000 if overlap else None
+        how = hvdcomp.Compression.from_spec("topk:ratio=0.05", overlap=overlap, bucket_bytes=least)
+        model, optimizer, _ = distribute(how)
+        events = record_events(model, how)
+        train(model, optimizer, steps=3)
+        results.append(weights(model))
+        assert_same_everywhere(weights(model))
+        *_, last = " ".join(events).split("backward of 6")  # of the last step
+        early = "backward of 4 sent backward of 2 sent backward of 0 sent"
+        assert last.split() == (early if overlap else "backward of 4 backward of 2 backward of 0 sent").split(), last
+    assert torch.equal(*results)
+
+
+def record_events(model: Any, how: hvdcomp.Compression) -> list[str]:
+    """What happens on this rank from now on: the beginnings of layers' backward passes, and of gathers."""
+    binding: Any = how._binding
+    events: list[str] = []
+    start = binding.communicator.start_allgather
+
+    def starts(*arguments: Any) -> Any:
+        events.append("sent")
+        return start(*arguments)
+
+    binding.communicator.start_allgather = starts
+    for number in (0, 2, 4, 6):
+
+        def begins(gradient: torch.Tensor, number: int = number) -> None:
+            while binding._everyone._asked is not None:  # a small model may be quicker than the ranks' answers
+                binding._everyone.agrees()
+            binding.engine.overlap.ready("", torch.empty(0))
+            events.append(f"backward of {number}")
+
+        # What ReLU made of it, as the output of an FSDP module belongs to FSDP.
+        after = model[min(number + 1, 6)]
+        after.register_forward_hook(lambda module, given, output, begins=begins: output.register_hook(begins) and None)
+    return events
+
+
+def case_a_module_may_be_used_twice() -> None:
+    class Twice(torch.nn.Sequential):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            hidden = self[1](self[0](inputs))
+            return self[4](self[3](self[2](torch.relu(self[2](hidden)))))
+
+    results = []
+    for overlap in (True, False):
+        torch.manual_seed(7)
+        linear = torch.nn.Linear
+        model = Twice(linear(64, 512), torch.nn.ReLU(), linear(512, 512), torch.nn.ReLU(), linear(512, 40))
+        mesh = mesh_of_ranks()
+        for layer in (model[0], model[2], model[4], model):
+            fully_shard(layer, mesh=mesh["shard"])
+        how = hvdcomp.Compression.from_spec("topk:ratio=0.05", overlap=overlap, bucket_bytes=100_000)
+        hvdcomp.fsdp.register(model, how, mesh["replicate"])
+        train(model, torch.optim.SGD(model.parameters(), lr=0.02), steps=4)
+        assert_same_everywhere(weights(model))
+        results.append(weights(model))
+    assert torch.equal(*results)
+
+
+def case_several_groups_of_parameters_step_at_their_own_rates() -> None:
+    mesh, results = mesh_of_ranks(), []
+    for ours in (True, False):
+        model = sharded(mesh["shard"] if ours else mesh)
+        first, *rest = model.parameters()
+        optimizer = torch.optim.SGD([{"params": [first], "lr": 0.05}, {"params": rest}], lr=0.02)
+        if ours:
+            hvdcomp.fsdp.register(model, hvdcomp.Compression.from_spec("none"), mesh["replicate"], optimizer)
+        train(model, optimizer)
+        results.append(weights(model))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-7)
 
 
 def case_wrappers_change_neither_routing_nor_weights() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
 
 import hvdcomp
 from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
@@ -27,6 +28,7 @@ from hvdcomp.train.models_torch import GPT
 from tests.multirank.cases_fsdp import weights
 from tests.multirank.collectives import nodes_of
 from tests.multirank.training_ddp import assert_same_everywhere, large_model, raised
+from tests.multirank.worker import thorough
 from tests.two_hops import stated
 
 TOKENS = 61  # rows that no number of ranks divides: FSDP pads
@@ -141,7 +143,8 @@ def case_ranks_get_what_numpy_states() -> None:
                     rows, residuals = stated(method, given, residuals, step)
                     np.testing.assert_array_equal(row.numpy(), rows[dist.get_rank()])
                 (kept,) = reducer.states["w"]
-                np.testing.assert_array_equal(kept.numpy(), residuals[divmod(dist.get_rank(), places)])
+                node, place = divmod(dist.get_rank(), places)
+                np.testing.assert_array_equal(kept.numpy(), np.delete(residuals[node, place], node, 0))
 
 
 def case_int8_trains_as_fsdp_does() -> None:
@@ -173,7 +176,7 @@ def case_int4_sends_a_sixth_between_nodes() -> None:
         assert sum(one.bytes_sent for one in last.tensors.values()) == last.bytes_sent
         assert last.tensors.keys() == {"model", "blocks.0", "blocks.1"} == how.plan.keys()
         kept = sum(array.numel() for arrays in how._binding.engine.states.values() for array in arrays)
-        assert kept == (sum(padded) // places if places > 1 else 0)
+        assert kept == (sum(padded) // ranks if places > 1 else 0)  # 4 bytes for each parameter of this rank's shard
 
 
 def case_what_fsdp_offers_works() -> None:
@@ -195,6 +198,59 @@ def case_what_fsdp_offers_works() -> None:
         assert how.ledger.steps == 5, name
 
 
+def prefetching(model: Any) -> None:
+    first, second = model.blocks
+    first.set_modules_to_forward_prefetch([second])
+    second.set_modules_to_backward_prefetch([first])
+
+
+@thorough
+def case_what_fsdp_does_with_weights_stays_as_it_is() -> None:
+    """Settings of FSDP's communication that torch tests of itself: with each, steps are stock's but for rounding."""
+    settings: dict[str, Callable[[Any], Any]] = {
+        "asked for by name": prefetching,
+        "gathered ahead": lambda model: model.unshard(async_op=True).wait(),
+        "kept after the backward pass": lambda model: model.set_reshard_after_backward(False),
+        "kept after the forward pass": lambda model: model.set_reshard_after_forward(False),
+        "not gathered in the backward pass": lambda model: model.set_unshard_in_backward(True),
+        "a frozen block": lambda model: model.blocks[0].requires_grad_(False),
+        "a frozen parameter": lambda model: next(model.parameters()).requires_grad_(False),
+        "several inputs in flight": lambda model: model.set_reduce_scatter_max_input_buffers(2),
+    }
+    with two_nodes():
+        for name, change in settings.items():
+            results = []
+            for how in (None, made("int8")):
+                model, optimizer = distribute(how, sgd=True)
+                start = weights(model)
+                change(model)
+                train(model, optimizer, range(2))
+                for module in (model, *model.blocks):
+                    module.reshard()
+                assert_same_everywhere(weights(model))
+                results.append(weights(model) - start)
+            assert off(*reversed(results)) < 0.1, (name, off(*reversed(results)))
+
+
+def case_collectives_are_those_of_fsdp_but_for_sums() -> None:
+    counts = []
+    with two_nodes():
+        for how in (None, made("int8")):
+            model, optimizer = distribute(how)
+            train(model, optimizer, range(1))
+            with CommDebugMode() as seen:
+                train(model, optimizer, range(1, 2))
+            counts.append({str(one).partition(".")[2]: count for one, count in seen.get_comm_counts().items()})
+    stock, ours = counts
+    gathers = [sum(count for name, count in one.items() if "allgather" in name.replace("_", "")) for one in counts]
+    assert gathers[0] == gathers[1] > 0, counts
+    sums = [name for name in stock if "reduce_scatter" in name]
+    assert sum(stock[name] for name in sums) == 3, stock  # two blocks, and the rest
+    assert not any(ours.get(name) for name in sums), ours
+    levels = 1 if dist.get_world_size() == 2 else 2  # in a node too, as Gloo has no reduce-scatter of its own
+    assert sum(count for name, count in ours.items() if "alltoall" in name) == 3 * levels, ours
+
+
 def case_a_checkpoint_goes_on_as_if_nobody_had_stopped() -> None:
     with two_nodes():
         how = made("int4", memory="error_feedback")
@@ -205,6 +261,7 @@ def case_a_checkpoint_goes_on_as_if_nobody_had_stopped() -> None:
         folder = str(name[0])
         state = {"model": model.state_dict(), "compression": hvdcomp.dcp.by_rank(how)}
         dcp.save(state, checkpoint_id=folder)
+        saved = everywhere(how.state_dict())
         of_optimizer = optimizer.state_dict()
         of_optimizer = torch.utils._pytree.tree_map_only(torch.Tensor, lambda one: one.detach().clone(), of_optimizer)
         train(model, optimizer, range(3, 6))
@@ -220,8 +277,7 @@ def case_a_checkpoint_goes_on_as_if_nobody_had_stopped() -> None:
         assert again.ledger.steps == how.ledger.steps == 6
         assert again.ledger.totals.bytes_sent == how.ledger.totals.bytes_sent
 
-        states: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(states, how.state_dict())
+        states = everywhere(how.state_dict())
         wrong = made("int4", memory="error_feedback")
         hvdcomp.fsdp.register(sharded(), wrong)
         of_other = states[dist.get_rank() - 1]
@@ -235,6 +291,72 @@ def case_a_checkpoint_goes_on_as_if_nobody_had_stopped() -> None:
         if dist.get_world_size() > 2:
             hvdcomp.fsdp.register(sharded(), other_nodes := made("int4", memory="error_feedback"))
             assert "on 2 nodes" in raised(hvdcomp.ConfigurationError, lambda: other_nodes.load_state_dict(mine))
+            model, optimizer = distribute(cut_anew := made("int4", memory="error_feedback"))
+            hvdcomp.dcp.load(cut_anew, folder)
+            before, after = (lacking_anywhere(one) for one in (saved, everywhere(cut_anew.state_dict())))
+            assert abs(before - after) < 1e-5 * abs(before), (before, after)
+            train(model, optimizer, range(3, 6))
+            assert_same_everywhere(weights(model))
+            assert cut_anew.ledger.steps == 6
+    with nodes_of(dist.get_world_size()):
+        hvdcomp.fsdp.register(sharded(), one_node := made("int4", memory="error_feedback"))
+        assert "on several nodes" in raised(hvdcomp.ConfigurationError, lambda: hvdcomp.dcp.load(one_node, folder))
+
+
+def everywhere(mine: Any) -> list[Any]:
+    """What all ranks have."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def lacking_anywhere(states: list[Any]) -> float:
+    """The sum of all that means lack."""
+    kept = [one for state in states for one in state["own"]["residuals"].values()]
+    return sum(float(one["arrays"][0].double().sum()) for one in kept) / states[0]["shared"]["nodes"]
+
+
+class Nested(torch.nn.Module):
+    """Parameters of its own beside those of modules inside, of which one is frozen."""
+
+    def __init__(self, width: int, inside: torch.nn.Module) -> None:
+        super().__init__()
+        self.own = torch.nn.Parameter(torch.rand(width, 3))
+        self.first = torch.nn.Linear(width, width + 1)
+        self.inside = inside
+        self.last = torch.nn.Linear(width + 1, width)
+        self.last.bias.requires_grad_(False)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return self.inside(self.last(self.first(given).sin()) * self.own.mean(1))
+
+
+def case_flat_gradients_lie_as_is_assumed() -> None:
+    """What residuals are cut anew by: FSDP says nowhere in what order it has parameters."""
+    with nodes_of(1):
+        torch.manual_seed(3)
+        model = Nested(5, Nested(5, torch.nn.LayerNorm(5)))
+        fully_shard(model.inside)
+        fully_shard(model)
+        hvdcomp.fsdp.register(model, how := made("int8", min_numel=0))
+        engine, rows = how._binding.engine, {}
+        reduce = engine.reduce
+
+        def seen(name: str, *arguments: Any) -> Any:
+            rows[name] = reduce(name, *arguments)
+            return rows[name]
+
+        engine.reduce = seen
+        model(torch.rand(4, 5)).square().sum().backward()
+        layouts = how.state_dict()["shared"]["layouts"]
+        assert layouts.keys() == rows.keys() == {"model", "inside"}
+        for module, row in rows.items():
+            start = 0
+            for name, (first, *others) in layouts[module]:
+                gradient = model.get_parameter(name if module == "model" else f"inside.{name}").grad.to_local()
+                assert torch.equal(row[start : start + gradient.numel()], gradient.reshape(-1)), (module, name)
+                start += -(-first // dist.get_world_size()) * math.prod(others)
+            assert start == len(row), module
 
 
 def case_what_cannot_be_is_refused_on_every_rank() -> None:

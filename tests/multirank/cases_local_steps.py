@@ -128,7 +128,7 @@ def case_shards_are_refused() -> None:
 
 
 def case_the_page_trains() -> None:
-    (program,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    program, *_ = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     variables: dict[str, Any] = {}
     # which these ranks have called, and will
     with mock.patch.object(dist, "init_process_group"), mock.patch.object(dist, "destroy_process_group"):

@@ -146,6 +146,21 @@ def calibrated(**changes: Any) -> Calibration:
     return Calibration("test", network, {"m": model})
 
 
+def test_of_an_exchange_after_local_steps_each_has_its_share(tmp_path: Path) -> None:
+    """Nothing hides it: 100 + 800 / 10, and 100 + (80 + 8) / 10."""
+    file = tmp_path / "mine.json"
+    save(calibrated(), file)
+    asked = ("--calibration", file, "--world-size", "2", "--bandwidth", "1", "--local-steps", "10")
+    report = as_json(*asked)
+    times = {spec: report["methods"][spec]["local_step_ms"] for spec in ("none", "randomk:ratio=0.01", "signsgd")}
+    assert times["none"] == pytest.approx(180, rel=1e-6)
+    assert times["randomk:ratio=0.01"] == pytest.approx(108.8, rel=1e-6)
+    assert times["signsgd"] is None  # LocalSteps refuses it
+    said = run(*asked, width=140).stdout
+    assert "10 local" in said
+    assert "the fastest is randomk:ratio=0.01: 108.8 ms a step" in said
+
+
 def test_crossings_are_where_the_times_are_equal() -> None:
     """100 + 800 / x = 100 + 80 + 8 / x at x = 792 / 80."""
     adviser = Adviser(calibrated())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hvdcomp.compressors.protocol import TensorInfo
-from hvdcomp.perfmodel import shapes
+from hvdcomp.perfmodel import load, shapes
 from tests.interpreted import needs_triton
 
 torch = pytest.importorskip("torch")
@@ -123,6 +123,21 @@ def test_trainings_run_under_torchrun(part: str, rows: int) -> None:
 
     parts.PARTS[part]("cpu", keep)
     assert len([row for row in found if row]) > rows
+
+
+@pytest.mark.thorough
+def test_the_probe_of_the_network_is_a_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "NETWORK_SECONDS", 5)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    rows: list[Any] = []
+
+    def keep(row: Any = None, failure: str = "", note: str = "") -> None:
+        assert not failure, failure
+        rows.append(row)
+
+    parts.network("cpu", keep, tmp_path, 1, "")
+    assert [row["link"].split(":")[0] for row in rows if row][:2] == ["allreduce", "allgather"]
+    assert load(tmp_path / "network.json").machine["ranks"] == 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

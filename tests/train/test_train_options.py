@@ -119,6 +119,13 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
             },
             "--evaluate-every 3 has to be a multiple of 2",
         ),
+        (
+            {
+                **{"optimizer": "compressed-adam", "local_steps": 2, "steps": 4, "evaluate_every": 2},
+                **{"validation_samples": 9, "checkpoint_folder": Path("saved")},
+            },
+            "--local-steps 2 of compressed-adam saves no checkpoints; leave out --checkpoint-folder saved",
+        ),
         ({"optimizer": "adamw", "nesterov": True}, "--nesterov is a form of SGD's momentum"),
         ({"model": "vit", "framework": "tensorflow"}, "--model vit: --framework torch has it alone"),
         (

@@ -105,6 +105,18 @@ def test_two_ranks_then_one_then_two(controller: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
+def test_two_ranks_then_three_between_two_exchanges(tmp_path: Path) -> None:
+    """The third begins with the outer weights; the others go on with their own."""
+    options = [*_TOPK, "--optimizer", "adamw", "--local-steps", "4", "--steps", "44"]
+    options += ["--validation-samples", "64", "--evaluate-every", "8"]
+    _train(tmp_path, "torchrun", 2, 30, options, "stopped")
+    said, summary = _train(tmp_path, "torchrun", 3, _NEVER, options, "finished")
+    assert said.count("what was left to be sent is kept, by ranks 0 to 1") == 1
+    assert (summary["resumed_at"], summary["steps"]) == ([30], 44)
+    assert summary["accuracy"] > 0.5
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("controller", ["gloo", "torchrun"])
 @pytest.mark.parametrize("compression", ["topk:ratio=0.02", "dgc:ratio=0.02", "qsgd:bits=4,exchange=auto"])
 def test_four_ranks_then_two_then_three(controller: str, compression: str, tmp_path: Path) -> None:

@@ -130,12 +130,11 @@ def described() -> str:
 
 def takes(compressor: Any, size: int) -> bool:
     """Whether kernels take a tensor of a number of elements and its compressor."""
-    # Chunks are cut on the host alone.
-    scatters = getattr(compressor, "exchange", "gather") in ("scatter", "auto")
+    if compressor.name == "two_level":
+        return takes(compressor.compressor, size)
     return (
         compressor.name in METHODS
         and compressor.has_bucket_form
-        and not scatters
         and size <= MOST_ELEMENTS
         and getattr(compressor, "rank", getattr(compressor, "sketch", 1)) <= _HIGHEST_RANK
     )

@@ -14,6 +14,8 @@ from hvdcomp.kernels.cuda.x import (
     PLACE0,
     RESULT,
     SENT_RULE,
+    SOURCE,
+    SOURCED,
     TASKS,
     TOTAL,
     VELOCITY,
@@ -67,6 +69,37 @@ def dense_decode(table, segments, tasks, flag, mean, PIECE: tl.constexpr, BLOCK:
         largest = tl.maximum(largest, magnitude(x))
         tl.store(floats(table, segments, segment, RESULT) + i, x, mask=inside)
     report(flag, largest)
+
+
+@triton.jit
+def dense_keep(
+    table, segments, tasks, flag, left, FROM: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Leaves as x what is `left`, which lies so too, and what x was more than a source that was read in its place."""
+    segment, start, end = piece(table, segments, tasks, PIECE)
+    place = entry(table, segments, segment, PLACE0)
+    for block in range(start, end, BLOCK):
+        i = block + tl.arange(0, BLOCK)
+        inside = i < end
+        now = tl.load(pointer(left, tl.float32) + place + i, mask=inside, other=0.0)
+        x = floats(table, segments, segment, X) + i
+        if FROM == SOURCED:
+            source = tl.load(floats(table, segments, segment, SOURCE) + i, mask=inside, other=0.0)
+            now += tl.load(x, mask=inside, other=0.0) - source
+        tl.store(x, now, mask=inside)
+
+
+@triton.jit
+def take_off(table, segments, tasks, flag, PIECE: tl.constexpr, BLOCK: tl.constexpr):
+    """Takes off x what was sent of it, where that was left to the next step."""
+    segment, start, end = piece(table, segments, tasks, PIECE)
+    sent = floats(table, segments, segment, X_SENT)
+    for block in range(start, end, BLOCK):
+        i = block + tl.arange(0, BLOCK)
+        inside = i < end
+        x = floats(table, segments, segment, X) + i
+        rule = i * 0 + entry(table, segments, segment, SENT_RULE).to(tl.int32)
+        tl.store(x, unsent(tl.load(x, mask=inside, other=0.0), rule, sent, inside), mask=inside)
 
 
 @triton.jit
@@ -237,6 +270,8 @@ KERNELS = {
     "measure_left": _measure_left,
     "dense_encode": lambda on, wire: on.pieces(dense_encode, wire, x=True, COPIES=True),
     "dense_decode": lambda on, mean: on.pieces(dense_decode, mean),
+    "dense_keep": lambda on, left: on.pieces(dense_keep, left, FROM=on.origin),
+    "take_off": lambda on: on.pieces(take_off),
     "narrow_results": lambda on: on.pieces(narrow_results, KEEPS=on.keeps, TYPE=on.narrow),
     "settle": _settle,
 }

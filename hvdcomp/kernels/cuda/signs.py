@@ -213,7 +213,7 @@ def votes_keep(table, segments, tasks, flag, payload, PIECE: tl.constexpr, BLOCK
         tl.store(x, tl.load(x, mask=inside, other=0.0) - sent.to(tl.float32), mask=inside)
 
 
-def _encode_two_values(on, rule, payload, values):
+def _encode_two_values(on, rule, payload):
     strictly = rule == 2
     sums, counts = on.scratch("sums", 2 * on.tasks, "float64"), on.scratch("counts", on.tasks, "int32")
     on.pieces(two_values_encode, payload, sums, counts, x=True, STRICTLY=strictly)

@@ -67,6 +67,23 @@ int32_t HVD_NAME(dense_decode)(hvd_bucket *bucket, const float *mean) {
     return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
+static void keep_piece(void *context, int64_t number) {
+    const struct job *job = context;
+    const hvd_task *task = job->bucket->tasks + number;
+    const hvd_segment *s = job->bucket->segments + task->segment;
+    const float *left = job->mean + s->place[0] + task->start;
+    float *x = s->x + task->start;
+    if (s->source && s->source != s->x)
+        for (int64_t i = 0; i < task->length; i++) x[i] = left[i] + (x[i] - s->source[task->start + i]);
+    else
+        memcpy(x, left, (size_t)task->length * sizeof *x);
+}
+
+void HVD_NAME(dense_keep)(hvd_bucket *bucket, const float *left) {
+    struct job job = {.bucket = bucket, .mean = left};
+    hvd_parallel(bucket->threads, bucket->task_count, keep_piece, &job);
+}
+
 static void narrow_piece(void *context, int64_t number) {
     const struct job *job = context;
     hvd_task *task = job->bucket->tasks + number;

@@ -72,7 +72,7 @@ static void encode_piece(void *context, int64_t number) {
     task->counts[1] = above;
 }
 
-int32_t HVD_NAME(two_values_encode)(hvd_bucket *bucket, int64_t rule, uint8_t *payload, float *values) {
+int32_t HVD_NAME(two_values_encode)(hvd_bucket *bucket, int64_t rule, uint8_t *payload) {
     struct job job = {.bucket = bucket, .payload = payload, .rule = rule};
     hvd_parallel(bucket->threads, bucket->task_count, encode_piece, &job);
     const hvd_task *task = bucket->tasks, *end = bucket->tasks + bucket->task_count;
@@ -89,12 +89,12 @@ int32_t HVD_NAME(two_values_encode)(hvd_bucket *bucket, int64_t rule, uint8_t *p
             const double size = (double)s->size;
             s->sent_above = above ? (float)(upper * (size / (double)above)) : 0;
             s->sent_below = above < s->size ? (float)(-rest * (size / (double)(s->size - above))) : 0;
-            values[2 * i] = s->sent_above;
-            values[2 * i + 1] = s->sent_below;
+            memcpy(payload + s->place[1] + sizeof(float), &s->sent_below, sizeof(float));
         } else {
-            values[i] = s->sent_above = (float)rest;
+            s->sent_above = (float)rest;
             s->sent_below = -s->sent_above;
         }
+        memcpy(payload + s->place[1], &s->sent_above, sizeof(float));
         s->sent_rule = (int32_t)rule;
     }
     return hvd_any_found(bucket->tasks, bucket->task_count);

@@ -1,21 +1,19 @@
-"""One tensor: what outlives a step, and its way through one step."""
+"""What outlives a step for one tensor."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from hvdcomp.arrays import arrays_for, numpy_arrays
-from hvdcomp.arrays.types import LARGEST, Array, wide_dtype
+from hvdcomp.arrays.types import Array
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.memory import Memory, NoMemory
-from hvdcomp.compressors.protocol import Aggregation, Context, Outcome, Request, SparseVector, TensorInfo
-from hvdcomp.exchange.fusion import part_bytes, request_bytes
-from hvdcomp.exchange.ledger import Cost
+from hvdcomp.compressors.protocol import Context, TensorInfo
 from hvdcomp.exchange.residuals import FlatStorage
 
 
@@ -176,128 +174,3 @@ def _scaled(array: Array, factor: float) -> Array:
     """The array times a number, in the array's element type, with zeros in place of inf and NaN."""
     xp = arrays_for(array)
     return xp.finite_or_zero(xp.astype(array * factor, xp.dtype_name(array)))
-
-
-class TensorStep:
-    """One tensor on its way through one step: made, then `open`, `advance` until no request is left, `finish`.
-
-    Args:
-        xp: the array functions of the gradient.
-        gradient: is not changed.
-        factor: what the memory multiplies the gradient with; None for 1.
-        state: what the tensor kept; `finish` writes what it keeps next.
-        compressor: of the plan.
-        memory: that goes with it.
-        context: of the tensor.
-
-    Attributes:
-        x: what is to be sent: the gradient with what the memory kept back. If the memory keeps anything, it is at least
-            of single precision, as all that is kept.
-        outcome: what the generator came to; None while it waits for a collective.
-        cost: in bytes and floats.
-    """
-
-    def __init__(
-        self,
-        xp: ModuleType,
-        gradient: Array,
-        factor: Array | None,
-        state: TensorState,
-        compressor: Compressor,
-        memory: Memory,
-        context: Context,
-    ) -> None:
-        # What an earlier plan left is still to be sent, and only the memory that kept it knows how.
-        memory = state.memory_for(memory)
-        x = xp.reshape(xp.flatten(gradient), gradient.shape)
-        if not isinstance(memory, NoMemory):
-            x = xp.astype(x, wide_dtype(xp.dtype_name(x)))
-        if factor is not None:
-            x = x * xp.astype(factor, xp.dtype_name(x))
-        self.compressor = compressor
-        self.memory = memory
-        self.outcome: Outcome | None = None
-        self._xp = xp
-        self._context = context
-        self.gradient = gradient
-        self.state = state
-        self._before = TensorState(memory.prepare(xp, x, state.memory), memory)  # where a skipped step goes back to
-        self.x, self._memory_state = memory.compensate(xp, x, self._before.memory)
-        self._generator: Aggregation
-        self._mean: Array | None = None  # the outcome's mean, like the gradient
-        self.cost = Cost(dense_bytes=part_bytes(xp, gradient))
-
-    def open(self, source: Array) -> None:
-        """Makes the generator that compresses `source`, which is x, or stands for it.
-
-        It gets it in the gradient's element type, so that no more travels because more is kept. What that type does not
-        hold stays in the memory.
-        """
-        xp, before, compressor, context = self._xp, self._before, self.compressor, self._context
-        dtype = xp.dtype_name(self.gradient)
-        if xp.dtype_name(source) != dtype:
-            source = xp.astype(source.clip(-LARGEST[dtype], LARGEST[dtype]), dtype)
-        before.method = compressor.name
-        before.compressor = self.state.prepare(xp, source, compressor, context)
-        self._generator = compressor.aggregate(xp, source, before.compressor, context)
-        self.cost.floats_sent = compressor.payload_floats(tuple(self.gradient.shape))
-
-    def advance(self, answer: Any) -> Request | None:
-        """Gives the generator the answer to its last request, at first None; its next request, or None at its end."""
-        xp = self._xp
-        try:
-            request = self._generator.send(answer)
-        except StopIteration as stop:
-            self.outcome = stop.value
-            self._mean = xp.like_original(stop.value.mean, self.gradient)
-            return None
-        sent = request_bytes(xp, request)
-        self.cost.bytes_sent += sent
-        self.cost.bytes_in_node += sent if request.group == "node" and self._context.has_other_nodes else 0
-        return request
-
-    @property
-    def sent(self) -> Array | SparseVector:
-        """C(x), once the generator has ended."""
-        assert self.outcome is not None
-        return self.outcome.sent
-
-    @property
-    def made(self) -> tuple[Array, tuple[Array, ...]]:
-        """What came of the exchange: the result, and the compressor's state for the next step."""
-        assert self.outcome is not None
-        return self._mean, self.outcome.state
-
-    def finish(self, found_inf: Array) -> Array:
-        """Keeps what was not sent, or everything as it was if `found_inf` is NaN; returns the result."""
-        xp, before, state = self._xp, self._before, self.state
-        mean, compressor_state = self.made
-        x = self.x if xp.dtype_name(self.x) == xp.dtype_name(mean) else self.x + self._rounded
-        result = xp.spoil(mean, found_inf)
-        memory_state = self.memory.update(xp, x, self.sent, self._memory_state)
-        state.memory = _select(xp, found_inf, memory_state, before.memory)
-        state.keeper = self.memory
-        if not self.compressor.lossless:  # a dense step keeps the warm start of the method it interrupts
-            state.method = before.method
-            state.compressor = _select(xp, found_inf, compressor_state, before.compressor)
-        return result
-
-    @property
-    def _rounded(self) -> Array:
-        """What the result lacks of the mean, because the gradient's element type is a narrower one.
-
-        It is the same on all ranks. If each keeps it, it is in the mean of what they send later.
-        """
-        assert self.outcome is not None
-        wide = self._xp.dtype_name(self.x)
-        mean = self._xp.reshape(self.outcome.mean, self.gradient.shape)
-        return self._xp.astype(mean, wide) - self._xp.astype(self._mean, wide)
-
-    @property
-    def had_residual(self) -> bool:
-        """Whether the memory had kept something back that this step sends."""
-        return bool(self._before.memory) and not self.memory.is_momentum
-
-
-def _select(xp: ModuleType, found_inf: Array, after: tuple[Array, ...], before: tuple[Array, ...]) -> tuple[Array, ...]:
-    return tuple(xp.select(found_inf, new, old) for new, old in zip(after, before, strict=True))

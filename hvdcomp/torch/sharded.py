@@ -1,0 +1,77 @@
+"""What both ways of serving FSDP ask of a model and of settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from hvdcomp.bindings.setup import Setup
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.torch.compressed_adam import CompressedAdam
+
+
+def modules_of(model: torch.nn.Module) -> dict[str, FSDPModule]:
+    """The FSDP modules in a model by name, itself included."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+
+
+def check_settings(setup: Setup) -> None:
+    """Raises ConfigurationError for settings that suit no model in FSDP."""
+    if setup.process_set is not None:
+        raise ConfigurationError("process_set is for Horovod; hvdcomp.fsdp.register takes a mesh")
+    if isinstance(setup.optimizer, CompressedAdam):
+        raise ConfigurationError(
+            "CompressedAdam does not work with FSDP, with local steps or without: hvdcomp exchanges gradients of "
+            "shards there, and neither momenta nor weights. Use torch.optim.AdamW with a compressor that does no harm "
+            "to it, such as hvdcomp.Int4(), or DistributedDataParallel for a model that fits on one device"
+        )
+
+
+def check_sharding(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> dict[str, DTensor]:
+    """The trained parameters of which ranks have parts, by name.
+
+    Raises:
+        ConfigurationError: if one is not sharded, over several dimensions of a mesh, or over other ranks than another.
+    """
+    found: dict[str, DTensor] = {}
+    ranks: dict[str, list[int]] = {}
+    for name, parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        if not isinstance(parameter, DTensor):
+            raise ConfigurationError(
+                f"parameter {name} is trained and not sharded, so that nothing averages its gradients; leave it out of "
+                "ignored_params of fully_shard, call fully_shard on the whole model first, or freeze it"
+            )
+        mesh, placements = parameter.device_mesh, parameter.placements
+        if mesh.ndim != 1:
+            replicated = placements[0].is_replicate()
+            cause = (
+                "between whose replicas FSDP exchanges gradients itself. Give fully_shard only the dimension of the "
+                "shards, mesh=mesh['shard'], and hvdcomp.fsdp.register that of the replicas, mesh['replicate']"
+                if replicated
+                else "as with tensor parallelism. What all of its ranks have whole would drift apart, because each "
+                "compresses it, and leaves out steps, together with parts of its own. Train without hvdcomp, or "
+                "without tensor parallelism: fully_shard takes its ranks too"
+            )
+            raise ConfigurationError(f"parameter {name} is sharded over a mesh of {mesh.ndim} dimensions, {cause}")
+        found[name] = parameter
+        ranks[name] = mesh.mesh.tolist()
+    first = next(iter(ranks), "")
+    if other := next((name for name, members in ranks.items() if members != ranks[first]), None):
+        raise ConfigurationError(
+            f"parameter {other} is sharded over the ranks {ranks[other]}, and {first} over {ranks[first]}; give "
+            "fully_shard the same mesh for all parameters"
+        )
+    return found
+
+
+def one_group_a_module(error: ValueError) -> ConfigurationError:
+    """What FSDP's refusal of a hook means, which it makes alike on every rank."""
+    return ConfigurationError(
+        f"FSDP takes no hook for a module whose parameters are sharded over several meshes: {error} Leave meshes out "
+        "of what shard_placement_fn returns, or call fully_shard on modules that have one mesh each"
+    )
