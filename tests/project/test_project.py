@@ -51,7 +51,8 @@ def test_the_recipe_for_conda_needs_what_the_package_needs() -> None:
     assert {Requirement(line) for line in needs} == {
         Requirement("python"), *(Requirement(line.partition(";")[0]) for line in PROJECT["dependencies"])
     }  # fmt: skip
-    assert set(SETTINGS["build-system"]["requires"]) <= {line.replace(" ", "") for line in recipe["requirements"]["host"]}
+    host = {line.replace(" ", "") for line in recipe["requirements"]["host"]}
+    assert set(SETTINGS["build-system"]["requires"]) <= host
     allowed = {"torch": "pytorch", "tensorflow": "tensorflow"}  # names of PyPI and of conda-forge
     for extra, name in allowed.items():
         bounds = next(one.specifier for one in EXTRAS[extra] if one.name == extra)

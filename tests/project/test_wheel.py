@@ -154,15 +154,16 @@ def test_the_first_block_of_the_readme_is_all_that_a_first_result_takes(tmp_path
     commands = block.replace("hvdcomp[", f"{wheel}[", 1).replace("torchrun ", "torchrun --standalone ")
     python = fresh_environment(tmp_path / "venv")
     pip_with_index(python, tmp_path / "reached")
-    (tmp_path / "home").mkdir()
+    home = tmp_path / "home"
+    home.mkdir()
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     variables |= {
-        "HOME": str(tmp_path / "home"),
+        "HOME": str(home),
         "PATH": f"{python.parent}:{os.environ['PATH']}",
         "PIP_CONSTRAINT": str(ROOT / "constraints.txt"),
     }
     done = subprocess.run(
-        ["bash", "-e"], input=commands, cwd=tmp_path / "home", env=variables, capture_output=True, text=True, timeout=600
+        ["bash", "-e"], input=commands, cwd=home, env=variables, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (accuracy,) = re.findall(r"accuracy +([\d.]+)%", done.stdout.rpartition("finished")[2])
