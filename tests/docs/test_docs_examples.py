@@ -1,4 +1,4 @@
-"""The pages "... of your own": the Python of each page runs from top to bottom, as one program. And README's, block by
+"""The pages "... of your own" and the how-tos: the Python of each page runs from top to bottom, as one program. And README's, block by
 block: what trains runs on real ranks (`case_the_readme_trains`), the rest here."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from tests.readme import blocks, run
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = sorted(page.name for page in DOCS.glob("your-own-*.md"))
+PAGES = ["how-to.md", *sorted(page.name for page in DOCS.glob("your-own-*.md"))]
 
 
 def program(text: str) -> str:
