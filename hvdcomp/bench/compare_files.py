@@ -38,7 +38,7 @@ def write(folder: Path, stem: str, rows: Sequence[Row], details: dict[str, Any])
     ]
     if tables["gains"]:
         files.append(folder / f"{stem}-speed.png")
-        contents.append(draw_speed(gains(rows)))
+        contents.append(draw_speed(rows))
     replace_files(dict(zip(files, contents, strict=True)))
     return files
 

@@ -1,5 +1,5 @@
-"""The pages "... of your own" and the how-tos: the Python of each page runs from top to bottom, as one program. And README's, block by
-block: what trains runs on real ranks (`case_the_readme_trains`), the rest here."""
+"""The pages "... of your own" and the how-tos: the Python of each page runs from top to bottom, as one program. And
+README's, block by block: what trains runs on real ranks (`case_the_readme_trains`), the rest here."""
 
 from __future__ import annotations
 

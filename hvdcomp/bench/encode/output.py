@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -110,21 +109,17 @@ def plot(rows: Sequence[Row], options: Mapping[str, Any]) -> bytes:
     Raises:
         ImportError: without matplotlib.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from hvdcomp.perfmodel.figures import COLOURS, INK, as_png, new_figure
 
     ordered = sorted((row.measurement for row in rows), key=lambda one: one.ratio_to_copy.median, reverse=True)
     several = len({one.request.threads for one in ordered}) > 1
     labels = [
         f"{one.request.method}, {one.request.threads} thread(s)" if several else one.request.method for one in ordered
     ]
-    figure = Figure(figsize=(8, 0.32 * len(ordered) + 1.2), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8, 0.32 * len(ordered) + 1.2)
     axes = figure.add_subplot()
-    colors = ["tab:gray" if one.request.is_peer else "tab:blue" for one in ordered]
+    colors = [INK if one.request.is_peer else COLOURS[0] for one in ordered]
     axes.barh(labels, [one.ratio_to_copy.median for one in ordered], color=colors)
     axes.set_xlabel(f"time of a step, in copies of the gradients of {options['model']}")
     axes.grid(axis="x", alpha=0.3)
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=120)
-    return image.getvalue()
+    return as_png(figure, dots_per_inch=120)
