@@ -66,12 +66,12 @@ def aggregate_levels(bucket: Bucket, levels: Levels) -> BucketAggregation:
     everyone: list[tuple[np.ndarray, ...]] = [given]
     if ranks > 1:
         everyone = yield AllGather(given, group="node")
-    found = bucket.call("dense_decode", np.concatenate([one[0] for one in everyone]))
+    found_inf = bucket.call("dense_decode", np.concatenate([part[0] for part in everyone]))
     if states is not None:
-        states.put(bucket, [one[1] for one in everyone])
+        states.put(bucket, [part[1] for part in everyone])
     if bucket.keeps:
         layout.keep(bucket, own)
-    return found
+    return found_inf
 
 
 class _Shard:
@@ -136,9 +136,9 @@ class _States:
     def take(self, whole: Bucket) -> None:
         """Before a step: this rank's part of what is kept."""
         assert whole.states is not None
-        for mine, kept, places in zip(self._mine.kept, whole.states.kept, self._places[self._own], strict=True):
+        for own_state, kept, places in zip(self._mine.kept, whole.states.kept, self._places[self._own], strict=True):
             if len(places):
-                mine[:] = kept[places]
+                own_state[:] = kept[places]
 
     def made(self) -> np.ndarray:
         """What this rank's part has become, in as much room as the largest takes."""
@@ -178,8 +178,8 @@ class _Layout:
             length = _longest(sizes, dealt)
             starts = np.zeros(len(sizes), np.int64)
             for rank, places in enumerate(dealt):
-                mine = np.array([sizes[place] for place in places], np.int64)
-                starts[places] = rank * length + np.cumsum(mine) - mine
+                lengths = np.array([sizes[place] for place in places], np.int64)
+                starts[places] = rank * length + np.cumsum(lengths) - lengths
             pieces = [(place, bucket.tensors[place]) for place in dealt[own]]
         else:
             length = _whole_units(-(-sum(sizes) // ranks))
@@ -239,7 +239,7 @@ def payloads_in_node(
 
 
 def largest_share(sizes: Sequence[int], ranks: int) -> float:
-    """Of all elements, the part of the rank of a node that has most, where tensors are dealt out whole."""
+    """The share of all elements of the rank that has most, where tensors are dealt out whole to the ranks of a node."""
     return _most(sizes, _dealt(sizes, ranks)) / sum(sizes)
 
 
