@@ -1,4 +1,4 @@
-"""What each rank has left to send, in checkpoints of `torch.distributed.checkpoint`.
+"""Residuals of each rank, in checkpoints of `torch.distributed.checkpoint`.
 
     import torch.distributed.checkpoint as dcp
 

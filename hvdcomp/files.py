@@ -88,7 +88,7 @@ def _is_formula(cell: Any) -> bool:
 
 
 def parse_json(text: str | bytes, **options: Any) -> Any:
-    """What a text of JSON holds. Every file of JSON is read through this: it may come from anywhere.
+    """The content of a text of JSON. Every file of JSON is read through this: it may come from anywhere.
 
     Args:
         options: of `json.loads`.
@@ -122,8 +122,8 @@ def put_aside_before(path: Path) -> dict[int, Path]:
     """The files that `put_aside` left of one, by number, the oldest first; none if its folder is not there."""
     form = re.compile(re.escape(path.stem) + r"\.([1-9][0-9]*)" + re.escape(path.suffix))
     names = os.listdir(path.parent) if path.parent.is_dir() else []
-    found = [int(match[1]) for match in map(form.fullmatch, names) if match]
-    return {number: aside(path, number) for number in sorted(found)}
+    numbers = [int(match[1]) for match in map(form.fullmatch, names) if match]
+    return {number: aside(path, number) for number in sorted(numbers)}
 
 
 def put_aside(path: Path, most: int) -> None:

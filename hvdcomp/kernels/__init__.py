@@ -81,7 +81,7 @@ def why_not() -> str:
 
 
 def way_out() -> str:
-    """What to do to have kernels; empty where there are some."""
+    """Advice how to have kernels; empty where there are some."""
     return _loaded().way_out
 
 
@@ -92,7 +92,7 @@ def instruction_set() -> str | None:
 
 
 def instruction_sets() -> list[str]:
-    """Those that the shared object was built for and this CPU has; none without kernels."""
+    """The instruction sets that the shared object was built for and this CPU has; none without kernels."""
     before = instruction_set()
     if before is None:
         return []

@@ -1,4 +1,4 @@
-"""What kernels are told of a bucket: a table of its tensors, and of the pieces that threads work on.
+"""The description of a bucket for kernels: a table of its tensors, and of the pieces that threads work on.
 
 The fields are those of `src/bucket.h`, in the same order.
 """

@@ -1,4 +1,4 @@
-"""What a user is told before training: the time of a step by method, which one wins, and where that changes."""
+"""Advice before training: the time of a step by method, which one wins, and where that changes."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class Adviser:
         return self.calibration.network.ranks_per_node
 
     def exchange(self, spec: str, ranks: int) -> Exchange:
-        """What a method sends."""
+        """The exchange of a method."""
         key = spec, self._alike(spec, ranks)
         if key not in self._exchanges:
             compressor, tensors = self.compressors[spec], self.facts.tensors

@@ -1,4 +1,4 @@
-"""What is to be exchanged in a step: rounds of collectives and their bytes, as hvdcomp carries them out.
+"""The exchange of a step: rounds of collectives and their bytes, as hvdcomp carries them out.
 
 Nothing is decided here: the plan says which compressor each tensor has, the compressor says its rounds, and what shares
 a collective follows the rule of `hvdcomp.exchange.fusion`. Scattered float32 tensors are counted as a bucket cuts them,
@@ -55,7 +55,7 @@ Round = tuple[Collective, ...]
 
 @dataclass(frozen=True)
 class Exchange:
-    """What one rank hands to the collectives in one step.
+    """The bytes that one rank hands to the collectives in one step.
 
     Attributes:
         rounds: in order.
@@ -72,7 +72,7 @@ class Exchange:
 
     @property
     def bytes(self) -> float:
-        """Of all collectives together."""
+        """Bytes of all collectives together."""
         return sum(collective.bytes for one in self.rounds for collective in one)
 
     @property
@@ -82,7 +82,7 @@ class Exchange:
 
     @property
     def bytes_in_node(self) -> float:
-        """Of the collectives of a node's ranks, where there are other nodes."""
+        """Bytes of the collectives of a node's ranks, where there are other nodes."""
         every = [one for each in self.rounds for one in each]
         if not any(one.among == "across" for one in every):
             return 0.0
@@ -99,7 +99,7 @@ class Exchange:
         return not any(one.among == "node" for one in self.rounds[0])
 
     def decoded(self, ranks: Array) -> Array:
-        """What a rank decodes in a step, as a multiple of what it encodes of its gradients.
+        """The share that a rank decodes in a step, as a multiple of what it encodes of its gradients.
 
         Of what is gathered, that is the number of ranks. Of what is scattered it is 2 - 1 / ranks: the parts of a chunk
         that the other ranks sent, and the means of all chunks. What is encoded is the same both ways: of what is
@@ -206,7 +206,7 @@ def _rounds_of(members: Iterable[tuple[TensorInfo, Compressor]], ranks: int, ran
 
 
 def _in_levels(bucket: Sequence[tuple[TensorInfo, TwoLevel]], ranks: int, ranks_per_node: int) -> list[Payload]:
-    """What one rank hands to the collectives of a bucket in two levels.
+    """The bytes that one rank hands to the collectives of a bucket in two levels.
 
     Between nodes it is the mean of the node's ranks: their shards are of different tensors.
     """

@@ -21,7 +21,7 @@ REACH = 0.25
 
 @dataclass(frozen=True)
 class Asked:
-    """What the proposals are for.
+    """The training that proposals are made for.
 
     Attributes:
         loss: by how much more, as a share, a compressor may raise the loss.
@@ -36,7 +36,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Proposals:
-    """What there is to propose.
+    """The compressors that can be proposed.
 
     Attributes:
         specs: of the compressors, the fastest first.
@@ -47,7 +47,7 @@ class Proposals:
     unpredicted: tuple[str, ...] = ()
 
     def missing(self, asked: Asked, source: str) -> str | None:
-        """What the user can do for more of them, in a sentence; None if nothing is missing."""
+        """Advice how to get more proposals, in a sentence; None if nothing is missing."""
         if self.unpredicted:
             options = " ".join(f"--compressor '{spec}'" for spec in self.unpredicted)
             return (
