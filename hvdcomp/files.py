@@ -97,13 +97,13 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
         ValueError: if it is no JSON, or lists and objects are nested more than `DEEPEST_JSON` deep.
     """
     with contextlib.suppress(RecursionError):
-        found = json.loads(text, **options)
-        inside = [found]
+        content = json.loads(text, **options)
+        inside = [content]
         for _ in range(DEEPEST_JSON + 1):
-            inside = [one for one in inside if isinstance(one, list | dict)]
+            inside = [item for item in inside if isinstance(item, list | dict)]
             if not inside:
-                return found
-            inside = [one for outer in inside for one in (outer.values() if isinstance(outer, dict) else outer)]
+                return content
+            inside = [item for outer in inside for item in (outer.values() if isinstance(outer, dict) else outer)]
     raise ValueError(f"lists and objects are nested more than {DEEPEST_JSON} deep")
 
 

@@ -116,8 +116,8 @@ class Shorthand:
         return {key: self._whole(item, None, statistics) for key, item in value.items()}
 
 
-def _differ(one: Any, other: Any) -> bool:
+def _differ(before: Any, other: Any) -> bool:
     """Whether two JSON values are not the very same: True is not 1, 1 is not 1.0, and -0.0 is not 0.0."""
-    if one != other:
+    if before != other:
         return True
-    return one is not other and not isinstance(one, str) and repr(one) != repr(other)
+    return before is not other and not isinstance(before, str) and repr(before) != repr(other)

@@ -107,9 +107,9 @@ class _Shard:
         segments["result"] = result.ctypes.data + self._offsets
         segments["kept"] = segments["rule"] = 0
         segments["x"] = self._x.ctypes.data + self._offsets if bucket.keeps else 0
-        found = yield from bucket.compressors[0].aggregate_bucket(bucket)
+        found_inf = yield from bucket.compressors[0].aggregate_bucket(bucket)
         take_off(bucket, self._zeros, self.lost.ctypes.data + self._offsets)
-        return found
+        return found_inf
 
 
 class _States:

@@ -33,9 +33,9 @@ def flag_of(found: Sequence[bool | Array]) -> Array:
 
 def flag_with(xp: ModuleType, flag: Array, found: Sequence[bool | Array], like: Array) -> Array:
     """A flag, which may be of NumPy, with what was found after the exchange; of the framework, where `like` is."""
-    if any(result for result in found if isinstance(result, bool)):
+    if any(each for each in found if isinstance(each, bool)):
         flag = flag + float("nan")
-    return sum((result for result in found if not isinstance(result, bool)), of_framework(xp, flag, like))
+    return sum((each for each in found if not isinstance(each, bool)), of_framework(xp, flag, like))
 
 
 def of_framework(xp: ModuleType, flag: Array, like: Array) -> Array:

@@ -100,10 +100,10 @@ def propose(
     limit = (1 + REACH) * min([least, *times.values()])
     chosen: list[Compressor] = []
     together = [*fixed, *map(parse_compressor, asked.beside)]
-    for compressor in sorted(times, key=lambda one: times[one]):
+    for compressor in sorted(times, key=lambda compressor: times[compressor]):
         if len(chosen) == MOST or (chosen and times[compressor] > limit):
             break
-        is_new = within(compressor).name not in [within(one).name for one in chosen]
+        is_new = within(compressor).name not in [within(other).name for other in chosen]
         if is_new and can_take_turns([*together, *chosen, compressor]):
             chosen.append(compressor)
     return Proposals(tuple(map(str, chosen)), tuple(unpredicted))

@@ -170,13 +170,13 @@ class Auto(Policy[AutoState]):
 
     # What has been measured.
 
-    def _begin(self, state: AutoState, told: Candidates, step: int) -> AutoState:
+    def _begin(self, state: AutoState, known: Candidates, step: int) -> AutoState:
         """Takes the fastest by the model."""
-        self.of_tensors(dict.fromkeys(told.order), dict.fromkeys(state.order), "candidates")
-        candidates = told.candidates
+        self.of_tensors(dict.fromkeys(known.order), dict.fromkeys(state.order), "candidates")
+        candidates = known.candidates
         if not candidates or not all(0 < candidate.seconds < math.inf for candidate in candidates.values()):
             raise ValueError(f"{self.name} needs candidates with positive finite times, not {dict(candidates)}")
-        state = dataclasses.replace(state, order=tuple(told.order), candidates=candidates)
+        state = dataclasses.replace(state, order=tuple(known.order), candidates=candidates)
         first = min(candidates, key=lambda name: candidates[name].seconds)
         why = f"begins with {first}: predicted {_ms(candidates[first].seconds)}, the fastest of {len(candidates)}"
         tried = state.trying(first, step, why)

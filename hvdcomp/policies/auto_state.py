@@ -178,7 +178,7 @@ class AutoState:
 
         What it takes may have changed without a sign in the steps of the best.
         """
-        at = {name: -1 if (one := self.measured.get(name)) is None else one.at or 0 for name in self.candidates}
+        at = {name: self.measured[name].at or 0 if name in self.measured else -1 for name in self.candidates}
         name = min(at.keys() - {best}, key=lambda candidate: (at[candidate], candidate), default="")
         return name if name and at[name] <= before else ""
 

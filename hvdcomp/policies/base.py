@@ -23,7 +23,7 @@ from hvdcomp.specs.typed import as_fields, shortened, typed
 State = TypeVar("State")
 Value = TypeVar("Value")
 
-Source = Annotated[str, Rule(lambda one: one in ("local", "aggregated"), "local or aggregated")]
+Source = Annotated[str, Rule(lambda value: value in ("local", "aggregated"), "local or aggregated")]
 LEVEL = Rule(is_number, "a level, such as a ratio or a rank")
 SomeLevel = Annotated[Level, LEVEL]
 

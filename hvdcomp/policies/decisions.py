@@ -200,8 +200,8 @@ class Methods(Decision):
         return {
             **super().row(state, tensors),
             "chosen": {name: name == state["chosen"] for name in state["candidates"]},
-            "predicted": {name: one["seconds"] for name, one in state["candidates"].items()},
-            "measured": {name: one["seconds"] for name, one in state["measured"].items()},
+            "predicted": {name: candidate["seconds"] for name, candidate in state["candidates"].items()},
+            "measured": {name: time["seconds"] for name, time in state["measured"].items()},
         }
 
 

@@ -156,7 +156,7 @@ class OptimalLevels(Policy[Chosen]):
         assert table is not None
         # A tensor without a level, or without a gradient, has no errors, and keeps what it has.
         self.of_tensors({**{name: {} for name in state.levels}, **table.errors}, state.levels, "level errors")
-        if not all(math.isfinite(error) for found in table.errors.values() for error in found.values()):
+        if not all(math.isfinite(error) for errors in table.errors.values() for error in errors.values()):
             return state
         return dataclasses.replace(state, levels={**state.levels, **self.choose(table, statistics, state)})
 
@@ -190,7 +190,7 @@ def least_of(values: _ByLevel) -> dict[str, Level]:
 def _best(limited: _ByLevel, costs: _ByLevel, limit: float) -> dict[str, Level] | None:
     """The levels that cost least, with limited values that add up to a limit at most; None if there are none."""
     # What takes least of the limit comes first, so that of two levels with the same cost it is taken.
-    candidates = {name: sorted(found, key=found.__getitem__) for name, found in limited.items()}
+    candidates = {name: sorted(values, key=values.__getitem__) for name, values in limited.items()}
     chosen = least_cost(
         [in_parts([limited[name][level] for level in levels], limit) for name, levels in candidates.items()],
         [np.array([costs[name][level] for level in levels], float) for name, levels in candidates.items()],

@@ -134,8 +134,8 @@ class LevelTable:
     dense_bytes: int
 
     def __post_init__(self) -> None:
-        for name, found in self.errors.items():
-            if self.own.get(name) not in found or self.sent.get(name, {}).keys() != found.keys():
+        for name, errors in self.errors.items():
+            if self.own.get(name) not in errors or self.sent.get(name, {}).keys() != errors.keys():
                 raise ValueError(f"the levels of {name} in errors, sent and own are not the same")
 
 

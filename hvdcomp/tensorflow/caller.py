@@ -45,7 +45,7 @@ def gradients_call(tensor: tf.Tensor) -> GradientsCall:
     Raises:
         ConfigurationError: if it is none of Horovod's tape or optimizer, or if XLA is to compile it.
     """
-    gradients = caller_local("grads", lambda value: _is_list(value) and any(one is tensor for one in value))
+    gradients = caller_local("grads", lambda value: _is_list(value) and any(each is tensor for each in value))
     variables = caller_local("vars", lambda value: _is_list(value) and len(value) == len(gradients or ()))
     if gradients is None or variables is None:
         raise ConfigurationError(
