@@ -184,8 +184,8 @@ def _load(path: Path) -> _Loaded:
         return _Loaded(why_not=said, way_out=f"With a C compiler (apt-get install gcc): {_BUILD}")
     try:
         releasing, holding = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
-        for one in (releasing, holding):
-            signatures.declare(one)
+        for opened in (releasing, holding):
+            signatures.declare(opened)
         fits = releasing.hvd_abi_version() == signatures.ABI_VERSION
         fits = fits and releasing.hvd_sources().decode() == build.digest()
     except OSError as error:
