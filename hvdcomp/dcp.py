@@ -1,4 +1,4 @@
-"""Residuals of each rank, in checkpoints of `torch.distributed.checkpoint`.
+"""What each rank has left to send, in checkpoints of `torch.distributed.checkpoint`.
 
     import torch.distributed.checkpoint as dcp
 
@@ -63,9 +63,9 @@ def load(
             f"torch.distributed.checkpoint.save {{{key!r}: hvdcomp.dcp.by_rank(compression)}} on every rank"
         )
     wanted = [rank] if count == ranks else list(range(rank, count, ranks)) or [0]
-    content = {key: {_name(rank): b"" for rank in wanted}}
+    content = {key: {_name(one): b"" for one in wanted}}
     torch.distributed.checkpoint.load(content, storage_reader=reader)
-    states = [unpacked(content[key][_name(rank)]) for rank in wanted]
+    states = [unpacked(content[key][_name(one)]) for one in wanted]
     if count != ranks:
         for state in filter(None, states):
             if state["own"]["size"] != count:

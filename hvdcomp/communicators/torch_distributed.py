@@ -82,8 +82,8 @@ class TorchDistributedCommunicator(Ranks):
         self._root = dist.get_global_rank(self._group, 0)
         self._host_group = self._group if _takes_cpu(self._group) else _with_gloo(self._group)
 
-    def gather_bytes(self, own: np.ndarray, name: str) -> torch.Tensor:
-        return self.wait(self.start_allgather(torch.from_numpy(own), name))
+    def gather_bytes(self, mine: np.ndarray, name: str) -> torch.Tensor:
+        return self.wait(self.start_allgather(torch.from_numpy(mine), name))
 
     def start_allreduce(self, array: torch.Tensor, op: str, name: str) -> Started:
         work = dist.all_reduce(array, op=_OPS[op], group=self._group_for(array), async_op=True)
@@ -108,9 +108,9 @@ class TorchDistributedCommunicator(Ranks):
             work, rows, _, sent = self.start_alltoall(array, name)
             return Started(work, rows, lambda rows: finish(self._as_rows(rows).sum(0)), sent)
         array = array.contiguous()
-        own = array.new_empty(array.shape[0] // self.world_size)
-        work = reduce_scatter(own, array, op=_OPS[op], group=group, async_op=True)
-        return Started(work, own, finish, array)
+        mine = array.new_empty(array.shape[0] // self.world_size)
+        work = reduce_scatter(mine, array, op=_OPS[op], group=group, async_op=True)
+        return Started(work, mine, finish, array)
 
     def start_broadcast(self, array: torch.Tensor, name: str) -> Started:
         work = dist.broadcast(array, self._root, group=self._group_for(array), async_op=True)
@@ -165,11 +165,11 @@ def _backend(group: dist.ProcessGroup) -> str:
 
 
 def _takes_cpu(group: dist.ProcessGroup) -> bool:
-    return any(entry.partition(":")[0] == "cpu" for entry in _backend(group).split(","))
+    return any(one.partition(":")[0] == "cpu" for one in _backend(group).split(","))
 
 
 def _with_gloo(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks over Gloo.
+    """The same ranks with Gloo.
 
     Where they are not all ranks, they alone ask for it. torch.distributed names such a group by how many this process
     has: ranks that have made different numbers of groups before would wait for each other for ever.

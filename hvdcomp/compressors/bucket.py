@@ -177,7 +177,7 @@ class Bucket:
     def holds_inf(self, name: str) -> bool:
         """On the host, whether an inf or NaN is among the numbers that lie, of all tensors, where a column of the table
         says."""
-        addresses, sizes = (np.ascontiguousarray(self.segments[column]) for column in (name, "size"))
+        addresses, sizes = (np.ascontiguousarray(self.segments[one]) for one in (name, "size"))
         library: Any = kernels.library(release=self.table.elements > _QUICK)
         threads = self.table.bucket.threads
         return bool(library.hvd_found_inf(addresses.ctypes.data, sizes.ctypes.data, len(sizes), threads))
@@ -229,7 +229,7 @@ class BucketStates:
         self.next = [xp.zeros(vector.shape, like=vector) for vector in self.kept]
 
     def arrays(self, place: int) -> tuple[Array, ...]:
-        """The state of the tensor at a place of the bucket, (length, columns) each, in storage that steps reuse."""
+        """What is kept of the tensor at a place of the bucket, (length, columns) each, in storage that steps reuse."""
         return tuple(
             vector[starts[place] : starts[place + 1]].reshape(shapes[place]).T
             for vector, starts, shapes in zip(self.kept, self._starts, self._shapes, strict=True)
@@ -269,7 +269,7 @@ class SeparateStates:
         self.next: Sequence[tuple[np.ndarray, ...]] = ()
 
     def arrays(self, place: int) -> tuple[np.ndarray, ...]:
-        """The state of the tensor at a place of the bucket."""
+        """What is kept of the tensor at a place of the bucket."""
         return self.kept[place]
 
     @property

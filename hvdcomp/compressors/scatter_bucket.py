@@ -59,13 +59,13 @@ def aggregate_chunks(method: CodesBuckets, bucket: Bucket) -> BucketAggregation:
         if place != own:
             bucket.found_inf |= chunk.encode(method, layout.rows[place], layout.zeros)
     received = yield AllToAll((layout.rows,))
-    found_inf = layout.own.average(method, [part for (part,) in received])
+    found = layout.own.average(method, [part for (part,) in received])
     layout.own.encode_mean(method, bucket, layout.sent.vector, layout.zeros)
     gathered = yield AllGather((layout.sent.vector,))
     for chunk, (payload,) in zip(layout.chunks, gathered, strict=True):
-        found_inf |= chunk.decode(method, bucket, payload)
+        found |= chunk.decode(method, bucket, payload)
     layout.own.keep(bucket)
-    return bucket.call("narrow_results") | found_inf if bucket.widens else found_inf
+    return bucket.call("narrow_results") | found if bucket.widens else found
 
 
 def residual_bound(length: int, ranks: int) -> float:
@@ -116,7 +116,7 @@ class _Chunk:
         self._members = np.array([piece.tensor for piece in pieces], np.int64)
         self._bytes = 4 * np.array([piece.start for piece in pieces], np.uint64)
         self.bucket = Bucket(
-            [TensorInfo(f"{bucket.tensors[piece.tensor].name}#{number}", (piece.length,)) for piece in pieces],
+            [TensorInfo(f"{bucket.tensors[one.tensor].name}#{number}", (one.length,)) for one in pieces],
             [bucket.compressors[piece.tensor] for piece in pieces],
             bucket.memory,
         )
@@ -125,11 +125,11 @@ class _Chunk:
     def enter(self, whole: Bucket) -> None:
         """Begins a step: the pieces lie in the tensors."""
         self.bucket.begin(whole.context, whole.table.bucket.factor)
-        own, theirs = self.bucket.segments, whole.segments[self._members]
+        mine, theirs = self.bucket.segments, whole.segments[self._members]
         for name in _ADDRESSES:
-            own[name] = self._within(theirs[name])
+            mine[name] = self._within(theirs[name])
         for name in _OF_KEPT:
-            own[name] = theirs[name]
+            mine[name] = theirs[name]
 
     def addresses(self, whole: Bucket, name: str) -> np.ndarray:
         """Where the pieces lie in what the table of the whole calls by a name."""
@@ -199,7 +199,7 @@ class _Own:
         bucket, ranks = self._chunk.bucket, len(payloads)
         others = np.stack([payload for rank, payload in enumerate(payloads) if rank != bucket.context.rank])
         bucket.segments["result"] = self.mean.ctypes.data + self._offsets
-        found_inf = method.decode_bucket(bucket, others, ranks - 1, others.shape[1])
+        found = method.decode_bucket(bucket, others, ranks - 1, others.shape[1])
         self.mean *= (ranks - 1) / ranks
         self.x *= 1 / ranks
         self.mean += self.x
@@ -207,7 +207,7 @@ class _Own:
             bound = max(self.mean.max(), -self.mean.min()) * np.float32(residual_bound(len(self.mean), ranks))
         if not np.isfinite(bound):
             self.mean[:] = np.nan
-        return bool(found_inf)
+        return bool(found)
 
     def encode_mean(self, method: CodesBuckets, whole: Bucket, row: np.ndarray, zeros: np.ndarray) -> None:
         """Writes the payload of the mean to a row; what it lacks, to `x`."""

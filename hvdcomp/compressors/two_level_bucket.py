@@ -66,12 +66,12 @@ def aggregate_levels(bucket: Bucket, levels: Levels) -> BucketAggregation:
     everyone: list[tuple[np.ndarray, ...]] = [given]
     if ranks > 1:
         everyone = yield AllGather(given, group="node")
-    found_inf = bucket.call("dense_decode", np.concatenate([part[0] for part in everyone]))
+    found = bucket.call("dense_decode", np.concatenate([one[0] for one in everyone]))
     if states is not None:
-        states.put(bucket, [part[1] for part in everyone])
+        states.put(bucket, [one[1] for one in everyone])
     if bucket.keeps:
         layout.keep(bucket, own)
-    return found_inf
+    return found
 
 
 class _Shard:
@@ -107,9 +107,9 @@ class _Shard:
         segments["result"] = result.ctypes.data + self._offsets
         segments["kept"] = segments["rule"] = 0
         segments["x"] = self._x.ctypes.data + self._offsets if bucket.keeps else 0
-        found_inf = yield from bucket.compressors[0].aggregate_bucket(bucket)
+        found = yield from bucket.compressors[0].aggregate_bucket(bucket)
         take_off(bucket, self._zeros, self.lost.ctypes.data + self._offsets)
-        return found_inf
+        return found
 
 
 class _States:
@@ -136,9 +136,9 @@ class _States:
     def take(self, whole: Bucket) -> None:
         """Before a step: this rank's part of what is kept."""
         assert whole.states is not None
-        for own_state, kept, places in zip(self._mine.kept, whole.states.kept, self._places[self._own], strict=True):
+        for mine, kept, places in zip(self._mine.kept, whole.states.kept, self._places[self._own], strict=True):
             if len(places):
-                own_state[:] = kept[places]
+                mine[:] = kept[places]
 
     def made(self) -> np.ndarray:
         """What this rank's part has become, in as much room as the largest takes."""
@@ -178,8 +178,8 @@ class _Layout:
             length = _longest(sizes, dealt)
             starts = np.zeros(len(sizes), np.int64)
             for rank, places in enumerate(dealt):
-                lengths = np.array([sizes[place] for place in places], np.int64)
-                starts[places] = rank * length + np.cumsum(lengths) - lengths
+                mine = np.array([sizes[place] for place in places], np.int64)
+                starts[places] = rank * length + np.cumsum(mine) - mine
             pieces = [(place, bucket.tensors[place]) for place in dealt[own]]
         else:
             length = _whole_units(-(-sum(sizes) // ranks))
@@ -239,7 +239,7 @@ def payloads_in_node(
 
 
 def largest_share(sizes: Sequence[int], ranks: int) -> float:
-    """The share of all elements of the rank that has most, where tensors are dealt out whole to the ranks of a node."""
+    """Of all elements, the part of the rank of a node that has most, where tensors are dealt out whole."""
     return _most(sizes, _dealt(sizes, ranks)) / sum(sizes)
 
 

@@ -93,11 +93,11 @@ class Buckets:
         if not self._still_right(plan) or self._made_for != (plan, names):
             able: set[str] = set()
             for dtype in NARROW:
-                narrow = [name for name in names if self._tensors[name].dtype == dtype]
-                if narrow and self._says:
-                    cuda.warn_where_none(gradients[narrow[0]])
-                if narrow and self._placed(xp, [gradients[name] for name in narrow], dtype) is not None:
-                    able.update(narrow)
+                mine = [name for name in names if self._tensors[name].dtype == dtype]
+                if mine and self._says:
+                    cuda.warn_where_none(gradients[mine[0]])
+                if mine and self._placed(xp, [gradients[name] for name in mine], dtype) is not None:
+                    able.update(mine)
             self.now = list(self._group(xp, [name for name in names if name in able], gradients, plan))
             self._grouped = [name for group in self.now for name in group.names]
             self._grouped_states = [self._states[name] for name in self._grouped]
@@ -136,7 +136,7 @@ class Buckets:
         """What residuals, velocities and the methods' own arrays take from step to step; on the host with the places
         that a step fills while it may still come to nothing."""
         states = [group.bucket.states for group in self.now]
-        return self._residuals.nbytes + sum(state.nbytes for state in states if state is not None)
+        return self._residuals.nbytes + sum(one.nbytes for one in states if one is not None)
 
     def start_early(self, order: Sequence[Sequence[str]], least_bytes: int) -> None:
         """From the next step on there are buckets that do not wait for all gradients.
@@ -170,16 +170,16 @@ class Buckets:
         known = {group.key: group for group in self.now}
         bridges = _no_bridges if on_device else _bridges
         where = (gradients[names[0]].device, xp) if on_device and names else ()
-        for (number, (_, memory, _)), group_names in sorted(members.items(), key=lambda entry: entry[0][0]):
-            compressors = tuple(plan[name] for name in group_names)
+        for (number, (_, memory, _)), mine in sorted(members.items(), key=lambda entry: entry[0][0]):
+            compressors = tuple(plan[name] for name in mine)
             tensors = []
-            for name in group_names:
+            for name in mine:
                 state, place = self._states[name], self._numbers[name]
                 wrap, unwrap = bridges(xp, gradients[name], self._tensors[name].shape)
                 state.lie_in(self._residuals, place, unwrap, wrap)
                 tensors.append((name, state, place))
             key = (tuple(tensors), compressors, memory)
-            group = known.get(key) or Group(*key, [self._tensors[name] for name in group_names], self._residuals, where)
+            group = known.get(key) or Group(*key, [self._tensors[name] for name in mine], self._residuals, where)
             group.number = number if number < len(early) else None
             group.ends_states = not compressors[0].lossless and not group.keeps_states
             yield group
@@ -232,14 +232,9 @@ def prepared_states(
         return None
     context, each = bucket.context, zip(states, bucket.tensors, bucket.compressors, arrays, strict=True)
     if bucket.device is None:
-        return BucketStates(
-            [state.prepare_on_host(xp, tensor, compressor, context) for state, tensor, compressor, _ in each]
-        )
+        return BucketStates([state.prepare_on_host(xp, tensor, one, context) for state, tensor, one, _ in each])
     return BucketStates(
-        [
-            state.prepare(xp, x, compressor, dataclasses.replace(context, name=tensor.name))
-            for state, tensor, compressor, x in each
-        ],
+        [state.prepare(xp, x, one, dataclasses.replace(context, name=tensor.name)) for state, tensor, one, x in each],
         xp,
     )
 
@@ -326,10 +321,8 @@ class Group:
         arrays, addresses = self._fresh_arrays()
         if self._on_device:
             return arrays, addresses
-        results = [xp.from_numpy(array, like=self.arrays[0]) for array in arrays]
-        if self.bucket.widens:
-            results = [xp.bitcast(result, self.bucket.dtype) for result in results]
-        return results, addresses
+        found = [xp.from_numpy(array, like=self.arrays[0]) for array in arrays]
+        return [xp.bitcast(one, self.bucket.dtype) for one in found] if self.bucket.widens else found, addresses
 
     def put(self, places: Sequence[int] | np.ndarray) -> None:
         """Says where results go: those of 16 bits from where `widen` has put means."""
@@ -360,9 +353,9 @@ class Group:
 
     def placed(self, xp: ModuleType, arrays: Sequence[Array]) -> tuple[Sequence[Array], Sequence[int]]:
         """Float32 arrays in row-major order where the bucket works, and the addresses of their first elements."""
-        placed = (cuda.placed if self._on_device else xp.hosted)(arrays) if arrays else ([], [])
-        assert placed is not None
-        return placed
+        found = (cuda.placed if self._on_device else xp.hosted)(arrays) if arrays else ([], [])
+        assert found is not None
+        return found
 
     def let_go(self) -> None:
         """Forgets the arrays of a step that has ended: the bucket outlives it, what it was given need not."""

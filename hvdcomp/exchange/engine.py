@@ -188,13 +188,13 @@ class Engine:
             self.ledger.clock.begin(xp, gradients[names[0]])
         waves, look = self._start(xp, {name: gradients[name] for name in names}, in_place, sums, started)
         run_to_the_end(waves)
-        steps = [step for wave in waves for step in wave.steps]
+        steps = [one for wave in waves for one in wave.steps]
         found_inf = sum((wave.found_inf() for wave in waves[1:]), waves[0].found_inf())
         if look is not None:
             look.tell()
         results: dict[str, Array] = {}
-        for step in steps:
-            results |= step.finish(found_inf)
+        for one in steps:
+            results |= one.finish(found_inf)
         self._drop_sent = _dropping(xp, steps, self.planner.sends_all, found_inf)
         self._record(xp, waves, len(names))
         self.step_number += 1
@@ -218,17 +218,17 @@ class Engine:
         factor = None
         if self.memory is not None:
             factor = self.memory.gradient_factor(xp, list(gradients.values()), self.communicator.world_size)
-        under_way = {name for wave in started for step in wave.steps for name in step.names}
+        under_way = {name for wave in started for one in wave.steps for name in one.names}
         steps = self._steps(xp, gradients, factor, under_way)
         look: Look | None = None
         sources: Mapping[str, Array] = {}
         if self.before_compress is not None:
             look = Look(xp, steps, self.plan, self.previews, self.context(""), factor)
             sources = self.before_compress(look)
-        for step in steps:
-            step.open(gradients, in_place, sums, sources)
-        waves = [self.overlap.wave(xp, [step], step.number) for step in steps if step.number is not None]
-        if last := [step for step in steps if step.number is None]:
+        for one in steps:
+            one.open(gradients, in_place, sums, sources)
+        waves = [self.overlap.wave(xp, [one], one.number) for one in steps if one.number is not None]
+        if last := [one for one in steps if one.number is None]:
             waves.append(self.overlap.wave(xp, last, None, alone=not started and not waves))
         for wave in waves:
             wave.start()
@@ -237,20 +237,16 @@ class Engine:
     def _steps(
         self, xp: ModuleType, gradients: Mapping[str, Array], factor: Array | None, under_way: Set[str]
     ) -> list[Step]:
-        """The buckets of a step that are not under way, and the tensors that are in no bucket.
-
-        Args:
-            factor: by which the memory multiplies gradients; None for 1.
-            under_way: names of the tensors whose buckets have started.
-        """
+        """What goes through a step: the buckets that are not under way, and the tensors in none. factor: what the
+        memory multiplies gradients with."""
         clock, plan, context, names = self.ledger.clock, self.plan, self.context(""), list(gradients)
         aside = self.planner.beside_residuals  # such steps are rare: one by one, and buckets stay as they are
-        groups, separate = ([], names) if aside else self.buckets.groups(xp, names, gradients, plan, under_way)
-        clock.turns_only &= not separate and all(group.bucket.device is not None for group in groups)
+        groups, rest = ([], names) if aside else self.buckets.groups(xp, names, gradients, plan, under_way)
+        clock.turns_only &= not rest and all(group.bucket.device is not None for group in groups)
         steps: list[Step] = [bucket_step(xp, group, context, factor, clock) for group in groups]
-        if separate:
+        if rest:
             states = defaultdict(TensorState) if aside else self.states
-            own = {name: gradients[name] for name in separate}
+            own = {name: gradients[name] for name in rest}
             steps.append(SeparateStep(xp, own, plan, states, self.planner.memory_for, context, factor, clock))
         return steps
 
@@ -258,7 +254,7 @@ class Engine:
         """Enters the costs of a step that has ended."""
         rounds = [span for wave in waves for span in wave.rounds]
         sent = sum((wave.sent for wave in waves), Sent(self.bytes_beside(number_of_tensors)))
-        parts, spans = zip(*(part for wave in waves for step in wave.steps for part in step.parts()), strict=True)
+        parts, spans = zip(*(part for wave in waves for one in wave.steps for part in one.parts()), strict=True)
         step = self.ledger.step_cost(self.step_number, parts, sent)
         self.ledger.record_timed(step, spans, rounds, xp.seconds_between)
 
@@ -279,7 +275,7 @@ class Engine:
         self.overlap.begin(self.plan, self.context(""), in_place, sums, agreed)
 
     def context(self, name: str) -> Context:
-        """The context of a tensor in the step under way."""
+        """Of a tensor in the step under way."""
         ranks = self.communicator
         return Context(name, self.step_number, self.seed, ranks.rank, ranks.world_size, self.levels)
 
@@ -296,17 +292,17 @@ def _dropping(
 
     On a device nobody knows yet whether this step counts: there it is returned, to be called before the next one.
     """
-    forgets = [forget for step in steps if (forget := step.forget_sent(sends_all)) is not None]
+    forgets = [forget for one in steps if (forget := one.forget_sent(sends_all)) is not None]
     if not forgets:
         return None
-    flag = xp.read_later(found_inf)
+    found = xp.read_later(found_inf)
 
     def drop() -> None:
-        if flag() == 0:
+        if found() == 0:
             for forget in forgets:
                 forget()
 
-    if xp.waits(found_inf) or any(step.on_device for step in steps):
+    if xp.waits(found_inf) or any(one.on_device for one in steps):
         return drop
     drop()
     return None

@@ -98,7 +98,7 @@ class ShardReducer:
         self.compressor = compressor
         self.memory = memory or (compressor.default_memory if self.levels.node.size > 1 else NoMemory())
         self.seed, self._min_numel, self.ledger = seed, min_numel, ledger
-        place = b"".join(level.rank.to_bytes(4, "big") for level in (self.levels.node, self.levels.across))
+        place = b"".join(one.rank.to_bytes(4, "big") for one in (self.levels.node, self.levels.across))
         places = gather_rows(communicator, place, like, "hvdcomp.places")
         self._order = sorted(range(communicator.world_size), key=places.__getitem__)
         self.plan: dict[str, Compressor] = {}
@@ -147,9 +147,9 @@ class ShardReducer:
             except StopIteration as stop:
                 row, self.states[name] = stop.value
                 break
-            collective = Round(xp, ranks, [request], f"hvdcomp.{name}", ordered)
-            (answer,) = collective.wait()
-            sent += collective.sent
+            one = Round(xp, ranks, [request], f"hvdcomp.{name}", ordered)
+            (answer,) = one.wait()
+            sent += one.sent
         self.enter(name, dense_bytes, sent, method.payload_floats(shape))
         return row
 
