@@ -161,7 +161,8 @@ def auto_summary(chosen: Sequence[Choice]) -> str:
     slowest, slower = (max(chosen, key=lambda choice: getattr(choice, name)) for name in ("over_best", "over_dense"))
     median = statistics.median(choice.over_best for choice in chosen)
     return (
-        f"A step with auto takes {median:.3f} times that of the best static choice in the median, {slowest.over_best:.3f} times at most ({slowest.in_words()}); "
+        f"A step with auto takes {median:.3f} times that of the best static choice in the median, "
+        f"{slowest.over_best:.3f} times at most ({slowest.in_words()}); "
         f"{slower.over_dense:.3f} times that of dense at most ({slower.in_words()}). Standard errors of these "
         f"ratios are up to {max(choice.over_best_error for choice in chosen):.3f}."
     )
