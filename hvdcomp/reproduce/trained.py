@@ -475,8 +475,8 @@ def batch(artefact: Artefact, t: Trainings) -> Outcome:
         rows.append(compared.times_as_fast("Accordion", "small", faster))
     if settings.get("smith"):
         rows.append(compared.times_fewer_floats("Smith et al.", "small", published["Smith et al.: times fewer floats"]))
-        smith, accordion = (compared.mean(label, lambda run: run.floats) for label in ("Smith et al.", "Accordion"))
-        more = smith / accordion
+        theirs, ours = (compared.mean(label, lambda run: run.floats) for label in ("Smith et al.", "Accordion"))
+        more = theirs / ours
         rows.append(Row(what="floats of Smith et al. / floats of Accordion", ours=more, holds=more > 1))
     if settings.get("overlap"):
         from hvdcomp.reproduce.gradients import common_of_largest
