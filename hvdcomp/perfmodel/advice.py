@@ -39,7 +39,7 @@ STOCK_SPECS = {name: spec for names in STOCK.values() for name, spec in zip(name
 
 MODEL_ERROR = 0.1
 """Relative difference of predicted times below which no method is called faster than another, however little the noise
-of a calibration: of 90 predictions beside measured steps, 82 were within 10 % (docs/steps-measured.md)."""
+of a calibration: of 240 predictions beside measured steps, 210 were within 10 % (docs/exchange/steps-measured.md)."""
 
 _BANDWIDTHS = np.geomspace(1e-3, 1e4, 1401) * 1.25e8  # bytes/s: from 1 Mb/s to 10 Tb/s, 200 to a decade
 BUCKET_SIZES = (50_000_000, BUCKET_BYTES, 10_000_000, 5_000_000, 2_500_000, LEAST_BYTES)
