@@ -650,20 +650,16 @@ def family_of(spec: str) -> str | None:
 
 def draw(tables: Sequence[Table]) -> bytes:
     """What is lost over the factor, as a PNG."""
-    import io
+    from hvdcomp.perfmodel.figures import INK, as_png, new_figure
 
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.4 * math.ceil(len(tables) / 2)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 4.4 * math.ceil(len(tables) / 2))
     for number, table in enumerate(tables, 1):
         axes = figure.add_subplot(math.ceil(len(tables) / 2), min(2, len(tables)), number)
         axes.set_title(table.name, fontsize=10)
         axes.set_xscale("log")
         axes.set_xlabel("compression factor")
         axes.set_ylabel(table.workload.lost)
-        axes.axhline(0, color="black", linewidth=0.8)
+        axes.axhline(0, color=INK, linewidth=0.8)
         axes.grid(alpha=0.3)
         for row in table.rows:
             run, family = row.outcomes[0].run, family_of(row.outcomes[0].run.method.spec)
@@ -683,9 +679,7 @@ def draw(tables: Sequence[Table]) -> bytes:
             place: dict[str, Any] = {"xytext": (3, 3), "textcoords": "offset points"}
             axes.annotate(run.method.spec, (row.factor, shown), fontsize=5, color=colour, **place)
         axes.set_ylim(top=_MOST * 1.08)
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=110)
-    return image.getvalue()
+    return as_png(figure)
 
 
 OPTIMIZERS = {"sgd": "SGD", "adamw": "Adam", "compressed-adam": "CompressedAdam"}

@@ -13,7 +13,6 @@ process of its own, kept below --runs, and not trained again; figures of all go 
 
 from __future__ import annotations
 
-import io
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -497,18 +496,25 @@ def _seeds_of(pairs: Sequence[Pair]) -> list[int]:
 
 
 _COLOURS = {
-    "fixed": "#000000", "budget": "#0072b2", "lgreco": "#009e73", "accordion": "#d55e00", "mid": "#cc79a7",
+    "fixed": "#7d7d7d", "budget": "#0072b2", "lgreco": "#009e73", "accordion": "#d55e00", "mid": "#cc79a7",
     "gravac": "#e69f00", "adaqs": "#56b4e9",
 }  # fmt: skip
 
 
+def pareto_front(quality: Mapping[float, float], higher_is_better: bool) -> list[tuple[float, float]]:
+    """Bytes and quality of what nothing with as few bytes is better than, by bytes."""
+    front: list[tuple[float, float]] = []
+    for size, value in sorted(quality.items()):
+        if not front or (value > front[-1][1] if higher_is_better else value < front[-1][1]):
+            front.append((size, value))
+    return front
+
+
 def draw(by_workload: Mapping[str, Sequence[Pair]]) -> bytes:
     """Quality over bytes, of the policies and of fixed levels, as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from hvdcomp.perfmodel.figures import as_png, new_figure
 
-    figure = Figure(figsize=(11, 4 * math.ceil(len(by_workload) / 2)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 4 * math.ceil(len(by_workload) / 2))
     for number, (name, pairs) in enumerate(by_workload.items(), 1):
         axes = figure.add_subplot(math.ceil(len(by_workload) / 2), min(2, len(by_workload)), number)
         axes.set_title(name, fontsize=10)
@@ -528,10 +534,10 @@ def draw(by_workload: Mapping[str, Sequence[Pair]]) -> bytes:
                         places, [chosen[at] for at in places], color=colour, linestyle=joined, marker=marker,
                         markersize=4, label=f"{compressor} {kind}",
                     )  # fmt: skip
+        front = pareto_front({one.megabytes: one.mean for one in everything}, WORKLOADS[name].higher_is_better)
+        axes.plot(*zip(*front, strict=True), color=_COLOURS["fixed"], linestyle=":", zorder=0.5, label="Pareto front")
         axes.legend(fontsize=7)
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=110)
-    return image.getvalue()
+    return as_png(figure)
 
 
 # The command.

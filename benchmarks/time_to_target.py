@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -155,12 +155,38 @@ Seconds are those of training, without evaluations: means over the seeds, with t
 
 {findings_of(file)}
 
+![Seconds to the target]({file.with_suffix(".png").name})
+
 | rate | method | reached | steps | MB sent | seconds | times as fast |
 |---|---|--:|--:|--:|--:|--:|
 {chr(10).join(lines)}
 """
-    replace_files({file: text.encode(), file.with_suffix(".csv"): csv_of(records)})
+    replace_files(
+        {file: text.encode(), file.with_suffix(".csv"): csv_of(records), file.with_suffix(".png"): draw(records)}
+    )
     return True
+
+
+def draw(records: Sequence[Mapping[str, Any]]) -> bytes:
+    """The seconds to the target, of each rate and method, as a PNG. Methods that never reached it have no bar."""
+    from hvdcomp.perfmodel.figures import COLOURS, INK, as_png, new_figure
+
+    figure = new_figure(8, 0.32 * len(records) + 1.2)
+    axes = figure.add_subplot()
+    slowest_first = sorted(records, key=lambda record: (record["rate"], -_seconds(record)))
+    axes.barh(
+        [f"{record['method']}, {record['rate']}" for record in slowest_first],
+        [_seconds(record) for record in slowest_first],
+        color=[INK if record["method"] in UNCOMPRESSED else COLOURS[0] for record in slowest_first],
+    )
+    axes.set_xlabel("seconds of training to the target, mean over the seeds")
+    axes.grid(axis="x", alpha=0.3)
+    return as_png(figure)
+
+
+def _seconds(record: Mapping[str, Any]) -> float:
+    """The mean without its interval; 0 if the target was never reached."""
+    return float(record["seconds"].split()[0]) if record["reached"] else 0.0
 
 
 @click.command(help=__doc__)

@@ -153,10 +153,10 @@ class Compression:
     @property
     def levels(self) -> dict[str, Level]:
         """The level of each tensor in the latest step, by name; without those that are sent dense."""
-        return {name: one.level for name, one in self.plan.items() if one.level is not None}
+        return {name: compressor.level for name, compressor in self.plan.items() if compressor.level is not None}
 
     def metrics(self) -> dict[str, float]:
-        """What the latest step cost this rank, for experiment trackers; nothing before the first step. It never waits.
+        """Costs of the latest step on this rank, for experiment trackers; empty before the first step. It never waits.
 
             wandb.log(compression.metrics(), step=step)
 

@@ -88,7 +88,7 @@ def _is_formula(cell: Any) -> bool:
 
 
 def parse_json(text: str | bytes, **options: Any) -> Any:
-    """What a text of JSON holds. Every file of JSON is read through this: it may come from anywhere.
+    """The content of a text of JSON. Every file of JSON is read through this: it may come from anywhere.
 
     Args:
         options: of `json.loads`.
@@ -97,13 +97,13 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
         ValueError: if it is no JSON, or lists and objects are nested more than `DEEPEST_JSON` deep.
     """
     with contextlib.suppress(RecursionError):
-        found = json.loads(text, **options)
-        inside = [found]
+        content = json.loads(text, **options)
+        inside = [content]
         for _ in range(DEEPEST_JSON + 1):
-            inside = [one for one in inside if isinstance(one, list | dict)]
+            inside = [item for item in inside if isinstance(item, list | dict)]
             if not inside:
-                return found
-            inside = [one for outer in inside for one in (outer.values() if isinstance(outer, dict) else outer)]
+                return content
+            inside = [item for outer in inside for item in (outer.values() if isinstance(outer, dict) else outer)]
     raise ValueError(f"lists and objects are nested more than {DEEPEST_JSON} deep")
 
 
@@ -122,8 +122,8 @@ def put_aside_before(path: Path) -> dict[int, Path]:
     """The files that `put_aside` left of one, by number, the oldest first; none if its folder is not there."""
     form = re.compile(re.escape(path.stem) + r"\.([1-9][0-9]*)" + re.escape(path.suffix))
     names = os.listdir(path.parent) if path.parent.is_dir() else []
-    found = [int(match[1]) for match in map(form.fullmatch, names) if match]
-    return {number: aside(path, number) for number in sorted(found)}
+    numbers = [int(match[1]) for match in map(form.fullmatch, names) if match]
+    return {number: aside(path, number) for number in sorted(numbers)}
 
 
 def put_aside(path: Path, most: int) -> None:

@@ -1,4 +1,4 @@
-"""What a user asked for, checked as far as that can be done before a training begins."""
+"""Settings of a user, checked as far as that can be done before a training begins."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LARGEST_TENSOR = (2**20, 2**20)
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user asked for: all that must be the same on every rank."""
+    """Settings of a user that must be the same on every rank."""
 
     compressor: Compressor
     memory: Memory | None
@@ -191,7 +191,7 @@ def _checked_others(policy: Policy[Any], compressor: Compressor, memory: Memory 
 
 @dataclass(frozen=True)
 class _Watched:
-    """What a policy sees of a compressor: each level that it asks for is checked."""
+    """A compressor as a policy sees it: each level that it asks for is checked."""
 
     compressor: Compressor
     memory: Memory | None

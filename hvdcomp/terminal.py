@@ -1,4 +1,4 @@
-"""What all commands share on a terminal: tables and lines of which nothing is cut off, and groups of commands.
+"""Output of all commands on a terminal: tables and lines of which nothing is cut off, and groups of commands.
 
 A cell that is too long goes on in the next line. A table that does not fit is shown row by row. Output to a file or a
 pipe has no width to fit into, unless COLUMNS gives one.

@@ -98,13 +98,13 @@ class _Model:
     def candidates(self, others: Sequence[str]) -> Candidates:
         """All candidates. Those that are another one under a second name are left out."""
         self._choose_buckets(others)
-        found: dict[str, Candidate] = {}
+        candidates: dict[str, Candidate] = {}
         sent: list[dict[str, object]] = []
 
         def offer(name: str, candidate: Candidate, plan: Plan) -> bool:
             if (sends := self._sends(plan)) in sent:
                 return False
-            found[name] = candidate
+            candidates[name] = candidate
             sent.append(sends)
             return True
 
@@ -125,7 +125,7 @@ class _Model:
                 if (mixed := self._best_mixture(order, ways[name], rest)) is not None:
                     plan = self._plans.with_methods(dict.fromkeys(order[: mixed.compressed], method), rest)
                     offer(f"{name} and {other}", mixed, plan)
-        return Candidates((*order, *(name for name in self._plans.names if name not in order)), found)
+        return Candidates((*order, *(name for name in self._plans.names if name not in order)), candidates)
 
     def proposed(self, others: Sequence[str], asked: Asked) -> tuple[str, ...]:
         """Specs of compressors that nobody named. Two levels are among them if they are among those that were named:
@@ -142,10 +142,10 @@ class _Model:
             plan = self._plans.with_methods({}, str(compressor))
             return None if encode is None else self._steps.seconds(plan, encode)
 
-        found = propose(asked, fixed, seconds_of, least, any(map(needs_nodes, fixed)))
-        if (missing := found.missing(asked, self._steps.source)) is not None:
+        proposals = propose(asked, fixed, seconds_of, least, any(map(needs_nodes, fixed)))
+        if (missing := proposals.missing(asked, self._steps.source)) is not None:
             warn_alone(missing)
-        return found.specs
+        return proposals.specs
 
     def _methods(self, others: Sequence[str]) -> dict[str, str | None]:
         """By name the compressors to look at, each that leaves its exchange open in both ways.
@@ -153,15 +153,15 @@ class _Model:
         They have their specs for names. If the training has one compressor alone, the names say what is done with it.
         """
         own = self.engine.compressor
-        methods: dict[str, str | None] = {str(one): str(one) for one in self._in_each_way(own)}
+        methods: dict[str, str | None] = {str(compressor): str(compressor) for compressor in self._in_each_way(own)}
         if len(methods) == 1:
             methods = {str(own): None}
         if not others:
             names = [COMPRESSED] if len(methods) == 1 else [f"{way}ed" for way in WAYS]
             return dict(zip(names, methods.values(), strict=True))
         for spec in others:
-            for one in self._in_each_way(parse_compressor(spec)):
-                methods.setdefault(str(one), str(one))
+            for compressor in self._in_each_way(parse_compressor(spec)):
+                methods.setdefault(str(compressor), str(compressor))
         return methods
 
     def _in_each_way(self, compressor: Compressor) -> tuple[Compressor, ...]:
@@ -178,22 +178,23 @@ class _Model:
 
     def _sends(self, plan: Plan) -> dict[str, object]:
         """By tensor what is sent: the element type of a cast, or the compressor."""
-        return {name: one.wire_dtype(self.engine.tensors[name].dtype) or one for name, one in plan.items()}
+        tensors = self.engine.tensors
+        return {name: method.wire_dtype(tensors[name].dtype) or method for name, method in plan.items()}
 
     def _cast_time(self, spec: str, plan: Plan) -> EncodeTime | None:
-        """What is known of a cast of all tensors, where the framework carries it; else only what was measured."""
+        """The time of a cast of all tensors: estimated where the framework carries it, else as it was measured."""
         known = self._steps.facts.compute.encode
         if self._steps.carried(plan):
             return encode_time_of(parse_compressor(spec), known)
         return known.get(spec) if spec != UNCOMPRESSED else None
 
     def _compressor(self, method: str | None) -> Compressor:
-        """Of a spec; None for the training's own."""
+        """The compressor of a spec; that of the training for None."""
         return self.engine.compressor if method is None else parse_compressor(method)
 
     def _worthwhile(self, plan: Plan) -> dict[str, float]:
         """By name the weights of the tensors that a plan compresses, those first that save most bytes for it."""
-        found = []
+        savings = []
         uncompressed = self._plans.with_methods({}, "none")
         for name, compressor in plan.items():
             tensor = self.engine.tensors[name]
@@ -201,8 +202,8 @@ class _Model:
                 dense = uncompressed[name].payload_bytes(tensor.shape, dtype=tensor.dtype)
                 saved = dense - compressor.payload_bytes(tensor.shape, dtype=tensor.dtype)
                 weight = tensor.size + _STARTING
-                found.append((-saved / weight, name, weight))
-        return {name: weight for _, name, weight in sorted(found)}
+                savings.append((-saved / weight, name, weight))
+        return {name: weight for _, name, weight in sorted(savings)}
 
     def _best_mixture(self, order: Sequence[str], way: _Way, rest: str) -> Candidate | None:
         """The fastest of some mixtures of compressed tensors and others; None if there are no two tensors to mix."""

@@ -231,7 +231,10 @@ class Coordinator:
         """Goes on from `shared_state` and, on rank 0, from its `own_state`."""
         self._partial = shared.get("partial", False)
         if own is None and self.channel.decides and not self._partial:
-            raise ConfigurationError("rank 0 has to load the checkpoint that rank 0 wrote")
+            raise ConfigurationError(
+                "rank 0 was given the state of another rank; load on rank 0 the state that rank 0 saved, which has the "
+                "policy"
+            )
         self.channel.enter(self.policy.from_json(shared["state"]))
         self.progress.step, self.progress.epoch, self.progress.taken = shared["progress"]
         self._put_in_force(self.policy.decision(self.channel.state))
@@ -256,7 +259,7 @@ class Coordinator:
         return self.policy.lag == 0 and self._ended is not None
 
     def _period_statistics(self, steps: int) -> Statistics:
-        """What is known at the end of a period; without numbers on ranks other than 0."""
+        """The statistics of a period that ends; without numbers on ranks other than 0."""
         known: dict[str, Any] = {}
         if self.channel.decides:
             known = self.observers.statistics(self.channel.latest_request, steps * self.batch_size.accumulation)

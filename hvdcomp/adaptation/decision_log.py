@@ -272,10 +272,10 @@ def read_decisions(path: Path) -> Iterator[Start | Decided]:
         OSError: if a file cannot be read.
     """
     aside = put_aside_before(path)
-    for one, other in itertools.pairwise(aside):
-        if other != one + 1:
+    for number, other in itertools.pairwise(aside):
+        if other != number + 1:
             raise DecisionLogError(
-                f"{path}: of the files before it, {aside[one].name} and {aside[other].name} are there, but none "
+                f"{path}: of the files before it, {aside[number].name} and {aside[other].name} are there, but none "
                 "between them; bring it back, or remove those before it"
             )
     for file in (*aside.values(), path):

@@ -46,13 +46,13 @@ def exchange_seconds_of(
         for at_factor in others:
             for name, level in at_factor.items():
                 levels[name].append(level)
-        found = {}
+        seconds_by_bytes = {}
         for factor in around:
             plan = plans.at_levels({name: _nearest(each, factor * own[name]) for name, each in levels.items()})
             sent = sum(bytes_of(engine, name, compressor) for name, compressor in plan.items())
             seconds = steps.seconds(plan, steps.encode_at(engine.compressor, factor)) - steps.alone_s()
-            found[sent] = float(f"{seconds:.{_DIGITS}g}")
-        return dict(sorted(found.items()))
+            seconds_by_bytes[sent] = float(f"{seconds:.{_DIGITS}g}")
+        return dict(sorted(seconds_by_bytes.items()))
 
 
 def _nearest(levels: Sequence[Level], wanted: float) -> Level:

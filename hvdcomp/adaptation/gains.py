@@ -79,7 +79,7 @@ class TwoLevels(Observer):
     @staticmethod
     def _once(look: Look, kept: Kept) -> dict[str, Array]:
         """What the first compression keeps, for the second."""
-        return {name: densified(look.xp, look[name], one) for name, one in kept.items()}
+        return {name: densified(look.xp, look[name], vector) for name, vector in kept.items()}
 
     def _measure(self, look: Look, names: Sequence[str]) -> tuple[dict[str, Array], Any, Any, Any]:
         """Notes what both compressions lose of some tensors.
@@ -106,19 +106,19 @@ class TwoLevels(Observer):
         look: Look, plan: Mapping[str, Compressor], names: Sequence[str], sources: Mapping[str, Array], sent: bool
     ) -> Energies:
         """What compression loses of tensors; of those that show it when they are sent, not before."""
-        found, told = look.lost_when_sent(names) if sent else (Energies(), set())
-        if len(told) < len(names):
-            found.extend(look.lost(plan, [name for name in names if name not in told], sources))
-        return found
+        energies, known = look.lost_when_sent(names) if sent else (Energies(), set())
+        if len(known) < len(names):
+            energies.extend(look.lost(plan, [name for name in names if name not in known], sources))
+        return energies
 
     def statistics(self, request: Request, batches: int) -> dict[str, Any]:
-        told: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         if Statistic.GAINS in request.statistics:
-            told["gains"] = self.gains()  # first, because it waits for the device: then times are known too
+            values["gains"] = self.gains()  # first, because it waits for the device: then times are known too
         if Statistic.TIMING in request.statistics:
             samples = batches * self._engine.communicator.world_size
-            told["timing"] = Timing(samples, self._clock.lap(), self.seconds())
-        return told
+            values["timing"] = Timing(samples, self._clock.lap(), self.seconds())
+        return values
 
     def gains(self) -> GravacGains:
         """The gains of the whole model in the last step, which was due; 1.0 if there was nothing to compress.

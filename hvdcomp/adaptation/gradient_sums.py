@@ -69,10 +69,10 @@ class AccumulatedGradients(Observer):
             Statistic.MODEL_NORM: self.model_norm,
             Statistic.MEAN_TO_STD: lambda: self.mean_to_std(self._names),
         }
-        told = {each.value: tell() for each, tell in measure.items() if each in request.statistics}
+        values = {each.value: tell() for each, tell in measure.items() if each in request.statistics}
         if Statistic.LEVEL_TABLE in request.statistics and self._level_errors is not None:
-            told[Statistic.LEVEL_TABLE.value] = self._level_errors.of_sums(self.sums, request)
-        return told
+            values[Statistic.LEVEL_TABLE.value] = self._level_errors.of_sums(self.sums, request)
+        return values
 
     def clear(self) -> None:
         self.sums.clear()
@@ -90,7 +90,7 @@ class AccumulatedGradients(Observer):
         return self._numbers("norms", names)
 
     def mean_to_std(self, names: Sequence[str]) -> dict[str, float]:
-        """Of each sum, the magnitude of the mean over the standard deviation; NaN for a tensor without one."""
+        """The magnitude of the mean over the standard deviation of each sum; NaN for a tensor without a sum."""
         return self._numbers("mean_to_std", names, float("nan"))
 
     def model_norm(self) -> float:
@@ -114,12 +114,12 @@ def _zeros_like(gradients: Mapping[str, Array]) -> dict[str, Array]:
     for name, gradient in gradients.items():
         xp = arrays_for(gradient)
         kinds.setdefault((xp.dtype_name(gradient), xp.device(gradient)), []).append(name)
-    found = {}
+    zeros = {}
     for (dtype, _), names in kinds.items():
         xp = arrays_for(gradients[names[0]])
         shapes = [tuple(gradients[name].shape) for name in names]
         ends = [0, *accumulate(map(number_of_elements, shapes))]
         flat = xp.astype(xp.zeros((ends[-1],), like=gradients[names[0]]), wide_dtype(dtype))
         for name, shape, start, end in zip(names, shapes, ends[:-1], ends[1:], strict=True):
-            found[name] = xp.reshape(flat[start:end], shape)
-    return found
+            zeros[name] = xp.reshape(flat[start:end], shape)
+    return zeros

@@ -73,8 +73,9 @@ class LevelErrors:
         if around == self._around:
             return
         self._around, self._levels, self._compressors, self._bytes = around, [], [], {}
-        self._dense_bytes = sum(one.size * dtype_bytes(one.dtype) for one in self._engine.tensors.values())
-        self._own_bytes = {name: bytes_of(self._engine, name, one) for name, one in self._plans.own().items()}
+        self._dense_bytes = sum(tensor.size * dtype_bytes(tensor.dtype) for tensor in self._engine.tensors.values())
+        own = self._plans.own()
+        self._own_bytes = {name: bytes_of(self._engine, name, compressor) for name, compressor in own.items()}
         for levels in levels_around(self._engine, self._names, around):
             compressors: dict[str, Compressor] = {}
             for name, level in levels.items():
@@ -101,15 +102,15 @@ def levels_around(engine: Engine, names: Iterable[str], around: Iterable[float])
         names: of the tensors whose level is decided.
         around: the factors; the own levels, those at 1.0, come first.
     """
-    found: list[dict[str, Level]] = []
+    several: list[dict[str, Level]] = []
     for factor in (1.0, *(each for each in around if each != 1.0)):
         levels: dict[str, Level] = {}
         for name in names:
             level = _level_at(engine, engine.compressor.method_for(engine.tensors[name]), factor)
-            if level is not None and not any(level == others.get(name) for others in found):
+            if level is not None and not any(level == others.get(name) for others in several):
                 levels[name] = level
-        found.append(levels)
-    return found
+        several.append(levels)
+    return several
 
 
 def _level_at(engine: Engine, method: Compressor, factor: float) -> Level | None:

@@ -40,9 +40,11 @@ class Shorthand:
         Args:
             before: the whole parts of the line before, of which there are none at a start line.
         """
-        told = {name: value for name, value in parts.get("statistics", {}).items() if self._is_by_tensor(value)}
+        statistics = {name: value for name, value in parts.get("statistics", {}).items() if self._is_by_tensor(value)}
         return {
-            name: self._short(part, None, {}) if name == "statistics" else self._short(part, before.get(name), told)
+            name: self._short(part, None, {})
+            if name == "statistics"
+            else self._short(part, before.get(name), statistics)
             for name, part in parts.items()
         }
 
@@ -64,24 +66,24 @@ class Shorthand:
     def _is_by_tensor(self, value: Any) -> bool:
         return isinstance(value, Mapping) and bool(value) and list(value) == self._names
 
-    def _short(self, value: Any, before: Any, told: Mapping[str, Any]) -> Any:
+    def _short(self, value: Any, before: Any, statistics: Mapping[str, Any]) -> Any:
         if not isinstance(value, Mapping):
             return value
         if self._is_by_tensor(value):
-            return self._short_by_tensor(value, before, told)
+            return self._short_by_tensor(value, before, statistics)
         if isinstance(before, Mapping) and list(before) == list(value):
             changed = {key: item for key, item in value.items() if _differ(item, before[key])}
-            return {CHANGED: {key: self._short(item, before[key], told) for key, item in changed.items()}}
+            return {CHANGED: {key: self._short(item, before[key], statistics) for key, item in changed.items()}}
         if len(value) == 1 and next(iter(value)) in _WORDS:
             return {PLAIN: value}
-        return {key: self._short(item, None, told) for key, item in value.items()}
+        return {key: self._short(item, None, statistics) for key, item in value.items()}
 
-    def _short_by_tensor(self, value: Mapping[str, Any], before: Any, told: Mapping[str, Any]) -> dict[str, Any]:
+    def _short_by_tensor(self, value: Mapping[str, Any], before: Any, statistics: Mapping[str, Any]) -> dict[str, Any]:
         if self._is_by_tensor(before):
             changed = {place: value[name] for place, name in self._places.items() if _differ(value[name], before[name])}
             if 2 * len(changed) <= len(value):
                 return {CHANGED: changed}
-        for name, statistic in told.items():
+        for name, statistic in statistics.items():
             if not _differ(value, statistic):
                 return {AS: name}
         items = list(value.values())
@@ -90,14 +92,14 @@ class Shorthand:
             return {BY_TENSOR: {key: [item[key] for item in items] for key in keys}}
         return {BY_TENSOR: items}
 
-    def _whole(self, value: Any, before: Any, told: Mapping[str, Any]) -> Any:
+    def _whole(self, value: Any, before: Any, statistics: Mapping[str, Any]) -> Any:
         if not isinstance(value, Mapping):
             return value
         word = next(iter(value)) if len(value) == 1 else ""
         if word == PLAIN:
             return value[PLAIN]
         if word == AS:
-            return told[value[AS]]
+            return statistics[value[AS]]
         if word == BY_TENSOR:
             items = value[BY_TENSOR]
             if isinstance(items, Mapping):
@@ -106,16 +108,16 @@ class Shorthand:
             return dict(zip(self._names, items, strict=True))
         if word == CHANGED:
             by_tensor = self._is_by_tensor(before)
-            changed = {
-                self._places[key] if by_tensor else key: item if by_tensor else self._whole(item, before[key], told)
-                for key, item in value[CHANGED].items()
-            }
+            if by_tensor:
+                changed = {self._places[key]: item for key, item in value[CHANGED].items()}
+            else:
+                changed = {key: self._whole(item, before[key], statistics) for key, item in value[CHANGED].items()}
             return {**before, **changed}
-        return {key: self._whole(item, None, told) for key, item in value.items()}
+        return {key: self._whole(item, None, statistics) for key, item in value.items()}
 
 
-def _differ(one: Any, other: Any) -> bool:
+def _differ(before: Any, other: Any) -> bool:
     """Whether two JSON values are not the very same: True is not 1, 1 is not 1.0, and -0.0 is not 0.0."""
-    if one != other:
+    if before != other:
         return True
-    return one is not other and not isinstance(one, str) and repr(one) != repr(other)
+    return before is not other and not isinstance(before, str) and repr(before) != repr(other)

@@ -27,7 +27,7 @@ class Observer:
         return {}
 
     def statistics(self, request: Request, batches: int) -> dict[str, Any]:
-        """What was measured, by the fields of `Statistics`. It may wait for the device.
+        """The measurements, by the fields of `Statistics`. It may wait for the device.
 
         Args:
             request: for some of `tells`, among others.

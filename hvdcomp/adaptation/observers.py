@@ -17,7 +17,7 @@ from hvdcomp.policies.request import Request, Statistic
 
 
 class Predicted(Observer):
-    """What was predicted before the training, and stays the same.
+    """Predictions that were made before the training, and stay the same.
 
     Args:
         exchange_seconds: as in `Statistics`; None if the policy does not ask for it.
@@ -90,12 +90,12 @@ class Observers:
             self.times.end_step()
 
     def statistics(self, request: Request, batches: int) -> dict[str, Any]:
-        """What was measured, as in `Observer.statistics`."""
-        told: dict[str, Any] = {}
+        """The measurements of all observers, as in `Observer.statistics`."""
+        values: dict[str, Any] = {}
         for observer in self.all:
             if observer.tells & request.statistics:
-                told |= observer.statistics(request, batches)
-        return told
+                values |= observer.statistics(request, batches)
+        return values
 
     def clear(self) -> None:
         """Begins a new period."""
@@ -103,7 +103,7 @@ class Observers:
             observer.clear()
 
     def state(self, copy: Callable[[Array], Array]) -> dict[str, Any]:
-        """What was measured in this period so far, for `restore`."""
+        """The measurements of this period so far, for `restore`."""
         return {"sums": self.sums.state(copy), "step_times": self.times.state()}
 
     def restore(self, state: Mapping[str, Any], place: Callable[[Array, str], Array]) -> None:

@@ -135,7 +135,7 @@ class StepTimes(Observer):
         self._seconds = []
 
     def state(self) -> list[float]:
-        """What was measured in this period so far, for a checkpoint."""
+        """The measurements of this period so far, for a checkpoint."""
         return list(self._seconds)
 
     def restore(self, state: Sequence[float]) -> None:

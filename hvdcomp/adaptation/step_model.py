@@ -65,7 +65,7 @@ class StepModel:
         return float(step)
 
     def exchange(self, plan: Plan, overlapped: bool) -> Exchange:
-        """What is exchanged at a plan; `overlapped` is as in `Exchange`.
+        """The exchange of a plan; `overlapped` is as in `Exchange`.
 
         Raises:
             SpecError: for what the model does not know.
@@ -99,14 +99,14 @@ class StepModel:
         tensors, known = list(self.engine.tensors.values()), self.facts.compute.encode
         return encode_time_of(compressor, known, tensors, self.ranks_per_node)
 
-    def _known(self, found: EncodeTime | None, compressor: Compressor) -> EncodeTime:
-        if found is None:
+    def _known(self, encode: EncodeTime | None, compressor: Compressor) -> EncodeTime:
+        if encode is None:
             known = self.facts.compute.encode
             raise CalibrationError(
                 f"{self.source} has no encode time of {str(compressor)!r} for this model; it has: "
                 f"{', '.join(known) or 'none'}. Calibrate with this compressor, or use one of these"
             )
-        return found
+        return encode
 
 
 @contextmanager

@@ -184,7 +184,7 @@ def norms(arrays: Sequence[Array]) -> Array:
 
 
 def mean_to_std(arrays: Sequence[Array]) -> Array:
-    """Of each array, the magnitude of the elements' mean over their standard deviation, a float64 vector.
+    """The magnitude of the mean over the standard deviation of each array's elements, a float64 vector.
 
     Not finite for an array of one element; of equal ones not finite, or as large as rounding lets it be.
     """

@@ -42,11 +42,11 @@ class ShapeArray:
     def __getitem__(self, key: Any) -> ShapeArray:
         keys = key if isinstance(key, tuple) else (key,)
         shape: list[int] = []
-        for one, length in zip(keys, self.shape, strict=False):
-            if isinstance(one, slice):
-                shape.append(len(range(*one.indices(length))))
-            elif not -length <= operator.index(one) < length:
-                raise IndexError(f"index {one} is out of range for a dimension of {length}")
+        for index, length in zip(keys, self.shape, strict=False):
+            if isinstance(index, slice):
+                shape.append(len(range(*index.indices(length))))
+            elif not -length <= operator.index(index) < length:
+                raise IndexError(f"index {index} is out of range for a dimension of {length}")
         return ShapeArray((*shape, *self.shape[len(keys) :]), self.dtype)
 
     def __bool__(self) -> bool:
@@ -56,7 +56,7 @@ class ShapeArray:
         )
 
     def itself(self, *_: Any, **__: Any) -> ShapeArray:
-        """What has the shape and the type of this array."""
+        """An array of the shape and the type of this array."""
         return self
 
     __neg__ = __invert__ = __abs__ = clip = cumsum = itself
@@ -67,7 +67,7 @@ class ShapeArray:
         return ShapeArray(self.shape[::-1], self.dtype)
 
     def sum(self, axis: int | None = None, keepdims: bool = False) -> ShapeArray:
-        """Of all elements, (), or of the rows of a matrix, (r,) or (r, 1)."""
+        """The shape of a sum over all elements, (), or over the rows of a matrix, (r,) or (r, 1)."""
         shape = () if axis is None else (self.shape[0], 1) if keepdims else self.shape[:1]
         return ShapeArray(shape, self.dtype)
 
@@ -117,7 +117,7 @@ def flatten(x: ShapeArray) -> ShapeArray:
 
 def reshape(x: ShapeArray, shape: Sequence[int]) -> ShapeArray:
     known = -number_of_elements(tuple(shape))  # where one of the dimensions is -1
-    return ShapeArray([number_of_elements(x.shape) // known if one == -1 else one for one in shape], x.dtype)
+    return ShapeArray([number_of_elements(x.shape) // known if length == -1 else length for length in shape], x.dtype)
 
 
 def zeros(shape: Sequence[int], like: ShapeArray) -> ShapeArray:

@@ -103,10 +103,11 @@ class DeviceTensors:
         ]
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-        for one in ready:
-            storage = one.untyped_storage()
+        for tensor in ready:
+            storage = tensor.untyped_storage()
             self._of_torch[storage._cdata] = storage
-        return [tf.experimental.dlpack.from_dlpack(_numbered(dlpack.to_dlpack(one), self._number)) for one in ready]
+        capsules = (_numbered(dlpack.to_dlpack(tensor), self._number) for tensor in ready)
+        return [tf.experimental.dlpack.from_dlpack(capsule) for capsule in capsules]
 
     def to_host(self, array: torch.Tensor) -> np.ndarray:
         """A copy in NumPy, of any element type."""

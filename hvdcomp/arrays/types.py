@@ -7,7 +7,7 @@ from typing import Any
 Array = Any  # a NumPy array or torch.Tensor; the array functions of `hvdcomp.arrays` tell them apart
 
 FLOATING = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-"""The same of the element types that gradients may have."""
+"""Bytes of an element, for the types that gradients may have."""
 
 DTYPE_BYTES = {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, **FLOATING}
 """The size of one element, in bytes, of each element type that may be sent, by its common name."""

@@ -29,7 +29,7 @@ def write(folder: Path, stem: str, rows: Sequence[Row], details: dict[str, Any])
 
     files = [folder / f"{stem}.{ending}" for ending in ("json", "csv", "md", "png")]
     tables: dict[str, Sequence[Any]] = {"rows": rows, "gains": gains(rows), "auto": choices(details.get("runs", ()))}
-    data = {name: [asdict(one) for one in table] for name, table in tables.items()} | details
+    data = {name: [asdict(row) for row in table] for name, table in tables.items()} | details
     contents = [
         json.dumps(data).encode() + b"\n",  # step times and tensors: nothing that is read line by line
         csv_of([asdict(row) for row in rows]),
@@ -38,7 +38,7 @@ def write(folder: Path, stem: str, rows: Sequence[Row], details: dict[str, Any])
     ]
     if tables["gains"]:
         files.append(folder / f"{stem}-speed.png")
-        contents.append(draw_speed(gains(rows)))
+        contents.append(draw_speed(rows))
     replace_files(dict(zip(files, contents, strict=True)))
     return files
 
@@ -62,18 +62,18 @@ def summary(rows: Sequence[Row]) -> str:
     medians = [f"{errors(some)[0]:.1%} of {len(some)} {kind}" for kind, some in kinds.items() if some]
     if medians:
         said += f" Of compressors the median errors are {', '.join(medians)}."
-    if found := gains(rows):
-        said += f" {_gains_summary(found)}"
+    if every := gains(rows):
+        said += f" {_gains_summary(every)}"
     return said
 
 
-def _gains_summary(found: Sequence[Gain]) -> str:
+def _gains_summary(every: Sequence[Gain]) -> str:
     """How many times as fast the best of compression is, by model and rate, over all clusters."""
     models = []
-    for model in dict.fromkeys(gain.model for gain in found):
+    for model in dict.fromkeys(gain.model for gain in every):
         rates = []
-        for rate in sorted({gain.rate for gain in found if gain.model == model}, key=parse_rate):
-            here = sorted(gain.over_stock for gain in found if (gain.model, gain.rate) == (model, rate))
+        for rate in sorted({gain.rate for gain in every if gain.model == model}, key=parse_rate):
+            here = sorted(gain.over_stock for gain in every if (gain.model, gain.rate) == (model, rate))
             bounds = dict.fromkeys(f"{value:.2f}" for value in (here[0], here[-1]))
             rates.append(f"{' to '.join(bounds)} at {rate}")
         models.append(f"{model} {', '.join(rates)}")
@@ -156,50 +156,51 @@ def _errors(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
         yield method, str(len(errors)), f"{median:.1%}", f"{max(errors, key=abs):+.0%}"
 
 
-def auto_summary(found: Sequence[Choice]) -> str:
+def auto_summary(chosen: Sequence[Choice]) -> str:
     """How `auto` did, in a sentence."""
-    slowest, slower = (max(found, key=lambda one: getattr(one, name)) for name in ("over_best", "over_dense"))
+    slowest, slower = (max(chosen, key=lambda choice: getattr(choice, name)) for name in ("over_best", "over_dense"))
+    median = statistics.median(choice.over_best for choice in chosen)
     return (
-        f"A step with auto takes {statistics.median(one.over_best for one in found):.3f} times that of the best static "
-        f"choice in the median, {slowest.over_best:.3f} times at most ({slowest.in_words()}); "
+        f"A step with auto takes {median:.3f} times that of the best static choice in the median, "
+        f"{slowest.over_best:.3f} times at most ({slowest.in_words()}); "
         f"{slower.over_dense:.3f} times that of dense at most ({slower.in_words()}). Standard errors of these "
-        f"ratios are up to {max(one.over_best_error for one in found):.3f}."
+        f"ratios are up to {max(choice.over_best_error for choice in chosen):.3f}."
     )
 
 
-def _auto(found: Sequence[Choice]) -> list[str]:
-    if not found:
+def _auto(chosen: Sequence[Choice]) -> list[str]:
+    if not chosen:
         return []
     headings = ("hosts", "rate", "model", "given", "chosen", "predicted ms", "measured ms", "best static", "over best",
                 "over dense")  # fmt: skip
     table = [
         (
-            str(one.cluster), one.rate, one.model, _given(one), one.chosen, f"{one.predicted_ms:.1f}",
-            f"{one.measured_ms:.1f}", one.best, f"{one.over_best:.3f} ± {one.over_best_error:.3f}",
-            f"{one.over_dense:.3f}" + (f" ± {one.over_dense_error:.3f}" if one.over_dense_error else ""),
+            str(choice.cluster), choice.rate, choice.model, _given(choice), choice.chosen, f"{choice.predicted_ms:.1f}",
+            f"{choice.measured_ms:.1f}", choice.best, f"{choice.over_best:.3f} ± {choice.over_best_error:.3f}",
+            f"{choice.over_dense:.3f}" + (f" ± {choice.over_dense_error:.3f}" if choice.over_dense_error else ""),
         )
-        for one in found
-        if one.over_best > 1 + NOT_FAR
+        for choice in chosen
+        if choice.over_best > 1 + NOT_FAR
     ]  # fmt: skip
     if not table:
-        return [auto_summary(found), ""]
-    said = f"{auto_summary(found)} Where it takes more than {NOT_FAR:.0%} longer than the best static choice:"
+        return [auto_summary(chosen), ""]
+    said = f"{auto_summary(chosen)} Where it takes more than {NOT_FAR:.0%} longer than the best static choice:"
     return [said, "", *_markdown_table(headings, table), ""]
 
 
-def _given(one: Choice) -> str:
+def _given(choice: Choice) -> str:
     """What it had to choose from beside dense and fp16."""
-    return one.compressors[0] if len(one.compressors) == 1 else f"{len(one.compressors)} compressors"
+    return choice.compressors[0] if len(choice.compressors) == 1 else f"{len(choice.compressors)} compressors"
 
 
 def _noise(runs: Sequence[dict[str, Any]]) -> list[str]:
     """How much was too noisy to trust, by the calibrations' own account."""
-    found = [(one["spread"], what, run) for run in runs for what, one in run["noisy"].items()]
-    if not found:
+    noisy = [(number["spread"], what, run) for run in runs for what, number in run["noisy"].items()]
+    if not noisy:
         return []
-    spread, what, run = max(found, key=lambda one: one[0])
+    spread, what, run = max(noisy, key=lambda entry: entry[0])
     return [
-        f"Of all calibrated numbers, the repeated medians of {len(found)} differ by more than {NOISY:.0%}, at most by "
+        f"Of all calibrated numbers, the repeated medians of {len(noisy)} differ by more than {NOISY:.0%}, at most by "
         f"{spread:.0%} ({what}; {place_of(run).in_words()}). The JSON file has all.",
         "",
     ]

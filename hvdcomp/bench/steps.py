@@ -133,7 +133,7 @@ def measure(
                 continue
             with Cluster(one.number, rate) as cluster:
                 for place in places:
-                    yield asdict(place) | _run(cluster, place, options, show)
+                    yield _run(cluster, place, options, show) | asdict(place)  # the worker knows no rate
     except ClusterError as error:
         raise StepsError(str(error)) from None
 

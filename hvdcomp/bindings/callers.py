@@ -18,7 +18,7 @@ def caller_local(name: str, suits: Callable[[Any], Any], function: str | None = 
     """
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  # its documented name
     while frame is not None:
-        if function in (None, frame.f_code.co_name) and suits(found := frame.f_locals.get(name)):
-            return found
+        if function in (None, frame.f_code.co_name) and suits(value := frame.f_locals.get(name)):
+            return value
         frame = frame.f_back
     return None

@@ -65,7 +65,7 @@ def state_of(engine: Engine, coordinator: Coordinator | None, copy: Callable[[Ar
 
 def _totals(totals: Cost) -> dict[str, Any]:
     """Bytes in the node only where there are any: earlier versions, which do not know them, read all else."""
-    return {name: one for name, one in dataclasses.asdict(totals).items() if one or name != "bytes_in_node"}
+    return {name: value for name, value in dataclasses.asdict(totals).items() if value or name != "bytes_in_node"}
 
 
 def restore(

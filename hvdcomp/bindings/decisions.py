@@ -114,11 +114,11 @@ def _exchange_seconds(policy: Any, training: Training) -> Mapping[int, float] | 
 
     try:
         model, batch, overlaps = policy.model or None, policy.batch or None, training.overlaps_with_policy
-        found = exchange_seconds_of(training.engine, policy.calibration, request.around, model, batch, overlaps)
+        seconds = exchange_seconds_of(training.engine, policy.calibration, request.around, model, batch, overlaps)
     except CalibrationError as error:
         raise ConfigurationError(_cannot_use(policy.calibration, error)) from None
-    policy.require_reachable(found)
-    return found
+    policy.require_reachable(seconds)
+    return seconds
 
 
 def _cannot_use(calibration: str, error: ValueError) -> str:

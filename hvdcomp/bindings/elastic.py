@@ -101,7 +101,7 @@ def _described(residuals: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: {
             "memory": kept["memory"],
-            "arrays": [(list(one.shape), arrays_for(one).dtype_name(one)) for one in kept["arrays"]],
+            "arrays": [(list(array.shape), arrays_for(array).dtype_name(array)) for array in kept["arrays"]],
         }
         for name, kept in residuals.items()
     }
@@ -114,10 +114,10 @@ def _zeros(described: Mapping[str, Any], like: Array) -> dict[str, Any]:
     return {"memory": described["memory"], "arrays": arrays}
 
 
-def _gather(communicator: Ranks, like: Array, mine: Survivor) -> list[Survivor]:
-    rows = gather_rows(communicator, np.array(mine, np.float64).tobytes(), like, "hvdcomp.survivors")
-    found = (np.frombuffer(row, np.float64).tolist() for row in rows)
-    return [Survivor(int(rank), int(ranks), energy) for rank, ranks, energy in found]
+def _gather(communicator: Ranks, like: Array, own: Survivor) -> list[Survivor]:
+    rows = gather_rows(communicator, np.array(own, np.float64).tobytes(), like, "hvdcomp.survivors")
+    survivors = (np.frombuffer(row, np.float64).tolist() for row in rows)
+    return [Survivor(int(rank), int(ranks), energy) for rank, ranks, energy in survivors]
 
 
 def _from_rank_0(communicator: Ranks, like: Array, message: bytes) -> bytes:
@@ -128,11 +128,11 @@ def _from_rank_0(communicator: Ranks, like: Array, message: bytes) -> bytes:
 
 def _said(everyone: Sequence[Survivor]) -> str:
     """What rank 0 says of a change; "" if nothing was lost."""
-    survivors = [one for one in everyone if one != NEW]
+    survivors = [survivor for survivor in everyone if survivor != NEW]
     if not survivors:
         return ""
     before = survivors[0].ranks
-    kept = {one.rank for one in survivors}
+    kept = {survivor.rank for survivor in survivors}
     lost = [rank for rank in range(before) if rank not in kept]
     if everyone[0] == NEW:
         return (
@@ -141,7 +141,7 @@ def _said(everyone: Sequence[Survivor]) -> str:
         )
     if not lost:
         return ""
-    norm = math.sqrt(math.fsum(one.energy for one in survivors) / len(survivors))
+    norm = math.sqrt(math.fsum(survivor.energy for survivor in survivors) / len(survivors))
     return (
         f"{len(lost)} of {before} ranks are gone ({', '.join(map(str, lost))}), and with them what they had left to be "
         f"sent: about {len(lost) / before:.0%} of all that was held back. A rank that went on holds residuals of norm "

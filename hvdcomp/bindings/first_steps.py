@@ -84,7 +84,7 @@ class FirstSteps:
         settings, engine, trained = training.setup.compression.settings, training.engine, training.trained()
         tensors, level = engine.tensors, engine.planner.level
         known = [tensors[name] for name in sorted(trained)]
-        parameters = {f"parameter {one.name}": f"{one.dtype} {one.own_shape}" for one in known}
+        parameters = {f"parameter {tensor.name}": f"{tensor.dtype} {tensor.own_shape}" for tensor in known}
         return {
             **settings.describe(),
             **training.facts(),
@@ -111,10 +111,10 @@ class FirstSteps:
         return self._training.momentum_of_optimizer() if memory is not None and memory.is_momentum else None
 
     def _refuse_double_momentum(self) -> None:
-        found = self._doubled_momentum()
-        if found:
+        momentum = self._doubled_momentum()
+        if momentum:
             raise ConfigurationError(
-                f"the optimizer has {found}, but {self._training.engine.memory} applies momentum itself, before "
+                f"the optimizer has {momentum}, but {self._training.engine.memory} applies momentum itself, before "
                 "compression; use an optimizer without momentum (SGD with momentum=0) and set momentum in the memory "
                 "(dgc:momentum=...), or choose memory=hvdcomp.ErrorFeedback()"
             )

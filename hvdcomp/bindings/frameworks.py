@@ -91,7 +91,7 @@ def maker(name: str, gradient: Any = None) -> Callable[[Setup], Binding]:
 
 def named_or_all(name: str | None) -> dict[str, Framework]:
     """By name, the framework of this name; all of them where it is None, because that is not known yet."""
-    return {one: framework_named(one) for one in (NAMES if name is None else (name,))}
+    return {each: framework_named(each) for each in (NAMES if name is None else (name,))}
 
 
 def of_arguments(parameters: Mapping[str, Any], optimizer: Any, scaler: Any = None) -> tuple[str | None, Any]:
@@ -111,27 +111,29 @@ def of_arguments(parameters: Mapping[str, Any], optimizer: Any, scaler: Any = No
     every = named_or_all(None)
     given = {argument: value for argument, value in parameters.items() if value is not None}
     if len(given) > 1:
-        examples = " or ".join(f"{one.EXAMPLE} ({one.TITLE})" for one in every.values())
+        examples = " or ".join(f"{framework.EXAMPLE} ({framework.TITLE})" for framework in every.values())
         raise ConfigurationError(
             f"give hvdcomp.Compression {examples}, one of these or none: residuals and warm starts are kept by "
             "parameter name"
         )
-    found = None
+    framework_name = None
     for name, framework in every.items():
         owns_optimizer = optimizer is not None and framework.owns_optimizer(optimizer)
         if optimizer is not None and (owns_optimizer or framework.ARGUMENT in given):
             framework.check_optimizer(optimizer)
         if framework.ARGUMENT in given or (owns_optimizer and not given):
-            found = name
-    _require_scaler(scaler, found)
-    return found, None if found is None or not given else _parameters_of(framework_named(found), *given.values())
+            framework_name = name
+    _require_scaler(scaler, framework_name)
+    if framework_name is None or not given:
+        return framework_name, None
+    return framework_name, _parameters_of(framework_named(framework_name), *given.values())
 
 
 def _parameters_of(framework: Framework, given: Any) -> Any:
     every = named_or_all(None).values()
     # A model, which can be called. One of Keras that is not built fails when it is asked for its variables.
-    if any(one.is_model(given) for one in every):
-        examples = " or ".join(one.EXAMPLE for one in every)
+    if any(framework.is_model(given) for framework in every):
+        examples = " or ".join(framework.EXAMPLE for framework in every)
         raise ConfigurationError(
             f"hvdcomp.Compression was given the model {type(given).__name__} itself; give it {examples}"
         )
@@ -150,7 +152,10 @@ def of_gradient(gradient: Any, expected: str | None) -> str:
     for name, framework in named_or_all(expected).items():
         if framework.owns_gradient(gradient):
             return name
-    uses = [f"{one.TITLE} (horovod.{name}, {one.ARGUMENT}=...)" for name, one in named_or_all(None).items()]
+    uses = [
+        f"{framework.TITLE} (horovod.{name}, {framework.ARGUMENT}=...)"
+        for name, framework in named_or_all(None).items()
+    ]
     raise ConfigurationError(
         f"hvdcomp.Compression was given a {type(gradient).__module__}.{type(gradient).__qualname__}; it works with "
         f"{' and '.join(uses)}{f', and was made for {expected}' if expected else ''}"
@@ -173,7 +178,7 @@ def require_optimizer(given: Any, function: str, name: str | None = None) -> Non
     Args:
         name: of the framework; None for any.
     """
-    if given is not None and not any(one.owns_optimizer(given) for one in named_or_all(name).values()):
+    if given is not None and not any(framework.owns_optimizer(given) for framework in named_or_all(name).values()):
         kind = type(given)
         raise ConfigurationError(
             f"{function} was given a {kind.__module__}.{kind.__qualname__} as optimizer, which is none; give it the "
@@ -185,10 +190,10 @@ def _require_scaler(given: Any, name: str | None) -> None:
     """Raises ConfigurationError if a user gave something else as what scales the loss; arguments as of
     `require_optimizer`."""
     known = named_or_all(name).values()
-    if given is not None and not any(one.owns_scaler(given) for one in known):
+    if given is not None and not any(framework.owns_scaler(given) for framework in known):
         raise ConfigurationError(
-            f"grad_scaler={given!r} does not scale a loss; give {' or '.join(one.SCALER for one in known)}, or leave "
-            "it out"
+            f"grad_scaler={given!r} does not scale a loss; give "
+            f"{' or '.join(framework.SCALER for framework in known)}, or leave it out"
         )
 
 

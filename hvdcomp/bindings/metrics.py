@@ -24,7 +24,7 @@ def metrics_of(ledger: Ledger, plan: Plan) -> dict[str, float]:
     if last is None:
         return {}
     ledger.settle()
-    found: dict[str, float | None] = {
+    values: dict[str, float | None] = {
         "bytes_sent": last.bytes_sent,
         "bytes_in_node": last.bytes_in_node,
         "dense_bytes": last.dense_bytes,
@@ -32,11 +32,11 @@ def metrics_of(ledger: Ledger, plan: Plan) -> dict[str, float]:
     }
     timed = ledger.timed
     if timed is not None:
-        found["encode_seconds"] = timed.encode_seconds
-        found["communicate_seconds"] = timed.communicate_seconds
-        found["decode_seconds"] = timed.decode_seconds
-    found |= {f"mean_{name}": mean for name, mean in mean_levels(plan).items()}
-    return {f"hvdcomp/{name}": float(value) for name, value in found.items() if value is not None}
+        values["encode_seconds"] = timed.encode_seconds
+        values["communicate_seconds"] = timed.communicate_seconds
+        values["decode_seconds"] = timed.decode_seconds
+    values |= {f"mean_{name}": mean for name, mean in mean_levels(plan).items()}
+    return {f"hvdcomp/{name}": float(value) for name, value in values.items() if value is not None}
 
 
 def shown(compression: UsedCompression) -> str:
@@ -45,15 +45,15 @@ def shown(compression: UsedCompression) -> str:
         <hvdcomp.Compression topk:ratio=0.01, 3 of 8 tensors compressed, factor 41.20>
     """
     settings, plan, factor = compression.settings, compression.plan, compression.ledger.totals.compression_factor
-    told = [str(settings.compressor)]
+    words = [str(settings.compressor)]
     if settings.policy is not None:
-        told.append(f"policy {settings.policy}")
+        words.append(f"policy {settings.policy}")
     if plan:
-        compressed = sum(not isinstance(one, NoCompression) for one in plan.values())
-        told.append(f"{compressed} of {len(plan)} tensors compressed")
+        compressed = sum(not isinstance(compressor, NoCompression) for compressor in plan.values())
+        words.append(f"{compressed} of {len(plan)} tensors compressed")
     if factor is not None:
-        told.append(f"factor {factor:.2f}")
-    return f"<hvdcomp.Compression {', '.join(told)}>"
+        words.append(f"factor {factor:.2f}")
+    return f"<hvdcomp.Compression {', '.join(words)}>"
 
 
 def mean_levels(plan: Plan) -> dict[str, float]:

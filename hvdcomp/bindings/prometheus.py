@@ -59,7 +59,7 @@ class Collector:
         yield levels
         # A label for each tensor would be hundreds of series: tensors that are sent alike are one.
         tensors = GaugeMetricFamily("hvdcomp_tensors", "Tensors that are sent so.", labels=["method", "level"])
-        alike = Counter((one.name, "" if one.level is None else f"{one.level:g}") for one in plan.values())
+        alike = Counter((used.name, "" if used.level is None else f"{used.level:g}") for used in plan.values())
         for labels, count in sorted(alike.items()):
             tensors.add_metric(labels, count)
         yield tensors

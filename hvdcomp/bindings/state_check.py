@@ -121,7 +121,7 @@ def checked(state: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def parts_of(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """What is shared, and what is the rank's own, of a state that is in order, as far as it tells by itself.
+    """The shared part of a state, and the rank's own part. The state is checked as far as it can be by itself.
 
     Raises:
         ConfigurationError: if it is no state, or one of another version, or if something in it is missing, of a wrong
@@ -135,10 +135,10 @@ def parts_of(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, 
             "compression.state_dict() returned"
         )
     try:
-        known, mine = _read(_Shared, shared, "shared"), _read(_Own, own, "own")
+        known, own_state = _read(_Shared, shared, "shared"), _read(_Own, own, "own")
         for name, warm in known.warm_starts.items():
             _require_finite(warm.arrays, f"the warm start of {name}")
-        for name, kept in mine.residuals.items():
+        for name, kept in own_state.residuals.items():
             _require_finite(kept.arrays, f"the residual of {name}")
     except ValueError as error:
         raise _damaged(error) from None
@@ -214,11 +214,11 @@ def _listed(arrays: Any, where: str) -> list[Array]:
     """The arrays of a list, which are of floating-point numbers."""
     if not isinstance(arrays, list | tuple):
         raise ValueError(f"{where}: {shortened(arrays)} must be a list of arrays")
-    found = list(map(known_array, arrays))
-    for array in found:
+    known_arrays = list(map(known_array, arrays))
+    for array in known_arrays:
         if (dtype := arrays_for(array).dtype_name(array)) not in FLOATING:
             raise ValueError(f"{where}: an array of {dtype} must be one of {', '.join(FLOATING)}")
-    return found
+    return known_arrays
 
 
 def _require_finite(arrays: Any, where: str) -> None:
@@ -229,7 +229,7 @@ def _require_finite(arrays: Any, where: str) -> None:
 
 def _tensor(engine: Engine, name: str) -> TensorInfo:
     if name not in engine.tensors:
-        raise ValueError(f"{name!r} is no parameter of this model, but something is kept of it")
+        raise ValueError(f"{name!r} is no parameter of this model, but the state has a residual or a warm start of it")
     return engine.tensors[name]
 
 
@@ -238,8 +238,8 @@ def _check_level(level: Any, compressor: Compressor) -> None:
         sizes: Any = typed(tuple[tuple[float | None, ...], ...], level, "level")
         if not sizes or any(len(size) != 2 or size[1] is None for size in sizes) or sizes[-1][0] is not None:
             raise ValueError(f"level: {level!r} must be pairs of a size and a level, the last with None for a size")
-        for _, one in sizes:
-            compressor.at_level(one)
+        for _, size_level in sizes:
+            compressor.at_level(size_level)
     elif not isinstance(level, str):
         compressor.at_level(level)
     elif level != DENSE:
@@ -266,19 +266,19 @@ def _check_residual(kept: Mapping[str, Any], tensor: TensorInfo) -> None:
 
 
 def _check_warm_start(warm: Mapping[str, Any], tensor: TensorInfo, engine: Engine) -> None:
-    """Of the method that has the tensor now; what another one left is not used."""
-    one = engine.planner.choose(engine.compressor, tensor)
-    if one.name != warm["method"]:
+    """Checks the warm start of the method that has the tensor now; that of another method is not used."""
+    compressor = engine.planner.choose(engine.compressor, tensor)
+    if compressor.name != warm["method"]:
         return
     where = f"the warm start of {tensor.name}"
     x = shapes.ShapeArray(tensor.shape, tensor.dtype)
     arrays = _listed(warm["arrays"], where)
-    fresh = one.prepare(shapes, x, (), Context(tensor.name, 0, 0, 0, 1))
+    fresh = compressor.prepare(shapes, x, (), Context(tensor.name, 0, 0, 0, 1))
     # Of the lengths, the method makes what it needs: they follow its level, and an older version's matrices.
     if [len(array.shape) for array in arrays] != [len(array.shape) for array in fresh]:
         raise ValueError(
-            f"{where} has arrays of the shapes {[list(array.shape) for array in arrays]}, and {one} keeps such as "
-            f"{[list(array.shape) for array in fresh]}"
+            f"{where} has arrays of the shapes {[list(array.shape) for array in arrays]}, and {compressor} keeps "
+            f"such as {[list(array.shape) for array in fresh]}"
         )
 
 

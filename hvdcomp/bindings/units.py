@@ -64,12 +64,12 @@ class Units:
     def choose_momenta(self) -> None:
         """Notes the momenta of a step, when its plan is fixed."""
         momenta, planner = self._training.momenta_of_step(), self._training.engine.planner
-        self.engine_only = any(one.sent_always for one in momenta.values())
+        self.engine_only = any(momentum.sent_always for momentum in momenta.values())
         # Where all is sent nothing is lost, and nothing has to be added.
         self.momenta = {
-            name: one
-            for name, one in momenta.items()
-            if one.sent_always or not planner.sends_all(name, planner.plan[name])
+            name: momentum
+            for name, momentum in momenta.items()
+            if momentum.sent_always or not planner.sends_all(name, planner.plan[name])
         }
 
     @property

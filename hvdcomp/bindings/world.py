@@ -77,7 +77,7 @@ def _own_for(own: Mapping[str, Any], rank: int, ranks: int, residuals: Mapping[s
 
 
 class _Collected:
-    """What was read so far. Arguments as of `state_for`, but whether residuals are kept."""
+    """The states that were read so far, joined. Arguments as of `state_for`, but whether residuals are kept."""
 
     def __init__(self, rank: int, ranks: int, keeps: bool) -> None:
         self._rank = rank
@@ -208,7 +208,7 @@ class _Sum:
             arrays = [zeros_like(array) for array in self._arrays]
         else:
             arrays = [
-                _narrow(_wide(one) * factor, dtype) for one, dtype in zip(self._arrays, self._dtypes, strict=True)
+                _narrow(_wide(array) * factor, dtype) for array, dtype in zip(self._arrays, self._dtypes, strict=True)
             ]
         return {"memory": self._memory, "arrays": arrays}
 

@@ -134,7 +134,7 @@ def command(
         _count(context, calibration, compressors)
         return
     if axis is None and (growth is not None or output is not None):
-        raise click.UsageError("--growth and --output belong to --sweep")
+        raise click.UsageError("--growth and --output belong to --sweep; add --sweep NAME=LOW..HIGH, or leave them out")
     try:
         setting = Setting(world_size, None if bandwidth is None else bandwidth * GBPS, batch)
         known = load(calibration)

@@ -1,4 +1,4 @@
-"""What communicators over Horovod know of their ranks, whatever the framework."""
+"""The part of communicators over Horovod that is the same in all frameworks: their ranks and nodes."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def _shutdowns(hvd: Any) -> _Shutdowns:
 
         setattr(library, _SHUTDOWNS, made)
         library.horovod_shutdown = counted
-    found: _Shutdowns = getattr(library, _SHUTDOWNS)
-    return found
+    shutdowns: _Shutdowns = getattr(library, _SHUTDOWNS)
+    return shutdowns
 
 
 def process_set_of(hvd: Any, ranks: list[int]) -> Any:
@@ -125,9 +125,9 @@ def process_set_of(hvd: Any, ranks: list[int]) -> Any:
     known = sys.modules[f"{hvd.__name__}.mpi_ops"]._basics._get_process_set_ids_and_ranks()
     for number, members in known.items():
         if members == ranks:
-            found = hvd.ProcessSet(ranks)
-            found.process_set_id = number
-            return found
+            process_set = hvd.ProcessSet(ranks)
+            process_set.process_set_id = number
+            return process_set
     try:
         return hvd.add_process_set(ranks)
     except ValueError as error:

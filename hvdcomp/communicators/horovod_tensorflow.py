@@ -66,8 +66,8 @@ class HorovodTensorFlowCommunicator(HorovodRanks):
         assert isinstance(made, HorovodTensorFlowCommunicator)
         return made
 
-    def gather_bytes(self, mine: np.ndarray, name: str) -> Array:
-        return self.wait(self.start_allgather(mine, name))
+    def gather_bytes(self, own: np.ndarray, name: str) -> Array:
+        return self.wait(self.start_allgather(own, name))
 
     def start_allreduce(self, array: Array, op: str, name: str) -> _Collective:
         return self._with_next(_Collective(op, array, name))
@@ -92,13 +92,13 @@ class HorovodTensorFlowCommunicator(HorovodRanks):
             self._run(together)
         return started.result
 
-    def _with_next(self, one: _Collective) -> _Collective:
-        self._next.append(one)
-        return one
+    def _with_next(self, collective: _Collective) -> _Collective:
+        self._next.append(collective)
+        return collective
 
-    def _broadcast(self, one: _Collective) -> Array:
-        self._run([one])
-        return one.result
+    def _broadcast(self, collective: _Collective) -> Array:
+        self._run([collective])
+        return collective.result
 
     def _run(self, collectives: Sequence[_Collective]) -> None:
         given = [collective.array for collective in collectives]
@@ -114,12 +114,12 @@ class HorovodTensorFlowCommunicator(HorovodRanks):
             # As PyTorch's Horovod says it. Its elastic mode for TensorFlow knows a failure by the name of an operation.
             raise HorovodInternalError(f"HorovodAllreduce or another collective failed: {error.message}") from error
         arrays = map(array_of, results) if on_device is None else on_device.arrays(results)
-        for one, array in zip(collectives, arrays, strict=True):
-            one.result = array
-            if one.kind in ("allgather", "alltoall"):
-                length = one.array.shape[0] // (self.world_size if one.kind == "alltoall" else 1)
-                self.check_gathered(array.shape[0], length, one.name)
-                one.result = array.reshape(self.world_size, length)
+        for collective, array in zip(collectives, arrays, strict=True):
+            collective.result = array
+            if collective.kind in ("allgather", "alltoall"):
+                length = collective.array.shape[0] // (self.world_size if collective.kind == "alltoall" else 1)
+                self.check_gathered(array.shape[0], length, collective.name)
+                collective.result = array.reshape(self.world_size, length)
 
     def _make_operation(self, signature: Signature) -> Callable[..., list[tf.Tensor]]:
         def operation(*tensors: tf.Tensor) -> list[tf.Tensor]:

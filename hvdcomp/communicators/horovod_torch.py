@@ -24,8 +24,8 @@ class HorovodTorchCommunicator(HorovodRanks):
     def __init__(self, process_set: hvd.ProcessSet | None = None) -> None:
         super().__init__(hvd, process_set or hvd.global_process_set)
 
-    def gather_bytes(self, mine: np.ndarray, name: str) -> torch.Tensor:
-        return self.wait(self.start_allgather(torch.from_numpy(mine), name))
+    def gather_bytes(self, own: np.ndarray, name: str) -> torch.Tensor:
+        return self.wait(self.start_allgather(torch.from_numpy(own), name))
 
     def start_allreduce(self, array: torch.Tensor, op: str, name: str) -> _Started:
         handle = hvd.allreduce_async_(array, name=name, op=self._ops[op], process_set=self._process_set)

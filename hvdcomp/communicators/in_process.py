@@ -99,15 +99,15 @@ class InProcessGroup:
             self._fail(error)
 
     def _results_of(self, contributions: dict[int, Contribution]) -> dict[int, Array]:
-        """What each rank gets, an array of its own."""
-        found: dict[int, Array] = {}
+        """The result of each rank, an array of its own."""
+        results_by_rank: dict[int, Array] = {}
         for members in {contribution[4] for contribution in contributions.values()}:
             together = [contributions[rank] for rank in members]
             if len({(*contribution[:3], contribution[4]) for contribution in together}) > 1:
                 raise RuntimeError(f"the ranks started different collectives: {[c[:3] for c in together]}")
             results = self._combined([array for _, _, _, array, _ in together], together[0][0])
-            found.update(zip(members, results, strict=True))
-        return found
+            results_by_rank.update(zip(members, results, strict=True))
+        return results_by_rank
 
     def _combined(self, arrays: list[Array], kind: str) -> list[Array]:
         """The result of a collective for each rank that takes part."""

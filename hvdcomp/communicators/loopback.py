@@ -30,8 +30,8 @@ class LoopbackCommunicator:
 
     def start_alltoall(self, array: Array, name: str) -> Array:
         xp = arrays_for(array)
-        mine = array[: array.shape[0] // self.world_size]
-        return xp.reshape(xp.concatenate([mine] * self.world_size), (self.world_size, mine.shape[0]))
+        own = array[: array.shape[0] // self.world_size]
+        return xp.reshape(xp.concatenate([own] * self.world_size), (self.world_size, own.shape[0]))
 
     def start_reducescatter(self, array: Array, op: str, name: str) -> Array:
         return self.start_allreduce(array, op, name)[: array.shape[0] // self.world_size]

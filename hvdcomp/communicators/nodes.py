@@ -74,10 +74,10 @@ class Nodes:
         """The ranks, in order, that serve a rank's requests for a `Group`."""
         if group == "all":
             return tuple(sorted(self._node_of))
-        mine = self._node_of[rank]
-        return mine if group == "node" else tuple(ranks[mine.index(rank)] for ranks in self._nodes)
+        own_node = self._node_of[rank]
+        return own_node if group == "node" else tuple(ranks[own_node.index(rank)] for ranks in self._nodes)
 
     def groups(self) -> list[tuple[int, ...]]:
         """All groups of "node" and "across" but those of all ranks, and of one: each once, in the same order on all."""
-        found = [*self._nodes, *zip(*self._nodes, strict=True)]
-        return [ranks for ranks in dict.fromkeys(found) if 1 < len(ranks) < len(self._node_of)]
+        groups = [*self._nodes, *zip(*self._nodes, strict=True)]
+        return [ranks for ranks in dict.fromkeys(groups) if 1 < len(ranks) < len(self._node_of)]

@@ -112,23 +112,23 @@ class Ranks(Communicator):
         """The number of this rank's node, and how many ranks that has, as the launcher says."""
         raise NotImplementedError
 
-    def gather_bytes(self, mine: np.ndarray, name: str) -> Any:
+    def gather_bytes(self, own: np.ndarray, name: str) -> Any:
         """Every rank's bytes, uint8 (world_size, length)."""
         raise NotImplementedError
 
-    def check_gathered(self, gathered: int, mine: int, name: str) -> None:
+    def check_gathered(self, gathered: int, own: int, name: str) -> None:
         """Makes sure that all ranks put the same number of bytes into an allgather, whose total every rank sees.
 
         Args:
-            gathered, mine: bytes of all ranks, and of this one.
+            gathered, own: bytes of all ranks, and of this one.
             name: of the collective.
 
         Raises:
             RankMismatchError: on every rank that put in less or more than the mean.
         """
-        if gathered != mine * self.world_size:
+        if gathered != own * self.world_size:
             raise RankMismatchError(
-                f"the ranks' payloads differ in size: rank {self.rank} sent {mine} bytes in {name}, and all "
+                f"the ranks' payloads differ in size: rank {self.rank} sent {own} bytes in {name}, and all "
                 f"{self.world_size} ranks together {gathered}. The same tensors must be compressed alike on every "
                 "rank: give all ranks the same model, and change levels on all of them between the same two steps."
             )

@@ -78,7 +78,7 @@ class SimulatedGroup(InProcessGroup):
         self.moment(rank)
         everyone = tuple(range(self.world_size))
         packed: Any = self.meet(rank, ("objects", name, (), pickle.dumps(value), everyone))
-        values = [pickle.loads(one) for one in packed]
+        values = [pickle.loads(row) for row in packed]
         self._marks[rank] = self._timer()
         return values
 
@@ -102,7 +102,7 @@ class SimulatedGroup(InProcessGroup):
         return results
 
     def _seconds(self, kind: str, size: int, members: tuple[int, ...]) -> np.ndarray:
-        """What a collective takes on each link."""
+        """The seconds that a collective takes on each link."""
         within_node = self.nodes.count > 1 and set(members) <= set(self.nodes.members(members[0], "node"))
         costs = [None] * len(self._costs) if within_node else self._costs
         return np.array([0.0 if cost is None else cost(kind, size, len(members)) for cost in costs])
@@ -180,4 +180,4 @@ def _rows_added(arrays: list[Array], kind: str) -> list[Array]:
     rows = results_of(arrays, "alltoall", add_in_a_ring)
     factor = 1 / ranks if kind.endswith("mean") else 1.0
     sums = [row.sum(0) if not isinstance(row, np.ndarray) else np.add.reduce(row, axis=0) for row in rows]
-    return [xp.concatenate([one * factor]) if factor != 1.0 else one for one in sums]
+    return [xp.concatenate([array * factor]) if factor != 1.0 else array for array in sums]

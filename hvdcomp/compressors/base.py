@@ -130,7 +130,7 @@ class Compressor(Described):
 
     @property
     def bucket_family(self) -> Hashable:
-        """What is the same for all compressors whose tensors can share a bucket."""
+        """A key that is the same for all compressors whose tensors can share a bucket."""
         fields = {name: value for name, value in vars(self).items() if name != self.level_name}
         return type(self), tuple(fields.items())
 
@@ -204,7 +204,8 @@ class Compressor(Described):
     def bytes_in_bucket(self, tensor: TensorInfo, context: Context) -> tuple[float, float]:
         """Bytes that a rank hands to the collectives for a tensor of a bucket in a step: in all, and of these to those
         of its node."""
-        sent = sum(one.bytes for one in payloads_of_step(self, tensor.shape, tensor.dtype, context.step % self.period))
+        payloads = payloads_of_step(self, tensor.shape, tensor.dtype, context.step % self.period)
+        sent = sum(payload.bytes for payload in payloads)
         return sent * self.payloads_sent(context.world_size), 0
 
     def payload_floats(self, shape: tuple[int, ...], level: Level | None = None) -> float:

@@ -48,7 +48,9 @@ def evidence() -> tuple[Evidence, ...]:
     """What all trainings say."""
     records = json.loads(Path(__file__).with_name("evidence.json").read_text())
     return tuple(
-        Evidence(**{**record, "lost": {spec: DIVERGED if one is None else one for spec, one in record["lost"].items()}})
+        Evidence(
+            **{**record, "lost": {spec: DIVERGED if lost is None else lost for spec, lost in record["lost"].items()}}
+        )
         for record in records
     )
 
@@ -63,8 +65,8 @@ def lost_with(compressor: Compressor, optimizer: str | None) -> float | None:
         optimizer: as in `Evidence`; None if it is not known.
     """
     if optimizer is None:
-        of_each = [lost_with(compressor, one) for one in OPTIMIZERS]
-        known = [one for one in of_each if one is not None]
+        of_each = [lost_with(compressor, each) for each in OPTIMIZERS]
+        known = [lost for lost in of_each if lost is not None]
         return max(known) if len(known) == len(OPTIMIZERS) else None
     spec = str(within(compressor))
     trainings = [training.lost for training in evidence() if training.optimizer == optimizer]
@@ -77,14 +79,14 @@ def measured_specs() -> tuple[str, ...]:
 
 
 def in_words(compressor: Compressor) -> str:
-    """What was measured of a method, as a sentence."""
+    """The measured losses of a method, as a sentence."""
     optimizers = dict.fromkeys(training.optimizer for training in evidence())
-    found = {name: lost for name in optimizers if (lost := lost_with(compressor, name)) is not None}
-    if not found:
+    losses = {name: lost for name in optimizers if (lost := lost_with(compressor, name)) is not None}
+    if not losses:
         return f"What {compressor} costs in accuracy was not measured in hvdcomp's own trainings."
     said = [
         f"with {optimizer} {'it diverged' if lost == DIVERGED else f'{100 * lost:.1f}'}"
-        for optimizer, lost in found.items()
+        for optimizer, lost in losses.items()
     ]
     return (
         f"In small trainings of hvdcomp's own, {compressor} lost beside uncompressed gradients, in percent of the loss "

@@ -50,7 +50,7 @@ class Gathering(Compressor):
     """Chunks begin at multiples of this number of elements."""
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, ...]:
-        """What is sent of a tensor; shapes and types follow from those of `x`. Arguments as of `aggregate`."""
+        """The payload of a tensor; its shapes and types follow from those of `x`. Arguments as of `aggregate`."""
         raise NotImplementedError
 
     def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:

@@ -202,11 +202,11 @@ def orthogonalize(xp: ModuleType, matrix: Array) -> Array:
     one whose norm overflows.
     """
     # Of length 1 first: no square overflows or vanishes after that.
-    rest = matrix * xp.reciprocal_or_zero(wide_norms(xp, matrix), _SMALLEST)
-    done = [rest[:, :1]]
+    columns = matrix * xp.reciprocal_or_zero(wide_norms(xp, matrix), _SMALLEST)
+    done = [columns[:, :1]]
     for _ in range(matrix.shape[1] - 1):
-        unit, rest = done[-1], rest[:, 1:]
-        rest = rest - unit @ (unit.T @ rest)
-        first = rest[:, :1]
+        unit, columns = done[-1], columns[:, 1:]
+        columns = columns - unit @ (unit.T @ columns)
+        first = columns[:, :1]
         done.append(first * xp.reciprocal_or_zero(wide_norms(xp, first), _DEPENDENT))
     return xp.concatenate(done, axis=1)

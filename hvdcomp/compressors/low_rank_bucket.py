@@ -20,7 +20,7 @@ _COLUMN_PIECE = 1 << 18  # elements of a task on columns, unless it is as narrow
 
 
 class LowRankBucket:
-    """What is worked out of a bucket's matrices once, and the storage of their factors.
+    """Addresses and shapes of a bucket's matrices, and the storage of their factors, made once.
 
     Args:
         bucket: of `PowerSGD`.
@@ -76,17 +76,17 @@ class LowRankBucket:
     def _send_p(self, q: Array, first: bool) -> AllReduce:
         """P = M Q, Q orthogonalised; if `first`, x is made on the way."""
         sent = self._p
-        found = self._bucket.call("lowrank_p", *self._rows, q, self._unit_q, sent.vector, first)
+        found_inf = self._bucket.call("lowrank_p", *self._rows, q, self._unit_q, sent.vector, first)
         if first:
-            self._bucket.found_inf = found
+            self._bucket.found_inf = found_inf
         return AllReduce(sent.vector, with_room=sent.with_room)
 
     def _send_q(self, p: Array, first: bool) -> AllReduce:
         """Q = M' P, P orthogonalised."""
         sent = self._q
-        found = self._bucket.call("lowrank_q", *self._columns, p, self._unit_p, sent.vector, first)
+        found_inf = self._bucket.call("lowrank_q", *self._columns, p, self._unit_p, sent.vector, first)
         if first:
-            self._bucket.found_inf = found
+            self._bucket.found_inf = found_inf
         return AllReduce(sent.vector, with_room=sent.with_room)
 
     def _decode(self, p: Array, q: Array) -> bool | Array:

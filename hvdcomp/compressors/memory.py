@@ -54,7 +54,7 @@ class Memory(Described):
         raise NotImplementedError
 
     def compensate(self, xp: ModuleType, gradient: Array, state: State) -> tuple[Array, State]:
-        """What is compressed in place of the gradient, in fresh storage, and the state to hand to `update`."""
+        """x, which is compressed in place of the gradient, in fresh storage, and the state to hand to `update`."""
         raise NotImplementedError
 
     def update(self, xp: ModuleType, x: Array, sent: Array | SparseVector, state: State) -> State:

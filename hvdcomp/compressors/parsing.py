@@ -65,10 +65,10 @@ def _router(rules: tuple[tuple[str, Any], ...]) -> Compressor:
         if condition is None:
             patterns.append((key, _routed(value)))
             continue
-        rest = rules[place + 1 :]
-        if not rest:
+        later = rules[place + 1 :]
+        if not later:
             raise SpecError(f'no rule follows {key!r}; end with one for all other tensors, such as "*": "none"')
-        otherwise = _routed(rest[0][1]) if len(rest) == 1 and rest[0][0] == ANY else _router(rest)
+        otherwise = _routed(later[0][1]) if len(later) == 1 and later[0][0] == ANY else _router(later)
         kind = {"numel": BySize, "ndim": ByDimensions}[condition[1]]
         router = kind(convert(condition[2], int, key), _routed(value), otherwise)
         return ByName([*patterns, (ANY, router)]) if patterns else router

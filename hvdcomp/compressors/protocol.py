@@ -149,8 +149,8 @@ def _alone(request: Request, ranks: int) -> Any:
         return [request.parts]
     if isinstance(request, AllToAll):
         return [tuple(part[row] for part in request.parts) for row in range(request.parts[0].shape[0])]
-    mine = request.array if isinstance(request, AllReduce) else request.array[0]
-    return mine * ranks if request.op == "sum" and ranks > 1 else mine
+    array = request.array if isinstance(request, AllReduce) else request.array[0]
+    return array * ranks if request.op == "sum" and ranks > 1 else array
 
 
 @dataclass(frozen=True)

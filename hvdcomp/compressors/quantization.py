@@ -180,7 +180,7 @@ class Natural(Gathering):
 
 
 class _NaturalLayout(NamedTuple):
-    """What is sent of a bucket, all exponents and then all signs, and the keys of the tensors' random numbers."""
+    """The payload of a bucket, all exponents and then all signs, and the keys of the tensors' random numbers."""
 
     payload: Payload
     keys: np.ndarray
@@ -289,8 +289,8 @@ class _GlobalLayout:
     """
 
     def __init__(self, bucket: Bucket, purpose: str) -> None:
-        for one in set(bucket.compressors):
-            one.levels(bucket.context.world_size)  # refuses too many ranks
+        for compressor in set(bucket.compressors):
+            compressor.levels(bucket.context.world_size)  # refuses too many ranks
         segments = bucket.segments
         segments["count"] = [compressor.bits for compressor in bucket.compressors]
         words = -(-segments["size"] // (32 // segments["count"]))

@@ -292,10 +292,10 @@ def require_matches(compressor: Compressor, names: Collection[str]) -> None:
     wrong = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
     if not wrong:
         return
-    told = [f"{one!r} (nearest are {', '.join(_nearest(one, names))})" for one in wrong[:_PATTERNS_SHOWN]]
-    more = f" and {len(wrong) - len(told)} more" if len(wrong) > len(told) else ""
+    shown = [f"{pattern!r} (nearest are {', '.join(_nearest(pattern, names))})" for pattern in wrong[:_PATTERNS_SHOWN]]
+    more = f" and {len(wrong) - len(shown)} more" if len(wrong) > len(shown) else ""
     raise SpecError(
-        f"of {len(names)} tensors none has a name that matches {', '.join(told)}{more}. A pattern is a whole name, "
+        f"of {len(names)} tensors none has a name that matches {', '.join(shown)}{more}. A pattern is a whole name, "
         "with * for any text; correct it, or leave its rule out"
     )
 
@@ -320,7 +320,7 @@ def _require_compressor(method: str, place: str, choice: object) -> None:
 
 
 def nested_too_deep() -> SpecError:
-    """What is raised where routers are nested deeper than is allowed."""
+    """The error where routers are nested deeper than is allowed."""
     return SpecError(
         f"more than {MOST_NESTED} routers are nested in each other, which is not allowed; each numel<N or ndim<N "
         "holds all rules after it, so have fewer of them, and put patterns of names side by side in one object"

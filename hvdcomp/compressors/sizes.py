@@ -36,7 +36,7 @@ def payloads_of(compressor: Any, shape: tuple[int, ...], dtype: str, ranks: int 
     if len(steps) == 1:
         return steps[0]
     rounds = zip(*steps, strict=True)
-    return tuple(each[0]._replace(bytes=sum(one.bytes for one in each) / len(each)) for each in rounds)
+    return tuple(each[0]._replace(bytes=sum(payload.bytes for payload in each) / len(each)) for each in rounds)
 
 
 def payloads_of_step(

@@ -89,7 +89,7 @@ class SparsePlaces:
 
 
 class Asked:
-    """What is asked of each tensor.
+    """The number of elements to choose from each tensor, and how.
 
     Args:
         bucket: its table has `count`.

@@ -118,7 +118,7 @@ class ChunkedTopK(Compressor):
         if not xp.waits(vector):  # all frameworks' choices among equal elements are NumPy's
             magnitudes, of = xp.to_numpy(magnitudes), numpy_arrays
         chosen = [of.top(rows, self._of_chunk(rows.shape[1])) for rows in groups(of, magnitudes, self.chunk)]
-        places = of.astype(of.concatenate([of.flatten(one) for one in chosen]), "int32")
+        places = of.astype(of.concatenate([of.flatten(row) for row in chosen]), "int32")
         return places if of is xp else xp.from_numpy(places, like=vector)
 
     def _indices(self, xp: ModuleType, places: Array, size: int) -> Array:

@@ -21,8 +21,8 @@ class _Layout:
     def __init__(self, bucket: Bucket, chunk: int, how: int) -> None:
         sizes = bucket.segments["size"].tolist()
         pairs = list(zip(bucket.compressors, sizes, strict=True))
-        counts = np.array([one.count(size) for one, size in pairs])
-        bits = np.array([one.place_bits(size) for one, size in pairs])
+        counts = np.array([method.count(size) for method, size in pairs])
+        bits = np.array([method.place_bits(size) for method, size in pairs])
         values = np.full_like(counts, 16) if how == 0 else counts * (2 if how == 1 else 4)
         codes = packed_bytes(np.minimum(bits, 8), counts) + packed_bytes(np.maximum(bits - 8, 0), counts)
         codes += packed_bytes(2, counts) if how == 0 else 0

@@ -26,8 +26,8 @@ class Blocks:
 
     def __init__(self, bucket: Bucket) -> None:
         pairs = list(zip(bucket.compressors, bucket.tensors, strict=True))
-        shapes = [one.blocks_of(tensor.shape) for one, tensor in pairs]
-        counts = np.array([one.count(tensor.shape) for one, tensor in pairs])
+        shapes = [method.blocks_of(tensor.shape) for method, tensor in pairs]
+        counts = np.array([method.count(tensor.shape) for method, tensor in pairs])
         blocks, lengths = np.array(shapes, np.int64).T
         method = bucket.compressors[0]
         numbers = self._numbers = method.numbers_of_block()

@@ -51,7 +51,7 @@ class ByRatio(WithRatio):
     """
 
     def most_elements(self, budget: float, size: int) -> int:
-        """Of a tensor of `size` elements, the most whose payload is within `budget` bytes; 1 if that of none is."""
+        """The most elements of a tensor of `size` whose payload is within `budget` bytes; 1 if no payload is."""
         raise NotImplementedError
 
     def payload_floats(self, shape: tuple[int, ...], level: Level | None = None) -> float:

@@ -156,7 +156,7 @@ class TwoLevel(Compressor):
         return self.compressor.name_patterns()
 
     def payload_floats(self, shape: tuple[int, ...], level: Level | None = None) -> float:
-        """Of all ranks of a node together, between nodes."""
+        """Numbers that all ranks of a node together send to other nodes."""
         return self.compressor.payload_floats(shape, level)
 
     def payloads_sent(self, ranks: int) -> float:
@@ -194,9 +194,9 @@ class TwoLevel(Compressor):
         outcome = yield from across(self.compressor.aggregate(xp, mean, (), shard), levels.across.size)
         result = xp.astype(xp.flatten(outcome.mean), xp.dtype_name(vector))
         shards = yield AllGather((result,), group="node")
-        before, mine, after = whole[: own * length], whole[own * length :][:length], whole[(own + 1) * length :]
-        sent = xp.concatenate([before, mine - _lost(xp, mean, outcome) * ranks, after])
-        return outcome_like(xp, x, xp.concatenate([one for (one,) in shards])[:size], sent[:size])
+        before, own_part, after = whole[: own * length], whole[own * length :][:length], whole[(own + 1) * length :]
+        sent = xp.concatenate([before, own_part - _lost(xp, mean, outcome) * ranks, after])
+        return outcome_like(xp, x, xp.concatenate([part for (part,) in shards])[:size], sent[:size])
 
     def _whole(
         self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context, levels: Levels
@@ -221,11 +221,11 @@ class TwoLevel(Compressor):
             nothing = xp.zeros(STAND_IN, like=mean)
             start = self.compressor.prepare(xp, nothing, (), among)
             yield from across(self.compressor.aggregate(xp, nothing, start, among), levels.across.size)
-            given = [xp.zeros((number_of_elements(tuple(one.shape)),), like=mean) for one in (x, *state)]
+            given = [xp.zeros((number_of_elements(tuple(array.shape)),), like=mean) for array in (x, *state)]
         answer = yield AllReduce(xp.concatenate(given), "sum", group="node")
-        result, *kept = _cut(xp, answer, [tuple(one.shape) for one in (x, *state)])
+        result, *kept = _cut(xp, answer, [tuple(array.shape) for array in (x, *state)])
         sent = xp.flatten(whole) - lost * ranks
-        return outcome_like(xp, x, xp.flatten(result), sent)._replace(state=tuple(one + 0 for one in kept))
+        return outcome_like(xp, x, xp.flatten(result), sent)._replace(state=tuple(array + 0 for array in kept))
 
     @property
     def has_bucket_form(self) -> bool:
@@ -274,9 +274,9 @@ def _lost(xp: ModuleType, x: Array, outcome: Outcome) -> Array:
 
 def _cut(xp: ModuleType, vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
     """The arrays of these shapes that lie behind each other in a vector."""
-    found, start = [], 0
+    arrays, start = [], 0
     for shape in shapes:
         end = start + number_of_elements(shape)
-        found.append(xp.reshape(vector[start:end], shape))
+        arrays.append(xp.reshape(vector[start:end], shape))
         start = end
-    return found
+    return arrays

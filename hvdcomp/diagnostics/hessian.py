@@ -243,8 +243,8 @@ class _Hessian:
         _check_loss(loss, number)
         try:
             # PyTorch notes what can be differentiated only once where the factor given requires a gradient, not else.
-            one = torch.ones_like(loss, requires_grad=True)
-            gradients = torch.autograd.grad(loss, self._parameters, one, create_graph=True, allow_unused=True)
+            weight = torch.ones_like(loss, requires_grad=True)
+            gradients = torch.autograd.grad(loss, self._parameters, weight, create_graph=True, allow_unused=True)
             if self.products == 1:
                 _check_twice_differentiable(gradients)
             if all(gradient is None for gradient in gradients):

@@ -197,8 +197,8 @@ def ask_python(program: str, timeout: float) -> dict[str, Any]:
         return {"error": f"no answer within {timeout:.0f} s"}
     for line in output.splitlines():
         if line.startswith(_ANSWER):
-            found: dict[str, Any] = json.loads(line[len(_ANSWER) :])
-            return found
+            answer: dict[str, Any] = json.loads(line[len(_ANSWER) :])
+            return answer
     lines = [line.strip() for line in output.splitlines() if line.strip(" -*")]
     return {"error": lines[-1] if lines else f"the process ended with status {process.returncode}"}
 
@@ -207,10 +207,10 @@ def _torch() -> Torch | None:
     version = installed_version("torch")
     if version is None:
         return None
-    found = ask_python(_TORCH, _IMPORT_TIMEOUT)
+    facts = ask_python(_TORCH, _IMPORT_TIMEOUT)
     for name in ("architectures", "backends"):
-        found[name] = tuple(found.get(name, ()))
-    return Torch(version, **found)
+        facts[name] = tuple(facts.get(name, ()))
+    return Torch(version, **facts)
 
 
 def _tensorflow() -> TensorFlow | None:
@@ -243,7 +243,7 @@ def gather() -> Facts:
     """Look at everything; takes 5 to 20 seconds with both frameworks installed."""
     torch, tensorflow = _torch(), _tensorflow()
     horovod = installed_version("horovod")
-    importable = [name for name, found in (("torch", torch), ("tensorflow", tensorflow)) if found and not found.error]
+    importable = [name for name, facts in (("torch", torch), ("tensorflow", tensorflow)) if facts and not facts.error]
     bindings = {}
     if horovod is not None:
         for name in importable:

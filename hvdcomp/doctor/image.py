@@ -112,10 +112,10 @@ def look(facts: Facts) -> list[str]:
     if facts.torch is not None and facts.torch.cuda:
         looks += [look_at_code, look_at_triton]
     wrong = []
-    for one in looks:
-        found = list(one(facts))
-        print(f"{one.__name__.removeprefix('look_at_')}: {len(found) or 'nothing'} wrong", flush=True)
-        wrong += found
+    for check in looks:
+        faults = list(check(facts))
+        print(f"{check.__name__.removeprefix('look_at_')}: {len(faults) or 'nothing'} wrong", flush=True)
+        wrong += faults
     return wrong
 
 
@@ -133,8 +133,8 @@ def _found(name: str) -> Path | None:
 
 def main() -> int:
     wrong = look(gather())
-    for one in wrong:
-        print(one, file=sys.stderr)
+    for fault in wrong:
+        print(fault, file=sys.stderr)
     return 1 if wrong else 0
 
 

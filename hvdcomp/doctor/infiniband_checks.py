@@ -13,28 +13,28 @@ _LOCKED_MEMORY = 2**30
 
 def check_infiniband(facts: Facts) -> Iterator[Problem]:
     """Only where there is a GPU: nothing but NCCL takes InfiniBand."""
-    found = facts.infiniband
-    if found is None or not facts.gpus or _not_wanted(facts):
+    infiniband = facts.infiniband
+    if infiniband is None or not facts.gpus or _not_wanted(facts):
         return
-    cards = f"There is a card for InfiniBand or RoCE ({', '.join(found.cards)})"
-    if found.error:
+    cards = f"There is a card for InfiniBand or RoCE ({', '.join(infiniband.cards)})"
+    if infiniband.error:
         yield Problem(
             False,
-            f"{cards}, but libibverbs does not load, and NCCL takes TCP, which is slower: {found.error}",
+            f"{cards}, but libibverbs does not load, and NCCL takes TCP, which is slower: {infiniband.error}",
             "Install libibverbs with the providers; on Debian and Ubuntu: libibverbs1 ibverbs-providers.",
         )
-    elif found.usable == 0:
+    elif infiniband.usable == 0:
         yield Problem(
             False,
             f"{cards}, but libibverbs finds none that this process may use, and NCCL takes TCP, which is slower.",
             "The card's files in /dev/infiniband are missing, or its provider (ibverbs-providers): docs/infiniband.md "
             "says how a job gets them.",
         )
-    elif found.locked_memory is not None and found.locked_memory < _LOCKED_MEMORY:
+    elif infiniband.locked_memory is not None and infiniband.locked_memory < _LOCKED_MEMORY:
         yield Problem(
             False,
-            f"{cards}, but a process may lock {found.locked_memory / 1024:,.0f} KiB of memory only: NCCL may fail at "
-            "its first exchange (ibv_reg_mr: Cannot allocate memory).",
+            f"{cards}, but a process may lock {infiniband.locked_memory / 1024:,.0f} KiB of memory only: NCCL may "
+            "fail at its first exchange (ibv_reg_mr: Cannot allocate memory).",
             "ulimit -l unlimited; what allows it is set on the host: docs/infiniband.md.",
         )
 

@@ -36,22 +36,23 @@ def bill() -> dict[str, Any]:
 
 
 def _python_packages() -> list[dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    components: dict[str, dict[str, Any]] = {}
     for distribution in distributions():
         name = re.sub(r"[-_.]+", "-", distribution.name).lower()
         # Of two of a name, the first is what `import` finds.
-        found.setdefault(name, _component("pypi", name, distribution.version) | _licence_of(distribution))
-    return [found[name] for name in sorted(found)]
+        components.setdefault(name, _component("pypi", name, distribution.version) | _licence_of(distribution))
+    return [components[name] for name in sorted(components)]
 
 
 def _licence_of(package: Distribution) -> dict[str, Any]:
     """The licence as the package names it, if it does so in one line."""
     for expression in package.metadata.get_all("License-Expression", []):
         return {"licenses": [{"expression": expression}]}
-    told = [line.rpartition(" :: ")[2] for line in package.metadata.get_all("Classifier", []) if "License ::" in line]
-    if not told:
-        told = [text for text in package.metadata.get_all("License", []) if text and "\n" not in text]
-    return {"licenses": [{"license": {"name": name}} for name in told]} if told else {}
+    classifiers = package.metadata.get_all("Classifier", [])
+    licences = [line.rpartition(" :: ")[2] for line in classifiers if "License ::" in line]
+    if not licences:
+        licences = [text for text in package.metadata.get_all("License", []) if text and "\n" not in text]
+    return {"licenses": [{"license": {"name": name}} for name in licences]} if licences else {}
 
 
 def _debian_packages() -> Iterator[dict[str, Any]]:

@@ -80,7 +80,7 @@ def gather_rows(communicator: Communicator, row: bytes, like: Array, name: str) 
     """Every rank's row of bytes, equally long on all."""
     array = arrays_for(like).from_numpy(np.frombuffer(row, np.uint8).copy(), like=like)
     gathered = np.asarray(communicator.wait(communicator.start_allgather(array, name)))
-    return [bytes(one) for one in gathered]
+    return [bytes(row) for row in gathered]
 
 
 def _what_differs(everyone: Sequence[Mapping[str, Any]], broadcast: str) -> str:

@@ -73,7 +73,7 @@ class BucketStep:
 
     @property
     def names(self) -> list[str]:
-        """Of the tensors."""
+        """Names of the tensors."""
         return self.group.names
 
     @property
@@ -90,7 +90,7 @@ class BucketStep:
 
     @property
     def keeps_x(self) -> bool:
-        """Whether it is known in the end what the step has lost of x."""
+        """Whether the step's loss of x is known in the end."""
         return self.group.bucket.keeps
 
     def make_x(self) -> Array:
@@ -115,7 +115,7 @@ class BucketStep:
         return self.group.x(self.group.places[name])
 
     def gradient(self, name: str) -> Array:
-        """Of a tensor."""
+        """The gradient of a tensor."""
         return self.group.arrays[self.group.places[name]]
 
     def energies(self, names: Set[str]) -> Energies:
@@ -127,10 +127,10 @@ class BucketStep:
         return self._of_names(names, lambda: self._sums_of("measure_left"))
 
     def _of_names(self, names: Set[str], sums: Callable[[], Array]) -> Energies:
-        found, own = Energies(), [name for name in self.names if name in names]
+        energies, own = Energies(), [name for name in self.names if name in names]
         if own:
-            found.add(own, sums(), places=[self.group.places[name] for name in own])
-        return found
+            energies.add(own, sums(), places=[self.group.places[name] for name in own])
+        return energies
 
     def _sums_of(self, kernel: str) -> Array:
         sums = self.group.bucket.sums_of(kernel)
@@ -252,7 +252,7 @@ class BucketStep:
         return self._sums is not None
 
     def _keep(self, found_inf: Array | None = None) -> None:
-        """What is left is what is kept; on a device, of what the method keeps, if the step counts."""
+        """Keeps the new residuals and the method's new state; on a device the state only if the step counts."""
         group = self.group
         if group.bucket.keeps:
             group.residuals.commit(group.bucket, group.numbers)

@@ -25,7 +25,7 @@ _ALIGNMENT = 32  # elements: what a device reads at once
 
 
 class DeviceResiduals(FlatStorage):
-    """What is kept of some tensors, by their numbers.
+    """Residuals of several tensors on a device, by the tensors' numbers.
 
     Args:
         sizes: elements of each tensor.

@@ -47,11 +47,11 @@ class Energies:
 
     def numbers(self) -> dict[str, float]:
         """The sum of each tensor. Waits for the device."""
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         for part in self._parts:
             for name, value in _numbers(part):
-                found[name] = found.get(name, 0.0) + value
-        return found
+                values[name] = values.get(name, 0.0) + value
+        return values
 
 
 def _numbers(part: _Part) -> Iterator[tuple[str, float]]:
@@ -62,11 +62,11 @@ def _numbers(part: _Part) -> Iterator[tuple[str, float]]:
 
 def of_arrays(xp: ModuleType, xs: dict[str, Array], factor: Array | None = None) -> Energies:
     """||x||^2 of each array times the factor, None for 1, by name."""
-    found = Energies()
+    energies = Energies()
     if xs:
         norms = xp.norms(list(xs.values()))
-        found.add(list(xs), (norms if factor is None else norms * factor) ** 2)
-    return found
+        energies.add(list(xs), (norms if factor is None else norms * factor) ** 2)
+    return energies
 
 
 def of_errors(xp: ModuleType, pairs: dict[str, tuple[Array, Array | SparseVector]]) -> Energies:
@@ -87,10 +87,10 @@ def of_errors(xp: ModuleType, pairs: dict[str, tuple[Array, Array | SparseVector
             names.append(name)
             weights.append(weight)
             arrays.append(array)
-    found = Energies()
+    energies = Energies()
     if arrays:
-        found.add(names, xp.norms(arrays) ** 2, weights)
-    return found
+        energies.add(names, xp.norms(arrays) ** 2, weights)
+    return energies
 
 
 def densified(xp: ModuleType, x: Array, sent: Array | SparseVector) -> Array:

@@ -22,10 +22,10 @@ def flag_of(found: Sequence[bool | Array]) -> Array:
     """This rank's flag, float32 (1,); of the framework or, where that is not needed, of NumPy.
 
     Args:
-        found: of what goes through the step whether an inf or NaN was found, as of `Bucket.call`.
+        found: whether each part of the step has found an inf or NaN, as of `Bucket.call`.
     """
-    flags = [one for one in found if not isinstance(one, bool)]
-    on_host = any(one for one in found if isinstance(one, bool))
+    flags = [flag for flag in found if not isinstance(flag, bool)]
+    on_host = any(flag for flag in found if isinstance(flag, bool))
     if on_host or not flags:
         return np.array([np.nan if on_host else 0.0], np.float32)
     return sum(flags[1:], flags[0])
@@ -33,9 +33,9 @@ def flag_of(found: Sequence[bool | Array]) -> Array:
 
 def flag_with(xp: ModuleType, flag: Array, found: Sequence[bool | Array], like: Array) -> Array:
     """A flag, which may be of NumPy, with what was found after the exchange; of the framework, where `like` is."""
-    if any(one for one in found if isinstance(one, bool)):
+    if any(each for each in found if isinstance(each, bool)):
         flag = flag + float("nan")
-    return sum((one for one in found if not isinstance(one, bool)), of_framework(xp, flag, like))
+    return sum((each for each in found if not isinstance(each, bool)), of_framework(xp, flag, like))
 
 
 def of_framework(xp: ModuleType, flag: Array, like: Array) -> Array:
@@ -64,7 +64,9 @@ def with_flag(
             return requests, take
     flag = of_framework(xp, flag, like)
     means = [
-        one.array for one in requests if isinstance(one, AllReduce) and one.op == "mean" and one.group == "all"
+        request.array
+        for request in requests
+        if isinstance(request, AllReduce) and request.op == "mean" and request.group == "all"
     ]
     if not means:
         requests.append(AllGather((flag,)))
@@ -74,7 +76,7 @@ def with_flag(
 
 
 def _has_room(request: Request) -> TypeGuard[AllGather | AllReduce]:
-    """Whether a flag can travel at the end of what is sent: not where it would be a whole number, or for one rank."""
+    """Whether a flag can travel at the end of an array: not of one of whole numbers, and not to one rank alone."""
     if not isinstance(request, AllGather | AllReduce) or request.with_room is None or request.group != "all":
         return False
     return isinstance(request, AllGather) or request.op == "mean"

@@ -66,8 +66,8 @@ class Cost:
         """The difference to another cost. A time that is not known is none."""
         differences = {}
         for field in fields(Cost):
-            mine, others = getattr(self, field.name), getattr(other, field.name)
-            differences[field.name] = mine if others is None else (mine or 0) - others
+            own, others = getattr(self, field.name), getattr(other, field.name)
+            differences[field.name] = own if others is None else (own or 0) - others
         return Cost(**differences)
 
 
@@ -122,17 +122,17 @@ class StepCost(Cost):
         self, seconds: Sequence[tuple[float, float]] | None, communicate: float | None, times: int = 1
     ) -> dict[str, Cost]:
         """The same with other times, and with bytes and floats `times` times."""
-        found = {}
+        costs = {}
         for place, part in enumerate(self.parts):
             dense = sum(cost.dense_bytes for cost in part.values()) or 1
             for name, cost in part.items():
-                found[name] = one = Cost()
-                one.add(cost, times)
+                costs[name] = tensor_cost = Cost()
+                tensor_cost.add(cost, times)
                 if seconds is not None and communicate is not None:
                     share = cost.dense_bytes / dense if len(part) > 1 else 1.0
-                    one.encode_seconds, one.decode_seconds = (share * spent for spent in seconds[place])
-                    one.communicate_seconds = communicate * cost.bytes_sent / max(1, self.bytes_sent)
-        return found
+                    tensor_cost.encode_seconds, tensor_cost.decode_seconds = (share * spent for spent in seconds[place])
+                    tensor_cost.communicate_seconds = communicate * cost.bytes_sent / max(1, self.bytes_sent)
+        return costs
 
 
 Settle = Callable[[], bool]
@@ -218,11 +218,11 @@ class Ledger:
             for part in parts:
                 for cost in part.values():
                     sums.add(cost)
-            found = StepCost(sent.bytes, sums.dense_bytes, sums.floats_sent, step=step, parts=tuple(parts))
+            step_cost = StepCost(sent.bytes, sums.dense_bytes, sums.floats_sent, step=step, parts=tuple(parts))
         else:
-            found = StepCost(sent.bytes, same.dense_bytes, same.floats_sent, step=step, parts=same.parts)
-        found.bytes_in_node = sent.in_node
-        return found
+            step_cost = StepCost(sent.bytes, same.dense_bytes, same.floats_sent, step=step, parts=same.parts)
+        step_cost.bytes_in_node = sent.in_node
+        return step_cost
 
     def record_timed(
         self,

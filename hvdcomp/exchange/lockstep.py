@@ -79,7 +79,7 @@ class Lockstep:
         self._clock.lap(self.rounds)
         self._number += 1
         each = iter(answers)
-        self._send([(one, one.advance(list(itertools.islice(each, len(asked))))) for one, asked in self._waiting])
+        self._send([(step, step.advance(list(itertools.islice(each, len(asked))))) for step, asked in self._waiting])
         return self._round is not None
 
     def found_inf(self) -> Array:
@@ -92,7 +92,7 @@ class Lockstep:
 
     def _send(self, turns: Sequence[_Turn]) -> None:
         self._round = None
-        self._waiting = [(one, asked) for one, asked in turns if asked]
+        self._waiting = [(step, asked) for step, asked in turns if asked]
         if not self._waiting:
             return
         requests = [request for _, asked in self._waiting for request in asked]
@@ -111,6 +111,6 @@ def run_to_the_end(started: Iterable[Lockstep]) -> None:
     """Goes through all rounds. While one waits for its collectives, those of the others are under way."""
     waiting = deque(started)
     while waiting:
-        one = waiting.popleft()
-        if one.advance():
-            waiting.append(one)
+        lockstep = waiting.popleft()
+        if lockstep.advance():
+            waiting.append(lockstep)

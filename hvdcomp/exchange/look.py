@@ -63,10 +63,10 @@ class Look(Mapping[str, Array]):
 
     def energies(self, names: Sequence[str]) -> Energies:
         """||x||^2 of some tensors."""
-        wanted, found = set(names), Energies()
+        wanted, energies = set(names), Energies()
         for step in self._steps:
-            found.extend(step.energies(wanted))
-        return found
+            energies.extend(step.energies(wanted))
+        return energies
 
     def gradient_energies(self, names: Sequence[str]) -> Energies:
         """||g||^2 of some tensors, where g is this rank's gradient without what its memory adds. A pass over it."""
@@ -105,12 +105,12 @@ class Look(Mapping[str, Array]):
         """
         for step in self._steps:
             step.make_x()
-        told = {name for name in names if self._plan[name].sent_is_own and self._step_of[name].keeps_x}
-        self._asked.append((found := Energies(), told))
-        return found, told
+        known = {name for name in names if self._plan[name].sent_is_own and self._step_of[name].keeps_x}
+        self._asked.append((energies := Energies(), known))
+        return energies, known
 
     def tell(self) -> None:
         """Notes what the step has lost, for `lost_when_sent`; to be called when all generators have ended."""
-        for found, told in self._asked:
+        for energies, known in self._asked:
             for step in self._steps:
-                found.extend(step.lost(told))
+                energies.extend(step.lost(known))

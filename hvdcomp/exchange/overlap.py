@@ -145,10 +145,10 @@ class Overlap:
         return started
 
     def wave(self, xp: ModuleType, steps: Sequence[Step], number: int | None, alone: bool = False) -> Lockstep:
-        """What goes from round to round together: a bucket that may start early, or with no number all else.
+        """Steps that go from round to round together: that of a bucket that may start early, or all others.
 
         Args:
-            number: of the bucket.
+            number: of the bucket; None for all others.
             alone: as of `Lockstep`.
         """
         name = "round" if number is None else f"order{self.era}.early{number}.round"

@@ -63,9 +63,9 @@ class Planner(Chooser):
             return
         self.level = level
         if isinstance(level, tuple | list):
-            at = {one: self.compressor.at_level(one) for _, one in level}
+            at = {value: self.compressor.at_level(value) for _, value in level}
             chosen = {name: at[level_of_size(level, tensor.size)] for name, tensor in self.tensors.items()}
-            self.set_plan({name: self.choose(one, self.tensors[name]) for name, one in chosen.items()})
+            self.set_plan({name: self.choose(compressor, self.tensors[name]) for name, compressor in chosen.items()})
         else:
             self.set_plan(self.plan_for(NoCompression() if isinstance(level, str) else self.compressor.at_level(level)))
 

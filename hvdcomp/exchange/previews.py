@@ -55,20 +55,20 @@ class Previews:
             lost: gets ||x - C(x)||^2 of each.
         """
         addresses, _alive = self._addresses(xp, xs)
-        found: Kept = {}
+        kept: Kept = {}
         for bucket in self._grouped(xp, list(addresses), xs, compressors):
             self._run(xp, bucket, xs, addresses, {}, context)
-            found.update(zip(bucket.names, bucket.means(xp, xs[bucket.names[0]]), strict=True))
+            kept.update(zip(bucket.names, bucket.means(xp, xs[bucket.names[0]]), strict=True))
             if lost is not None:
                 lost.add(bucket.names, bucket.lost(xp, xs[bucket.names[0]]))
             bucket.let_go()
         pairs = {}
-        for name in [name for name in xs if name not in found]:  # in their order, which that of additions follows
-            found[name] = self._of_tensor(xp, xs[name], compressors[name], dataclasses.replace(context, name=name))
-            pairs[name] = (xs[name], found[name])
+        for name in [name for name in xs if name not in kept]:  # in their order, which that of additions follows
+            kept[name] = self._of_tensor(xp, xs[name], compressors[name], dataclasses.replace(context, name=name))
+            pairs[name] = (xs[name], kept[name])
         if lost is not None:
             lost.extend(of_errors(xp, pairs))
-        return {name: found[name] for name in xs}
+        return {name: kept[name] for name in xs}
 
     def lost_alone(
         self, xp: ModuleType, xs: Mapping[str, Array], compressors: Mapping[str, Compressor], context: Context
@@ -103,7 +103,7 @@ class Previews:
             compressors: by name; the same object for the same compressors is quickest.
             sources: what is compressed in place of x, of the tensors where that is something else.
         """
-        found = Energies()
+        energies = Energies()
         done: set[str] = set()
         for bucket in self._grouped(xp, [name for name in names if name in addresses], xs, compressors):
             own = [name for name in bucket.names if name in sources]
@@ -111,7 +111,7 @@ class Previews:
             assert placed is not None
             self._run(xp, bucket, xs, addresses, dict(zip(own, placed[1], strict=True)), context)
             del placed  # which has kept the arrays alive
-            found.add(bucket.names, bucket.lost(xp, xs[bucket.names[0]]))
+            energies.add(bucket.names, bucket.lost(xp, xs[bucket.names[0]]))
             bucket.let_go()
             done.update(bucket.names)
         pairs = {}
@@ -120,8 +120,8 @@ class Previews:
                 own_context = dataclasses.replace(context, name=name)
                 source = sources.get(name, xs[name])
                 pairs[name] = (xs[name], self._of_tensor(xp, source, compressors[name], own_context))
-        found.extend(of_errors(xp, pairs))
-        return found
+        energies.extend(of_errors(xp, pairs))
+        return energies
 
     def _of_tensor(self, xp: ModuleType, x: Array, compressor: Compressor, context: Context) -> Array | SparseVector:
         state = self._states[context.name].prepare(xp, x, compressor, context)
@@ -141,12 +141,12 @@ class Previews:
                 self._buckets.clear()
             families: dict[Any, list[str]] = {}
             for name in names:
-                one, tensor = compressors[name], self._tensors[name]
-                if not where or cuda.takes(one, tensor.size):
-                    families.setdefault((one.bucket_family, tensor.dtype), []).append(name)
+                compressor, tensor = compressors[name], self._tensors[name]
+                if not where or cuda.takes(compressor, tensor.size):
+                    families.setdefault((compressor.bucket_family, tensor.dtype), []).append(name)
             buckets = [
-                _Bucket([self._tensors[name] for name in mine], [compressors[name] for name in mine], where, self._room)
-                for mine in families.values()
+                _Bucket([self._tensors[name] for name in own], [compressors[name] for name in own], where, self._room)
+                for own in families.values()
             ]
             self._buckets[key] = (compressors, buckets)  # as long as these are kept, no others get their id
         return self._buckets[key][1]
@@ -169,8 +169,8 @@ class Previews:
 
 def _placed(xp: ModuleType, arrays: Sequence[Array]) -> tuple[Sequence[Array], Sequence[int]] | None:
     """As `cuda.placed`, where kernels work on the arrays, on a device or on the host; else None."""
-    found = cuda.placed(arrays)
-    return xp.hosted(arrays) if found is None and kernels.available() else found
+    placed = cuda.placed(arrays)
+    return xp.hosted(arrays) if placed is None and kernels.available() else placed
 
 
 class _Room:

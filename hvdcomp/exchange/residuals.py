@@ -29,7 +29,7 @@ _PLACE = np.dtype([("buffer", "i8"), ("start", "i8"), ("address", "u8")])
 
 
 class FlatStorage:
-    """What is kept of some tensors, by their numbers, on the host or on a device.
+    """Residuals of several tensors, by the tensors' numbers, on the host or on a device.
 
     Args:
         sizes: elements of each tensor.
@@ -61,7 +61,7 @@ class FlatStorage:
         return sum(int(buffer.nbytes) for buffer in self._buffers.values())
 
     def arrays(self, number: int) -> tuple[Array, ...]:
-        """What is kept of a tensor, as the arrays of its keeper's state: vectors, whose storage a later step reuses."""
+        """Residuals of a tensor, as the arrays of its keeper's state: vectors, whose storage a later step reuses."""
         if not self.holds[number]:
             return ()
         x = self._part("x", number, self._turn[number])

@@ -40,7 +40,8 @@ def what_is_not_compressed(engine: Engine, plan: Plan) -> str | None:
     planner, own = engine.planner, engine.compressor
     if all(isinstance(leaf, NoCompression) for leaf in own.leaves()):
         return None
-    if any(not isinstance(one, NoCompression) for one in (*plan.values(), *planner.plan_for(own).values())):
+    used = (*plan.values(), *planner.plan_for(own).values())
+    if any(not isinstance(compressor, NoCompression) for compressor in used):
         return None
     largest = max(engine.tensors.values(), key=lambda tensor: tensor.size)
     return (

@@ -175,10 +175,10 @@ def apply_edits(root: Path, edits: Sequence[Edit]) -> None:
             if not path.is_file():
                 raise BuildError(f"Horovod's source has no file {edit.file}: is this the expected release?")
             changed[path] = path.read_text(encoding="utf-8")
-        found = changed[path].count(edit.old)
-        if found != 1:
+        count = changed[path].count(edit.old)
+        if count != 1:
             raise BuildError(
-                f"Horovod's {edit.file} holds the text {edit.old.strip()!r} {found} times instead of once: "
+                f"Horovod's {edit.file} holds the text {edit.old.strip()!r} {count} times instead of once: "
                 f"is this the expected release, not yet edited?"
             )
         changed[path] = changed[path].replace(edit.old, edit.new)

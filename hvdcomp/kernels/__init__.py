@@ -81,7 +81,7 @@ def why_not() -> str:
 
 
 def way_out() -> str:
-    """What to do to have kernels; empty where there are some."""
+    """Advice how to have kernels; empty where there are some."""
     return _loaded().way_out
 
 
@@ -92,7 +92,7 @@ def instruction_set() -> str | None:
 
 
 def instruction_sets() -> list[str]:
-    """Those that the shared object was built for and this CPU has; none without kernels."""
+    """The instruction sets that the shared object was built for and this CPU has; none without kernels."""
     before = instruction_set()
     if before is None:
         return []
@@ -184,8 +184,8 @@ def _load(path: Path) -> _Loaded:
         return _Loaded(why_not=said, way_out=f"With a C compiler (apt-get install gcc): {_BUILD}")
     try:
         releasing, holding = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
-        for one in (releasing, holding):
-            signatures.declare(one)
+        for opened in (releasing, holding):
+            signatures.declare(opened)
         fits = releasing.hvd_abi_version() == signatures.ABI_VERSION
         fits = fits and releasing.hvd_sources().decode() == build.digest()
     except OSError as error:

@@ -34,12 +34,12 @@ _OWN: dict[str, tuple[Any, tuple[Any, ...]]] = {
 def signatures() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     """Each exported function's type of result and of arguments; every pointer is `c_void_p`."""
     text = re.sub(r"/\*.*?\*/", "", _LIST.read_text(), flags=re.DOTALL)
-    found = _KERNEL.findall(text)
-    if len(found) != text.count("HVD_KERNEL"):
+    declared = _KERNEL.findall(text)
+    if len(declared) != text.count("HVD_KERNEL"):
         raise ValueError(f"{_LIST} has a line that is not HVD_KERNEL(type, name, (parameters), (names))")
     kernels = {
-        f"hvd_{name}": (_TYPES[result], tuple(_argument(one) for one in parameters.split(",")))
-        for result, name, parameters, _ in found
+        f"hvd_{name}": (_TYPES[result], tuple(_argument(parameter) for parameter in parameters.split(",")))
+        for result, name, parameters, _ in declared
     }
     return {**_OWN, **kernels}
 

@@ -1,4 +1,4 @@
-"""What kernels are told of a bucket: a table of its tensors, and of the pieces that threads work on.
+"""The description of a bucket for kernels: a table of its tensors, and of the pieces that threads work on.
 
 The fields are those of `src/bucket.h`, in the same order.
 """
@@ -60,8 +60,8 @@ def product(factors: np.ndarray, size: int) -> np.ndarray:
         for name, length in (("p", size // factors["columns"]), ("q", factors["columns"]))
     )
     total = np.zeros(0, np.float32)
-    for k, (one, other) in enumerate(zip(np.split(p, factors["rank"]), np.split(q, factors["rank"]), strict=True)):
-        column = np.multiply.outer(one, other).reshape(-1)
+    for k, (left, right) in enumerate(zip(np.split(p, factors["rank"]), np.split(q, factors["rank"]), strict=True)):
+        column = np.multiply.outer(left, right).reshape(-1)
         total = column if k == 0 else total + column
     return total
 

@@ -181,7 +181,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _fields(owner: type) -> dict[str, Any]:
     """The fields of a dataclass that a user sets, with their types."""
     hints = type_hints(owner)
-    return {one.name: hints[one.name] for one in dataclasses.fields(owner) if hints[one.name] is not Job}
+    return {field.name: hints[field.name] for field in dataclasses.fields(owner) if hints[field.name] is not Job}
 
 
 def _refuse_unknown(given: Iterable[str], known: Iterable[str], where: str) -> None:
@@ -193,9 +193,9 @@ def _refuse_unknown(given: Iterable[str], known: Iterable[str], where: str) -> N
 def _missing(values: Mapping[str, Any], owner: type, known: Iterable[str]) -> list[str]:
     """The fields that have no default and are not given."""
     needed = (
-        one.name
-        for one in dataclasses.fields(owner)
-        if one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING
+        field.name
+        for field in dataclasses.fields(owner)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     )
     return [name for name in needed if name in known and name not in values]
 

@@ -1,4 +1,4 @@
-"""What a user is told before training: the time of a step by method, which one wins, and where that changes."""
+"""Advice before training: the time of a step by method, which one wins, and where that changes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STOCK_SPECS = {name: spec for names in STOCK.values() for name, spec in zip(name
 
 MODEL_ERROR = 0.1
 """Relative difference of predicted times below which no method is called faster than another, however little the noise
-of a calibration: of 90 predictions beside measured steps, 82 were within 10 % (docs/steps-measured.md)."""
+of a calibration: of 240 predictions beside measured steps, 210 were within 10 % (docs/exchange/steps-measured.md)."""
 
 _BANDWIDTHS = np.geomspace(1e-3, 1e4, 1401) * 1.25e8  # bytes/s: from 1 Mb/s to 10 Tb/s, 200 to a decade
 BUCKET_SIZES = (50_000_000, BUCKET_BYTES, 10_000_000, 5_000_000, 2_500_000, LEAST_BYTES)
@@ -143,13 +143,13 @@ class Adviser:
         self._early_bytes = (self.facts.early_bytes or BUCKET_BYTES) if early_bytes is None else early_bytes
         known = encode_times(calibration, self.model)
         wanted = list(map(parse_compressor, [*FREE, *(known if specs is None else specs)]))
-        for one in wanted if specs is not None else ():
-            require_matches(one, [tensor.name for tensor in self.facts.tensors])
+        for compressor in wanted if specs is not None else ():
+            require_matches(compressor, [tensor.name for tensor in self.facts.tensors])
         if specs is None:
-            wanted = [way for one in wanted for way in (one, *in_each_way(one))]
+            wanted = [way for compressor in wanted for way in (compressor, *in_each_way(compressor))]
             if self.ranks_per_node is not None:
-                wanted += [both for one in wanted if (both := in_two_levels(one)) is not None]
-        self.compressors: dict[str, Compressor] = {str(one): one for one in wanted}
+                wanted += [both for compressor in wanted if (both := in_two_levels(compressor)) is not None]
+        self.compressors: dict[str, Compressor] = {str(compressor): compressor for compressor in wanted}
         of_nodes = (self.facts.tensors, self.ranks_per_node)
         self.encode = {
             spec: encode_time_of(compressor, known, *of_nodes) for spec, compressor in self.compressors.items()
@@ -178,7 +178,7 @@ class Adviser:
         return self.calibration.network.ranks_per_node
 
     def exchange(self, spec: str, ranks: int) -> Exchange:
-        """What a method sends."""
+        """The exchange of a method."""
         key = spec, self._alike(spec, ranks)
         if key not in self._exchanges:
             compressor, tensors = self.compressors[spec], self.facts.tensors
@@ -268,10 +268,11 @@ class Adviser:
         if setting.world_size == 1:
             return Advice(methods)
         first, *others = sorted(methods.values(), key=lambda method: method.step_s)
-        free = first if first.spec in FREE else next(one for one in others if one.spec in FREE)
+        free = first if first.spec in FREE else next(other for other in others if other.spec in FREE)
         error = self.error
         take = first if free.step_s / first.step_s - 1 >= error else free
-        alike = [one.spec for one in (first, *others) if abs(one.step_s / take.step_s - 1) < error and one != take]
+        rivals = [method for method in (first, *others) if method != take]
+        alike = [method.spec for method in rivals if abs(method.step_s / take.step_s - 1) < error]
         least = float(self.least_factor(setting))
         return Advice(
             methods,

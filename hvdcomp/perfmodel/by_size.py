@@ -26,7 +26,7 @@ def encode_times(calibration: Calibration, model: str) -> dict[str, EncodeTime]:
     if not any(_encoded(facts) for facts in others.values()):
         reference = load(REFERENCE)
         others, where = reference.models, f" in {REFERENCE} ({reference.machine['accelerator']})"
-    found = dict(own)
+    times = dict(own)
     for spec in dict.fromkeys(spec for facts in others.values() for spec in _encoded(facts)):
         if spec in own:
             continue
@@ -34,8 +34,8 @@ def encode_times(calibration: Calibration, model: str) -> dict[str, EncodeTime]:
         factor, nearest = min(((_size(asked) / _size(others[name]), name) for name in known), key=_distance)
         scaled = others[nearest].compute.encode[spec].part(factor)
         source = f"estimated: that of {nearest}{where} times {factor:.3g}, by the models' elements"
-        found[spec] = dataclasses.replace(scaled, source=source, estimated=True)
-    return found
+        times[spec] = dataclasses.replace(scaled, source=source, estimated=True)
+    return times
 
 
 def _encoded(facts: ModelFacts) -> list[str]:

@@ -312,20 +312,20 @@ def _encode(fields: Fields) -> EncodeTime:
 
 
 def _tensors(fields: Fields) -> tuple[TensorInfo, ...]:
-    found = []
+    tensors = []
     for section in fields.sections("tensors"):
         dtype = section.text("dtype", "float32")
         try:
             dtype_bytes(dtype)
         except KeyError:
             raise section.error(f"{dtype!r} is not a floating-point type that can be sent", "dtype") from None
-        found.append(TensorInfo(section.text("name"), section.shape("shape"), dtype))
+        tensors.append(TensorInfo(section.text("name"), section.shape("shape"), dtype))
         section.finish()
-    if len({tensor.name for tensor in found}) < len(found):
+    if len({tensor.name for tensor in tensors}) < len(tensors):
         raise fields.error("holds a name twice", "tensors")
-    if not any(tensor.size for tensor in found):
+    if not any(tensor.size for tensor in tensors):
         raise fields.error("holds no tensor with elements", "tensors")
-    return tuple(found)
+    return tuple(tensors)
 
 
 def _model_as_json(facts: ModelFacts) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the computer costs: forward and backward pass, and encoding and decoding, on one rank without a network."""
+"""Times of the computer: forward and backward pass, and encoding and decoding, on one rank without a network."""
 
 from __future__ import annotations
 

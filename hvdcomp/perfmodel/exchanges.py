@@ -1,4 +1,4 @@
-"""What is to be exchanged in a step: rounds of collectives and their bytes, as hvdcomp carries them out.
+"""The exchange of a step: rounds of collectives and their bytes, as hvdcomp carries them out.
 
 Nothing is decided here: the plan says which compressor each tensor has, the compressor says its rounds, and what shares
 a collective follows the rule of `hvdcomp.exchange.fusion`. Scattered float32 tensors are counted as a bucket cuts them,
@@ -55,7 +55,7 @@ Round = tuple[Collective, ...]
 
 @dataclass(frozen=True)
 class Exchange:
-    """What one rank hands to the collectives in one step.
+    """The bytes that one rank hands to the collectives in one step.
 
     Attributes:
         rounds: in order.
@@ -72,8 +72,8 @@ class Exchange:
 
     @property
     def bytes(self) -> float:
-        """Of all collectives together."""
-        return sum(collective.bytes for one in self.rounds for collective in one)
+        """Bytes of all collectives together."""
+        return sum(collective.bytes for collectives in self.rounds for collective in collectives)
 
     @property
     def is_dense(self) -> bool:
@@ -82,11 +82,11 @@ class Exchange:
 
     @property
     def bytes_in_node(self) -> float:
-        """Of the collectives of a node's ranks, where there are other nodes."""
-        every = [one for each in self.rounds for one in each]
-        if not any(one.among == "across" for one in every):
+        """Bytes of the collectives of a node's ranks, where there are other nodes."""
+        every = [collective for each in self.rounds for collective in each]
+        if not any(collective.among == "across" for collective in every):
             return 0.0
-        return sum(one.bytes for one in every if one.among == "node")
+        return sum(collective.bytes for collective in every if collective.among == "node")
 
     @property
     def compression_factor(self) -> float:
@@ -96,10 +96,10 @@ class Exchange:
     @property
     def encodes_first(self) -> bool:
         """Whether all that is encoded is so before the first collective, and not after one within the node."""
-        return not any(one.among == "node" for one in self.rounds[0])
+        return not any(collective.among == "node" for collective in self.rounds[0])
 
     def decoded(self, ranks: Array) -> Array:
-        """What a rank decodes in a step, as a multiple of what it encodes of its gradients.
+        """The share that a rank decodes in a step, as a multiple of what it encodes of its gradients.
 
         Of what is gathered, that is the number of ranks. Of what is scattered it is 2 - 1 / ranks: the parts of a chunk
         that the other ranks sent, and the means of all chunks. What is encoded is the same both ways: of what is
@@ -114,7 +114,12 @@ class Exchange:
         decoded: Array = 0.0
         for among, senders in (("all", ranks), ("across", np.ceil(ranks / self.ranks_per_node))):
             gathered, received = (
-                sum(one.bytes for each in self.rounds for one in each if (one.kind, one.among) == (kind, among))
+                sum(
+                    collective.bytes
+                    for collectives in self.rounds
+                    for collective in collectives
+                    if (collective.kind, collective.among) == (kind, among)
+                )
                 for kind in ("allgather", "alltoall")
             )
             encoded = encoded + gathered + received * (1 - 1 / senders)
@@ -170,7 +175,8 @@ def exchange_of_plan(
         SpecError: as of `exchange_of`.
     """
     members = [(tensor, plan[tensor.name]) for tensor in tensors if tensor.size]
-    if ranks_per_node is None and (two_level := [one for _, one in members if isinstance(one, TwoLevel)]):
+    two_level = [compressor for _, compressor in members if isinstance(compressor, TwoLevel)]
+    if ranks_per_node is None and two_level:
         raise SpecError(
             f"nothing is known here of nodes with several ranks, so not what {two_level[0]} takes; calibrate with "
             "several ranks on each node, or leave it out"
@@ -180,8 +186,8 @@ def exchange_of_plan(
     if rounds and not any(kind in ("allreduce", "allgather") and among == "all" for kind, _, among in rounds[0]):
         _add(rounds, [_FLAG])
     collectives = tuple(
-        tuple(Collective(kind, size, _dtype_of(group), among) for (kind, group, among), size in one.items())
-        for one in rounds
+        tuple(Collective(kind, size, _dtype_of(group), among) for (kind, group, among), size in sizes.items())
+        for sizes in rounds
     )
     dense_bytes = sum(tensor.size * dtype_bytes(tensor.dtype) for tensor, _ in members)
     return Exchange(collectives, overlapped, dense_bytes, ranks_per_node or 1)
@@ -206,7 +212,7 @@ def _rounds_of(members: Iterable[tuple[TensorInfo, Compressor]], ranks: int, ran
 
 
 def _in_levels(bucket: Sequence[tuple[TensorInfo, TwoLevel]], ranks: int, ranks_per_node: int) -> list[Payload]:
-    """What one rank hands to the collectives of a bucket in two levels.
+    """The bytes that one rank hands to the collectives of a bucket in two levels.
 
     Between nodes it is the mean of the node's ranks: their shards are of different tensors.
     """
@@ -228,7 +234,7 @@ def _part(payloads: Mapping[_Key, float], ranks: int) -> Payload:
 def _kept(tensor: TensorInfo, compressor: Compressor) -> int:
     """Elements that a method keeps of a tensor from step to step, which travel back with the result."""
     x = shapes.ShapeArray(tensor.shape, tensor.dtype)
-    return sum(number_of_elements(one.shape) for one in compressor.prepare(shapes, x, (), Context("", 0, 0, 0, 1)))
+    return sum(number_of_elements(array.shape) for array in compressor.prepare(shapes, x, (), Context("", 0, 0, 0, 1)))
 
 
 def _add(rounds: _Rounds, payloads: Iterable[Payload]) -> None:

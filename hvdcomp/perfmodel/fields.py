@@ -94,15 +94,15 @@ class Fields:
             lowest_second: what they must be at least.
         """
         rows = self._list(name)
-        found: list[tuple[float, float]] = []
+        pairs: list[tuple[float, float]] = []
         for row in rows:
             if not isinstance(row, list) or len(row) != 2:
                 raise self.error(f"must hold pairs of {what}, not {shortened(row)}", name)
             first, second = self._number(row[0], name, None, 0), self._number(row[1], name, lowest_second, None)
-            if found and (first <= found[-1][0] or (second_rises and second < found[-1][1])):
-                raise self.error(f"must rise from pair to pair ({what}), but {row} follows {list(found[-1])}", name)
-            found.append((first, second))
-        return tuple(found)
+            if pairs and (first <= pairs[-1][0] or (second_rises and second < pairs[-1][1])):
+                raise self.error(f"must rise from pair to pair ({what}), but {row} follows {list(pairs[-1])}", name)
+            pairs.append((first, second))
+        return tuple(pairs)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The dimensions of a tensor."""

@@ -23,15 +23,15 @@ def model_of(calibration: Calibration, tensors: Iterable[TensorInfo], source: st
     Raises:
         CalibrationError: if none is, or more than one.
     """
-    mine = _shapes(tensors)
+    own = _shapes(tensors)
     if model is not None and model not in calibration.models:
         raise CalibrationError(f"{source} has no model {model!r}; it has: {', '.join(calibration.models)}")
     named = {name: facts for name, facts in calibration.models.items() if model in (None, name)}
-    fitting = [name for name, facts in named.items() if _shapes(facts.tensors) == mine]
+    fitting = [name for name, facts in named.items() if _shapes(facts.tensors) == own]
     if not fitting:
         sizes = ", ".join(f"{name} ({_size(_shapes(facts.tensors))})" for name, facts in named.items())
         raise CalibrationError(
-            f"{source} is of another model: this training has {_size(mine)}, the calibration {sizes}; calibrate with "
+            f"{source} is of another model: this training has {_size(own)}, the calibration {sizes}; calibrate with "
             "this model"
         )
     if len(fitting) > 1:

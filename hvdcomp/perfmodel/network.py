@@ -1,4 +1,4 @@
-"""What the network costs: latency and transfer time of collectives, from few measured numbers.
+"""Times of the network: latency and transfer time of collectives, from few measured numbers.
 
 Each algorithm is told by two things: how many messages follow one another, and how many bytes pass the busiest link
 of a rank. All functions take numbers or NumPy arrays that broadcast against each other.
@@ -103,7 +103,7 @@ _STAND_IN_ALGORITHMS = {("alltoall", "direct"): "direct", ("alltoall", "ring"): 
 
 @dataclass(frozen=True)
 class CollectiveCost:
-    """What one kind of collective costs on one network.
+    """The time of one kind of collective on one network.
 
     Attributes:
         algorithm: a key of `ALGORITHMS[kind]`.
@@ -223,7 +223,7 @@ class _Known:
 
 @dataclass(frozen=True)
 class Among(_Known):
-    """What collectives cost among some of the ranks.
+    """The times of collectives among some of the ranks.
 
     Attributes:
         allreduce, allgather, alltoall, reducescatter: costs; of the latter two None if not known.
@@ -246,7 +246,7 @@ class Inner(Among):
 
 @dataclass(frozen=True)
 class Levels:
-    """What the collectives of two levels cost.
+    """The times of the collectives of two levels.
 
     Attributes:
         ranks_per_node: how many share a node and its link to other nodes.
@@ -262,7 +262,7 @@ class Levels:
 
 @dataclass(frozen=True)
 class Network(_Known):
-    """What collectives cost between ranks.
+    """The times of collectives between ranks.
 
     Attributes:
         allreduce, allgather, alltoall, reducescatter: costs between ranks, or between nodes if there is an inner link;

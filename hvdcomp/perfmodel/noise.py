@@ -25,5 +25,5 @@ def uncertain_shares(noisy: Mapping[str, Mapping[str, float]], step_s: float) ->
         >>> uncertain_shares({"allreduce of 64 bytes": {"seconds": 0.001, "spread": 2.0}}, step_s=0.1)
         {'allreduce of 64 bytes': 0.02}
     """
-    shares = {what: one["seconds"] * one["spread"] / step_s for what, one in noisy.items()}
+    shares = {what: number["seconds"] * number["spread"] / step_s for what, number in noisy.items()}
     return dict(sorted(shares.items(), key=lambda pair: -pair[1]))

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import io
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from hvdcomp.files import replace_files
 from hvdcomp.perfmodel.advice import UNCOMPRESSED
+from hvdcomp.perfmodel.figures import COLOURS, INK, LINES, as_png, new_figure
 from hvdcomp.perfmodel.sweep import AXES, Sweep
-
-# Okabe and Ito's palette less its yellow; dense is black.
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#888888")
-_LINES = ("solid", "dashed", "dotted", "dashdot")
 
 
 def draw(swept: Sweep, title: str, marked: float | None, file: Path) -> None:
@@ -30,18 +24,17 @@ def draw(swept: Sweep, title: str, marked: float | None, file: Path) -> None:
         marked: where on the axis the setting itself lies; None if nowhere.
         file: to write.
     """
-    figure = Figure(figsize=(8, 6.2), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8, 6.2)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     others = [spec for spec in swept.step_s if spec != UNCOMPRESSED]
     for number, spec in enumerate(others):
-        style = {"color": _COLOURS[number % len(_COLOURS)], "linestyle": _LINES[number // len(_COLOURS) % len(_LINES)]}
+        style = {"color": COLOURS[number % 6], "linestyle": LINES[number // 6 % len(LINES)]}  # its grey is for dense
         above.plot(swept.values, 1e3 * swept.step_s[spec], label=spec, linewidth=1.5, **style)
-    above.plot(swept.values, 1e3 * swept.step_s[UNCOMPRESSED], label=UNCOMPRESSED, color="black", linewidth=2.2)
+    above.plot(swept.values, 1e3 * swept.step_s[UNCOMPRESSED], label=UNCOMPRESSED, color=INK, linewidth=2.2)
     above.set_ylabel("time of a step (ms)")
     above.set_yscale("log")
     above.set_title(title, fontsize=10)
-    below.plot(swept.values, swept.least_factor, color="black")
+    below.plot(swept.values, swept.least_factor, color=INK)
     below.set_ylabel("least factor for\n95 % of linear scaling")
     below.set_yscale("log")
     below.set_xlabel(AXES[swept.axis].label)
@@ -50,11 +43,9 @@ def draw(swept: Sweep, title: str, marked: float | None, file: Path) -> None:
         axes.grid(alpha=0.3)
         _plain_ticks(axes)
         if marked is not None and swept.values[0] <= marked <= swept.values[-1]:
-            axes.axvline(marked, color="0.5", linestyle=":", linewidth=1)
+            axes.axvline(marked, color=INK, linestyle=":", linewidth=1)
     figure.legend(loc="outside right upper", frameon=False, fontsize=8)
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=90)
-    replace_files({file: image.getvalue()})
+    replace_files({file: as_png(figure, dots_per_inch=90)})
 
 
 def _plain_ticks(axes: Axes) -> None:

@@ -128,7 +128,8 @@ def _carried(
     gamma, ranks = compute.gamma, setting.world_size
     if compute.ready:
         dtype = max(
-            (collective for collectives in exchange.rounds for collective in collectives), key=lambda one: one.bytes
+            (collective for collectives in exchange.rounds for collective in collectives),
+            key=lambda collective: collective.bytes,
         ).dtype
         parts = when_ready(step, backward, gamma, compute.ready, size, bucket_bytes, cost_of, ranks, dtype)
     else:

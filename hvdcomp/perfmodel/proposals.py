@@ -21,7 +21,7 @@ REACH = 0.25
 
 @dataclass(frozen=True)
 class Asked:
-    """What the proposals are for.
+    """The training that proposals are made for.
 
     Attributes:
         loss: by how much more, as a share, a compressor may raise the loss.
@@ -36,7 +36,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Proposals:
-    """What there is to propose.
+    """The compressors that can be proposed.
 
     Attributes:
         specs: of the compressors, the fastest first.
@@ -47,7 +47,7 @@ class Proposals:
     unpredicted: tuple[str, ...] = ()
 
     def missing(self, asked: Asked, source: str) -> str | None:
-        """What the user can do for more of them, in a sentence; None if nothing is missing."""
+        """Advice how to get more proposals, in a sentence; None if nothing is missing."""
         if self.unpredicted:
             options = " ".join(f"--compressor '{spec}'" for spec in self.unpredicted)
             return (
@@ -100,10 +100,10 @@ def propose(
     limit = (1 + REACH) * min([least, *times.values()])
     chosen: list[Compressor] = []
     together = [*fixed, *map(parse_compressor, asked.beside)]
-    for compressor in sorted(times, key=lambda one: times[one]):
+    for compressor in sorted(times, key=lambda compressor: times[compressor]):
         if len(chosen) == MOST or (chosen and times[compressor] > limit):
             break
-        is_new = within(compressor).name not in [within(one).name for one in chosen]
+        is_new = within(compressor).name not in [within(other).name for other in chosen]
         if is_new and can_take_turns([*together, *chosen, compressor]):
             chosen.append(compressor)
     return Proposals(tuple(map(str, chosen)), tuple(unpredicted))

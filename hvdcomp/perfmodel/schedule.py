@@ -48,8 +48,9 @@ class Parts(NamedTuple):
 
     def towards(self, other: Parts, share: float) -> Parts:
         """What lies between these and others, of steps in which nothing waits: 0 for these, 1 for the others."""
-        mine, theirs = self[:4], other[:4]
-        return Parts._make([*(one + share * (two - one) for one, two in zip(mine, theirs, strict=True)), self.waits])
+        own, theirs = self[:4], other[:4]
+        between = (first + share * (second - first) for first, second in zip(own, theirs, strict=True))
+        return Parts._make([*between, self.waits])
 
 
 def cut(total: float, bucket_bytes: float) -> Buckets:
@@ -184,12 +185,12 @@ def pieces(ready: Sequence[tuple[float, float]], least: float) -> list[Piece]:
         >>> pieces([(0.3, 0.1), (0.5, 0.4), (0.9, 0.6), (1.0, 1.0)], least=0.4)
         [Piece(share=0.5, moment=0.4), Piece(share=0.4, moment=0.6)]
     """
-    found, begin = [], 0.0
+    pieces, begin = [], 0.0
     for upto, moment in ready:
         if upto - begin >= least * (1 - 1e-9):
-            found.append(Piece(round(upto - begin, 12), moment))
+            pieces.append(Piece(round(upto - begin, 12), moment))
             begin = upto
-    return found
+    return pieces
 
 
 def early(

@@ -53,11 +53,11 @@ _AGAIN = 100  # windows after which a candidate whose time is known is tried onc
 
 
 def _are_texts(value: object) -> bool:
-    return isinstance(value, tuple) and all(isinstance(one, str) for one in value)
+    return isinstance(value, tuple) and all(isinstance(each, str) for each in value)
 
 
 _Compressors = Annotated[tuple[str, ...], Rule(_are_texts, 'a list, such as ["topk:ratio=0.01", "qsgd:bits=8"]')]
-_Excess = Annotated[float, number(lambda one: one > 0, "above 0, such as 0.15 for 15 %")]
+_Excess = Annotated[float, number(lambda value: value > 0, "above 0, such as 0.15 for 15 %")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,13 +170,13 @@ class Auto(Policy[AutoState]):
 
     # What has been measured.
 
-    def _begin(self, state: AutoState, told: Candidates, step: int) -> AutoState:
+    def _begin(self, state: AutoState, known: Candidates, step: int) -> AutoState:
         """Takes the fastest by the model."""
-        self.of_tensors(dict.fromkeys(told.order), dict.fromkeys(state.order), "candidates")
-        candidates = told.candidates
+        self.of_tensors(dict.fromkeys(known.order), dict.fromkeys(state.order), "candidates")
+        candidates = known.candidates
         if not candidates or not all(0 < candidate.seconds < math.inf for candidate in candidates.values()):
             raise ValueError(f"{self.name} needs candidates with positive finite times, not {dict(candidates)}")
-        state = dataclasses.replace(state, order=tuple(told.order), candidates=candidates)
+        state = dataclasses.replace(state, order=tuple(known.order), candidates=candidates)
         first = min(candidates, key=lambda name: candidates[name].seconds)
         why = f"begins with {first}: predicted {_ms(candidates[first].seconds)}, the fastest of {len(candidates)}"
         tried = state.trying(first, step, why)
@@ -193,10 +193,10 @@ class Auto(Policy[AutoState]):
     def _note(self, state: AutoState, now: Measured) -> AutoState:
         """Enters what the chosen candidate takes, and what others take in proportion."""
         old = state.measured.get(state.chosen)
-        told = now if old is None else old.with_more(now, _MOST * self.window)
-        factor = 1.0 if old is None else told.seconds / old.seconds
-        others = {name: one.scaled(factor) for name, one in state.measured.items()}
-        return dataclasses.replace(state, measured={**others, state.chosen: told})
+        merged = now if old is None else old.with_more(now, _MOST * self.window)
+        factor = 1.0 if old is None else merged.seconds / old.seconds
+        others = {name: measured.scaled(factor) for name, measured in state.measured.items()}
+        return dataclasses.replace(state, measured={**others, state.chosen: merged})
 
     def _compare(self, state: AutoState, name: str, trial: Measured, after: Sequence[Measured]) -> AutoState:
         """Enters what was tried, by how much longer its steps took than the rival's before and after."""
@@ -206,11 +206,11 @@ class Auto(Policy[AutoState]):
         error = math.hypot(*(side.error for side in sides), change) / len(sides)
         doubt = math.hypot(trial.error / trial.seconds, error / seconds, _UNEVEN)
         rival = state.trial.rival or state.chosen
-        found = trial.seconds * state.measured[rival].seconds / seconds
-        now = Measured(found, doubt * found, trial.steps, state.since)
+        scaled = trial.seconds * state.measured[rival].seconds / seconds
+        now = Measured(scaled, doubt * scaled, trial.steps, state.since)
         old = known_before(state.measured.get(name), state.expected(rival, name), now)
-        told = now if old is None else old.with_more(now, _MOST * self.window)
-        return dataclasses.replace(state, measured={**state.measured, name: told})
+        merged = now if old is None else old.with_more(now, _MOST * self.window)
+        return dataclasses.replace(state, measured={**state.measured, name: merged})
 
     # What comes next.
 
@@ -236,20 +236,20 @@ class Auto(Policy[AutoState]):
 
     def _open(self, state: AutoState, best: str) -> list[str]:
         """The candidates that may turn out to be faster than the best, by a difference that counts."""
-        found = []
+        due = []
         limit = state.measured[best]
         for name in state.candidates:
-            one = state.measured.get(name)
-            if one is None:
+            measured = state.measured.get(name)
+            if measured is None:
                 # Dense in any case, whatever the model says: the promise is never to be slower than dense. And where
                 # steps have changed, the model's world and that of earlier trials are gone.
                 if name == DENSE_CANDIDATE or state.reopened or state.is_near(best, name, self.margin):
-                    found.append(name)
-            elif name != best and one.steps < _MOST * self.window:
-                gain = limit.seconds - one.seconds + 2 * one.error
+                    due.append(name)
+            elif name != best and measured.steps < _MOST * self.window:
+                gain = limit.seconds - measured.seconds + 2 * measured.error
                 if gain > NOTICEABLE * limit.seconds:
-                    found.append(name)
-        return found
+                    due.append(name)
+        return due
 
     def _price(self, state: AutoState, best: str, name: str) -> float:
         """Seconds that a trial is expected to cost."""
@@ -275,13 +275,13 @@ class Auto(Policy[AutoState]):
 
     def _stay(self, state: AutoState, best: str, step: int, short: float | None) -> AutoState:
         """Stays with the best, or returns to it, until the next look or until a trial is affordable."""
-        found = state.measured[best].seconds
+        seconds = state.measured[best].seconds
         changed = best != state.chosen
-        wait = self._until_look(found)
+        wait = self._until_look(seconds)
         if changed:
             wait = SETTLING + self.window  # to be compared with others
-        elif short is not None and short < wait * found:
-            wait = max(self.window, math.ceil(short / found))
+        elif short is not None and short < wait * seconds:
+            wait = max(self.window, math.ceil(short / seconds))
         return dataclasses.replace(
             state,
             chosen=best,
@@ -319,14 +319,14 @@ def _why_try(state: AutoState, best: str, name: str) -> str:
 
 
 def _why_stay(state: AutoState, best: str) -> str:
-    others = {name: one.seconds for name, one in state.measured.items() if name != best}
-    found = _ms(state.measured[best].seconds)
+    others = {name: measured.seconds for name, measured in state.measured.items() if name != best}
+    seconds = _ms(state.measured[best].seconds)
     if not others:
-        return f"{best} takes {found}; nothing else promises to be faster at a price that is low enough"
+        return f"{best} takes {seconds}; nothing else promises to be faster at a price that is low enough"
     second = min(others, key=lambda name: others[name])
     if others[second] < state.measured[best].seconds:
-        return f"{best} stays at {found}: {second} takes {_ms(others[second])}, a difference that may be chance"
-    return f"{best} is the fastest measured: {found}, then {second}: {_ms(others[second])}"
+        return f"{best} stays at {seconds}: {second} takes {_ms(others[second])}, a difference that may be chance"
+    return f"{best} is the fastest measured: {seconds}, then {second}: {_ms(others[second])}"
 
 
 def _ms(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""What `auto` knows while it chooses: candidates, what their steps took, and which trial is under way."""
+"""The state of `auto`: candidates, the times of their steps, and which trial is under way."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NOTICEABLE = 0.01  # differences of step times that are looked for
 
 @dataclass(frozen=True)
 class Measured:
-    """What steps of a candidate took.
+    """The time of a candidate's steps.
 
     Attributes:
         seconds: their median.
@@ -47,11 +47,11 @@ class Measured:
 
     @classmethod
     def of(cls, times: Sequence[float]) -> Measured:
-        """Of at least one time."""
+        """The measurement of some times, at least one."""
         return cls(*median_with_error(times), len(times))
 
     def scaled(self, factor: float) -> Measured:
-        """The same of steps that take `factor` times as long."""
+        """The same measurement for steps that take `factor` times as long."""
         return Measured(factor * self.seconds, factor * self.error, self.steps, self.at)
 
     def contradicts(self, other: Measured, errors: float) -> bool:
@@ -69,7 +69,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Trial:
-    """What is known of the trial under way, or of the latest one.
+    """The trial under way, or the latest trial.
 
     Attributes:
         trying: whether the chosen candidate is being tried; else it stays until something speaks against it.
@@ -160,7 +160,7 @@ class AutoState:
 
     def opened_again(self, now: Measured) -> AutoState:
         """The state in which all candidates are open: only how fast the chosen one is, is still known."""
-        before = {**self.before, **{name: one.seconds for name, one in self.measured.items()}}
+        before = {**self.before, **{name: measured.seconds for name, measured in self.measured.items()}}
         return dataclasses.replace(
             self, measured={self.chosen: now}, before=before, drifted=0,
             usual={self.chosen: now.seconds}, reopened=self.chosen,
@@ -178,8 +178,8 @@ class AutoState:
 
         What it takes may have changed without a sign in the steps of the best.
         """
-        at = {name: -1 if (one := self.measured.get(name)) is None else one.at or 0 for name in self.candidates}
-        name = min(at.keys() - {best}, key=lambda one: (at[one], one), default="")
+        at = {name: self.measured[name].at or 0 if name in self.measured else -1 for name in self.candidates}
+        name = min(at.keys() - {best}, key=lambda candidate: (at[candidate], candidate), default="")
         return name if name and at[name] <= before else ""
 
     def expected(self, best: str, name: str) -> float:
@@ -196,7 +196,7 @@ class AutoState:
 
 
 def known_before(measured: Measured | None, predicted: float, now: Measured) -> Measured | None:
-    """What was measured before a trial or, without that, the prediction as if it were measured: a first trial may be as
+    """The time measured before a trial or, without that, the prediction as if it were measured: a first trial may be as
     far off. None if the trial contradicts it."""
     if measured is not None:
         return None if measured.contradicts(now, SURE) else measured  # it would be of another time

@@ -23,7 +23,7 @@ from hvdcomp.specs.typed import as_fields, shortened, typed
 State = TypeVar("State")
 Value = TypeVar("Value")
 
-Source = Annotated[str, Rule(lambda one: one in ("local", "aggregated"), "local or aggregated")]
+Source = Annotated[str, Rule(lambda value: value in ("local", "aggregated"), "local or aggregated")]
 LEVEL = Rule(is_number, "a level, such as a ratio or a rank")
 SomeLevel = Annotated[Level, LEVEL]
 
@@ -49,7 +49,7 @@ class Policy(Described, Generic[State]):
     state_growth: ClassVar[int] = 512
 
     def request(self, state: State) -> Request:
-        """What the policy asks for in a state: when it decides next, and by what."""
+        """The request of the policy in a state: when it decides next, and by what."""
         raise NotImplementedError
 
     @property
@@ -83,7 +83,7 @@ class Policy(Described, Generic[State]):
         raise NotImplementedError
 
     def decision(self, state: State) -> Decision:
-        """What is in force in a state: at the beginning, after a decision and after a restart."""
+        """The decision that is in force in a state: at the beginning, after a decision and after a restart."""
         raise NotImplementedError
 
     @property
@@ -140,9 +140,9 @@ class Policy(Described, Generic[State]):
         expected = {field.name for field in dataclasses.fields(self.state_type)}
         needed = expected.difference(getattr(self.state_type, "later", ()))  # not in states of versions before them
         if data.get("policy") != self.name or not needed <= fields.keys() <= expected:
-            found = f"policy {data.get('policy')!r} with {', '.join(sorted(fields)) or 'nothing'}"
+            kept = f"policy {data.get('policy')!r} with {', '.join(sorted(fields)) or 'nothing'}"
             raise ValueError(
-                f"this is not a state of {self.name}, which has {', '.join(sorted(expected))}: {found}; continue with "
+                f"this is not a state of {self.name}, which has {', '.join(sorted(expected))}: {kept}; continue with "
                 "the policy that the training was started with"
             )
         return fields

@@ -1,4 +1,4 @@
-"""What policies decide. A decision knows which plan it asks for, how it is written as JSON, and what a report shows.
+"""Decisions of policies. A decision knows which plan it asks for, how it is written as JSON, and what a report shows.
 
 A new kind of decision is a subclass of `Decision` and nothing else.
 """
@@ -44,7 +44,7 @@ class Decision:
         return BatchSize()
 
     def observer(self, observers: Any) -> Any:
-        """What measures the steps that obey it: one that `hvdcomp.adaptation.observers.Observers` makes, or None."""
+        """The observer of steps that obey the decision, from `hvdcomp.adaptation.observers.Observers`, or None."""
 
     def measures(self, period_ends: bool) -> bool:
         """Whether a step that obeys it is measured, on all ranks alike.
@@ -200,8 +200,8 @@ class Methods(Decision):
         return {
             **super().row(state, tensors),
             "chosen": {name: name == state["chosen"] for name in state["candidates"]},
-            "predicted": {name: one["seconds"] for name, one in state["candidates"].items()},
-            "measured": {name: one["seconds"] for name, one in state["measured"].items()},
+            "predicted": {name: candidate["seconds"] for name, candidate in state["candidates"].items()},
+            "measured": {name: time["seconds"] for name, time in state["measured"].items()},
         }
 
 

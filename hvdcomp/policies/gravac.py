@@ -149,12 +149,12 @@ class GraVAC(Policy[GraVACState]):
     @property
     def candidates(self) -> tuple[float, ...]:
         """The factors to evaluate, in order; none if `min` is `max`."""
-        found: list[float] = []
+        factors: list[float] = []
         exponent = 1
-        while (found or [self.min])[-1] < self.max:
-            found.append(float(min(self.max, self.min * 2**exponent)))
+        while (factors or [self.min])[-1] < self.max:
+            factors.append(float(min(self.max, self.min * 2**exponent)))
             exponent = exponent * 2 if self.scaling == "exponential" else exponent + 1
-        return tuple(found)
+        return tuple(factors)
 
     @property
     def _window(self) -> int:
@@ -183,17 +183,17 @@ class GraVAC(Policy[GraVACState]):
         state = self._smooth(state, statistics.gains)
         return self._choose(self._look(self._record(state, statistics.timing)))
 
-    def _smooth(self, state: GraVACState, told: GravacGains) -> GraVACState:
-        if (told.candidate is None) != (state.candidate is None):
-            raise ValueError(f"{self.name}: candidate {state.candidate}, but its gain is told as {told.candidate}")
-        new = {state.minimum: told.minimum}
-        if state.candidate is not None and told.candidate is not None:
-            new[state.candidate] = told.candidate
+    def _smooth(self, state: GraVACState, measured: GravacGains) -> GraVACState:
+        if (measured.candidate is None) != (state.candidate is None):
+            raise ValueError(f"{self.name}: candidate {state.candidate}, but its gain is told as {measured.candidate}")
+        new = {state.minimum: measured.minimum}
+        if state.candidate is not None and measured.candidate is not None:
+            new[state.candidate] = measured.candidate
         if not all(map(math.isfinite, new.values())):
             return state
         weight = self.smoothing
         if weight is None:
-            weight = min(1.0, told.ranks / 100)
+            weight = min(1.0, measured.ranks / 100)
             if self._every > 1:  # as if the gains of the steps between had been the same
                 weight = 1 - (1 - weight) ** self._every
         old = state.gains

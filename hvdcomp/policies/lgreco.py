@@ -46,11 +46,11 @@ class LGreCo(OptimalLevels[TensorLevels]):
 
 def cheapest(table: LevelTable, alpha: float) -> dict[str, Level]:
     """The level of each tensor, as `LGreCo` chooses it; `alpha` is the share of the error at the own levels."""
-    budget = alpha * math.fsum(found[table.own[name]] for name, found in table.errors.items())
-    found = fewest_bytes(table, budget) or least_of(table.errors)
+    budget = alpha * math.fsum(errors[table.own[name]] for name, errors in table.errors.items())
+    levels = fewest_bytes(table, budget) or least_of(table.errors)
     # Rounding up takes from the budget, which the own levels use up to the last bit where alpha is 1.
-    own = {name: table.own[name] for name in found}
-    return own if alpha >= 1 and _bytes_of(table, found) >= _bytes_of(table, own) else found
+    own = {name: table.own[name] for name in levels}
+    return own if alpha >= 1 and _bytes_of(table, levels) >= _bytes_of(table, own) else levels
 
 
 def _bytes_of(table: LevelTable, levels: Mapping[str, Level]) -> int:

@@ -57,16 +57,16 @@ def least_cost(parts: Sequence[np.ndarray], costs: Sequence[np.ndarray]) -> list
     least = np.zeros(PARTS + 1)
     choices = []
     for own_parts, own_costs in zip(parts, costs, strict=True):
-        found = np.full(PARTS + 1, math.inf)
+        best = np.full(PARTS + 1, math.inf)
         choice = np.zeros(PARTS + 1, np.int16)
         for place, (part, cost) in enumerate(zip(own_parts.tolist(), own_costs.tolist(), strict=True)):
             if part > PARTS:
                 continue
             reached = least[: PARTS + 1 - part] + cost
-            better = reached < found[part:]
-            np.copyto(found[part:], reached, where=better)
+            better = reached < best[part:]
+            np.copyto(best[part:], reached, where=better)
             choice[part:][better] = place
-        least = found
+        least = best
         choices.append(choice)
     if not math.isfinite(least[PARTS]):
         return None
@@ -127,10 +127,10 @@ class OptimalLevels(Policy[Chosen]):
     def around(self) -> tuple[float, ...]:
         """The levels to choose from, ascending, as factors of a tensor's own; 1.0 is one of them."""
         step = math.log(self.most / self.least) / (self.levels - 1)
-        found = [self.least * math.exp(place * step) for place in range(self.levels)]
-        found[0], found[-1] = float(self.least), float(self.most)
-        found[min(range(self.levels), key=lambda place: abs(math.log(found[place])))] = 1.0
-        return tuple(found)
+        factors = [self.least * math.exp(place * step) for place in range(self.levels)]
+        factors[0], factors[-1] = float(self.least), float(self.most)
+        factors[min(range(self.levels), key=lambda place: abs(math.log(factors[place])))] = 1.0
+        return tuple(factors)
 
     def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
         super().check(steps_per_epoch, compressor)
@@ -156,7 +156,7 @@ class OptimalLevels(Policy[Chosen]):
         assert table is not None
         # A tensor without a level, or without a gradient, has no errors, and keeps what it has.
         self.of_tensors({**{name: {} for name in state.levels}, **table.errors}, state.levels, "level errors")
-        if not all(math.isfinite(error) for found in table.errors.values() for error in found.values()):
+        if not all(math.isfinite(error) for errors in table.errors.values() for error in errors.values()):
             return state
         return dataclasses.replace(state, levels={**state.levels, **self.choose(table, statistics, state)})
 
@@ -183,14 +183,14 @@ def least_error(table: LevelTable, limit: float) -> dict[str, Level] | None:
 
 
 def least_of(values: _ByLevel) -> dict[str, Level]:
-    """Of each tensor the level with the least value."""
+    """The level with the least value, of each tensor."""
     return {name: min(levels, key=levels.__getitem__) for name, levels in values.items()}
 
 
 def _best(limited: _ByLevel, costs: _ByLevel, limit: float) -> dict[str, Level] | None:
     """The levels that cost least, with limited values that add up to a limit at most; None if there are none."""
     # What takes least of the limit comes first, so that of two levels with the same cost it is taken.
-    candidates = {name: sorted(found, key=found.__getitem__) for name, found in limited.items()}
+    candidates = {name: sorted(values, key=values.__getitem__) for name, values in limited.items()}
     chosen = least_cost(
         [in_parts([limited[name][level] for level in levels], limit) for name, levels in candidates.items()],
         [np.array([costs[name][level] for level in levels], float) for name, levels in candidates.items()],

@@ -1,4 +1,4 @@
-"""What earlier versions decided by, and this one does not: an old spec, log or checkpoint is told what to take now."""
+"""Policies that earlier versions had: who gives an old spec, log or checkpoint is told what to take now."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ _REMOVED = (
 def refuse_removed(spec: str) -> None:
     """Raises SpecError, which says why and what to take instead, if a policy's spec string asks for what is no more."""
     spec = spec.strip()
-    for one in _REMOVED:
-        if re.match(one.specs, spec):
-            raise SpecError(f"{spec!r}: {one.what} was taken out, because {one.why}; take {one.instead}")
+    for removed in _REMOVED:
+        if re.match(removed.specs, spec):
+            raise SpecError(f"{spec!r}: {removed.what} was taken out, because {removed.why}; take {removed.instead}")

@@ -1,4 +1,4 @@
-"""What a policy asks for, and what it is then told.
+"""The requests of policies, and the statistics that answer them.
 
 `Policy.request` names statistics and the period after which they are told, as one `Statistics`.
 """
@@ -14,7 +14,7 @@ from hvdcomp.specs.levels import Level
 
 
 class Statistic(Enum):
-    """What a policy may ask for. Each value is the name of the field of `Statistics` that holds it."""
+    """A statistic that a policy may ask for. Each value is the name of the field of `Statistics` that holds it."""
 
     LEARNING_RATES = "learning_rates"
     NORMS = "norms"
@@ -30,7 +30,7 @@ class Statistic(Enum):
 
 @dataclass(frozen=True)
 class LearningRates:
-    """What the training's schedule says, one rate for each parameter group, without any policy's own factor.
+    """The learning rates of the training's schedule, one for each parameter group, without any policy's own factor.
 
     Attributes:
         now: of the period that ends, at its first step, so that a change in the middle of a period is not missed.
@@ -101,7 +101,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Candidates:
-    """What there is to choose from, see `hvdcomp.adaptation.candidates`.
+    """The candidates to choose from, see `hvdcomp.adaptation.candidates`.
 
     Attributes:
         order: names of the tensors whose method may be chosen, the most worth compressing first.
@@ -114,7 +114,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class LevelTable:
-    """What some levels of each tensor lose and send. Those that a tensor's method does not have are left out.
+    """The loss and the bytes of some levels of each tensor. Levels that a tensor's method does not have are left out.
 
     Tensors whose method has no level, or that had no gradient, are left out.
 
@@ -134,14 +134,14 @@ class LevelTable:
     dense_bytes: int
 
     def __post_init__(self) -> None:
-        for name, found in self.errors.items():
-            if self.own.get(name) not in found or self.sent.get(name, {}).keys() != found.keys():
+        for name, errors in self.errors.items():
+            if self.own.get(name) not in errors or self.sent.get(name, {}).keys() != errors.keys():
                 raise ValueError(f"the levels of {name} in errors, sent and own are not the same")
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """What is known at one moment of decision. A field that the policy did not ask for may be None.
+    """The statistics at one moment of decision. A field that the policy did not ask for may be None.
 
     Attributes:
         step: steps that ended, from the start of the training.
@@ -203,7 +203,7 @@ class Period:
 
 @dataclass(frozen=True)
 class Request:
-    """What a policy asks for while it is in one state.
+    """The request of a policy while it is in one state.
 
     Attributes:
         statistics: what the next `decide` reads. Nothing else need be computed in the period before it.

@@ -18,7 +18,7 @@ _FALLING = "let levels fall, such as levels=(0.25, 0.05) before topk:ratio=0.01"
 
 
 class Levelled(Protocol):
-    """Of a compressor, what a schedule or a policy must know."""
+    """The part of a compressor that a schedule or a policy must know."""
 
     @property
     def level(self) -> Level | None: ...
@@ -79,7 +79,7 @@ class ListedLevels(LevelSchedule):
     def require_ends(self, *settings: str, count: int) -> None:
         """Raises SpecError unless exactly one of some settings is given, as so many whole numbers that rise."""
         given = [setting for setting in settings if getattr(self, setting)]
-        choice = f"{', '.join(f'{one}=...' for one in settings[:-1])} or {settings[-1]}=..."
+        choice = f"{', '.join(f'{setting}=...' for setting in settings[:-1])} or {settings[-1]}=..."
         if len(given) != 1:
             found = " and ".join(given) or "none"
             raise SpecError(f"{self.name}: say where levels end with {choice}, one of them; {found} is given")
@@ -233,8 +233,8 @@ class WarmUp(LevelSchedule):
         """The geometric sequence from `start` on; nothing without `start`, or without a level to reach."""
         if own is None or self.start is None:
             return ()
-        found = [self.start * (own / self.start) ** (period / self.periods) for period in range(self.periods)]
-        return tuple(max(1, round(level)) if isinstance(own, int) else level for level in found)
+        levels = [self.start * (own / self.start) ** (period / self.periods) for period in range(self.periods)]
+        return tuple(max(1, round(level)) if isinstance(own, int) else level for level in levels)
 
 
 def _until(ends: Sequence[int], values: Sequence[Value], step: int) -> Value:

@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from hvdcomp.perfmodel.figures import COLOURS, INK, LINES
 from hvdcomp.report.bands import Curve, band_of
 from hvdcomp.report.groups import Group
 from hvdcomp.report.runs import PHASES, Run
@@ -17,10 +18,6 @@ from hvdcomp.report.table import Section
 from hvdcomp.report.turns import RATES
 from hvdcomp.train.target import Target
 
-# Okabe and Ito's palette less its yellow and black, which vanish on a light or a dark page.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#888888")
-_LINES = ("solid", "dashed", "dotted", "dashdot")
-INK = "#7d7d7d"  # axes and texts: legible on white and on near black
 LEGEND: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "labelcolor": INK}
 _PHASE_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#b9b9b9")
 HALF_WIDTH = 5.4  # inches, of a figure that has another beside it, or the whole of a phone
@@ -182,7 +179,7 @@ def _of_several(section: Section) -> str:
 def _styled(section: Section) -> Iterator[tuple[Group, dict[str, Any]]]:
     """Each series, and how its line is drawn."""
     for number, group in enumerate(section.groups):
-        yield group, {"color": COLOURS[number % 7], "linestyle": _LINES[number // 7 % 4], "linewidth": 1.6}
+        yield group, {"color": COLOURS[number % 7], "linestyle": LINES[number // 7 % 4], "linewidth": 1.6}
 
 
 def _figure(section: Section) -> tuple[Figure, Axes]:

@@ -17,8 +17,9 @@ from matplotlib.image import AxesImage
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, PercentFormatter
 
 from hvdcomp.errors import SpecError
+from hvdcomp.perfmodel.figures import COLOURS, INK
 from hvdcomp.policies import parse_policy
-from hvdcomp.report.curves import COLOURS, INK, LEGEND, limit_height, smooth, tidy
+from hvdcomp.report.curves import LEGEND, limit_height, smooth, tidy
 from hvdcomp.report.decisions import Decisions
 from hvdcomp.report.runs import Run, printable
 

@@ -87,9 +87,9 @@ def load_all_turns(files: Sequence[Path]) -> Turns:
         RunError: as of `load_turns`; or they do not belong together.
     """
     every = [load_turns(file) for file in files]
-    here = [one for one in every if one.link is None]
-    there = {one.link: one.ms for one in every if one.link is not None}
-    if len(here) != 1 or len(there) != len(every) - 1 or len({one.work for one in every}) != 1:
+    here = [point for point in every if point.link is None]
+    there = {point.link: point.ms for point in every if point.link is not None}
+    if len(here) != 1 or len(there) != len(every) - 1 or len({point.work for point in every}) != 1:
         raise RunError(
             f"{', '.join(map(str, files))}: steps measured in turns are shown of one model, data set, number of ranks "
             "and batch size, in one file without --rate and one for each --rate"
@@ -105,7 +105,7 @@ def load_turns(file: Path) -> Turns:
     """
     try:
         content = parse_json(file.read_bytes())
-        calibrations = [from_json(one) for one in content.get("repeated") or [content["calibration"]]]
+        calibrations = [from_json(repeated) for repeated in content.get("repeated") or [content["calibration"]]]
         calibration = calibrations[-1]
         (name,) = calibration.models
         model, at, data = name.partition("@")
@@ -114,7 +114,7 @@ def load_turns(file: Path) -> Turns:
         left = (content["alone"], content["auto"])
         # Trainings send during the backward pass, as far as a method can.
         methods = [
-            name for name, one in content["steps"].items() if name not in left and one.get("overlap_bytes") != 0
+            name for name, step in content["steps"].items() if name not in left and step.get("overlap_bytes") != 0
         ]
         specs = {str(parse_compressor(STOCK_SPECS.get(method, method))): method for method in methods}
         ms = {spec: float(content["steps"][method]["median_ms"]) for spec, method in specs.items()}
@@ -126,7 +126,7 @@ def load_turns(file: Path) -> Turns:
         noisy = _noisy(content.get("noisy", {}))  # files of earlier versions have none
         early = content.get("early_bytes") or 0  # files of earlier versions are of steps that send all at the end
         advisers = {
-            rate: [Adviser(_with_links(one, speed), name, list(specs), early) for one in calibrations]
+            rate: [Adviser(_with_links(calibration, speed), name, list(specs), early) for calibration in calibrations]
             for rate, speed in _SPEEDS.items()
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SpecError, CalibrationError) as error:
@@ -136,7 +136,7 @@ def load_turns(file: Path) -> Turns:
             f"{file} holds no steps measured in turns ({type(error).__name__}: {error}); "
             "python -m hvdcomp.bench.compare_worker writes such files"
         ) from None
-    if batch_size is None or not all(math.isfinite(one) and one > 0 for one in ms.values()):
+    if batch_size is None or not all(math.isfinite(value) and value > 0 for value in ms.values()):
         raise RunError(f"{file}: it has no batch size, or a time that cannot be")
     predicted: dict[str, dict[str, float]] = {spec: {} for spec in ms}
     doubts = []
@@ -175,8 +175,9 @@ def _doubt(steps_s: Sequence[float], noise: float, noisy: Mapping[str, Mapping[s
 
 def _noisy(content: Any) -> dict[str, dict[str, float]]:
     """What the calibration calls too noisy, as `uncertain_shares` takes it."""
-    noisy = {printable(what): {key: float(one[key]) for key in ("seconds", "spread")} for what, one in content.items()}
-    if not all(math.isfinite(value) and value >= 0 for one in noisy.values() for value in one.values()):
+    keys = ("seconds", "spread")
+    noisy = {printable(what): {key: float(number[key]) for key in keys} for what, number in content.items()}
+    if not all(math.isfinite(value) and value >= 0 for number in noisy.values() for value in number.values()):
         raise ValueError("noisy: a time or a spread that cannot be")
     return noisy
 

@@ -181,10 +181,10 @@ class Compared:
             claim: "worse" or "better"; "no loss", up to the margin; "" if the paper says nothing of it.
             main: as of `Row`.
         """
-        found = estimate(self.gains(label, base))
-        assert found is not None
-        half = found.half or 0.0
-        least, most = found.mean - half, found.mean + half
+        estimated = estimate(self.gains(label, base))
+        assert estimated is not None
+        half = estimated.half or 0.0
+        least, most = estimated.mean - half, estimated.mean + half
         holds = {
             "worse": True if most < 0 else False if least > 0 else None,
             "better": True if least > 0 else False if most < 0 else None,
@@ -197,8 +197,8 @@ class Compared:
         return Row(
             what=what,
             published=published,
-            ours=found.mean,
-            half=found.half,
+            ours=estimated.mean,
+            half=estimated.half,
             holds=holds,
             open=bool(claim) and holds is None,
             main=main,
@@ -207,10 +207,10 @@ class Compared:
 
     def quality(self, label: str, published: float | None = None) -> Row:
         """How one ends, which other data end otherwise: nothing to be compared by."""
-        found = estimate([run.quality for run in self.runs[label]])
-        assert found is not None
+        estimated = estimate([run.quality for run in self.runs[label]])
+        assert estimated is not None
         what = f"{label}: {'perplexity' if self._text else 'accuracy (%)'}"
-        return Row(what=what, published=published, ours=found.mean, half=found.half)
+        return Row(what=what, published=published, ours=estimated.mean, half=estimated.half)
 
     def times_fewer_floats(self, label: str, base: str, published: float | None = None) -> Row:
         ours = self.mean(base, lambda run: run.floats) / self.mean(label, lambda run: run.floats)
@@ -220,19 +220,19 @@ class Compared:
         return Row(what=what, published=published, ours=ours, holds=holds, note=note)
 
     def times_as_fast(self, label: str, base: str, published: float | None = None) -> Row:
-        found = estimate([a.seconds / b.seconds for a, b in zip(self.runs[base], self.runs[label], strict=False)])
-        assert found is not None
-        half = found.half or 0.0
+        estimated = estimate([a.seconds / b.seconds for a, b in zip(self.runs[base], self.runs[label], strict=False)])
+        assert estimated is not None
+        half = estimated.half or 0.0
         least = 1 if published is None or published <= 1 else max(1, published / 2)
-        holds = True if found.mean - half > least else False if found.mean + half < least else None
+        holds = True if estimated.mean - half > least else False if estimated.mean + half < least else None
         what = f"{label}: times as fast as {base}"
         from_where = "; holds from half of the published on" if least > 1 else ""
         note = f"predicted for {RANKS} ranks on {LINK} links{from_where}"
         return Row(
             what=what,
             published=published,
-            ours=found.mean,
-            half=found.half,
+            ours=estimated.mean,
+            half=estimated.half,
             holds=holds,
             open=holds is None,
             note=note,
@@ -244,8 +244,8 @@ class Compared:
         over_epochs, over_floats = [], []
         for label, runs in self.runs.items():
             ends = list(zip(*(run.epochs for run in runs), strict=False))
-            quality = [statistics.fmean(one[0] for one in end) for end in ends]
-            floats = [statistics.fmean(one[1] for one in end) / 1e6 for end in ends]
+            quality = [statistics.fmean(point[0] for point in end) for end in ends]
+            floats = [statistics.fmean(point[1] for point in end) / 1e6 for end in ends]
             over_epochs.append(Curve(label=label, x=list(range(1, len(ends) + 1)), y=quality))
             over_floats.append(Curve(label=label, x=floats, y=quality))
         return {f"{name} over epochs": over_epochs, f"{name} over millions of floats": over_floats}
@@ -276,14 +276,14 @@ def _fixed_and_accordion(t: Trainings, compressor: str, workload: str) -> dict[s
     }
 
 
-def _control(t: Trainings, compressor: str, found: Compared) -> tuple[str, str, str | None]:
+def _control(t: Trainings, compressor: str, compared: Compared) -> tuple[str, str, str | None]:
     """What sends as many floats as Accordion, and looks at no gradient: its label, spec and policy."""
     low, high = LEVELS[compressor]
-    sent = {label: found.mean(label, lambda run: run.floats) for label in ("low", "high", "Accordion")}
+    sent = {label: compared.mean(label, lambda run: run.floats) for label in ("low", "high", "Accordion")}
     share = (sent["Accordion"] - sent["high"]) / (sent["low"] - sent["high"])
     if compressor == "topk":
         return "fixed ratio", _spec(compressor, float(f"{high + share * (low - high):.4g}")), None
-    steps = len(found.runs["low"][0].sent)
+    steps = len(compared.runs["low"][0].sent)
     at_low = max(1, round(share * steps))
     first = max(1, (steps - at_low) // 2)
     schedule = f"schedule:levels={high:g}|{low:g},steps={first}|{first + at_low}"
@@ -296,10 +296,10 @@ def _table(artefact: Artefact) -> tuple[dict[str, float], str]:
     name = artefact.settings.get("network", "ResNet-18")
     if name not in networks:
         return {}, name
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for label, (_, numbers) in zip(("low", "high", "Accordion"), networks[name].items(), strict=True):
-        found |= {f"{label} {what}": value for what, value in numbers.items()}
-    return found, name
+        values |= {f"{label} {what}": value for what, value in numbers.items()}
+    return values, name
 
 
 def _of(numbers: Mapping[str, float], what: str, a: str, b: str, ratio: bool = False) -> float | None:
@@ -312,29 +312,29 @@ def _of(numbers: Mapping[str, float], what: str, a: str, b: str, ratio: bool = F
 def levels(artefact: Artefact, t: Trainings) -> Outcome:
     """Accordion's tables 1 to 4 and their curves: fixed levels beside Accordion, and a control of as many floats."""
     compressor, workload = artefact.settings["compressor"], artefact.settings.get("workload", "images")
-    found = Compared(workload, _fixed_and_accordion(t, compressor, workload))
-    label, spec, policy = _control(t, compressor, found)
-    found = Compared(workload, {**found.runs, label: t.train(workload, spec, policy)})
+    compared = Compared(workload, _fixed_and_accordion(t, compressor, workload))
+    label, spec, policy = _control(t, compressor, compared)
+    compared = Compared(workload, {**compared.runs, label: t.train(workload, spec, policy)})
     numbers, network = _table(artefact)
     rows = [
         *floats_sent(artefact),
-        *(found.quality(one, numbers.get(f"{one} accuracy")) for one in ("low", "high", "Accordion")),
-        found.gain("high", "low", "worse", _of(numbers, "accuracy", "high", "low")),
-        found.gain("Accordion", "low", "no loss", _of(numbers, "accuracy", "Accordion", "low"), main=True),
-        found.times_fewer_floats("Accordion", "low", _of(numbers, "floats", "Accordion", "low", ratio=True)),
-        found.times_as_fast("Accordion", "low", _of(numbers, "seconds", "Accordion", "low", ratio=True)),
-        _beside_control(found, label, f"{spec}{' ' + policy if policy else ''}"),
+        *(compared.quality(level, numbers.get(f"{level} accuracy")) for level in ("low", "high", "Accordion")),
+        compared.gain("high", "low", "worse", _of(numbers, "accuracy", "high", "low")),
+        compared.gain("Accordion", "low", "no loss", _of(numbers, "accuracy", "Accordion", "low"), main=True),
+        compared.times_fewer_floats("Accordion", "low", _of(numbers, "floats", "Accordion", "low", ratio=True)),
+        compared.times_as_fast("Accordion", "low", _of(numbers, "seconds", "Accordion", "low", ratio=True)),
+        _beside_control(compared, label, f"{spec}{' ' + policy if policy else ''}"),
     ]
     low, high = LEVELS[compressor]
     beside = f" Published numbers of trainings are those of {network}." if numbers else ""
     note = f"Low is {_spec(compressor, low)}, high is {_spec(compressor, high)}.{beside}"
-    return found.outcome(artefact, rows, note)
+    return compared.outcome(artefact, rows, note)
 
 
-def _beside_control(found: Compared, label: str, spec: str) -> Row:
-    share = found.mean(label, lambda run: run.floats) / found.mean("Accordion", lambda run: run.floats)
+def _beside_control(compared: Compared, label: str, spec: str) -> Row:
+    share = compared.mean(label, lambda run: run.floats) / compared.mean("Accordion", lambda run: run.floats)
     note = f"{CONTROL}: `{spec}` sends {share:.0%} of Accordion's floats, and looks at no gradient"
-    return found.gain("Accordion", label, "", note=note)
+    return compared.gain("Accordion", label, "", note=note)
 
 
 def logs(artefact: Artefact, t: Trainings) -> Outcome:
@@ -344,10 +344,10 @@ def logs(artefact: Artefact, t: Trainings) -> Outcome:
     images = Compared("images", _fixed_and_accordion(t, compressor, "images"))
     text = Compared("text", _fixed_and_accordion(t, compressor, "text"))
     for network, numbers in artefact.published.items():
-        found = text if "LSTM" in network else images
+        compared = text if "LSTM" in network else images
         for a, b, claim in (("high", "low", "worse"), ("Accordion", "low", "no loss")):
-            value = 100 * (numbers[b] / numbers[a] - 1) if found is text else numbers[a] - numbers[b]
-            row = found.gain(a, b, claim, value, main=a == "Accordion")
+            value = 100 * (numbers[b] / numbers[a] - 1) if compared is text else numbers[a] - numbers[b]
+            row = compared.gain(a, b, claim, value, main=a == "Accordion")
             rows.append(dataclasses.replace(row, what=f"{network}: {row.what}"))
     return images.outcome(artefact, rows, f"The authors' LSTM is beside {SHOWN['text']}.", curves={})
 
@@ -365,16 +365,16 @@ def schedule(artefact: Artefact, t: Trainings) -> Outcome:
     reverse = "high in critical regimes"
     if artefact.settings.get("reverse"):
         runs[reverse] = t.train("images", _spec(compressor, 32), f"schedule:levels={high}|32|{high},steps={ends}")
-    found = Compared("images", runs)
+    compared = Compared("images", runs)
     rows = [
-        found.gain("high", "low", "worse"),
-        found.gain(critical, "low", "no loss", main=True),
-        found.times_fewer_floats(critical, "low"),
+        compared.gain("high", "low", "worse"),
+        compared.gain(critical, "low", "no loss", main=True),
+        compared.times_fewer_floats(critical, "low"),
     ]
     if artefact.settings.get("reverse"):
         note = "rank 32, which is nearly all, elsewhere"
-        rows.append(found.gain(reverse, "low", "worse", note=note))
-    curves = found.curves()
+        rows.append(compared.gain(reverse, "low", "worse", note=note))
+    curves = compared.curves()
     if artefact.settings.get("norms"):
         norms = _norms(runs["Accordion"][0])
         curves["norm of the gradient, by tensor"] = [
@@ -387,7 +387,7 @@ def schedule(artefact: Artefact, t: Trainings) -> Outcome:
             note = "critical by Accordion's rule from 50 % on"
             rows.append(Row(what=what, ours=change, holds=change >= 50, note=note))
     note = f"Critical are the first {first} steps and {after} after the rate falls, the paper's share of the training."
-    return found.outcome(artefact, rows, note, curves=curves)
+    return compared.outcome(artefact, rows, note, curves=curves)
 
 
 def _norms(run: Trained) -> dict[str, list[float]]:
@@ -420,8 +420,8 @@ def ranks(artefact: Artefact, t: Trainings) -> Outcome:
     compressor = artefact.settings["compressor"]
     low, high = LEVELS[compressor]
     runs = t.train("images", _spec(compressor, low), _accordion(compressor, "images"))
-    found = Compared("images", {"Accordion": runs})
-    chosen = [_levels_chosen(run) for run in found.runs["Accordion"]]
+    compared = Compared("images", {"Accordion": runs})
+    chosen = [_levels_chosen(run) for run in compared.runs["Accordion"]]
     names = list(chosen[0])
     name = names[{"first": 0, "middle": len(names) // 2, "last": -1}[artefact.settings["part"]]]
     rows = []
@@ -431,13 +431,13 @@ def ranks(artefact: Artefact, t: Trainings) -> Outcome:
         (f"the {2 * WINDOW_STEPS} steps after the learning rate falls", range(fall, fall + 2), low),
         (f"the {fall * WINDOW_STEPS // 2} steps before", range(fall // 2, fall), high),
     ):
-        share = statistics.fmean(float(one[name][window] == at) for one in chosen for window in those)
+        share = statistics.fmean(float(levels[name][window] == at) for levels in chosen for window in those)
         text = f"{name}, {what}: share at {'low' if at == low else 'high'} compression (%)"
         rows.append(Row(what=text, ours=100 * share, holds=share > 0.5))
     steps = [WINDOW_STEPS * window for window in range(len(chosen[0][name]))]
-    curves = {"rank": [Curve(label=one, x=steps, y=chosen[0][one]) for one in names]}
+    curves = {"rank": [Curve(label=name, x=steps, y=chosen[0][name]) for name in names]}
     note = f"Its {len(names)} compressed tensors stand for the layers."
-    return found.outcome(artefact, rows, note, curves=curves, x="steps")
+    return compared.outcome(artefact, rows, note, curves=curves, x="steps")
 
 
 def batch(artefact: Artefact, t: Trainings) -> Outcome:
@@ -456,26 +456,27 @@ def batch(artefact: Artefact, t: Trainings) -> Outcome:
     }
     if settings.get("smith"):
         runs["Smith et al."] = t.train("images", "none", f"increase_batch_size:low={SMALL},high={LARGE}", **whole)
-    found = Compared("images", {"small": runs.pop("small"), **runs})
+    compared = Compared("images", {"small": runs.pop("small"), **runs})
     table, _ = _table(artefact) if settings.get("data") else ({}, "")
     numbers = {key.replace("low ", "small ").replace("high ", "large "): value for key, value in table.items()}
     published = artefact.published
     rows = [*floats_sent(artefact)]
-    rows += [found.quality(one, numbers.get(f"{one} accuracy")) for one in found.runs]
-    rows.append(found.gain("large", "small", "worse", _of(numbers, "accuracy", "large", "small")))
+    rows += [compared.quality(label, numbers.get(f"{label} accuracy")) for label in compared.runs]
+    rows.append(compared.gain("large", "small", "worse", _of(numbers, "accuracy", "large", "small")))
     lost = published.get("Accordion - small batch (points)", _of(numbers, "accuracy", "Accordion", "small"))
     if settings.get("extreme"):
-        rows.append(found.gain("Accordion", "large", "better"))
+        rows.append(compared.gain("Accordion", "large", "better"))
     margin = MARGIN + (-lost if settings.get("extreme") and lost is not None else 0)
-    rows.append(found.gain("Accordion", "small", "no loss", lost, margin=margin, main=True))
+    rows.append(compared.gain("Accordion", "small", "no loss", lost, margin=margin, main=True))
     fewer = published.get("Accordion: times fewer floats", _of(numbers, "floats", "Accordion", "small", ratio=True))
-    rows.append(found.times_fewer_floats("Accordion", "small", fewer))
+    rows.append(compared.times_fewer_floats("Accordion", "small", fewer))
     if numbers:
         faster = _of(numbers, "seconds", "Accordion", "small", ratio=True)
-        rows.append(found.times_as_fast("Accordion", "small", faster))
+        rows.append(compared.times_as_fast("Accordion", "small", faster))
     if settings.get("smith"):
-        rows.append(found.times_fewer_floats("Smith et al.", "small", published["Smith et al.: times fewer floats"]))
-        more = found.mean("Smith et al.", lambda run: run.floats) / found.mean("Accordion", lambda run: run.floats)
+        rows.append(compared.times_fewer_floats("Smith et al.", "small", published["Smith et al.: times fewer floats"]))
+        theirs, ours = (compared.mean(label, lambda run: run.floats) for label in ("Smith et al.", "Accordion"))
+        more = theirs / ours
         rows.append(Row(what="floats of Smith et al. / floats of Accordion", ours=more, holds=more > 1))
     if settings.get("overlap"):
         from hvdcomp.reproduce.gradients import common_of_largest
@@ -484,7 +485,7 @@ def batch(artefact: Artefact, t: Trainings) -> Outcome:
         least = published[name]
         rows.append(Row(what=f"largest 10 %: {name}, more than", published=least, ours=ours, holds=ours >= least))
     note = f"Batches of {SMALL} and {large}, and the learning rate goes with them."
-    return found.outcome(artefact, rows, note)
+    return compared.outcome(artefact, rows, note)
 
 
 def adaqs(artefact: Artefact, t: Trainings) -> Outcome:
@@ -492,33 +493,33 @@ def adaqs(artefact: Artefact, t: Trainings) -> Outcome:
     compressor = artefact.settings["compressor"]
     runs = _fixed_and_accordion(t, compressor, "images")
     runs["AdaQS"] = t.train("images", _spec(compressor, LEVELS[compressor][0]), "adaqs:start=64,fall=0.5")
-    found = Compared("images", runs)
-    more = found.mean("AdaQS", lambda run: run.floats) / found.mean("Accordion", lambda run: run.floats)
+    compared = Compared("images", runs)
+    more = compared.mean("AdaQS", lambda run: run.floats) / compared.mean("Accordion", lambda run: run.floats)
     rows = [
-        found.gain("Accordion", "low", "no loss", main=True),
-        found.gain("AdaQS", "low", "worse"),
+        compared.gain("Accordion", "low", "no loss", main=True),
+        compared.gain("AdaQS", "low", "worse"),
         Row(what="floats of AdaQS / floats of Accordion", ours=more, holds=more > 1),
     ]
-    return found.outcome(artefact, rows, "AdaQS begins at a factor of 64 and halves it after a fall of 0.5.")
+    return compared.outcome(artefact, rows, "AdaQS begins at a factor of 64 and halves it after a fall of 0.5.")
 
 
 def longer(artefact: Artefact, t: Trainings) -> Outcome:
     """Accordion's figure 8: high compression for so many epochs that it sends as much as low compression."""
     compressor = artefact.settings["compressor"]
     runs = _fixed_and_accordion(t, compressor, "images")
-    found = Compared("images", runs)
-    times = found.mean("low", lambda run: run.floats) / found.mean("high", lambda run: run.floats)
+    compared = Compared("images", runs)
+    times = compared.mean("low", lambda run: run.floats) / compared.mean("high", lambda run: run.floats)
     epochs = round(EPOCHS * times)
     milestones = (float(round(DECAY * times)), float(round(LAST_DECAY * times)))
     label = f"high for {epochs} epochs"
     spec = _spec(compressor, LEVELS[compressor][1])
-    found = Compared("images", {**runs, label: t.train("images", spec, epochs=epochs, milestones=milestones)})
+    compared = Compared("images", {**runs, label: t.train("images", spec, epochs=epochs, milestones=milestones)})
     rows = [
-        found.gain(label, "low", "worse", main=True),
-        found.gain("Accordion", "low", "no loss", main=True),
-        found.times_fewer_floats("Accordion", label),
+        compared.gain(label, "low", "worse", main=True),
+        compared.gain("Accordion", "low", "no loss", main=True),
+        compared.times_fewer_floats("Accordion", label),
     ]
-    return found.outcome(artefact, rows)
+    return compared.outcome(artefact, rows)
 
 
 def limits(artefact: Artefact, t: Trainings) -> Outcome:
@@ -527,16 +528,16 @@ def limits(artefact: Artefact, t: Trainings) -> Outcome:
     for high in (1, 2):
         policy = _accordion("powersgd", "images", (4, high))
         runs[f"Accordion 4 and {high}"] = t.train("images", "powersgd:rank=4", policy)
-    found = Compared("images", runs)
+    compared = Compared("images", runs)
     published = artefact.published
-    rows = [found.quality(f"rank {rank}", published[f"rank {rank}: accuracy"]) for rank in (1, 2, 4)]
+    rows = [compared.quality(f"rank {rank}", published[f"rank {rank}: accuracy"]) for rank in (1, 2, 4)]
     lost = published["rank 2: accuracy"] - published["rank 4: accuracy"]
     rows += [
-        found.gain("Accordion 4 and 1", "rank 4", "worse", lost),
-        found.gain("Accordion 4 and 2", "rank 4", "no loss", 0.0, main=True),
-        found.times_fewer_floats("Accordion 4 and 2", "rank 4", published["Accordion 4 and 2: times fewer floats"]),
+        compared.gain("Accordion 4 and 1", "rank 4", "worse", lost),
+        compared.gain("Accordion 4 and 2", "rank 4", "no loss", 0.0, main=True),
+        compared.times_fewer_floats("Accordion 4 and 2", "rank 4", published["Accordion 4 and 2: times fewer floats"]),
     ]
-    return found.outcome(artefact, rows)
+    return compared.outcome(artefact, rows)
 
 
 def _gravac(epsilon: float, workload: str, largest: int = 1000, least: float = 10, more: str = "") -> str:
@@ -555,25 +556,25 @@ def static(artefact: Artefact, t: Trainings) -> Outcome:
             spec = f"{compressor}:ratio={1 / factor:g}"
             runs[f"{compressor} {factor}x"] = t.train("images", spec, **_momentum(compressor))
     runs["GraVAC"] = t.train("images", "dgc:ratio=0.1", _gravac(0.7, "images"), **_momentum("dgc"))
-    found = Compared("images", runs)
+    compared = Compared("images", runs)
     numbers = artefact.published["ResNet101"]
     base = numbers["topk 10"]
     rows = []
     for compressor in ("topk", "dgc", "redsync"):
         a, b = numbers[f"{compressor} 1000"], numbers[f"{compressor} 10"]
-        rows.append(found.gain(f"{compressor} 1000x", f"{compressor} 10x", "worse", a["quality"] - b["quality"]))
-        rows.append(found.times_as_fast(f"{compressor} 1000x", "topk 10x", a["speedup"]))
+        rows.append(compared.gain(f"{compressor} 1000x", f"{compressor} 10x", "worse", a["quality"] - b["quality"]))
+        rows.append(compared.times_as_fast(f"{compressor} 1000x", "topk 10x", a["speedup"]))
     for factor in (10, 1000):
-        lost = -statistics.fmean(found.gains(f"randomk {factor}x", "topk 10x"))
+        lost = -statistics.fmean(compared.gains(f"randomk {factor}x", "topk 10x"))
         what = f"randomk {factor}x: points below topk 10x (published: fails, at 20 %)"
         rows.append(Row(what=what, ours=lost, holds=lost > 20))
     gained = numbers["GraVAC"]["quality"] - base["quality"]
-    rows.append(found.gain("GraVAC", "topk 10x", "no loss", gained, main=True))
-    rows.append(found.times_as_fast("GraVAC", "topk 10x", numbers["GraVAC"]["speedup"]))
-    speeds = [found.times_as_fast(label, "topk 10x").ours for label in runs]
+    rows.append(compared.gain("GraVAC", "topk 10x", "no loss", gained, main=True))
+    rows.append(compared.times_as_fast("GraVAC", "topk 10x", numbers["GraVAC"]["speedup"]))
+    speeds = [compared.times_as_fast(label, "topk 10x").ours for label in runs]
     bars = [Curve(label="times as fast as topk 10x", x=list(runs), y=speeds)]
     note = "Published numbers are those of ResNet101; its speedups are to a target, ours of as many steps."
-    return found.outcome(artefact, rows, note, curves={**found.curves(), "times as fast": bars})
+    return compared.outcome(artefact, rows, note, curves={**compared.curves(), "times as fast": bars})
 
 
 def gain(artefact: Artefact, t: Trainings) -> Outcome:
@@ -584,7 +585,7 @@ def gain(artefact: Artefact, t: Trainings) -> Outcome:
         "10x": t.train(workload, "topk:ratio=0.1"),
         "1000x": t.train(workload, "topk:ratio=0.001"),
     }
-    found = Compared(workload, runs)
+    compared = Compared(workload, runs)
     # A window that does not end, so that the gain of 10x is looked at all along.
     looking = "gravac:min=10,max=1000,epsilon=0.99,window=100000,smoothing=1,factor=elements"
     log = t.train(workload, "topk:ratio=0.1", looking, seeds=1)[0]
@@ -593,14 +594,14 @@ def gain(artefact: Artefact, t: Trainings) -> Outcome:
     ]
     robust = artefact.settings["network"] == "VGG16"  # which loses nothing at 1000x in the paper
     rows = [
-        found.gain("10x", "dense", "no loss"),
-        found.gain("1000x", "dense", "no loss" if robust else "worse"),
-        _gain_row("10x", [one["minimum"] for one in gains]),
+        compared.gain("10x", "dense", "no loss"),
+        compared.gain("1000x", "dense", "no loss" if robust else "worse"),
+        _gain_row("10x", [gain["minimum"] for gain in gains]),
     ]
-    curves = found.curves()
+    curves = compared.curves()
     steps = list(range(1, len(gains) + 1))
-    curves["compression gain"] = [Curve(label="10x", x=steps, y=[float(one["minimum"]) for one in gains])]
-    return found.outcome(artefact, rows, curves=curves, x="epochs; millions of floats; steps")
+    curves["compression gain"] = [Curve(label="10x", x=steps, y=[float(gain["minimum"]) for gain in gains])]
+    return compared.outcome(artefact, rows, curves=curves, x="epochs; millions of floats; steps")
 
 
 def _gain_row(label: str, values: Sequence[float]) -> Row:
@@ -617,25 +618,25 @@ def gravac(artefact: Artefact, t: Trainings) -> Outcome:
     if artefact.settings.get("geometric"):
         policy = _gravac(0.7, workload, 2000, more=",scaling=geometric")
         runs["GraVAC"] = t.train(workload, "redsync:ratio=0.1", policy)
-        found = Compared(workload, runs)
-        fewer = found.times_fewer_floats("GraVAC", "dense", published["times fewer floats"])
-        return found.outcome(artefact, [found.gain("GraVAC", "dense", "no loss", main=True), fewer])
+        compared = Compared(workload, runs)
+        fewer = compared.times_fewer_floats("GraVAC", "dense", published["times fewer floats"])
+        return compared.outcome(artefact, [compared.gain("GraVAC", "dense", "no loss", main=True), fewer])
     for epsilon in (0.7, 0.9):
         runs[f"epsilon {epsilon}"] = t.train(workload, "dgc:ratio=0.1", _gravac(epsilon, workload), **_momentum("dgc"))
-    found = Compared(workload, runs)
+    compared = Compared(workload, runs)
     rows = []
     for epsilon in (0.7, 0.9):
         label = f"epsilon {epsilon}"
-        rows.append(found.gain(label, "dense", "no loss", main=True))
-        rows.append(found.times_fewer_floats(label, "dense", published[f"{label}: times fewer floats"]))
-    return found.outcome(artefact, rows, "On DGC, with the gain of the authors' code and factors of elements.")
+        rows.append(compared.gain(label, "dense", "no loss", main=True))
+        rows.append(compared.times_fewer_floats(label, "dense", published[f"{label}: times fewer floats"]))
+    return compared.outcome(artefact, rows, "On DGC, with the gain of the authors' code and factors of elements.")
 
 
 def beside_accordion(artefact: Artefact, t: Trainings) -> Outcome:
     """GraVAC's table 4, of ResNet101 and LSTM: GraVAC on DGC beside Accordion on PowerSGD of ranks 4 and 1."""
     rows = []
     for network, workload in (("ResNet101", "images"), ("LSTM", "text")):
-        found = Compared(
+        compared = Compared(
             workload,
             {
                 "Accordion": t.train(workload, "powersgd:rank=4", _accordion("powersgd", workload)),
@@ -644,12 +645,12 @@ def beside_accordion(artefact: Artefact, t: Trainings) -> Outcome:
         )
         numbers = artefact.published[network]
         for row in (
-            found.times_fewer_floats("GraVAC", "Accordion", numbers["communication"]),
-            found.times_as_fast("GraVAC", "Accordion", numbers["time"]),
-            found.gain("GraVAC", "Accordion", "no loss", note="the paper compares at the same quality"),
+            compared.times_fewer_floats("GraVAC", "Accordion", numbers["communication"]),
+            compared.times_as_fast("GraVAC", "Accordion", numbers["time"]),
+            compared.gain("GraVAC", "Accordion", "no loss", note="the paper compares at the same quality"),
         ):
             rows.append(dataclasses.replace(row, what=f"{network}: {row.what}"))
-    return found.outcome(artefact, rows, f"ResNet101 is beside {SHOWN['images']}.", curves={})
+    return compared.outcome(artefact, rows, f"ResNet101 is beside {SHOWN['images']}.", curves={})
 
 
 def randomk(artefact: Artefact, t: Trainings) -> Outcome:
@@ -659,16 +660,16 @@ def randomk(artefact: Artefact, t: Trainings) -> Outcome:
         "GraVAC": t.train("images", "randomk:ratio=0.5", _gravac(0.7, "images", least=1.5)),
         "Accordion": t.train("images", "randomk:ratio=0.5", f"accordion:low=0.6667,high=0.001,{RULE['images']}"),
     }
-    found = Compared("images", runs)
+    compared = Compared("images", runs)
     published = artefact.published
     better = published["GraVAC: accuracy"] - published["Accordion: accuracy"]
     rows = [
-        found.quality("GraVAC", published["GraVAC: accuracy"]),
-        found.quality("Accordion", published["Accordion: accuracy"]),
-        found.gain("GraVAC", "Accordion", "better", better, main=True),
-        found.times_fewer_floats("GraVAC", "dense", published["GraVAC: times fewer floats"]),
+        compared.quality("GraVAC", published["GraVAC: accuracy"]),
+        compared.quality("Accordion", published["Accordion: accuracy"]),
+        compared.gain("GraVAC", "Accordion", "better", better, main=True),
+        compared.times_fewer_floats("GraVAC", "dense", published["GraVAC: times fewer floats"]),
     ]
-    return found.outcome(artefact, rows)
+    return compared.outcome(artefact, rows)
 
 
 def early(artefact: Artefact, t: Trainings) -> Outcome:
@@ -698,8 +699,8 @@ def early(artefact: Artefact, t: Trainings) -> Outcome:
 
 
 COUNTERPARTS: Mapping[str, Callable[[Artefact, Trainings], Outcome]] = {
-    one.__name__: one
-    for one in (
+    counterpart.__name__: counterpart
+    for counterpart in (
         early, levels, logs, schedule, ranks, batch, adaqs, longer, limits, static, gain, gravac, beside_accordion,
         randomk,
     )

@@ -105,4 +105,4 @@ def _text(value: object) -> str:
     if not isinstance(value, tuple):
         return str(value)
     text = "|".join(map(str, value))
-    return f"({text})" if any(isinstance(one, str) for one in value) else text
+    return f"({text})" if any(isinstance(item, str) for item in value) else text

@@ -28,17 +28,17 @@ def classes_by_name(package: str, base: type[Kind]) -> dict[str, type[Kind]]:
     Raises:
         TypeError: if two classes have one name.
     """
-    found: dict[str, type[Kind]] = {}
+    kinds: dict[str, type[Kind]] = {}
     for name in sorted(module.name for module in pkgutil.iter_modules(sys.modules[package].__path__)):
         module = importlib.import_module(f"{package}.{name}")
         for kind in vars(module).values():
             defined_here = inspect.isclass(kind) and kind.__module__ == module.__name__
             if not defined_here or not issubclass(kind, base) or "name" not in vars(kind):
                 continue
-            if found.setdefault(kind.name, kind) is not kind:
-                other = found[kind.name]
+            if kinds.setdefault(kind.name, kind) is not kind:
+                other = kinds[kind.name]
                 raise TypeError(
                     f"{other.__module__}.{other.__name__} and {kind.__module__}.{kind.__name__} are both named "
                     f"{kind.name!r}; rename one"
                 )
-    return found
+    return kinds

@@ -9,5 +9,5 @@ from collections.abc import Iterable
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Words to follow the name in a message: " (did you mean 'ratio'?)", or nothing if no name is like it."""
     names = {name.lower(): name for name in known}
-    found = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.6)
-    return f" (did you mean {names[found[0]]!r}?)" if found else ""
+    near = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.6)
+    return f" (did you mean {names[near[0]]!r}?)" if near else ""

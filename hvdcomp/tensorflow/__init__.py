@@ -1,4 +1,4 @@
-"""What TensorFlow users need beside `hvdcomp.Compression`; `hvdcomp.tensorflow.keras` has a callback for Keras."""
+"""All that TensorFlow users need beside `hvdcomp.Compression`; `hvdcomp.tensorflow.keras` has a callback for Keras."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ from hvdcomp.tensorflow.training import TensorFlowTraining
 
 @dataclass
 class _Ticket:
-    """What Horovod carries from compress to decompress.
+    """The context that Horovod carries from compress to decompress.
 
     Attributes:
         result: the mean, in the graph that calls Horovod; None where Horovod carries the gradient itself.
@@ -58,7 +58,7 @@ class _Ticket:
 
 @dataclass
 class _Traced:
-    """What was put into a graph for one list of gradients.
+    """The parts of a graph that were made for one list of gradients.
 
     Attributes:
         gradients: the list.

@@ -45,8 +45,8 @@ def gradients_call(tensor: tf.Tensor) -> GradientsCall:
     Raises:
         ConfigurationError: if it is none of Horovod's tape or optimizer, or if XLA is to compile it.
     """
-    gradients = caller_local("grads", lambda found: _is_list(found) and any(one is tensor for one in found))
-    variables = caller_local("vars", lambda found: _is_list(found) and len(found) == len(gradients or ()))
+    gradients = caller_local("grads", lambda value: _is_list(value) and any(each is tensor for each in value))
+    variables = caller_local("vars", lambda value: _is_list(value) and len(value) == len(gradients or ()))
     if gradients is None or variables is None:
         raise ConfigurationError(
             f"hvdcomp.Compression was given {tensor!r} outside of hvd.DistributedGradientTape and "
@@ -56,17 +56,17 @@ def gradients_call(tensor: tf.Tensor) -> GradientsCall:
     return GradientsCall(
         gradients=gradients,
         variables=variables,
-        op=caller_local("op", lambda found: isinstance(found, int)),
-        process_set=caller_local("process_set", lambda found: hasattr(found, "process_set_id")),
-        prescale_factor=caller_local("prescale_factor", lambda found: isinstance(found, float)),
-        optimizer=caller_local("self", lambda found: is_optimizer(found) and not is_loss_scale_optimizer(found)),
+        op=caller_local("op", lambda value: isinstance(value, int)),
+        process_set=caller_local("process_set", lambda value: hasattr(value, "process_set_id")),
+        prescale_factor=caller_local("prescale_factor", lambda value: isinstance(value, float)),
+        optimizer=caller_local("self", lambda value: is_optimizer(value) and not is_loss_scale_optimizer(value)),
         loss_scale_optimizer=caller_local("self", is_loss_scale_optimizer),
         steps_per_execution=_steps_per_execution(),
     )
 
 
 def _steps_per_execution() -> int:
-    model = caller_local("self", lambda found: getattr(found, "_steps_per_execution", None) is not None)
+    model = caller_local("self", lambda value: getattr(value, "_steps_per_execution", None) is not None)
     with tf.init_scope():  # it is a variable
         return 1 if model is None else int(model._steps_per_execution)
 
@@ -83,8 +83,8 @@ def refuse_keras_3(optimizer: Any) -> None:
 
 
 def refuse_keras_3_caller() -> None:
-    """The same for the optimizer that Horovod is about to wrap."""
-    refuse_keras_3(caller_local("optimizer", lambda found: found is not None, "create_distributed_optimizer"))
+    """Refuses, in the same way, an optimizer that Horovod is about to wrap."""
+    refuse_keras_3(caller_local("optimizer", lambda value: value is not None, "create_distributed_optimizer"))
 
 
 def refuse_to_be_traced() -> None:
@@ -107,12 +107,12 @@ def is_loss_scale_optimizer(candidate: Any) -> bool:
     return is_optimizer(candidate) and hasattr(type(candidate), "get_scaled_loss")
 
 
-def _is_list(found: Any) -> bool:
-    return isinstance(found, list | tuple)
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
 
 
 def _refuse_compilation() -> None:
-    compiled = caller_local("self", lambda found: getattr(found, "_jit_compile", False) is True and callable(found))
+    compiled = caller_local("self", lambda value: getattr(value, "_jit_compile", False) is True and callable(value))
     if compiled is not None:
         raise ConfigurationError(
             "jit_compile=True compiles the step with XLA, which can compile neither Horovod's operations nor gradient "

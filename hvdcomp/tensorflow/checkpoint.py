@@ -70,7 +70,7 @@ def saved_state(path: str, name: str = "compression") -> dict[str, Any]:
 
 
 def _state_in(serialized: bytes) -> dict[str, Any]:
-    """What `CompressionState.serialize` was made from."""
+    """The state that `CompressionState.serialize` was made from."""
     with zipfile.ZipFile(io.BytesIO(serialized)) as archive:
         return dict(json.loads(archive.read(_STATE), object_hook=lambda entry: _with_array(entry, archive)))
 

@@ -16,7 +16,7 @@ from hvdcomp.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Momentum:
-    """What a variable's gradient is sent with.
+    """The momentum that a variable's gradient is sent with.
 
     Attributes:
         mean: of the gradients so far, as Adam has it; the same on all ranks, and in the variable's shape.
@@ -92,7 +92,7 @@ class CompressedAdam(tf_keras.optimizers.AdamW):
         return tf.logical_and(frozen, tf.logical_not(self._scheduled(self.iterations + 1)))
 
     def momentum(self, variable: tf.Variable) -> Momentum:
-        """What the gradient of a variable is to be sent with, in steps with frozen second moments."""
+        """The momentum that the gradient of a variable is sent with, in steps with frozen second moments."""
         return Momentum(self._momentums[self._place(variable)], self.beta_1 / (1 - self.beta_1))
 
     def update_step(self, gradient: Any, variable: tf.Variable) -> None:
@@ -123,7 +123,7 @@ class CompressedAdam(tf_keras.optimizers.AdamW):
         return v + (tf.square(gradient) - v) * (1 - self.beta_2)
 
     def _on_floor(self, v: Any) -> tf.Tensor:
-        """What is frozen of a second moment."""
+        """The frozen part of a second moment."""
         # An element without a gradient so far gets no step, whatever noise compression makes of it.
         return tf.where(v == 0, tf.cast(math.inf, v.dtype), tf.maximum(v, tf.reduce_mean(v) * self.floor))
 

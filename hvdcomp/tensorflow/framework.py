@@ -1,4 +1,4 @@
-"""What the core asks of TensorFlow: `hvdcomp.bindings.frameworks.Framework` says what each name means."""
+"""The names that the core uses of TensorFlow: `hvdcomp.bindings.frameworks.Framework` says what each name means."""
 
 from __future__ import annotations
 

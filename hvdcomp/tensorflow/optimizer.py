@@ -1,4 +1,4 @@
-"""What the binding has to know of, and to do to, a Keras optimizer."""
+"""What the binding must know of a Keras optimizer, and change in it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def unwrapped(optimizer: Any) -> Any:
 def learning_rate_of(optimizer: Any) -> float:
     """The learning rate of the next step, that of a schedule included."""
     names = ("_learning_rate", "learning_rate", "_lr")  # the last one of optimizers of TensorFlow 1
-    rate = next((found for name in names if (found := getattr(optimizer, name, None)) is not None), None)
+    rate = next((value for name in names if (value := getattr(optimizer, name, None)) is not None), None)
     if rate is None:
         kind = type(optimizer).__name__
         raise ConfigurationError(f"no learning rate is known of {kind}; use an optimizer of tf_keras")

@@ -1,4 +1,4 @@
-"""What every binding of TensorFlow does, whoever hands over the gradients."""
+"""The work of every binding of TensorFlow, whoever hands over the gradients."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """What needs PyTorch, when it is asked for."""
+    """A name that needs PyTorch, imported when it is asked for."""
     if name == "CompressedAdam":
         from hvdcomp.torch.compressed_adam import CompressedAdam
 

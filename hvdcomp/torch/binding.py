@@ -178,7 +178,7 @@ def _checked_optimizer(setup: Setup) -> Any:
     """The Horovod optimizer, given or calling, checked; None if compress is called by something else."""
     ours, optimizer = setup.compression, setup.optimizer
     if optimizer is None:
-        optimizer = caller_local("self", lambda one: compression_of(one) is ours)
+        optimizer = caller_local("self", lambda value: compression_of(value) is ours)
     elif compression_of(optimizer) is not ours:
         raise ConfigurationError(
             f"this {type(optimizer).__name__} does not use this hvdcomp.Compression; give what "

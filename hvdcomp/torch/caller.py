@@ -46,7 +46,7 @@ class ParameterNames:
 
     def _by_caller(self, gradient: torch.Tensor, optimizer: Any) -> str:
         """For what is no parameter's gradient itself: the dense copy of a sparse gradient, or a mistake."""
-        parameter = caller_local("p", lambda found: isinstance(found, torch.nn.Parameter))
+        parameter = caller_local("p", lambda value: isinstance(value, torch.nn.Parameter))
         for name, known in self._parameters.items():
             if known is parameter:
                 return name

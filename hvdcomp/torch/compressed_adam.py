@@ -17,7 +17,7 @@ from hvdcomp.specs.described import is_whole
 
 @dataclass(frozen=True)
 class Momentum:
-    """What a gradient is sent with: g + b1 / (1 - b1) m, the momentum divided by 1 - b1.
+    """The momentum that a gradient is sent with: g + b1 / (1 - b1) m, the momentum divided by 1 - b1.
 
     Attributes:
         mean: m, the first moment before this step; the same on all ranks.
@@ -42,7 +42,7 @@ class Momentum:
 
 @dataclass(frozen=True)
 class LocalMomenta:
-    """What is sent in the place of a gradient after local steps: the mean of the momenta since the last exchange, by
+    """The tensor sent in place of a gradient after local steps: the mean of the momenta since the last exchange, by
     their rates, divided by 1 - b1. The optimizer gets the mean of it.
 
     Attributes:
@@ -188,7 +188,7 @@ class CompressedAdam(torch.optim.AdamW):
     @property
     def frozen(self) -> bool:
         for group in self.param_groups:
-            states = [self.state[one] for one in group["params"] if one in self.state]
+            states = [self.state[parameter] for parameter in group["params"] if parameter in self.state]
             if any("frozen_at" in state for state in states):  # asked before each step, and steps are tensors
                 continue
             if states and max(int(state["step"]) for state in states) < group["freeze_after"]:
@@ -215,7 +215,7 @@ class CompressedAdam(torch.optim.AdamW):
         return max((int(state["step"]) for state in self.state.values()), default=0)
 
     def momenta(self) -> dict[torch.Tensor, Momentum | LocalMomenta]:
-        """What each gradient is to be sent with in the next step, by parameter; without those that are sent alone."""
+        """The momentum that each gradient is sent with in the next step, by parameter; none for those sent alone."""
         self._freeze()
         return {
             parameter: self._momentum(parameter, group)
@@ -266,8 +266,9 @@ class CompressedAdam(torch.optim.AdamW):
         self._freeze()
         alone = not self.exchanges  # what is not frozen yet waits for a step in which it is exchanged
         refreshes = self.refreshes
-        given = {one: one.grad for group in self.param_groups for one in group["params"] if one.grad is not None}
-        frozen = {one for one in given if self._is_frozen(one)}
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        given = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+        frozen = {parameter for parameter in given if self._is_frozen(parameter)}
         for parameter in given if alone else frozen:
             parameter.grad = None
         try:
@@ -277,11 +278,11 @@ class CompressedAdam(torch.optim.AdamW):
                 parameter.grad = gradient
         for group in self.param_groups:
             if refreshes:
-                for parameter in (one for one in group["params"] if one in frozen):
+                for parameter in (each for each in group["params"] if each in frozen):
                     _refresh(self.state[parameter], given[parameter], group)
-            self._step_frozen(group, [one for one in group["params"] if one in frozen])
+            self._step_frozen(group, [parameter for parameter in group["params"] if parameter in frozen])
             if group["local_steps"] > 1 and not alone:
-                self._begin_locally([one for one in group["params"] if one in frozen])
+                self._begin_locally([parameter for parameter in group["params"] if parameter in frozen])
         self._sums.clear()
         return loss
 
@@ -290,7 +291,7 @@ class CompressedAdam(torch.optim.AdamW):
         if not parameters:
             return
         (b1, b2), kept = group["betas"], 1 - float(group["lr"]) * group["weight_decay"]
-        states = [self.state[one] for one in parameters]
+        states = [self.state[parameter] for parameter in parameters]
         rates = [self._rate(group, state) for state in states]
         torch._foreach_add_([state["step"] for state in states], 1)
         scales = torch._foreach_sqrt([state["exp_avg_sq"] for state in states])
@@ -298,13 +299,13 @@ class CompressedAdam(torch.optim.AdamW):
         torch._foreach_add_(scales, group["eps"])
         if group["local_steps"] > 1:
             torch._foreach_mul_([state["anchor"] for state in states], kept)
-            met = [one in self._sums for one in parameters]
+            met = [parameter in self._sums for parameter in parameters]
             for parameter, state, scale, rate, meets in zip(parameters, states, scales, rates, met, strict=True):
                 move = self._meet if meets else _move_alone
                 move(parameter, state, scale, rate, b1, kept)
             return
         means = [state["exp_avg"] for state in states]
-        torch._foreach_lerp_(means, [one.grad for one in parameters if one.grad is not None], 1 - b1)
+        torch._foreach_lerp_(means, [parameter.grad for parameter in parameters if parameter.grad is not None], 1 - b1)
         torch._foreach_mul_(parameters, kept)
         torch._foreach_addcdiv_(parameters, means, scales, [-rate for rate in rates])
 

@@ -83,7 +83,7 @@ class DDPBinding(TorchTraining):
             # torch.distributed matches collectives by their order, and on a device a backward pass may have some of its
             # own, as with SyncBatchNorm: all ranks must start a bucket between the same two. So none asks whether the
             # others' answer has come by now: it waits. The device has work for longer.
-            self._everyone = Everyone(communicator, waits=any(one.is_cuda for one in trained.values()))
+            self._everyone = Everyone(communicator, waits=any(parameter.is_cuda for parameter in trained.values()))
             self.overlaps = may_overlap(setup, trained) and not finds_unused
             super().__init__(setup, parameters, communicator, setup.optimizer, names)
             self._unaveraged = Unaveraged(model, trained.values(), _ignored(model), setup.optimizer, _DRIFTING)
@@ -171,7 +171,7 @@ class DDPBinding(TorchTraining):
         """In which all gradients travel, if all are cast alike."""
         plan = self.engine.plan
         if self._wire_of[0] is not plan:
-            wires = {one.wire_dtype(self.engine.tensors[name].dtype) for name, one in plan.items()}
+            wires = {compressor.wire_dtype(self.engine.tensors[name].dtype) for name, compressor in plan.items()}
             self._wire_of = plan, getattr(torch, wires.pop() or "") if len(wires) == 1 else None
         return self._wire_of[1]
 
@@ -198,25 +198,25 @@ class DDPBinding(TorchTraining):
         if self._uses is not None:
             pending = self._used(pending, self._uses)
         self.run_in_place(pending)
-        for one in self._step:
-            if not one.whole:
-                one.future.set_result(one.buffer)
+        for bucket in self._step:
+            if not bucket.whole:
+                bucket.future.set_result(bucket.buffer)
         self._follow_buckets()
 
     def _end_casts(self) -> None:
         if self.coordinator is not None:
             # Its clock, and who looks at means, want the end of the step. DDP would wait for it now too.
-            for one in self._step:
-                one.future.wait()
-            for one in self._step:
-                self.observe("aggregated", one.gradients)
+            for bucket in self._step:
+                bucket.future.wait()
+            for bucket in self._step:
+                self.observe("aggregated", bucket.gradients)
         if self._uses is not None:
             self._uses.names.clear()
-        self.engine.enter_casts({name for one in self._step for name in one.names}, self._asked)
+        self.engine.enter_casts({name for bucket in self._step for name in bucket.names}, self._asked)
         self.end_step()
 
     def _used(self, gradients: Mapping[str, torch.Tensor], uses: Uses) -> dict[str, torch.Tensor]:
-        """Those that any rank has made. DDP hands over zeros for the others, and drops what comes of them."""
+        """The gradients that any rank has made. DDP hands over zeros for the others, and drops what comes of them."""
         flags = torch.tensor([name in uses.names for name in gradients], dtype=torch.int32)
         uses.names.clear()
         anywhere = self.communicator.wait(self.communicator.start_allreduce(flags, "max", UNNAMED)).tolist()
@@ -230,7 +230,7 @@ class DDPBinding(TorchTraining):
     def _follow_buckets(self) -> None:
         """DDP makes its buckets anew after its first step: so are ours. Those of the last one wait for nothing more,
         and go with all that is left."""
-        batches = [one.names for one in self._step]
+        batches = [bucket.names for bucket in self._step]
         if batches != self._batches:
             self._batches = batches
             self.engine.overlap.follow(batches[:-1])
@@ -255,7 +255,7 @@ class DDPBinding(TorchTraining):
 
 
 def compressed_hook(binding, bucket):
-    """What DDP calls. It compares annotations with its own, and does not know those that are kept as strings."""
+    """The hook that DDP calls. DDP compares annotations with its own, and does not know such as are strings."""
     return binding.reduce(bucket)
 
 
@@ -280,7 +280,8 @@ def _check(setup: Setup, model: DistributedDataParallel) -> None:
             'torch._dynamo.config.optimize_ddp="python_reducer" hands over each gradient by itself, inside of what is '
             'compiled, where hvdcomp cannot exchange; leave it at "ddp_optimizer" while DistributedDataParallel is made'
         )
-    stepping = [name for name, one in model.module.named_parameters() if hasattr(one, "_in_backward_optimizers")]
+    parameters = model.module.named_parameters()
+    stepping = [name for name, parameter in parameters if hasattr(parameter, "_in_backward_optimizers")]
     if stepping:
         raise ConfigurationError(
             f"_apply_optimizer_in_backward steps with the gradients of {', '.join(stepping)} in the backward pass, "

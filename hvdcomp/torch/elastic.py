@@ -40,7 +40,7 @@ class CompressionHandler(StateHandler):
         self.value.roll_back(self._saved)
 
     def sync(self) -> None:
-        state = caller_local("self", lambda one: isinstance(one, TorchState))
+        state = caller_local("self", lambda value: isinstance(value, TorchState))
         handlers = () if state is None else state._handlers.values()
         optimizers = (handler.value for handler in handlers if compression_of(handler.value) is self.value)
         self.value.meet_ranks_early(next(optimizers, None))

@@ -1,4 +1,4 @@
-"""What Horovod's optimizer was set to, and uses of it that would leave the ranks with different weights."""
+"""Settings of Horovod's optimizer, and uses of it that would leave the ranks with different weights."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class HorovodOptimizer:
             optimizer.register_step_pre_hook(_before_step)
 
     def facts(self) -> dict[str, Any]:
-        """What must be the same on all ranks."""
+        """The settings that must be the same on all ranks."""
         optimizer = self.optimizer
         if optimizer is None:
             return {}
@@ -85,7 +85,10 @@ class HorovodOptimizer:
         drifting = [parameter for parameter in self._unhooked if parameter.requires_grad]
         if not drifting:
             return None
-        names = [self._names.get(one) or self._theirs.get(one) or str(tuple(one.shape)) for one in drifting]
+        names = [
+            self._names.get(parameter) or self._theirs.get(parameter) or str(tuple(parameter.shape))
+            for parameter in drifting
+        ]
         return (
             f"Horovod does not average the gradients of {', '.join(names)}, because they were frozen, or not in the "
             "optimizer yet, when hvd.DistributedOptimizer was made: the ranks' weights would drift apart. Wrap the "
@@ -95,7 +98,7 @@ class HorovodOptimizer:
 
     def check_caller(self, compression: Any) -> None:
         """Raises ConfigurationError if another optimizer hands over gradients with the same `hvdcomp.Compression`."""
-        caller = caller_local("self", lambda one: compression_of(one) is compression)
+        caller = caller_local("self", lambda value: compression_of(value) is compression)
         if caller is not None and self.optimizer is not None and caller is not self.optimizer:
             raise ConfigurationError(_SHARED)
 
@@ -137,9 +140,9 @@ def _clash(optimizer: Any, current: int) -> str | None:
         together = began == current != _NO_PASS
         if other is optimizer or not (together or _is_under_way(other)):
             continue
-        mine, theirs = _names_of(optimizer), _names_of(other)
-        equal = sorted(mine.keys() & theirs.keys())
-        if any(mine[name] is theirs[name] for name in equal):
+        own, theirs = _names_of(optimizer), _names_of(other)
+        equal = sorted(own.keys() & theirs.keys())
+        if any(own[name] is theirs[name] for name in equal):
             return _WRAPPED_TWICE
         if equal:
             when, before = "are in one backward pass", ""
@@ -171,7 +174,7 @@ def _is_open(handle: Any) -> bool:
 
 
 def compression_of(candidate: Any) -> Any:
-    """What was given to an optimizer of Horovod as `compression`; None for anything else."""
+    """The `compression` of an optimizer of Horovod; None for anything else."""
     return getattr(candidate, "_compression", None)
 
 

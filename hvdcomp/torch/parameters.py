@@ -36,9 +36,9 @@ def with_plain_names(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
     def renamed(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {new.get(key, key): renamed(one) for key, one in value.items()}
+            return {new.get(key, key): renamed(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return [renamed(one) for one in value]
+            return [renamed(item) for item in value]
         return new.get(value, value) if isinstance(value, str) else value
 
     return {part: renamed(value) for part, value in state.items()} if new else state

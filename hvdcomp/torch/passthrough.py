@@ -16,7 +16,7 @@ from hvdcomp.torch.caller import ParameterNames
 
 
 class Ticket(NamedTuple):
-    """What Horovod carries from compress to decompress.
+    """The context that Horovod carries from compress to decompress.
 
     Attributes:
         name: of the tensor; "" where it was not looked up.
@@ -33,7 +33,7 @@ UNCHANGED = Ticket("", True, None)  # of a tensor whose name was not looked up
 
 
 class Passthrough:
-    """What a binding does in steps that need no more than an allreduce of (cast) gradients.
+    """The work of a binding in steps that need no more than an allreduce of (cast) gradients.
 
     Args:
         engine: whose plan says how each gradient is cast.
@@ -88,7 +88,7 @@ class Passthrough:
         self._alike = self._wires_alike if observed is None and not copies else {}
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Ticket]:
-        """What Horovod is to allreduce of a gradient."""
+        """The tensor that Horovod is to allreduce for a gradient."""
         alike = self._alike.get(tensor.dtype)
         if alike is not None and tensor.is_contiguous():
             self._unnamed.append(tensor)

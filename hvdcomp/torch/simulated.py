@@ -38,7 +38,7 @@ class SimulatedBinding(TorchTraining):
 
     def __init__(self, setup: Setup, model: torch.nn.Module, communicator: SimulatedCommunicator) -> None:
         self._ranks = communicator
-        trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         super().__init__(setup, trained, communicator, setup.optimizer)  # type: ignore[arg-type]
         self.engine.ledger.clock.follow(self.now)
         self._ready: dict[str, Moment] = {}  # when each gradient was there, in this order
@@ -63,7 +63,8 @@ class SimulatedBinding(TorchTraining):
             self.engine.enter_alone(gradients.keys())
             return
         self.begin()
-        wires = {one.wire_dtype(self.engine.tensors[name].dtype) for name, one in self.engine.plan.items()}
+        tensors, plan = self.engine.tensors, self.engine.plan
+        wires = {compressor.wire_dtype(tensors[name].dtype) for name, compressor in plan.items()}
         casts = self.engine.passthrough and not self.needs_engine and len(wires) == 1
         asked = self._may_change or not casts
         if asked:

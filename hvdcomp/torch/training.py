@@ -1,4 +1,4 @@
-"""What every binding of PyTorch does, whoever hands over the gradients."""
+"""The work of every binding of PyTorch, whoever hands over the gradients."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Unaveraged:
         self._averaged = {id(parameter): parameter for parameter in averaged}
         in_model = set(map(id, model.parameters()))
         # What is outside of the model, and in the optimizer from the start, is left to whoever put it there.
-        outside = (one for one in self._in_optimizer() if id(one) not in in_model)
+        outside = (parameter for parameter in self._in_optimizer() if id(parameter) not in in_model)
         self._known = self._averaged | {id(parameter): parameter for parameter in (*aside, *outside)}
         self._lists: list[dict[str, Any]] = []  # of each module, its parameters and its children
         self._seen: list[Any] = []  # what was in them; kept, so that nothing else comes to lie where it lay
@@ -62,7 +62,8 @@ class Unaveraged:
         model = self._model()
         if model is None:
             return None
-        late = {id(one): one for one in (*self._in_model(model), *self._in_groups()) if one.requires_grad}
+        parameters = (*self._in_model(model), *self._in_groups())
+        late = {id(parameter): parameter for parameter in parameters if parameter.requires_grad}
         if not late:
             return None
         elsewhere = set().union(*(other._averaged for other in self._all if other._model() is not None))
@@ -77,12 +78,12 @@ class Unaveraged:
             raise ConfigurationError(reason)
 
     def _in_model(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:
-        """Those of the model. Walking through its modules takes long, so they are looked at anew only where a child or
-        a parameter of any of them is another one."""
+        """The parameters of the model. Walking through its modules takes long, so they are looked at anew only where
+        a child or a parameter of any of them is another one."""
         seen = self._in_lists()
         if not seen or len(seen) != len(self._seen) or not all(map(operator.is_, seen, self._seen)):
             modules = list(model.modules())
-            self._lists = [found for module in modules for found in (module._parameters, module._modules)]
+            self._lists = [registered for module in modules for registered in (module._parameters, module._modules)]
             self._seen = self._in_lists()
             parameters = (
                 parameter for module in modules for parameter in module._parameters.values() if parameter is not None
@@ -91,14 +92,14 @@ class Unaveraged:
         return self._unknown
 
     def _in_lists(self) -> list[Any]:
-        return [one for of_module in self._lists for one in of_module.values()]
+        return [each for of_module in self._lists for each in of_module.values()]
 
     def _in_groups(self) -> list[torch.nn.Parameter]:
-        """Those that were added to the optimizer."""
+        """The parameters that were added to the optimizer."""
         count = self._count()
         if count != self._counted:
             self._counted = count
-            self._added = [one for one in self._in_optimizer() if id(one) not in self._known]
+            self._added = [parameter for parameter in self._in_optimizer() if id(parameter) not in self._known]
         return self._added
 
     def _in_optimizer(self) -> Iterator[torch.nn.Parameter]:

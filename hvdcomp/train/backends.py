@@ -58,7 +58,7 @@ def choose(
             "HOROVOD_GLOO_TIMEOUT_SECONDS for Gloo, and HOROVOD_STALL_SHUTDOWN_TIME_SECONDS for ranks that fall behind"
         )
     if timeout is not None and not (math.isfinite(timeout) and timeout > 0):
-        raise SetupError(f"--timeout {timeout:g}: above 0 seconds")
+        raise SetupError(f"--timeout {timeout:g}: give more than 0 seconds")
     return chosen
 
 

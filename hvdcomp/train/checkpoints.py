@@ -149,11 +149,11 @@ class Checkpoints:
             ranks.together(self._refuse_different)
         for step in steps:
             # Each rank looks at a part of the files; all hear of the same damage.
-            found = [damage for damage in ranks.gather(self._damage(step), "checkpoint") if damage is not None]
-            if not found:
+            damages = [damage for damage in ranks.gather(self._damage(step), "checkpoint") if damage is not None]
+            if not damages:
                 self._saved = step
                 return ranks.together(self._read)
-            self.damaged.append(found[0])
+            self.damaged.append(damages[0])
         if self.damaged:
             ranks.together(self._refuse_damaged)
         return None
@@ -350,11 +350,11 @@ class Checkpoints:
         except (OSError, RuntimeError) as error:
             problem = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         answers = self._ranks.gather((problem, done), "checkpoint")
-        for rank, (found, _) in enumerate(answers):
-            if found is not None:
+        for rank, (failure, _) in enumerate(answers):
+            if failure is not None:
                 raise ConfigurationError(
-                    f"the checkpoint in {self.folder} cannot be written on rank {rank}: {found}; the one before it, if "
-                    "any, is complete"
+                    f"the checkpoint in {self.folder} cannot be written on rank {rank}: {failure}; the one before it, "
+                    "if any, is complete"
                 )
         return [each for _, each in answers]
 

@@ -43,7 +43,9 @@ def load_data(options: TrainingOptions) -> DataSet:
         data = _held_back(data, options.validation_samples)
     if options.samples is not None:
         if options.samples > len(data.train_x):
-            raise SetupError(f"--samples {options.samples}: --data {options.data} has {len(data.train_x)} to train on")
+            raise SetupError(
+                f"--samples {options.samples}: --data {options.data} has {len(data.train_x)} to train on; give no more"
+            )
         data = dataclasses.replace(
             data, train_x=data.train_x[: options.samples], train_y=data.train_y[: options.samples]
         )
@@ -94,7 +96,7 @@ def _interpolation(coarse: int, fine: int) -> np.ndarray:
 def _held_back(data: DataSet, count: int) -> DataSet:
     """The data with the last `count` training samples as its validation part."""
     if count >= len(data.train_x):
-        raise SetupError(f"--validation-samples {count}: fewer than the {len(data.train_x)} training samples")
+        raise SetupError(f"--validation-samples {count}: give fewer than the {len(data.train_x)} training samples")
     return dataclasses.replace(
         data,
         train_x=data.train_x[:-count],

@@ -84,11 +84,11 @@ def load(folder: Path | None, name: str) -> DataSet:
     for subfolder, (train_files, test_files), read in forms:
         for place in (folder / subfolder, folder):
             names = (*train_files, *test_files)
-            found = [file for file in names if (place / file).is_file()]
+            present = [file for file in names if (place / file).is_file()]
             # The second folder is only a guess, and "train" or "test" may be anything there.
-            if not found:
+            if not present:
                 continue
-            missing = [file for file in names if file not in found]
+            missing = [file for file in names if file not in present]
             if missing:
                 raise SetupError(f"{place / missing[0]} is missing; {archive.title} has {', '.join(names)}")
             train = _join([read(place / file, archive) for file in train_files])

@@ -85,13 +85,13 @@ def use_device(wanted: str, local_rank: int) -> Any:
     """
     import torch
 
-    found = torch.cuda.is_available()
-    if wanted == "cuda" and not found:
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
         raise SetupError(
             f"--device cuda: PyTorch {torch.__version__} finds no CUDA device on {platform.node()}; `hvdcomp doctor` "
             "says what is there, or give --device cpu"
         )
-    if wanted == "cpu" or not found:
+    if wanted == "cpu" or not available:
         return torch.device("cpu")
     torch.cuda.set_device(local_rank % torch.cuda.device_count())
     return torch.device("cuda", torch.cuda.current_device())

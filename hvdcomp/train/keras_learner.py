@@ -60,9 +60,9 @@ class KerasLearner(Learner):
         try:
             gpus = tf.config.list_physical_devices("GPU")
             if gpus:
-                mine = gpus[local_rank % len(gpus)]
-                tf.config.set_visible_devices(mine, "GPU")
-                tf.config.experimental.set_memory_growth(mine, True)
+                own_gpu = gpus[local_rank % len(gpus)]
+                tf.config.set_visible_devices(own_gpu, "GPU")
+                tf.config.experimental.set_memory_growth(own_gpu, True)
             tf.config.threading.set_intra_op_parallelism_threads(threads)
             tf.config.threading.set_inter_op_parallelism_threads(max(2, threads))  # hvdcomp needs two
         except RuntimeError:
@@ -156,7 +156,7 @@ class KerasLearner(Learner):
             clipped, _ = tf.clip_by_global_norm(gradients, options.clip_norm)
             if options.optimizer == "compressed-adam":  # not where it would see the noise of a compressed momentum
                 noisy = self._optimizer.sends_momenta()
-                clipped = [tf.where(noisy, own, one) for own, one in zip(gradients, clipped, strict=True)]
+                clipped = [tf.where(noisy, own, other) for own, other in zip(gradients, clipped, strict=True)]
             gradients = clipped
         if options.weight_decay and options.optimizer == "sgd":
             decay = options.weight_decay

@@ -210,8 +210,8 @@ class Run:
         anew = self._ranks.changed
         # The loss of a step is older than its weights, and a checkpoint of weights that are lost would be of no use.
         lost = (save or told or all_told or anew) and self._weights_are_lost()
-        mine = (self._finite and not lost, told, all_told, anew, self._steps_to_next_check(), self._unwritten)
-        finite, stop, stop_all, changed, steps, unwritten = zip(*self._ranks.gather(mine, "agree"), strict=True)
+        own = (self._finite and not lost, told, all_told, anew, self._steps_to_next_check(), self._unwritten)
+        finite, stop, stop_all, changed, steps, unwritten = zip(*self._ranks.gather(own, "agree"), strict=True)
         self._refuse_unwritten(unwritten)
         self._next_check = self._step + min(steps)
         if not all(finite):

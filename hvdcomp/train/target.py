@@ -41,8 +41,8 @@ class Target:
 
     def is_reached(self, quality: dict[str, Any]) -> bool:
         """Whether an evaluation, a value for each metric, is as good as that or better."""
-        found = quality[self.metric]
-        return bool(found >= self.value if self.metric == "accuracy" else found <= self.value)
+        reached = quality[self.metric]
+        return bool(reached >= self.value if self.metric == "accuracy" else reached <= self.value)
 
     def __str__(self) -> str:
         return f"{self.metric}={self.value:g}"

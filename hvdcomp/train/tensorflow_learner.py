@@ -51,7 +51,7 @@ class TensorFlowLearner(KerasLearner):
 def _cause(error: tf.errors.OpError) -> Exception | None:
     """The error of hvdcomp that was raised in a callback of the graph, of which TensorFlow passes on the text only."""
     for kind in (ConfigurationError, RankMismatchError):
-        found = re.search(rf"\b{kind.__name__}: (.*?)\s*Traceback", error.message, re.DOTALL)
-        if found:
-            return kind(found[1])
+        match = re.search(rf"\b{kind.__name__}: (.*?)\s*Traceback", error.message, re.DOTALL)
+        if match:
+            return kind(match[1])
     return None

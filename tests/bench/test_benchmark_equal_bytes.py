@@ -110,6 +110,12 @@ def test_the_page_counts_as_better_only_what_differs_seed_by_seed(benchmark_file
     assert file.read_text() == page, "records are kept beside the folders"
 
 
+def test_the_front_has_what_nothing_with_as_few_bytes_is_better_than(benchmark_file: ModuleType) -> None:
+    quality = {4.0: 0.9, 1.0: 0.7, 2.0: 0.6, 3.0: 0.8, 5.0: 0.9}
+    assert benchmark_file.pareto_front(quality, True) == [(1.0, 0.7), (3.0, 0.8), (4.0, 0.9)]
+    assert benchmark_file.pareto_front(quality, False) == [(1.0, 0.7), (2.0, 0.6)]
+
+
 def test_without_runs_there_is_no_page(benchmark_file: ModuleType, tmp_path: Path) -> None:
     done = CliRunner().invoke(benchmark_file.main, ["--page-only", "--runs", str(tmp_path)])
     assert "there is no finished pair of runs in" in done.output

@@ -38,6 +38,7 @@ def test_the_page_compares_with_the_better_of_dense_and_fp16(benchmark_file: Mod
     assert "| 100mbit | `topk:ratio=0.01` | 1 of 2 | 400 | 2.50 | 5.0 | 4.00 |" in text, "against seed 0 of fp16"
     assert "powersgd" not in text, "has no run"
     assert "topk:ratio=0.01" in page.with_suffix(".csv").read_text()
+    assert page.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_without_runs_there_is_no_page(benchmark_file: ModuleType, tmp_path: Path) -> None:

@@ -291,7 +291,7 @@ def test_lost_residuals_are_zeros_and_not_those_of_another_rank() -> None:
 
 def test_rank_0_has_to_have_its_own() -> None:
     states = states_after(4, 2)
-    with pytest.raises(ConfigurationError, match="rank 0 has to load the checkpoint that rank 0 wrote"):
+    with pytest.raises(ConfigurationError, match="load on rank 0 the state that rank 0 saved"):
         resumed_with([states[1]])
 
 

@@ -1,19 +1,22 @@
-"""The pages "... of your own": the Python of each page runs from top to bottom, as one program. And README's, block by
-block: what trains runs on real ranks (`case_the_readme_trains`), the rest here."""
+"""The pages "... of your own" and the how-tos: the Python of each page runs from top to bottom, as one program. And
+README's, block by block: what trains runs on real ranks (`case_the_readme_trains`), the rest here."""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from click.testing import CliRunner
 
+from hvdcomp.cli import main
 from tests.readme import blocks, run
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = sorted(page.name for page in DOCS.glob("your-own-*.md"))
+PAGES = ["how-to.md", *sorted(page.name for page in DOCS.glob("your-own-*.md"))]
 
 
 def program(text: str) -> str:
@@ -36,6 +39,15 @@ def test_the_code_of_a_page_runs(name: str, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses and spec strings look types up there
     monkeypatch.chdir(tmp_path)
     exec(compile(source, str(DOCS / name), "exec"), vars(module))
+
+
+def test_the_how_to_says_what_advise_predicts_without_nvlink() -> None:
+    page = (DOCS / "how-to.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^hvdcomp (advise .*)$", page, re.MULTILINE)
+    done = CliRunner().invoke(main, [*command.split(), "--json"])
+    assert done.exit_code == 0, done.output
+    fastest = max(method["speedup_over_dense"] for method in json.loads(done.stdout)["methods"].values())
+    assert f"at most {fastest:.2f} times the speed of dense" in page
 
 
 def test_the_code_of_the_readme_runs() -> None:

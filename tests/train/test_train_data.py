@@ -188,7 +188,7 @@ def test_validation_samples_are_held_back_from_the_training() -> None:
     assert np.array_equal(np.concatenate([data.train_y, data.validation.y]), whole.train_y)
     assert len(data.validation.x) == 100
     assert np.array_equal(data.test_x, whole.test_x)
-    with pytest.raises(SetupError, match="--validation-samples 1437: fewer than the 1437 training samples"):
+    with pytest.raises(SetupError, match="--validation-samples 1437: give fewer than the 1437 training samples"):
         _load(data="digits", validation_samples=1437)
 
 

@@ -146,8 +146,8 @@ def test_the_launcher_chooses_the_backend(backend: str, framework: str, torchrun
     ("timeout", "torchrun", "refusal"),
     [
         (60.0, False, "--timeout 60 is for torch.distributed. With Horovod leave it out; set HOROVOD_GLOO_TIMEOUT_S"),
-        (0.0, True, "--timeout 0: above 0 seconds"),
-        (float("nan"), True, "--timeout nan: above 0 seconds"),
+        (0.0, True, "--timeout 0: give more than 0 seconds"),
+        (float("nan"), True, "--timeout nan: give more than 0 seconds"),
     ],
 )
 def test_a_timeout_that_cannot_be_is_refused(timeout: float, torchrun: bool, refusal: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -53,24 +52,24 @@ def _before(row: Row) -> tuple[str, str]:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    one = row.measurement
+    measurement = row.measurement
     return (
-        one.request.method if row.steady else f"{one.request.method} (unsteady)",
-        str(one.request.threads),
-        number(one.ratio_to_copy.median),
+        measurement.request.method if row.steady else f"{measurement.request.method} (unsteady)",
+        str(measurement.request.threads),
+        number(measurement.ratio_to_copy.median),
         number(row.ratio_to_peer),
-        number(one.step_ms.median),
-        f"{number(one.step_ms.low)} to {number(one.step_ms.high)}",
-        number(one.cpu_ms.median),
-        number(one.copy_ms.median),
-        number(one.encode_ms),
-        number(one.decode_ms),
-        "-" if one.operations is None else f"{one.operations:,}",
-        "-" if one.kernel_launches is None else f"{one.kernel_launches:,}",
-        f"{one.peak_mb:.0f}",
-        "-" if one.kept_bytes is None else f"{one.kept_bytes:.1f}",
-        "-" if one.bytes_sent is None else f"{one.bytes_sent:,}",
-        "-" if one.compression_factor is None else f"{one.compression_factor:.1f}",
+        number(measurement.step_ms.median),
+        f"{number(measurement.step_ms.low)} to {number(measurement.step_ms.high)}",
+        number(measurement.cpu_ms.median),
+        number(measurement.copy_ms.median),
+        number(measurement.encode_ms),
+        number(measurement.decode_ms),
+        "-" if measurement.operations is None else f"{measurement.operations:,}",
+        "-" if measurement.kernel_launches is None else f"{measurement.kernel_launches:,}",
+        f"{measurement.peak_mb:.0f}",
+        "-" if measurement.kept_bytes is None else f"{measurement.kept_bytes:.1f}",
+        "-" if measurement.bytes_sent is None else f"{measurement.bytes_sent:,}",
+        "-" if measurement.compression_factor is None else f"{measurement.compression_factor:.1f}",
     )
 
 
@@ -110,21 +109,19 @@ def plot(rows: Sequence[Row], options: Mapping[str, Any]) -> bytes:
     Raises:
         ImportError: without matplotlib.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from hvdcomp.perfmodel.figures import COLOURS, INK, as_png, new_figure
 
-    ordered = sorted((row.measurement for row in rows), key=lambda one: one.ratio_to_copy.median, reverse=True)
-    several = len({one.request.threads for one in ordered}) > 1
+    measurements = (row.measurement for row in rows)
+    ordered = sorted(measurements, key=lambda measurement: measurement.ratio_to_copy.median, reverse=True)
+    several = len({measurement.request.threads for measurement in ordered}) > 1
     labels = [
-        f"{one.request.method}, {one.request.threads} thread(s)" if several else one.request.method for one in ordered
+        f"{request.method}, {request.threads} thread(s)" if several else request.method
+        for request in (measurement.request for measurement in ordered)
     ]
-    figure = Figure(figsize=(8, 0.32 * len(ordered) + 1.2), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8, 0.32 * len(ordered) + 1.2)
     axes = figure.add_subplot()
-    colors = ["tab:gray" if one.request.is_peer else "tab:blue" for one in ordered]
-    axes.barh(labels, [one.ratio_to_copy.median for one in ordered], color=colors)
+    colors = [INK if measurement.request.is_peer else COLOURS[0] for measurement in ordered]
+    axes.barh(labels, [measurement.ratio_to_copy.median for measurement in ordered], color=colors)
     axes.set_xlabel(f"time of a step, in copies of the gradients of {options['model']}")
     axes.grid(axis="x", alpha=0.3)
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=120)
-    return image.getvalue()
+    return as_png(figure, dots_per_inch=120)

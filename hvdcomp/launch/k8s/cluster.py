@@ -73,16 +73,16 @@ class Cluster:
         Arguments:
             uid: of the only job that may be deleted; None for whichever has the name.
         """
-        found = [job["metadata"] for job in self.list_jobs(name)[1] if uid in (None, job["metadata"]["uid"])]
-        if not found:
+        jobs = [job["metadata"] for job in self.list_jobs(name)[1] if uid in (None, job["metadata"]["uid"])]
+        if not jobs:
             raise KubernetesError(f"there is no MPIJob {self.namespace}/{name} to delete", 404)
         client = self._kubernetes.client
         options = client.V1DeleteOptions(
-            propagation_policy="Background", preconditions=client.V1Preconditions(uid=found[0]["uid"])
+            propagation_policy="Background", preconditions=client.V1Preconditions(uid=jobs[0]["uid"])
         )
         with self._explained(f"MPIJob {self.namespace}/{name} cannot be deleted"):
             self._jobs.delete_namespaced_custom_object(
-                GROUP, VERSION, self.namespace, PLURAL, found[0]["name"], body=options, _request_timeout=ANSWER_WITHIN
+                GROUP, VERSION, self.namespace, PLURAL, jobs[0]["name"], body=options, _request_timeout=ANSWER_WITHIN
             )
 
     def end(self, threads: Iterable[threading.Thread]) -> None:

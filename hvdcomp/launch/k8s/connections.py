@@ -33,9 +33,10 @@ class Connections:
         """
         with self._lock:
             self._refusing = True
-            for one in self._sockets:
+            for connection in self._sockets:
                 with contextlib.suppress(OSError):  # closed meanwhile
-                    socket.socket.shutdown(one, socket.SHUT_RDWR)  # not SSLSocket's, which changes what a reader uses
+                    # Not SSLSocket's method, which changes what a reader uses.
+                    socket.socket.shutdown(connection, socket.SHUT_RDWR)
         try:
             for thread in threads:
                 thread.join()

@@ -80,7 +80,7 @@ def follow(
             latest[kind] = objects
             if len(latest) < len(watches):
                 continue
-            job = next((one for one in latest["jobs"] if uid in (None, one["metadata"]["uid"])), None)
+            job = next((job for job in latest["jobs"] if uid in (None, job["metadata"]["uid"])), None)
             now = read_state(job, latest["pods"], latest["events"])
             log.read(attempt(newest_launcher(latest["pods"])))
             if now.ended:
@@ -99,7 +99,7 @@ def follow(
         log.stop()
         for watch in watches:
             watch.stop()
-        cluster.end([one for one in (*watches, log.thread) if one is not None and one.is_alive()])
+        cluster.end([thread for thread in (*watches, log.thread) if thread is not None and thread.is_alive()])
 
 
 def _pods(cluster: Cluster, name: str, known: Objects) -> Objects:
@@ -149,19 +149,19 @@ class _Watch(threading.Thread):
                 version, listed = self._list()
                 granted.add(asked)
                 failures = 0
-                objects = {one["metadata"]["uid"]: one for one in listed}
+                objects = {item["metadata"]["uid"]: item for item in listed}
                 self._seen.put((self.kind, list(objects.values())))
                 asked = "watch"
-                for change, one in self._watch(version):
+                for change, changed in self._watch(version):
                     if self._stopped.is_set():
                         return
                     if change == OPENED:
                         granted.add(asked)
                         continue
                     if change == "DELETED":
-                        objects.pop(one["metadata"]["uid"], None)
+                        objects.pop(changed["metadata"]["uid"], None)
                     elif change in ("ADDED", "MODIFIED"):
-                        objects[one["metadata"]["uid"]] = one
+                        objects[changed["metadata"]["uid"]] = changed
                     self._seen.put((self.kind, list(objects.values())))
             except KubernetesError as error:
                 error.transient |= error.denied and asked in granted

@@ -12,8 +12,8 @@ _CODE = re.compile(r"^Exit code: (-?\d+)$", re.MULTILINE)
 
 def exit_code(message: str) -> int:
     """The exit code that Horovod's message names, as a shell would say it; 1 if it names none."""
-    found = _CODE.search(message)
-    code = 1 if found is None else int(found[1])
+    match = _CODE.search(message)
+    code = 1 if match is None else int(match[1])
     return code if code > 0 else 128 - code
 
 

@@ -56,7 +56,7 @@ def _from_file(kubernetes: Any, file: str, context: str | None) -> tuple[Any, st
             f"no cluster is configured, as there is no {file}: set KUBECONFIG to your kubeconfig, or see "
             "`kubectl config view`"
         )
-    contexts = {one.value["name"]: one.value["context"] for one in merged.value["contexts"]}
+    contexts = {context.value["name"]: context.value["context"] for context in merged.value["contexts"]}
     names = ", ".join(contexts) or "none"
     chosen = context or merged.value.get("current-context")
     if not chosen:

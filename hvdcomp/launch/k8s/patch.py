@@ -56,11 +56,11 @@ def merged(base: Any, patch: Any) -> Any:
         return merged({}, patch)  # without its nulls
     if isinstance(base, list) and isinstance(patch, list):
         whole = [*base, *patch]
-        tables = all(isinstance(one, Mapping) for one in whole)
-        key = "mountPath" if tables and any("mountPath" in one for one in whole) else "name"
-        if tables and all(key in one for one in whole):
-            items = {one[key]: one for one in base}
-            for one in patch:
-                items[one[key]] = merged(items.get(one[key]), one)
+        tables = all(isinstance(item, Mapping) for item in whole)
+        key = "mountPath" if tables and any("mountPath" in item for item in whole) else "name"
+        if tables and all(key in item for item in whole):
+            items = {item[key]: item for item in base}
+            for item in patch:
+                items[item[key]] = merged(items.get(item[key]), item)
             return list(items.values())
     return patch

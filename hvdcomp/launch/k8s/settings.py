@@ -169,13 +169,13 @@ class KubernetesSettings:
         words = self.job.program
         if not _trains(words):
             return words
-        told: tuple[str, ...] = ()
+        added: tuple[str, ...] = ()
         if self.elastic is not None and "--elastic" not in words:
-            told += ("--elastic",)
+            added += ("--elastic",)
         if self.metrics_port is not None and not any(word.partition("=")[0] == _METRICS_ADDRESS for word in words):
-            told += (_METRICS_ADDRESS, "0.0.0.0")
+            added += (_METRICS_ADDRESS, "0.0.0.0")
         place = words.index("train") + 1
-        return (*words[:place], *told, *words[place:])
+        return (*words[:place], *added, *words[place:])
 
     @property
     def metrics_port(self) -> int | None:
@@ -250,7 +250,7 @@ class KubernetesSettings:
         if self.checkpoint_claim is not None:
             taken.add(self.checkpoint_path)
         for folder, claim in self.volumes.items():
-            if folder.rstrip("/") in {one.rstrip("/") for one in taken}:
+            if folder.rstrip("/") in {mount.rstrip("/") for mount in taken}:
                 raise ConfigurationError(f"volumes: something else is mounted at {folder!r}: take another folder")
             taken.add(folder)
             _check_object(f"volumes.{folder}", claim.removesuffix(":ro"))

@@ -50,7 +50,7 @@ def read_state(
     if job is None:
         return MPIJobState("deleted", "the MPIJob is gone")
     pods = list(pods)
-    conditions = {one["type"]: one for one in (job.get("status") or {}).get("conditions") or ()}
+    conditions = {condition["type"]: condition for condition in (job.get("status") or {}).get("conditions") or ()}
     holding = {kind for kind, condition in conditions.items() if condition.get("status") == "True"}
     launcher = newest_launcher(pods)
     if "Succeeded" in holding:
@@ -84,7 +84,7 @@ def _warning(job: Mapping[str, Any], events: Iterable[Mapping[str, Any]]) -> str
     """The operator's last warning about the job; empty if there is none."""
     uid = job["metadata"]["uid"]
     own = [event for event in events if event.get("type") == "Warning" and event["involvedObject"].get("uid") == uid]
-    last = max(own, key=lambda one: one.get("lastTimestamp") or one.get("eventTime") or "", default=None)
+    last = max(own, key=lambda event: event.get("lastTimestamp") or event.get("eventTime") or "", default=None)
     return "" if last is None else f"the mpi-operator says {last.get('reason')}: {last.get('message')}"
 
 
@@ -151,9 +151,9 @@ def _trouble(pod: Mapping[str, Any]) -> str:
     """Why a pod does not run, or how its container ended, to be read after its name; empty if nothing is known or
     wrong."""
     status = pod["status"]
-    for one in status.get("conditions") or ():
-        if one["type"] == "PodScheduled" and one["status"] == "False":
-            return f" cannot be placed: {one.get('message') or one.get('reason')}"
+    for condition in status.get("conditions") or ():
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return f" cannot be placed: {condition.get('message') or condition.get('reason')}"
     container = _container(pod)
     state = container.get("state", {})
     waiting, terminated = state.get("waiting", {}), state.get("terminated", {})

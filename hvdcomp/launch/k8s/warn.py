@@ -37,7 +37,7 @@ def ranks(processes: Path = Path("/proc")) -> list[int]:
             if state != "Z":
                 number = int(folder.name)
                 names[number], parents[number] = before.partition("(")[2], int(parent)
-                if any(one.startswith(_HOROVODRUN) for one in (folder / "environ").read_bytes().split(b"\0")):
+                if any(variable.startswith(_HOROVODRUN) for variable in (folder / "environ").read_bytes().split(b"\0")):
                     started.add(number)
     first = {number for number in started if parents[number] not in started}  # the others are what ranks have started
     return sorted(first | {number for number, parent in parents.items() if names.get(parent) == "orted"})
@@ -46,15 +46,15 @@ def ranks(processes: Path = Path("/proc")) -> list[int]:
 def warn() -> None:
     """Warn the ranks, again and again, until there are none."""
     warned = -float(WARN_EVERY)
-    while found := ranks():
+    while processes := ranks():
         if time.monotonic() - warned >= WARN_EVERY:
-            _send(found, signal.SIGUSR1)
+            _send(processes, signal.SIGUSR1)
             warned = time.monotonic()
         time.sleep(_LOOK_EVERY)
 
 
-def _send(found: list[int], number: signal.Signals) -> None:
-    for process in found:
+def _send(processes: list[int], number: signal.Signals) -> None:
+    for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, number)
 

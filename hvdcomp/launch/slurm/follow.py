@@ -105,8 +105,8 @@ class Follower:
         if state.restarts:
             details.append(f"start {state.restarts + 1}")
         keeps = what_keeps(state.reason) if state.state == "PENDING" else ""
-        told = f"job {self._job_id}: {state.state}" + (f" ({', '.join(details)})" if details else "")
-        self._say_once(f"{told}: {keeps}. `hvdcomp launch slurm delete {self._job_id}` ends it" if keeps else told)
+        line = f"job {self._job_id}: {state.state}" + (f" ({', '.join(details)})" if details else "")
+        self._say_once(f"{line}: {keeps}. `hvdcomp launch slurm delete {self._job_id}` ends it" if keeps else line)
 
     def _say_once(self, text: str) -> None:
         if text != self._said:

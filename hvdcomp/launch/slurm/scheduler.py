@@ -56,13 +56,13 @@ class Slurm(Scheduler[SlurmJob, BatchJob]):
             output = None
         if output is not None:
             return BatchJob(number, output)
-        found = sorted(self._log_folder.glob(log_name("*", number)))
-        if not found:
+        logs = sorted(self._log_folder.glob(log_name("*", number)))
+        if not logs:
             raise UnknownJobError(
                 f"Slurm knows no output of job {number}, and {self._log_folder.absolute()} holds no "
                 f"{log_name('*', number)}: name its folder with --log-folder"
             )
-        return BatchJob(number, found[0])
+        return BatchJob(number, logs[0])
 
     def state(self, job: BatchJob) -> SlurmJobState:
         return client.state_of(job.number)

@@ -123,7 +123,7 @@ class SlurmJob:
         for place, name in enumerate(names):
             flag = f"--{name.replace('_', '-')}"
             value = values[name]
-            words += [f"{flag} {one}" for one in (value if isinstance(value, tuple) else (value,)) if one]
+            words += [f"{flag} {word}" for word in (value if isinstance(value, tuple) else (value,)) if word]
             if not value and place == 0:
                 words.append(f"no {flag}")
         return ", ".join(words)
