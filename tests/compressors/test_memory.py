@@ -92,7 +92,7 @@ def test_no_method_holds_more_with_every_step(spec: str) -> None:
     assert grown(spec, "constant", 60, stretches=9) < LEAST_LEAK
 
 
-@pytest.mark.parametrize("policy", TRIED_POLICIES[:2])
+@pytest.mark.parametrize("policy", TRIED_POLICIES[:1])
 def test_no_policy_holds_more_with_every_step(policy: str) -> None:
     assert grown("topk:ratio=0.2", policy, 60, stretches=9) < LEAST_LEAK
 

@@ -92,7 +92,7 @@ def test_little_else_stays_in_memory(spec: str, most: float, monkeypatch: pytest
 
 @pytest.mark.usefixtures("in_interpreter")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("spec", ["efsignsgd", "dgc:ratio=0.3"])
+@pytest.mark.parametrize("spec", ["efsignsgd", pytest.param("dgc:ratio=0.3", marks=pytest.mark.thorough)])
 def test_nothing_reads_what_was_let_go_of(spec: str, spoiled: list[Any]) -> None:
     """Nor what has just been taken: also where a step does not count, the second one here."""
     assert list(cases.check(spec, "nan", "cpu", {"matrix": (6, 8), "odd": (5, 7, 3), "vector": (77,)})) == []
@@ -101,7 +101,7 @@ def test_nothing_reads_what_was_let_go_of(spec: str, spoiled: list[Any]) -> None
 
 @pytest.mark.usefixtures("in_interpreter", "spoiled")
 @pytest.mark.parametrize(
-    "memory", [pytest.param(ErrorFeedback(0.5), marks=pytest.mark.thorough), MomentumCorrection(0.9)], ids=str
+    "memory", [ErrorFeedback(0.5), pytest.param(MomentumCorrection(0.9), marks=pytest.mark.thorough)], ids=str
 )
 def test_buckets_that_start_early_keep_the_same(memory: Memory) -> None:
     """With a tensor that misses a step, which moves to another bucket, and a step that does not count."""

@@ -483,6 +483,7 @@ def counted(*arguments: str | Path) -> list[dict[str, str]]:
     return list(csv.DictReader(result.stdout.splitlines()))
 
 
+@pytest.mark.thorough
 def test_set_ups_in_which_compression_pays_are_counted() -> None:
     """Each is what `advise` says of it."""
     (row,) = (one for one in counted("--calibration", "v100x8-25gbit") if one["model"] == "bert-large")
