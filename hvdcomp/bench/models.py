@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from hvdcomp.train.options import MODELS, TEXT_MODELS, SetupError
+from hvdcomp.train.options import IMAGE_MODELS, TEXT_MODELS, SetupError
+
+TIMED = IMAGE_MODELS + TEXT_MODELS
+"""Those of `hvdcomp train` that take images or text; signals and clicks have no random data."""
 
 IMAGES = {"cifar10": (3, 32, 10), "cifar100": (3, 32, 100), "digits": (1, 8, 10)}
 """Channels, size and classes of the images of a data set."""
@@ -22,9 +25,9 @@ def split_model(model: str) -> tuple[str, str]:
         ('cnn', 'digits')
     """
     name, at, data = model.partition("@")
-    if name not in MODELS:
+    if name not in TIMED:
         raise SetupError(
-            f"the model {name!r} is not known; there are: {', '.join(MODELS)}, or write package.module:function for "
+            f"the model {name!r} is not known; there are: {', '.join(TIMED)}, or write package.module:function for "
             "one of your own"
         )
     if at and (name in TEXT_MODELS or data not in IMAGES):

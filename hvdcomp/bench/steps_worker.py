@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hvdcomp.bench.models import TIMED
 from hvdcomp.bench.trainings import COMPUTE, Training, trainings_of
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.perfmodel import STOCK
 from hvdcomp.train.backends import choose, reach
-from hvdcomp.train.options import BACKENDS, MODELS, SetupError
+from hvdcomp.train.options import BACKENDS, SetupError
 
 if TYPE_CHECKING:
     from hvdcomp.bench.carrier import Carrier
@@ -84,7 +85,7 @@ def check_method(method: str, backend: str) -> None:
 
 
 @click.command()
-@click.option("--model", type=click.Choice(MODELS), default="mlp", show_default=True)
+@click.option("--model", type=click.Choice(TIMED), default="mlp", show_default=True)
 @click.option(
     "--method",
     "methods",

@@ -71,7 +71,7 @@ def build(model: str, batch_size: int, seed: int, rank: int, device: torch.devic
     From then on the process takes numbers that are too small to be normal as zero.
 
     Args:
-        model: one of `hvdcomp.train.options.MODELS`, for images as CIFAR-10 has them; "model@data" for random images
+        model: one of `hvdcomp.bench.models.TIMED`, for images as CIFAR-10 has them; "model@data" for random images
             of the shape of another data set, such as "cnn@digits"; or "package.module:function". The function is
             called with the batch size and returns the model and a function without arguments that returns its loss on
             a batch. It is called several times, and each time has to make a new model. What it makes without naming a
@@ -92,8 +92,8 @@ def build(model: str, batch_size: int, seed: int, rank: int, device: torch.devic
         return _own(model, batch_size, device)
     name, data = split_model(model)
     text = name in TEXT_MODELS
-    channels, size, classes = IMAGES[data or "cifar10"]
-    network = build_model(name, channels=channels, size=size, classes=_TOKENS if text else classes).to(device)
+    channels, size, classes = (1, _LENGTH, _TOKENS) if text else IMAGES[data or "cifar10"]
+    network = build_model(name, channels=channels, size=size, classes=classes).to(device)
     own = torch.Generator().manual_seed(seed + 1 + rank)
     if text:
         inputs = torch.randint(_TOKENS, (batch_size, _LENGTH), generator=own)

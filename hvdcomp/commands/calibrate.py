@@ -14,13 +14,14 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from hvdcomp.bench.models import TIMED
 from hvdcomp.communicators import allow_process_sets
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.terminal import make_console, make_table, print_table
 from hvdcomp.train import beforehand, environment
 from hvdcomp.train.backends import choose, reach
-from hvdcomp.train.options import BACKENDS, MODELS, SetupError
+from hvdcomp.train.options import BACKENDS, SetupError
 from hvdcomp.train.ranks import RunRefused
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ _NEEDS = (
     default=("resnet20",),
     show_default=True,
     metavar="NAME|NAME@DATA|MODULE:FUNCTION",
-    help=f"Repeat. One of {', '.join(MODELS)}, on random images as CIFAR-10 has them, or of other data, as "
+    help=f"Repeat. One of {', '.join(TIMED)}, on random images as CIFAR-10 has them, or of other data, as "
     "cnn@digits; or a function of your own that is given the batch size and returns "
     "(torch.nn.Module, function without arguments that returns the loss of a batch).",
 )
