@@ -85,7 +85,8 @@ def reduce(
     ranks: InProcessCommunicator, reducer: ShardReducer, name: str, parameters: list[torch.nn.Parameter]
 ) -> None:
     """Makes means of gradients, which all ranks get: the weights that FSDP gathers follow from them."""
-    flat = torch.cat([parameter.grad.reshape(-1) for parameter in parameters])
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]  # all of them
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     length = -(-len(flat) // RANKS)
     rows = torch.nn.functional.pad(flat, (0, RANKS * length - len(flat))).view(RANKS, length)
     if reducer.takes(name, rows.numel()):
@@ -94,9 +95,9 @@ def reduce(
     else:
         means = ranks.wait(ranks.start_allreduce(rows.reshape(-1).clone(), "mean", name))
     start = 0
-    for parameter in parameters:
-        parameter.grad.copy_(means[start : start + parameter.numel()].view_as(parameter))
-        start += parameter.numel()
+    for gradient in gradients:
+        gradient.copy_(means[start : start + gradient.numel()].view_as(gradient))
+        start += gradient.numel()
 
 
 @click.command(help=__doc__)
