@@ -601,8 +601,8 @@ How to read the tables:
   means over the seeds, with the 95 % interval of the mean (Student's t). What is **lost** is beside `none`, seed by
   seed. What `fp16` loses is chance: a difference as small says nothing.
 - **steps**, **MB sent** by a rank (with two levels those within its node, too) and **s**econds are those to the target,
-  by the first evaluation that reaches it. In
-  brackets, how many times faster that is than the better of {" and ".join(f"`{one}`" for one in UNCOMPRESSED)}.
+  by the first evaluation that reaches it. In brackets, how many times faster that is than the better of
+  {" and ".join(f"`{one}`" for one in UNCOMPRESSED)}.
 - Seconds are predicted. What an exchange takes is the simulated clock's, on links of {" and ".join(LINKS.values())} of
   each rank, with the overlap that real ranks would have. What a step takes is measured on one core of a CPU by
   {TIMED_STEPS} steps of each method, apart from the trainings, which may be on a GPU. All rows of a table have the same

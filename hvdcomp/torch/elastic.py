@@ -9,7 +9,7 @@ before that step.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import horovod.torch as hvd
@@ -18,7 +18,7 @@ from horovod.torch.elastic.state import StateHandler, TorchState, get_handler_re
 
 from hvdcomp.bindings.callers import caller_local
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.torch.local_steps import OWN, LocalSteps
+from hvdcomp.torch.local_steps import OWN, LocalSteps, put
 from hvdcomp.torch.optimizer import compression_of
 
 
@@ -65,7 +65,7 @@ class LocalStepsHandler(StateHandler):
 
     def restore(self) -> None:
         weights, state = self._saved
-        self._put(weights)
+        put(_parameters(self.value), weights)
         self.value.roll_back(copy.deepcopy(state))
 
     def sync(self) -> None:
@@ -81,14 +81,10 @@ class LocalStepsHandler(StateHandler):
         message = (list(_parameters(self.value)), known) if hvd.rank() == 0 else None
         weights, common = hvd.broadcast_object(message, root_rank=0, name="hvdcomp.local_steps")
         if OWN not in common:  # rank 0 has not begun
-            self._put(weights)
+            put(_parameters(self.value), weights)
         if OWN not in common or OWN not in known:
             self.value.join(common)
         self.save()
-
-    def _put(self, weights: Sequence[torch.Tensor]) -> None:
-        for parameter, weight in zip(_parameters(self.value), weights, strict=True):
-            parameter.copy_(weight)
 
 
 def _parameters(optimizer: LocalSteps) -> Iterator[torch.Tensor]:

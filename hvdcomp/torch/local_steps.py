@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -195,11 +195,11 @@ class LocalSteps(torch.optim.Optimizer):
         ranks. To evaluate and to publish a model with; no step may be made there."""
         own = [parameter.detach().clone() for parameter in self._parameters()]
         if self._anchored:
-            _put(self._parameters(), self._anchors())
+            put(self._parameters(), self._anchors())
         try:
             yield
         finally:
-            _put(self._parameters(), own)
+            put(self._parameters(), own)
 
     def _send(self, places: list[int], background: bool) -> None:
         assert self._binding is not None
@@ -233,7 +233,7 @@ class LocalSteps(torch.optim.Optimizer):
             binding.follow_ranks()
         if not binding.has_begun:
             if not self._anchored:  # weights may have been loaded since this was made
-                _put(self._anchors(), self._parameters())
+                put(self._anchors(), self._parameters())
                 self._anchored = True
             outer = self.outer.param_groups[0]
             self._told |= {
@@ -305,7 +305,7 @@ class LocalSteps(torch.optim.Optimizer):
         rank had not begun, from the weights that the model has. The state of the compression is left to the caller."""
         self._load(state_dict, lambda _: None)
         if self._anchored:
-            _put(self._parameters(), self._anchors())
+            put(self._parameters(), self._anchors())
             for moved in () if self._sent is None else self._sent.moved:
                 moved.zero_()
 
@@ -331,11 +331,11 @@ class LocalSteps(torch.optim.Optimizer):
         self.outer.state.clear()
         if own is not None:
             self.outer.load_state_dict(own["outer"])
-            _put(self._anchors(), own["anchors"])
+            put(self._anchors(), own["anchors"])
             self._steps = own["steps"]
             if (sent := own.get("sent")) is not None:
                 moved = [torch.empty_like(self._anchors()[place]) for place in sent["places"]]
-                _put(moved, sent["moved"])
+                put(moved, sent["moved"])
                 self._sent = Sent(sent["places"], sent["at"], moved)
 
     def _share_groups(self) -> None:
@@ -350,7 +350,8 @@ class LocalSteps(torch.optim.Optimizer):
 
 
 @torch.no_grad()
-def _put(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+def put(tensors: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None:
+    """Copies values into as many tensors."""
     for tensor, value in zip(tensors, values, strict=True):
         tensor.copy_(value)
 
