@@ -94,11 +94,11 @@ demo: setup  ## train with four compressions on two ranks each, one in TensorFlo
 	@$(DEMO_RANKS) hvdcomp train --framework tensorflow $(DEMO_TRAINING) --compression $(DEMO_TENSORFLOW) \
 	  --output $(DEMO_OUTPUT)/tensorflow
 	@echo "==> Timing steps of all methods in turns, and calibrating the performance model (half a minute; again if too noisy)"
-	@$(DEMO_RANKS) $(BIN)/python -m hvdcomp.bench.compare_worker $(DEMO_TIMING) \
+	@$(DEMO_RANKS) $(BIN)/python -m hvdcomp.tools.bench.compare_worker $(DEMO_TIMING) \
 	  $(addprefix --compressor ,$(filter-out none fp16,$(DEMO_COMPRESSION))) --output $(DEMO_OUTPUT)/turns.json
 	@echo "==> Timing the same steps between two emulated hosts with links of 100 Mb/s (docs/emulated-cluster.md)"
-	@$(BIN)/python -m hvdcomp.bench.cluster run --hosts 2 --rate 100mbit -- \
-	  $(BIN)/python -m hvdcomp.bench.compare_worker $(DEMO_TIMING) --attempts 1 --rate 100mbit \
+	@$(BIN)/python -m hvdcomp.tools.bench.cluster run --hosts 2 --rate 100mbit -- \
+	  $(BIN)/python -m hvdcomp.tools.bench.compare_worker $(DEMO_TIMING) --attempts 1 --rate 100mbit \
 	  $(addprefix --compressor ,$(filter-out none fp16,$(DEMO_COMPRESSION))) --output $(DEMO_OUTPUT)/turns-100mbit.json \
 	  || echo "There can be no such hosts here: steps on links of 100 Mb/s are predicted, and marked so"
 	@hvdcomp report $(foreach c,$(DEMO_COMPRESSION),$(DEMO_OUTPUT)/$(firstword $(subst :, ,$(c)))) \

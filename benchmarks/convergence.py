@@ -37,10 +37,10 @@ from pages import MEASURED, commits_of, end_if_failed, findings_of, mean_and_int
 
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.files import replace_files, replace_text
-from hvdcomp.reproduce.trainings import Run, keep_records, seeds_there, train_missing
-from hvdcomp.terminal import make_console
-from hvdcomp.train.options import FREEZE_AFTER, NO_TIME, TEXT_DATA, TrainingOptions
-from hvdcomp.train.target import Target
+from hvdcomp.tools.reproduce.trainings import Run, keep_records, seeds_there, train_missing
+from hvdcomp.tools.terminal import make_console
+from hvdcomp.tools.train.options import FREEZE_AFTER, NO_TIME, TEXT_DATA, TrainingOptions
+from hvdcomp.tools.train.target import Target
 
 RANKS = 4
 LINKS = {"100mbit": "100 Mb/s", "1gbit": "1 Gb/s"}

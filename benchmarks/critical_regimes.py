@@ -22,11 +22,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import nn
 
-from hvdcomp.diagnostics import HessianEigenvalue, RegimeRecord, largest_hessian_eigenvalue
-from hvdcomp.diagnostics.plot import draw
-from hvdcomp.train.data import epoch_shard, load_data
-from hvdcomp.train.frameworks import build_model
-from hvdcomp.train.options import SetupError, TrainingOptions
+from hvdcomp.tools.diagnostics import HessianEigenvalue, RegimeRecord, largest_hessian_eigenvalue
+from hvdcomp.tools.diagnostics.plot import draw
+from hvdcomp.tools.train.data import epoch_shard, load_data
+from hvdcomp.tools.train.frameworks import build_model
+from hvdcomp.tools.train.options import SetupError, TrainingOptions
 
 _BATCH = 256  # of the passes for the Hessian; the result does not depend on it
 

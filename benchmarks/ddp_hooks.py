@@ -23,13 +23,13 @@ from typing import Any
 
 import click
 
-from hvdcomp.bench.cluster import Cluster, ClusterError
-from hvdcomp.bench.compare import ratio
-from hvdcomp.bench.models import split_model
-from hvdcomp.bench.places import Hosts, Place, parse_hosts, place_of
-from hvdcomp.bench.steps import StepsError, check, earlier, environment_facts
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.files import csv_of, replace_files
+from hvdcomp.tools.bench.cluster import Cluster, ClusterError
+from hvdcomp.tools.bench.compare import ratio
+from hvdcomp.tools.bench.models import split_model
+from hvdcomp.tools.bench.places import Hosts, Place, parse_hosts, place_of
+from hvdcomp.tools.bench.steps import StepsError, check, earlier, environment_facts
 
 WORKER = Path(__file__).with_name("ddp_hooks_worker.py")
 STEM = "ddp-hooks"

@@ -27,9 +27,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import hvdcomp
-from hvdcomp.bench.carrier_ddp import Loss
-from hvdcomp.bench.workload import build, in_turn, turn_of
-from hvdcomp.train.ddp_learner import OWN_BUFFERS
+from hvdcomp.tools.bench.carrier_ddp import Loss
+from hvdcomp.tools.bench.workload import build, in_turn, turn_of
+from hvdcomp.tools.train.ddp_learner import OWN_BUFFERS
 
 COMPUTE, DENSE = "compute", "DDP"
 # DDP makes its buckets anew after its first step, PowerSGD's hooks compress from the third on, and hvdcomp sends during

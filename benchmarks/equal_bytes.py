@@ -30,9 +30,9 @@ from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.files import csv_of, replace_files
-from hvdcomp.reproduce.trainings import Run, keep_records, seeds_there, train_missing
-from hvdcomp.terminal import make_console
-from hvdcomp.train.options import TrainingOptions
+from hvdcomp.tools.reproduce.trainings import Run, keep_records, seeds_there, train_missing
+from hvdcomp.tools.terminal import make_console
+from hvdcomp.tools.train.options import TrainingOptions
 
 POLICIES = ("budget", "lgreco", "accordion", "gravac", "adaqs")
 # With factors of elements and the gain of the authors' code, large factors pass as in the paper's tables.
@@ -180,8 +180,8 @@ class LevelRun(Run):
 
 @cache
 def _tensors(model: str, data: str) -> tuple[TensorInfo, ...]:
-    from hvdcomp.train.data import load_data
-    from hvdcomp.train.frameworks import build_model
+    from hvdcomp.tools.train.data import load_data
+    from hvdcomp.tools.train.frameworks import build_model
 
     loaded = load_data(TrainingOptions(model=model, data=data).resolved())
     network = build_model(model, channels=loaded.channels, size=loaded.size, classes=loaded.classes)

@@ -20,12 +20,12 @@ from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.compressors.parsing import parse_compressor, parse_memory
 from hvdcomp.exchange.ledger import Cost, Ledger
 from hvdcomp.exchange.shards import ShardReducer
-from hvdcomp.train.data import load_data
-from hvdcomp.train.dataset import DataSet
-from hvdcomp.train.models import TransformerSize
-from hvdcomp.train.models_torch import GPT
-from hvdcomp.train.options import TrainingOptions
-from hvdcomp.train.torch_learner import loss_of
+from hvdcomp.tools.train.data import load_data
+from hvdcomp.tools.train.dataset import DataSet
+from hvdcomp.tools.train.models import TransformerSize
+from hvdcomp.tools.train.models_torch import GPT
+from hvdcomp.tools.train.options import TrainingOptions
+from hvdcomp.tools.train.torch_learner import loss_of
 
 RANKS, PLACES = 4, 2
 LENGTH, BATCH = 64, 8  # bytes of a sequence, sequences of a rank

@@ -27,10 +27,10 @@ from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.exchange import Engine
 from hvdcomp.exchange.energies import densified
 from hvdcomp.exchange.look import Look
-from hvdcomp.train.data import epoch_shard, load_data
-from hvdcomp.train.dataset import DataSet
-from hvdcomp.train.frameworks import build_model
-from hvdcomp.train.options import TrainingOptions
+from hvdcomp.tools.train.data import epoch_shard, load_data
+from hvdcomp.tools.train.dataset import DataSet
+from hvdcomp.tools.train.frameworks import build_model
+from hvdcomp.tools.train.options import TrainingOptions
 
 BYTES_OF_A_PAIR = 8  # a float32 value and its index
 

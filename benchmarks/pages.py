@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
-from hvdcomp.reproduce.trainings import ROOT, Run
-from hvdcomp.train.spread import estimate
+from hvdcomp.tools.reproduce.trainings import ROOT, Run
+from hvdcomp.tools.train.spread import estimate
 
 MEASURED = ROOT / "benchmarks/measured"
 """Where benchmarks keep their trainings, by default: folders of them, which git ignores, and the files of records."""

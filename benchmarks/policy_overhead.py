@@ -61,9 +61,9 @@ class Training:
         import torch
 
         import hvdcomp
-        from hvdcomp.train.data import load_data
-        from hvdcomp.train.frameworks import build_model
-        from hvdcomp.train.options import TrainingOptions
+        from hvdcomp.tools.train.data import load_data
+        from hvdcomp.tools.train.frameworks import build_model
+        from hvdcomp.tools.train.options import TrainingOptions
 
         kind, samples = MODELS[model]
         options = TrainingOptions(model=model, data=kind).resolved()
@@ -161,7 +161,7 @@ def main(steps: int, model: str, only: tuple[str, ...], output: Path) -> None:
     import horovod.torch as hvd
     from rich.console import Console
 
-    from hvdcomp.train import environment
+    from hvdcomp.tools.train import environment
 
     hvd.init()
     environment.use_threads(hvd.local_size())

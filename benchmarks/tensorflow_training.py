@@ -23,11 +23,11 @@ import click
 from tensorflow_steps import Step, Turns, of_all_turns, take_turns
 
 from hvdcomp.kernels import cuda
-from hvdcomp.train.data import load_data
-from hvdcomp.train.frameworks import learner_class
-from hvdcomp.train.learner import Learner
-from hvdcomp.train.options import FRAMEWORKS, MODELS, TrainingOptions
-from hvdcomp.train.ranks_horovod import HorovodRanks
+from hvdcomp.tools.train.data import load_data
+from hvdcomp.tools.train.frameworks import learner_class
+from hvdcomp.tools.train.learner import Learner
+from hvdcomp.tools.train.options import FRAMEWORKS, MODELS, TrainingOptions
+from hvdcomp.tools.train.ranks_horovod import HorovodRanks
 
 COMPUTE, NONE = "compute", "hvd.none"
 

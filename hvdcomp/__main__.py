@@ -1,6 +1,6 @@
 """`python -m hvdcomp` does what the command `hvdcomp` does."""
 
-from hvdcomp.cli import main
+from hvdcomp.tools.cli import main
 
 if __name__ == "__main__":
     main(prog_name="hvdcomp")

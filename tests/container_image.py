@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from hvdcomp.bench.cluster import Cluster
-from hvdcomp.horovod_build.plan import cache_folder
+from hvdcomp.tools.bench.cluster import Cluster
+from hvdcomp.tools.horovod_build.plan import cache_folder
 
 ROOT = Path(__file__).parents[1]
 TAG = "localhost/hvdcomp:cpu"

@@ -9,7 +9,7 @@ from typing import Any
 
 from click.testing import CliRunner, Result
 
-from hvdcomp.cli import main
+from hvdcomp.tools.cli import main
 from tests.k8s_api import KubernetesApi
 
 READY = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}

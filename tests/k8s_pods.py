@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from hvdcomp.launch.k8s.manifest import WORKERS, render
-from hvdcomp.launch.k8s.settings import KubernetesSettings
+from hvdcomp.tools.launch.k8s.manifest import WORKERS, render
+from hvdcomp.tools.launch.k8s.settings import KubernetesSettings
 
 NEEDED = [
     pytest.mark.cluster,

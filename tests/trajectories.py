@@ -62,7 +62,7 @@ class OnSimulatedRanks:
         return "tensorflow" if "--framework tensorflow" in self.words else "torch"
 
     def run(self) -> Record:
-        from hvdcomp.cli import main
+        from hvdcomp.tools.cli import main
 
         with tempfile.TemporaryDirectory() as folder, _environment(self.ranks_per_node):
             words = ["train", *self.words.split(), *self.options, "--no-progress", "--output", folder, "--overwrite"]

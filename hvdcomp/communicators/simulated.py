@@ -155,7 +155,7 @@ def add_in_a_ring(arrays: list[Array]) -> Array:
     The blocks are equal, in whole segments. Block j begins with the array of rank j - 1 and goes down from rank to
     rank; what does not fill the last block is missing there.
 
-    The order was found by trying; tests/train/test_train_simulated.py compares with real ranks.
+    The order was found by trying; tests/tools/train/test_train_simulated.py compares with real ranks.
     """
     ranks, length = len(arrays), arrays[0].shape[0]
     if ranks < 3:  # the order of two makes no difference

@@ -33,7 +33,7 @@ from hvdcomp.perfmodel.ways import encode_time_of, in_each_way, in_two_levels
 FREE = (UNCOMPRESSED, "fp16")
 """What a library sends by itself, without encoding; the time of the cast counts only where it was measured."""
 STOCK = {"horovod": ("none", "hvd.fp16"), "ddp": ("none", "ddp.fp16")}
-"""By backend of `hvdcomp.train.ranks.Ranks`, what the library itself offers: dense, and its cast to float16."""
+"""By backend of `hvdcomp.tools.train.ranks.Ranks`, what the library itself offers: dense, and its cast to float16."""
 STOCK_SPECS = {name: spec for names in STOCK.values() for name, spec in zip(names, FREE, strict=True)}
 """The libraries' own compressions, by the spec that describes the same exchange."""
 

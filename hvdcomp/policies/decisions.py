@@ -72,7 +72,7 @@ class Decision:
         return decision
 
     def row(self, state: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
-        """The numbers that a report shows of it, by the attributes of `hvdcomp.report.decisions.Decisions`.
+        """The numbers that a report shows of it, by the attributes of `hvdcomp.tools.report.decisions.Decisions`.
 
         Args:
             state: the policy's, as JSON.

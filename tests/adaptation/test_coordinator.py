@@ -17,7 +17,7 @@ from hvdcomp.policies import parse_policy
 from hvdcomp.policies.base import Policy
 from hvdcomp.policies.decisions import BatchSize, Decision
 from hvdcomp.policies.request import Period, Request, Statistic, Statistics
-from hvdcomp.report.replay import replay
+from hvdcomp.tools.report.replay import replay
 from tests.decision_lines import whole_lines
 from tests.driven import COMPRESSED, SHAPES, Driven
 from tests.harness import BACKENDS, copy

@@ -14,7 +14,7 @@ from hvdcomp.adaptation.decision_log import DecisionLog
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.policies.auto import Auto
 from hvdcomp.policies.request import Candidate, Candidates, Period, Request, Statistic
-from hvdcomp.report.replay import replay
+from hvdcomp.tools.report.replay import replay
 from tests.decision_lines import whole_lines
 from tests.driven import SHAPES, Driven
 from tests.harness import BACKENDS, as_numpy

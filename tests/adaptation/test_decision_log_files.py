@@ -26,10 +26,10 @@ from hvdcomp.policies.request import (
     Statistics,
     Timing,
 )
-from hvdcomp.report.decisions import load_decisions
-from hvdcomp.report.replay import replay
-from hvdcomp.train.options import SetupError
-from hvdcomp.train.outputs import RunWriter, check_output
+from hvdcomp.tools.report.decisions import load_decisions
+from hvdcomp.tools.report.replay import replay
+from hvdcomp.tools.train.options import SetupError
+from hvdcomp.tools.train.outputs import RunWriter, check_output
 from tests.adaptation.test_decision_log import fill_up
 from tests.adaptation.test_replay import SPECS, drive, policy_of
 from tests.decision_lines import whole_lines, write_as_before

@@ -18,7 +18,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hvdcomp.adaptation.decision_log import DecisionLog, DecisionLogError, read_decisions
-from hvdcomp.cli import main
 from hvdcomp.policies import POLICIES, Policy, parse_policy
 from hvdcomp.policies.request import (
     Candidate,
@@ -30,7 +29,8 @@ from hvdcomp.policies.request import (
     Statistics,
     Timing,
 )
-from hvdcomp.report.replay import replay
+from hvdcomp.tools.cli import main
+from hvdcomp.tools.report.replay import replay
 from tests.decision_lines import whole_lines, write_as_before
 from tests.harness import fewer_examples
 
@@ -345,7 +345,7 @@ def test_what_cannot_be_replayed(path: Path, damage: Callable[[Path], Any], said
 def test_it_needs_no_framework(path: Path) -> None:
     drive(path, policy_of("gravac"), 2, seed=0)
     code = (
-        "import sys; from click.testing import CliRunner; from hvdcomp.cli import main\n"
+        "import sys; from click.testing import CliRunner; from hvdcomp.tools.cli import main\n"
         f"assert CliRunner().invoke(main, ['replay', {str(path)!r}]).exit_code == 0\n"
         "print(*{name.partition('.')[0] for name in sys.modules})"
     )

@@ -22,8 +22,8 @@ from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.policies import Policy, parse_policy
 from hvdcomp.policies.request import Candidate, Candidates
-from hvdcomp.report.decisions import load_decisions
-from hvdcomp.report.replay import replay
+from hvdcomp.tools.report.decisions import load_decisions
+from hvdcomp.tools.report.replay import replay
 from tests.decision_lines import whole_lines, write_as_before
 from tests.driven import Driven
 

@@ -30,8 +30,8 @@ ROOT = Path(__file__).parents[2]
 # Trains as `hvdcomp train` once for each list of options. Rank 0 scrapes itself before a step, and keeps the text.
 _RUNS = """
 import json, os, socket, sys, urllib.request
-from hvdcomp.commands.train import command
-from hvdcomp.train.torch_learner import TorchLearner
+from hvdcomp.tools.commands.train import command
+from hvdcomp.tools.train.torch_learner import TorchLearner
 
 rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
 port, before, runs = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from hvdcomp.cli import main
-from hvdcomp.commands.compressors import BEGIN, END
 from hvdcomp.compressors import COMPRESSORS, MEMORIES
 from hvdcomp.compressors.first import FIRST
 from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.tools.cli import main
+from hvdcomp.tools.commands.compressors import BEGIN, END
 
 MANUAL = Path(__file__).parents[2] / "docs" / "compressors.md"
 

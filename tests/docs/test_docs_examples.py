@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 from click.testing import CliRunner
 
-from hvdcomp.cli import main
+from hvdcomp.tools.cli import main
 from tests.readme import blocks, run
 
 DOCS = Path(__file__).parents[2] / "docs"

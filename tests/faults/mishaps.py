@@ -137,7 +137,7 @@ def options(*more: str) -> Callable[[Place], None]:
     """`hvdcomp train` gets these too, on this rank."""
 
     def act(place: Place) -> None:
-        from hvdcomp.commands.train import command
+        from hvdcomp.tools.commands.train import command
 
         real = command.main
 
@@ -161,7 +161,7 @@ def version_of(package: str) -> Callable[[Place], None]:
 
 def without_checkpoints(place: Place) -> None:
     """`hvdcomp train` is told of no checkpoints, on this rank."""
-    from hvdcomp.commands.train import command
+    from hvdcomp.tools.commands.train import command
 
     real = command.main
 

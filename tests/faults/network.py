@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hvdcomp.bench.cluster import Cluster, ClusterError
-from hvdcomp.bench.cluster.launch import ranks_command
+from hvdcomp.tools.bench.cluster import Cluster, ClusterError
+from hvdcomp.tools.bench.cluster.launch import ranks_command
 from tests.faults import links
 from tests.faults.table import Fault
 from tests.faults.world import STEPS, WAIT, NotHere, Planted, World

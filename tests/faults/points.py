@@ -47,7 +47,7 @@ Reached = Callable[..., None]
 
 def _at_step(reached: Reached) -> None:
     """Before a step begins; hands over the `run`, whose learner has the model."""
-    from hvdcomp.train.run import Run
+    from hvdcomp.tools.train.run import Run
 
     real = Run._timed_step
 
@@ -93,7 +93,7 @@ def _in_collective(reached: Reached) -> None:
 
 def _in_checkpoint(reached: Reached) -> None:
     """When half of a file of a checkpoint has been written; hands over its `path`."""
-    from hvdcomp.train import checkpoints, torch_learner
+    from hvdcomp.tools.train import checkpoints, torch_learner
 
     real = checkpoints.write_file
 

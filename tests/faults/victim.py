@@ -51,7 +51,7 @@ def main(
     options: tuple[str, ...],
 ) -> None:
     """Trains as OPTIONS say, with a fault."""
-    from hvdcomp.commands.train import command
+    from hvdcomp.tools.commands.train import command
 
     mine = rank_of(dict(os.environ))
     counter = _Counter()
@@ -85,7 +85,7 @@ def claims(folder: Path, facts: dict[str, Any]) -> bool:
 
 
 def _count_and_trace(file: Path, counter: _Counter) -> None:
-    from hvdcomp.train import run
+    from hvdcomp.tools.train import run
 
     real = run.Run._timed_step
 

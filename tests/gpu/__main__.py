@@ -72,7 +72,7 @@ def main() -> int:
         (chosen.output / "gpu-ranks.md").write_text(ranks_as_markdown(found["ranks"]))
         print(f"wrote gpu-ranks.json and gpu-ranks.md to {chosen.output}")
     if not chosen.part:
-        from hvdcomp.bench.encode.facts import facts
+        from hvdcomp.tools.bench.encode.facts import facts
 
         document = {"facts": facts("cuda"), "seconds": time.monotonic() - started, "parts": found}
         chosen.output.mkdir(parents=True, exist_ok=True)

@@ -186,8 +186,8 @@ class Training:
     """A model of the size of GPT-2 small, in mixed precision, with one method, on one batch of random bytes."""
 
     def __init__(self, method: str, place: str, small: bool = False) -> None:
-        from hvdcomp.train.models import GPT_SIZES
-        from hvdcomp.train.models_torch import GPT
+        from hvdcomp.tools.train.models import GPT_SIZES
+        from hvdcomp.tools.train.models_torch import GPT
 
         torch.manual_seed(7)
         length, count = (32, 2) if small else (512, 8)

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from hvdcomp import ErrorFeedback
-from hvdcomp.bench.encode.comparison import rows
-from hvdcomp.bench.encode.measurement import Measurement, Request, measure_here
-from hvdcomp.bench.encode.peers import PEERS
 from hvdcomp.communicators import LoopbackCommunicator
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.perfmodel.shapes import tensors_of
+from hvdcomp.tools.bench.encode.comparison import rows
+from hvdcomp.tools.bench.encode.measurement import Measurement, Request, measure_here
+from hvdcomp.tools.bench.encode.peers import PEERS
 from tests.gpu import cases, roofline, steps
 from tests.gpu.ranks import Shapes
 

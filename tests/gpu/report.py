@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from hvdcomp.bench.encode.output import number
-from hvdcomp.bench.encode.peers import FP16, POWERSGD
+from hvdcomp.tools.bench.encode.output import number
+from hvdcomp.tools.bench.encode.peers import FP16, POWERSGD
 from tests.gpu.roofline import LEAST_SHARE
 
 MOST_COPIES = {"topk:ratio=0.01": 4.0, "efsignsgd": 2.5, "onebit": 2.5, "qsgd:bits=4": 2.5, "powersgd:rank=4": 5.0}

@@ -112,7 +112,7 @@ def _ms_between(start: Any, end: Any) -> float:
 
 def _get_ahead(place: str) -> None:
     if place == "cuda":
-        from hvdcomp.bench.encode.device_time import head_start
+        from hvdcomp.tools.bench.encode.device_time import head_start
 
         head_start()
 

@@ -162,7 +162,7 @@ def test_a_launch_is_recorded_with_the_types_that_triton_compiles_it_for() -> No
 
 
 _AHEAD = """
-from hvdcomp.bench import kernels_ahead
+from hvdcomp.tools.bench import kernels_ahead
 from hvdcomp.kernels.cuda.language import triton
 
 found = []

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.doctor.test_doctor_image import driver, needs_compiler
+from tests.tools.doctor.test_doctor_image import driver, needs_compiler
 
 __all__ = ["driver"]
 

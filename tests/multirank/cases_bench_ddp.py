@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hvdcomp.bench.carrier import Distributed, alone
-from hvdcomp.bench.carrier_ddp import DDPCarrier
-from hvdcomp.bench.probe_encode import gradients
-from hvdcomp.bench.probe_steps import EXCHANGE, Training, parts_of, ready_moments
-from hvdcomp.bench.workload import Workload
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.train.ranks_torch import TorchRanks
+from hvdcomp.tools.bench.carrier import Distributed, alone
+from hvdcomp.tools.bench.carrier_ddp import DDPCarrier
+from hvdcomp.tools.bench.probe_encode import gradients
+from hvdcomp.tools.bench.probe_steps import EXCHANGE, Training, parts_of, ready_moments
+from hvdcomp.tools.bench.workload import Workload
+from hvdcomp.tools.train.ranks_torch import TorchRanks
 from tests.multirank.training_ddp import gathered, own_generator
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import hvdcomp
-from hvdcomp.report.replay import replay
+from hvdcomp.tools.report.replay import replay
 from hvdcomp.torch.ddp_binding import DDPBinding
 from tests.decision_lines import whole_lines
 from tests.multirank.calibrations import made_up_calibration

@@ -23,8 +23,8 @@ from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.ledger import Ledger
 from hvdcomp.exchange.shards import ShardReducer
-from hvdcomp.train.models import TransformerSize
-from hvdcomp.train.models_torch import GPT
+from hvdcomp.tools.train.models import TransformerSize
+from hvdcomp.tools.train.models_torch import GPT
 from tests.multirank.cases_fsdp import weights
 from tests.multirank.collectives import nodes_of
 from tests.multirank.training_ddp import assert_same_everywhere, large_model, raised

@@ -19,7 +19,7 @@ import torch
 
 import hvdcomp
 from hvdcomp.errors import ConfigurationError, RankMismatchError
-from hvdcomp.report.replay import replay
+from hvdcomp.tools.report.replay import replay
 from hvdcomp.torch.binding import TorchBinding
 from tests.decision_lines import whole_lines
 from tests.multirank.calibrations import made_up_calibration

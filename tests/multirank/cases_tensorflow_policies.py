@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import hvdcomp.tensorflow
 from hvdcomp.policies import POLICIES, parse_policy
-from hvdcomp.report.replay import replay
+from hvdcomp.tools.report.replay import replay
 from tests.decision_lines import whole_lines
 from tests.multirank.calibrations import made_up_calibration
 from tests.multirank.training_tensorflow import (

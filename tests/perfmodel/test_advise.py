@@ -18,7 +18,6 @@ import pytest
 from click.testing import CliRunner, Result
 
 import hvdcomp
-from hvdcomp.cli import main
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.perfmodel import (
     Adviser,
@@ -36,6 +35,7 @@ from hvdcomp.perfmodel import (
 )
 from hvdcomp.perfmodel.advice import MODEL_ERROR
 from hvdcomp.perfmodel.sweep import GBPS, parse_axis, sweep
+from hvdcomp.tools.cli import main
 
 PRESET = ["--model", "resnet50"]
 KNOWN = load("v100-p3.8xlarge").models["resnet50"].compute.encode
@@ -291,7 +291,8 @@ def test_nothing_is_cut_off(width: int | None) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "COLUMNS"}
     if width is not None:
         environment["COLUMNS"] = str(width)
-    command = [sys.executable, "-c", "from hvdcomp.cli import main; main()", "advise", *PRESET, "--bandwidth", "2gbit"]
+    program = "from hvdcomp.tools.cli import main; main()"
+    command = [sys.executable, "-c", program, "advise", *PRESET, "--bandwidth", "2gbit"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment).stdout
     rows = as_json(*PRESET, "--bandwidth", "2")["methods"]
     assert "\u2026" not in said
@@ -584,7 +585,7 @@ def test_wrong_ranges_are_refused(text: str) -> None:
 def test_without_matplotlib_a_plot_says_what_to_install(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
-        "from hvdcomp.cli import main\n"
+        "from hvdcomp.tools.cli import main\n"
         f"main(['advise', '--model', 'resnet50', '--sweep', 'batch=1..9', '--output', {str(tmp_path / 'x.png')!r}])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -635,7 +636,7 @@ def test_numbers_out_of_range(option: str, value: str) -> None:
 def test_the_model_needs_no_framework() -> None:
     code = (
         "import sys; sys.modules.update(dict.fromkeys(['torch', 'tensorflow', 'horovod', 'mpi4py', 'matplotlib']))\n"
-        "from hvdcomp.cli import main; main(['advise', '--model', 'resnet50', '--world-size', '8'])"
+        "from hvdcomp.tools.cli import main; main(['advise', '--model', 'resnet50', '--world-size', '8'])"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr

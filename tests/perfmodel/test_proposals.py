@@ -16,7 +16,6 @@ from click.testing import CliRunner
 import hvdcomp
 from hvdcomp import Auto, Compression, ErrorFeedback, SpecError
 from hvdcomp.adaptation.candidates import candidates_of
-from hvdcomp.commands.bench import command as bench
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.compressors import evidence
 from hvdcomp.compressors.evidence import DIVERGED, Evidence
@@ -26,6 +25,7 @@ from hvdcomp.perfmodel import Adviser, Asked, Setting, load, propose
 from hvdcomp.perfmodel.proposals import MOST, REACH
 from hvdcomp.policies import parse_policy
 from hvdcomp.policies.request import Candidates
+from hvdcomp.tools.commands.bench import command as bench
 from tests.harness import infos
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -16,8 +16,8 @@ from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.compressors.low_rank import fit_columns
 from hvdcomp.compressors.protocol import Context
 from hvdcomp.policies.gravac import GraVAC
-from hvdcomp.train.data import load_data
-from hvdcomp.train.options import TrainingOptions
+from hvdcomp.tools.train.data import load_data
+from hvdcomp.tools.train.options import TrainingOptions
 from tests.driven import Driven
 from tests.harness import DTYPES, needing
 from tests.loaded import load_file

@@ -77,14 +77,14 @@ def test_what_needs_pytorch_is_a_module_like_any_other(name: str) -> None:
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"]])
 def test_the_command_needs_no_framework(arguments: list[str]) -> None:
-    shown = run(*hidden(f"from hvdcomp.cli import main; main({arguments}, prog_name='hvdcomp')"))
+    shown = run(*hidden(f"from hvdcomp.tools.cli import main; main({arguments}, prog_name='hvdcomp')"))
     assert ("Commands:" if arguments == ["--help"] else "hvdcomp, version") in shown
 
 
 @pytest.mark.parametrize("command", ["build-horovod", "doctor", "report", "train"])
 def test_the_help_of_each_command_needs_no_framework(command: str) -> None:
     assert f"hvdcomp {command} [OPTIONS]" in run(
-        *hidden(f"from hvdcomp.cli import main; main(['{command}', '--help'], prog_name='hvdcomp')")
+        *hidden(f"from hvdcomp.tools.cli import main; main(['{command}', '--help'], prog_name='hvdcomp')")
     )
 
 

@@ -194,9 +194,9 @@ def test_a_wheel_made_from_it_has_the_package_alone_and_starts_anywhere(sdist: P
     (tmp_path / "empty").mkdir()
     programs = {
         "hvdcomp bench steps --hosts 1 --output .": (1, "it can have 2 to 64"),
-        "hvdcomp.bench.cluster status --help": (0, "List the clusters"),
-        "hvdcomp.bench.compare_worker --help": (0, "--compressor"),
-        "hvdcomp.bench.steps_worker --method topkk --output x.json": (2, "unknown compressor 'topkk'"),
+        "hvdcomp.tools.bench.cluster status --help": (0, "List the clusters"),
+        "hvdcomp.tools.bench.compare_worker --help": (0, "--compressor"),
+        "hvdcomp.tools.bench.steps_worker --method topkk --output x.json": (2, "unknown compressor 'topkk'"),
     }
     for program, (code, words) in programs.items():
         done = subprocess.run(

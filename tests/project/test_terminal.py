@@ -11,10 +11,10 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from hvdcomp.cli import main
 from hvdcomp.perfmodel.rates import parse_gbps, parse_rate
 from hvdcomp.specs.suggestions import did_you_mean
-from hvdcomp.terminal import make_console, make_table, print_table
+from hvdcomp.tools.cli import main
+from hvdcomp.tools.terminal import make_console, make_table, print_table
 
 CELLS = ("[red]a_very_long_name_of_a_run[/red]", "12345.678", "some words that need more than one line")
 
@@ -53,7 +53,7 @@ def test_a_pipe_has_no_width(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_closed_pipe_is_no_error_to_speak_of(arguments: list[str]) -> None:
     """As with `hvdcomp ... | head -0`."""
     process = subprocess.Popen(
-        [sys.executable, "-c", "from hvdcomp.cli import main; main()", *arguments],
+        [sys.executable, "-c", "from hvdcomp.tools.cli import main; main()", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,0 +1,147 @@
+"""The command line of the emulated cluster: `python -m hvdcomp.tools.bench.cluster`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from hvdcomp.tools.bench.cluster import namespaces, records
+from hvdcomp.tools.bench.cluster.backends import BACKENDS
+from hvdcomp.tools.bench.cluster.cluster import Cluster
+from hvdcomp.tools.bench.cluster.errors import ClusterError
+from hvdcomp.tools.bench.cluster.records import STANDING
+from hvdcomp.tools.bench.cluster.throughput import measure
+
+_hosts = click.option("--hosts", type=int, metavar="N", help="Number of hosts, at least 2.")
+_rate = click.option("--rate", metavar="RATE", help="Of each host's link, both ways, as tc spells it: 100mbit, 1gbit.")
+RATES = ("100mbit", "1gbit", "10gbit")  # what is measured where nothing else is asked for
+_SAY = Console(stderr=True, highlight=False, soft_wrap=True).print
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    try:
+        yield
+    except ClusterError as error:
+        raise click.ClickException(str(error)) from None
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _cluster(hosts: int | None, rate: str | None) -> Cluster:
+    """A cluster for one command: of its own where both options are given, else the standing one."""
+    if hosts is not None and rate is not None:
+        namespaces.become_root()
+        return Cluster(hosts, rate)
+    if hosts is None and rate is None:
+        return Cluster.standing()
+    raise click.UsageError("give both --hosts and --rate for a cluster of its own, or neither for the one that is up")
+
+
+@click.group()
+def main() -> None:
+    """Run Horovod or torch.distributed on several emulated hosts of this machine, joined by links of a chosen rate.
+
+    Needs root, or for hosts that end with the command a kernel that lets users make user namespaces.
+    """
+
+
+@main.command(context_settings={"ignore_unknown_options": True})
+@_hosts
+@_rate
+@click.option("--ranks", type=int, metavar="N", help="A multiple of the number of hosts. Default: one on each.")
+@click.option(
+    "--backend",
+    type=click.Choice(list(BACKENDS)),
+    default="horovod",
+    show_default=True,
+    help="What the ranks find each other by: as horovodrun does it, or for torch.distributed as torchrun does.",
+)
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
+def run(hosts: int | None, rate: str | None, ranks: int | None, backend: str, command: tuple[str, ...]) -> None:
+    """Run a command on every rank; write it after `--`. Returns its exit code.
+
+    With --hosts and --rate the hosts are made for this run and removed after it, otherwise it runs on those that `up`
+    made.
+    """
+    with _errors(), _cluster(hosts, rate) as cluster:
+        _SAY(f"{cluster.hosts} hosts, links of {cluster.rate}, {ranks or cluster.hosts} ranks")
+        code = cluster.run(command, ranks=ranks, backend=backend)
+    sys.exit(code)
+
+
+@main.command()
+@click.option("--hosts", type=int, required=True, metavar="N", help="Number of hosts, at least 2.")
+@click.option("--rate", required=True, metavar="RATE", help="Of each host's link: 100mbit, 1gbit.")
+def up(hosts: int, rate: str) -> None:
+    """Make hosts that stay until `down`."""
+    with _errors(), Cluster(hosts, rate, standing=True) as cluster:
+        _SAY(f"{hosts} hosts are up: {namespaces.namespace(cluster.name, 0)}, ...; links of {rate}")
+
+
+@main.command()
+def down() -> None:
+    """Remove the hosts that `up` made, and what killed runs left behind."""
+    with _errors():
+        namespaces.check_machine()
+        facts = records.read(STANDING)
+        if facts is not None and facts.standing:
+            with Cluster.standing() as cluster:
+                cluster.remove()
+            _SAY(f"removed {facts.hosts} hosts")
+        with records.exclusive():
+            leftovers = namespaces.remove_leftovers()
+        for name in leftovers:
+            _SAY(f"removed what was left of the cluster {name}")
+        if facts is None and not leftovers:
+            _SAY("nothing to remove")
+
+
+@main.command()
+def status() -> None:
+    """List the clusters of this machine."""
+    with _errors():
+        namespaces.check_machine()
+        with records.exclusive():
+            found = {name: (records.read(name), records.in_use(name)) for name in records.names()}
+    if not found:
+        print("no cluster is up")
+        return
+    table = Table("cluster", "hosts", "rate", "state")
+    for name, (facts, used) in found.items():
+        if used and facts is not None:
+            state = f"in use by process {facts.owner}"
+        else:
+            state = "up" if facts is not None and facts.standing else "left by a killed process; `down` removes it"
+        table.add_row(name, str(facts.hosts) if facts else "?", facts.rate if facts else "?", state)
+    Console().print(table)
+
+
+@main.command()
+@click.option("--rate", "rates", multiple=True, metavar="RATE", default=RATES, show_default=True, help="Repeat.")
+@click.option("--seconds", type=click.FloatRange(0.5, 60), default=3.0, show_default=True, help="For each rate.")
+@click.option("--output", type=click.Path(path_type=Path), help="A JSON file for the result.")
+def throughput(rates: tuple[str, ...], seconds: float, output: Path | None) -> None:
+    """Measure what one TCP connection between two hosts really carries."""
+    measured = {}
+    with _errors():
+        namespaces.become_root()
+        for rate in rates:
+            with Cluster(2, rate) as cluster:
+                measured[rate] = measure(cluster, seconds)
+            print(f"links of {rate}: {measured[rate] / 1e6:.0f} Mb/s of payload")
+    if output is not None:
+        result = {"payload_bits_per_second": measured, "seconds": seconds, "cores": os.cpu_count()}
+        output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m hvdcomp.tools.bench.cluster")

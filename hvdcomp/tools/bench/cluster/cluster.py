@@ -1,0 +1,195 @@
+"""`Cluster`: the emulated cluster as a context manager, which leaves nothing behind however its block ends."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+from hvdcomp.tools.bench.cluster import launch, namespaces, records
+from hvdcomp.tools.bench.cluster.backends import BACKENDS
+from hvdcomp.tools.bench.cluster.errors import ClusterError
+from hvdcomp.tools.bench.cluster.rates import parse_rate
+from hvdcomp.tools.bench.cluster.records import STANDING, Facts, Record
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_numbers = itertools.count(1)  # of this process's clusters, for their names
+
+
+class Cluster:
+    """Emulated hosts, from `with` to the end of its block.
+
+    The hosts are removed, and what runs on them ended, when the block ends: also by an exception, by Ctrl-C, and by
+    SIGTERM or SIGHUP, which raise SystemExit in the block (in a program's main thread). What a killed process left is
+    removed when the next cluster is made.
+
+    Args:
+        hosts: 2 to 64.
+        rate: of each host's link, in both directions, as `tc` spells it: "100mbit", "1gbit".
+        standing: the hosts stay when the block ends, for `Cluster.standing()`, until `remove` is called. There can be
+            one such cluster on a machine.
+
+    Raises:
+        ClusterError: for wrong values, without root, or without the programs that it needs; when entering, if the
+            hosts cannot be made or, for a standing cluster, if there is one.
+    """
+
+    def __init__(self, hosts: int, rate: str, *, standing: bool = False) -> None:
+        if not 2 <= hosts <= namespaces.MOST_HOSTS:
+            raise ClusterError(f"a cluster of {hosts} host(s): it can have 2 to {namespaces.MOST_HOSTS}")
+        parse_rate(rate)
+        namespaces.check_machine()
+        self.hosts = hosts
+        self.rate = rate
+        self.name = STANDING if standing else f"p{os.getpid()}n{next(_numbers)}"
+        self._record: Record | None = None
+        self._made_before = False
+        self._stays = False
+        self._handlers: dict[signal.Signals, Any] = {}
+        self._leaving = False
+
+    @classmethod
+    def standing(cls) -> Cluster:
+        """The cluster that was made to stay, for use in a `with` block.
+
+        Raises:
+            ClusterError: if there is none; when entering, if another process uses it.
+        """
+        facts = records.read(STANDING)
+        if facts is None or not facts.standing:
+            raise ClusterError(
+                "no cluster is up; make one with `python -m hvdcomp.tools.bench.cluster up --hosts 4 --rate 1gbit`, or "
+                "give --hosts and --rate for one that lasts as long as the run"
+            )
+        cluster = cls(facts.hosts, facts.rate, standing=True)
+        cluster._made_before = True
+        return cluster
+
+    def __enter__(self) -> Cluster:
+        self._leaving = False
+        self._catch_signals()
+        try:
+            with records.exclusive():
+                namespaces.remove_leftovers()
+                self._record = self._take_record()
+            if self._made_before:
+                namespaces.stop_processes(self.name)  # of a run that was killed
+            else:
+                namespaces.make(self.name, self.hosts, self.rate)
+            self._stays = self.name == STANDING
+            self._record.write(Facts(self.hosts, self.rate, os.getpid(), standing=self._stays))
+        except BaseException:
+            self._leave()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._leave()
+
+    def remove(self) -> None:
+        """Within the block of a standing cluster: has it removed when the block ends."""
+        self._stays = False
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        ranks: int | None = None,
+        backend: str = "horovod",
+        env: Mapping[str, str] | None = None,
+        output: Callable[[str], None] | None = None,
+        timeout: float | None = None,
+    ) -> int:
+        """Runs a command under Horovod or torch.distributed and waits for it.
+
+        Args:
+            command: program and arguments, run by every rank.
+            ranks: a multiple of the number of hosts; by default one for each.
+            backend: what helps the ranks find each other: "horovod" or "torch", which is torch.distributed.
+            env: variables added to this process's environment.
+            output: called with each line as it comes (stdout and stderr, with its line end), in another thread; by
+                default the lines go to this process's own stdout and stderr.
+            timeout: seconds, after which all ranks are ended.
+
+        Returns:
+            The exit code: of the rank that failed first, or 0.
+
+        Raises:
+            ClusterError: for a wrong number of ranks, or another backend.
+            subprocess.TimeoutExpired: after the timeout.
+        """
+        ranks = self.hosts if ranks is None else ranks
+        if ranks < self.hosts or ranks % self.hosts:
+            raise ClusterError(f"{ranks} ranks on {self.hosts} hosts: the number must be a multiple of {self.hosts}")
+        if backend not in BACKENDS:
+            raise ClusterError(f"the backend {backend!r} is not one of {', '.join(BACKENDS)}")
+        if not command:
+            raise ClusterError("no command to run was given")
+        self._held()
+        full = launch.ranks_command(backend, self.name, self.hosts, ranks, command)
+        try:
+            return launch.stream(full, launch.variables(env), output, timeout)
+        finally:
+            namespaces.stop_processes(self.name)
+
+    def start(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+        """Starts a command alone on one host; `options` are of subprocess.Popen."""
+        self._held()
+        return subprocess.Popen(launch.host_command(self.name, host, command), text=True, **options)
+
+    def _held(self) -> Record:
+        if self._record is None:
+            raise ClusterError("the cluster is not there: use it within its `with` block")
+        return self._record
+
+    def _take_record(self) -> Record:
+        record = Record(self.name)
+        facts = records.read(self.name)
+        if facts is not None and facts.standing:
+            if not self._made_before:
+                record.release()
+                raise ClusterError(
+                    f"a cluster of {facts.hosts} hosts at {facts.rate} is up already; use it by leaving out --hosts "
+                    "and --rate, or remove it: python -m hvdcomp.tools.bench.cluster down"
+                )
+            self._stays = True
+        elif self._made_before:
+            record.remove()
+            raise ClusterError("the cluster was just removed by another process")
+        else:
+            record.write(Facts(self.hosts, self.rate, os.getpid()))
+        return record
+
+    def _leave(self) -> None:
+        self._leaving = True
+        try:
+            if self._record is not None and self._stays:
+                self._record.release()
+            elif self._record is not None:
+                namespaces.remove(self.name)
+                self._record.remove()
+            self._record = None
+        finally:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+            self._handlers = {}
+
+    def _catch_signals(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                    self._handlers[number] = signal.signal(number, self._interrupted)
+
+    def _interrupted(self, number: int, frame: FrameType | None) -> None:
+        if self._leaving:
+            return  # what the signal asks for is being done
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + number)

@@ -1,0 +1,211 @@
+"""Predicted beside measured times of steps, as files, as tables and in sentences."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hvdcomp.files import csv_of, replace_files
+from hvdcomp.perfmodel import NOISY, STOCK_SPECS
+from hvdcomp.perfmodel.rates import parse_rate
+from hvdcomp.tools.bench.compare import SCATTER, TWO_LEVELS, Choice, Gain, Row, choices, errors, gains
+from hvdcomp.tools.bench.places import place_of
+
+
+def write(folder: Path, stem: str, rows: Sequence[Row], details: dict[str, Any]) -> list[Path]:
+    """Writes STEM.json, .csv, .md and .png, and STEM-speed.png; returns their places.
+
+    Args:
+        details: what else belongs into the JSON: options, calibrations, all step times.
+
+    Raises:
+        OSError: one cannot be written. Whoever is interrupted, or fills the disk, still has the files of before.
+    """
+    from hvdcomp.tools.bench.compare_plot import draw_errors, draw_speed
+
+    files = [folder / f"{stem}.{ending}" for ending in ("json", "csv", "md", "png")]
+    tables: dict[str, Sequence[Any]] = {"rows": rows, "gains": gains(rows), "auto": choices(details.get("runs", ()))}
+    data = {name: [asdict(row) for row in table] for name, table in tables.items()} | details
+    contents = [
+        json.dumps(data).encode() + b"\n",  # step times and tensors: nothing that is read line by line
+        csv_of([asdict(row) for row in rows]),
+        markdown(rows, details).encode(),
+        draw_errors(rows),
+    ]
+    if tables["gains"]:
+        files.append(folder / f"{stem}-speed.png")
+        contents.append(draw_speed(rows))
+    replace_files(dict(zip(files, contents, strict=True)))
+    return files
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """What the rows amount to: how good predictions are, of which kind, and what compression gains."""
+    middle, worst = errors(rows)
+    said = (
+        f"{len(rows)} predictions: median error {middle:.1%}, worst {worst.error:+.1%} ({worst.method}, "
+        f"{worst.in_words()}: predicted {worst.predicted_ms:.1f} ms, measured {worst.measured_ms:.1f} ms, quartiles "
+        f"{worst.low_ms:.1f} to {worst.high_ms:.1f})."
+    )
+    own = [row for row in rows if row.spec not in STOCK_SPECS.values()]
+    kinds = {
+        "gathered or in an allreduce": [row for row in own if row.way not in (SCATTER, TWO_LEVELS)],
+        "scattered": [row for row in own if row.way == SCATTER],
+        "in two levels": [row for row in own if row.way == TWO_LEVELS],
+        "with overlap": [row for row in own if row.overlap],
+        "without overlap": [row for row in own if not row.overlap],
+    }
+    medians = [f"{errors(some)[0]:.1%} of {len(some)} {kind}" for kind, some in kinds.items() if some]
+    if medians:
+        said += f" Of compressors the median errors are {', '.join(medians)}."
+    if every := gains(rows):
+        said += f" {_gains_summary(every)}"
+    return said
+
+
+def _gains_summary(every: Sequence[Gain]) -> str:
+    """How many times as fast the best of compression is, by model and rate, over all clusters."""
+    models = []
+    for model in dict.fromkeys(gain.model for gain in every):
+        rates = []
+        for rate in sorted({gain.rate for gain in every if gain.model == model}, key=parse_rate):
+            here = sorted(gain.over_stock for gain in every if (gain.model, gain.rate) == (model, rate))
+            bounds = dict.fromkeys(f"{value:.2f}" for value in (here[0], here[-1]))
+            rates.append(f"{' to '.join(bounds)} at {rate}")
+        models.append(f"{model} {', '.join(rates)}")
+    return (
+        "The fastest compressor of each setting is so many times as fast as the faster one of dense and fp16: "
+        f"{'; '.join(models)}."
+    )
+
+
+NOT_FAR = 0.05
+"""How much longer than with the best static choice a step with `auto` may take, for the page to say no more of it."""
+
+HEADINGS = ("hosts", "rate", "model", "method", "measured ms", "quartiles", "predicted ms", "error", "compute", "of it")
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row in words."""
+    parts = {
+        "compute": row.compute_ms, "encode": row.encode_ms, "network": row.network_ms, "latency": row.latency_ms
+    }
+    largest = max(parts, key=lambda part: parts[part])
+    return (
+        str(row.cluster),
+        row.rate,
+        row.model,
+        row.method,
+        f"{row.measured_ms:.1f}",
+        f"{row.low_ms:.1f} to {row.high_ms:.1f}",
+        f"{row.predicted_ms:.1f}",
+        f"{row.error:+.0%}",
+        f"{row.compute_error:+.0%}",
+        f"{largest} {parts[largest]:.1f}",
+    )
+
+
+def markdown(rows: Sequence[Row], details: dict[str, Any]) -> str:
+    """Tables of the rows and of the gains, and the notes on noise."""
+    lines = [
+        "# Predicted and measured times of steps",
+        "",
+        f"Made by `{details['command']}`. {summary(rows)} All {len(rows)} rows are in the CSV file beside this page, "
+        "with quartiles and with the parts of each prediction. 2x4 are 2 hosts with 4 ranks on each; 2 are 2 hosts "
+        "with one.",
+        "",
+        *([details["left_out"], ""] if details.get("left_out") else []),
+        "By method, over all settings:",
+        "",
+        *_markdown_table(("method", "settings", "median of the errors", "largest error"), list(_errors(rows))),
+        "",
+        "The fastest compressor of each setting, as measured, and how many times as fast it is:",
+        "",
+        *_markdown_table(
+            ("hosts", "rate", "model", "fastest", "over dense", "over fp16", "over both", "predicted fastest"),
+            [
+                (
+                    str(gain.cluster),
+                    gain.rate,
+                    gain.model,
+                    gain.best,
+                    f"{gain.over_dense:.2f}",
+                    f"{gain.over_fp16:.2f}",
+                    f"{gain.over_stock:.2f}",
+                    gain.predicted_best,
+                )
+                for gain in gains(rows)
+            ],
+        ),
+        "",
+        *_auto(choices(details.get("runs", ()))),
+        *_noise(details.get("runs", ())),
+    ]
+    return "\n".join(lines)
+
+
+def _errors(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
+    """Of each method, how far predictions were from what was measured."""
+    for method in dict.fromkeys(row.method for row in rows):
+        errors = [row.error for row in rows if row.method == method]
+        median = statistics.median(abs(error) for error in errors)
+        yield method, str(len(errors)), f"{median:.1%}", f"{max(errors, key=abs):+.0%}"
+
+
+def auto_summary(chosen: Sequence[Choice]) -> str:
+    """How `auto` did, in a sentence."""
+    slowest, slower = (max(chosen, key=lambda choice: getattr(choice, name)) for name in ("over_best", "over_dense"))
+    median = statistics.median(choice.over_best for choice in chosen)
+    return (
+        f"A step with auto takes {median:.3f} times that of the best static choice in the median, "
+        f"{slowest.over_best:.3f} times at most ({slowest.in_words()}); "
+        f"{slower.over_dense:.3f} times that of dense at most ({slower.in_words()}). Standard errors of these "
+        f"ratios are up to {max(choice.over_best_error for choice in chosen):.3f}."
+    )
+
+
+def _auto(chosen: Sequence[Choice]) -> list[str]:
+    if not chosen:
+        return []
+    headings = ("hosts", "rate", "model", "given", "chosen", "predicted ms", "measured ms", "best static", "over best",
+                "over dense")  # fmt: skip
+    table = [
+        (
+            str(choice.cluster), choice.rate, choice.model, _given(choice), choice.chosen, f"{choice.predicted_ms:.1f}",
+            f"{choice.measured_ms:.1f}", choice.best, f"{choice.over_best:.3f} ± {choice.over_best_error:.3f}",
+            f"{choice.over_dense:.3f}" + (f" ± {choice.over_dense_error:.3f}" if choice.over_dense_error else ""),
+        )
+        for choice in chosen
+        if choice.over_best > 1 + NOT_FAR
+    ]  # fmt: skip
+    if not table:
+        return [auto_summary(chosen), ""]
+    said = f"{auto_summary(chosen)} Where it takes more than {NOT_FAR:.0%} longer than the best static choice:"
+    return [said, "", *_markdown_table(headings, table), ""]
+
+
+def _given(choice: Choice) -> str:
+    """What it had to choose from beside dense and fp16."""
+    return choice.compressors[0] if len(choice.compressors) == 1 else f"{len(choice.compressors)} compressors"
+
+
+def _noise(runs: Sequence[dict[str, Any]]) -> list[str]:
+    """How much was too noisy to trust, by the calibrations' own account."""
+    noisy = [(number["spread"], what, run) for run in runs for what, number in run["noisy"].items()]
+    if not noisy:
+        return []
+    spread, what, run = max(noisy, key=lambda entry: entry[0])
+    return [
+        f"Of all calibrated numbers, the repeated medians of {len(noisy)} differ by more than {NOISY:.0%}, at most by "
+        f"{spread:.0%} ({what}; {place_of(run).in_words()}). The JSON file has all.",
+        "",
+    ]
+
+
+def _markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    every = [headings, ["---"] * len(headings), *rows]
+    return [f"| {' | '.join(row)} |" for row in every]

@@ -1,0 +1,276 @@
+"""One method, timed in a process of its own, so that its peak memory is its own too.
+
+A step is all that compression adds to training but the network: error feedback, the check for non-finite gradients,
+encoding, packing, decoding. Step and copy take turns, so that their ratio holds when the machine's speed drifts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from hvdcomp import kernels
+from hvdcomp.communicators import LoopbackCommunicator
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.exchange import Engine
+from hvdcomp.perfmodel.shapes import tensors_of
+from hvdcomp.tools.bench.encode.gradients import FRAMEWORKS, Gradients, TorchGradients
+from hvdcomp.tools.bench.encode.peers import PEERS, peer
+
+# What the libraries beneath a framework read when they are loaded: OpenMP, OpenBLAS, MKL.
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+# After two copies of a small model the next one finds the same in the caches, whatever the method left there.
+_WARM_COPIES = 2
+_DEVICE_TURNS = 20
+
+
+class MeasurementError(Exception):
+    """A method could not be measured; the message says which, and why."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure, in words that travel to another process.
+
+    Attributes:
+        method: the spec of a compressor, or one of `PEERS`.
+        repeats: turns of copy and step, at least.
+        seconds: turns are added until they have taken this long together.
+        ranks: whose payloads are decoded.
+        threads: of the framework, and of what it calls.
+        dtype: element type of the gradients.
+    """
+
+    method: str
+    model: str
+    framework: str = "torch"
+    device: str = "cpu"
+    threads: int = 1
+    ranks: int = 1
+    repeats: int = 5
+    seconds: float = 0.0
+    dtype: str = "float32"
+
+    @property
+    def is_peer(self) -> bool:
+        """Whether it is one of PyTorch's hooks."""
+        return self.method in PEERS
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The median of all turns, between their quartiles."""
+
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Of at least one value."""
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        return cls(*statistics.quantiles(values, n=4, method="inclusive"))
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One method on one model.
+
+    Attributes:
+        turns: of copy and step that were timed.
+        step_ms, copy_ms: over all turns.
+        ratio_to_copy: step / copy, turn by turn.
+        cpu_ms: the processor time of all threads of the process in a step, over all turns; where other work takes cores
+            away, it says more than `step_ms`.
+        encode_ms, decode_ms: medians of the part of compressors and memories; None for a peer.
+        peak_mb: the rise of the process's peak memory over having the gradients and two copies of them, in MiB.
+        kept_bytes: for each parameter, what is kept from step to step where the gradients are, on the host or on the
+            accelerator: residuals, velocities and warm starts; None for a peer.
+        bytes_sent: by one rank in a step; None for a peer.
+        operations: the framework's operations on arrays in one step; None where they cannot be counted.
+        kernel_launches: on the accelerator in one step; None on a CPU.
+        device_ms, device_copy_ms: what an accelerator takes for a step and for a copy when the host is ahead of it;
+            None on a CPU.
+        native_kernels: the instruction set of hvdcomp's compiled kernels; None where there are none.
+    """
+
+    request: Request
+    turns: int
+    step_ms: Spread
+    copy_ms: Spread
+    ratio_to_copy: Spread
+    cpu_ms: Spread
+    encode_ms: float | None = None
+    decode_ms: float | None = None
+    peak_mb: float = 0.0
+    kept_bytes: float | None = None
+    bytes_sent: int | None = None
+    compression_factor: float | None = None
+    operations: int | None = None
+    kernel_launches: int | None = None
+    device_ms: Spread | None = None
+    device_copy_ms: Spread | None = None
+    native_kernels: str | None = None
+
+
+def measure(request: Request) -> Measurement:
+    """Measures one method in a fresh process.
+
+    Raises:
+        MeasurementError: if that process fails.
+    """
+    context = multiprocessing.get_context("spawn")
+    with _variables({name: str(request.threads) for name in _THREADS}), ProcessPoolExecutor(1, context) as pool:
+        try:
+            return pool.submit(measure_here, request).result()
+        except BrokenProcessPool:
+            raise MeasurementError(
+                f"the process that measured {request.method} was ended from outside, perhaps because memory ran out"
+            ) from None
+        except Exception as error:
+            raise MeasurementError(f"{request.method}: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _variables(values: dict[str, str]) -> Iterator[None]:
+    """Environment variables for processes that are started meanwhile."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def measure_here(request: Request) -> Measurement:
+    """Measures one method in this process.
+
+    Its libraries keep the number of threads that they have, and on a CPU the peak memory is that of all that it did.
+    """
+    tensors = [dataclasses.replace(tensor, dtype=request.dtype) for tensor in tensors_of(request.model)]
+    gradients = FRAMEWORKS[request.framework](tensors, request.threads, request.device)
+    engine: Engine | None = None
+    if request.is_peer:
+        assert isinstance(gradients, TorchGradients)
+        step = peer(request.method, gradients, request.device)
+    else:
+        engine = Engine(LoopbackCommunicator(request.ranks), tensors, parse_compressor(request.method))
+        step = _engine_step(engine, gradients)
+
+    start_memory = _peak_memory(request.device, forget=True)
+    for _ in range(3):  # the first step makes the state and compiles kernels
+        gradients.restore()
+        step()
+    peak_memory = _peak_memory(request.device) - start_memory
+
+    steps: list[float] = []
+    copies: list[float] = []
+    processor: list[float] = []
+    encoding: list[float] = []
+    decoding: list[float] = []
+    start = time.perf_counter()
+    while len(steps) < request.repeats or time.perf_counter() - start < request.seconds:
+        for _ in range(_WARM_COPIES):
+            gradients.copy()
+        copies.append(_timed(gradients.copy, gradients))
+        gradients.restore()
+        before = time.process_time()
+        steps.append(_timed(step, gradients))
+        processor.append(1000 * (time.process_time() - before))
+        last = engine.ledger.last if engine is not None else None
+        if last is not None and last.encode_seconds is not None and last.decode_seconds is not None:
+            encoding.append(1000 * last.encode_seconds)
+            decoding.append(1000 * last.decode_seconds)
+    device_steps, device_copies = _on_device(step, gradients, min(len(steps), _DEVICE_TURNS))
+    last = engine.ledger.last if engine is not None else None
+    return Measurement(
+        request=request,
+        turns=len(steps),
+        step_ms=Spread.of(steps),
+        copy_ms=Spread.of(copies),
+        ratio_to_copy=Spread.of([step / copy for step, copy in zip(steps, copies, strict=True)]),
+        cpu_ms=Spread.of(processor),
+        encode_ms=statistics.median(encoding) if encoding else None,
+        decode_ms=statistics.median(decoding) if decoding else None,
+        peak_mb=peak_memory / 2**20,
+        kept_bytes=None if engine is None else _kept_bytes(engine),
+        bytes_sent=None if last is None else last.bytes_sent,
+        compression_factor=None if last is None else last.compression_factor,
+        operations=_counted(gradients.operations, step, gradients),
+        kernel_launches=_counted(gradients.kernel_launches, step, gradients),
+        device_ms=Spread.of(device_steps) if device_steps else None,
+        device_copy_ms=Spread.of(device_copies) if device_copies else None,
+        native_kernels=kernels.instruction_set(),
+    )
+
+
+def _kept_bytes(engine: Engine) -> float:
+    """For each parameter."""
+    by_themselves = sum(state.own_bytes for state in engine.states.values())
+    return (engine.buckets.kept_bytes + by_themselves) / sum(tensor.size for tensor in engine.tensors.values())
+
+
+def _engine_step(engine: Engine, gradients: Gradients) -> Callable[[], Any]:
+    def step() -> None:
+        engine.begin()
+        gradients.through(engine.step)
+
+    return step
+
+
+def _timed(work: Callable[[], Any], gradients: Gradients) -> float:
+    """Milliseconds."""
+    gradients.synchronize()
+    start = time.perf_counter()
+    work()
+    gradients.synchronize()
+    return 1000 * (time.perf_counter() - start)
+
+
+def _on_device(step: Callable[[], Any], gradients: Gradients, turns: int) -> tuple[list[float], list[float]]:
+    """Milliseconds of an accelerator for steps and for copies, in turns; none on a CPU."""
+    steps, copies = [], []
+    for _ in range(turns):
+        for _ in range(_WARM_COPIES):
+            gradients.copy()
+        copy = gradients.device_ms(gradients.copy)
+        gradients.restore()
+        spent = gradients.device_ms(step)
+        if spent is None or copy is None:
+            break
+        copies.append(copy)
+        steps.append(spent)
+    return steps, copies
+
+
+def _counted(
+    count: Callable[[Callable[[], Any]], int | None], step: Callable[[], Any], gradients: Gradients
+) -> int | None:
+    gradients.restore()
+    return count(step)
+
+
+def _peak_memory(device: str, forget: bool = False) -> int:
+    """Bytes: the highest so far. forget: what an accelerator held before does not count."""
+    if device == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    import torch
+
+    if forget:
+        torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.max_memory_allocated()

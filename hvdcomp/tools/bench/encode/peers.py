@@ -1,0 +1,58 @@
+"""PyTorch's own communication hooks, on the same gradients as one bucket, in a world of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hvdcomp.tools.bench.encode.gradients import TorchGradients
+
+POWERSGD = "torch powerSGD_hook, rank 4"
+FP16 = "torch fp16_compress_hook"
+PEERS = (POWERSGD, FP16)
+
+
+class _Bucket:
+    """The gradients as one bucket, with the methods of DistributedDataParallel's buckets that its hooks call."""
+
+    def __init__(self, gradients: TorchGradients) -> None:
+        self._flat = gradients.join()
+        self._parts = list(gradients.arrays.values())
+
+    def buffer(self) -> Any:
+        return self._flat
+
+    def gradients(self) -> Any:
+        return self._parts
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
+
+
+def peer(name: str, gradients: TorchGradients, device: str) -> Callable[[], Any]:
+    """One step of a peer, which writes its result into the gradients.
+
+    A hook is not charged for gathering gradients: DistributedDataParallel has them in buckets already. The PowerSGD
+    hook has error feedback and warm start, which are its defaults.
+
+    Args:
+        name: one of `PEERS`.
+        gradients: become parts of one bucket.
+    """
+    import torch.distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    if not dist.is_initialized():
+        backend = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    bucket: Any = _Bucket(gradients)
+    if name == FP16:
+        world = dist.group.WORLD
+        assert world is not None
+        return lambda: default_hooks.fp16_compress_hook(world, bucket).wait()
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    state.iter = state.start_powerSGD_iter  # compress from the first step
+    return lambda: powerSGD_hook.powerSGD_hook(state, bucket).wait()

@@ -1,0 +1,210 @@
+"""What a training step of one model takes here, measured by all ranks at once. PyTorch.
+
+The model is trained in several ways that take turns: alone; as the library that carries gradients does it by itself,
+overlapped with the backward pass, with dense gradients and each cast; with a stand-in that sends one number and no
+gradient; and with that and each compressor, whose collectives have no payload: all that a real step does but to move
+bytes; and with one compressor really, with and without overlap. The parts of the step are timed in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from hvdcomp.compressors import Compressor, NoCompression
+from hvdcomp.exchange import Engine
+from hvdcomp.perfmodel.calibration import ModelFacts
+from hvdcomp.perfmodel.compute import Compute, EncodeTime
+from hvdcomp.perfmodel.exchanges import Exchange, exchange_of
+from hvdcomp.perfmodel.network import Network
+from hvdcomp.perfmodel.predict import UNCOMPRESSED, Setting, predict
+from hvdcomp.tools.bench.carrier import Carrier, alone
+from hvdcomp.tools.bench.fit import Reading, halves
+from hvdcomp.tools.bench.levels import Levels
+from hvdcomp.tools.bench.no_payload import NoPayload
+from hvdcomp.tools.bench.probe_encode import SOURCE, encode_time, gradients, latency_s
+from hvdcomp.tools.bench.probe_overlap import AT_END, EARLY, OverlapTrial, trial_of
+from hvdcomp.tools.bench.probe_steps import (
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER,
+    Show,
+    Training,
+    mean,
+    ready_moments,
+    slowest,
+    take_turns,
+)
+from hvdcomp.tools.bench.workload import Workload, build
+
+
+@dataclass(frozen=True)
+class ModelProbe:
+    """What was measured. `readings` holds the times that went into `facts`, by what they are."""
+
+    facts: ModelFacts
+    readings: dict[str, Reading]
+
+
+def probe_model(
+    model: str,
+    specs: Sequence[Compressor],
+    network: Network,
+    carrier: Carrier,
+    levels: Levels,
+    *,
+    device: torch.device,
+    batch_size: int,
+    seed: int,
+    seconds: float,
+    show: Show,
+    beside: Callable[[], None] = lambda: None,
+) -> ModelProbe:
+    """Measures the passes, the optimizer, gamma, what the carrier and hvdcomp take beside, encode times and overlap.
+
+    To be called on every rank, with the same arguments.
+
+    Args:
+        model: as for `hvdcomp.tools.bench.workload.build`.
+        specs: compressors whose encoding and decoding to time.
+        network: what collectives cost here.
+        carrier: of the gradients.
+        levels: of the ranks.
+        device: that trains.
+        batch_size: of one rank.
+        seed: of weights and data.
+        seconds: about how long to take; a minimum of steps is made in any case.
+        show: called with what comes next.
+        beside: called after each round of turns.
+    """
+    show("building")
+    ranks = carrier.ranks.size
+    ways, plain, trial = _ways(model, specs, carrier, levels, device, batch_size, seed)
+    tensors = plain.tensors()
+    times = take_turns(ways, carrier, seconds, show, beside)
+    show("when gradients are ready")
+    ready = ready_moments(ways["passes"], carrier.ranks)
+    undisturbed, dense, numbers = times["passes"], times["dense"], times["numbers"]
+    readings = {
+        "passes": halves(slowest(undisturbed)),
+        f"backward pass with {carrier.title}": halves(mean(dense, BACKWARD)),
+        "step without payload": halves(slowest(numbers)),
+    }
+    whole = readings["passes"].seconds
+    parts = [float(np.median(mean(undisturbed, part))) for part in (FORWARD, BACKWARD, OPTIMIZER)]
+    forward, backward, optimizer = (whole * part / sum(parts) for part in parts)
+    gamma = max(1.0, float(np.median(mean(dense, BACKWARD))) / parts[1])
+    engine = max(0.0, readings["step without payload"].seconds - whole)
+    # The same step holds hooks in the backward pass, and one small collective after it; the rest is handing back.
+    hooks = float(np.median(mean(numbers, BACKWARD))) / parts[1] - 1
+    small = float(network.seconds("allreduce", 8.0, ranks).total)
+    compute = Compute(
+        backward_s=backward,
+        forward_s=forward,
+        gamma=gamma,
+        batch_size=batch_size,
+        optimizer_s=optimizer,
+        engine_s=engine,
+        horovod_s=max(0.0, engine - max(0.0, hooks) * backward - small),
+        ready=carrier.sent_together(ready, sum(4.0 * tensor.size for tensor in tensors)),
+    )
+
+    def of_carried(compressor: Compressor, step: Reading) -> EncodeTime:
+        exchange = exchange_of(compressor, tensors, ranks)
+        return time_beside(network, compute, exchange, carrier.bucket_bytes, ranks, step.seconds)
+
+    readings[f"step with {carrier.title}"] = step = halves(slowest(dense))
+    encode = {UNCOMPRESSED: of_carried(NoCompression(), step)}
+    for one in specs:
+        spec = str(one)
+        if spec not in times:
+            continue
+        exchange = exchange_of(one, tensors, ranks, levels.ranks_per_node)
+        if exchange.overlapped:
+            readings[f"step of {spec}"] = step = halves(slowest(times[spec]))
+            encode[spec] = of_carried(one, step)
+            continue
+        show(f"decoding of {spec}")
+        readings[f"step without payload of {spec}"] = step = halves(slowest(times[spec]))
+        # What the ranks wait for each other between the rounds is in it.
+        beyond_it = step.seconds - whole - engine - latency_s(exchange, network, ranks)
+        encode[spec] = encode_time(one, plain, exchange, beyond_it, carrier.ranks)
+    compute = replace(compute, encode=encode)
+    hides, source = None, "taken as 1: nothing was measured that can be sent in the backward pass"
+    if trial is not None:
+        at_end, early = (halves(slowest(times[name])) for name in (AT_END, EARLY))
+        readings |= {f"step of {trial.compressor} {name}": one for name, one in ((AT_END, at_end), (EARLY, early))}
+        hides, source = trial.hidden_share(network, replace(compute, ready=ready), tensors, at_end, early)
+    facts = ModelFacts(
+        tuple(tensors),
+        replace(compute, hides=1.0 if hides is None else hides),
+        carrier.bucket_bytes,
+        early_bytes=carrier.early_bytes if carrier.own_buckets else None,
+        sources={"hides": source},
+        estimated=("hides",) if hides is None else (),
+    )
+    return ModelProbe(facts, readings)
+
+
+def time_beside(
+    network: Network, compute: Compute, exchange: Exchange, bucket_bytes: float, ranks: int, step_s: float
+) -> EncodeTime:
+    """What a measured step in which the carrier sends gradients or casts takes beside all that is predicted.
+
+    Each cast has its own, dense gradients too. What ranks take from each other that compute and exchange at once grows
+    with the bytes: if a cast that sends half of them was charged with all that dense gradients take, it would seem
+    slower than it is.
+
+    Args:
+        exchange: that the carrier makes itself.
+        step_s: as measured.
+    """
+    known = predict(network, compute, exchange, bucket_bytes, Setting(ranks))
+    return EncodeTime(max(0.0, step_s - float(known.total)), source=SOURCE)
+
+
+def _ways(
+    model: str,
+    specs: Sequence[Compressor],
+    carrier: Carrier,
+    levels: Levels,
+    device: torch.device,
+    batch_size: int,
+    seed: int,
+) -> tuple[dict[str, Training], Workload, OverlapTrial | None]:
+    def fresh() -> Workload:
+        return build(model, batch_size, seed, carrier.ranks.rank, device)
+
+    plain, dense, numbers = fresh(), fresh(), fresh()
+    one_number = carrier.with_one_number(numbers, "numbers")
+    ways = {
+        "passes": Training(plain, alone(plain)),
+        "dense": Training(dense, carrier.with_stock(dense, carrier.stock[0], "dense")),
+        "numbers": Training(numbers, one_number),
+    }
+    for spec in specs:
+        engine = Engine(NoPayload(str(spec), levels.ranks), numbers.tensors(), spec)
+        if not engine.passthrough:
+            ways[str(spec)] = Training(numbers, one_number, _through(engine, numbers))
+        elif not all(kind.lossless for kind in engine.plan.values()):
+            cast = fresh()
+            ways[str(spec)] = Training(cast, carrier.with_cast(cast, spec, str(spec)))
+    trial = trial_of(specs, plain.tensors(), carrier)
+    if trial is not None:
+        for name in (AT_END, EARLY):
+            real = fresh()
+            ways[name] = Training(real, trial.distributed(name, real, carrier, seed))
+    return ways, plain, trial
+
+
+def _through(engine: Engine, workload: Workload) -> Callable[[], None]:
+    """What hvdcomp's engine does in a step."""
+
+    def exchange() -> None:
+        engine.begin()
+        engine.step(gradients(workload), in_place=True)
+
+    return exchange

@@ -1,0 +1,159 @@
+"""Steps of several trainings that take turns, and the times of their parts. PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdcomp.tools.bench.carrier import Carrier, Distributed, Ready
+from hvdcomp.tools.bench.marks import mark, seconds_between
+from hvdcomp.tools.bench.workload import Workload, in_turn, turn_of
+from hvdcomp.tools.train.ranks import Ranks
+
+FORWARD, BACKWARD, EXCHANGE, OPTIMIZER = range(4)
+"""Parts of a step. The exchange is what is left of it when the last gradient is there."""
+
+Show = Callable[[str], None]
+
+_FEWEST_ROUNDS, _MOST_ROUNDS = 5, 20  # of turns
+_READY_STEPS = 5
+
+
+class Training:
+    """A model trained in one way, step by step.
+
+    Args:
+        workload: what is trained.
+        distributed: how its gradients are exchanged.
+        after: what happens between exchange and step.
+    """
+
+    def __init__(
+        self, workload: Workload, distributed: Distributed, after: Callable[[], None] = lambda: None
+    ) -> None:
+        self.workload = workload
+        self._distributed = distributed
+        self._after = after
+        self._skips = getattr(distributed.optimizer, "skip_synchronize", None)
+
+    def step(self) -> list[Any]:
+        """Makes a step; returns the marks before and after its four parts. It does not wait for a device."""
+        optimizer, device = self._distributed.optimizer, self.workload.device
+        marks = [mark(device)]
+        optimizer.zero_grad()
+        loss = self._distributed.loss()
+        marks.append(mark(device))
+        computed = _when_computed(loss, device)
+        loss.backward()
+        marks += computed
+        self._distributed.exchange()
+        self._after()
+        marks.append(mark(device))
+        if self._skips is None:
+            optimizer.step()
+        else:
+            with self._skips():
+                optimizer.step()
+        marks.append(mark(device))
+        return marks
+
+
+def parts_of(marks: Sequence[Any]) -> list[float]:
+    """Seconds of the four parts of a step."""
+    return [seconds_between(start, end) for start, end in pairwise(marks)]
+
+
+def _when_computed(loss: torch.Tensor, device: torch.device) -> list[Any]:
+    """A list that gets the mark at which the backward pass has computed its last gradient.
+
+    PyTorch calls what was asked for first, and DistributedDataParallel, which then waits for its exchange, asks later.
+    """
+    moments: list[Any] = []
+    engine: Any = torch.autograd.Variable._execution_engine
+    loss.register_hook(lambda _: engine.queue_callback(lambda: moments.append(mark(device))))
+    return moments
+
+
+def take_turns(
+    ways: dict[str, Training], carrier: Carrier, seconds: float, show: Show, beside: Callable[[], None]
+) -> dict[str, np.ndarray]:
+    """The parts of the steps of each way, in seconds, (ranks, steps, 4)."""
+    ranks = carrier.ranks
+    step_s: dict[str, float] = {}
+    for name, training in ways.items():
+        show(f"warming up: {name}")
+        for _ in range(carrier.warm_up):
+            training.step()
+        ranks.barrier()
+        step_s[name] = sum(parts_of(training.step()))
+    step_s = ranks.broadcast(step_s, "turn")
+    round_s = sum(step * sum(turn_of(step)) for step in step_s.values())
+    rounds = int(min(_MOST_ROUNDS, max(_FEWEST_ROUNDS, seconds / round_s)))
+    samples: dict[str, list[list[float]]] = {name: [] for name in ways}
+    for number in range(rounds):
+        show(f"steps: round {number + 1} of {rounds}")
+        for name in in_turn(list(ways), number):
+            settling, block = turn_of(step_s[name])
+            ranks.barrier()
+            # None between the steps: ranks that share a core would wait in it for what they take from each other.
+            for _ in range(settling):
+                ways[name].step()
+            samples[name] += map(parts_of, [ways[name].step() for _ in range(block)])
+        beside()
+    return {name: everywhere(np.array(taken), ranks) for name, taken in samples.items()}
+
+
+def everywhere(values: np.ndarray, ranks: Ranks) -> np.ndarray:
+    """An array of each rank, by rank."""
+    return np.stack(ranks.gather(values, "measured"))
+
+
+def slowest(times: np.ndarray) -> list[float]:
+    """Of each step, the seconds of the slowest rank: ranks wait for each other in every step."""
+    return times.sum(axis=2).max(axis=0).tolist()
+
+
+def mean(times: np.ndarray, part: int) -> list[float]:
+    """Of each step, the seconds of a part, the mean of all ranks."""
+    return times[:, :, part].mean(axis=0).tolist()
+
+
+def ready_moments(training: Training, ranks: Ranks) -> Ready:
+    """When which share of the gradients is there, of the ranks' mean; see `Compute.ready`."""
+    parameters = {name: one for name, one in training.workload.model.named_parameters() if one.requires_grad}
+    moments: dict[str, list[Any]] = {name: [] for name in parameters}
+    device = training.workload.device
+    handles = [
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: moments[name].append(mark(device)))
+        for name, parameter in parameters.items()
+    ]
+    shares = []
+    for _ in range(_READY_STEPS):
+        ranks.barrier()
+        _, begins, ends, *_ = training.step()
+        last = {name: places[-1] if places else ends for name, places in moments.items()}
+        backward = seconds_between(begins, ends)
+        shares.append([seconds_between(begins, last[name]) / backward for name in parameters])
+    for handle in handles:
+        handle.remove()
+    return ready_of(np.array(shares), list(parameters.values()), ranks)
+
+
+def ready_of(shares: np.ndarray, parameters: Sequence[torch.Tensor], ranks: Ranks) -> Ready:
+    """When which share of the gradients is there, of the ranks' mean; see `Compute.ready`.
+
+    Args:
+        shares: of the backward pass, after which a gradient is there, (steps, parameters).
+    """
+    # The middle of the steps on each rank, then of the ranks.
+    times = np.median(everywhere(shares, ranks), axis=1).mean(axis=0)
+    sizes = np.array([parameter.numel() * parameter.element_size() for parameter in parameters], float)
+    order = [place for place in np.argsort(times, kind="stable") if sizes[place]]
+    sent = np.cumsum(sizes[order]) / sizes.sum()
+    sent[-1] = 1.0
+    clipped = np.clip(times[order], 0, 1)
+    return tuple(zip(sent.tolist(), clipped.tolist(), strict=True))

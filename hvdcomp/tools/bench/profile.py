@@ -1,0 +1,183 @@
+"""Profile of a training that somebody else wrote: what its steps take, what each method would make of them. PyTorch.
+
+The training's own steps say what computing takes, and when which gradient is there. Then all ranks stop in the same
+step, and measure the network, and what each method's encoding and decoding takes, on copies of the gradients of that
+step. Nothing in the training changes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from hvdcomp.communicators import Communicator
+from hvdcomp.compressors import Compressor, NoCompression
+from hvdcomp.exchange import Engine
+from hvdcomp.perfmodel.advice import Adviser
+from hvdcomp.perfmodel.calibration import ModelFacts
+from hvdcomp.perfmodel.compute import Compute
+from hvdcomp.perfmodel.exchanges import exchange_of
+from hvdcomp.perfmodel.predict import UNCOMPRESSED, Setting
+from hvdcomp.tools.bench.calibrate import Calibrated, Show, levels_for, network_for, put_together
+from hvdcomp.tools.bench.carrier import Carrier
+from hvdcomp.tools.bench.fit import Reading, halves
+from hvdcomp.tools.bench.marks import wait_for
+from hvdcomp.tools.bench.no_payload import NoPayload
+from hvdcomp.tools.bench.probe_encode import encode_time, gradients, latency_s
+from hvdcomp.tools.bench.probe_model import time_beside
+from hvdcomp.tools.bench.probe_steps import everywhere, mean, ready_of, slowest
+from hvdcomp.tools.bench.watched import BACKWARD, FORWARD, OPTIMIZER, Watched
+from hvdcomp.tools.bench.workload import Workload
+
+MODEL = "training"
+"""The name of the training's model in the calibration."""
+SOURCE = "hvdcomp profile"
+_NETWORK_SHARE = 0.5  # of the time of a profile
+_FEWEST, _MOST = 5, 20  # exchanges of a method
+_TRIED = 3  # methods whose exchanges are carried out
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """A profile.
+
+    Attributes:
+        calibrated: what `hvdcomp advise` takes, with the readings that are too noisy.
+        step: of the training, as it is; the slowest rank's.
+        waits: seconds of a step in which nothing is computed, as gradients are still on their way.
+        tried: seconds of an exchange of all gradients after the backward pass, by spec: what was carried out here.
+    """
+
+    calibrated: Calibrated
+    step: Reading
+    waits: float
+    tried: dict[str, Reading]
+
+
+def profile(
+    watched: Watched,
+    carrier: Carrier,
+    compressors: Sequence[Compressor],
+    *,
+    name: str,
+    seconds: float,
+    show: Show = lambda _: None,
+) -> Profiled:
+    """Measures what the training does not show. To be called on every rank, two or more, in the same step.
+
+    Args:
+        watched: what was seen of the training's steps on this rank.
+        carrier: of the gradients.
+        compressors: whose encoding to time.
+        name: of the calibration.
+        seconds: about how long to measure.
+        show: called with what comes next.
+
+    Raises:
+        SpecError: for a compressor in two levels, where there are none.
+        ConfigurationError: as of `find_levels`.
+    """
+    levels = levels_for(compressors, carrier)
+    ranks, workload, device = carrier.ranks, watched.workload, watched.workload.device
+    tensors = workload.tensors()
+    probe = network_for([tensors], compressors, carrier, levels, device, _NETWORK_SHARE * seconds, show)
+    parts = everywhere(watched.parts, ranks)  # (ranks, steps, parts)
+    step = halves(slowest(parts))
+    # Ranks wait for the slowest in every step, whatever they send: that is no part of the exchange.
+    computing = halves(slowest(parts[:, :, [FORWARD, BACKWARD, OPTIMIZER]]))
+    means = [float(np.median(mean(parts, part))) for part in (FORWARD, BACKWARD, OPTIMIZER)]
+    forward, backward, optimizer = (computing.seconds * part / sum(means) for part in means)
+    ready = ready_of(watched.ready, list(workload.model.parameters()), ranks)
+    compute = Compute(
+        backward_s=backward,
+        forward_s=forward,
+        gamma=1.0,  # what dense gradients, which travelled meanwhile, took from the backward pass is in it
+        batch_size=None,
+        optimizer_s=optimizer,
+        ready=carrier.sent_together(ready, sum(4.0 * tensor.size for tensor in tensors)),
+    )
+    dense = exchange_of(NoCompression(), tensors, ranks.size)
+    beside = time_beside(probe.network, compute, dense, carrier.bucket_bytes, ranks.size, step.seconds)
+    encode = {UNCOMPRESSED: replace(beside, source=SOURCE)}
+    readings = {"step of the training": step, "computing of a step": computing}
+    each = (1 - _NETWORK_SHARE) * seconds / max(1, len(compressors) + _TRIED)
+    for compressor in compressors:
+        spec = str(compressor)
+        engine = Engine(NoPayload(spec, levels.ranks), tensors, compressor)
+        if engine.passthrough:
+            continue  # the library sends it itself, and what the cast takes shows only in another training
+        show(f"encoding and decoding of {spec}")
+        taken = _exchanges(engine, workload, carrier, each)
+        readings[f"exchange without payload of {spec}"] = taken
+        exchange_of_it = exchange_of(compressor, tensors, ranks.size, levels.ranks_per_node)
+        beyond = taken.seconds - latency_s(exchange_of_it, probe.network, ranks.size)
+        encode[spec] = replace(encode_time(compressor, workload, exchange_of_it, beyond, ranks), source=SOURCE)
+    facts = ModelFacts(
+        tuple(tensors),
+        replace(compute, encode=encode),
+        carrier.bucket_bytes,
+        early_bytes=carrier.early_bytes if carrier.own_buckets else None,
+        sources={"hides": "taken as 1: no method was trained with"},
+        estimated=("hides",),
+    )
+    made = put_together(name, SOURCE, probe, {MODEL: facts}, readings, carrier, device)
+    adviser = Adviser(made.calibration)
+    by_time = sorted(adviser.advise(Setting(ranks.size)).methods.values(), key=lambda method: method.step_s)
+    compressed = [method.spec for method in by_time if not method.exchange.overlapped][:_TRIED]
+    show("exchanges of dense gradients")
+    tried = {UNCOMPRESSED: _dense(workload, carrier, levels.ranks, each)}
+    for spec in ranks.broadcast(compressed, "tried"):
+        show(f"exchanges of {spec}")
+        tried[spec] = _exchanges(Engine(levels.ranks, tensors, adviser.compressors[spec]), workload, carrier, each)
+    return Profiled(made, step, max(0.0, step.seconds - computing.seconds), tried)
+
+
+def _exchanges(engine: Engine, workload: Workload, carrier: Carrier, seconds: float) -> Reading:
+    """Seconds of a step of an engine, of the slowest rank, on copies of the training's gradients."""
+    given = gradients(workload)
+    taking = {name: gradient.clone() for name, gradient in given.items()}
+
+    def exchange() -> None:
+        engine.begin()
+        engine.step(taking, in_place=True)
+
+    def renew() -> None:
+        for name, gradient in given.items():
+            taking[name].copy_(gradient)
+
+    return _timed(exchange, renew, workload.device, carrier, seconds)
+
+
+def _dense(workload: Workload, carrier: Carrier, ranks: Communicator, seconds: float) -> Reading:
+    """The same for the gradients as they are, in one piece."""
+    flat = torch.cat([gradient.flatten().float() for gradient in gradients(workload).values()])
+
+    def exchange() -> None:
+        ranks.wait(ranks.start_allreduce(flat, "mean", "hvdcomp.profile.dense"))
+
+    return _timed(exchange, lambda: None, workload.device, carrier, seconds)
+
+
+def _timed(
+    exchange: Callable[[], None], renew: Callable[[], None], device: torch.device, carrier: Carrier, seconds: float
+) -> Reading:
+    ranks = carrier.ranks
+
+    def once() -> float:
+        renew()
+        wait_for(device)
+        ranks.barrier()
+        begin = time.perf_counter()
+        exchange()
+        wait_for(device)
+        return time.perf_counter() - begin
+
+    once()  # states are made, and kernels compiled
+    first = float(everywhere(np.array(once()), ranks).max())
+    count = int(min(_MOST, max(_FEWEST, seconds / max(first, 1e-6))))
+    taken = everywhere(np.array([once() for _ in range(count)]), ranks)
+    return halves(taken.max(axis=0).tolist())

@@ -1,0 +1,63 @@
+"""What `auto` would have chosen by itself where steps were measured, beside the fastest of all that was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hvdcomp.compressors import Compressor, lost_with
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.perfmodel import STOCK_SPECS, Asked, propose
+from hvdcomp.tools.bench.compare import Row, compare
+from hvdcomp.tools.bench.places import place_of
+
+
+def choices_of(run: dict[str, Any], losses: Sequence[float], optimizer: str | None) -> Iterator[dict[str, Any]]:
+    """A row for each accepted excess of the loss, from what the ranks of one place wrote.
+
+    Args:
+        run: of one model on one cluster, as in the JSON of `hvdcomp bench steps`.
+        losses: as of the policy `auto`.
+        optimizer: as of `hvdcomp.perfmodel.Asked`.
+
+    Yields:
+        hosts, rate, model, loss: what was asked.
+        chosen: the fastest by the model among dense, fp16 and the proposals, which `auto` begins with.
+        chosen_ms: as measured.
+        fastest_allowed: of the same, the fastest as measured, at which its trials are to end.
+        fastest, fastest_ms: of all that was measured.
+        behind_percent: how much longer a step takes with `chosen` than with `fastest`.
+        fastest_lost_percent: what the fastest lost at worst; empty where nothing was measured.
+    """
+    rows = compare(run)
+    fastest = min(rows, key=lambda row: row.measured_ms)
+    lost = 0.0 if fastest.spec in STOCK_SPECS.values() else lost_with(parse_compressor(fastest.spec), optimizer)
+    place = place_of(run)
+    for loss in losses:
+        offered = _offered(rows, Asked(loss, optimizer))
+        chosen = min(offered, key=lambda row: row.predicted_ms)
+        yield {
+            "hosts": str(place.cluster),
+            "rate": place.rate,
+            "model": place.model,
+            "loss": loss,
+            "chosen": chosen.method,
+            "chosen_ms": round(chosen.measured_ms, 1),
+            "fastest_allowed": min(offered, key=lambda row: row.measured_ms).method,
+            "fastest": fastest.method,
+            "fastest_ms": round(fastest.measured_ms, 1),
+            "behind_percent": round(100 * (chosen.measured_ms / fastest.measured_ms - 1), 1),
+            "fastest_lost_percent": None if lost is None else round(100 * lost, 1),
+        }
+
+
+def _offered(rows: Sequence[Row], asked: Asked) -> list[Row]:
+    """The rows that `auto` would have had for candidates, as far as they were measured: mixtures were not."""
+    free = [row for row in rows if row.spec in STOCK_SPECS.values()]
+    seconds = {row.spec: row.predicted_ms / 1000 for row in sorted(rows, key=lambda row: -row.predicted_ms)}
+
+    def seconds_of(compressor: Compressor) -> float | None:
+        return seconds.get(str(compressor))
+
+    found = propose(asked, [], seconds_of, min(seconds[row.spec] for row in free))
+    return [*free, *(row for row in rows if row.spec in found.specs)]

@@ -1,0 +1,189 @@
+"""Measures the time of a training step with several compressions, on every rank of a run.
+
+    python -m hvdcomp.tools.bench.cluster run --hosts 4 --rate 100mbit -- \\
+        python -m hvdcomp.tools.bench.steps_worker --model mlp --method none --method topk:ratio=0.01 \\
+        --output steps.json
+
+Each method trains a model of its own. They take turns in blocks of a few steps, in an order that rotates, so that
+whatever else the machine does falls on all alike and blocks of the same round can be compared with each other. So
+does the same training without any communication. The time of a step is that of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.errors import ConfigurationError, SpecError
+from hvdcomp.perfmodel import STOCK
+from hvdcomp.tools.bench.models import TIMED
+from hvdcomp.tools.bench.trainings import COMPUTE, Training, trainings_of
+from hvdcomp.tools.train.backends import choose, reach
+from hvdcomp.tools.train.options import BACKENDS, SetupError
+
+if TYPE_CHECKING:
+    from hvdcomp.tools.bench.carrier import Carrier
+
+_METHODS = ("topk:ratio=0.01", "powersgd:rank=4")  # beside the library's own
+
+
+def measure(
+    carrier: Carrier,
+    model: str,
+    methods: list[str],
+    *,
+    overlaps: Sequence[int],
+    batch_size: int,
+    rounds: int,
+    steps: int,
+    seed: int,
+    show: Any,
+) -> list[Training]:
+    """Trains with all methods in turns; returns the trainings with their times.
+
+    Args:
+        carrier: of the gradients.
+        overlaps: each compressor is measured with each of these `overlap_bytes` of `Times`; if there are none, with
+            what hvdcomp does by itself.
+        rounds: blocks of each method that count; one more goes before as a warm-up.
+        steps: of a block, that count.
+        show: called on every rank with the number of the round, from 0 for the warm-up.
+    """
+    from hvdcomp.tools.bench.workload import in_turn
+
+    trainings = trainings_of(carrier, model, methods, overlaps, batch_size, seed)
+    for number in range(rounds + 1):
+        show(number)
+        for training in in_turn(trainings, number):
+            if number == 0:
+                training.block(steps, settling=carrier.warm_up)
+                training.forget()
+            else:
+                training.block(steps)
+    return trainings
+
+
+def check_method(method: str, backend: str) -> None:
+    """Sees that a method can be measured.
+
+    Args:
+        backend: a key of `STOCK`.
+
+    Raises:
+        SpecError: for what is neither the library's own nor the spec of a compressor.
+    """
+    if method in STOCK[backend]:
+        return
+    try:
+        parse_compressor(method)
+    except SpecError as error:
+        raise SpecError(f"{error}; or one of the library's own: {', '.join(STOCK[backend])}") from None
+
+
+@click.command()
+@click.option("--model", type=click.Choice(TIMED), default="mlp", show_default=True)
+@click.option(
+    "--method",
+    "methods",
+    multiple=True,
+    metavar="SPEC",
+    help="'none' and 'hvd.fp16' are Horovod's own, 'none' and 'ddp.fp16' DistributedDataParallel's; others are "
+    f"compressors of hvdcomp. Repeat.  [default: the library's own, {', '.join(_METHODS)}]",
+)
+@click.option(
+    "--backend",
+    type=click.Choice(BACKENDS),
+    default="auto",
+    show_default=True,
+    help="Horovod, or DistributedDataParallel; auto: what the launcher is for.",
+)
+@click.option(
+    "--overlap",
+    "overlaps",
+    type=click.IntRange(0),
+    multiple=True,
+    metavar="BYTES",
+    help="Of gradients, the least that hvdcomp sends by itself in the backward pass; 0: all is sent at its end. "
+    "Repeat to compare.  [default: as hvdcomp does by itself]",
+)
+@click.option("--rounds", type=click.IntRange(1), default=10, show_default=True, help="Blocks of each method.")
+@click.option("--steps", type=click.IntRange(1), default=5, show_default=True, help="Steps of a block.")
+@click.option("--batch-size", type=click.IntRange(1), default=16, show_default=True, help="Of each rank.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--rate", help="Of the links, to be noted in the file.")
+@click.option("--output", type=click.Path(path_type=Path), required=True, help="The JSON file that rank 0 writes.")
+def main(methods: tuple[str, ...], backend: str, rate: str | None, output: Path, **options: Any) -> None:
+    """Measures the time of a training step with several compressions. To be run under a launcher of ranks."""
+    try:
+        backend = choose(backend, "torch")
+        methods = methods or (*STOCK[backend], *_METHODS)
+        for method in methods:
+            check_method(method, backend)
+    except (SetupError, SpecError) as error:
+        raise click.UsageError(str(error)) from None
+    if len(set(methods)) < len(methods):
+        raise click.UsageError("a method is given twice")
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from hvdcomp.tools.bench.carriers import carrier_on
+    from hvdcomp.tools.train import environment
+
+    environment.prepare_mpi()
+    ranks = reach(backend, "torch")
+    environment.use_threads(ranks.local_size)
+    if ranks.size < 2:
+        raise click.UsageError("steps are measured on two ranks or more; start this with horovodrun or torchrun")
+    carrier = carrier_on(ranks)
+    console = Console(highlight=False, soft_wrap=True, quiet=ranks.rank != 0)
+    with Progress(console=console, disable=ranks.rank != 0, transient=True) as progress:
+        task = progress.add_task(f"{options['model']}, {len(methods)} methods", total=options["rounds"] + 1)
+        try:
+            trainings = measure(
+                carrier,
+                methods=list(methods),
+                show=lambda number: progress.update(task, completed=number),
+                **options,
+            )
+        except (SetupError, SpecError, ConfigurationError) as error:
+            raise click.ClickException(str(error)) from None
+    if ranks.rank == 0:
+        _write(output, console, trainings, carrier, {**options, "rate": rate})
+    ranks.leave(0)
+
+
+def _write(
+    output: Path, console: Any, trainings: Sequence[Training], carrier: Carrier, options: dict[str, Any]
+) -> None:
+    """Writes the file, and shows the medians."""
+    from hvdcomp.tools.train import environment
+
+    ranks = carrier.ranks
+    compute, *others = (training.times.as_json() for training in trainings)
+    result = {
+        **options,
+        "ranks": ranks.size,
+        "ranks_per_host": ranks.local_size,
+        "backend": ranks.backend,
+        "controller": ranks.controller,
+        "parameters": trainings[0].numel,
+        "versions": environment.versions(backend=ranks.backend),
+        COMPUTE: {key: compute[key] for key in ("step_ms", "median_ms", "quartiles_ms")},
+        "methods": others,
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result, indent=1) + "\n")
+    console.print(f"{'compute only':40} {compute['median_ms']:9.1f} ms")
+    for training, one in zip(trainings[1:], others, strict=True):
+        console.print(f"{training.times.name:40} {one['median_ms']:9.1f} ms {one['bytes_per_step']:12,.0f} bytes")
+    console.print(f"written to {output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""Trainings that are compared with each other, step by step: each with one method and a model of its own."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.perfmodel import STOCK_SPECS
+
+if TYPE_CHECKING:
+    from hvdcomp.tools.bench.carrier import Carrier, Distributed
+
+COMPUTE = "compute"  # training alone: no gradient leaves the rank
+OVERLAPS: dict[str, tuple[int | None, ...]] = {"on": (None,), "off": (0,), "both": (None, 0)}
+"""The `overlap_bytes` of `Times` with which compressors are compared, by what is asked for."""
+
+# After others had their turn: the engine's collectives have the same names for all methods, and a known name with
+# another size costs Horovod a negotiation.
+_SETTLING_STEPS = 2
+
+
+@dataclass
+class Times:
+    """What was measured of one method.
+
+    Attributes:
+        overlap_bytes: of gradients, the least that a bucket holds that starts in the backward pass; 0 where none does,
+            None for what hvdcomp does by itself.
+        step_ms: of each round, the times of its steps in milliseconds, of the slowest rank.
+        bytes_per_step: that one rank hands to the collectives.
+        encode_ms, communicate_ms, decode_ms: rank 0's own, means per step, where hvdcomp's engine does the work.
+    """
+
+    method: str
+    overlap_bytes: int | None = None
+    step_ms: list[list[float]] = field(default_factory=list)
+    bytes_per_step: float = 0.0
+    dense_bytes: int = 0
+    encode_ms: float | None = None
+    communicate_ms: float | None = None
+    decode_ms: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The method, and how it overlaps if that was asked for: what tells it from all others."""
+        if self.overlap_bytes is None:
+            return self.method
+        return f"{self.method}, {f'{self.overlap_bytes:,}' if self.overlap_bytes else 'at the end'}"
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields, with the median and the quartiles of all steps."""
+        steps = [time for block in self.step_ms for time in block]
+        low, middle, high = statistics.quantiles(steps, n=4, method="inclusive") if len(steps) > 1 else steps * 3
+        return {**vars(self), "median_ms": middle, "quartiles_ms": [low, high]}
+
+
+class Training:
+    """A model trained with one method on one batch of random data, a block of steps at a time.
+
+    Args:
+        carrier: of the gradients.
+        method: one of the carrier's `stock`, `COMPUTE`, or the spec of a compressor.
+        model_name, batch_size, seed: as for `hvdcomp.tools.bench.workload.build`.
+        overlap_bytes: as of `Times`.
+    """
+
+    def __init__(
+        self,
+        carrier: Carrier,
+        method: str,
+        model_name: str,
+        batch_size: int,
+        seed: int,
+        overlap_bytes: int | None = None,
+    ) -> None:
+        from hvdcomp.tools.bench.workload import build
+
+        self._carrier = carrier
+        self._workload = build(model_name, batch_size, seed, carrier.ranks.rank)
+        self.numel = sum(parameter.numel() for parameter in self._workload.model.parameters())
+        self.times = Times(method, overlap_bytes, dense_bytes=4 * self.numel)
+        self._distributed = self._distribute(method, seed)
+        self.compression = self._distributed.compression
+        self._counted = 0
+
+    def _distribute(self, method: str, seed: int) -> Distributed:
+        from hvdcomp.tools.bench.carrier import alone
+
+        if method == COMPUTE:
+            return alone(self._workload)
+        overlap_bytes = self.times.overlap_bytes
+        name = method if overlap_bytes is None else f"{method}.{overlap_bytes}"
+        if method in STOCK_SPECS:
+            dense = method == self._carrier.stock[0]
+            self.times.bytes_per_step = self.numel * (4 if dense else 2)
+            return self._carrier.with_stock(self._workload, method, name)
+        options = {} if overlap_bytes is None else {"overlap": overlap_bytes > 0}
+        return self._compressed(name, seed=seed, bucket_bytes=overlap_bytes or None, **options)
+
+    def _compressed(self, name: str, **options: Any) -> Distributed:
+        """A training with hvdcomp; `options` are of `Carrier.compressed`."""
+        return self._carrier.compressed(self._workload, self.times.method, name, **options)
+
+    def _turn(self) -> AbstractContextManager[None]:
+        """Surrounds the steps of a block."""
+        return nullcontext()
+
+    def block(self, steps: int, settling: int = _SETTLING_STEPS) -> None:
+        """Makes the steps of one round, in step with all other ranks, and adds their times.
+
+        Args:
+            steps: that count.
+            settling: that go before them.
+        """
+        ranks = self._carrier.ranks
+        ranks.barrier()
+        with self._turn():
+            for _ in range(settling):
+                self._step()
+            before = self._costs()
+            mine = [self._step() for _ in range(steps)]
+            after = self._costs()
+        everyones = ranks.gather(mine, "steps")
+        self.times.step_ms.append([1000 * max(times) for times in zip(*everyones, strict=True)])
+        if self.compression is not None:
+            self._add_costs(before, after, steps)
+
+    def forget(self) -> None:
+        """Drops what was measured so far."""
+        self.times.step_ms = []
+        self._counted = 0
+
+    def _step(self) -> float:
+        start = time.perf_counter()
+        self._distributed.optimizer.zero_grad()
+        self._distributed.loss().backward()
+        self._distributed.optimizer.step()
+        return time.perf_counter() - start
+
+    def _costs(self) -> dict[str, float | None]:
+        return {} if self.compression is None else dict(vars(self.compression.ledger.totals))
+
+    def _add_costs(self, before: dict[str, Any], after: dict[str, Any], steps: int) -> None:
+        """Enters the means per step over all rounds that count."""
+        total = self._counted + steps
+        for key, name, unit in (
+            ("bytes_sent", "bytes_per_step", 1),
+            ("encode_seconds", "encode_ms", 1000),
+            ("communicate_seconds", "communicate_ms", 1000),
+            ("decode_seconds", "decode_ms", 1000),
+        ):
+            if after[key] is None:
+                continue
+            grown = unit * (after[key] - (before[key] or 0))
+            past = self._counted * (getattr(self.times, name) or 0.0)
+            setattr(self.times, name, (past + grown) / total)
+        self._counted = total
+
+
+class Turns:
+    """Trainings that take turns, a round at a time.
+
+    Args:
+        carrier: of the gradients.
+        trainings: that take turns; what was measured of them before is forgotten.
+        show: called on every rank with what comes next.
+
+    Attributes:
+        rounds: made so far.
+    """
+
+    def __init__(self, carrier: Carrier, trainings: Sequence[Training], show: Callable[[str], None]) -> None:
+        from hvdcomp.tools.bench.workload import turn_of
+
+        self.trainings, self.rounds = trainings, 0
+        self._show = show
+        step_s = []
+        for training in trainings:
+            show(f"warming up: {training.times.method}")
+            training.forget()
+            training.block(1, settling=carrier.warm_up)
+            step_s.append(training.times.step_ms[-1][0] / 1000)
+            training.forget()
+        self._turns = [turn_of(one) for one in carrier.ranks.broadcast(step_s, "turn")]
+
+    def round(self) -> None:
+        """Each has its turn; each round begins with another."""
+        from hvdcomp.tools.bench.workload import in_turn
+
+        self._show(f"steps: round {self.rounds + 1}")
+        for training, (settling, steps) in in_turn(list(zip(self.trainings, self._turns, strict=True)), self.rounds):
+            training.block(steps, settling)
+        self.rounds += 1
+
+
+def trainings_of(
+    carrier: Carrier,
+    model: str,
+    methods: Sequence[str],
+    overlaps: Sequence[int | None],
+    batch_size: int,
+    seed: int,
+) -> list[Training]:
+    """The trainings to be compared, that without any communication first.
+
+    Args:
+        carrier: of the gradients.
+        overlaps: each compressor has a training with each of these `overlap_bytes` of `Times`; if there are none, with
+            what hvdcomp does by itself. Training alone, and what the library itself sends, is there once; so are all
+            compressors of a model that is too small for hvdcomp to send anything of it early by itself.
+    """
+    compute = Training(carrier, COMPUTE, model, batch_size, seed)
+    if None in overlaps and 4 * compute.numel <= carrier.early_bytes:
+        overlaps = (None,)
+    return [
+        compute,
+        *(
+            Training(carrier, method, model, batch_size, seed, least)
+            for method in methods
+            for least in (overlaps or (None,) if _may_overlap(method) else (None,))
+        ),
+    ]
+
+
+def _may_overlap(method: str) -> bool:
+    if method in STOCK_SPECS:
+        return False
+    return any(leaf.wire_dtype("float32") is None for leaf in parse_compressor(method).leaves())

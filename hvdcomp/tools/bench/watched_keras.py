@@ -1,0 +1,224 @@
+"""The steps of a training in TensorFlow that somebody else wrote: when each of its parts begins and ends.
+
+Gradients come out of `tf.GradientTape.gradient`, in Keras `fit` and under Horovod's tape and optimizer too, and go into
+an optimizer's `apply_gradients`. TensorFlow traces both once, and then runs a graph. So operations that read the clock
+are put around them into the graph, each as soon as certain tensors are there; one at the end of a step hands Python
+what they read. What the training computes stays the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+import tf_keras
+import torch
+
+from hvdcomp.bindings import caller_local, kind_of, left_as_written
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.tensorflow import by_name, matrix_of, refuse_keras_3
+from hvdcomp.tools.bench.watched import Named, Watched, no_loss
+from hvdcomp.tools.bench.workload import Workload
+from hvdcomp.tools.train.options import SetupError
+
+_KEPT = 8  # backward passes, the last of which may be another model's
+
+
+@dataclass
+class _Pass:
+    """A backward pass, as traced, or as run eagerly.
+
+    Attributes:
+        graph: in which it is; None for none.
+        begin: when it began.
+        gradients, ready: by the identity of a variable, and when each was there.
+    """
+
+    graph: Any
+    begin: tf.Tensor
+    gradients: dict[int, Any]
+    ready: dict[int, tf.Tensor]
+
+
+class KerasWatch:
+    """Watches the steps of the first optimizer that makes one.
+
+    Args:
+        steps, warm_up, then: as of `hvdcomp.tools.bench.watched.Watch`. `then` may be called in a thread of TensorFlow.
+
+    Attributes:
+        seen, done: as there.
+        ended: what was raised in a step, which TensorFlow passes on as an error of its own.
+    """
+
+    def __init__(self, steps: int, warm_up: int, then: Callable[[Watched], None]) -> None:
+        self._steps, self._warm_up, self._then = steps, warm_up, then
+        self.seen = 0
+        self.done = False
+        self.ended: BaseException | None = None
+        self._before: dict[Any, Callable[..., Any]] = {}  # what stands in place of a class's method until `stop`
+        self._passes: deque[_Pass] = deque(maxlen=_KEPT)
+        self._optimizer: Any = None
+        self._others: set[str] = set()
+        self._variables: list[Any] = []
+        self._last: float | None = None
+        self._samples: list[np.ndarray] = []
+
+    def start(self) -> None:
+        self._replace(tf.GradientTape, "gradient", self._gradient)
+        optimizers = tf.keras.optimizers.Optimizer, tf_keras.optimizers.Optimizer, tf_keras.optimizers.legacy.Optimizer
+        for kind in dict.fromkeys(optimizers):
+            self._replace(kind, "apply_gradients", self._apply)
+
+    def stop(self) -> None:
+        """Leaves what is traced from now on as it would be without."""
+        for (owner, name), method in self._before.items():
+            setattr(owner, name, method)
+        self._before = {}
+
+    def _replace(self, owner: type, name: str, by: Callable[..., Any]) -> None:
+        self._before[owner, name] = method = getattr(owner, name)
+
+        @left_as_written
+        @wraps(method)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return by(method, *args, **kwargs)
+            except (SetupError, ConfigurationError) as error:
+                self.ended = SetupError(str(error))
+                raise
+
+        setattr(owner, name, replaced)
+
+    def _gradient(self, method: Callable[..., Any], tape: Any, target: Any, sources: Any, *args: Any, **kw: Any) -> Any:
+        begin = _when_there(target)
+        given = method(tape, target, sources, *args, **kw)
+        pairs = zip(tf.nest.flatten(sources), tf.nest.flatten(given), strict=True)
+        gradients = {id(source): one for source, one in pairs if one is not None}
+        ready = {variable: _when_there(gradient) for variable, gradient in gradients.items()}
+        self._passes.append(_Pass(_graphs()[0], begin, gradients, ready))
+        return given
+
+    def _apply(self, method: Callable[..., Any], optimizer: Any, grads_and_vars: Any, *args: Any, **kw: Any) -> Any:
+        refuse_keras_3(optimizer)
+        pairs = [*grads_and_vars]
+        variables = [variable for gradient, variable in pairs if gradient is not None]
+        own = [one for one in self._passes if all(id(variable) in one.gradients for variable in variables)]
+        if self._optimizer is None:
+            self._optimizer, self._variables = optimizer, variables
+        if optimizer is not self._optimizer:
+            self._others.add(type(optimizer).__name__)
+        if optimizer is not self._optimizer or not own:
+            return method(optimizer, pairs, *args, **kw)
+        passed = own[-1]
+        _check(passed, variables)
+        exchanged = _when_there([gradient for gradient, _ in pairs])
+        result = method(optimizer, pairs, *args, **kw)
+        stepped = _when_there([variable.read_value() for variable in variables])
+        keys = [id(variable) for variable in variables]
+        read = tf.stack([passed.begin, exchanged, stepped, *(passed.ready[key] for key in keys)])
+        tf.numpy_function(self._end_step, [read, *(passed.gradients[key] for key in keys)], [])
+        return result
+
+    def _end_step(self, read: np.ndarray, *gradients: np.ndarray) -> list[np.ndarray]:
+        """Called in each step: when it began its backward pass, had the means, had stepped, and had each gradient."""
+        if self.done:
+            return []
+        self.seen += 1
+        before, self._last = self._last, read[2]
+        if before is not None and self.seen > self._warm_up:
+            self._samples.append(np.array([before, *read]))
+        if len(self._samples) == self._steps:
+            self.stop()
+            self.done = True
+            try:
+                self._then(self._watched(gradients))
+            except BaseException as error:
+                self.ended = error
+                if not isinstance(error, SystemExit) or threading.current_thread() is threading.main_thread():
+                    raise
+                _end_program()
+        return []
+
+    def _watched(self, gradients: tuple[np.ndarray, ...]) -> Watched:
+        before, begin, exchanged, stepped, *ready = np.array(self._samples).T
+        computed = np.max(ready, axis=0)
+        parts = [np.maximum(0, begin - before), computed - begin, exchanged - computed, stepped - exchanged]
+        shares = (np.array(ready) - begin) / np.maximum(computed - begin, 1e-9)
+        names = by_name(self._variables)
+        parameters = {name: _parameter(gradient) for name, gradient in zip(names, gradients, strict=True)}
+        helper = getattr(self._optimizer, "_agg_helper", None)  # Horovod's, which adds up gradients of several passes
+        return Watched(
+            Workload(Named(parameters), no_loss),
+            kind_of(self._optimizer),
+            np.array(parts).T,
+            shares.T,
+            getattr(helper, "backward_passes_per_step", 1),
+            tuple(sorted(self._others)),
+        )
+
+
+def _when_there(tensors: Any) -> tf.Tensor:
+    """The moment at which tensors are there, in seconds."""
+    there = [one for one in tf.nest.flatten(tensors) if tf.is_tensor(one)]
+    with tf.control_dependencies(there), tf.device("CPU:0"):
+        moment = tf.timestamp()
+    if not tf.executing_eagerly():
+        # What traces orders all operations that see the world by their place in the program; these are to wait for
+        # nothing but their tensors, and nothing for them.
+        order = caller_local("deps_ctx", lambda found: getattr(found, "_graph", None) is moment.graph)
+        if order is not None:
+            order.run_independently(moment.op)
+    return moment
+
+
+def _graphs() -> list[Any]:
+    """The graph that is being traced, and those around it; None stands for running eagerly."""
+    if tf.executing_eagerly():
+        return [None]
+    found = [tf.compat.v1.get_default_graph()]
+    while (outer := getattr(found[-1], "outer_graph", None)) is not None:
+        found.append(outer)
+    return found
+
+
+def _check(passed: _Pass, variables: list[Any]) -> None:
+    """Raises SetupError for steps whose times would say nothing."""
+    if passed.graph not in _graphs():
+        raise SetupError(
+            "the gradients are computed in one tf.function, and the optimizer is called outside of it: to profile the "
+            "training, put both into one tf.function, or use Keras fit"
+        )
+    for variable in variables:
+        if isinstance(passed.gradients[id(variable)], tf.IndexedSlices):
+            raise SetupError(
+                f"the gradient of {variable.name} is sparse, as that of an embedding, and hvdcomp profile does not "
+                "know how Horovod sends it: profile the model with tf.one_hot and a matrix in its place"
+            )
+        if "GPU" in (variable.device or ""):
+            raise SetupError(
+                f"{variable.name} is on a GPU, where TensorFlow tells when work was handed over, and not when it was "
+                "done: profile the training in PyTorch, or measure with hvdcomp calibrate --device cuda"
+            )
+
+
+def _end_program() -> None:
+    """Raises SystemExit in the main thread, as soon as that is back in Python. Of one that is raised in its own threads
+    TensorFlow logs the traceback, as of an error."""
+    main = ctypes.c_ulong(threading.main_thread().ident or 0)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(SystemExit))
+
+
+def _parameter(gradient: np.ndarray) -> torch.nn.Parameter:
+    """A parameter of PyTorch with a copy of a gradient, as compressors see it."""
+    given = torch.tensor(gradient.astype(np.float32)).to(getattr(torch, gradient.dtype.name))
+    parameter = torch.nn.Parameter(torch.zeros_like(given).reshape(matrix_of(gradient.shape)))
+    parameter.grad = given.reshape(parameter.shape)
+    return parameter

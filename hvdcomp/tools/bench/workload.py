@@ -1,0 +1,139 @@
+"""What is trained when steps are timed: a reference model on random data, or a user's own model. PyTorch."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from hvdcomp.compressors import TensorInfo
+from hvdcomp.tools.bench.marks import HOST
+from hvdcomp.tools.bench.models import IMAGES, split_model
+from hvdcomp.tools.train.frameworks import build_model
+from hvdcomp.tools.train.options import TEXT_MODELS, SetupError
+
+_TOKENS, _LENGTH = 100, 64  # characters of a text
+_TURN_S, _MOST_STEPS = 0.25, 8
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and what makes a loss with it.
+
+    Attributes:
+        model: to train.
+        loss: runs the forward pass on a batch and returns the loss, a scalar.
+    """
+
+    model: torch.nn.Module
+    loss: Callable[[], torch.Tensor]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return next(self.model.parameters()).device
+
+    def tensors(self) -> list[TensorInfo]:
+        """The parameters that are trained."""
+        return [
+            TensorInfo(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad
+        ]
+
+
+def turn_of(step_s: float) -> tuple[int, int]:
+    """How long a turn of one of several trainings is: steps that bring it back into the caches, and steps that count.
+
+    Args:
+        step_s: about what a step takes.
+    """
+    if step_s >= _TURN_S:
+        return 0, 1
+    return 1, max(2, min(_MOST_STEPS, int(_TURN_S / step_s)))
+
+
+def in_turn(trainings: Sequence[T], number: int) -> list[T]:
+    """The order of a round: each begins with another, so that what comes first or after what falls on all alike."""
+    first = number % len(trainings)
+    return [*trainings[first:], *trainings[:first]]
+
+
+def build(model: str, batch_size: int, seed: int, rank: int, device: torch.device = HOST) -> Workload:
+    """Makes a model, with the same weights on all ranks, and a batch of its own for each.
+
+    From then on the process takes numbers that are too small to be normal as zero.
+
+    Args:
+        model: one of `hvdcomp.tools.bench.models.TIMED`, for images as CIFAR-10 has them; "model@data" for random
+            images of the shape of another data set, such as "cnn@digits"; or "package.module:function". The function is
+            called with the batch size and returns the model and a function without arguments that returns its loss on
+            a batch. It is called several times, and each time has to make a new model. What it makes without naming a
+            device is made on `device`.
+        batch_size: of one rank.
+        seed: of weights and data.
+        rank: of this process.
+        device: of model and batch.
+
+    Raises:
+        SetupError: for a model that is not there, or that is not what it should be.
+    """
+    # Steps that are timed train on a batch that never changes, until momenta fade to numbers too small to be normal,
+    # which take a processor many times as long.
+    torch.set_flush_denormal(True)
+    torch.manual_seed(seed)
+    if ":" in model:
+        return _own(model, batch_size, device)
+    name, data = split_model(model)
+    text = name in TEXT_MODELS
+    channels, size, classes = (1, _LENGTH, _TOKENS) if text else IMAGES[data or "cifar10"]
+    network = build_model(name, channels=channels, size=size, classes=classes).to(device)
+    own = torch.Generator().manual_seed(seed + 1 + rank)
+    if text:
+        inputs = torch.randint(_TOKENS, (batch_size, _LENGTH), generator=own)
+        labels = torch.randint(_TOKENS, (batch_size * _LENGTH,), generator=own)
+    else:
+        inputs = torch.randn((batch_size, channels, size, size), generator=own)
+        labels = torch.randint(classes, (batch_size,), generator=own)
+    inputs, labels = inputs.to(device), labels.to(device)
+    return Workload(network, lambda: cross_entropy(network(inputs).flatten(0, -2), labels))
+
+
+def _own(place: str, batch_size: int, device: torch.device) -> Workload:
+    module_name, _, function_name = place.partition(":")
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SetupError(f"the model {place!r} cannot be imported: {error}; is its folder in PYTHONPATH?") from None
+    contract = f"{place}(batch_size) has to return (torch.nn.Module, function that returns the loss)"
+    with device:
+        made: Any = _called(lambda: function(batch_size), contract)
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise SetupError(f"{contract}, not {type(made).__name__}")
+    model, loss = made
+    if not isinstance(model, torch.nn.Module) or not callable(loss):
+        raise SetupError(f"{contract}, not ({type(model).__name__}, {type(loss).__name__})")
+    if not any(parameter.requires_grad and parameter.numel() for parameter in model.parameters()):
+        raise SetupError(f"the model of {place} has no parameters to train")
+    if elsewhere := {str(one.device) for one in model.parameters() if one.device.type != device.type}:
+        raise SetupError(
+            f"the model of {place} is on {', '.join(sorted(elsewhere))}, and {device} is to be measured; make it "
+            f"without naming a device, or give --device {min(elsewhere).partition(':')[0]}"
+        )
+    value = _called(loss, contract)
+    if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:
+        raise SetupError(f"{contract}; its loss is {value!r:.80}, not a scalar tensor with a gradient")
+    return Workload(model, loss)
+
+
+def _called(function: Callable[[], Any], contract: str) -> Any:
+    try:
+        return function()
+    except Exception as error:
+        raise SetupError(f"{contract}, but raised {type(error).__name__}: {error}") from error

@@ -1,0 +1,433 @@
+"""`hvdcomp advise`: what the performance model says of compressors before any training. The model is in
+`hvdcomp.perfmodel`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from click.core import ParameterSource
+from rich.text import Text
+
+from hvdcomp.compressors import BUCKET_BYTES, evidence_in_words, first_to_try
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.errors import SpecError
+from hvdcomp.files import csv_of
+from hvdcomp.perfmodel import CalibrationError, Setting, load, presets
+from hvdcomp.perfmodel.advice import FREE, UNCOMPRESSED, Advice, Adviser, Method
+from hvdcomp.perfmodel.count import BATCHES, WORLD_SIZES, counts
+from hvdcomp.perfmodel.rates import GBPS, parse_gbps
+from hvdcomp.perfmodel.sweep import AXES, Sweep, parse_axis, sweep
+from hvdcomp.tools.terminal import make_console, make_table, print_table
+
+_PRESET = "v100-p3.8xlarge"
+_LISTED = 4  # specs in a sentence
+_LIBRARIES = {"horovod": "Horovod", "ddp": "DistributedDataParallel"}
+
+
+def _axis(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[str, np.ndarray] | None:
+    try:
+        return None if value is None else parse_axis(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) -> float | None:
+    try:
+        return None if value is None else parse_gbps(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--calibration",
+    metavar="FILE|PRESET",
+    default=_PRESET,
+    show_default=True,
+    help="What was measured on your machine, or published numbers by the name of a preset.",
+)
+@click.option("--model", help="One of the calibration's models. [default: its first]")
+@click.option("--world-size", type=click.IntRange(1), default=64, show_default=True, help="Number of ranks.")
+@click.option("--batch", type=click.IntRange(1), help="Batch size of one rank. [default: the calibration's]")
+@click.option(
+    "--bandwidth",
+    callback=_gbps,
+    metavar="RATE",
+    help="Of a rank's link, such as 100mbit or 1gbit; a number is in Gb/s. [default: the calibration's]",
+)
+@click.option(
+    "--compressor",
+    "compressors",
+    multiple=True,
+    metavar="SPEC",
+    help="A compressor; repeat. [default: all whose encode times are known or estimated, gathered and scattered]",
+)
+@click.option(
+    "--sweep",
+    "axis",
+    callback=_axis,
+    metavar="NAME=LOW..HIGH",
+    help=f"Vary {', '.join(AXES)} (or NAME=1,2,4), and draw the times of all methods.",
+)
+@click.option(
+    "--growth",
+    type=click.FloatRange(0, min_open=True),
+    help="With --sweep encode: encoding that is k times as fast sends GROWTH x k times the bytes.",
+)
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The PNG of --sweep. [default: advise-NAME.png]",
+)
+@click.option(
+    "--bucket-bytes",
+    type=click.IntRange(0),
+    help="Of gradients, the least that hvdcomp sends by itself in the backward pass; 0: all at its end, as in "
+    "TensorFlow. For calibrations that say when gradients are ready.  "
+    f"[default: {BUCKET_BYTES}; of DistributedDataParallel, its buckets]",
+)
+@click.option(
+    "--local-steps",
+    "every",
+    type=click.IntRange(2),
+    metavar="N",
+    help="Show too what a step takes where the ranks exchange after each N-th alone (LocalSteps, DiLoCo).",
+)
+@click.option(
+    "--count",
+    is_flag=True,
+    help=f"Instead: in how many set-ups compression pays, as CSV. With {', '.join(map(str, WORLD_SIZES))} ranks and "
+    f"{', '.join(f'{share:g}' for share in BATCHES)} times the batch size, for all models of all presets, or of "
+    "--calibration, and all compressors, or those of --compressor.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, for programs.")
+@click.pass_context
+def command(
+    context: click.Context,
+    calibration: str,
+    model: str | None,
+    world_size: int,
+    batch: int | None,
+    bandwidth: float | None,
+    compressors: tuple[str, ...],
+    axis: tuple[str, np.ndarray] | None,
+    growth: float | None,
+    output: Path | None,
+    bucket_bytes: int | None,
+    every: int | None,
+    count: bool,
+    as_json: bool,
+) -> None:
+    """Say whether compression would pay, and which.
+
+    Predicts the time of a training step without compression and with each compressor, what limits it, and the
+    bandwidth below which it beats sending gradients as they are. Names a compressor if it beats dense gradients and
+    fp16, which are free, by more than the model's error. Nothing is measured or run.
+    """
+    if count:
+        _count(context, calibration, compressors)
+        return
+    if axis is None and (growth is not None or output is not None):
+        raise click.UsageError("--growth and --output belong to --sweep; add --sweep NAME=LOW..HIGH, or leave them out")
+    try:
+        setting = Setting(world_size, None if bandwidth is None else bandwidth * GBPS, batch)
+        known = load(calibration)
+        adviser = Adviser(known, model or next(iter(known.models)), compressors or None, bucket_bytes)
+        advice = adviser.advise(setting)
+        swept = None if axis is None else sweep(adviser, setting, *axis, growth)
+    except (CalibrationError, SpecError, ValueError) as error:
+        raise click.ClickException(str(error)) from None
+    notes = []
+    if model is None and len(known.models) > 1:
+        others = ", ".join(list(known.models)[1:])
+        notes.append(f"No model was named, so this is {adviser.model}; with --model there are also: {others}")
+    report = _report(adviser, setting, advice, swept, notes)
+    if every is not None:
+        _add_local_steps(report, adviser, setting, every)
+    if as_json:
+        click.echo(json.dumps(report, indent=1, allow_nan=False))
+    else:
+        _print(report)
+    if swept is not None:
+        file = output or Path(f"advise-{swept.axis}.png")
+        _draw(swept, report, file)
+        click.echo(f"Wrote {file}", err=as_json)
+
+
+def show_advice(adviser: Adviser, setting: Setting, advice: Advice) -> None:
+    """Prints what the command says of a setting."""
+    _print(_report(adviser, setting, advice, None, []))
+
+
+def _count(context: click.Context, calibration: str, compressors: tuple[str, ...]) -> None:
+    """Prints in how many set-ups compression pays."""
+    given = [name for name in context.params if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
+    options = {param.name: param.opts[0] for param in context.command.params}
+    if wrong := [options[name] for name in given if name not in ("count", "calibration", "compressors")]:
+        raise click.UsageError(f"--count goes through set-ups of its own: leave out {', '.join(wrong)}")
+    try:
+        sources = (calibration,) if "calibration" in given else presets()
+        rows = [row for source in sources for row in counts(load(source), compressors or None)]
+    except (CalibrationError, SpecError) as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(csv_of(rows).decode(), nl=False)
+
+
+def _report(
+    adviser: Adviser, setting: Setting, advice: Advice, swept: Sweep | None, notes: list[str]
+) -> dict[str, Any]:
+    """Everything as plain data: times in ms, bandwidths in Gb/s, None for what there is not."""
+    dense = advice.methods[UNCOMPRESSED]
+    compute = adviser.facts.compute
+    linear = (compute.forward_s or 0.0) + compute.backward_s
+    linear *= float(compute.share(setting.batch_size))
+    bytes_per_s = adviser.bytes_per_s if setting.bytes_per_s is None else setting.bytes_per_s
+    report: dict[str, Any] = {
+        "calibration": adviser.calibration.name,
+        "model": adviser.model,
+        "world_size": setting.world_size,
+        "batch_size": compute.batch_size if setting.batch_size is None else setting.batch_size,
+        "bandwidth_gbps": float(np.asarray(bytes_per_s)) / GBPS,
+        "one_rank_ms": 1e3 * linear,
+        "forward_included": compute.forward_s is not None,
+        "methods": {spec: _method(method, dense, linear) for spec, method in advice.methods.items()},
+        "winner": advice.winner,
+        "free": advice.free,
+        "take": advice.take,
+        "alike": list(advice.alike),
+        "gain_over_free_percent": None,
+        "gain_over_dense_percent": None,
+        "error_percent": 100 * advice.error,
+        "to_type": lines_to_type(advice.take, adviser.calibration.machine.get("backend")),
+        "least_compression_factor": advice.least_factor,
+        "notes": notes + _notes(adviser, advice),
+    }
+    if advice.winner is not None and advice.free is not None:
+        best, free = advice.methods[advice.winner].step_s, advice.methods[advice.free].step_s
+        report["gain_over_free_percent"] = 100 * (free / best - 1)
+        report["gain_over_dense_percent"] = 100 * (dense.step_s / best - 1)
+    if swept is not None:
+        report["sweep"] = {
+            "axis": swept.axis,
+            "label": AXES[swept.axis].label,
+            "values": _rounded(swept.values),
+            "step_ms": {spec: _rounded(1e3 * seconds) for spec, seconds in swept.step_s.items()},
+            "least_compression_factor": _rounded(swept.least_factor),
+        }
+    return report
+
+
+def _add_local_steps(report: dict[str, Any], adviser: Adviser, setting: Setting, every: int) -> None:
+    """Adds to a report the times with so many local steps, and which method has the least."""
+    times = {spec: adviser.local_step_s(spec, setting, every) for spec in report["methods"]}
+    for spec, seconds in times.items():
+        report["methods"][spec]["local_step_ms"] = None if seconds is None else 1e3 * seconds
+    report["local_steps"] = every
+    known = {spec: seconds for spec, seconds in times.items() if seconds is not None}
+    best = min(known, key=lambda spec: known[spec])
+    report["notes"].append(
+        f"With an exchange in each of {every} steps alone (--local-steps {every}) the fastest is {best}: "
+        f"{1e3 * known[best]:.1f} ms a step. Local steps change what is learnt: compare a training with dense."
+    )
+
+
+def lines_to_type(spec: str | None, backend: str | None) -> dict[str, str]:
+    """The line that makes a training send its gradients so, by library; nothing for dense, which needs none.
+
+    Args:
+        backend: the library that was calibrated; None if that is not known.
+    """
+    if spec in (None, UNCOMPRESSED):
+        return {}
+    ours = f"hvdcomp.Compression.from_spec({spec!r})"
+    horovod, ddp = ours, f"hvdcomp.ddp.register(model, {ours}, optimizer)"
+    if spec == "fp16":
+        hooks = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+        horovod = "hvd.Compression.fp16"
+        ddp = f"from {hooks} import fp16_compress_hook; model.register_comm_hook(None, fp16_compress_hook)"
+    lines = {"horovod": f"optimizer = hvd.DistributedOptimizer(optimizer, compression={horovod})", "ddp": ddp}
+    return {name: line for name, line in lines.items() if backend in (None, name)}
+
+
+def _method(method: Method, dense: Method, linear: float) -> dict[str, Any]:
+    parts = method.parts
+    times = {"compute": parts.compute, "encode": parts.encode, "network": parts.transfer, "latency": parts.latency}
+    return {
+        "step_ms": 1e3 * method.step_s,
+        "at_end_ms": None if method.at_end_s is None else 1e3 * method.at_end_s,
+        **{f"{name}_ms": 1e3 * float(seconds) for name, seconds in times.items()},
+        "limited_by": method.limited_by,
+        "speedup_over_dense": dense.step_s / method.step_s,
+        "scaling_efficiency": linear / method.step_s,
+        "wins_below_gbps": None if method.wins_below is None else method.wins_below / GBPS,
+        "wins_in_gbps": [[None if end is None else end / GBPS for end in ends] for ends in method.wins],
+        "overlapped": method.exchange.overlapped,
+        "rounds": len(method.exchange.rounds),
+        "bytes_sent": method.exchange.bytes,
+        "bytes_in_node": method.exchange.bytes_in_node,
+        "compression_factor": method.exchange.compression_factor,
+        "estimated": method.encode is not None and method.encode.estimated,
+    }
+
+
+def _notes(adviser: Adviser, advice: Advice) -> list[str]:
+    facts, network = adviser.facts, adviser.calibration.network
+    notes = []
+    rounds = [each for method in advice.methods.values() for each in method.exchange.rounds]
+    for kind, among in sorted({(one.kind, one.among) for each in rounds for one in each}):
+        if (other := network.costs_among(among).stand_in(kind)) is not None:
+            where = {"all": "", "node": " within nodes", "across": " between nodes"}[among]
+            shared = " Where ranks share a link it takes longer." if (kind, among) == ("alltoall", "all") else ""
+            notes.append(f"The calibration has no {kind}{where}: it is predicted from the figures of {other}.{shared}")
+    if facts.compute.forward_s is None:
+        notes.append("The calibration has no forward pass: a step is the backward pass and the exchange.")
+    left_out = [spec for spec in adviser.compressors if spec not in advice.methods]
+    if left_out:
+        notes.append(
+            f"Two levels need as many ranks on each node, and nodes have {adviser.ranks_per_node} here: left out are "
+            f"{', '.join(left_out)}"
+        )
+    notes += [f"{name} is {facts.sources.get(name, 'estimated')}" for name in facts.estimated]
+    if (better := advice.bucket_bytes) is not None:
+        notes.append(f"In buckets of {better:,} bytes a step of {advice.winner} would be faster: bucket_bytes={better}")
+    sources: dict[str, list[str]] = {}
+    for spec, method in advice.methods.items():
+        if method.encode is not None and method.encode.estimated:
+            sources.setdefault(method.encode.source, []).append(spec)
+    notes += [f"The encode time of {_listed(specs)} is {source}" for source, specs in sources.items()]
+    return notes
+
+
+def _listed(specs: Sequence[str]) -> str:
+    """Some specs, of many the first few."""
+    if len(specs) <= _LISTED:
+        return ", ".join(specs)
+    return f"{', '.join(specs[: _LISTED - 1])} and {len(specs) - _LISTED + 1} others"
+
+
+def _rounded(values: np.ndarray) -> list[float | None]:
+    """Six digits, which is more than any prediction is good for."""
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
+
+
+def _title(report: dict[str, Any]) -> str:
+    batch = report["batch_size"]
+    return ", ".join(
+        [
+            str(report["model"]),
+            f"{report['world_size']} rank{'' if report['world_size'] == 1 else 's'}",
+            "unknown batch size" if batch is None else f"batch {batch}",
+            f"{report['bandwidth_gbps']:g} Gb/s",
+            str(report["calibration"]),
+        ]
+    )
+
+
+def _print(report: dict[str, Any]) -> None:
+    console = make_console()
+    wide = console.width >= 92
+    times = {part: f"{part}\nms" for part in ("step", "compute", "encode", "network")}
+    if wide:
+        times |= {"latency": "latency\nms"}
+    if any(row["at_end_ms"] is not None for row in report["methods"].values()):
+        times = {"step": times.pop("step"), "at_end": "all at\nthe end", **times}
+    if (every := report.get("local_steps")) is not None:
+        times = {"step": times.pop("step"), "local_step": f"{every} local\nsteps", **times}
+    numbers = [*times.values(), *(["times\ndense"] if wide else [])]
+    headings = ["method", *numbers, "beats dense\nat Gb/s", "limited\nby"]
+    table = make_table(*headings, numbers=numbers)
+    for spec, row in sorted(report["methods"].items(), key=lambda entry: entry[1]["step_ms"]):
+        table.add_row(
+            Text(spec, "bold" if spec == report["winner"] else ""),
+            *(_cell(part, row) for part in times),
+            *([f"{row['speedup_over_dense']:.2f}"] if wide else []),
+            "" if spec == UNCOMPRESSED or report["winner"] is None else _ranges(row["wins_in_gbps"]),
+            row["limited_by"],
+        )
+    print_table(console, table, _title(report))
+    for line in [*_conclusions(report), *report["notes"]]:
+        console.print(line, soft_wrap=True)
+
+
+def _cell(part: str, row: dict[str, Any]) -> str:
+    """Milliseconds of a part of the step; what is estimated has a mark."""
+    if (found := row[f"{part}_ms"]) is None:
+        return ""
+    return f"{'~' if part == 'encode' and row['estimated'] else ''}{found:.1f}"
+
+
+def _ranges(ranges: list[list[float | None]]) -> str:
+    """Where a method beats dense, in Gb/s."""
+    if not ranges:
+        return "never"
+    words = []
+    for low, high in ranges:
+        if low is None:
+            words.append("always" if high is None else f"below {high:.3g}")
+        else:
+            words.append(f"above {low:.3g}" if high is None else f"{low:.3g} to {high:.3g}")
+    return ", ".join(words)
+
+
+def _conclusions(report: dict[str, Any]) -> list[str]:
+    winner, free, take, error = report["winner"], report["free"], report["take"], f"{report['error_percent']:.1f}%"
+    if winner is None:
+        return ["One rank has nobody to exchange with: nothing is sent, no method is better than another."]
+    over_free, over_dense = (1 + report[f"gain_over_{what}_percent"] / 100 for what in ("free", "dense"))
+    beside_free = "" if free in (winner, UNCOMPRESSED) else f", {_as_fast(over_free)} {free}"
+    lines = [f"Fastest: {winner}{'' if winner == UNCOMPRESSED else f', {_as_fast(over_dense)} dense'}{beside_free}."]
+    lead = f"Its lead over {'dense' if free == UNCOMPRESSED else free}, which is free, is"
+    if set(report["methods"]) <= set(FREE):
+        lines.append("No compressor was looked at: name some with --compressor.")
+    elif winner == UNCOMPRESSED:
+        lines.append("Take it: compression does not pay here.")
+    elif winner == free:
+        lines.append("Take it: it needs no encoding, and no compressor is faster.")
+    elif take == free:
+        lines.append(f"{lead} within the model's error of {error}: take {free}.")
+    else:
+        lines.append(f"{lead} more than the model's error of {error}: take it, if accuracy allows.")
+        if report["methods"][take]["estimated"]:
+            lines.append("But its encode time is an estimate: measure it before you rely on it (hvdcomp calibrate).")
+    if report["alike"]:
+        lines.append(f"Within the model's error of {error} from {take}: {_listed(report['alike'])}.")
+    lines += [f"To type, {_LIBRARIES[name]}: {line}" for name, line in report["to_type"].items()]
+    if take != UNCOMPRESSED:
+        lines.append("Accuracy may differ, and the model knows nothing of it: compare a short training with dense.")
+        if take not in FREE:
+            lines.append(evidence_in_words(parse_compressor(take)))
+        lines.append(first_to_try())
+    factor = report["least_compression_factor"]
+    ideal = "an ideal compressor (free of cost, during the backward pass)"
+    if factor is None:
+        lines.append(f"Latency alone keeps even {ideal} from 95% of linear scaling.")
+    elif factor <= 1:
+        lines.append("Without compression, 95% of linear scaling is reached.")
+    else:
+        lines.append(f"For 95% of linear scaling {ideal} would have to compress {factor:.1f} times.")
+    return lines
+
+
+def _as_fast(ratio: float) -> str:
+    times = f"{ratio:.2f}" if ratio < 2 else f"{ratio:.1f}" if ratio < 100 else f"{ratio:.0f}"
+    return "as fast as" if times == "1.00" else f"{times} times as fast as"
+
+
+def _draw(swept: Sweep, report: dict[str, Any], file: Path) -> None:
+    try:
+        from hvdcomp.perfmodel.plot import draw
+    except ModuleNotFoundError as error:
+        raise click.ClickException(
+            f"the plot needs {error.name}, which is not installed: pip install 'hvdcomp[plot]'"
+        ) from None
+    here = {"bandwidth": report["bandwidth_gbps"], "world_size": report["world_size"], "batch": report["batch_size"]}
+    try:
+        draw(swept, _title(report), here.get(swept.axis), file)
+    except OSError as error:
+        raise click.ClickException(f"{file} cannot be written: {error.strerror or error}") from None

@@ -1,0 +1,223 @@
+"""`hvdcomp bench encode`: what each method costs in time and memory. `hvdcomp.tools.bench.encode` measures it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from hvdcomp.arrays.types import FLOATING
+from hvdcomp.compressors import EXAMPLES
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.errors import SpecError
+from hvdcomp.files import replace_files
+from hvdcomp.perfmodel.shapes import MODELS
+from hvdcomp.tools.bench.encode import output as shown
+from hvdcomp.tools.bench.encode.comparison import Earlier, UnsteadyError, check_steady, earlier, rows, unsteady
+from hvdcomp.tools.bench.encode.facts import facts
+from hvdcomp.tools.bench.encode.gradients import FRAMEWORKS, PEER_FRAMEWORK
+from hvdcomp.tools.bench.encode.measurement import Measurement, MeasurementError, Request, measure
+from hvdcomp.tools.bench.encode.peers import PEERS
+from hvdcomp.tools.terminal import make_console, make_table, print_table
+
+_EXTRAS = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
+_UNFINISHED = "not all methods have been measured"
+
+
+def _threads(_context: click.Context, _option: click.Parameter, value: str) -> tuple[int, ...]:
+    try:
+        numbers = tuple(dict.fromkeys(int(part) for part in value.split(",")))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise click.BadParameter(f"{value!r} is not one or more positive integers with commas between them")
+    return numbers
+
+
+@click.command()
+@click.option("--model", type=click.Choice(MODELS), default="resnet50", show_default=True, help="Whose gradients.")
+@click.option("--method", "methods", multiple=True, metavar="SPEC", help="A compressor; repeat. Default: all.")
+@click.option("--peers/--no-peers", default=True, show_default=True, help="Measure PyTorch's own hooks too.")
+@click.option("--framework", type=click.Choice(list(FRAMEWORKS)), default="torch", show_default=True)
+@click.option(
+    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="cuda in PyTorch only."
+)
+@click.option("--dtype", type=click.Choice(list(FLOATING)), default="float32", show_default=True, help="Of gradients.")
+@click.option("--threads", default="2", show_default=True, callback=_threads, metavar="N,...", help="Of the framework.")
+@click.option("--ranks", type=click.IntRange(1), default=1, show_default=True, help="Decode the payloads of N ranks.")
+@click.option(
+    "--repeats", type=click.IntRange(1), default=5, show_default=True, help="Turns of copy and step, at least."
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0),
+    default=1.0,
+    show_default=True,
+    help="Add turns until those of a method have taken this long.",
+)
+@click.option(
+    "--retries",
+    type=click.IntRange(0),
+    default=1,
+    show_default=True,
+    help="How many times to measure again what other work on the machine disturbed.",
+)
+@click.option(
+    "--json",
+    "json_file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File for all rows, rewritten after each of them.",
+)
+@click.option(
+    "--before",
+    "earlier_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="What --json wrote earlier, such as before a change: its times stand beside the new ones.",
+)
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for encode.json, encode.md and encode.png, if the rows can be compared.",
+)
+def encode(
+    methods: tuple[str, ...],
+    peers: bool,
+    threads: tuple[int, ...],
+    retries: int,
+    json_file: Path | None,
+    earlier_file: Path | None,
+    output: Path | None,
+    **options: Any,
+) -> None:
+    """Time of encoding and decoding, beside a copy of the same gradients and PyTorch's own hooks.
+
+    The copy takes turns with each method. Where it differs between methods by more than 15 percent, the machine was not
+    equally fast for all of them: the comparison is refused, and --output writes nothing. Rows that other work disturbed
+    are marked, in the file of --json too.
+    """
+    _check(options["framework"], options["device"], methods, output)
+    before = None if earlier_file is None else _earlier(earlier_file)
+    said = {**options, "threads": list(threads), "retries": retries}
+    known = facts(options["device"])
+
+    def keep(measured: Sequence[Measurement], refused: str | None) -> None:
+        if json_file is not None:
+            _write({json_file: shown.as_json(rows(measured, before), said, known, refused).encode()}, json_file)
+
+    keep([], _UNFINISHED)
+    measured = _measure_all(_requests(methods, peers, threads, options), retries, keep)
+    found = rows(measured, before)
+    headings, lines = shown.table(found)
+    table = make_table(*headings, numbers=headings[1:])
+    for line in lines:
+        table.add_row(*line)
+    print_table(make_console(), table, shown.title(options))
+    try:
+        check_steady(measured)
+    except UnsteadyError as error:
+        keep(measured, str(error))
+        if output is not None:
+            raise click.ClickException(f"{error}. Nothing was written to {output}.") from None
+        if json_file is not None:
+            raise click.ClickException(f"{error}. {json_file} says which rows are unsteady.") from None
+        click.echo(f"Warning: {error}.", err=True)
+        return
+    keep(measured, None)
+    if output is not None:
+        files = {
+            output / "encode.json": shown.as_json(found, said, known, None).encode(),
+            output / "encode.md": shown.markdown(found, options).encode(),
+            output / "encode.png": shown.plot(found, options),
+        }
+        _write(files, output)
+        click.echo(f"wrote encode.json, encode.md and encode.png to {output}")
+
+
+def _requests(methods: Sequence[str], peers: bool, threads: Sequence[int], options: Mapping[str, Any]) -> list[Request]:
+    """What is to be measured: each method with each number of threads, then PyTorch's hooks."""
+    requests = [Request(method, threads=count, **options) for method in methods or EXAMPLES for count in threads]
+    if peers and not _is_there(PEER_FRAMEWORK):
+        click.echo("PyTorch's hooks are left out, as it is not installed.", err=True)
+    elif peers:
+        theirs = {**options, "framework": PEER_FRAMEWORK}
+        requests += [Request(method, threads=count, **theirs) for method in PEERS for count in threads]
+    return requests
+
+
+def _measure_all(
+    requests: Sequence[Request], retries: int, keep: Callable[[Sequence[Measurement], str], None]
+) -> list[Measurement]:
+    """Measures everything, and again what was not steady; keeps what there is after each measurement."""
+    measured: list[Measurement] = []
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=make_console(stderr=True), transient=True) as progress:
+        task = progress.add_task("starting", total=len(requests))
+
+        def one(request: Request) -> Measurement:
+            progress.update(task, description=f"{request.method}, {request.threads} thread(s)")
+            try:
+                return measure(request)
+            except MeasurementError as error:
+                raise click.ClickException(str(error)) from None
+            finally:
+                progress.advance(task)
+
+        for request in requests:
+            measured.append(one(request))
+            keep(measured, _UNFINISHED)
+        for _ in range(retries):
+            places = unsteady(measured)
+            progress.update(task, total=progress.tasks[0].completed + len(places))
+            for place in places:
+                measured[place] = one(measured[place].request)
+                keep(measured, _UNFINISHED)
+    return measured
+
+
+def _write(files: Mapping[Path, bytes], place: Path) -> None:
+    try:
+        replace_files(files)
+    except OSError as error:
+        raise click.ClickException(f"{place} cannot be written: {error.strerror or error}") from None
+
+
+def _earlier(file: Path) -> Earlier:
+    try:
+        return earlier(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise click.UsageError(f"--before {file} is nothing that --json wrote: {error}") from None
+
+
+def _is_there(framework: str) -> bool:
+    return importlib.util.find_spec(framework) is not None
+
+
+def _check(framework: str, device: str, methods: Sequence[str], output: Path | None) -> None:
+    """Refuses what cannot work, before anything is measured."""
+    if not _is_there(framework):
+        raise click.ClickException(
+            f"--framework {framework} needs {_EXTRAS[framework]}: pip install 'hvdcomp[{framework}]'"
+        )
+    if device == "cuda":
+        if framework != PEER_FRAMEWORK:
+            raise click.UsageError(f"--device cuda is measured with --framework torch only, not with {framework}")
+        import torch
+
+        if not torch.cuda.is_available():
+            raise click.UsageError("--device cuda needs a GPU that PyTorch can use; torch.cuda.is_available() is False")
+    try:
+        for method in methods:
+            parse_compressor(method)
+        if output is not None:
+            output.mkdir(parents=True, exist_ok=True)
+            import matplotlib  # noqa: F401
+    except SpecError as error:
+        raise click.UsageError(str(error)) from None
+    except ImportError:
+        raise click.ClickException("the plot needs matplotlib: pip install 'hvdcomp[plot]'") from None
+    except OSError as error:
+        raise click.UsageError(f"--output {output} cannot be made: {error.strerror or error}") from None

@@ -1,0 +1,186 @@
+"""`hvdcomp build-horovod`: Horovod for the frameworks of this environment, built once and cached."""
+
+from __future__ import annotations
+
+import time
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from hvdcomp.tools.horovod_build import BuildError, log
+from hvdcomp.tools.horovod_build.check import load_extension, run_two_ranks
+from hvdcomp.tools.horovod_build.environment import find_environment
+from hvdcomp.tools.horovod_build.guard import end_with_make
+from hvdcomp.tools.horovod_build.plan import (
+    HOROVOD_VERSION,
+    Options,
+    Plan,
+    cache_folder,
+    check_environment,
+    make_plan,
+    missing_build_requirements,
+)
+from hvdcomp.tools.horovod_build.wheel import (
+    build_wheel,
+    cached_wheel,
+    default_jobs,
+    install_wheel,
+    installed_record,
+    uninstall,
+)
+from hvdcomp.tools.terminal import make_console
+
+
+def _parse_architectures(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in value.split(",")) if value else ()
+    except ValueError:
+        raise click.BadParameter(
+            f"{value!r}: expected compute capabilities without a dot, separated by commas, as in 70,80"
+        ) from None
+
+
+@click.command("build-horovod")
+@click.option("--gpu", is_flag=True, help="Build with CUDA and NCCL, whose development files it needs.")
+@click.option(
+    "--cuda-arch",
+    callback=_parse_architectures,
+    metavar="LIST",
+    help="With --gpu: compute capabilities to compile for, as in 70,80. [default: Horovod's own list]",
+)
+@click.option("--jobs", "-j", type=click.IntRange(min=1), help="Parallel compilations. [default: by cores, memory]")
+@click.option("--force", is_flag=True, help="Build anew even if a cached wheel exists.")
+@click.option(
+    "--check/--no-check",
+    default=True,
+    show_default=True,
+    help="Run two ranks after installing. That Horovod can be imported is always checked.",
+)
+@click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
+def command(gpu: bool, cuda_arch: tuple[int, ...], jobs: int | None, force: bool, check: bool, dry_run: bool) -> None:
+    """Build Horovod for the PyTorch, TensorFlow and MPI of this environment, and install it.
+
+    The wheel is kept in the cache folder ($HVDCOMP_CACHE, else ~/.cache/hvdcomp) and used again wherever the
+    same versions come together.
+    """
+    end_with_make()
+    console = make_console()
+    try:
+        options = Options(gpu, cuda_arch)
+        environment = find_environment()
+        notes = check_environment(environment, options)
+        plan = make_plan(environment, options)
+        if dry_run:
+            _describe(console, plan, notes)
+        else:
+            _provide(console, plan, notes, jobs or default_jobs(), force, check)
+    except BuildError as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _provide(console: Console, plan: Plan, notes: list[str], jobs: int, force: bool, check: bool) -> None:
+    installed = installed_record()
+    if installed is not None and installed["key"] == plan.key and not force:
+        console.print(f"Horovod {HOROVOD_VERSION} is installed for {_versions(plan)}.", soft_wrap=True)
+        return
+    for note in notes:
+        console.print(f"Note: {note}", markup=False, soft_wrap=True)
+    missing = missing_build_requirements()
+    if missing:
+        raise BuildError(f"The build needs packages: {', '.join(missing)}\nInstall them: pip install 'hvdcomp[build]'")
+    cache = cache_folder()
+    wheel = None if force else cached_wheel(cache, plan)
+    if wheel is None:
+        console.print(
+            f"Building Horovod {HOROVOD_VERSION} for {_versions(plan)}, {jobs} jobs: takes minutes.", soft_wrap=True
+        )
+        started = time.monotonic()
+        with _BuildProgress(console) as progress:
+            wheel = build_wheel(cache, plan, jobs, progress.update)
+        console.print(f"Built in {time.monotonic() - started:.0f} s: {wheel}", soft_wrap=True)
+    else:
+        console.print(f"Using the wheel built before: {wheel}", soft_wrap=True)
+    install_wheel(wheel)
+    try:
+        for framework in plan.frameworks:
+            load_extension(framework)
+    except BuildError:
+        uninstall()  # or the next call would take it for what it was asked for
+        raise
+    if check:
+        for framework in plan.frameworks:
+            for controller in plan.controllers:
+                started = time.monotonic()
+                run_two_ranks(framework, controller)
+                seconds = time.monotonic() - started
+                console.print(f"Two ranks ran: {framework} under {controller} ({seconds:.0f} s)")
+    console.print(f"Horovod {HOROVOD_VERSION} is ready.")
+
+
+class _BuildProgress:
+    """A progress bar on a terminal; elsewhere (a CI log) one line for every tenth of the build."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar = Progress(
+            TextColumn("{task.percentage:3.0f} %"),
+            BarColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}"),
+            console=console,
+            transient=True,
+        )
+        self._task = self._bar.add_task("starting", total=100)
+        self._next_line = 0
+        self._started = time.monotonic()
+
+    def __enter__(self) -> _BuildProgress:
+        if self._console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._console.is_terminal:
+            self._bar.stop()
+
+    def update(self, progress: log.Progress) -> None:
+        self._bar.update(self._task, completed=progress.percent, description=progress.step)
+        if not self._console.is_terminal and (progress.percent == 0 or progress.percent >= self._next_line):
+            seconds = time.monotonic() - self._started
+            self._console.print(f"  {progress.percent:3d} %  {seconds:4.0f} s  {progress.step}", soft_wrap=True)
+            self._next_line = progress.percent // 10 * 10 + 10
+
+
+def _versions(plan: Plan) -> str:
+    found = plan.environment
+    parts = []
+    if found.torch:
+        parts.append(f"torch {found.torch}")
+    if found.tensorflow:
+        parts.append(f"TensorFlow {found.tensorflow}")
+    if found.mpi is not None and "mpi" in plan.controllers:
+        parts.append(f"{found.mpi.implementation} {found.mpi.version}")
+    if plan.options.gpu:
+        parts.append(f"CUDA {found.nvcc} with NCCL")
+    return ", ".join([*parts, f"Python {found.python}"])
+
+
+def _describe(console: Console, plan: Plan, notes: list[str]) -> None:
+    installed = installed_record()
+    cache = cache_folder()
+    lines = [
+        f"Horovod {HOROVOD_VERSION} for {_versions(plan)}",
+        f"C++ compiler: {plan.environment.compiler}",
+        f"Cached wheel: {cached_wheel(cache, plan) or f'none yet for key {plan.key} in {cache}'}",
+        f"Installed now: {'this' if installed and installed['key'] == plan.key else 'not this'} build",
+        "Source edits:" if plan.edits else "Source edits: none",
+        *(f"  {edit.file} ({edit.when}): {edit.why}" for edit in plan.edits),
+        "Environment variables of the build:",
+        *(f"  {name}={value}" for name, value in sorted(plan.variables.items())),
+    ]
+    missing = missing_build_requirements()
+    if missing:
+        lines.append(f"Missing build packages: {', '.join(missing)} (pip install 'hvdcomp[build]')")
+    lines += [f"Note: {note}" for note in notes]
+    console.print("\n".join(lines), soft_wrap=True, markup=False)

@@ -1,0 +1,69 @@
+"""The picture of a `RegimeRecord`: both measures over the epochs, with the epochs shaded that each calls critical."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from hvdcomp.tools.diagnostics.regimes import EIGENVALUE, GRADIENT_NORM, RegimeRecord
+
+_COLOURS = {"loss": "#555555", EIGENVALUE: "#0072b2", GRADIENT_NORM: "#009e73"}
+_SHADE = "#e69f00"
+_LABELS = {EIGENVALUE: "largest eigenvalue\nof the Hessian", GRADIENT_NORM: "norm of the\naccumulated gradient"}
+
+
+def draw(record: RegimeRecord, losses: Sequence[float] | None = None, decays: Sequence[float] = ()) -> Figure:
+    """Draws a record, as a figure to be saved with `savefig`.
+
+    Args:
+        record: at least one epoch of it noted.
+        losses: the training loss of each epoch, drawn above the measures.
+        decays: epochs after which the learning rate fell, drawn as dashed lines.
+
+    Raises:
+        ValueError: nothing is noted, or there are not as many losses as epochs.
+    """
+    if not record.epochs:
+        raise ValueError("the record is empty; note at least one epoch before drawing it")
+    if losses is not None and len(losses) != record.epochs:
+        raise ValueError(f"{len(losses)} losses for {record.epochs} epochs; give one for each")
+    panels: list[tuple[str, str, Sequence[float | None]]] = []
+    if losses is not None:
+        panels.append(("loss", "training loss", losses))
+    panels += [
+        (EIGENVALUE, _LABELS[EIGENVALUE], record.eigenvalues),
+        (GRADIENT_NORM, _LABELS[GRADIENT_NORM], record.gradient_norms),
+    ]
+    figure = Figure(figsize=(8, 2.3 * len(panels)), layout="constrained")
+    for axes, (name, label, values) in zip(np.ravel(figure.subplots(len(panels), 1, sharex=True)), panels, strict=True):
+        if name != "loss":
+            _shade(axes, record.critical(name))
+        _curve(axes, values, _COLOURS[name])
+        for decay in decays:
+            axes.axvline(decay + 0.5, color="black", linestyle="dashed", linewidth=0.8)
+        axes.set_ylabel(label)
+        axes.grid(True, alpha=0.25)
+    axes.set_xlabel("epoch")
+    axes.set_xlim(0.5, record.epochs + 0.5)
+    figure.suptitle(
+        f"Shaded: critical, by a relative change of at least {record.eta:g} over {record.interval} epochs", fontsize=10
+    )
+    return figure
+
+
+def _curve(axes: Axes, values: Sequence[float | None], colour: str) -> None:
+    y = np.array([np.nan if value is None else value for value in values], dtype=float)
+    known = np.isfinite(y)
+    axes.plot(np.arange(1, len(y) + 1)[known], y[known], color=colour, marker="o", markersize=3)
+    if known.any() and (y[known] > 0).all():
+        axes.set_yscale("log")  # a relative change is the same length everywhere
+
+
+def _shade(axes: Axes, critical: Sequence[bool | None]) -> None:
+    """One area for each run of critical epochs, so that no seams show between them."""
+    edges = np.flatnonzero(np.diff([False, *[bool(regime) for regime in critical], False]))
+    for first, last in edges.reshape(-1, 2):
+        axes.axvspan(first + 0.5, last + 0.5, color=_SHADE, alpha=0.25, linewidth=0)

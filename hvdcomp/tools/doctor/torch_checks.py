@@ -1,0 +1,86 @@
+"""The checks of `hvdcomp doctor` on torch.distributed: what its launchers set, and the network it is told to take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hvdcomp.tools.doctor.facts import Facts
+from hvdcomp.tools.doctor.problem import Problem
+
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCH = "Start the ranks with torchrun, or with `hvdcomp launch` and --backend torch: they set all that is needed."
+
+
+def check_torch_variables(facts: Facts) -> Iterator[Problem]:
+    """What init_process_group() reads where a launcher started this process, or says so by half."""
+    variables = facts.variables
+    if facts.torch is None or not {"RANK", "WORLD_SIZE"} & variables.keys():
+        return
+    missing = [name for name in _NEEDED if not variables.get(name)]
+    if missing:
+        yield Problem(
+            _stops(facts),
+            f"torch.distributed's init_process_group() needs {', '.join(_NEEDED)}; not set: {', '.join(missing)}.",
+            _LAUNCH,
+        )
+    rank, size = variables.get("RANK"), variables.get("WORLD_SIZE")
+    if rank and size and not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+        yield Problem(
+            _stops(facts),
+            f"RANK={rank} and WORLD_SIZE={size} do not fit together: ranks are numbered from 0 to WORLD_SIZE - 1.",
+            _LAUNCH,
+        )
+    port = variables.get("MASTER_PORT")
+    if port and not (port.isdecimal() and 0 < int(port) < 65536):
+        yield Problem(
+            _stops(facts),
+            f"MASTER_PORT={port} is not a port.",
+            "Set it to a number from 1 to 65535 that nothing else on the host of rank 0 listens to.",
+        )
+    if facts.master_error:
+        yield Problem(
+            _stops(facts),
+            f"MASTER_ADDR={variables.get('MASTER_ADDR')} is no host that this one knows: {facts.master_error}",
+            "Set it to the host of rank 0, by a name or an address that all hosts know; `getent hosts NAME` says what "
+            "a name stands for.",
+        )
+
+
+def check_interfaces(facts: Facts) -> Iterator[Problem]:
+    """Gloo is told the names of network interfaces; NCCL how they begin, or after "=" the names, or after "^" which
+    not to take."""
+    remedy = f"Name one of {', '.join(facts.interfaces)}, or unset the variable."
+    gloo = facts.variables.get("GLOO_SOCKET_IFNAME", "")
+    for name in _names(gloo):
+        if facts.torch is not None and name not in facts.interfaces:
+            what = f"GLOO_SOCKET_IFNAME={gloo}, but there is no network interface {name}: Gloo does not start."
+            yield Problem(_stops(facts), what, remedy)
+    nccl = facts.variables.get("NCCL_SOCKET_IFNAME", "")
+    exact = nccl.startswith("=")
+    names = [name.partition(":")[0] for name in _names(nccl.removeprefix("="))]
+    if names and not nccl.startswith("^"):
+        fits = str.__eq__ if exact else str.startswith
+        if not any(fits(interface, name) for interface in facts.interfaces for name in names):
+            what = f"NCCL_SOCKET_IFNAME={nccl}, but there is no such network interface: NCCL does not start."
+            yield Problem(bool(facts.gpus), what, remedy)
+
+
+def check_torch_nccl(facts: Facts) -> Iterator[Problem]:
+    torch = facts.torch
+    if facts.gpus and torch is not None and torch.cuda and "nccl" not in torch.backends:
+        yield Problem(
+            False,
+            f"There is a GPU, but torch.distributed of torch {torch.version} has no NCCL: DistributedDataParallel and "
+            "FSDP exchange what is on GPUs through the host's memory, or not at all.",
+            "Install one of PyTorch's own builds for CUDA.",
+        )
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def _stops(facts: Facts) -> bool:
+    """Whether training stops where torch.distributed does: not if there is Horovod, and nothing says that this process
+    was started for the other."""
+    return facts.horovod is None or facts.by_torch

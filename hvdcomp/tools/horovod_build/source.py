@@ -1,0 +1,59 @@
+"""Fetches Horovod's source distribution through the user's own pip configuration, verifies and unpacks it."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+from hvdcomp.tools.horovod_build import BuildError
+from hvdcomp.tools.horovod_build.environment import run_logged
+from hvdcomp.tools.horovod_build.plan import HOROVOD_SHA256, HOROVOD_VERSION
+
+ARCHIVE = f"horovod-{HOROVOD_VERSION}.tar.gz"
+
+
+def sha256(path: Path) -> str:
+    """The file's SHA-256 in hexadecimal."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def fetch_source(cache: Path) -> Path:
+    """The verified source archive, downloaded into the cache folder if it is not there yet.
+
+    Raises:
+        BuildError: pip could not download it, or a file of that name has other content.
+    """
+    archive = cache / ARCHIVE
+    if archive.exists():
+        if sha256(archive) != HOROVOD_SHA256:
+            raise BuildError(f"{archive} is not Horovod {HOROVOD_VERSION} as published: remove it, try again.")
+        return archive
+    with tempfile.TemporaryDirectory(dir=cache, prefix="download-") as folder:
+        # With the hash in a requirements file, pip verifies the archive before it runs anything of it.
+        requirements = Path(folder) / "requirements.txt"
+        pinned = f"horovod=={HOROVOD_VERSION} --hash=sha256:{HOROVOD_SHA256}\n"
+        requirements.write_text(pinned, encoding="utf-8")
+        command = [sys.executable, "-m", "pip", "download", "--no-input", "--disable-pip-version-check"]
+        command += ["--no-deps", "--no-binary=:all:", "--no-build-isolation", "--require-hashes"]
+        command += ["--requirement", str(requirements), "--dest", folder]
+        done = run_logged(command)
+        if done.returncode != 0:
+            last_lines = "\n".join(done.stdout.strip().splitlines()[-5:])
+            raise BuildError(
+                f"pip could not download Horovod's source:\n{last_lines}\n"
+                f"Check pip's index settings and the network, or put {ARCHIVE} into {cache} yourself."
+            )
+        (Path(folder) / ARCHIVE).replace(archive)
+    return archive
+
+
+def unpack(archive: Path, folder: Path) -> Path:
+    """Unpack the archive below `folder` and return the source's root."""
+    with tarfile.open(archive) as tar:
+        if hasattr(tarfile, "data_filter"):  # from Python 3.10.12 and 3.11.4
+            tar.extraction_filter = tarfile.data_filter
+        tar.extractall(folder)
+    return folder / f"horovod-{HOROVOD_VERSION}"

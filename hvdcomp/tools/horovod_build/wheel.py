@@ -1,0 +1,179 @@
+"""Builds Horovod's wheel from the edited source into the cache, showing progress, and installs it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import pprint
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from hvdcomp.tools.horovod_build import BuildError
+from hvdcomp.tools.horovod_build.edits import apply_edits
+from hvdcomp.tools.horovod_build.environment import run_logged, scripts_first
+from hvdcomp.tools.horovod_build.guard import guarded
+from hvdcomp.tools.horovod_build.log import Progress, first_error, hint, parse_progress
+from hvdcomp.tools.horovod_build.plan import HOROVOD_VERSION, Plan, process_variables
+from hvdcomp.tools.horovod_build.source import fetch_source, unpack
+
+# A module of this name inside the installed `horovod` package tells how it was built. Being part of the
+# wheel, it goes when Horovod is uninstalled or replaced.
+_RECORD_MODULE = "hvdcomp_build.py"
+_MEMORY_PER_JOB = 2e9  # bytes; the compiler's peak on TensorFlow's headers
+
+
+def default_jobs() -> int:
+    """Parallel compilations: one per available core, fewer where memory would not suffice."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        meminfo = Path("/proc/meminfo").read_text(encoding="utf-8")
+        available = int(re.search(r"MemAvailable:\s+(\d+)", meminfo)[1]) * 1024  # type: ignore[index]
+    except (OSError, TypeError):
+        return cores
+    return max(1, min(cores, int(available / _MEMORY_PER_JOB)))
+
+
+def cached_wheel(cache: Path, plan: Plan) -> Path | None:
+    """The wheel built earlier for this plan, if there is one."""
+    return next(iter(sorted(_entry(cache, plan).glob("*.whl"))), None)
+
+
+def _entry(cache: Path, plan: Plan) -> Path:
+    return cache / f"{HOROVOD_VERSION}-{plan.key}"
+
+
+def build_wheel(cache: Path, plan: Plan, jobs: int, report: Callable[[Progress], None]) -> Path:
+    """Build the wheel and put it into the cache, which changes only when all has gone well.
+
+    Args:
+        cache: folder of the cache, created if need be.
+        plan: how to build.
+        jobs: parallel compilations.
+        report: called with each step of the build.
+
+    Raises:
+        BuildError: with the first compiler error, a hint, and the path of the full log.
+    """
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(dir=cache, prefix="build-"))
+    except OSError as error:
+        raise BuildError(
+            f"Cannot write to the cache folder: {error}.\nSet HVDCOMP_CACHE to a folder you can write to."
+        ) from None
+    try:
+        report(Progress(0, "fetching and unpacking the source"))
+        root = unpack(fetch_source(cache), work)
+        apply_edits(root, plan.edits)
+        record = pprint.pformat(plan.record(), sort_dicts=False, width=110)
+        module = f'"""How `hvdcomp build-horovod` built this Horovod."""\n\nRECORD = {record}\n'
+        (root / "horovod" / _RECORD_MODULE).write_text(module, encoding="utf-8")
+        result = work / "result"
+        result.mkdir()
+        report(Progress(0, "configuring with CMake"))
+        _run_pip_wheel(root, result, plan, jobs, cache / "last-failed-build.log", report)
+        (result / "build.json").write_text(json.dumps(plan.record(), indent=2) + "\n", encoding="utf-8")
+        _publish(result, _entry(cache, plan))
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    wheel = cached_wheel(cache, plan)
+    if wheel is None:
+        raise BuildError(f"The build ended well but left no wheel in {_entry(cache, plan)}.")
+    return wheel
+
+
+def _publish(result: Path, entry: Path) -> None:
+    """Move the finished folder into place; an earlier build of the same key gives way."""
+    if entry.exists():
+        entry.rename(result.parent / "replaced")
+    result.rename(entry)
+
+
+def _run_pip_wheel(
+    root: Path, result: Path, plan: Plan, jobs: int, failed_log: Path, report: Callable[[Progress], None]
+) -> None:
+    variables = process_variables(plan, scripts_first())
+    # Under make these describe the outer make's job server, which the build's own make must not join.
+    for name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "CMAKE_GENERATOR"):
+        variables.pop(name, None)
+    variables.update(MAKEFLAGS=f"-j{jobs}", TF_CPP_MIN_LOG_LEVEL="3")
+    command = [sys.executable, "-m", "pip", "wheel", "--no-input", "--disable-pip-version-check", "-v"]
+    command += ["--no-build-isolation", "--no-deps", "--wheel-dir", str(result), str(root)]
+    log_path = result / "build.log"
+    with (
+        log_path.open("w", encoding="utf-8") as log,
+        guarded(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=variables,
+        ) as process,
+    ):
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                log.write(line)
+                progress = parse_progress(line)
+                if progress:
+                    report(progress)
+            code = process.wait()
+        except BaseException:  # Ctrl-C included: the compilers must not go on alone
+            os.killpg(process.pid, signal.SIGTERM)
+            process.wait()
+            raise
+    if code != 0:
+        log_path.replace(failed_log)
+        text = failed_log.read_text(encoding="utf-8", errors="replace")
+        error = first_error(text) or "\n".join(text.strip().splitlines()[-10:])
+        advice = hint(error)
+        raise BuildError(
+            f"Horovod did not build. The first error:\n\n{error}\n\n"
+            + (f"{advice}\n" if advice else "")
+            + f"Full log: {failed_log}"
+        )
+
+
+def installed_record() -> dict[str, object] | None:
+    """How the installed Horovod was built, if this command built it; imports nothing of Horovod."""
+    spec = importlib.util.find_spec("horovod")
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin).with_name(_RECORD_MODULE)
+    if not path.is_file():
+        return None
+    assignment = ast.parse(path.read_text(encoding="utf-8")).body[-1]
+    assert isinstance(assignment, ast.Assign)
+    record: dict[str, object] = ast.literal_eval(assignment.value)
+    return record
+
+
+def install_wheel(wheel: Path) -> float:
+    """Install the wheel in place of any other Horovod; its requirements are those of the `build` extra.
+
+    Returns the seconds taken.
+    """
+    started = time.monotonic()
+    command = [sys.executable, "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--quiet"]
+    command += ["--no-index", "--no-deps", "--force-reinstall", str(wheel)]
+    done = run_logged(command)
+    if done.returncode != 0:
+        raise BuildError(f"pip could not install {wheel}:\n{done.stdout.strip()}")
+    return time.monotonic() - started
+
+
+def uninstall() -> None:
+    """Removes the installed Horovod."""
+    command = [sys.executable, "-m", "pip", "uninstall", "--no-input", "--disable-pip-version-check", "--quiet"]
+    run_logged([*command, "--yes", "horovod"])

@@ -1,0 +1,212 @@
+"""The API server, through the official client: what the launcher asks of it.
+
+Objects are plain dicts as in the API's JSON. Everything here asks once; what is worth asking again is said by
+`KubernetesError.transient`, and `follow` does so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from hvdcomp.tools.launch.k8s.connections import Connections
+from hvdcomp.tools.launch.k8s.errors import KubernetesError, explained
+from hvdcomp.tools.launch.k8s.kubeconfig import connect
+from hvdcomp.tools.launch.k8s.manifest import GROUP, JOB_LABEL, KIND, PLURAL, ROLE_LABEL, VERSION
+
+ANSWER_WITHIN = (10.0, 30.0)
+"""Seconds to connect, and to wait for an answer."""
+
+WATCH_FOR = 240
+"""Seconds after which the server ends a watch by itself, and another one is begun."""
+
+LOG_SILENCE = 60.0
+"""Seconds without a line after which a log is asked for anew: a dead connection looks like a silent program."""
+
+OPENED = "OPENED"
+"""What a watch gives first, with an empty object: the server has granted it."""
+
+Call = Callable[..., Any]
+
+
+class Cluster:
+    """One namespace of a cluster.
+
+    Arguments:
+        namespace: None for the kubeconfig's, or "default".
+        context: of the kubeconfig; None for its current one.
+
+    Raises:
+        KubernetesError: the client is not installed, or no cluster is configured.
+    """
+
+    def __init__(self, namespace: str | None = None, context: str | None = None) -> None:
+        try:
+            import kubernetes
+        except ImportError:
+            raise KubernetesError("this needs the Kubernetes client: pip install 'hvdcomp[k8s]'") from None
+        self._kubernetes: Any = kubernetes
+        client, configured = connect(kubernetes, context)
+        self.namespace: str = namespace or configured
+        self._jobs: Any = kubernetes.client.CustomObjectsApi(client)
+        self._core: Any = kubernetes.client.CoreV1Api(client)
+        self._connections = Connections(client.rest_client.pool_manager)
+        self._server: str = client.configuration.host
+
+    def create(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        """Create the MPIJob; returns it as the server has it."""
+        name = manifest["metadata"]["name"]
+        with self._explained(f"MPIJob {self.namespace}/{name} cannot be created", creating=name):
+            return self._jobs.create_namespaced_custom_object(
+                GROUP, VERSION, self.namespace, PLURAL, dict(manifest), _request_timeout=ANSWER_WITHIN
+            )
+
+    def delete(self, name: str, uid: str | None = None) -> None:
+        """Delete the MPIJob that is there now; its pods go with it.
+
+        The request names the job that was found and its uid: a job made anew under the same name is left alone, and
+        no name can stand for anything but a job.
+
+        Arguments:
+            uid: of the only job that may be deleted; None for whichever has the name.
+        """
+        jobs = [job["metadata"] for job in self.list_jobs(name)[1] if uid in (None, job["metadata"]["uid"])]
+        if not jobs:
+            raise KubernetesError(f"there is no MPIJob {self.namespace}/{name} to delete", 404)
+        client = self._kubernetes.client
+        options = client.V1DeleteOptions(
+            propagation_policy="Background", preconditions=client.V1Preconditions(uid=jobs[0]["uid"])
+        )
+        with self._explained(f"MPIJob {self.namespace}/{name} cannot be deleted"):
+            self._jobs.delete_namespaced_custom_object(
+                GROUP, VERSION, self.namespace, PLURAL, jobs[0]["name"], body=options, _request_timeout=ANSWER_WITHIN
+            )
+
+    def end(self, threads: Iterable[threading.Thread]) -> None:
+        """Cut what these threads wait for, and return when they have ended; see `Connections.end`."""
+        self._connections.end(threads)
+
+    def list_jobs(self, name: str | None = None) -> tuple[str, list[dict[str, Any]]]:
+        """The MPIJob of that name, if there is one, or all, and the version from which to watch."""
+        return self._list("MPIJobs cannot be listed", *self._named(name))
+
+    def list_pods(self, name: str | None = None) -> tuple[str, list[dict[str, Any]]]:
+        """The pods of the MPIJob, or of all, and the version from which to watch."""
+        return self._list("pods cannot be listed", *self._labelled(name))
+
+    def list_events(self, name: str) -> tuple[str, list[dict[str, Any]]]:
+        """What the operator said about the MPIJob in the last hour or so, and the version from which to watch."""
+        return self._list("events cannot be listed", *self._about(name))
+
+    def watch_jobs(self, name: str, version: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """OPENED, then the changes of the MPIJob since `version`, as ("ADDED" and so on, object), until the server ends
+        it."""
+        return self._watch("MPIJobs cannot be watched", version, *self._named(name))
+
+    def watch_pods(self, name: str, version: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The changes of the pods since `version`, as above."""
+        return self._watch("pods cannot be watched", version, *self._labelled(name))
+
+    def watch_events(self, name: str, version: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """What the operator says since `version`, as above."""
+        return self._watch("events cannot be watched", version, *self._about(name))
+
+    def _named(self, name: str | None) -> tuple[Call, dict[str, str]]:
+        place = {"group": GROUP, "version": VERSION, "namespace": self.namespace, "plural": PLURAL}
+        selector = {} if name is None else {"field_selector": f"metadata.name={name}"}
+        return self._jobs.list_namespaced_custom_object, {**place, **selector}
+
+    def _labelled(self, name: str | None) -> tuple[Call, dict[str, str]]:
+        selector = JOB_LABEL if name is None else f"{JOB_LABEL}={name}"
+        return self._core.list_namespaced_pod, {"namespace": self.namespace, "label_selector": selector}
+
+    def _about(self, name: str) -> tuple[Call, dict[str, str]]:
+        selector = f"involvedObject.kind={KIND},involvedObject.name={name}"
+        return self._core.list_namespaced_event, {"namespace": self.namespace, "field_selector": selector}
+
+    def _list(self, failed: str, call: Call, place: dict[str, str]) -> tuple[str, list[dict[str, Any]]]:
+        with self._explained(failed), self._answer(call, **place, _request_timeout=ANSWER_WITHIN) as response:
+            answer = json.loads(response.read())
+        return answer["metadata"]["resourceVersion"], answer["items"]
+
+    def _watch(
+        self, failed: str, version: str, call: Call, place: dict[str, str]
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        options = {"watch": True, "resource_version": version, "timeout_seconds": WATCH_FOR}
+        patience = (ANSWER_WITHIN[0], WATCH_FOR + 30)
+        with (
+            self._explained(failed),
+            self._answer(call, **place, **options, _request_timeout=patience) as response,
+        ):
+            yield OPENED, {}
+            for line in _lines(response):
+                event = json.loads(line)
+                if event["type"] == "ERROR":
+                    status = event["object"]
+                    raise KubernetesError(f"{failed}: {status.get('message')}", status.get("code"))
+                yield event["type"], event["object"]
+
+    def log(self, pod: str, container: str, *, follow: bool, since: int | None = None) -> Iterator[bytes]:
+        """The lines of a container's log, each with the time it was written in front, without their ends.
+
+        A line that a broken connection cut off is not returned.
+
+        Arguments:
+            follow: go on until the container ends.
+            since: only lines of the last `since` seconds.
+        """
+        options: dict[str, Any] = {"container": container, "follow": follow, "timestamps": True}
+        if since is not None:
+            options["since_seconds"] = since
+        patience = (ANSWER_WITHIN[0], LOG_SILENCE)
+        place = {"name": pod, "namespace": self.namespace}
+        call = self._core.read_namespaced_pod_log
+        with (
+            self._explained(f"the log of {pod} cannot be read"),
+            self._answer(call, **place, **options, _request_timeout=patience) as response,
+        ):
+            yield from _lines(response)
+
+    @contextlib.contextmanager
+    def _answer(self, call: Call, **arguments: Any) -> Iterator[Any]:
+        """The answer as it comes. The client's own models of objects refuse what another version of the API has."""
+        response = call(**arguments, _preload_content=False)
+        try:
+            if not 200 <= response.status <= 299:
+                raise self._kubernetes.client.ApiException(http_resp=_Read(response))
+            yield response
+        finally:
+            response.close()
+            response.release_conn()
+
+    def _explained(self, what: str, creating: str | None = None) -> contextlib.AbstractContextManager[None]:
+        return explained(what, self._server, self.namespace, creating)
+
+
+class _Read:
+    """A raw response in the shape that ApiException reads."""
+
+    def __init__(self, response: Any) -> None:
+        self.status, self.reason, self.data = response.status, response.reason, response.read()
+        self.headers = response.headers
+
+    def getheaders(self) -> Any:
+        return self.headers
+
+
+def _lines(response: Any) -> Iterator[bytes]:
+    """The lines of an answer, without their ends; the last one also if it has no end."""
+    rest = b""
+    for piece in response.stream(65536):
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from lines
+    if rest:
+        yield rest
+
+
+def is_role(pod: Mapping[str, Any], role: str) -> bool:
+    """Whether a pod is a "launcher" or a "worker"."""
+    return (pod["metadata"].get("labels") or {}).get(ROLE_LABEL) == role

@@ -1,0 +1,100 @@
+"""What the launcher's container of an elastic job starts: `python3 -m hvdcomp.tools.launch.k8s.elastic PORT LIST
+WORKERS [OPTION]... PROGRAM [ARGUMENT]...`, with horovodrun's options.
+
+LIST is the operator's program that prints the hosts of the workers that run. This waits until so many WORKERS answer on
+the port. Then it runs horovodrun, which follows the list from then on, and ends with the exit code of the ranks.
+
+A pod that is to end gets SIGTERM, at which horovodrun would end the ranks. This sends SIGUSR2 to the ranks of all
+workers instead: ranks that know it all save and end with code 213.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from shlex import quote
+from typing import NoReturn
+
+from hvdcomp.tools.launch.k8s.launcher import Ranks, answers, end_while_waiting, finish
+
+_SSH = """#!/bin/sh
+exec {ssh} -o BatchMode=yes -o ConnectTimeout=10 -o ConnectionAttempts=5 -o ServerAliveInterval=10 \
+-o ServerAliveCountMax=3 -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR "$@"
+"""
+"""What horovodrun finds as `ssh`, which it gives no such options. With them a rank whose node is lost has failed after
+half a minute; without, the others would wait for it for hours."""
+
+_FOR_PYTHON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
+"""Variables that sessions of sshd do not have, and that `python3 -m` may need."""
+
+
+class _Workers:
+    """The workers that run."""
+
+    def __init__(self, port: str, program: str) -> None:
+        self._port, self._program = port, program
+        self._warning: threading.Thread | None = None
+
+    def hosts(self) -> list[str]:
+        """Their hosts; none where the program cannot say."""
+        done = subprocess.run([self._program], stdout=subprocess.PIPE, text=True, check=False)
+        return done.stdout.split() if done.returncode == 0 else []
+
+    def wait_for(self, count: int) -> None:
+        """Return when so many answer, as long as it takes to place their pods."""
+        said = False
+        while (ready := sum(answers(host, int(self._port)) for host in self.hosts())) < count:
+            if not said:
+                print(f"hvdcomp: waiting for workers: {ready} of {count} answer", file=sys.stderr, flush=True)
+                said = True
+            time.sleep(1)
+
+    def warn(self, _process: subprocess.Popen[bytes]) -> None:
+        """Tell all ranks to save and end; returns at once."""
+        if self._warning is None or not self._warning.is_alive():
+            self._warning = threading.Thread(target=self._warn, daemon=True)
+            self._warning.start()
+
+    def _warn(self) -> None:
+        variables = [f"{name}={quote(os.environ[name])}" for name in _FOR_PYTHON if name in os.environ]
+        command = " ".join(["env", *variables, "python3", "-m", "hvdcomp.tools.launch.k8s.warn", "all"])
+        for started in [subprocess.Popen(["ssh", "-p", self._port, host, command]) for host in self.hosts()]:
+            started.wait()
+
+
+def _main() -> NoReturn:
+    port, program, count, *arguments = sys.argv[1:]
+    end_while_waiting()
+    workers = _Workers(port, program)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            _make_ssh(Path(folder))
+            workers.wait_for(int(count))
+        except FileNotFoundError as error:
+            print(f"hvdcomp: {error.filename} cannot be run: {error.strerror}", file=sys.stderr)
+            sys.exit(127)
+        horovodrun = [sys.executable, "-u", "-m", "hvdcomp.tools.launch.k8s.horovodrun", "--gloo", "--ssh-port", port]
+        code = Ranks(workers.warn).run([*horovodrun, "--host-discovery-script", quote(program), *arguments])
+    finish(code)
+
+
+def _make_ssh(folder: Path) -> None:
+    """Put ssh with its options before all others."""
+    ssh = shutil.which("ssh")
+    if ssh is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "ssh")
+    script = folder / "ssh"
+    script.write_text(_SSH.format(ssh=quote(ssh)))
+    script.chmod(0o755)
+    os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+if __name__ == "__main__":
+    _main()

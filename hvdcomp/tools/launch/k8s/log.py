@@ -1,0 +1,142 @@
+"""The launcher's log, through dropped connections: every line once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from hvdcomp.tools.launch.k8s.cluster import Cluster
+from hvdcomp.tools.launch.k8s.errors import KubernetesError
+from hvdcomp.tools.launch.k8s.state import LAUNCHER
+
+PAUSES = (0.5, 1.0, 2.0, 5.0, 10.0)
+"""Seconds before asking the API server again, growing while there is no answer."""
+
+
+def pause(failures: int) -> float:
+    """Seconds before asking again after so many failures without a success between them."""
+    return PAUSES[min(failures, len(PAUSES) - 1)]
+
+
+class Log:
+    """Reads the log of one attempt after the other, each to its end.
+
+    Arguments:
+        write: is given each line, in another thread.
+        lost: is told why, in that thread, if the log is denied; it is asked for again.
+        patience: seconds for which a log that is denied is asked for again.
+
+    Attributes:
+        thread: which reads; None while there is nothing to read.
+    """
+
+    def __init__(
+        self, cluster: Cluster, write: Callable[[str], None], lost: Callable[[str], None], patience: float
+    ) -> None:
+        self._cluster, self._write, self._lost, self._patience = cluster, write, lost, patience
+        self._attempt: tuple[str, int] | None = None
+        self.thread: threading.Thread | None = None
+        self._ended = threading.Event()
+        self._stopped = threading.Event()
+        self._lines = NewLines()
+
+    def read(self, attempt: tuple[str, int] | None) -> None:
+        """Read this attempt, if it is not the one that is read already."""
+        if attempt is None or attempt == self._attempt:
+            return
+        self.finish()
+        if self._attempt is None or self._attempt[0] != attempt[0]:
+            self._lines = NewLines()  # a container that restarts in its pod goes on by the same clock
+        self._attempt, self._ended = attempt, threading.Event()
+        self.thread = threading.Thread(target=self._run, args=(attempt[0], self._ended), daemon=True, name="log")
+        self.thread.start()
+
+    def finish(self, seconds: float | None = None) -> None:
+        """After the end of the attempt: return when everything that it wrote has been passed on.
+
+        Arguments:
+            seconds: after which it returns all the same, for an attempt that may not have ended; None for no bound.
+        """
+        self._ended.set()
+        if self.thread is not None:
+            self.thread.join(seconds)
+            if not self.thread.is_alive():
+                self.thread = None
+
+    def stop(self) -> None:
+        """Pass on no line after the one that is being passed on, if any, and try nothing again."""
+        self._stopped.set()
+        self._ended.set()
+
+    def _run(self, pod: str, ended: threading.Event) -> None:
+        failures, since = 0, 0.0
+        while not self._stopped.is_set():
+            last = ended.is_set()  # asked before reading: a reading that begins after the end is complete
+            try:
+                log = self._cluster.log(pod, LAUNCHER, follow=not last, since=self._lines.seconds())
+                for line in self._lines.of(log):
+                    if self._stopped.is_set():
+                        return
+                    failures = 0
+                    self._write(line)
+                if last:
+                    return
+            except KubernetesError as error:
+                if self._stopped.is_set():
+                    return
+                if failures == 0:
+                    since = time.monotonic()
+                    if error.denied:
+                        # What to do about a missing right is of use only if it was never there.
+                        self._lost(str(error) if self._lines.seconds() is None else error.said)
+                # 400: the node of the pod does not answer.
+                worth = error.transient or error.denied or error.status == 400
+                waited = time.monotonic() - since
+                more = failures < len(PAUSES) if last else not error.denied or waited <= self._patience
+                if not (worth and more):
+                    self._write(f"hvdcomp: {error}; the end of the log is missing")
+                    return
+                failures += 1
+            (self._stopped if last else ended).wait(pause(failures))
+
+
+class NewLines:
+    """Of a log that is read several times, the lines that were not seen before.
+
+    Each line begins with its time. Several may have the same, so those of the last time seen are counted.
+    """
+
+    def __init__(self) -> None:
+        self._time = ""
+        self._count = 0
+        self._received: float | None = None
+
+    def seconds(self) -> int | None:
+        """How many last seconds of the log hold everything new, by a margin; None before the first line."""
+        return None if self._received is None else int(time.monotonic() - self._received) + 30
+
+    def of(self, lines: Iterable[bytes]) -> Iterator[str]:
+        """The new ones of these lines, without their times."""
+        border, known, repeated = self._time, self._count, 0
+        for line in lines:
+            stamp, _, text = line.decode(errors="replace").partition(" ")
+            moment = _sortable(stamp)
+            if moment < border:
+                continue
+            if moment == border:
+                repeated += 1
+                if repeated <= known:
+                    continue
+            if moment > self._time:
+                self._time, self._count = moment, 0
+            if moment == self._time:
+                self._count += 1
+            self._received = time.monotonic()
+            yield text
+
+
+def _sortable(stamp: str) -> str:
+    """A time as Kubernetes writes it, "2026-01-02T03:04:05.12Z", with all nine digits."""
+    seconds, _, fraction = stamp.rstrip("Z").partition(".")
+    return f"{seconds}.{fraction:0<9}"

@@ -1,0 +1,412 @@
+"""What can be asked of a job on Kubernetes, checked as the API server and the mpi-operator would check it.
+
+The operator refuses a bad MPIJob only after it was accepted, with an event on an object that then does nothing; so
+everything that it looks at is looked at here, before anything is sent.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.tools.launch.job import DNS_LABEL, VARIABLE, Job, check_name
+from hvdcomp.tools.launch.k8s.quantity import quantity
+from hvdcomp.tools.launch.promise import EXPECTED_SIZE
+from hvdcomp.tools.launch.rank import COMMAND
+
+HOST_NAME_LENGTH = 63
+
+_IMAGE = re.compile(
+    r"(?:[a-zA-Z0-9](?:[-.a-zA-Z0-9]*[a-zA-Z0-9])?(?::[0-9]+)?/)?"  # registry, with its port
+    r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*(?:/[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*)*"  # path
+    r"(?::[\w][\w.-]{0,127})?(?:@sha256:[0-9a-f]{64})?",  # tag, digest
+    re.ASCII,
+)
+_LABEL_NAME = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
+_LABEL_KEY = re.compile(rf"(?:[a-z0-9](?:[-a-z0-9.]{{0,251}}[a-z0-9])?/)?{_LABEL_NAME}")
+_LABEL_VALUE = re.compile(rf"(?:{_LABEL_NAME})?")
+_DNS_NAME = re.compile(r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?")
+_PATH = re.compile(r"/[\w./+-]*", re.ASCII)
+TOLERATION = re.compile(rf"({_LABEL_KEY.pattern})(?:=({_LABEL_NAME}))?(?::(NoSchedule|PreferNoSchedule|NoExecute))?")
+"""A taint, as kubectl writes it: key, value, effect."""
+
+SSH_PORT = 2222
+"""Of sshd in the workers. Ports below 1024 are root's."""
+
+_METRICS_PORT, _METRICS_ADDRESS = "--metrics-port", "--metrics-address"
+
+OPERATOR_DOMAIN = "training.kubeflow.org/"
+_MPI_PARAMETER = re.compile(r"[\w.,:^/@=+-]*", re.ASCII)
+
+
+@dataclass(frozen=True)
+class KubernetesSettings:
+    """One MPIJob. Each worker pod runs `slots_per_worker` ranks; the launcher pod runs `mpirun` alone.
+
+    Attributes:
+        job: the program; its ranks must be a multiple of slots_per_worker.
+        image: of launcher and workers, with the program, Horovod or PyTorch, Open MPI 4.1 and sshd in it.
+        slots_per_worker: ranks in one pod.
+        namespace, context: where; None is what the kubeconfig says.
+        gpu_resource: the extended resource of which every rank gets one, as "nvidia.com/gpu"; None for CPU.
+        worker_cpu, worker_memory: of one worker pod, requested; the memory is its limit too, the CPU if cpu_limit.
+        cpu_limit: whether workers may not use idle cores beyond what they requested.
+        shared_memory: of /dev/shm, which ranks of one pod exchange through; it counts as the pod's memory.
+        launcher_cpu, launcher_memory: of the launcher pod.
+        checkpoint_claim: a PersistentVolumeClaim that exists, mounted in every worker.
+        checkpoint_path: where.
+        home: of user 1000 in the image; the operator's ssh key is mounted in `.ssh` below it.
+        node_selector: labels that the workers' nodes must have.
+        spread: put workers on different nodes ("hosts"), close together ("zone": in one zone), or let the scheduler
+            choose ("none").
+        restart_policy: of the launcher: "Never" makes a new pod for another attempt, "OnFailure" restarts in place.
+        retries: how often the launcher is started again after it failed, or saved because its job was to make room.
+        grace_period: seconds that the pods have to save, once they are to end, before they are killed.
+        clean_pods: which pods the operator deletes at the end.
+        time_limit: seconds since the launcher was made, over all its attempts, after which the job is stopped; None for
+            no limit. The launcher is made when all workers are ready, so a job that waits for them waits without a
+            limit. That of an elastic job is made at once, and there waiting counts.
+        keep_finished: seconds after which a finished launcher is deleted; None to keep it.
+        pull_secret: name of the Secret for a private registry.
+        pull_policy: when nodes fetch the image.
+        forward: variables of the image that ranks need; sessions of sshd do not inherit them.
+        labels, annotations: of the MPIJob, as a queue of Kueue.
+        pod_labels, pod_annotations: of launcher and workers.
+        queue: of a gang scheduler.
+        priority_class: of launcher and workers.
+        tolerations: taints of nodes on which launcher and workers may run all the same, as "KEY=VALUE:EFFECT", or a
+            part of that from the left.
+        service_account: of launcher and workers. Its token is not mounted.
+        secrets: variables for every rank from Secrets, each as "SECRET/KEY".
+        volumes: PersistentVolumeClaims that exist, by the folder of every worker where they are mounted; "CLAIM:ro"
+            cannot be written.
+        resources: extended resources of one worker pod, besides gpu_resource, as for RDMA.
+        patch: a file of YAML that is merged into the MPIJob, for all else; see `patch.merged`.
+        elastic: "MIN:MAX": ranks come and go, in elastic Horovod. Training begins and goes on with at least MIN ranks,
+            and takes at most MAX. The job's ranks, between them, are those that the cluster is asked for at first. None
+            for a job whose ranks stay as they are.
+        interface: of the pods' network, over which the ranks of an elastic job find each other.
+    """
+
+    job: Job
+    image: str
+    slots_per_worker: int = 1
+    namespace: str | None = None
+    context: str | None = None
+    gpu_resource: str | None = None
+    worker_cpu: str = "2"
+    worker_memory: str = "4Gi"
+    cpu_limit: bool = True
+    shared_memory: str = "1Gi"
+    launcher_cpu: str = "500m"
+    launcher_memory: str = "512Mi"
+    checkpoint_claim: str | None = None
+    checkpoint_path: str = "/checkpoints"
+    home: str = "/home/mpiuser"
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    spread: Literal["none", "hosts", "zone"] = "none"
+    restart_policy: Literal["Never", "OnFailure"] = "Never"
+    retries: int = 0
+    grace_period: int = 120
+    clean_pods: Literal["None", "Running", "All"] = "Running"
+    time_limit: int | None = None
+    keep_finished: int | None = None
+    pull_secret: str | None = None
+    pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
+    forward: tuple[str, ...] = ("PATH",)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    pod_labels: Mapping[str, str] = field(default_factory=dict)
+    pod_annotations: Mapping[str, str] = field(default_factory=dict)
+    queue: str | None = None
+    priority_class: str | None = None
+    tolerations: tuple[str, ...] = ()
+    service_account: str | None = None
+    secrets: Mapping[str, str] = field(default_factory=dict)
+    volumes: Mapping[str, str] = field(default_factory=dict)
+    resources: Mapping[str, str] = field(default_factory=dict)
+    patch: Path | None = None
+    elastic: str | None = None
+    interface: str = "eth0"
+
+    def __post_init__(self) -> None:
+        self._check_names()
+        self._check_ranks()
+        self._check_elastic()
+        self._check_quantities()
+        self._check_environment()
+        self._check_mounts()
+        self._check_labels()
+        _ = self.metrics_port  # refuses a wrong one
+        for name, number, least in (
+            ("retries", self.retries, 0),
+            ("grace_period", self.grace_period, 1),
+            ("time_limit", self.time_limit, 1),
+            ("keep_finished", self.keep_finished, 0),
+        ):
+            if number is not None and not least <= number < 2**31:
+                raise ConfigurationError(f"{name}: {number} must be at least {least}, and below 2^31")
+
+    @property
+    def workers(self) -> int:
+        """The number of worker pods."""
+        return self.job.ranks // self.slots_per_worker
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The fewest and the most ranks."""
+        least, _, most = (self.elastic or f"{self.job.ranks}:{self.job.ranks}").partition(":")
+        return int(least), int(most)
+
+    @property
+    def program(self) -> tuple[str, ...]:
+        """What is started on each rank: `hvdcomp train` of an elastic job is told so, and where it is to be scraped."""
+        words = self.job.program
+        if not _trains(words):
+            return words
+        added: tuple[str, ...] = ()
+        if self.elastic is not None and "--elastic" not in words:
+            added += ("--elastic",)
+        if self.metrics_port is not None and not any(word.partition("=")[0] == _METRICS_ADDRESS for word in words):
+            added += (_METRICS_ADDRESS, "0.0.0.0")
+        place = words.index("train") + 1
+        return (*words[:place], *added, *words[place:])
+
+    @property
+    def metrics_port(self) -> int | None:
+        """Where Prometheus finds rank 0: at the port of the option `--metrics-port`, if the program has it."""
+        given = None
+        for word, following in zip(self.job.command, [*self.job.command[1:], ""], strict=True):
+            if word == _METRICS_PORT:
+                given = following
+            elif word.startswith(f"{_METRICS_PORT}="):
+                given = word.partition("=")[2]
+        if given is None:
+            return None
+        if not re.fullmatch(r"[0-9]{1,5}", given) or not 1 <= int(given) <= 65535 or int(given) == SSH_PORT:
+            raise ConfigurationError(
+                f"command: {_METRICS_PORT} {given!r} is not a port for metrics: take a number from 1 to 65535 other "
+                f"than {SSH_PORT}, which is sshd's, as 9400"
+            )
+        return int(given)
+
+    def _check_names(self) -> None:
+        check_job_name(self.job.name)
+        if not self.image:
+            raise ConfigurationError("image: it is empty: name the image to run, as registry.example.org/hvdcomp:cpu")
+        if not _IMAGE.fullmatch(self.image):
+            raise ConfigurationError(
+                f"image: {self.image!r} is not an image's name: write it as registry.example.org/path/name:tag"
+            )
+        if self.namespace is not None:
+            check_namespace(self.namespace)
+        for name in ("checkpoint_claim", "pull_secret", "queue", "priority_class", "service_account"):
+            _check_object(name, getattr(self, name))
+        for name in ("gpu_resource", *(f"resources.{key}" for key in self.resources)):
+            key = name.partition(".")[2] or self.gpu_resource
+            if key is not None and "/" not in key:
+                raise ConfigurationError(
+                    f"{name}: {key!r} has no domain: write nvidia.com/gpu, for example, or leave it out for CPU"
+                )
+        for text in self.tolerations:
+            if not TOLERATION.fullmatch(text):
+                raise ConfigurationError(
+                    f"tolerations: {text!r} is not a taint: write KEY, KEY=VALUE, KEY:EFFECT or KEY=VALUE:EFFECT, with "
+                    "NoSchedule, PreferNoSchedule or NoExecute as the effect"
+                )
+
+    def _check_labels(self) -> None:
+        keys = [("gpu_resource", self.gpu_resource)] if self.gpu_resource is not None else []
+        for name in ("node_selector", "labels", "annotations", "pod_labels", "pod_annotations", "resources"):
+            keys += [(name, key) for key in getattr(self, name)]
+        for name, key in keys:
+            if not _LABEL_KEY.fullmatch(key):
+                raise ConfigurationError(f"{name}: {key!r} is not a label's name: write it as example.org/name")
+        for name in ("node_selector", "labels", "pod_labels"):
+            for key, value in getattr(self, name).items():
+                if not _LABEL_VALUE.fullmatch(value):
+                    raise ConfigurationError(
+                        f"{name}.{key}: {value!r} is not a label's value: at most 63 letters, digits and -_."
+                    )
+        for key in self.pod_labels:
+            if key.startswith(OPERATOR_DOMAIN):
+                raise ConfigurationError(f"pod_labels: {key!r} is the mpi-operator's own: leave it out")
+
+    def _check_mounts(self) -> None:
+        folders = [("checkpoint_path", self.checkpoint_path), ("home", self.home)]
+        folders += [("volumes", folder) for folder in self.volumes]
+        for name, folder in folders:
+            if not _PATH.fullmatch(folder) or folder == "/" or ".." in folder.split("/"):
+                raise ConfigurationError(
+                    f"{name}: {folder!r} is not a folder that can be mounted: take an absolute path of letters, digits "
+                    "and ._+- other than /"
+                )
+        taken = {"/dev/shm", f"{self.home}/.ssh"}
+        if self.checkpoint_claim is not None:
+            taken.add(self.checkpoint_path)
+        for folder, claim in self.volumes.items():
+            if folder.rstrip("/") in {mount.rstrip("/") for mount in taken}:
+                raise ConfigurationError(f"volumes: something else is mounted at {folder!r}: take another folder")
+            taken.add(folder)
+            _check_object(f"volumes.{folder}", claim.removesuffix(":ro"))
+
+    def _check_ranks(self) -> None:
+        if self.slots_per_worker < 1:
+            raise ConfigurationError(f"slots_per_worker: {self.slots_per_worker} must be 1 or more")
+        if self.job.ranks % self.slots_per_worker:
+            raise ConfigurationError(
+                f"ranks: {self.job.ranks} do not fill pods of slots_per_worker={self.slots_per_worker}: take a "
+                "multiple of it, or other slots"
+            )
+        self._check_last(self.workers)
+
+    def _check_last(self, workers: int) -> None:
+        last = f"{self.job.name}-worker-{workers - 1}"
+        if len(last) > HOST_NAME_LENGTH:
+            raise ConfigurationError(
+                f"name: the last worker would be {last!r}, longer than the {HOST_NAME_LENGTH} characters of a host "
+                "name: take a shorter name"
+            )
+
+    def _check_elastic(self) -> None:
+        trains = _trains(self.job.command)
+        if self.elastic is None:
+            if trains and "--elastic" in self.job.command:
+                raise ConfigurationError(
+                    "command: `hvdcomp train --elastic` belongs in an elastic job: give elastic, as 2:8, or leave it "
+                    "out"
+                )
+            return
+        if not re.fullmatch(r"[1-9][0-9]*:[1-9][0-9]*", self.elastic, re.ASCII):
+            raise ConfigurationError(
+                f"elastic: {self.elastic!r} must be MIN:MAX, the fewest and the most ranks, as 2:8, of 1 or more"
+            )
+        least, most = self.bounds
+        if not least <= self.job.ranks <= most:
+            raise ConfigurationError(
+                f"elastic: {self.elastic} must hold ranks={self.job.ranks}, which the cluster is asked for at first: "
+                "take MIN <= ranks <= MAX"
+            )
+        if least % self.slots_per_worker or most % self.slots_per_worker:
+            raise ConfigurationError(
+                f"elastic: {self.elastic} do not fill pods of slots_per_worker={self.slots_per_worker}: take multiples "
+                "of it"
+            )
+        self._check_last(most // self.slots_per_worker)
+        if self.job.backend != "horovod":
+            raise ConfigurationError(
+                f"elastic: ranks come and go in Horovod alone, and backend is {self.job.backend}: leave elastic out. "
+                "With retries a job that lost a worker starts again, and goes on from its checkpoint"
+            )
+        if not re.fullmatch(r"[\w.-]{1,15}", self.interface, re.ASCII):
+            raise ConfigurationError(
+                f"interface: {self.interface!r} is not a network's interface: write one name, as eth0"
+            )
+        memory = 128 + 32 * most
+        if quantity("launcher_memory", self.launcher_memory) < memory * 2**20:
+            raise ConfigurationError(
+                f"launcher_memory: {self.launcher_memory} is too little for elastic={self.elastic}, as the launcher "
+                f"has processes of its own for each rank: take {memory}Mi or more"
+            )
+        if trains:
+            self._check_training()
+
+    def _check_training(self) -> None:
+        """What `hvdcomp train --elastic` would refuse, or find out too late."""
+        words = self.job.command
+        if not any(word.partition("=")[0] == "--checkpoint-folder" for word in words):
+            raise ConfigurationError(
+                "elastic: `hvdcomp train` goes on from its checkpoint when ranks come and go: add --checkpoint-folder, "
+                "in a volume that all workers share"
+            )
+        if self.checkpoint_claim is None and not self.volumes and self.patch is None:
+            raise ConfigurationError(
+                "elastic: no volume is mounted, so workers would not find the checkpoints of others: name a claim that "
+                "all of them can mount as checkpoint_claim, with --checkpoint-folder in checkpoint_path"
+            )
+        if "--backend=ddp" in words or ("--backend", "ddp") in itertools.pairwise(words):
+            raise ConfigurationError("elastic: `hvdcomp train --backend ddp` is not Horovod: leave --backend out")
+
+    def _check_quantities(self) -> None:
+        for name in ("worker_cpu", "worker_memory", "shared_memory", "launcher_cpu", "launcher_memory"):
+            if quantity(name, getattr(self, name)) <= 0:
+                raise ConfigurationError(f"{name}: {getattr(self, name)!r} must be more than 0")
+        for name in ("worker_memory", "shared_memory", "launcher_memory"):
+            if getattr(self, name).endswith("m"):
+                raise ConfigurationError(
+                    f"{name}: {getattr(self, name)!r} counts thousandths of a byte: write M or Mi for megabytes"
+                )
+        for key, amount in self.resources.items():
+            if not re.fullmatch(r"[1-9][0-9]*", amount, re.ASCII) or key == self.gpu_resource:
+                raise ConfigurationError(
+                    f"resources.{key}: {amount!r} must be a whole number in quotes, of a resource that is not "
+                    "gpu_resource too"
+                )
+        if quantity("shared_memory", self.shared_memory) >= quantity("worker_memory", self.worker_memory):
+            raise ConfigurationError(
+                f"shared_memory: {self.shared_memory} is part of worker_memory={self.worker_memory} and must be smaller"
+            )
+
+    def _check_environment(self) -> None:
+        for name, value in self.job.environment.items():
+            if name in (COMMAND, EXPECTED_SIZE):
+                raise ConfigurationError(f"environment: {name} is set by the launcher itself: leave it out")
+            if name.startswith("OMPI_MCA_") and not _MPI_PARAMETER.fullmatch(value):
+                # mpirun writes these on a command line that a shell reads on every host.
+                raise ConfigurationError(
+                    f"environment: {name}={value!r}: Open MPI's parameters may have letters, digits and _.,:^/@=+- only"
+                )
+        for name, source in self.secrets.items():
+            if name in self.job.environment or name in (COMMAND, EXPECTED_SIZE) or name.startswith("OMPI_MCA_"):
+                raise ConfigurationError(f"secrets: {name} is set otherwise, or Open MPI's own: take another name")
+            if not VARIABLE.fullmatch(name):
+                raise ConfigurationError(f"secrets: {name!r} is not the name of a variable: write the name alone")
+            secret, _, key = source.partition("/")
+            if not _DNS_NAME.fullmatch(secret) or not re.fullmatch(r"[-._a-zA-Z0-9]+", key):
+                raise ConfigurationError(
+                    f"secrets.{name}: {source!r} does not name a key of a Secret: write it as SECRET/KEY"
+                )
+        for name in self.forward:
+            if not VARIABLE.fullmatch(name):
+                raise ConfigurationError(f"forward: {name!r} is not the name of a variable: write the name alone")
+
+
+def _trains(command: tuple[str, ...]) -> bool:
+    """Whether a command is `hvdcomp train`, or `python3 -m hvdcomp train`."""
+    return (Path(command[0]).name, *command[1:2]) == ("hvdcomp", "train") or command[1:4] == ("-m", "hvdcomp", "train")
+
+
+def check_job_name(name: str) -> None:
+    """Refuse what no MPIJob of `hvdcomp launch k8s` can be called.
+
+    Raises:
+        ConfigurationError: it is no name for a job, or none for a Service.
+    """
+    check_name(name)
+    # The operator makes a Service of the name too, and Services may not begin with a digit (DNS-1035).
+    if name[0].isdigit():
+        raise ConfigurationError(f"name: {name!r} must begin with a letter: a Service gets it too")
+
+
+def _check_object(name: str, value: str | None) -> None:
+    if value is not None and not _DNS_NAME.fullmatch(value):
+        raise ConfigurationError(
+            f"{name}: {value!r} is not an object's name: at most 253 small letters, digits, dots, hyphens"
+        )
+
+
+def check_namespace(namespace: str) -> None:
+    """Refuse what no namespace can be called.
+
+    Raises:
+        ConfigurationError: it is not a DNS-1123 label.
+    """
+    if not DNS_LABEL.fullmatch(namespace) or len(namespace) > 63:
+        raise ConfigurationError(
+            f"namespace: {namespace!r} is not a namespace: at most 63 small letters, digits and hyphens"
+        )

@@ -1,0 +1,171 @@
+"""Where a job is, told from its MPIJob and its pods; and what keeps it, in the words of the scheduler and the nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hvdcomp.tools.launch.k8s.cluster import is_role
+from hvdcomp.tools.launch.promise import EXIT_SAVED
+
+Phase = Literal["waiting", "suspended", "starting", "running", "stopped", "succeeded", "failed", "deleted"]
+
+LAUNCHER = "launcher"
+"""Of the launcher's container."""
+
+
+@dataclass(frozen=True)
+class MPIJobState:
+    """Where an MPIJob is.
+
+    Attributes:
+        phase: "waiting" for workers, "starting" the launcher, "running", "stopped" while the launcher has ended and the
+            cluster has not yet said whether the job has, or how it ended.
+        detail: what it waits for, or why it failed; may be empty.
+        exit_code: the launcher's, once the job has ended.
+    """
+
+    phase: Phase
+    detail: str = ""
+    exit_code: int | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.phase in ("succeeded", "failed", "deleted")
+
+    def __str__(self) -> str:
+        code = f" with exit code {self.exit_code}" if self.exit_code else ""
+        return f"{self.phase}{code}{': ' if self.detail else ''}{self.detail}"
+
+
+def read_state(
+    job: Mapping[str, Any] | None, pods: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]] = ()
+) -> MPIJobState:
+    """The state of a job; None for one that is gone.
+
+    The MPIJob decides whether it has ended; the launcher's exit code and all that it waits for come from the pods, and
+    why there are no pods from the operator's events.
+    """
+    if job is None:
+        return MPIJobState("deleted", "the MPIJob is gone")
+    pods = list(pods)
+    conditions = {condition["type"]: condition for condition in (job.get("status") or {}).get("conditions") or ()}
+    holding = {kind for kind, condition in conditions.items() if condition.get("status") == "True"}
+    launcher = newest_launcher(pods)
+    if "Succeeded" in holding:
+        return MPIJobState("succeeded", "", 0)
+    if "Failed" in holding:
+        code = _exit_code(launcher)
+        said = ": ".join(filter(None, (conditions["Failed"].get("reason"), conditions["Failed"].get("message"))))
+        saved = "it has saved: submitted again, it goes on from there" if code == EXIT_SAVED else ""
+        trouble = "; ".join(_troubles([] if launcher is None else [launcher]))
+        return MPIJobState("failed", "; ".join(filter(None, (said.strip(": "), trouble, saved))), code or 1)
+    if "Suspended" in holding:
+        return MPIJobState("suspended", "by its runPolicy, or by a queue that has no room yet")
+    workers = [pod for pod in pods if is_role(pod, "worker")]
+    wanted = job["spec"]["mpiReplicaSpecs"].get("Worker", {}).get("replicas", 0)
+    ready = sum(_is_ready(pod) for pod in workers)
+    missing = "; ".join([f"{ready} of {wanted} workers ready", *_troubles(workers)])
+    if launcher is not None:
+        phase = launcher["status"].get("phase")
+        if phase == "Running":
+            return MPIJobState("running", "" if ready == wanted else missing)
+        retries = (job["spec"].get("runPolicy") or {}).get("backoffLimit")
+        again = ["it starts again while retries are left"] if phase == "Failed" and retries else []
+        ended = phase in ("Succeeded", "Failed")
+        return MPIJobState("stopped" if ended else "starting", "; ".join([*_troubles([launcher]), *again]))
+    # The operator warns of what keeps it from making pods. Once there are all, that is over, though events stay.
+    warning = "" if ready < len(workers) == wanted else _warning(job, events)
+    return MPIJobState("waiting", "; ".join(filter(None, (missing, warning))))
+
+
+def _warning(job: Mapping[str, Any], events: Iterable[Mapping[str, Any]]) -> str:
+    """The operator's last warning about the job; empty if there is none."""
+    uid = job["metadata"]["uid"]
+    own = [event for event in events if event.get("type") == "Warning" and event["involvedObject"].get("uid") == uid]
+    last = max(own, key=lambda event: event.get("lastTimestamp") or event.get("eventTime") or "", default=None)
+    return "" if last is None else f"the mpi-operator says {last.get('reason')}: {last.get('message')}"
+
+
+def newest_launcher(pods: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The launcher's last attempt."""
+    launchers = [pod for pod in pods if is_role(pod, "launcher")]
+    return max(launchers, key=lambda pod: pod["metadata"].get("creationTimestamp") or "", default=None)
+
+
+def is_active(pod: Mapping[str, Any]) -> bool:
+    """Whether a pod's container runs, or may yet run."""
+    return pod["status"].get("phase") not in ("Succeeded", "Failed") and "terminated" not in _container(pod).get(
+        "state", {}
+    )
+
+
+def remaining(pods: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The names of the pods of an ended job that nobody will end; none once its launcher ends.
+
+    The operator then removes workers as `cleanPodPolicy` says. When workers were evicted it calls the job failed, and
+    leaves all others to go on.
+    """
+    going_on = [pod for pod in pods if is_active(pod) and "deletionTimestamp" not in pod["metadata"]]
+    return sorted(pod["metadata"]["name"] for pod in going_on) if newest_launcher(going_on) is not None else []
+
+
+def attempt(launcher: Mapping[str, Any] | None) -> tuple[str, int] | None:
+    """The pod and the restart whose log can be read; None before the container has started."""
+    if launcher is None:
+        return None
+    status = _container(launcher)
+    if "running" in status.get("state", {}) or "terminated" in status.get("state", {}):
+        return launcher["metadata"]["name"], status.get("restartCount", 0)
+    return None
+
+
+def _container(pod: Mapping[str, Any]) -> Mapping[str, Any]:
+    statuses = pod["status"].get("containerStatuses") or [{}]
+    return next((status for status in statuses if status.get("name") == LAUNCHER), statuses[0])
+
+
+def _exit_code(launcher: Mapping[str, Any] | None) -> int | None:
+    return None if launcher is None else _container(launcher).get("state", {}).get("terminated", {}).get("exitCode")
+
+
+def _is_ready(pod: Mapping[str, Any]) -> bool:
+    conditions = pod["status"].get("conditions") or ()
+    return any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)
+
+
+def _troubles(pods: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What is wrong with pods, or how they ended: each thing once, with the first pod that has it and how many more."""
+    names: dict[str, list[str]] = {}
+    for pod in pods:
+        if trouble := _trouble(pod):
+            names.setdefault(trouble, []).append(pod["metadata"]["name"])
+    return [
+        f"{having[0]}{f' and {len(having) - 1} more' if len(having) > 1 else ''}{trouble}"
+        for trouble, having in names.items()
+    ]
+
+
+def _trouble(pod: Mapping[str, Any]) -> str:
+    """Why a pod does not run, or how its container ended, to be read after its name; empty if nothing is known or
+    wrong."""
+    status = pod["status"]
+    for condition in status.get("conditions") or ():
+        if condition["type"] == "PodScheduled" and condition["status"] == "False":
+            return f" cannot be placed: {condition.get('message') or condition.get('reason')}"
+    container = _container(pod)
+    state = container.get("state", {})
+    waiting, terminated = state.get("waiting", {}), state.get("terminated", {})
+    if waiting.get("reason") == "CrashLoopBackOff":  # what it waits for is to be started again
+        terminated = container.get("lastState", {}).get("terminated", {})
+    if waiting and not terminated and waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
+        return ": " + ": ".join(filter(None, (waiting["reason"], waiting.get("message"))))
+    if terminated and terminated.get("exitCode"):
+        ended = f" ended with exit code {terminated['exitCode']}"
+        if terminated.get("reason") in (None, "Error"):
+            return ended
+        return f"{ended} ({': '.join(filter(None, (terminated['reason'], terminated.get('message'))))})"
+    if status.get("phase") == "Failed":
+        return ": " + (": ".join(filter(None, (status.get("reason"), status.get("message")))) or "failed")
+    return ""

@@ -1,0 +1,66 @@
+"""What a worker's container does before it is ended (its preStop): `python3 -m hvdcomp.tools.launch.k8s.warn`.
+
+Kubernetes would send SIGTERM to sshd alone, and with it end all ranks of the pod at once. This warns them with SIGUSR1,
+and returns when they have ended; Kubernetes gives it as long as the pod's grace period. Ranks agree on when to save, so
+those of other pods need no warning.
+
+`python3 -m hvdcomp.tools.launch.k8s.warn all` sends SIGUSR2 once. It tells the ranks of an elastic job that all of them
+are to end; at SIGUSR1 those of other pods go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from hvdcomp.tools.launch.k8s.launcher import WARN_EVERY
+
+_LOOK_EVERY = 0.5
+_HOROVODRUN = b"HOROVOD_RANK="
+"""A variable that horovodrun gives to ranks, which ssh starts in a shell."""
+
+
+def ranks(processes: Path = Path("/proc")) -> list[int]:
+    """The processes that Open MPI's daemon or horovodrun has started in this container."""
+    names: dict[int, str] = {}
+    parents: dict[int, int] = {}
+    started: set[int] = set()
+    for folder in processes.glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended, or is sshd's own
+            # "12 (the name) S 1 ...", where the name may have anything in it
+            before, _, after = (folder / "stat").read_text(errors="replace").rpartition(")")
+            state, parent = after.split()[:2]
+            if state != "Z":
+                number = int(folder.name)
+                names[number], parents[number] = before.partition("(")[2], int(parent)
+                if any(variable.startswith(_HOROVODRUN) for variable in (folder / "environ").read_bytes().split(b"\0")):
+                    started.add(number)
+    first = {number for number in started if parents[number] not in started}  # the others are what ranks have started
+    return sorted(first | {number for number, parent in parents.items() if names.get(parent) == "orted"})
+
+
+def warn() -> None:
+    """Warn the ranks, again and again, until there are none."""
+    warned = -float(WARN_EVERY)
+    while processes := ranks():
+        if time.monotonic() - warned >= WARN_EVERY:
+            _send(processes, signal.SIGUSR1)
+            warned = time.monotonic()
+        time.sleep(_LOOK_EVERY)
+
+
+def _send(processes: list[int], number: signal.Signals) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, number)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["all"]:
+        _send(ranks(), signal.SIGUSR2)
+    else:
+        warn()

@@ -1,0 +1,175 @@
+"""The batch script of a job: the template `job.sh` with the job's own lines in it.
+
+A line of the template that is a mark, such as `#@options`, is replaced by lines made here. What a user wrote enters the
+script through `quoted` alone, after the first line that is no comment, where sbatch looks for no options any more; what
+stands before it was checked by `SlurmJob`.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+from hvdcomp.tools.launch.job import HOROVOD_ON_GPUS
+from hvdcomp.tools.launch.promise import EXIT_SAVED
+from hvdcomp.tools.launch.slurm.settings import SlurmJob
+
+_TEMPLATE = Path(__file__).with_name("job.sh")
+# srun returns the largest code of all ranks, and those that it kills because one failed have large ones: the first that
+# fails notes its own. Where srun cannot start a rank at all it may return 0: one that ended well notes that too. srun's
+# signals reach the program itself, whatever started it.
+_SRUN_RANK: tuple[str, ...] = (
+    'notes="$PWD/.job-$SLURM_JOB_ID"',
+    'rm -rf "$notes"',
+    'mkdir "$notes" || { echo "job $SLURM_JOB_ID: submit from a folder that the nodes can write to"; exit 1; }',
+    'note=$(printf %q "$notes")',
+    "rank=\"trap '' USR1; trap : TERM; $program; code=\\$?",
+    "if [ \\$code = 0 ]; then : > $note/ended; else (set -C; echo \\$code > $note/code) 2>/dev/null; fi",
+    'exit \\$code"',
+)
+_SRUN_CODE = (
+    'if [ -s "$notes/code" ]; then',
+    '  code=$(cat "$notes/code")',
+    'elif [ "$code" = 0 ] && [ ! -e "$notes/ended" ]; then',
+    '  echo "job $SLURM_JOB_ID: srun started no rank"',
+    "  code=1",
+    "fi",
+    'rm -rf "$notes"',
+)
+# srun itself would call its option unknown, and not say what is missing.
+_PYXIS = (
+    "if ! srun --help | grep -q -e --container-image; then",
+    '  echo "job $SLURM_JOB_ID: srun has no --container-image here: enroot needs the plugin pyxis. Ask for it,'
+    ' or take container = apptainer"',
+    "  exit 1",
+    "fi",
+)
+# mpirun returns the code of the rank that failed first, and signals the process that it started.
+_MPIRUN_RANK: tuple[str, ...] = ("rank=\"trap '' USR1; exec $program\"",)
+# srun's --gpu-bind=none is no way: under it Slurm 22.05 sets no CUDA_VISIBLE_DEVICES, so that ranks may see the GPUs of
+# other jobs.
+_ALL_GPUS = (
+    "# Each rank sees all GPUs of its job on its node, which is Slurm's default, and takes that of its local rank.",
+    "# With --gpus-per-task or --gpu-bind it would see its own alone, as number 0: a program that takes the GPU of its",
+    "# local rank would find none, and NCCL might not reach the neighbours' GPUs directly, as over NVLink.",
+    "unset SLURM_GPU_BIND SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU SLURM_TRES_BIND SLURM_TRES_PER_TASK",
+)
+# A node may run ranks of several jobs, so each job has a port by its number. It lies below those that Linux hands out.
+_TORCH = (
+    "",
+    "# Where torch.distributed's ranks find each other: the first node, which has rank 0.",
+    'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+    "MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))",
+    'export MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID="$SLURM_JOB_ID"',
+)
+_PLAIN_BYTES = set(range(0x20, 0x7F)) - set(b"'\\")
+
+
+def batch_script(settings: SlurmJob) -> str:
+    """The script that sbatch is given."""
+    job = settings.job
+    lines_of = {
+        "#@options": [f"#SBATCH --{option}" for option in _options(settings)],
+        "#@modules": [f"module load {shlex.quote(module)}" for module in settings.modules],
+        "#@torch": list(_TORCH if job.backend == "torch" else ()),
+        "#@environment": [f"export {name}={quoted(value)}" for name, value in _variables(settings).items()],
+        "#@command": [f"  {quoted(argument)}" for argument in job.program],
+        "#@program": [f"""program="$(printf '%q ' {_apptainer(settings)}"${{command[@]}}")\""""],
+        "#@launch": _launch(settings),
+        "#@code": list(_SRUN_CODE if settings.launcher == "srun" else ()),
+        "#@constants": [
+            f"saved={EXIT_SAVED}  # the exit code of ranks that saved a checkpoint and stopped when they were warned",
+            f"max_requeues={settings.max_requeues if settings.requeue else 0}",
+        ],
+    }
+    template = _TEMPLATE.read_text(encoding="utf-8").splitlines()
+    return "\n".join(line for mark in template for line in lines_of.get(mark, [mark])) + "\n"
+
+
+def quoted(text: str) -> str:
+    """One word of bash that stands for this text, without a line end in it: sbatch refuses carriage returns."""
+    if text.isprintable():
+        return shlex.quote(text)
+    return "$'" + "".join(chr(byte) if byte in _PLAIN_BYTES else f"\\{byte:03o}" for byte in text.encode()) + "'"
+
+
+def log_name(name: str, job_id: int | str = "%j") -> str:
+    """The file in `log_folder` that a job writes to, over all its starts."""
+    return f"{name}-{job_id}.log"
+
+
+def _options(settings: SlurmJob) -> list[str]:
+    """Options of sbatch, without their hyphens."""
+    nodes, tasks = settings.shape
+    options = [
+        f"job-name={settings.job.name}",
+        f"nodes={nodes}",
+        f"ntasks={settings.job.ranks}",
+        f"ntasks-per-node={tasks}",
+        f"cpus-per-task={settings.cpus_per_task}",
+        f"time={settings.time}",
+        f"signal=B:USR1@{settings.warning_seconds}",
+        f"output={settings.log_folder}/{log_name(settings.job.name)}",
+        "open-mode=append",
+        "requeue" if settings.requeue else "no-requeue",
+    ]
+    if settings.gpus_per_node:
+        options.append(f"gpus-per-node={settings.gpus_per_node}")
+    if settings.gres:
+        options.append(f"gres={','.join(settings.gres)}")
+    if settings.memory is not None:
+        options.append(f"mem={settings.memory}")
+    for name in ("partition", "account", "qos", "constraint", "reservation"):
+        value = getattr(settings, name)
+        if value is not None:
+            options.append(f"{name}={value}" if re.fullmatch(r"[\w.+-]+", value) else f'{name}="{value}"')
+    return options
+
+
+def _variables(settings: SlurmJob) -> dict[str, str]:
+    """Of every rank. The job's own win."""
+    on_gpus = bool(settings.gpus_per_node) and settings.job.backend == "horovod"
+    return (HOROVOD_ON_GPUS if on_gpus else {}) | dict(settings.job.environment)
+
+
+def _launch(settings: SlurmJob) -> list[str]:
+    """Lines that set the array `launch`, of words as bash reads them."""
+    if settings.launcher == "srun":
+        words = [
+            "srun",
+            f"--mpi={settings.mpi or ('none' if settings.job.backend == 'torch' else 'pmix')}",
+            f"--ntasks={settings.job.ranks}",
+            f"--cpus-per-task={settings.cpus_per_task}",
+            "--kill-on-bad-exit=1",
+            *_pyxis(settings),
+        ]
+        rank = (*_PYXIS, *_SRUN_RANK) if settings.container == "enroot" else _SRUN_RANK
+    else:
+        words = ["mpirun", "-np", str(settings.job.ranks), "--bind-to", "none"]
+        rank = _MPIRUN_RANK
+    gpus = _ALL_GPUS if settings.gpus_per_node else ()
+    return [*rank, *gpus, f'launch=({" ".join(words)} bash -c "$rank")']
+
+
+def _apptainer(settings: SlurmJob) -> str:
+    """The words that stand before the program."""
+    if settings.container != "apptainer":
+        return ""
+    assert settings.image is not None
+    gpus = ["--nv"] if settings.gpus_per_node else []
+    mounts = [f"--bind={quoted(mount)}" for mount in settings.mounts]
+    return " ".join(["apptainer", "exec", *gpus, *mounts, quoted(settings.image)]) + " "
+
+
+def _pyxis(settings: SlurmJob) -> list[str]:
+    if settings.container != "enroot":
+        return []
+    assert settings.image is not None
+    # The folder that the job was submitted from is mounted too, as Apptainer does by itself.
+    mounts = "".join(f",{mount if ':' in mount else f'{mount}:{mount}'}" for mount in settings.mounts)
+    return [
+        f"--container-image={quoted(settings.image)}",
+        f'--container-mounts="$PWD:$PWD"{quoted(mounts) if mounts else ""}',
+        '--container-workdir="$PWD"',
+    ]

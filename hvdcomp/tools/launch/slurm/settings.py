@@ -1,0 +1,241 @@
+"""What Slurm must be told of a job beside the program, checked before anything is submitted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.tools.launch.job import Job
+
+# Slurm's own forms of a time limit: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS.
+_TIME = re.compile(
+    r"(?:(?P<days>\d+)-(?P<hours>\d+)(?::(?P<minutes>\d+)(?::(?P<seconds>\d+))?)?"
+    r"|(?:(?P<h>\d+):)?(?P<m>\d+):(?P<s>\d+)|(?P<plain>\d+))"
+)
+_MEMORY = re.compile(r"[1-9]\d*[KMGT]?")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
+_MODULE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]*")
+_FEATURES = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:&|*()\[\],-]*")
+# A generic resource: its name, maybe a type of it, and how many.
+_RESOURCE = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9_-]*)(?::[A-Za-z_][A-Za-z0-9_.-]*)?(?::[1-9]\d*[KMG]?)?")
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """A job for Slurm. All but `job` are keys of the table [slurm] and flags of `hvdcomp launch slurm`.
+
+    Attributes:
+        job: the program, its ranks and its environment.
+        nodes, tasks_per_node: their product must be `job.ranks`. One of them follows from the other and the ranks;
+            without both it is one node. The ranks follow from them, or from nodes and GPUs: see `ranks_of`.
+        cpus_per_task: cores for each rank.
+        gpus_per_node: 0 for none.
+        gres: other generic resources of each node, as for `sbatch --gres`, such as "nic:1".
+        memory: of each node, such as "64G"; None leaves it to the cluster.
+        time: the limit of each start, in any form of `sbatch --time`; the warning comes before it ends. Time in which
+            the job waits does not count.
+        warning_seconds: how long before the limit the ranks are told to save and stop. Slurm may tell them up to a
+            minute earlier.
+        requeue: whether a job that saved and stopped is queued again.
+        max_requeues: after which it is not.
+        launcher: srun starts the ranks, or Open MPI's mpirun.
+        mpi: srun's plugin; see `srun --mpi=list`. None is pmix for Horovod, and none for torch.distributed.
+        partition, account, qos, constraint, reservation: as for sbatch.
+        modules: environment modules to load first.
+        container: what runs `image`: Apptainer, or enroot through srun's plugin pyxis.
+        image: its file or name.
+        mounts: folders of the node that the container sees, "/outside:/inside" or "/both".
+        log_folder: where the job's output goes, seen from all nodes.
+
+    Raises:
+        ConfigurationError: names the field and the way out.
+    """
+
+    job: Job
+    nodes: int | None = None
+    tasks_per_node: int | None = None
+    cpus_per_task: int = 1
+    gpus_per_node: int = 0
+    gres: tuple[str, ...] = ()
+    memory: str | None = None
+    time: str = "01:00:00"
+    warning_seconds: int = 120
+    requeue: bool = True
+    max_requeues: int = 100
+    launcher: Literal["srun", "mpirun"] = "srun"
+    mpi: str | None = None
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    reservation: str | None = None
+    modules: tuple[str, ...] = ()
+    container: Literal["none", "apptainer", "enroot"] = "none"
+    image: str | None = None
+    mounts: tuple[str, ...] = ()
+    log_folder: str = "."
+
+    def __post_init__(self) -> None:
+        self._check_sizes()
+        self._check_time()
+        if self.memory is not None and not _MEMORY.fullmatch(self.memory):
+            raise ConfigurationError(
+                f"memory: {self.memory!r} is not an amount for Slurm: take a whole number and K, M, G or T, such as "
+                '"64G"; without a letter it is megabytes'
+            )
+        for field in ("mpi", "partition", "account", "qos", "reservation"):
+            self._check_word(field, getattr(self, field), _NAME, "letters, digits and _ . + -")
+        self._check_word("constraint", self.constraint, _FEATURES, "names of features joined by &, | or , in [ ]")
+        for module in self.modules:
+            self._check_word("modules", module, _MODULE, "the names that `module avail` lists, such as cuda/12.6")
+        self._check_resources()
+        self._check_container()
+        self._check_log_folder()
+
+    @staticmethod
+    def ranks_of(given: Mapping[str, Any]) -> int | None:
+        """The ranks of a job of which only these fields are given: as many as `tasks_per_node` says on each node, or
+        one for each GPU. None if neither is given."""
+        on_each = given.get("tasks_per_node") or given.get("gpus_per_node")
+        # What is below 1 is refused later, by the name of the field that says so.
+        return max(1, on_each) * max(1, given.get("nodes") or 1) if on_each else None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The number of nodes, and of ranks on each of them."""
+        if self.tasks_per_node is None:
+            nodes = 1 if self.nodes is None else self.nodes
+            return nodes, self.job.ranks // nodes
+        nodes = self.job.ranks // self.tasks_per_node if self.nodes is None else self.nodes
+        return nodes, self.tasks_per_node
+
+    def flags(self, names: Iterable[str]) -> str:
+        """Fields, or "ranks", as flags with what Slurm is told: also where that is a default, or follows from others.
+
+        Of those that are not set the first alone is named.
+        """
+        nodes, tasks = self.shape
+        values: dict[str, Any] = {**vars(self), "ranks": self.job.ranks, "nodes": nodes, "tasks_per_node": tasks}
+        words: list[str] = []
+        for place, name in enumerate(names):
+            flag = f"--{name.replace('_', '-')}"
+            value = values[name]
+            words += [f"{flag} {word}" for word in (value if isinstance(value, tuple) else (value,)) if word]
+            if not value and place == 0:
+                words.append(f"no {flag}")
+        return ", ".join(words)
+
+    def _check_sizes(self) -> None:
+        for field in ("nodes", "tasks_per_node", "cpus_per_task"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise ConfigurationError(f"{field}: {value} is too few: take 1 or more")
+        for field in ("gpus_per_node", "max_requeues"):
+            if getattr(self, field) < 0:
+                raise ConfigurationError(f"{field}: {getattr(self, field)} is below 0: take 0 for none")
+        nodes, tasks = self.shape
+        if self.job.ranks != nodes * tasks:
+            raise ConfigurationError(f"ranks: {self.job.ranks} ranks do not fill {self._misfit()}")
+        if self.gpus_per_node and tasks > self.gpus_per_node:
+            raise ConfigurationError(
+                f"gpus_per_node: {self.gpus_per_node} GPUs are too few for {tasks} ranks on each node, of which each "
+                "takes its own: ask for as many, or share the ranks out over more nodes (nodes)"
+            )
+
+    def _misfit(self) -> str:
+        """What the ranks do not fill, and the way out."""
+        if self.tasks_per_node is None:
+            return f"{self.nodes} nodes evenly: take a multiple of {self.nodes} (ranks), or other nodes (nodes)"
+        if self.nodes is None:
+            return (
+                f"nodes of {self.tasks_per_node} tasks (tasks_per_node): take a multiple of {self.tasks_per_node}, or "
+                "leave tasks_per_node out"
+            )
+        return (
+            f"{self.nodes} nodes of {self.tasks_per_node} tasks (tasks_per_node), which are "
+            f"{self.nodes * self.tasks_per_node}: leave nodes or tasks_per_node out, which then follows from the ranks"
+        )
+
+    def _check_resources(self) -> None:
+        for resource in self.gres:
+            match = _RESOURCE.fullmatch(resource)
+            if match is None:
+                raise ConfigurationError(
+                    f"gres: {resource!r} is not a resource of Slurm: write NAME, NAME:COUNT or NAME:TYPE:COUNT, such "
+                    "as nic:1"
+                )
+            if match["name"] == "gpu":
+                raise ConfigurationError(f"gres: {resource!r} would ask for GPUs a second time: set gpus_per_node")
+
+    def _check_time(self) -> None:
+        seconds = seconds_of(self.time)
+        if seconds < 60:
+            raise ConfigurationError(f"time: {self.time!r} is less than the minute in which Slurm counts: take more")
+        if not 1 <= self.warning_seconds <= 65535:
+            raise ConfigurationError(f"warning_seconds: {self.warning_seconds} is not from 1 to 65535: take some")
+        if self.warning_seconds >= seconds:
+            raise ConfigurationError(
+                f"warning_seconds: {self.warning_seconds} s before the end of time {self.time!r} ({seconds} s) is "
+                "before the start: take a longer time or a shorter warning"
+            )
+
+    def _check_container(self) -> None:
+        if self.container == "none":
+            for field in ("image", "mounts"):
+                if getattr(self, field):
+                    raise ConfigurationError(f'{field}: it needs a container: set container to "apptainer" or "enroot"')
+            return
+        if not self.image:
+            raise ConfigurationError(f'image: container "{self.container}" needs one: give its file or name')
+        _check_plain("image", self.image)
+        if self.image.startswith("-"):
+            raise ConfigurationError(f"image: {self.image!r} starts with a hyphen: write ./{self.image}")
+        for mount in self.mounts:
+            _check_plain("mounts", mount)
+            parts = mount.split(":")
+            if "," in mount or len(parts) > 3 or not all(part.startswith("/") for part in parts[:2]):
+                raise ConfigurationError(
+                    f"mounts: {mount!r} is not a folder to mount: write /folder, or /outside:/inside, without commas"
+                )
+        if self.container == "enroot" and self.launcher != "srun":
+            raise ConfigurationError(
+                'launcher: enroot is started by srun\'s plugin pyxis, not by mpirun: set launcher to "srun"'
+            )
+
+    def _check_log_folder(self) -> None:
+        _check_plain("log_folder", self.log_folder)
+        # Slurm replaces %j and the like in this name, and its scripts know no sure way to escape quotes and blanks.
+        if not self.log_folder or re.search(r"[%\s\"'\\]", self.log_folder):
+            raise ConfigurationError(
+                f"log_folder: {self.log_folder!r} is empty or has a blank, a quote, a backslash or %, which Slurm does "
+                "not take as it is: name another folder"
+            )
+
+    def _check_word(self, field: str, value: str | None, pattern: re.Pattern[str], allowed: str) -> None:
+        if value is not None and not pattern.fullmatch(value):
+            raise ConfigurationError(f"{field}: {value!r} is not such a name: take {allowed}")
+
+
+def seconds_of(time: str) -> int:
+    """A time limit in seconds.
+
+    Raises:
+        ConfigurationError: it is in none of the forms that sbatch takes.
+    """
+    match = _TIME.fullmatch(time)
+    if match is None:
+        raise ConfigurationError(
+            f"time: {time!r} is not a time limit: write minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS"
+        )
+    part = {name: int(text or 0) for name, text in match.groupdict().items()}
+    minutes = part["minutes"] + part["m"] + part["plain"]
+    hours = 24 * part["days"] + part["hours"] + part["h"]
+    return (60 * hours + minutes) * 60 + part["seconds"] + part["s"]
+
+
+def _check_plain(field: str, value: str) -> None:
+    if not value.isprintable():
+        raise ConfigurationError(f"{field}: {value!r} has characters that cannot be printed: take them out")

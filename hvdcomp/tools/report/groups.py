@@ -1,0 +1,109 @@
+"""Runs that differ in nothing but the seed: a group in the code, a series to those who read the report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hvdcomp.tools.report.runs import Run
+from hvdcomp.tools.report.turns import RATES, Turns
+from hvdcomp.tools.train.target import Target
+
+_WORK_OPTIONS = (
+    *("framework", "batch_size", "backward_passes_per_step", "sequence_length", "image_size"),
+    *("simulate_ranks", "link"),
+)
+
+
+@dataclass(eq=False)
+class Group:
+    """Runs of one experiment, one for each seed. `label` names it in legends."""
+
+    runs: list[Run]
+    label: str = ""
+    baseline_ms: float | None = None
+    turns: Turns | None = None
+
+    @property
+    def turns_ms(self) -> float | None:
+        """Median of a step that was measured in turns with the other methods, or None."""
+        return None if self.turns is None or self.spec is None else self.turns.ms.get(self.spec)
+
+    @property
+    def compared_ms(self) -> float | None:
+        """The time of a step that is compared with that of another group."""
+        return self.ms_per_step if self.turns_ms is None else self.turns_ms
+
+    def columns(self) -> dict[str, float | None]:
+        """What is known of a step in turns and on other networks."""
+        known = {"turns_ms": self.turns_ms}
+        for rate in RATES:
+            predicted = measured = None
+            if self.turns is not None and self.spec is not None:
+                predicted = self.turns.predicted_ms.get(self.spec, {}).get(rate)
+                measured = self.turns.measured_ms.get(rate, {}).get(self.spec)
+            known |= {f"predicted_ms_{rate}": predicted, f"measured_ms_{rate}": measured}
+        return known
+
+    @property
+    def setting(self) -> tuple[str | None, ...]:
+        """Model, data and number of ranks."""
+        return tuple(self.runs[0].text(key) for key in ("model", "data", "world_size"))
+
+    @property
+    def work(self) -> tuple[str | None, ...]:
+        """What two groups must share for the times of their steps to be compared."""
+        options = self.runs[0].compared_options
+        # What an earlier version did not have, its runs did without.
+        return (*self.setting, *(options.get(key, "None") for key in _WORK_OPTIONS))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all that compresses is the compressor of the spec."""
+        return self.runs[0].policy is None and self.runs[0].options.get("optimizer") != "compressed-adam"
+
+    @property
+    def spec(self) -> str | None:
+        return self.runs[0].spec
+
+    @property
+    def finished(self) -> list[Run]:
+        """The runs that trained to their end or to their target."""
+        return [run for run in self.runs if run.status == "finished"]
+
+    @property
+    def target(self) -> Target | None:
+        """The quality at which each of the runs was to end, if any."""
+        return self.runs[0].target
+
+    @property
+    def always_reached(self) -> bool:
+        """Whether each of the runs reached its target."""
+        return all(run.reached is not None for run in self.runs)
+
+    @property
+    def metric(self) -> str | None:
+        return next((run.metric for run in self.runs if run.metric), None)
+
+    @property
+    def ms_per_step(self) -> float | None:
+        known = [run.ms_per_step for run in self.runs if run.ms_per_step is not None]
+        return float(np.mean(known)) if known else None
+
+    @property
+    def quality(self) -> float | None:
+        """The mean of the runs' last accuracies (0 to 1) or perplexities."""
+        known = [run.quality for run in self.runs if run.quality is not None]
+        return float(np.mean(known)) if known else None
+
+    @property
+    def factor(self) -> float | None:
+        """The mean of the runs' compression factors."""
+        known = [run.compression_factor for run in self.runs if run.compression_factor is not None]
+        return float(np.mean(known)) if known else None
+
+    def phase(self, phase: str) -> float | None:
+        """Mean over the runs of the median milliseconds of one of PHASES, or None if it was not measured."""
+        known = [ms for run in self.runs if (ms := run.median(f"{phase}_ms")) is not None]
+        return float(np.mean(known)) if known else None

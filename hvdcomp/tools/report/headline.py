@@ -1,0 +1,130 @@
+"""What came out of the runs of one section, in a few sentences: to be read before any table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich import filesize
+
+from hvdcomp.tools.report.groups import Group
+from hvdcomp.tools.report.runs import three_digits
+from hvdcomp.tools.report.series import mean_to_target
+from hvdcomp.tools.report.table import Section
+from hvdcomp.tools.report.turns import RATES
+
+_AS_GOOD = {"accuracy": "within one point of", "perplexity": "within 10% of"}
+_POINT, _PERPLEXITY = 0.01, 1.1  # what is as good as dense training, as in docs/convergence.md
+_MORE = 1.1  # times fewer bytes: what is worth a sentence
+
+
+def headline(section: Section) -> list[str]:
+    """The sentences: who was first at a target, who won in bytes and in quality, and what is predicted for the slowest
+    link; none of one run."""
+    known = [group for group in section.groups if group.quality is not None and group.factor is not None]
+    if len(known) < 2 or section.metric is None:
+        return []
+    ended = _at_target(section) if section.has_targets else _bytes_and_quality(section, known)
+    return [*ended, *_slow_link(section)]
+
+
+def _at_target(section: Section) -> Iterator[str]:
+    """Which series reached the target first, and with fewest bytes, if all did the same work for the same one."""
+    groups = [group for group in section.groups if group.target is not None]
+    there = [group for group in groups if group.always_reached]
+    if len({(group.work, group.target) for group in groups}) != 1 or len(there) < 2:
+        return
+    times = {group: mean_to_target(group, "trained_seconds") or 0.0 for group in there}
+    sent = {group: mean_to_target(group, "bytes_sent") or 0.0 for group in there}
+    fastest, fewest = min(there, key=lambda group: times[group]), min(there, key=lambda group: sent[group])
+    dense = section.reference if section.reference in there else None
+    said = f"{_name(fastest)} reached {fastest.target} first, in {three_digits(times[fastest])} seconds of training"
+    if dense is not None and dense is not fastest and times[fastest]:
+        said += f", {times[dense] / times[fastest]:.1f} times as fast as {_name(dense)}"
+    yield f"{said}." if section.simulated is None else f"{said} ({section.simulated})."
+    said = f"{_name(fewest)} sent fewest bytes to get there, {filesize.decimal(round(sent[fewest]))}"
+    if dense is not None and dense is not fewest and sent[fewest]:
+        said += f", {sent[dense] / sent[fewest]:.1f} times fewer than {_name(dense)}"
+    yield f"{said}."
+
+
+def _bytes_and_quality(section: Section, known: list[Group]) -> Iterator[str]:
+    best = _best(section, known)
+    reference = next((group for group in known if group is section.reference), best)
+    good = [group for group in known if _as_good(section, group, reference)]
+    fewest, most = _fewest_bytes(section, good), _fewest_bytes(section, known)
+    if fewest is reference:
+        as_good = _AS_GOOD[section.metric or "accuracy"]
+        yield f"No method with fewer bytes ended {as_good} {_name(reference)} ({_quality(section, reference)})."
+    else:
+        yield (
+            f"{_name(fewest)} sent {_times(fewest)} fewer bytes than dense training, and ended at "
+            f"{_quality(section, fewest)}; {_name(reference)} ended at {_quality(section, reference)}."
+        )
+    if _saved(most) > _MORE * _saved(fewest):
+        yield f"{_name(most)} sent fewest, {_times(most)} fewer, but ended at {_quality(section, most)}."
+    if best not in (fewest, reference):
+        yield f"{_name(best)} ended best, at {_quality(section, best)}, with {_times(best)} fewer bytes."
+
+
+def _slow_link(section: Section) -> Iterator[str]:
+    turns = section.turns
+    if turns is None:
+        return
+    rate, words = next(iter(RATES.items()))
+    measured = rate in turns.measured_ms
+    kind, noise = ("measured", 0.0) if measured else ("predicted", turns.noise)
+    was, took = ("was", "took") if measured else ("is predicted to be", "is predicted to take")
+    there = ((group, group.columns()[f"{kind}_ms_{rate}"]) for group in section.groups)
+    times = {group: ms for group, ms in there if ms is not None}
+    if not times:
+        yield f"For a link of {words} nothing is predicted: this machine was too busy to measure what that takes."
+        return
+    fastest = min(times, key=lambda group: times[group])
+    reference = section.reference
+    if reference not in times:
+        yield f"On a link of {words}, a step of {_name(fastest)} {was} the fastest."
+    elif times[reference] / times[fastest] - 1 <= noise:
+        yield f"On a link of {words}, no method {was} faster than {_name(reference)}."
+    else:
+        yield (
+            f"On a link of {words}, a step of {_name(fastest)} {took} {times[fastest]:.3g} ms instead of "
+            f"{times[reference]:.3g}: {times[reference] / times[fastest]:.1f} times as fast as {_name(reference)}."
+        )
+        if reference.turns_ms and fastest.turns_ms:
+            where = "Without such a link" if measured else "Measured here"
+            yield f"{where}, it is {reference.turns_ms / fastest.turns_ms:.2f} times as fast."
+
+
+def _as_good(section: Section, group: Group, reference: Group) -> bool:
+    mine, its = group.quality, reference.quality
+    assert mine is not None
+    assert its is not None
+    return mine >= its - _POINT if section.metric == "accuracy" else mine <= its * _PERPLEXITY
+
+
+def _best(section: Section, groups: list[Group]) -> Group:
+    sign = 1 if section.metric == "accuracy" else -1
+    return max(groups, key=lambda group: sign * (group.quality or 0.0))
+
+
+def _fewest_bytes(section: Section, groups: list[Group]) -> Group:
+    """The one that sends least; of several such, the best."""
+    least = max(map(_saved, groups))
+    return _best(section, [group for group in groups if _saved(group) >= least])
+
+
+def _saved(group: Group) -> float:
+    return round(group.factor or 0.0, 1)
+
+
+def _times(group: Group) -> str:
+    return f"{group.factor:.1f} times"
+
+
+def _quality(section: Section, group: Group) -> str:
+    value = group.quality or 0.0
+    return f"{100 * value:.2f}% accuracy" if section.metric == "accuracy" else f"a perplexity of {value:.2f}"
+
+
+def _name(group: Group) -> str:
+    return group.label if group.label != "none" else "dense training"

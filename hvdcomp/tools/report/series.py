@@ -1,0 +1,183 @@
+"""What the runs of each series came to: means over the seeds with their 95% intervals, and what a target took."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from rich import filesize
+
+from hvdcomp.tools.report.groups import Group
+from hvdcomp.tools.report.runs import Run, finite, printable, three_digits
+from hvdcomp.tools.train.spread import Estimate, estimate
+
+REFERENCES = ("none", "fp16")
+"""Specs of the series whose time to a target others are compared with."""
+
+_FINAL: dict[str, Callable[[Run], float | None]] = {
+    "loss": lambda run: run.number("loss"),
+    "quality": lambda run: run.quality,
+    "bytes_sent": lambda run: run.number("bytes_sent"),
+    "compression_factor": lambda run: run.compression_factor,
+    "trained_seconds": lambda run: run.number("trained_seconds"),
+}
+_TARGET, _SPEED = "Target reached", "Speed to it vs "  # headings
+_TO_TARGET = {"steps_to_target": "step", "bytes_to_target": "bytes_sent", "seconds_to_target": "trained_seconds"}
+
+
+def series_rows(groups: Iterable[Group]) -> list[dict[str, Any]]:
+    """A row for each series, of numbers rather than texts. Its means are over the runs that finished."""
+    groups = list(groups)
+    return [_row(group, groups) for group in groups]
+
+
+def _row(group: Group, others: list[Group]) -> dict[str, Any]:
+    first = group.runs[0]
+    target = None if group.target is None else str(group.target)
+    reached = [run for run in group.runs if run.reached is not None]
+    row: dict[str, Any] = {
+        "series": group.label,
+        "spec": first.spec,
+        "policy": first.policy,
+        "model": first.text("model"),
+        "data": first.text("data"),
+        "world_size": first.count("world_size"),
+        "simulated_link": first.simulated_link,
+        "seeds": len(_by_seed(group.runs, lambda run: 0.0)),
+        "runs": len(group.runs),
+        "unfinished": ", ".join(_unfinished(group)),
+        "metric": group.metric,
+        "target": target,
+        "reached": None if target is None else len(reached),
+    }
+    for key, get in _FINAL.items():
+        row |= _columns(key, estimate(_by_seed(group.finished, get)))
+    for key, name in _TO_TARGET.items():
+        row |= _columns(key, _to_target(group, name))
+    for spec in REFERENCES:
+        row |= _speed(group, spec, others)
+    return row
+
+
+def _columns(key: str, known: Estimate | None) -> dict[str, float | None]:
+    return {key: None, f"{key}_ci95": None} if known is None else {key: known.mean, f"{key}_ci95": known.half}
+
+
+def _by_seed(runs: Iterable[Run], get: Callable[[Run], float | None]) -> list[float]:
+    """A value for each seed. That of a seed that was run again is a mean: it is no further sample."""
+    values: dict[Any, list[float]] = {}
+    for run in runs:
+        value, seed = get(run), run.count("seed")
+        if value is not None:
+            values.setdefault(run.folder if seed is None else seed, []).append(value)
+    return [statistics.fmean(those) for those in values.values()]
+
+
+def _unfinished(group: Group) -> list[str]:
+    """How many runs ended in which way other than by finishing."""
+    counts: dict[str, int] = {}
+    for run in group.runs:
+        if run.status != "finished":
+            counts[run.status] = counts.get(run.status, 0) + 1
+    return [f"{count} {printable(status)}" for status, count in counts.items()]
+
+
+def mean_to_target(group: Group, name: str) -> float | None:
+    """What the target took ("step", "bytes_sent" or "trained_seconds"), over the runs that reached it; None of none."""
+    known = _to_target(group, name)
+    return None if known is None else known.mean
+
+
+def _to_target(group: Group, name: str) -> Estimate | None:
+    """What the target took, over the runs that reached it."""
+    return estimate(_by_seed(group.runs, lambda run: None if run.reached is None else finite(run.reached[name])))
+
+
+def _speed(group: Group, spec: str, others: Iterable[Group]) -> dict[str, Any]:
+    """How many times as fast the target was reached as by the series of `spec` that did the same work, and over what.
+
+    Of several such the fastest counts, but one that always reached the target before one that did not.
+    """
+    mine = mean_to_target(group, "trained_seconds")
+    rivals = [other for other in others if other.spec == spec and other.is_plain and other.work == group.work]
+    times = {
+        rival: seconds
+        for rival in rivals
+        if rival.target == group.target and (seconds := mean_to_target(rival, "trained_seconds")) is not None
+    }
+    column = f"speed_to_target_vs_{spec}"
+    if not mine or not times:
+        return {column: None, f"{column}_over": None}
+    rival = min(times, key=lambda rival: (not rival.always_reached, times[rival]))
+    every = group.always_reached and rival.always_reached
+    return {column: times[rival] / mine, f"{column}_over": "all runs" if every else "runs that reached it"}
+
+
+def series_headings(groups: Iterable[Group]) -> list[str]:
+    """The headings of `series_cells`: those of a target only if any series has one."""
+    groups = list(groups)
+    metric = next((group.metric for group in groups if group.metric), None)
+    quality = {"accuracy": "Accuracy %", "perplexity": "Perplexity", None: "Quality"}[metric]
+    headings = ["Series", "Seeds", "Loss", quality, "Sent in all", "CF", "Seconds"]
+    if any(group.target is not None for group in groups):
+        headings += [_TARGET, "Steps to it", "Sent to it", "Seconds to it"]
+        with_target = {group.spec for group in groups if group.target is not None and group.is_plain}
+        headings += [_SPEED + spec for spec in REFERENCES if spec in with_target]
+    return headings
+
+
+def series_notes(groups: Iterable[Group]) -> list[str]:
+    """What has to be said of series for their numbers to be read rightly."""
+    groups = list(groups)
+    notes = []
+    if any(len(group.runs) > 1 for group in groups):
+        notes.append(
+            "Series: runs that differ in nothing but the seed. The numbers are means over the seeds, of the runs that "
+            "finished; ± is half the width of the 95% interval, by Student's t. Loss and quality are those at the end, "
+            "seconds those of training without evaluations."
+        )
+    if any(group.target is not None for group in groups):
+        notes.append(
+            "Steps, bytes and seconds to a target are means over the runs that reached it. Speed to it compares the "
+            "seconds with those of the fastest series of that spec with the same target, ranks, batch size and link. "
+            "With an asterisk: some of the runs compared did not reach it."
+        )
+    return notes
+
+
+def series_cells(row: dict[str, Any], headings: Sequence[str]) -> list[str]:
+    """The texts of one row, one for each of `series_headings`; a dash where nothing is known."""
+
+    def number(key: str, show: Callable[[float], str]) -> str:
+        if row[key] is None:
+            return "-"
+        half = row[f"{key}_ci95"]
+        return show(row[key]) + ("" if half is None or show(half) == show(0.0) else f" (±{show(half)})")
+
+    more = [f"{row['runs']} runs"] if row["runs"] != row["seeds"] else []
+    more += [row["unfinished"]] if row["unfinished"] else []
+    texts = [
+        row["series"],
+        str(row["seeds"]) + (f" ({', '.join(more)})" if more else ""),
+        number("loss", lambda v: f"{v:.3f}"),
+        number("quality", lambda v: f"{100 * v:.2f}" if row["metric"] == "accuracy" else f"{v:.2f}"),
+        number("bytes_sent", lambda v: filesize.decimal(round(v))),
+        number("compression_factor", lambda v: f"{three_digits(v)}x"),
+        number("trained_seconds", three_digits),
+    ]
+    if _TARGET in headings:
+        texts += [
+            "-" if row["target"] is None else f"{row['reached']} of {row['runs']} ({row['target']})",
+            number("steps_to_target", three_digits),
+            number("bytes_to_target", lambda v: filesize.decimal(round(v))),
+            number("seconds_to_target", three_digits),
+            *(_speed_cell(row, f"speed_to_target_vs_{spec}") for spec in REFERENCES if _SPEED + spec in headings),
+        ]
+    return texts
+
+
+def _speed_cell(row: dict[str, Any], column: str) -> str:
+    if row[column] is None:
+        return "-"
+    return f"{row[column]:.2f}x" + ("" if row[f"{column}_over"] == "all runs" else "*")

@@ -1,0 +1,353 @@
+"""Turns runs into the rows of the report. Runs that differ in nothing but the seed make one group, shown by
+its mean and spread; groups of one model and data set make a section, with its table and curves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from rich import filesize
+
+from hvdcomp.perfmodel import NOISY
+from hvdcomp.tools.report.groups import Group
+from hvdcomp.tools.report.runs import PHASES, Run, RunError, printable, three_digits
+from hvdcomp.tools.report.series import series_headings, series_notes, series_rows
+from hvdcomp.tools.report.turns import RATES, Turns
+
+_NO_BREAK = "\u00a0"  # space within a line of a heading
+_AVERAGED = (
+    *("quality", "ms_per_step", "bytes_sent_per_step", "bytes_in_node_per_step"),
+    *("compression_factor", "speed_vs_baseline"),
+)
+
+
+@dataclass(eq=False)
+class Section:
+    """The groups that share model and data, and so a table and curves. `reference` is the one that others are compared
+    with, of dense training if nothing else was asked for."""
+
+    model: str | None
+    data: str | None
+    groups: list[Group]
+    baseline: str = "dense"
+    reference: Group | None = None
+
+    @property
+    def metric(self) -> str | None:
+        return next((group.metric for group in self.groups if group.metric), None)
+
+    @property
+    def title(self) -> str:
+        return f"{self.model} on {self.data}" if self.model else "Unfinished runs, model not yet recorded"
+
+    @property
+    def runs(self) -> list[Run]:
+        return [run for group in self.groups for run in group.runs]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [row for group in self.groups for row in _rows(group)]
+
+    @property
+    def headings(self) -> list[str]:
+        quality = {"accuracy": "Accuracy %", "perplexity": "Perplexity", None: "Quality"}[self.metric]
+        on_links = [
+            f"{kind.capitalize()} ms{_NO_BREAK}at {', '.join(RATES[rate].replace(' ', _NO_BREAK) for rate in rates)}"
+            for kind, rates in self.on_links.items()
+        ]
+        return ["Run", "Spec", "Ranks", quality, "Sent per step", "CF", "ms per step", *on_links,
+                f"Speed vs {self.baseline}", "Ranks agree", "Encode / send / decode ms"]  # fmt: skip
+
+    @property
+    def has_series(self) -> bool:
+        """Whether any series has several runs or a target, so that there is more to say of it than of a run."""
+        return self.has_targets or any(len(group.runs) > 1 for group in self.groups)
+
+    @property
+    def has_targets(self) -> bool:
+        return any(group.target is not None for group in self.groups)
+
+    @property
+    def series(self) -> list[dict[str, Any]]:
+        """A row for each series: what its runs came to."""
+        return series_rows(self.groups)
+
+    @property
+    def series_headings(self) -> list[str]:
+        return series_headings(self.groups)
+
+    @property
+    def simulated(self) -> str | None:
+        """What the times of simulated ranks are, if there are such."""
+        links = [run.simulated_link for run in self.runs if run.simulated_link is not None]
+        if not links:
+            return None
+        return f"computing measured, exchange predicted for {' and '.join(sorted(set(links)))}"
+
+    @property
+    def turns(self) -> Turns | None:
+        """Where the steps that were measured in turns are from, if any were."""
+        return next((group.turns for group in self.groups if group.turns_ms is not None), None)
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether there are steps that were measured in turns."""
+        return self.turns is not None
+
+    @property
+    def on_links(self) -> dict[str, list[str]]:
+        """For which keys of RATES steps were "measured", and for which others they are "predicted" and can be
+        trusted."""
+        if self.turns is None:
+            return {}
+        measured = [rate for rate in RATES if rate in self.turns.measured_ms]
+        predicted = [rate for rate in RATES if rate not in measured and any(self.turns.predicted_ms.values())]
+        return {kind: rates for kind, rates in (("measured", measured), ("predicted", predicted)) if rates}
+
+    def notes(self) -> list[str]:
+        """What has to be said of the table for its times to be read rightly, and what could not be shown."""
+        notes = []
+        real = [run for run in self.runs if run.summary and run.simulated_link is None]
+        if real and all(run.shares_one_machine for run in real):
+            sizes = sorted({run.count("world_size") or 0 for run in real})
+            ranks = " or ".join(map(str, sizes)) + (" real" if self.simulated else "")
+            notes.append(
+                f"The {ranks} ranks of a run share one machine: they take its cores from each other, and what they "
+                "exchange passes through its memory. Compression has little to gain here, and may be slower."
+            )
+        if self.simulated:
+            notes.append(f"Simulated ranks: {self.simulated}. What packets and sockets cost a processor is left out.")
+        notes += series_notes(self.groups)
+        notes += [
+            f"The decisions of {run.name} are not drawn: {printable(run.decisions.left_out)}."
+            for run in self.runs
+            if run.decisions is not None and run.decisions.left_out
+        ]
+        if self.turns is not None:
+            notes.append(
+                "ms per step: the methods took turns, a few steps at a time, so that whatever else the machine did "
+                "fell on all alike; medians, and those of none and fp16 are Horovod's own. With an asterisk: of its "
+                "own training alone, not to be compared."
+            )
+            if measured := self.on_links.get("measured"):
+                notes.append(
+                    f"Measured at {' and '.join(RATES[rate] for rate in measured)}: the same steps of the same ranks, "
+                    "each on an emulated host with such a link (docs/emulated-cluster.md)."
+                )
+            notes.append(_predicted_note(self.turns))
+        return notes
+
+
+def _predicted_note(turns: Turns) -> str:
+    """What predictions rest on, or why there are none."""
+    links = " or ".join(words for rate, words in RATES.items() if rate not in turns.measured_ms)
+    worst = next(iter(turns.noisy), None)
+    why = ""
+    if worst is not None:
+        why = (
+            f"Measurements of the calibration that differed by more than {NOISY:.0%} when they were repeated: "
+            f"{len(turns.noisy)}. What counts most is {worst}: {turns.noisy[worst]:.0%}. "
+        )
+    if turns.calibrations > 1:
+        why += f"So it was calibrated {turns.calibrations} times, and the predictions are compared. "
+    if not any(turns.predicted_ms.values()):
+        return (
+            f"No step is predicted for links of {links}, as the performance model could not be calibrated here. {why}"
+            f"A prediction could be wrong by {turns.doubt:.0%}. Try it while nothing else is running."
+        )
+    said = (
+        f"Predicted, not measured: a step of {turns.world_size} such ranks with a link of {links} between them, by "
+        f"the performance model, which was calibrated in the same minutes. {why}Predictions may be wrong by "
+        f"{turns.noise:.0%}; smaller differences mean nothing."
+    )
+    if turns.doubt > NOISY:
+        said += f" A dash is in place of those that may be wrong by more than {NOISY:.0%}."
+    return said
+
+
+def make_sections(runs: Iterable[Run], baseline: str | None = None, turns: Turns | None = None) -> list[Section]:
+    """Group the runs, find each group's baseline and sort them into sections.
+
+    Args:
+        baseline: name or spec of the run that the others' speed is compared with; the spec "none" by default.
+        turns: steps of these runs that were measured in turns, and then count for their speed.
+
+    Raises:
+        RunError: no run is called `baseline`, or `turns` are of none of the runs.
+    """
+    grouped: dict[Any, Group] = {}
+    for run in runs:
+        group = Group([run])
+        same = (*group.setting, group.spec, frozenset(run.compared_options.items()))
+        # Without a summary it is not known what a run was, so it stays alone.
+        grouped.setdefault(same if run.summary else run.folder, Group([])).runs.append(run)
+    groups = list(grouped.values())
+    _set_labels(groups)
+    if turns is not None:
+        _set_turns(groups, turns)
+    references = _set_baselines(groups, baseline)
+    sections: dict[Any, Section] = {}
+    for group in groups:
+        model, data, _ = group.setting
+        # A model and its data have one metric, but a run may have ended before its first evaluation.
+        key = (model, data) if model else (None, group.metric)
+        section = sections.setdefault(key, Section(model, data, [], "dense" if baseline is None else "baseline"))
+        section.groups.append(group)
+        if section.reference is None and group in references:
+            section.reference = group
+    return list(sections.values())
+
+
+def _set_labels(groups: list[Group]) -> None:
+    """Label each group with its spec, its policy and the options that tell it from others of that spec."""
+    for group in groups:
+        rivals = [g for g in groups if g.spec == group.spec and g.setting[:2] == group.setting[:2]]
+        described = {id(g): _described(g) for g in rivals}
+        own = described[id(group)]
+        telling = [k for k in own if k != "policy" and any(other.get(k) != own[k] for other in described.values())]
+        run = group.runs[0]
+        group.label = ", ".join(part for part in (run.spec, run.policy) if part)
+        if not run.summary or not run.spec:
+            group.label = f"{run.name} ({run.status})" + (f": {group.label}" if group.label else "")
+        elif telling:
+            group.label += " (" + ", ".join(f"{key}={own[key]}" for key in telling) + ")"
+
+
+def _described(group: Group) -> dict[str, str | None]:
+    """What a label may tell of a group: its options, and its ranks, which are an option only if they are simulated."""
+    options = {key: value for key, value in group.runs[0].compared_options.items() if key != "simulate_ranks"}
+    ranks = group.setting[2]
+    return {**options, "ranks": ranks if group.runs[0].simulated_link is None else f"{ranks} simulated"}
+
+
+def _set_turns(groups: list[Group], turns: Turns) -> None:
+    for group in groups:
+        if turns.fits(group.setting, group.runs[0].compared_options):
+            group.turns = turns
+    if not any(group.turns_ms is not None for group in groups):
+        raise RunError(
+            f"the steps measured in turns are of {turns.model} on {turns.data}, {turns.world_size} ranks and batches "
+            f"of {turns.batch_size}, with {', '.join(turns.ms)}, and none of the runs is"
+        )
+
+
+def _set_baselines(groups: list[Group], wanted: str | None) -> list[Group]:
+    """Gives each group the time that it is compared with, and returns those groups that are baselines."""
+
+    def answers(group: Group) -> bool:
+        if wanted is None:
+            return group.spec == "none"
+        return wanted in (group.spec, group.label, *(run.name for run in group.runs))
+
+    if wanted is not None and not any(map(answers, groups)):
+        names = ", ".join(run.name for group in groups for run in group.runs)
+        raise RunError(f"no run or spec is called {wanted!r}, to be the baseline; the runs are: {names}")
+    for group in groups:
+        if group.runs[0].summary:
+            same_work = (other for other in groups if answers(other) and other.work == group.work)
+            group.baseline_ms = next((other.compared_ms for other in same_work), None)
+    return list(filter(answers, groups))
+
+
+def _rows(group: Group) -> list[dict[str, Any]]:
+    """One row for the group, of numbers rather than texts; and one for each run if it has several."""
+    if len(group.runs) == 1:
+        return [_row("run", group.runs[0].name, group.runs, group)]
+    average = _row("mean", f"mean of {len(group.runs)} runs", group.runs, group)
+    return [average, *(_row("seed", run.name, [run], group) for run in group.runs)]
+
+
+def _row(kind: str, name: str, runs: list[Run], group: Group) -> dict[str, Any]:
+    """The numbers of `runs`, of a group; `kind` is "run", or "mean" of several or "seed" for one of these."""
+    first = runs[0]
+
+    def agreed(get: Callable[[Run], Any]) -> Any:
+        values = {get(run) for run in runs}
+        return values.pop() if len(values) == 1 else None
+
+    row: dict[str, Any] = {
+        "kind": kind,
+        "run": name,
+        "runs": len(runs),
+        "spec": first.spec,
+        "policy": first.policy,
+        "decisions": agreed(lambda run: None if run.decisions is None else run.decisions.made),
+        "model": first.text("model"),
+        "data": first.text("data"),
+        "world_size": first.count("world_size"),
+        "seed": agreed(lambda run: run.count("seed")),
+        "status": ", ".join(dict.fromkeys(run.status for run in runs)),
+        "metric": Group(runs).metric,
+    }
+    for key in _AVERAGED:
+        values = [value for run in runs if (value := _value(run, key, group)) is not None]
+        row[key] = float(np.mean(values)) if values else None
+        row[f"{key}_min"], row[f"{key}_max"] = (min(values), max(values)) if values else (None, None)
+    checks = [run.identical for run in runs]
+    row["identical"] = False if False in checks else None if None in checks else True
+    for phase in PHASES:
+        row[f"{phase}_ms"] = Group(runs).phase(phase)
+    row.update(group.columns() if kind != "seed" else dict.fromkeys(group.columns()))
+    row["folder"] = agreed(lambda run: printable(run.folder))
+    return row
+
+
+def _value(run: Run, key: str, group: Group) -> float | None:
+    if key == "speed_vs_baseline":
+        ms = run.ms_per_step if group.turns_ms is None else group.turns_ms
+        return group.baseline_ms / ms if group.baseline_ms and ms else None
+    return getattr(run, key)
+
+
+def cells(row: dict[str, Any], in_turns: bool = False, on_links: Mapping[str, list[str]] | None = None) -> list[str]:
+    """The texts of one row in the order of `Section.headings`; a dash where nothing is known.
+
+    Args:
+        in_turns: of the section: times of single trainings are then marked.
+        on_links: of the section: its kinds of times have a place of their own.
+    """
+
+    def number(key: str, show: Callable[[float], str]) -> str:
+        if row[key] is None:
+            return "-"
+        low, high = show(row[f"{key}_min"]), show(row[f"{key}_max"])
+        return show(row[key]) + ("" if low == high else f" ({low}-{high})")
+
+    def plain(value: Any, show: Callable[[Any], str] = str) -> str:
+        return "-" if value is None else show(value)
+
+    phases = [plain(row[f"{phase}_ms"], three_digits) for phase in PHASES]
+    times = [number("ms_per_step", three_digits)]
+    if in_turns:
+        alone = f"{times[0]}*" if row["ms_per_step"] is not None else "-"
+        times = [alone if row["turns_ms"] is None else three_digits(row["turns_ms"])]
+    for kind, rates in (on_links or {}).items():
+        there = [plain(row[f"{kind}_ms_{rate}"], three_digits) for rate in rates]
+        times.append("-" if row["turns_ms"] is None else " / ".join(there))
+    return [
+        row["run"] + ("" if row["status"] == "finished" else f" ({row['status']})"),
+        plain(row["spec"]),
+        plain(row["world_size"]),
+        number("quality", lambda v: f"{100 * v:.2f}" if row["metric"] == "accuracy" else f"{v:.2f}"),
+        number("bytes_sent_per_step", lambda v: filesize.decimal(round(v))) + _within_nodes(row),
+        number("compression_factor", lambda v: f"{three_digits(v)}x"),
+        *times,
+        plain(row["speed_vs_baseline"], lambda v: f"{v:.2f}x"),
+        plain(row["identical"], lambda same: "yes" if same else "NO"),
+        " / ".join(phases) if any(row[f"{phase}_ms"] is not None for phase in PHASES) else "-",
+    ]
+
+
+def _within_nodes(row: dict[str, Any]) -> str:
+    """How much of what is sent stays within a node, where anything does for certain."""
+    sent = row["bytes_in_node_per_step"]
+    return f" ({filesize.decimal(round(sent))} in the node)" if sent else ""
+
+
+def policy_line(row: dict[str, Any]) -> str | None:
+    """A row's policy and the number of its decisions, to stand below the spec; None without a policy."""
+    if row["policy"] is None or row["decisions"] is None:
+        return row["policy"]
+    return f"{row['policy']} ({row['decisions']} decision{'' if row['decisions'] == 1 else 's'})"

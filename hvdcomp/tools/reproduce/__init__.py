@@ -1,0 +1,19 @@
+"""Every table and figure of three papers beside what hvdcomp finds: `hvdcomp reproduce`.
+
+The papers are those whose methods and claims this package has: Agarwal et al. 2021, *Accordion: Adaptive Gradient
+Communication via Critical Learning Regime Identification* (arXiv:2010.16248); Agarwal et al. 2022, *On the Utility of
+Gradient Compression in Distributed Training Systems* (arXiv:2103.00543); Tyagi and Swany 2023, *GraVAC: Adaptive
+Compression for Communication-Efficient Distributed DL Training* (arXiv:2305.12201).
+
+What they published is in `published`, a file for each paper. A counterpart, which finds ours, is a function in one of
+four files: `counted` (what follows from shapes and formulas), `predicted` (the performance model on published times of
+V100s), `trained` (small trainings on simulated ranks) and `timed` (measured on this machine).
+"""
+
+from __future__ import annotations
+
+from hvdcomp.tools.reproduce.counterparts import run
+from hvdcomp.tools.reproduce.outcome import Curve, Outcome, Row, read, write
+from hvdcomp.tools.reproduce.published import PAPERS, Artefact, artefacts
+
+__all__ = ["PAPERS", "Artefact", "Curve", "Outcome", "Row", "artefacts", "read", "run", "write"]

@@ -1,0 +1,112 @@
+"""Counterparts that follow from the shapes of models: parameters, and the floats that a whole training sends.
+
+No training is needed: a compressor's payload depends on shapes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from hvdcomp.compressors import TensorInfo
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.perfmodel import exchange_of
+from hvdcomp.perfmodel.shapes import tensors_of
+from hvdcomp.tools.reproduce import networks
+from hvdcomp.tools.reproduce.networks import parameters_of
+from hvdcomp.tools.reproduce.outcome import Outcome, Row, within
+from hvdcomp.tools.reproduce.published import Artefact
+
+WIKITEXT_WORDS = 34_069
+"""Words of WikiText-2 as Accordion's authors cut it, which they do not state: what their number of parameters says of
+an LSTM of 650 units whose output has the weights of its embedding."""
+EPOCHS = 300
+STEPS_OF_AN_EPOCH = 98
+"""Of CIFAR's 50,000 images in batches of 512, 128 from each of 4 ranks; the last one is not full."""
+STEPS_BY_BATCH = {("cifar10", "512"): 98, ("cifar100", "512"): 97, ("cifar10", "4096"): 12, ("cifar100", "4096"): 12}
+"""The same in tables 5 and 6, whose numbers say that batches that are not full were left out in three of four."""
+TOPK_WORKERS, TOPK_PARTS = 4, 2
+"""The authors count what all four ranks gather of TopK, values and indices."""
+
+
+def _size(tensors: tuple[TensorInfo, ...]) -> int:
+    return sum(tensor.size for tensor in tensors)
+
+
+def floats_of_a_step(tensors: tuple[TensorInfo, ...], spec: str) -> float:
+    """Numbers of 32 bits that a rank hands to the collectives, every matrix compressed, indices counted too."""
+    return exchange_of(parse_compressor(spec), tensors, 4, min_numel=0).bytes / 4
+
+
+def parameters(artefact: Artefact) -> Outcome:
+    """Tables 8 to 10."""
+    data = artefact.settings["data"]
+    rows = []
+    for network, published in artefact.published.items():
+        if data == "wikitext2":
+            tensors = parameters_of("lstm", WIKITEXT_WORDS)
+            ours = _size(tensors) - next(tensor.size for tensor in tensors if len(tensor.shape) == 2)
+            note = f"650 units and {WIKITEXT_WORDS:,} words, with one matrix for embedding and output"
+            rows.append(Row(what=network, published=published, ours=ours, note=note))
+            why = "the paper does not state the number of words, which is chosen so that the number comes out"
+            return Outcome(name=artefact.name, rows=rows, why=why)
+        tensors_or_none = networks.tensors_of(network, data)
+        if tensors_or_none is None:
+            rows.append(Row(what=network, published=published, note="its shapes are not known here"))
+            continue
+        ours = _size(tensors_or_none)
+        rows.append(Row(what=network, published=published, ours=ours, holds=ours == published))
+    return Outcome(name=artefact.name, rows=rows, ours="Counted from shapes.")
+
+
+def sizes(artefact: Artefact) -> Outcome:
+    """GraVAC's table 1, in MiB of float32."""
+    names = {"ResNet101": "resnet101", "LSTM": "gravac-lstm", "VGG16": "vgg16"}
+    rows = []
+    for network, published in artefact.published.items():
+        ours = _size(tuple(tensors_of(names[network]))) * 4 / 2**20
+        rows.append(Row(what=f"{network}: MiB", published=published, ours=ours, holds=within(ours, published, 0.01)))
+    return Outcome(name=artefact.name, rows=rows, ours="Of the shapes that `hvdcomp bench encode` takes.")
+
+
+def floats_sent(artefact: Artefact) -> list[Row]:
+    """Of Accordion's tables 1 to 6: what fixed levels send in a whole training, which the numbers of steps and the
+    shapes determine. What Accordion sends is between them, and only a training says where."""
+    data, compressor = str(artefact.settings.get("data")), artefact.settings.get("compressor")
+    chosen = artefact.settings.get("network")
+    rows = []
+    for network, levels in artefact.published.items() if data in networks.CLASSES else ():
+        tensors = networks.tensors_of(network, data)
+        if chosen not in (None, network) or tensors is None:
+            continue
+        for level, numbers in levels.items():
+            if level == "Accordion":
+                continue
+            published = numbers["floats"]
+            ours = _floats_of_a_training(tensors, data, compressor, level)
+            unit, scale = ("million", 1e6) if compressor == "powersgd" else ("billion", 1e9)
+            rows.append(
+                Row(
+                    what=f"{network}, {_level(compressor, level)}: {unit} floats sent",
+                    published=published / scale,
+                    ours=ours / scale,
+                    holds=within(ours, published, 0.015),
+                    note="counted from the shapes, over 300 epochs",
+                )
+            )
+    return rows
+
+
+def _level(compressor: str | None, level: str) -> str:
+    return f"batch {level}" if compressor is None else f"TopK {level}" if compressor == "topk" else level
+
+
+def _floats_of_a_training(tensors: tuple[TensorInfo, ...], data: str, compressor: str | None, level: str) -> float:
+    if compressor is None:
+        return _size(tensors) * EPOCHS * STEPS_BY_BATCH[data, level]
+    steps = EPOCHS * STEPS_OF_AN_EPOCH
+    if compressor == "powersgd":
+        return floats_of_a_step(tensors, f"powersgd:{level.replace(' ', '=')}") * steps
+    return _size(tensors) * float(level.rstrip(" %")) / 100 * TOPK_WORKERS * TOPK_PARTS * steps
+
+
+COUNTERPARTS: Mapping[str, Callable[[Artefact], Outcome]] = {"parameters": parameters, "sizes": sizes}

@@ -1,0 +1,49 @@
+"""Calls the counterpart of a table or figure, and notes what made it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdcomp.tools.reproduce import counted, predicted
+from hvdcomp.tools.reproduce.outcome import Outcome
+from hvdcomp.tools.reproduce.published import Artefact
+from hvdcomp.tools.reproduce.trainings import commit
+
+
+def run(artefact: Artefact, quick: bool, runs: Path) -> Outcome:
+    """Finds ours.
+
+    Args:
+        quick: in about a minute, with fewer seeds.
+        runs: folder for trainings, which are not made twice.
+    """
+    start = time.monotonic()
+    name = artefact.counterpart
+    if name is None:
+        return Outcome(name=artefact.name, why=artefact.why)
+    commits: list[str] = []
+    if name in predicted.COUNTERPARTS or name in counted.COUNTERPARTS:
+        found = {**predicted.COUNTERPARTS, **counted.COUNTERPARTS}[name](artefact)
+    else:
+        from hvdcomp.tools.reproduce import timed, trained
+
+        if name in timed.COUNTERPARTS:
+            found = timed.COUNTERPARTS[name](artefact, quick)
+        else:
+            trainings = trained.Trainings(runs, quick)
+            found = trained.COUNTERPARTS[name](artefact, trainings)
+            commits = sorted(trainings.commits)
+    about = _about(artefact, quick, commits or [commit()], time.monotonic() - start)
+    return dataclasses.replace(found, about={**found.about, **about})
+
+
+def _about(artefact: Artefact, quick: bool, commits: Sequence[str], seconds: float) -> dict[str, Any]:
+    return {
+        "command": f"hvdcomp reproduce {artefact.name}{' --quick' if quick else ''}",
+        "commit": ", ".join(commits),
+        "seconds": round(seconds, 1),
+    }

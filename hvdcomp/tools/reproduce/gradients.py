@@ -1,0 +1,97 @@
+"""What is looked at in the gradients of one training by itself: critical regimes, and what two gradients share."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvdcomp.tools.diagnostics import RegimeRecord, largest_hessian_eigenvalue
+from hvdcomp.tools.reproduce.outcome import Curve, Outcome, Row
+from hvdcomp.tools.reproduce.published import Artefact
+from hvdcomp.tools.train.data import epoch_shard, load_data
+from hvdcomp.tools.train.frameworks import build_model
+from hvdcomp.tools.train.options import TrainingOptions
+
+_SAMPLES, _PASS = 256, 256  # of the Hessian, and of one pass for it
+
+
+class _Training:
+    """Dense SGD on one rank."""
+
+    def __init__(self, options: TrainingOptions) -> None:
+        torch.manual_seed(options.seed)
+        torch.set_num_threads(1)
+        self.options = options.resolved()
+        self._data = load_data(self.options)
+        data = self._data
+        self.model = build_model(self.options.model, channels=data.channels, size=data.size, classes=data.classes)
+        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0, momentum=self.options.momentum)
+        self.inputs = torch.from_numpy(data.model_input(data.train_x))
+        self.labels = torch.from_numpy(data.train_y)
+
+    def epoch(self, number: int) -> list[torch.Tensor]:
+        """Trains; the gradient of each step, flat."""
+        assert self.options.batch_size is not None
+        rate = self.options.learning_rate(number - 1, self.options.epochs)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        gradients = []
+        shard = epoch_shard(len(self.inputs), 1, 0, self.options.batch_size, self.options.seed, number)
+        for batch in shard:
+            self._optimizer.zero_grad()
+            nn.functional.cross_entropy(self.model(self.inputs[batch]), self.labels[batch]).backward()
+            flat = [parameter.grad.flatten() for parameter in self.model.parameters() if parameter.grad is not None]
+            gradients.append(torch.cat(flat).clone())
+            self._optimizer.step()
+        return gradients
+
+
+def common_of_largest(training: Mapping[str, Any], share: float = 0.1) -> float:
+    """Percent of the largest coordinates of a gradient that are among those of another one of the same epoch, on the
+    average over pairs in the third epoch."""
+    at_work = _Training(TrainingOptions(**training))
+    gradients: list[torch.Tensor] = []
+    for number in (1, 2, 3):
+        gradients = at_work.epoch(number)
+    count = int(share * gradients[0].numel())
+    largest = [set(gradient.abs().topk(count).indices.tolist()) for gradient in gradients[:12]]
+    return 100 * statistics.fmean(len(a & b) / count for a, b in itertools.combinations(largest, 2))
+
+
+def regimes(artefact: Artefact, quick: bool) -> Outcome:
+    """Accordion's figure 3: spans that are critical by the norm of the gradient, and by the Hessian's eigenvalue."""
+    epochs, seeds = 20, range(1 if quick else 5)
+    agreements, both = [], False
+    curves: dict[str, list[Curve]] = {}
+    for seed in seeds:
+        at_work = _Training(
+            TrainingOptions(model="cnn", data="digits", label_noise=0.2, epochs=epochs, milestones=(10.0,), seed=seed)
+        )
+        record = RegimeRecord(interval=2, eta=0.5)
+        batches = [(at_work.inputs[:_SAMPLES], at_work.labels[:_SAMPLES])]
+        for number in range(1, epochs + 1):
+            total = torch.stack(at_work.epoch(number)).sum(dim=0)
+            found = largest_hessian_eigenvalue(
+                at_work.model, nn.CrossEntropyLoss(), batches, iterations=100, tolerance=1e-2
+            )
+            record.note(eigenvalue=found.value, gradient_norm=float(torch.linalg.vector_norm(total)))
+        agreements.append(100 * float(record.as_json()["agreement"]))
+        if seed == 0:
+            shown = record.as_json()
+            curves = {
+                what: [Curve(label=what, x=list(range(1, epochs + 1)), y=shown[key]["values"])]
+                for what, key in (("largest eigenvalue", "eigenvalue"), ("norm of the gradient", "gradient_norm"))
+            }
+            both = all(bool(record.critical(key)[10]) for key in ("eigenvalue", "gradient_norm"))
+    share = statistics.fmean(agreements)
+    rows = [
+        Row(what="spans of two epochs that both call alike (%)", ours=share, holds=share >= 80),
+        Row(what="both are critical after the learning rate falls (1: yes)", ours=float(both), holds=both),
+    ]
+    ours = f"Dense SGD, cnn on digits, a fifth of its labels at random, seeds: {len(seeds)}. 80 % counts as alike."
+    return Outcome(name=artefact.name, rows=rows, curves=curves, x="epoch", ours=ours)

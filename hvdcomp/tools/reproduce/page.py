@@ -1,0 +1,146 @@
+"""The page of all tables and figures, whose reversed results come first, and the CSV of all their rows."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+
+from hvdcomp.tools.reproduce.outcome import AS_PUBLISHED, IN_PART, NOT_SHOWN, REVERSED, VERDICTS, Outcome, Row
+from hvdcomp.tools.reproduce.published import PAPERS, Artefact, artefacts
+
+NOT_RUN = "not run yet"
+BAR = "\\|"  # within a cell of a table
+_HEADINGS = {
+    REVERSED: "Reversed: the contrary was found",
+    IN_PART: "In part",
+    AS_PUBLISHED: "As published",
+    NOT_RUN: "Not run yet",
+    NOT_SHOWN: "Cannot be shown here",
+}
+_HEAD = """# Tables and figures of the papers, reproduced
+
+Made by `hvdcomp reproduce --page docs/reproduction.md --output docs/reproduction` from the results in
+[reproduction](reproduction). [reproduction.csv](reproduction.csv) has every row of every result: what the table or
+figure shows, the numbers, a note, the control, the command and the commit. `hvdcomp reproduce NAME` makes one result
+again; `hvdcomp reproduce` lists the names.
+
+Published numbers are those of the papers. The numbers beside them are counted from shapes, predicted by the
+[performance model](performance-model.md), or means of small trainings on [simulated ranks](simulated-ranks.md) with the
+95 % interval of Student's t. These trainings have neither the authors' GPUs nor CIFAR, ImageNet or Penn Treebank.
+
+- A row *holds* if both numbers agree: to the share that the row names, in order, or in sign. A row is *open* if the
+  interval does not decide.
+- A result is *as published* if every row that the paper states holds. It is *reversed* if no row holds, or if the main
+  claim of the table or figure does not hold. Otherwise it is *in part*.
+
+**The trainings are short:** 640 steps, 210 of the LSTM; Accordion's have 29,400. Compression delays part of a gradient,
+and a short training ends before that part has arrived. So low and high compression differ more than in the papers. A
+reversed result of a training says that the finding does not carry over to so short a training, not that it is wrong.
+
+The dissertation that holds the first two papers has two more systems. Of Bagpipe (arXiv:2202.12429), which fetches the
+embeddings of recommendation models ahead, there is the exchange, in [LookAhead](embeddings.md); its figures are not
+compared yet. CHAI (clustered-head attention) is about inference, where no gradients are sent, and is out of scope.
+"""
+_QUICK = """In {quick} results, whose command ends in `--quick`, trainings have few seeds. Without `--quick` they have
+ten; that has not been run yet.
+"""
+
+
+def page(found: Mapping[str, Outcome]) -> str:
+    """The page, from outcomes by name."""
+    groups = _groups(found)
+    quick = sum(str(one.about.get("command", "")).endswith("--quick") for one in found.values())
+    lines = [_HEAD, *([_QUICK.format(quick=quick)] if quick else []), *_counts(groups), ""]
+    for verdict, names in groups.items():
+        if not names:
+            continue
+        lines += [f"## {_HEADINGS[verdict]}", ""]
+        if verdict == REVERSED:
+            lines += ["| result | the paper shows | decided by | published | found |", "|---|---|---|--:|--:|"]
+            lines += [line for name in names for line in _decided(artefacts()[name], found[name])]
+        elif verdict == IN_PART:
+            lines += ["| result | rows that hold | do not | open |", "|---|--:|--:|--:|"]
+            lines += [_summed(found[name]) for name in names]
+        else:
+            lines += [", ".join(f"`{name}`" for name in names) + "."]
+        lines += [""]
+    return "\n".join(lines[:-1]) + "\n"
+
+
+def rows_as_csv(found: Mapping[str, Outcome]) -> str:
+    """All rows of all results; a table or figure that has none gets a line that says why."""
+    target = io.StringIO()
+    columns = ["name", "place", "shows", "verdict", "why", "trained", *Row.__dataclass_fields__, "command", "commit"]
+    writer = csv.DictWriter(target, columns, lineterminator="\n")
+    writer.writeheader()
+    for verdict, names in _groups(found).items():
+        for name in names:
+            artefact, outcome = artefacts()[name], found.get(name, Outcome(name=name))
+            why = artefact.why or (outcome.reason if verdict == NOT_SHOWN else "")
+            of_all = {"name": name, "place": artefact.place, "shows": artefact.shows, "verdict": verdict, "why": why}
+            made = {"trained": outcome.ours, **{key: outcome.about.get(key) for key in ("command", "commit")}}
+            writer.writerows({**of_all, **made, **row} for row in [asdict(row) for row in outcome.rows] or [{}])
+    return target.getvalue()
+
+
+def _groups(found: Mapping[str, Outcome]) -> dict[str, list[str]]:
+    """The names of all tables and figures by verdict, in the order of the page."""
+    groups: dict[str, list[str]] = {verdict: [] for verdict in (*VERDICTS[:3], NOT_RUN, NOT_SHOWN)}
+    for name, artefact in artefacts().items():
+        if artefact.counterpart is None:
+            groups[NOT_SHOWN].append(name)
+        else:
+            groups[found[name].verdict if name in found else NOT_RUN].append(name)
+    return groups
+
+
+def _counts(groups: Mapping[str, list[str]]) -> list[str]:
+    lines = ["| paper | " + " | ".join(groups) + " |", "|---|" + "--:|" * len(groups)]
+    for paper, title in PAPERS.items():
+        counts = [str(sum(name.startswith(f"{paper}-") for name in names)) for names in groups.values()]
+        lines.append(f"| {title} | {' | '.join(counts)} |")
+    return lines
+
+
+def _decided(artefact: Artefact, found: Outcome) -> Iterator[str]:
+    """A line for each row that decides a reversed result."""
+    main = [row for row in found.rows if row.main]
+    head = (_link(artefact.name), artefact.shows)
+    for row in main or [row for row in found.rows if row.holds is False]:
+        yield _line(*head, row.what, number(row.published), with_half(row) + " (open)" * row.open)
+        head = ("", "")
+
+
+def _summed(found: Outcome) -> str:
+    told = [said(row) for row in found.rows]
+    return _line(_link(found.name), *(str(told.count(word)) for word in ("yes", "no", "open")))
+
+
+def _link(name: str) -> str:
+    return f"[{name}](reproduction/{name}.json)"
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |"
+
+
+def number(value: float | None, sign: bool = False) -> str:
+    """With four digits that mean something; "-" for none."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    size = abs(value)
+    if (size >= 1e6 and value != int(value)) or size >= 1e10 or 0 < size < 1e-3:
+        return format(value, "+.3g" if sign else ".3g")
+    digits = max(0, 3 - len(str(int(size)))) if value != int(value) else 0
+    return format(value, f"{'+' if sign else ''},.{digits}f")
+
+
+def with_half(row: Row) -> str:
+    return number(row.ours) + ("" if row.half is None else f" ± {number(row.half)}")
+
+
+def said(row: Row) -> str:
+    return "open" if row.open else {True: "yes", False: "no", None: "-"}[row.holds]

@@ -1,0 +1,157 @@
+"""The data of the reference training program, held in memory, and how each epoch deals it to the ranks.
+
+All of it is NumPy, so that every framework trains on the same batches in the same order. Which samples are for training
+and which for testing never depends on the seed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from hvdcomp.tools.train import data_cifar, data_clicks, data_mnist1d, data_text
+from hvdcomp.tools.train.dataset import DataSet, Part, labelled_data
+from hvdcomp.tools.train.options import SetupError, TrainingOptions
+
+# Numbers of what is drawn at random from one seed; the shuffles of the epochs take those that follow.
+_PATTERNS, _IMAGES, _NOISE, _SHUFFLES = 0, 1, 2, 3
+
+
+def load_data(options: TrainingOptions) -> DataSet:
+    """Load the data named in `options`, cut to `samples`, with its validation part and its label noise.
+
+    Raises:
+        SetupError: a file is missing or damaged, or there are fewer samples than asked for.
+    """
+    loaders = {
+        "digits": lambda: digits(),
+        "synthetic": lambda: synthetic(options.image_size, options.seed),
+        "cifar10": lambda: data_cifar.load(options.data_dir, "cifar10"),
+        "cifar100": lambda: data_cifar.load(options.data_dir, "cifar100"),
+        "mnist1d": lambda: data_mnist1d.load(),
+        "clicks": lambda: data_clicks.load(),
+        "text": lambda: data_text.bytes_of_standard_library(options.text_size, options.sequence_length),
+        "stdlib-text": lambda: data_text.standard_library(
+            options.text_size, options.text_unit, options.sequence_length
+        ),
+        "wikitext2": lambda: data_text.load(options.data_dir, "wikitext2", options.sequence_length),
+        "ptb": lambda: data_text.load(options.data_dir, "ptb", options.sequence_length),
+    }
+    data = loaders[options.data]()
+    if options.validation_samples:
+        data = _held_back(data, options.validation_samples)
+    if options.samples is not None:
+        if options.samples > len(data.train_x):
+            raise SetupError(
+                f"--samples {options.samples}: --data {options.data} has {len(data.train_x)} to train on; give no more"
+            )
+        data = dataclasses.replace(
+            data, train_x=data.train_x[: options.samples], train_y=data.train_y[: options.samples]
+        )
+    if options.label_noise:
+        data = dataclasses.replace(data, train_y=_noisy(data, options.label_noise, options.seed))
+    return data
+
+
+def digits() -> DataSet:
+    """The 1797 scanned 8x8 digits that come with scikit-learn, one fifth of each class kept for testing.
+
+    Raises:
+        SetupError: scikit-learn is not installed.
+    """
+    try:
+        from sklearn.datasets import load_digits
+        from sklearn.model_selection import train_test_split
+    except ImportError:
+        raise SetupError("--data digits needs scikit-learn: pip install 'hvdcomp[train]'") from None
+    images, labels = load_digits(return_X_y=True)
+    images = images.astype(np.float32).reshape(-1, 1, 8, 8)
+    train_x, test_x, train_y, test_y = train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
+    return labelled_data(train_x, train_y, test_x, test_y, classes=10)
+
+
+def synthetic(size: int, seed: int, train: int = 2000, test: int = 500, classes: int = 10) -> DataSet:
+    """RGB images of noise, each with the smooth pattern of its class in it, too faint for one pixel to tell.
+
+    The patterns are the same for every seed; the seed draws the images.
+    """
+    coarse = np.random.default_rng([0, _PATTERNS]).standard_normal((classes, 3, 4, 4))
+    along = _interpolation(4, size)
+    pattern = along @ coarse @ along.T
+    draws = np.random.default_rng([seed, _IMAGES])
+    y = draws.integers(classes, size=train + test)
+    noise = draws.standard_normal((train + test, 3, size, size), dtype=np.float32)
+    x = 0.5 * pattern[y].astype(np.float32) + noise
+    return labelled_data(x[:train], y[:train], x[train:], y[train:], classes=classes)
+
+
+def _interpolation(coarse: int, fine: int) -> np.ndarray:
+    """Weights (fine, coarse) that interpolate between the centres of pixels; beyond the outer ones is no change."""
+    centres = (np.arange(fine) + 0.5) * coarse / fine - 0.5
+    distances = np.abs(np.clip(centres, 0, coarse - 1)[:, None] - np.arange(coarse))
+    return np.maximum(0, 1 - distances)
+
+
+def _held_back(data: DataSet, count: int) -> DataSet:
+    """The data with the last `count` training samples as its validation part."""
+    if count >= len(data.train_x):
+        raise SetupError(f"--validation-samples {count}: give fewer than the {len(data.train_x)} training samples")
+    return dataclasses.replace(
+        data,
+        train_x=data.train_x[:-count],
+        train_y=data.train_y[:-count],
+        validation=Part(data.train_x[-count:], data.train_y[-count:]),
+    )
+
+
+def _noisy(data: DataSet, fraction: float, seed: int) -> np.ndarray:
+    """Training labels of which this fraction was replaced by labels drawn at random."""
+    draws = np.random.default_rng([seed, _NOISE])
+    replaced = draws.random(len(data.train_y)) < fraction
+    return np.where(replaced, draws.integers(data.classes, size=data.train_y.shape), data.train_y)
+
+
+def steps_per_epoch(samples: int, world_size: int, batch_size: int, passes: int) -> int:
+    """Optimizer steps of an epoch, the same on every rank; what does not fill a last step is left out.
+
+    Raises:
+        SetupError: not even one step's batches can be filled.
+    """
+    steps = samples // world_size // (batch_size * passes)
+    if steps == 0:
+        raise SetupError(
+            f"--batch-size {batch_size} (times {passes} backward passes) is more than the {samples // world_size} "
+            f"of {samples} training samples that each of {world_size} ranks sees; make it smaller"
+        )
+    return steps
+
+
+def epoch_shard(samples: int, world_size: int, rank: int, batch: int, seed: int, epoch: int) -> np.ndarray:
+    """The samples that `rank` sees in `epoch`, step by step: indices of shape (steps, batch).
+
+    One shuffle, the same on every rank, is dealt out in turn: the ranks' shards do not overlap, and with
+    other ranks the same samples come in nearly the same order.
+    """
+    shard = _shuffle(samples, seed, _SHUFFLES + epoch)[rank::world_size]
+    steps = samples // world_size // batch
+    return shard[: steps * batch].reshape(steps, batch)
+
+
+def evaluation_shard(samples: int, world_size: int, rank: int) -> np.ndarray:
+    """The test samples that `rank` evaluates: together the ranks see each exactly once."""
+    return np.arange(samples)[rank::world_size]
+
+
+def _shuffle(count: int, seed: int, stream: int) -> np.ndarray:
+    """The numbers below `count` in random order: the one of `torch.randperm`, with which results were published.
+
+    References: Durstenfeld, Algorithm 235: Random permutation, 1964, with the 32-bit numbers of a Mersenne twister.
+    """
+    key = int(np.random.SeedSequence([seed, stream]).generate_state(1, np.uint64)[0])
+    draws = np.random.RandomState(key % 2**32).randint(2**32, size=count, dtype=np.uint32)
+    order = np.arange(count)
+    for place, draw in enumerate(draws.tolist()):
+        other = place + draw % (count - place)
+        order[place], order[other] = order[other], order[place]
+    return order

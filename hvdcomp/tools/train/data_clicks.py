@@ -1,0 +1,47 @@
+"""Clicks: synthetic samples of dense features and ids of tables, of which few are looked up often.
+
+As in Criteo's data, a sample has 13 numbers, and an id of each of some tables, here 8. Ids follow Zipf's law: 1 % of
+the rows are about 90 % of the accesses. Each row has a score, and a sample is clicked on with a probability that grows
+with the sum of its scores and of its weighted numbers. All of it is the same for every seed of a run.
+
+References: Naumov et al., Deep Learning Recommendation Model for Personalization and Recommendation Systems, 2019.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hvdcomp.tools.train.dataset import DataSet, Part
+from hvdcomp.tools.train.models import DLRM_SIZE
+
+TRAIN, VALIDATION, TEST = 32_000, 8_000, 8_000
+_SEED = 42
+_EXPONENT = 1.3  # of Zipf's law
+
+
+def load() -> DataSet:
+    """Samples (N, 13 + 8), float32: the numbers, and then the ids, which are small enough to be exact; labels 0 or 1.
+
+    The loss of a model is the log loss.
+    """
+    size = DLRM_SIZE
+    draws, count = np.random.default_rng(_SEED), TRAIN + VALIDATION + TEST
+    often = np.cumsum(1 / np.arange(1, size.rows + 1) ** _EXPONENT)
+    ids = np.searchsorted(often / often[-1], draws.random((count, size.tables)))
+    dense = draws.standard_normal((count, size.dense))
+    scores = draws.standard_normal((size.tables, size.rows))
+    logits = dense @ draws.standard_normal(size.dense) / 3 + scores[np.arange(size.tables), ids].sum(1) / 2
+    y = (draws.random(count) < 1 / (1 + np.exp(-logits))).astype(np.int64)
+    x = np.concatenate([dense, ids], 1).astype(np.float32)
+    train, rest = slice(TRAIN), slice(TRAIN, TRAIN + VALIDATION)
+    columns = x.shape[1]
+    return DataSet(
+        x[train],
+        y[train],
+        x[TRAIN + VALIDATION :],
+        y[TRAIN + VALIDATION :],
+        classes=2,
+        mean=np.zeros(columns, np.float32),
+        std=np.ones(columns, np.float32),
+        validation=Part(x[rest], y[rest]),
+    )

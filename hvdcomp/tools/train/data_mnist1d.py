@@ -1,0 +1,51 @@
+"""MNIST-1D: signals of 40 points, each a digit drawn as a line, moved, stretched and covered with noise.
+
+The package `mnist1d` draws them, so nothing is downloaded, and there can be as many test items as a comparison needs.
+
+References: Greydanus and Kobak, Scaling Down Deep Learning with MNIST-1D, 2024, section 2.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import numpy as np
+
+from hvdcomp.tools.train.dataset import DataSet, labelled_data
+from hvdcomp.tools.train.options import SetupError
+
+TRAIN, VALIDATION, TEST = 4000, 2000, 10_000
+_SEED = 42  # of the published set; the split never depends on the seed of a run
+
+
+@functools.cache  # drawing takes some seconds
+def load() -> DataSet:
+    """The signals (N, 1, 40) with their labels: 4,000 to train on as published, and larger other parts.
+
+    Raises:
+        SetupError: the package is not installed.
+    """
+    try:
+        from mnist1d.data import get_dataset_args, make_dataset
+    except ImportError:
+        raise SetupError("--data mnist1d needs the package of its generator: pip install 'hvdcomp[mnist1d]'") from None
+    settings = get_dataset_args()
+    settings.num_samples, settings.seed = TRAIN + VALIDATION + TEST, _SEED
+    settings.train_split = TRAIN / settings.num_samples
+    before = random.getstate(), np.random.get_state()  # the package draws from the generators that all share
+    try:
+        drawn = make_dataset(settings)
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+    x, other_x = (drawn[name].astype(np.float32)[:, None] for name in ("x", "x_test"))
+    y, other_y = drawn["y"], drawn["y_test"]
+    return labelled_data(
+        x,
+        y,
+        other_x[VALIDATION:],
+        other_y[VALIDATION:],
+        classes=10,
+        validation=(other_x[:VALIDATION], other_y[:VALIDATION]),
+    )

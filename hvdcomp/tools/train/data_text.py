@@ -1,0 +1,184 @@
+"""Text for language models: WikiText-2 or the Penn Treebank from a folder, or Python's standard library.
+
+A text becomes token ids by a vocabulary taken from its training part; what that part lacks is the token
+`<unk>`. The ids are cut into sequences of equal length, each predicting its ids one further. Every sequence
+is a sample of its own, so that an epoch can be shuffled and dealt to the ranks as images are.
+
+References: Merity et al., Pointer Sentinel Mixture Models, 2017 (WikiText-2); Mikolov et al., Recurrent
+neural network based language model, 2010 (the Penn Treebank as prepared there).
+"""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from hvdcomp.tools.train.dataset import DataSet, Part
+from hvdcomp.tools.train.options import SetupError
+
+_UNKNOWN = "<unk>"
+_END_OF_LINE = "<eos>"
+_MOST_WORDS = 10_000  # of the standard library; the published texts come with a limited vocabulary
+
+# Per data set: its title, where its archive puts the files, and those for training, testing and validation.
+_TEXTS = {
+    "wikitext2": ("WikiText-2", "wikitext-2", "wiki.train.tokens", "wiki.test.tokens", "wiki.valid.tokens"),
+    "ptb": ("the Penn Treebank", "simple-examples/data", "ptb.train.txt", "ptb.test.txt", "ptb.valid.txt"),
+}
+# Of each this number of files of the standard library, one is for validation and one for testing.
+_FILES_PER_PART = 16
+_HELD_OUT_BYTES = 65_536  # at most, of either part: an evaluation is not to take longer than the training
+_HELD_OUT_BYTES_OF_A_FILE = 8_192
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+def load(folder: Path | None, name: str, length: int | None) -> DataSet:
+    """Read WikiText-2 or the Penn Treebank: words separated by spaces, one sentence or paragraph a line.
+
+    The file for validation may be missing: the set then has no validation part.
+
+    Args:
+        folder: the value of --data-dir: the folder of the files, or that in which their archive was unpacked.
+        name: "wikitext2" or "ptb".
+        length: tokens of a sequence.
+
+    Raises:
+        SetupError: a file is missing, empty or not UTF-8 text, or a text is shorter than one sequence.
+    """
+    assert folder is not None
+    title, subfolder, *files, validation = _TEXTS[name]
+    places = [place for place in (folder / subfolder, folder) if any((place / file).is_file() for file in files)]
+    if not places:
+        raise SetupError(
+            f"--data-dir {folder} holds no {title}: expected the files {' and '.join(files)} in it, "
+            f"or in its folder {subfolder}"
+        )
+    paths = [places[0] / file for file in files]
+    if (places[0] / validation).is_file():
+        paths.append(places[0] / validation)
+    parts = [_read_words(path, title, files) for path in paths]
+    return _text_data(parts, length, limit=None, sources=[str(path) for path in paths])
+
+
+def _read_words(path: Path, title: str, files: list[str]) -> list[str]:
+    if not path.is_file():
+        raise SetupError(f"{path} is missing; {title} is read from {' and '.join(files)}")
+    try:
+        with path.open(encoding="utf-8") as file:
+            words = [word for line in file for word in (*line.split(), _END_OF_LINE)]
+    except UnicodeDecodeError as error:
+        raise SetupError(f"{path} is damaged: expected UTF-8 text, words separated by spaces ({error})") from None
+    if all(word == _END_OF_LINE for word in words):
+        raise SetupError(f"{path} is empty: expected text, words separated by spaces")
+    return words
+
+
+def standard_library(size: int | None, unit: str, length: int | None) -> DataSet:
+    """The source of the running Python's standard library: real text that is there without a download.
+
+    Files come in the order of their names until `size` characters are read; the last tenth of each file is for
+    testing. The text, and so any result, belongs to the version of Python.
+
+    Args:
+        size: characters to read, training and test together.
+        unit: "char" or "word": what a token is. A word is a name, a number, another character, or a line's end.
+        length: tokens of a sequence.
+
+    Raises:
+        SetupError: this Python comes without that much source.
+    """
+    assert size is not None
+    root = Path(sysconfig.get_path("stdlib"))
+    parts: tuple[list[str], list[str]] = ([], [])
+    total = 0
+    for path in _source_files(root):
+        text = path.read_text(encoding="utf-8", errors="replace")[: size - total]
+        cut = len(text) * 9 // 10
+        parts[0].append(text[:cut])
+        parts[1].append(text[cut:])
+        total += len(text)
+        if total == size:
+            break
+    if total < size:
+        raise SetupError(f"--text-size {size}: the standard library in {root} has {total} characters; take no more")
+    split = list if unit == "char" else re.compile(r"\w+|\n|[^\w\s]").findall
+    return _text_data([split("".join(part)) for part in parts], length, _MOST_WORDS, [f"--text-size {size}"] * 2)
+
+
+def bytes_of_standard_library(size: int | None, length: int | None) -> DataSet:
+    """The source of the running Python's standard library, byte by byte, with validation and test parts.
+
+    Of each 16 files, in the order of their names, one is for validation and one for testing: 64 KiB of each part, and
+    of a file no more than 8 KiB, from its middle, so that no single file decides. No file is in two parts. The text,
+    and so any result, belongs to the version of Python.
+
+    Args:
+        size: bytes to train on.
+        length: bytes of a sequence.
+
+    Raises:
+        SetupError: this Python comes without that much source.
+    """
+    assert size is not None
+    assert length is not None
+    root = Path(sysconfig.get_path("stdlib"))
+    train, validation, test = bytearray(), bytearray(), bytearray()
+    for number, path in enumerate(_source_files(root)):
+        content = path.read_bytes()
+        held_out = {0: validation, 1: test}.get(number % _FILES_PER_PART)
+        if held_out is None:
+            train += content
+        else:
+            start = max(0, len(content) - _HELD_OUT_BYTES_OF_A_FILE) // 2
+            held_out += content[start : start + _HELD_OUT_BYTES_OF_A_FILE]
+        if len(train) >= size and min(len(validation), len(test)) >= _HELD_OUT_BYTES:
+            break
+    if len(train) < size:
+        raise SetupError(f"--text-size {size}: the standard library in {root} has {len(train)} bytes; take no more")
+    source = f"--text-size {size}"
+    ends = (size, _HELD_OUT_BYTES, _HELD_OUT_BYTES)
+    (x, y), (test_x, test_y), on_the_way = (
+        _cut(np.frombuffer(part[:end], np.uint8).astype(np.int64), length, source)
+        for part, end in zip((train, test, validation), ends, strict=True)
+    )
+    return DataSet(x, y, test_x, test_y, classes=256, validation=on_the_way)
+
+
+def _source_files(root: Path) -> list[Path]:
+    files = (path for path in root.rglob("*.py") if not _SKIPPED_FOLDERS & set(path.relative_to(root).parts))
+    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _text_data(parts: list[list[str]], length: int | None, limit: int | None, sources: list[str]) -> DataSet:
+    """A data set of the tokens to train on, to test on and, where there is a third part, to validate on."""
+    assert length is not None
+    ids = {token: number for number, token in enumerate(_vocabulary(parts[0], limit))}
+    train, test, *validation = (
+        _cut(np.array([ids.get(token, 0) for token in part], dtype=np.int64), length, source)
+        for part, source in zip(parts, sources, strict=True)
+    )
+    return DataSet(*train, *test, classes=len(ids), validation=validation[0] if validation else None)
+
+
+def _vocabulary(tokens: Iterable[str], limit: int | None) -> list[str]:
+    """`<unk>`, then the tokens from the most to the least frequent, and else by their characters."""
+    counts = Counter(tokens)
+    del counts[_UNKNOWN]
+    ordered = sorted(counts, key=lambda token: (-counts[token], token))
+    return [_UNKNOWN, *ordered[: None if limit is None else limit - 1]]
+
+
+def _cut(tokens: np.ndarray, length: int, source: str) -> Part:
+    """Inputs and targets, (N, length) each; a last piece that is shorter is left out."""
+    count = (len(tokens) - 1) // length
+    if count < 1:
+        raise SetupError(
+            f"{source}: a text of {len(tokens)} tokens has no sequence of --sequence-length {length}; shorten it"
+        )
+    flat = tokens[: count * length + 1]
+    return Part(flat[:-1].reshape(count, length), flat[1:].reshape(count, length))

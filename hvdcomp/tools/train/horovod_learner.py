@@ -1,0 +1,58 @@
+"""Trains in PyTorch under Horovod: stock `hvd.DistributedOptimizer` with `compression=hvdcomp.Compression`."""
+
+from __future__ import annotations
+
+import horovod.torch as hvd
+from torch import Tensor
+
+from hvdcomp.compression import Compression
+from hvdcomp.tools.train.dataset import DataSet
+from hvdcomp.tools.train.options import SetupError, TrainingOptions
+from hvdcomp.tools.train.ranks import Ranks
+from hvdcomp.tools.train.torch_learner import TorchLearner, loss_of
+
+
+class HorovodLearner(TorchLearner):
+    """See `Learner`."""
+
+    def __init__(self, options: TrainingOptions, data: DataSet, ranks: Ranks) -> None:
+        super().__init__(options, data, ranks)
+        if self._tables:  # Horovod's optimizer would want an optimizer of their own for them
+            raise SetupError(
+                f"--model {options.model}: its tables are served under torchrun, with --backend ddp, and with "
+                "--simulate-ranks, and not under Horovod"
+            )
+
+    def broadcast(self) -> None:
+        # Without hvd.broadcast_optimizer_state: the optimizer has no state yet, and Horovod would make some by a step
+        # of its own, which AdamW would count.
+        hvd.broadcast_parameters(self._model.state_dict(), root_rank=0)
+        self._begin()
+
+    def distribute(self, compression: Compression) -> None:
+        if self._steps_alone:
+            self._distribute_steps(compression)
+            return
+        self._compression = compression
+        self._optimizer = hvd.DistributedOptimizer(
+            self._optimizer,
+            named_parameters=self._model.named_parameters(),
+            compression=compression,
+            backward_passes_per_step=self._options.backward_passes_per_step,
+        )
+
+    def _backward(self, inputs: Tensor, targets: Tensor, passes: int, last: bool) -> Tensor:
+        loss = loss_of(self._model(inputs), targets) / passes
+        loss.backward()
+        return loss.detach()
+
+    def _update(self) -> None:
+        if self._steps_alone:
+            super()._update()
+        elif self._clips:
+            self._optimizer.synchronize()  # the averaged gradient is there only after it
+            self._clip()
+            with self._optimizer.skip_synchronize():
+                self._optimizer.step()
+        else:
+            self._optimizer.step()

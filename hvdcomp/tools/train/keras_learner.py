@@ -1,0 +1,173 @@
+"""Trains in TensorFlow with tf_keras; what connects the ranks is a subclass's.
+
+What is traced is traced once, whatever the policy does: a batch may have any length. tf_keras is imported by its own
+name, so that TF_USE_LEGACY_KERAS need not be set.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# Else TensorFlow tells of processors and missing GPUs while it is imported. What goes wrong raises an exception.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import numpy as np
+import tensorflow as tf
+import tf_keras
+
+import hvdcomp
+from hvdcomp.compression import Compression
+from hvdcomp.tensorflow import CompressedAdam, CompressionState, saved_state
+from hvdcomp.tools.train import environment
+from hvdcomp.tools.train.dataset import DataSet
+from hvdcomp.tools.train.learner import Arrays, Learner
+from hvdcomp.tools.train.models_tensorflow import build_model
+from hvdcomp.tools.train.options import TrainingOptions
+from hvdcomp.tools.train.ranks import Ranks
+
+_ADAM_EPSILON = 1e-8  # that of PyTorch
+
+
+class KerasLearner(Learner):
+    """See `Learner`. On a GPU if there is one: each rank of a host takes its own.
+
+    It does as its PyTorch twin, but for two things. SGD is Keras's, which multiplies gradients by the learning rate
+    before momentum adds them up: after a change of the rate, earlier gradients go on at theirs. And where a policy
+    makes the batch larger, each backward pass takes a larger batch, instead of there being more of them;
+    normalization layers see the difference.
+    """
+
+    first_step = "tracing the graph, which takes some seconds, or more on a busy machine ..."
+
+    def __init__(self, options: TrainingOptions, data: DataSet, ranks: Ranks) -> None:
+        self._options = options
+        self._rank = ranks.rank
+        tf_keras.utils.set_random_seed(options.seed)
+        self._model = build_model(options.model, channels=data.channels, size=data.size, classes=data.classes)
+        self._optimizer: Any = None
+        self._compression: Compression | None = None
+        inputs = tf.TensorSpec((None, *data.train_x.shape[1:]), tf.int64 if data.is_text else tf.float32)
+        targets = tf.TensorSpec((None, *data.train_y.shape[1:]), tf.int64)
+        self._batch = (inputs, targets)  # what traced functions take
+        self._evaluation = tf.function(self._evaluation_step, input_signature=self._batch)
+
+    @staticmethod
+    def prepare(local_rank: int, local_size: int) -> None:
+        threads = environment.share_of_cores(local_size)
+        try:
+            gpus = tf.config.list_physical_devices("GPU")
+            if gpus:
+                own_gpu = gpus[local_rank % len(gpus)]
+                tf.config.set_visible_devices(own_gpu, "GPU")
+                tf.config.experimental.set_memory_growth(own_gpu, True)
+            tf.config.threading.set_intra_op_parallelism_threads(threads)
+            tf.config.threading.set_inter_op_parallelism_threads(max(2, threads))  # hvdcomp needs two
+        except RuntimeError:
+            pass  # TensorFlow runs already, in a program that calls `train`: what it chose stays
+
+    def _begin(self) -> None:
+        """Makes the optimizer; to be called at the end of `broadcast`."""
+        self._optimizer = self._new_optimizer()
+        self._optimizer.build(self._model.trainable_variables)
+        tf.random.set_seed(self._options.seed + self._rank * 2**31)  # of what is traced from here on
+
+    def _new_optimizer(self) -> Any:
+        options = self._options
+        if options.optimizer == "sgd":
+            return tf_keras.optimizers.SGD(
+                options.lr, momentum=options.momentum, nesterov=options.nesterov, jit_compile=False
+            )
+        beta_1, beta_2 = options.betas
+        common: dict[str, Any] = {"weight_decay": options.weight_decay, "epsilon": _ADAM_EPSILON, "jit_compile": False}
+        if options.optimizer == "adamw":
+            optimizer = tf_keras.optimizers.AdamW(options.lr, beta_1=beta_1, beta_2=beta_2, **common)
+        else:
+            common |= {"freeze_after": options.freeze_after, "warm_up": options.freeze_compression}
+            common |= {"refreshes_per_gap": options.refreshes_per_gap}
+            optimizer = CompressedAdam(options.lr, beta_1=beta_1, beta_2=beta_2, **common)
+        optimizer.exclude_from_weight_decay(
+            [
+                trainable_variable
+                for trainable_variable in self._model.trainable_variables
+                if len(trainable_variable.shape) <= 1
+            ]
+        )
+        return optimizer
+
+    def compression(self, spec: str, **options: Any) -> Compression:
+        variables = self._model.trainable_variables
+        return Compression.from_spec(spec, variables=variables, optimizer=self._optimizer, **options)
+
+    def set_learning_rate(self, rate: float) -> None:
+        self._optimizer.learning_rate = rate
+
+    def evaluate(self, inputs: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
+        loss, right = self._evaluation(inputs, targets)
+        return float(loss), int(right)
+
+    def parameters(self) -> Arrays:
+        return {variable.name: variable.numpy() for variable in self._model.trainable_variables}
+
+    def buffers(self) -> Arrays:
+        return {variable.name: variable.numpy() for variable in self._model.non_trainable_variables}
+
+    def set_buffers(self, values: Mapping[str, np.ndarray]) -> None:
+        for variable in self._model.non_trainable_variables:
+            variable.assign(values[variable.name])
+
+    def save(self, folder: Path) -> list[Path]:
+        assert self._compression is not None
+        prefix = f"rank-{self._rank}"
+        try:
+            self._checkpoint(compression=CompressionState(self._compression)).write(str(folder / prefix))
+        except tf.errors.OpError as error:
+            raise OSError(error.message.rpartition("}} ")[2]) from None  # without the place in TensorFlow's graph
+        return list(folder.glob(f"{prefix}.*"))
+
+    def restore(self, folder: Path, sources: Sequence[int], ranks: int) -> None:
+        assert self._compression is not None
+        paths = [str(folder / f"rank-{source}") for source in sources]
+        read = self._checkpoint().read(paths[0])
+        read.assert_existing_objects_matched()
+        read.expect_partial()  # the compression's state is read below
+        states = (saved_state(path) for path in paths)
+        state = hvdcomp.state_for(states, self._rank, ranks, self._options.residuals)
+        self._compression.load_state_dict(state)
+
+    def _checkpoint(self, **more: Any) -> tf.train.Checkpoint:
+        """Draws of dropout start anew: TensorFlow counts them where no checkpoint reaches."""
+        return tf.train.Checkpoint(model=self._model, optimizer=self._optimizer, **more)
+
+    # Traced.
+
+    def _mean_loss(self, inputs: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
+        """The mean loss of all backward passes of a step."""
+        passes = self._options.backward_passes_per_step
+        parts = zip(tf.split(inputs, passes), tf.split(targets, passes), strict=True)
+        return tf.add_n([_loss(self._model(x, training=True), y) for x, y in parts]) / passes
+
+    def _apply(self, gradients: Sequence[tf.Tensor]) -> None:
+        """The optimizer's step with the averaged gradients, clipped if that is asked for."""
+        options, variables = self._options, self._model.trainable_variables
+        if options.clip_norm:
+            clipped, _ = tf.clip_by_global_norm(gradients, options.clip_norm)
+            if options.optimizer == "compressed-adam":  # not where it would see the noise of a compressed momentum
+                noisy = self._optimizer.sends_momenta()
+                clipped = [tf.where(noisy, own, other) for own, other in zip(gradients, clipped, strict=True)]
+            gradients = clipped
+        if options.weight_decay and options.optimizer == "sgd":
+            decay = options.weight_decay
+            gradients = [gradient + decay * variable for gradient, variable in zip(gradients, variables, strict=True)]
+        self._optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+    def _evaluation_step(self, inputs: tf.Tensor, targets: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        logits = self._model(inputs, training=False)
+        right = tf.argmax(logits, axis=-1) == targets
+        return _loss(logits, targets), tf.reduce_sum(tf.cast(right, tf.int64))
+
+
+def _loss(logits: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=targets, logits=logits))

@@ -1,0 +1,89 @@
+"""The models of the reference training program: small ones for a laptop, and those of the compression papers.
+
+Image models take float batches of shape (N, channels, size, size), and the signal model (N, channels, size), and give
+logits (N, classes), as does the click model for features (N, dense + tables). Language models take token ids
+(N, length) and give logits (N, length, classes). The convolutional networks have their CIFAR form: no early
+downsampling, one linear layer at the end. Here is what all frameworks share; `models_torch` and `models_tensorflow`
+build the same networks, with the same parameters under the same names; the vision transformer and the click model are
+PyTorch's alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from hvdcomp.tools.train.options import SetupError
+
+_SMALLEST_IMAGE = {"mlp": 1, "cnn": 4, "resnet20": 4, "resnet18": 8, "vgg16": 32, "vgg19_bn": 32, "vit": 4}
+
+# Convolutions by width, "M" a max-pooling: configurations D and E of Simonyan and Zisserman (2015), Table 1.
+VGG16: tuple[int | str, ...] = (64, 64, "M", 128, 128, "M", 256, 256, 256, "M", 512, 512, 512, "M", 512, 512, 512, "M")
+VGG19: tuple[int | str, ...] = (64, 64, "M", 128, 128, "M", *[256] * 4, "M", *[512] * 4, "M", *[512] * 4, "M")
+
+
+class LSTMSize(NamedTuple):
+    """Widths of the language model, and the fraction of what is dropped out."""
+
+    embedding: int
+    hidden: int
+    dropout: float
+
+    @classmethod
+    def for_tokens(cls, tokens: int) -> LSTMSize:
+        """Characters need little; words get the width of the LSTM in PowerSGD (Vogels et al., 2019)."""
+        return cls(64, 128, 0.0) if tokens < 1000 else cls(650, 650, 0.5)
+
+
+class TransformerSize(NamedTuple):
+    """Layers, width and attention heads of a transformer.
+
+    References: Radford et al., Language Models are Unsupervised Multitask Learners, 2019, Table 2 (gpt-small).
+    """
+
+    layers: int
+    width: int
+    heads: int
+
+
+GPT_SIZES = {
+    "gpt": TransformerSize(3, 96, 4),
+    "gpt-mini": TransformerSize(6, 384, 6),
+    "gpt-small": TransformerSize(12, 768, 12),
+}
+"""By model; of bytes and 128 tokens they have 0.37, 10.8 and 85 million parameters."""
+
+VIT_SIZE = TransformerSize(4, 64, 4)
+
+
+class DLRMSize(NamedTuple):
+    """Dense features of a sample, tables, their rows and columns, and the width of hidden layers."""
+
+    dense: int
+    tables: int
+    rows: int
+    columns: int
+    hidden: int
+
+
+DLRM_SIZE = DLRMSize(13, 8, 20_000, 16, 64)
+
+
+def patch_side(size: int) -> int:
+    """Pixels on a side of the patches that the vit reads: the digits make 16, images of CIFAR 64."""
+    return 4 if size >= 16 else 2
+
+
+def pooling(size: int) -> tuple[int, int]:
+    """By how much the two poolings of the cnn make an image smaller: those of 8x8 cannot spare much."""
+    return (2, 2) if size >= 16 else (1, 2)
+
+
+def check_image_size(name: str, size: int) -> None:
+    """Raises SetupError if images are too small for a network's pooling."""
+    smallest = _SMALLEST_IMAGE.get(name, 0)
+    if size < smallest:
+        fitting = [model for model, needed in _SMALLEST_IMAGE.items() if needed <= size]
+        raise SetupError(
+            f"--model {name} needs images of at least {smallest}x{smallest} pixels and these have {size}x{size}; "
+            f"choose one of {', '.join(fitting)}"
+        )

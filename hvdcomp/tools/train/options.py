@@ -1,0 +1,515 @@
+"""What one training run is: every option of `hvdcomp train`, its default, and the checks that need no
+framework.
+
+Options left out get a value that suits the model and the data, so that `--model cnn --data digits` alone
+trains well. The learning rate is used as given: whoever adds ranks, and so enlarges the global batch, scales
+it by hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdcomp.perfmodel import parse_rate
+from hvdcomp.policies import Policy, parse_policy
+from hvdcomp.tools.train.target import Target
+
+FRAMEWORKS = ("torch", "tensorflow")
+BACKENDS = ("auto", "horovod", "ddp")  # what connects the ranks; auto: what the launcher is for
+SIMULATED = "simulated"  # the backend of simulated ranks
+NO_TIME = "none"  # a link on which an exchange takes none
+RESIDUALS = ("keep", "drop")  # of what the ranks of a checkpoint had left to send
+OVERLAP: dict[str, bool | str] = {"auto": "auto", "on": True, "off": False}  # --overlap, and what `Compression` takes
+
+DECISIONS = "decisions.jsonl"  # below --output; written by the compression, which puts full files aside
+
+IMAGE_MODELS = ("mlp", "cnn", "resnet20", "resnet18", "vgg16", "vgg19_bn", "vit")
+SIGNAL_MODELS = ("cnn1d",)
+CLICK_MODELS = ("dlrm",)
+GPT_MODELS = ("gpt", "gpt-mini", "gpt-small")
+TEXT_MODELS = ("lstm", *GPT_MODELS)
+MODELS = IMAGE_MODELS + SIGNAL_MODELS + CLICK_MODELS + TEXT_MODELS
+TRANSFORMERS = (*GPT_MODELS, "vit")
+TORCH_MODELS = ("vit", *CLICK_MODELS)  # which TensorFlow has not
+
+IMAGE_DATA = ("digits", "synthetic", "cifar10", "cifar100")
+SIGNAL_DATA = ("mnist1d",)
+CLICK_DATA = ("clicks",)
+TEXT_DATA = ("text", "stdlib-text", "wikitext2", "ptb")
+DATA = IMAGE_DATA + SIGNAL_DATA + CLICK_DATA + TEXT_DATA
+FOLDER_DATA = ("cifar10", "cifar100", "wikitext2", "ptb")  # read from --data-dir
+VALIDATED_DATA = ("mnist1d", "clicks", "text", "wikitext2", "ptb")  # with a validation part of their own
+
+OPTIMIZERS = ("sgd", "adamw", "compressed-adam", "muon")
+MUON_MODELS = ("mlp", "cnn", "cnn1d", "vit", "dlrm", *TEXT_MODELS)  # those with hidden matrices
+SCHEDULES = ("step", "cosine")
+
+_SGD_RATES = {
+    "mlp": 0.05,
+    "cnn": 0.03,
+    "resnet20": 0.1,
+    "resnet18": 0.1,
+    "vgg16": 0.02,
+    "vgg19_bn": 0.05,
+    "vit": 0.05,
+    "cnn1d": 0.05,
+    "dlrm": 0.05,
+    "lstm": 2.0,
+    "gpt": 0.1,
+    "gpt-mini": 0.1,
+    "gpt-small": 0.1,
+}
+FREEZE_AFTER = 0.15  # of a run, where AdamW's second moment is frozen
+_ADAMW_RATES = {"gpt": 2e-3, "gpt-small": 6e-4}  # the others: 1e-3; muon has the same
+# Others: 32.
+_BATCH_SIZES = {"digits": 16, "synthetic": 32, "cifar10": 128, "cifar100": 128, "mnist1d": 25, "clicks": 128, "text": 8}
+_SEQUENCES = {"text": 128, "stdlib-text": 64}  # tokens; others: 35
+_TEXT_SIZES = {"text": 2_000_000}  # others: 400_000
+_CLIP_NORMS = {"lstm": 0.25, **dict.fromkeys(TRANSFORMERS, 1.0)}  # others: none
+
+
+class SetupError(ValueError):
+    """A run that cannot be started as asked; the message names the option, what is allowed and the way out."""
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """The options of one run. None means "choose for me" until `resolved` has filled it in."""
+
+    framework: str = "torch"
+    backend: str = "auto"
+    timeout: float | None = None  # seconds that ranks of torch.distributed wait for another
+    model: str = "cnn"
+    data: str = "digits"
+    data_dir: Path | None = None
+    compression: str = "none"
+    memory: str | None = None
+    policy: str | None = None
+    overlap: str = "auto"
+    bucket_bytes: int | None = None
+    epochs: int = 10
+    steps: int | None = None  # of the optimizer, in place of epochs
+    until: str | None = None  # a target on the validation part that ends the run
+    evaluate_every: int | None = None  # steps; None: at the end of each epoch
+    batch_size: int | None = None  # per rank and backward pass
+    optimizer: str | None = None
+    lr: float | None = None
+    momentum: float = 0.9
+    nesterov: bool = False
+    betas: tuple[float, float] = (0.9, 0.95)  # adamw, and what muon leaves to it
+    freeze_after: int | None = None  # compressed-adam: steps; None: `FREEZE_AFTER` of the run
+    freeze_compression: str = "int4"  # compressed-adam, before that
+    local_steps: int = 1  # from one exchange to the next; with compressed-adam after that
+    outer_lr: float | None = None  # of the step after local steps; None: that of `LocalSteps`
+    outer_momentum: float | None = None
+    refreshes_per_gap: int | None = None  # compressed-adam, after that: of the second moment; None for no refresh
+    weight_decay: float | None = None
+    schedule: str = "step"
+    milestones: tuple[float, ...] = ()  # epochs after which the learning rate is multiplied by gamma
+    gamma: float = 0.1
+    warm_up: float = 0.0  # epochs of linear growth of the learning rate
+    clip_norm: float | None = None  # 0: no clipping
+    backward_passes_per_step: int = 1
+    simulate_ranks: int | None = None  # threads of this process that are ranks
+    link: str | None = None  # of each simulated rank, or several between commas; None: one that takes no time
+    seed: int = 0
+    output: Path | None = None
+    overwrite: bool = False
+    tensorboard: bool = False
+    metrics_port: int | None = None  # of rank 0
+    metrics_address: str = "127.0.0.1"  # of that port
+    checkpoint_folder: Path | None = None
+    checkpoint_every: int | None = None  # steps; None: at the end of each epoch
+    residuals: str = "keep"
+    elastic: bool = False
+    samples: int | None = None
+    validation_samples: int = 0  # of the training data, where the data set has no validation part
+    label_noise: float = 0.0
+    image_size: int = 32  # synthetic
+    text_size: int | None = None  # text: bytes to train on; stdlib-text: characters
+    text_unit: str = "char"  # stdlib-text
+    sequence_length: int | None = None  # text data
+    progress: bool = True
+
+    def resolved(self) -> TrainingOptions:
+        """These options with every "choose for me" replaced by a value, checked.
+
+        Raises:
+            SetupError: a value, or a combination of values, that cannot be trained.
+        """
+        self._check_names()
+        optimizer = _either(self.optimizer, "adamw" if self.model in TRANSFORMERS else "sgd")
+        rate = _SGD_RATES[self.model] if optimizer == "sgd" else _ADAMW_RATES.get(self.model, 1e-3)
+        decay = 0.1 if optimizer != "sgd" else 5e-4 if self.data in ("cifar10", "cifar100") else 0.0
+        chosen = dataclasses.replace(
+            self,
+            optimizer=optimizer,
+            batch_size=_either(self.batch_size, _BATCH_SIZES.get(self.data, 32)),
+            lr=_either(self.lr, rate),
+            weight_decay=_either(self.weight_decay, decay),
+            clip_norm=_either(self.clip_norm, _CLIP_NORMS.get(self.model, 0.0)),
+            sequence_length=_either(self.sequence_length, _SEQUENCES.get(self.data, 35)),
+            text_size=_either(self.text_size, _TEXT_SIZES.get(self.data, 400_000)),
+        )
+        chosen.check_values()
+        chosen.check_target()
+        return chosen
+
+    def _check_names(self) -> None:
+        for option, value, known in (
+            ("--framework", self.framework, FRAMEWORKS),
+            ("--backend", self.backend, BACKENDS if self.simulate_ranks is None else ("auto", SIMULATED)),
+            ("--model", self.model, MODELS),
+            ("--data", self.data, DATA),
+            ("--optimizer", self.optimizer or "sgd", OPTIMIZERS),
+            ("--schedule", self.schedule, SCHEDULES),
+            ("--overlap", self.overlap, OVERLAP),
+            ("--residuals", self.residuals, RESIDUALS),
+        ):
+            if value not in known:
+                raise SetupError(f"{option} {value!r} is unknown; choose one of {', '.join(known)}")
+        families = (
+            (IMAGE_MODELS, IMAGE_DATA),
+            (SIGNAL_MODELS, SIGNAL_DATA),
+            (CLICK_MODELS, CLICK_DATA),
+            (TEXT_MODELS, TEXT_DATA),
+        )
+        suitable = next(data for models, data in families if self.model in models)
+        if self.data not in suitable:
+            raise SetupError(f"--model {self.model} cannot learn --data {self.data}; it takes {', '.join(suitable)}")
+        if self.data in FOLDER_DATA and self.data_dir is None:
+            raise SetupError(f"--data {self.data} is read from a folder: name it with --data-dir")
+        if self.data not in FOLDER_DATA and self.data_dir is not None:
+            raise SetupError(f"--data {self.data} needs no --data-dir; leave it out")
+
+    def check_values(self) -> None:
+        """Refuses numbers that are out of range."""
+        assert self.lr is not None
+        assert self.weight_decay is not None
+        assert self.clip_norm is not None
+        overlaps = self.framework == "torch"
+        at_once = f"--framework {self.framework} hands over all gradients of a step at once"
+        checks = (
+            (
+                overlaps or self.overlap != "on",
+                f"--overlap on: {at_once}; leave it at auto, or take --framework torch",
+            ),
+            (
+                self.bucket_bytes is None or self.bucket_bytes >= 1,
+                f"--bucket-bytes {self.bucket_bytes}: at least 1 byte of gradients",
+            ),
+            (
+                overlaps or self.bucket_bytes is None,
+                f"--bucket-bytes {self.bucket_bytes}: {at_once}; leave it out, or take --framework torch",
+            ),
+            (self.epochs >= 1, f"--epochs {self.epochs}: at least 1"),
+            (self.steps is None or self.steps >= 1, f"--steps {self.steps}: at least 1"),
+            (
+                self.evaluate_every is None or self.evaluate_every >= 1,
+                f"--evaluate-every {self.evaluate_every}: at least 1 step",
+            ),
+            (
+                self.until is None or self.has_validation,
+                f"--until {self.until}: --data {self.data} has no validation part of its own; hold some of the "
+                "training samples back with --validation-samples N",
+            ),
+            (
+                self.evaluate_every is None or self.has_validation,
+                f"--evaluate-every {self.evaluate_every}: --data {self.data} has no validation part of its own; hold "
+                "some of the training samples back with --validation-samples N",
+            ),
+            (self.validation_samples >= 0, f"--validation-samples {self.validation_samples}: 0 or more"),
+            (
+                self.validation_samples == 0 or self.data not in VALIDATED_DATA,
+                f"--validation-samples {self.validation_samples}: --data {self.data} has a validation part of its own; "
+                "leave it out",
+            ),
+            ((self.batch_size or 0) >= 1, f"--batch-size {self.batch_size}: at least 1"),
+            (_is_finite(self.lr) and self.lr > 0, f"--lr {self.lr}: a positive number"),
+            (0 <= self.momentum < 1, f"--momentum {self.momentum}: from 0 up to, not including, 1"),
+            (not self.nesterov or self.momentum > 0, "--nesterov needs a --momentum above 0"),
+            (
+                not self.nesterov or self.optimizer == "sgd",
+                f"--nesterov is a form of SGD's momentum; leave it out with --optimizer {self.optimizer}",
+            ),
+            (
+                len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
+                f"--betas {_join(self.betas)}: two numbers from 0 up to, not including, 1, such as 0.9,0.95",
+            ),
+            (
+                self.freeze_after is None or self.freeze_after >= 1,
+                f"--freeze-after {self.freeze_after}: at least 1 step",
+            ),
+            (
+                self.freeze_after is None or self.optimizer == "compressed-adam",
+                f"--freeze-after {self.freeze_after} is of --optimizer compressed-adam; leave it out with --optimizer "
+                f"{self.optimizer}",
+            ),
+            (
+                self.model not in TORCH_MODELS or self.framework == "torch",
+                f"--model {self.model}: --framework torch has it alone",
+            ),
+            (
+                self.optimizer != "muon" or self.framework == "torch",
+                "--optimizer muon: --framework torch has it alone; take --optimizer adamw with --framework "
+                f"{self.framework}",
+            ),
+            (
+                self.optimizer != "compressed-adam" or self.model not in CLICK_MODELS,
+                f"--optimizer compressed-adam sends momenta of all parameters, and --model {self.model} has tables of "
+                "which rows are sent; take --optimizer sgd or adamw",
+            ),
+            (
+                self.optimizer != "muon" or self.model in MUON_MODELS,
+                f"--optimizer muon is for hidden matrices, of which --model {self.model} has none; take --optimizer "
+                f"sgd or adamw, or one of {', '.join(MUON_MODELS)}",
+            ),
+            (
+                self.schedule == "step" or not self.milestones,
+                f"--milestones {_join(self.milestones)} are of --schedule step; leave them out with --schedule "
+                f"{self.schedule}",
+            ),
+            (
+                _is_finite(self.weight_decay) and self.weight_decay >= 0,
+                f"--weight-decay {self.weight_decay}: 0 or more",
+            ),
+            (0 < self.gamma <= 1, f"--gamma {self.gamma}: above 0, at most 1"),
+            (
+                all(_is_finite(m) and m > 0 for m in self.milestones)
+                and list(self.milestones) == sorted(set(self.milestones)),
+                f"--milestones {_join(self.milestones)}: epochs above 0, each later than the one before",
+            ),
+            (
+                all(m < self.epochs for m in self.milestones),
+                f"--milestones {_join(self.milestones)}: all before the end, --epochs {self.epochs}",
+            ),
+            (_is_finite(self.warm_up) and self.warm_up >= 0, f"--warm-up {self.warm_up}: 0 epochs or more"),
+            (
+                not self.milestones or self.warm_up <= self.milestones[0],
+                f"--warm-up {self.warm_up}: over before the first of --milestones {_join(self.milestones)}",
+            ),
+            (
+                _is_finite(self.clip_norm) and self.clip_norm >= 0,
+                f"--clip-norm {self.clip_norm}: 0 (none) or more",
+            ),
+            (
+                self.backward_passes_per_step >= 1,
+                f"--backward-passes-per-step {self.backward_passes_per_step}: at least 1",
+            ),
+            *self._checks_of_local_steps(),
+            *self._checks_of_outer_step(),
+            *self._checks_of_refreshes(),
+            *self._checks_of_simulation(),
+            (0 <= self.seed < 2**31, f"--seed {self.seed}: from 0 to 2147483647"),
+            (self.samples is None or self.samples >= 1, f"--samples {self.samples}: at least 1"),
+            (0 <= self.label_noise <= 1, f"--label-noise {self.label_noise}: a fraction from 0 to 1"),
+            (
+                self.label_noise == 0 or self.data not in TEXT_DATA,
+                f"--label-noise: --data {self.data} has no labels; "
+                f"{', '.join(IMAGE_DATA + SIGNAL_DATA + CLICK_DATA)} have",
+            ),
+            (self.image_size >= 4, f"--image-size {self.image_size}: at least 4 pixels"),
+            (self.text_unit in ("char", "word"), f"--text-unit {self.text_unit!r}: char or word"),
+            ((self.text_size or 0) >= 10_000, f"--text-size {self.text_size}: at least 10000 characters"),
+            ((self.sequence_length or 0) >= 1, f"--sequence-length {self.sequence_length}: at least 1"),
+            (
+                self.checkpoint_every is None or self.checkpoint_every >= 1,
+                f"--checkpoint-every {self.checkpoint_every}: at least 1 step",
+            ),
+            (
+                not self.elastic or self.checkpoint_folder is not None,
+                "--elastic needs --checkpoint-folder, from where the run goes on when ranks come and go",
+            ),
+            (
+                self.checkpoint_every is None or self.checkpoint_folder is not None,
+                "--checkpoint-every writes to --checkpoint-folder DIR: give one",
+            ),
+            (
+                self.metrics_port is None or 1 <= self.metrics_port <= 65535,
+                f"--metrics-port {self.metrics_port}: from 1 to 65535, such as 9400",
+            ),
+            (bool(self.metrics_address), "--metrics-address '': an address of rank 0's host, or 0.0.0.0 for all"),
+            (
+                not self.tensorboard or self.output is not None,
+                "--tensorboard writes below --output DIR: give one",
+            ),
+        )
+        for right, message in checks:
+            if not right:
+                raise SetupError(message)
+
+    def _checks_of_local_steps(self) -> list[tuple[bool, str]]:
+        every, what = self.local_steps, f"--local-steps {self.local_steps}"
+        return [
+            (every >= 1, f"{what}: at least 1"),
+            (every <= 1 or self.framework == "torch", f"{what}: --framework torch has it alone"),
+            (
+                every <= 1 or (self.steps is not None and self.steps % every == 0),
+                f"{what}: give --steps N too, a multiple of {every}, after which all ranks have the same weights",
+            ),
+            (
+                every <= 1 or (self.evaluate_every or 0) % every == 0,
+                f"{what}: --evaluate-every {self.evaluate_every} has to be a multiple of {every}",
+            ),
+            (
+                every <= 1 or self.optimizer != "compressed-adam" or self.checkpoint_folder is None,
+                f"{what} of compressed-adam saves no checkpoints; leave out --checkpoint-folder "
+                f"{self.checkpoint_folder}",
+            ),
+        ]
+
+    def _checks_of_outer_step(self) -> Iterator[tuple[bool, str]]:
+        has_outer = self.local_steps > 1 and self.optimizer != "compressed-adam"
+        for name, value in (("--outer-lr", self.outer_lr), ("--outer-momentum", self.outer_momentum)):
+            what = f"{name} {value}"
+            yield value is None or has_outer, f"{what} is of --local-steps with another optimizer than compressed-adam"
+            yield value is None or 0 <= value <= 1, f"{what}: from 0 to 1"
+
+    def _checks_of_refreshes(self) -> list[tuple[bool, str]]:
+        refreshes, what = self.refreshes_per_gap, f"--refreshes-per-gap {self.refreshes_per_gap}"
+        return [
+            (refreshes is None or refreshes >= 1, f"{what}: at least 1"),
+            (
+                refreshes is None or self.optimizer == "compressed-adam",
+                f"{what} is of --optimizer compressed-adam; leave it out with --optimizer {self.optimizer}",
+            ),
+            (
+                refreshes is None or self.local_steps <= 1,
+                f"{what} does not go with --local-steps {self.local_steps}, whose exchanges have no gradient of all "
+                "ranks; leave one of the two out",
+            ),
+        ]
+
+    def _checks_of_simulation(self) -> list[tuple[bool, str]]:
+        ranks, simulated = self.simulate_ranks, self.simulate_ranks is not None
+        what, links = f"--simulate-ranks {ranks}", links_of(self.link)
+        return [
+            (ranks is None or ranks >= 1, f"{what}: at least 1"),
+            (
+                self.link is None or simulated,
+                f"--link {self.link} is that of simulated ranks; give --simulate-ranks N too, or leave it out",
+            ),
+            *(
+                (
+                    link == NO_TIME or _is_rate(link),
+                    f"--link {link!r} is not a rate: 100mbit, 1gbit, 10gbit, or {NO_TIME} for one that takes no time; "
+                    "put commas between several",
+                )
+                for link in links
+            ),
+            (len(set(links)) == len(links), f"--link {self.link}: each rate once"),
+            (
+                not simulated or self.checkpoint_folder is None,
+                f"{what} saves no checkpoints; leave out --checkpoint-folder {self.checkpoint_folder}",
+            ),
+            (
+                not simulated or self.overlap != "on",
+                f"--overlap on: {what} sends what is compressed after the backward pass; leave it at auto",
+            ),
+        ]
+
+    def check_target(self) -> None:
+        """Refuses a target of what is not measured."""
+        if self.until is None:
+            return
+        try:
+            target = Target.parse(self.until)
+        except ValueError as error:
+            raise SetupError(f"--until {error}") from None
+        other = "accuracy" if self.data in TEXT_DATA else "perplexity"
+        if target.metric == other:
+            known = "loss, perplexity" if self.data in TEXT_DATA else "loss, accuracy"
+            raise SetupError(f"--until {self.until}: --data {self.data} is measured by {known}")
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether there are samples that are neither trained nor tested on."""
+        return self.data in VALIDATED_DATA or self.validation_samples > 0
+
+    def learning_rate(self, epochs_done: float, epochs: float) -> float:
+        """The learning rate at a point of a run.
+
+        It grows from 0 to `lr` in the epochs of the warm-up. Then it is multiplied by `gamma` at each milestone, or it
+        falls to `gamma` times `lr` along half a period of a cosine.
+
+        Args:
+            epochs_done: before this step; a fraction too.
+            epochs: of the run; a fraction too.
+
+        References: Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, 2017, equation 5.
+        """
+        assert self.lr is not None
+        if epochs_done < self.warm_up:
+            return self.lr * epochs_done / self.warm_up
+        if self.schedule == "cosine":
+            progress = min(1.0, (epochs_done - self.warm_up) / max(epochs - self.warm_up, 1e-9))
+            return self.lr * (self.gamma + (1 - self.gamma) * (1 + math.cos(math.pi * progress)) / 2)
+        return self.lr * self.gamma ** sum(epochs_done >= milestone for milestone in self.milestones)
+
+    def for_steps(self, steps_per_epoch: int) -> TrainingOptions:
+        """These options, resolved, with what depends on the length of the run.
+
+        Raises:
+            SetupError: an epoch ends where the ranks have no common weights.
+        """
+        evaluated = self.evaluate_every is not None or (self.steps or 0) <= steps_per_epoch
+        if self.local_steps > 1 and not evaluated and steps_per_epoch % self.local_steps:
+            raise SetupError(
+                f"--local-steps {self.local_steps}: an epoch of {steps_per_epoch} steps would end while the ranks have "
+                f"weights of their own; give --evaluate-every N, a multiple of {self.local_steps}"
+            )
+        if self.optimizer != "compressed-adam" or self.freeze_after is not None:
+            return self
+        steps = self.steps or self.epochs * steps_per_epoch
+        return dataclasses.replace(self, freeze_after=max(1, round(FREEZE_AFTER * steps)))
+
+    def of_compression(self) -> dict[str, Any]:
+        """The arguments of `hvdcomp.Compression.from_spec`, but for those that the data or the framework say.
+
+        Raises:
+            SpecError: the policy is none.
+        """
+        decides = self.policy is not None and isinstance(parse_policy(self.policy), Policy)
+        return {
+            "spec": self.compression,
+            "memory": self.memory,
+            "policy": self.policy,
+            "decision_log": self.output / DECISIONS if decides and self.output is not None else None,
+            "seed": self.seed,
+            "overlap": OVERLAP[self.overlap],
+            "bucket_bytes": self.bucket_bytes,
+        }
+
+    def as_json(self) -> dict[str, object]:
+        """Every option with its value, for JSON."""
+        values = dataclasses.asdict(self)
+        return {key: str(value) if isinstance(value, Path) else value for key, value in values.items()}
+
+
+def links_of(text: str | None) -> tuple[str, ...]:
+    """The links of `--link`."""
+    return () if text is None else tuple(link.strip() for link in text.split(","))
+
+
+def _either(value, default):
+    return default if value is None else value
+
+
+def _is_rate(text: str) -> bool:
+    try:
+        return parse_rate(text) > 0
+    except ValueError:
+        return False
+
+
+def _is_finite(value: float) -> bool:
+    return math.isfinite(value)
+
+
+def _join(values: tuple[float, ...]) -> str:
+    return ",".join(f"{value:g}" for value in values)

@@ -1,0 +1,236 @@
+"""The files of a run, written by rank 0: steps.jsonl, evaluations.jsonl, epochs.jsonl, summary.json, and TensorBoard's
+if wanted.
+
+Each line is written at once and whole, so that a run that is killed, or fills the disk, leaves all it did; summary.json
+appears when the run is over. JSON is strict: what is not a finite number is null.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hvdcomp.files import RecordFile, aside, bring_back, put_aside_before, replace_text
+from hvdcomp.tools.train.options import DECISIONS, SetupError
+
+STEPS, EPOCHS, SUMMARY, TENSORBOARD = "steps.jsonl", "epochs.jsonl", "summary.json", "tensorboard"
+EVALUATIONS = "evaluations.jsonl"
+RECORDS = (STEPS, EVALUATIONS, EPOCHS)
+_ASIDE = f"{DECISIONS} put aside"  # beside the sizes of files: the number of the last one that was
+
+
+def check_output(folder: Path, overwrite: bool, sizes: Mapping[str, int] | None = None) -> None:
+    """See that a run can be written to `folder`, before any training. Changes nothing.
+
+    Args:
+        sizes: of the files that a checkpoint goes on with, as `RunWriter.sizes` told; None for a run from its start.
+
+    Raises:
+        SetupError: it holds a run already, or not the one of the checkpoint, or cannot be written to.
+    """
+    try:
+        _check_output(folder, overwrite, sizes)
+    except OSError as error:
+        raise _cannot_write(folder, error) from None
+
+
+def _check_output(folder: Path, overwrite: bool, sizes: Mapping[str, int] | None) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise SetupError(f"--output {folder} is a file; name a folder")
+    if sizes is not None:
+        for name in filter(sizes.__contains__, (*RECORDS, DECISIONS)):
+            file = folder / name
+            if name == DECISIONS and put_aside_before(file).keys() - range(sizes.get(_ASIDE, 0) + 1):
+                file = aside(file, sizes.get(_ASIDE, 0) + 1)  # where it is since then
+            if not file.is_file() or file.stat().st_size < sizes[name]:
+                raise SetupError(
+                    f"--output {folder}: {name} is not that of the run that was saved in --checkpoint-folder; name the "
+                    "same --output as before, or another --checkpoint-folder"
+                )
+        return
+    held = [name for name in (*RECORDS, SUMMARY, DECISIONS, TENSORBOARD) if (folder / name).exists()]
+    held += [file.name for file in put_aside_before(folder / DECISIONS).values()]
+    if held and not overwrite:
+        raise SetupError(f"--output {folder} holds a run already ({held[0]}): name another, or add --overwrite")
+    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not existing.is_dir():
+        raise SetupError(f"--output {folder}: {existing} is a file; name another folder")
+    try:
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        error.filename = str(existing)
+        raise
+
+
+def _cannot_write(folder: Path, error: OSError) -> SetupError:
+    place = folder if error.filename is None else error.filename
+    return SetupError(f"--output {folder} cannot be written: {error.strerror or error}: {place}; name another folder")
+
+
+def check_tensorboard() -> None:
+    """Raises SetupError if TensorBoard is not installed."""
+    try:
+        import tensorboard  # noqa: F401
+    except ImportError:
+        raise SetupError("--tensorboard needs TensorBoard: pip install 'hvdcomp[train]'") from None
+
+
+class RunWriter:
+    """Writes one run to a folder, in place of one that is there, or going on with it.
+
+    What cannot be written while the run goes on raises nothing, as the other ranks would wait for this one: it is kept
+    in `problem`, to be told to all. Nothing is written after it.
+
+    Args:
+        sizes: None for a new run; else of the files at the step `done`: what was written after it goes.
+        done: steps.
+
+    Attributes:
+        problem: what could not be written, and why; None if all was.
+
+    Raises:
+        SetupError: the files cannot be made.
+    """
+
+    def __init__(self, folder: Path, tensorboard: bool, sizes: Mapping[str, int] | None = None, done: int = 0) -> None:
+        self.problem: str | None = None
+        self._folder = folder
+        self._board: _Board | None = None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            bring_back(folder / DECISIONS, 0 if sizes is None else sizes.get(_ASIDE, 0))
+            for name in (*RECORDS, DECISIONS):
+                if sizes is not None and name in sizes:
+                    os.truncate(folder / name, sizes[name])
+                else:
+                    (folder / name).unlink(missing_ok=True)
+            (folder / SUMMARY).unlink(missing_ok=True)
+            if sizes is None:
+                shutil.rmtree(folder / TENSORBOARD, ignore_errors=True)
+            self._files = {name: RecordFile(folder / name) for name in RECORDS}
+            if tensorboard:
+                self._board = _Board(folder / TENSORBOARD, done)
+        except OSError as error:
+            raise _cannot_write(folder, error) from None
+
+    def step(
+        self, record: dict[str, Any], cost: dict[str, float | None], metrics: Callable[[], Mapping[str, float]]
+    ) -> None:
+        """Add a line to steps.jsonl; its `step` is TensorBoard's step too.
+
+        Args:
+            record: what the step did.
+            cost: what it cost, for the line.
+            metrics: say for TensorBoard what it cost.
+        """
+        scalars = {} if self._board is None else {**_tagged("step", record), **metrics()}
+        self._write(STEPS, {**record, **cost}, scalars)
+
+    def evaluation(self, record: dict[str, Any]) -> None:
+        """Add a line to evaluations.jsonl."""
+        self._write(EVALUATIONS, record, {})
+
+    def epoch(self, record: dict[str, Any]) -> None:
+        """Add a line to epochs.jsonl."""
+        self._write(EPOCHS, record, _tagged("epoch", record))
+
+    def _write(self, name: str, record: dict[str, Any], scalars: Mapping[str, float | None]) -> None:
+        if self.problem is not None:
+            return
+        try:
+            self._files[name].write(json.dumps(strict(record), allow_nan=False).encode() + b"\n")
+        except OSError as error:
+            self._note(name, error)
+        if self._board is not None:
+            try:
+                self._board.scalars(record["step"], scalars)
+            except OSError as error:
+                self._note(TENSORBOARD, error)
+
+    def _note(self, name: str, error: OSError) -> None:
+        if self.problem is None:  # the first is the cause
+            self.problem = f"{self._folder / name} cannot be written: {error.strerror or error}"
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of the files so far, which are then on the disk, and what else is needed to go on with them.
+
+        Raises:
+            OSError: if they cannot be brought there.
+        """
+        sizes = {_ASIDE: max(put_aside_before(self._folder / DECISIONS), default=0)}
+        for name in (*RECORDS, DECISIONS):
+            if (self._folder / name).exists():
+                with (self._folder / name).open("rb") as file:
+                    os.fsync(file.fileno())
+                    sizes[name] = os.fstat(file.fileno()).st_size
+        return sizes
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Write summary.json, whole or not at all, and close everything."""
+        text = json.dumps(strict(summary), indent=2, allow_nan=False) + "\n"
+        try:
+            replace_text(self._folder / SUMMARY, text)
+        except OSError as error:
+            self._note(SUMMARY, error)
+        for file in self._files.values():
+            file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+class _Board:
+    """Writes scalars for TensorBoard, as TensorBoard writes records: no framework is needed.
+
+    Its `EventFileWriter` would write in a thread of its own, where a full disk ends in a traceback.
+    """
+
+    def __init__(self, folder: Path, done: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        folder.mkdir(exist_ok=True)
+        # TensorBoard reads files of this name, in the order of the time in it.
+        self._file = RecordFile(folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}")
+        self._records = RecordWriter(self._file)
+        self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        if done:  # TensorBoard forgets what earlier files hold from this step on
+            start = SessionLog(status=SessionLog.START)
+            self._add(Event(wall_time=time.time(), step=done + 1, session_log=start))
+
+    def scalars(self, step: int, scalars: Mapping[str, float | None]) -> None:
+        """Those that are known, at their step."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items() if value is not None]
+        self._add(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+
+    def _add(self, event: Any) -> None:
+        self._records.write(event.SerializeToString())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _tagged(kind: str, record: Mapping[str, Any]) -> dict[str, float | None]:
+    """The numbers of a line, as TensorBoard's scalars."""
+    return {f"{kind}/{key}": value for key, value in record.items() if key not in ("step", "epoch")}
+
+
+def strict(value: Any) -> Any:
+    """`value` with None for every number that JSON cannot hold (infinities, not-a-number)."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict(item) for item in value]
+    return value

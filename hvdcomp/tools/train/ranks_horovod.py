@@ -1,0 +1,85 @@
+"""The ranks of a run under Horovod."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from horovod.common.elastic import State
+from horovod.common.exceptions import HostsUpdatedInterrupt
+
+from hvdcomp.tools.launch.promise import EXIT_SAVED
+from hvdcomp.tools.train import environment
+from hvdcomp.tools.train.ranks import Ranks
+
+
+class Changes(State):
+    """What Horovod tells of changes of the ranks. It keeps nothing: the checkpoint does.
+
+    Args:
+        hvd: Horovod's module for the framework.
+
+    Attributes:
+        due: whether this rank has heard of a change since the last one.
+        met: how often the ranks have met anew.
+    """
+
+    def __init__(self, hvd: Any) -> None:
+        super().__init__(hvd.broadcast_object, hvd.rank)
+        self.due = False
+        self.met = 0
+
+    def on_hosts_updated(self, timestamp: int, update_res: int) -> None:
+        super().on_hosts_updated(timestamp, update_res)
+        self.due = True
+
+    def reset(self) -> None:
+        self.due = False
+        self.met += 1
+
+    def save(self) -> None:
+        """Nothing: `Checkpoints` does."""
+
+    restore = sync = save
+
+
+class HorovodRanks(Ranks):
+    """All ranks, reached through the Horovod of one framework, which is initialized if it was not.
+
+    Args:
+        changes: of the ranks, in an elastic job; else None.
+
+    Raises:
+        ImportError: Horovod was not built for this framework.
+    """
+
+    backend = "horovod"
+
+    def __init__(self, framework: str, changes: Changes | None = None) -> None:
+        self._hvd = importlib.import_module(f"horovod.{framework}")
+        if not self._hvd.is_initialized():
+            self._hvd.init()
+        self.rank = self._hvd.rank()
+        self.size = self._hvd.size()
+        self.local_rank = self._hvd.local_rank()
+        self.local_size = self._hvd.local_size()
+        self.controller = environment.controller(self._hvd)
+        self._changes = changes
+        if changes is not None:
+            self.elastic, self.restarts = True, changes.met
+
+    @property
+    def changed(self) -> bool:
+        return self._changes is not None and self._changes.due
+
+    def meet_anew(self, without_me: bool) -> None:
+        if without_me:
+            raise SystemExit(EXIT_SAVED)
+        raise HostsUpdatedInterrupt(skip_sync=True)  # there is nothing but the checkpoint
+
+    def gather(self, value: Any, name: str) -> list[Any]:
+        # Named, as Horovod's own choice of name depends on the value's type.
+        return self._hvd.allgather_object(value, name=f"hvdcomp.tools.train.{name}")
+
+    def broadcast(self, value: Any, name: str) -> Any:
+        return self._hvd.broadcast_object(value, name=f"hvdcomp.tools.train.{name}")

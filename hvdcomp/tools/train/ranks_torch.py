@@ -1,0 +1,88 @@
+"""The ranks of a run under torch.distributed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hvdcomp.tools.train import environment
+from hvdcomp.tools.train.options import SetupError
+from hvdcomp.tools.train.ranks import Ranks
+
+_PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class TorchRanks(Ranks):
+    """All ranks that torchrun has started, or another launcher that sets the same variables; without one, this process
+    alone. torch.distributed is started if it was not: with NCCL for CUDA devices where there are any, and with Gloo.
+
+    Args:
+        timeout: seconds after which a rank that waits for another gives up; None for PyTorch's own.
+
+    Raises:
+        SetupError: a launcher's variable is missing, or a restart of this job could only wait.
+    """
+
+    backend = "ddp"
+    controller = "gloo"
+
+    def __init__(self, timeout: float | None = None) -> None:
+        if not dist.is_initialized():
+            _start(None if timeout is None else timedelta(seconds=timeout))
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.restarts = environment.restarts()
+
+    def gather(self, value: Any, name: str) -> list[Any]:
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+    def broadcast(self, value: Any, name: str) -> Any:
+        box = [value]
+        dist.broadcast_object_list(box)
+        return box[0]
+
+    def leave(self, code: int) -> None:
+        super().leave(code)
+        dist.destroy_process_group()
+        # PyTorch 2.13 does not end Gloo's threads with the group. One that still drops a tensor while the interpreter
+        # ends would take the process with it, by SIGABRT, and torchrun would call a finished training failed
+        # (https://github.com/pytorch/pytorch/pull/179291).
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+
+
+def _start(timeout: timedelta | None) -> None:
+    """`init_process_group`, after a restart by torchrun too."""
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    given = [name for name in _PLACE if name in os.environ]
+    if not given:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    if len(given) < len(_PLACE):
+        missing = ", ".join(name for name in _PLACE if name not in given)
+        raise SetupError(f"{given[0]} is set and {missing} is not: start the ranks with torchrun, or unset {given[0]}")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    # torchrun keeps one store for all its restarts, where the ranks before have left their addresses.
+    nodes, restarts = os.environ["GROUP_WORLD_SIZE"], os.environ["TORCHELASTIC_MAX_RESTARTS"]
+    if nodes != "1" and restarts != "0":
+        raise SetupError(
+            f"--max-restarts {restarts} of torchrun on {nodes} nodes: the ranks would wait for ever after a restart, "
+            "because torchrun hands them the addresses of those before; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for "
+            "torchrun on every node, or give --max-restarts 0"
+        )
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False)
+    own = dist.PrefixStore(f"hvdcomp/{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
+

@@ -1,0 +1,473 @@
+"""The training loop, the same for every framework and backend; a `Learner` is what differs.
+
+Every rank starts from rank 0's weights, sees its own part of each epoch's common shuffle, and ends with the same
+weights. The digest of each rank's weights in the summary says whether the weights are the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from hvdcomp.compression import Compression
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.tools.train import environment, outputs
+from hvdcomp.tools.train.checkpoints import KEPT, Checkpoints, Warnings
+from hvdcomp.tools.train.data import epoch_shard, evaluation_shard, steps_per_epoch
+from hvdcomp.tools.train.dataset import DataSet, Part
+from hvdcomp.tools.train.learner import Arrays, Learner
+from hvdcomp.tools.train.options import TrainingOptions
+from hvdcomp.tools.train.ranks import Ranks
+from hvdcomp.tools.train.reporter import Reporter
+from hvdcomp.tools.train.target import Target
+
+_STEPS_BETWEEN_CHECKS = 20  # how often the ranks ask each other for a non-finite loss, or whether one was told to stop
+_SECONDS_BETWEEN_CHECKS = 2.0  # where they could be told to stop, and steps are slow
+_MOST_TIMES = 10_000  # of the latest steps that are kept, and saved in checkpoints
+_FIRST_STEPS = 5  # not counted in the time per step of a run of one epoch
+_EVALUATION_BATCH = 256
+
+
+class Run:
+    """One run, ready to start: the same on every rank but for its shard. Rank 0 writes and shows."""
+
+    def __init__(
+        self,
+        options: TrainingOptions,
+        ranks: Ranks,
+        data: DataSet,
+        learner: Learner,
+        compression: Compression,
+        steps: int,
+        checkpoints: Checkpoints | None,
+        writer: outputs.RunWriter | None,
+        warnings: Warnings | None,
+    ) -> None:
+        self._options = options
+        self._ranks = ranks
+        self._data = data
+        self._learner = learner
+        self._compression = compression
+        self._steps_per_epoch = steps
+        self._epochs_in_all: float = options.epochs if options.steps is None else options.steps / steps
+        self._target = None if options.until is None else Target.parse(options.until)
+        self._checkpoints = checkpoints
+        self._warnings = warnings
+        self._writer = writer
+        self._reporter = Reporter(
+            options.steps or steps * options.epochs,
+            math.ceil(self._epochs_in_all),
+            visible=ranks.rank == 0,
+            progress=options.progress,
+        )
+        self._augmenting = np.random.default_rng([options.seed, ranks.rank])
+        self._metric = "perplexity" if data.is_text else "accuracy"
+        self._step = 0
+        self._epoch = 1  # the one that is trained
+        self._taken = 0  # batches of the starting size, in this epoch
+        self._losses: list[float] = []  # of the steps of this epoch
+        self._rate = 0.0
+        self._finite = True  # on this rank
+        self._times: list[float] = []  # ms of each of the latest steps
+        self._epochs: list[dict[str, Any]] = []
+        self._trained_seconds = 0.0  # of all steps, without evaluations
+        self._trained_on_links = np.zeros(len(ranks.links))  # the same, by link
+        self._reached: dict[str, Any] | None = None  # the evaluation that reached the target
+        self._evaluated_at = 0  # the step of the latest evaluation
+        self._quality: dict[str, float] = {}  # that it found
+        self._stepped = False  # in this process
+        self._resumed_at: list[int] = []  # steps after which the run went on from a checkpoint
+        self._next_check = _STEPS_BETWEEN_CHECKS if checkpoints is None else 1
+        self._start = self._epoch_start = ranks.now()
+
+    def go_on_from(self, saved: dict[str, Any]) -> None:
+        """Go on from where `_position` told when this was saved."""
+        assert self._checkpoints is not None
+        for name in KEPT:
+            setattr(self, f"_{name}", saved[name])
+        self._taken = self._taken_of(self._checkpoints.old_ranks)
+        if self._checkpoints.sources[0] == self._ranks.rank:  # else another rank draws so
+            self._augmenting.bit_generator.state = saved["augmenting"]
+        self._resumed_at = [*saved["resumed_at"], self._step]
+        self._next_check = self._step + 1
+        # A checkpoint of an earlier version lacks them.
+        self._trained_seconds, self._reached = saved.get("trained_seconds", 0.0), saved.get("reached")
+        now = self._ranks.now()
+        self._start, self._epoch_start = now - saved["seconds"], now - saved["epoch_seconds"]
+        for damage in self._checkpoints.damaged:
+            self._reporter.say(f"passed over a checkpoint: {damage}")
+        self._reporter.say(f"going on after step {self._step} from {self._options.checkpoint_folder}")
+        if self._checkpoints.change is not None:
+            self._reporter.say(self._checkpoints.change)
+
+    def _taken_of(self, old_ranks: int) -> int:
+        """The batches that are the same share of an epoch as those that the old ranks took, or a part of one less: as
+        policies that count epochs go on."""
+        options = self._options
+        assert options.batch_size is not None
+        samples = len(self._data.train_x)
+        then = steps_per_epoch(samples, old_ranks, options.batch_size, options.backward_passes_per_step)
+        return self._taken * self._steps_per_epoch // then
+
+    def _position(self) -> dict[str, Any]:
+        """Where this rank is in the run, as JSON."""
+        now = self._ranks.now()
+        return {
+            **{name: getattr(self, f"_{name}") for name in KEPT},
+            "augmenting": self._augmenting.bit_generator.state,
+            "resumed_at": self._resumed_at,
+            "seconds": now - self._start,
+            "epoch_seconds": now - self._epoch_start,
+            "trained_seconds": self._trained_seconds,
+            "reached": self._reached,
+            "sizes": None if self._writer is None else self._writer.sizes(),
+        }
+
+    def run(self) -> dict[str, Any]:
+        try:
+            with self._reporter:
+                status = self._train()
+                final = self._final_quality(status)
+            digests = self._ranks.gather(_digest(self._learner.shared_parameters()), "weights")
+            summary = self._summary(status, digests, final)
+            if self._writer is not None:
+                self._writer.finish(summary)
+            self._refuse_unwritten(self._ranks.gather(self._unwritten, "written"))
+        except BaseException as error:
+            # The other ranks may be gone: nothing is asked of them.
+            if self._writer is not None:
+                self._writer.finish({**self._summary("failed", [], {}), "error": f"{type(error).__name__}: {error}"})
+            raise
+        output = None if self._options.output is None else str(self._options.output)
+        self._reporter.summary(summary, output)
+        return summary
+
+    @property
+    def _unwritten(self) -> str | None:
+        """What this rank could not write."""
+        return None if self._writer is None else self._writer.problem
+
+    def _refuse_unwritten(self, problems: Sequence[str | None]) -> None:
+        """Ends the run on every rank, if any of them could not write."""
+        for problem in filter(None, problems):
+            raise ConfigurationError(
+                f"{problem}; what was written before is whole. Make room, or name another --output, and start again"
+            )
+
+    def _train(self) -> str:
+        """Train what is left; "finished", or "diverged" or "stopped" as soon as the ranks know of it."""
+        while not self._over:
+            if ended := self._train_epoch():
+                return ended
+        return "finished"
+
+    @property
+    def _over(self) -> bool:
+        """Whether all that was asked for has been trained."""
+        steps = self._options.steps
+        trained = self._epoch > self._options.epochs if steps is None else self._step >= steps
+        return trained or self._reached is not None
+
+    def _train_epoch(self) -> str | None:
+        """Train what is left of this epoch; "diverged" or "stopped" if the run ends by it."""
+        options, data = self._options, self._data
+        assert options.batch_size is not None
+        shard = epoch_shard(
+            len(data.train_x),
+            self._ranks.size,
+            self._ranks.rank,
+            options.batch_size * options.backward_passes_per_step,
+            options.seed,
+            self._epoch,
+        )[self._taken :]
+        while len(shard) >= (accumulation := self._next_accumulation()):
+            self._timed_step(shard[:accumulation].flatten(), accumulation)
+            shard = shard[accumulation:]
+            if self._options.evaluate_every is not None and self._step % self._options.evaluate_every == 0:
+                self._evaluate()
+            if self._over:
+                break
+            due = self._checkpoints is not None and self._checkpoints.due(self._step)
+            if (due or self._step >= self._next_check) and (ended := self._agree(save=due)):
+                return ended
+        if ended := self._agree():
+            return ended
+        self._end_epoch()
+        if self._checkpoints is not None and (self._over or self._checkpoints.due_each_epoch):
+            ended = self._agree(save=True)
+            return None if self._over else ended
+        return None
+
+    def _agree(self, save: bool = False) -> str | None:
+        """Ask all ranks whether to go on; what ends the run, or None. Saves if asked to, and before it stops."""
+        warnings = self._warnings
+        told, all_told = (False, False) if warnings is None else (warnings.told, warnings.all_told)
+        anew = self._ranks.changed
+        # The loss of a step is older than its weights, and a checkpoint of weights that are lost would be of no use.
+        lost = (save or told or all_told or anew) and self._weights_are_lost()
+        own = (self._finite and not lost, told, all_told, anew, self._steps_to_next_check(), self._unwritten)
+        finite, stop, stop_all, changed, steps, unwritten = zip(*self._ranks.gather(own, "agree"), strict=True)
+        self._refuse_unwritten(unwritten)
+        self._next_check = self._step + min(steps)
+        if not all(finite):
+            return "diverged"
+        if self._checkpoints is not None and (save or any(stop) or any(changed)):
+            with self._compression.paused():
+                self._checkpoints.save(self._step, self._learner, self._position)
+        some_leave = self._ranks.elastic and any(stop) and not all(stop)
+        if (any(changed) or some_leave) and not any(stop_all):
+            self._ranks.meet_anew(without_me=told)
+        return "stopped" if any(stop) else None
+
+    def _weights_are_lost(self) -> bool:
+        """Whether any of them is not a finite number; the same on every rank."""
+        return not all(np.isfinite(parameter).all() for parameter in self._learner.parameters().values())
+
+    def _steps_to_next_check(self) -> int:
+        if self._checkpoints is None:
+            return _STEPS_BETWEEN_CHECKS
+        seconds = float(np.median(self._times[-_FIRST_STEPS:])) / 1000
+        return max(1, min(_STEPS_BETWEEN_CHECKS, int(_SECONDS_BETWEEN_CHECKS / seconds)))
+
+    @property
+    def _batches(self) -> int:
+        """Of the starting size, that were taken."""
+        return (self._epoch - 1) * self._steps_per_epoch + self._taken
+
+    def _next_accumulation(self) -> int:
+        """How many batches the next step takes: more than one only where a policy has made them larger.
+
+        The learning rate is set before, as a scheduler would do it, because policies look at it.
+        """
+        self._rate = self._options.learning_rate(self._batches / self._steps_per_epoch, self._epochs_in_all)
+        self._learner.set_learning_rate(self._rate)
+        return self._compression.accumulation
+
+    def _timed_step(self, samples: np.ndarray, accumulation: int) -> None:
+        """One optimizer step on these samples of this rank."""
+        if not self._stepped and self._learner.first_step is not None:
+            self._reporter.note(self._learner.first_step)
+        self._stepped = True
+        start, start_on_links = self._ranks.now(), self._ranks.on_links()
+        loss = self._learner.step(*self._data.training_batch(samples, self._augmenting), accumulation)
+        seconds = self._ranks.now() - start
+        milliseconds = 1000 * seconds
+        self._trained_seconds += seconds
+        self._trained_on_links += self._ranks.on_links() - start_on_links
+        self._step += 1
+        self._taken += accumulation
+        self._losses.append(loss)
+        self._times.append(milliseconds)
+        if len(self._times) >= 2 * _MOST_TIMES:
+            del self._times[:-_MOST_TIMES]
+        self._finite = self._finite and math.isfinite(loss)
+        self._reporter.step(self._batches, self._epoch, loss, milliseconds)
+        if self._writer is not None:
+            record = {
+                "step": self._step,
+                "epoch": self._epoch,
+                "loss": loss,
+                "learning_rate": self._rate,
+                "accumulation": accumulation,
+                "ms": milliseconds,
+            }
+            cost = _cost(self._compression, self._learner.row_ledger)
+            self._writer.step(record, cost, self._compression.metrics)
+
+    def _end_epoch(self) -> None:
+        with self._compression.paused():
+            loss = sum(self._losses) / len(self._losses)
+            mean_loss = float(self._ranks.sum(loss, "loss")) / self._ranks.size
+        quality = self._evaluate()
+        record = {
+            "epoch": self._epoch,
+            "step": self._step,
+            "train_loss": mean_loss,
+            f"{self._watched}_loss": quality["loss"],
+            self._metric: quality[self._metric],
+            "seconds": self._ranks.now() - self._epoch_start,
+            "bytes_sent": self._totals.bytes_sent,
+        }
+        self._epochs.append(record)
+        self._reporter.epoch(record)
+        if self._writer is not None:
+            self._writer.epoch(record)
+        self._epoch, self._taken, self._losses = self._epoch + 1, 0, []
+        self._epoch_start = self._ranks.now()
+
+    @property
+    def _watched(self) -> str:
+        """Which part of the data is evaluated while the run goes on: the test part only where there is no other."""
+        return "test" if self._data.validation is None else "validation"
+
+    def _evaluate(self) -> dict[str, float]:
+        """The quality of the weights as they are, on the watched part; whether it reaches the target is noted."""
+        if self._evaluated_at == self._step:
+            return self._quality
+        with self._compression.paused():
+            self._average_buffers()
+            self._quality = quality = self._quality_on(self._data.validation or self._data.test)
+        self._evaluated_at = self._step
+        record = {
+            "step": self._step,
+            "epoch": self._epoch,
+            "part": self._watched,
+            **quality,
+            "trained_seconds": self._trained_seconds,
+            **self._on_links,
+            "bytes_sent": self._totals.bytes_sent,
+        }
+        if self._writer is not None:
+            self._writer.evaluation(record)
+        # Rank 0's own seconds are in the record, and no rank decides by them.
+        if self._target is not None and self._reached is None and self._target.is_reached(quality):
+            self._reached = record
+        return quality
+
+    @property
+    def _on_links(self) -> dict[str, dict[str, float]]:
+        """What of a record is of simulated links, by link."""
+        seconds = dict(zip(self._ranks.links, self._trained_on_links.tolist(), strict=True))
+        return {"trained_seconds_on_links": seconds} if seconds else {}
+
+    def _final_quality(self, status: str) -> dict[str, Any]:
+        """The quality on the test part, which is looked at once where there is a validation part."""
+        if self._data.validation is None or status != "finished" or not self._epochs:
+            last = self._epochs[-1] if self._epochs else {}
+            return {"loss": last.get("test_loss"), self._metric: last.get(self._metric)}
+        return self._quality_on(self._data.test)
+
+    def _average_buffers(self) -> None:
+        """Average the running statistics of normalization layers, which each rank takes from its own shard."""
+        everywhere = self._ranks.gather(self._learner.buffers(), "buffers")
+        means = {name: np.mean([own[name] for own in everywhere], axis=0) for name in everywhere[0]}
+        self._learner.set_buffers(means)
+
+    def _quality_on(self, part: Part) -> dict[str, float]:
+        """Mean loss (of text: per token), and accuracy or perplexity, over a part of the data, each rank doing its
+        share."""
+        totals = np.zeros(3)  # loss, right answers, answers
+        shard = evaluation_shard(len(part.x), self._ranks.size, self._ranks.rank)
+        for first in range(0, len(shard), _EVALUATION_BATCH):
+            samples = shard[first : first + _EVALUATION_BATCH]
+            targets = part.y[samples]
+            loss, right = self._learner.evaluate(self._data.model_input(part.x[samples]), targets)
+            totals += loss * targets.size, right, targets.size
+        loss, right, count = self._ranks.sum(totals, "evaluation").tolist()
+        return {"loss": loss / count, self._metric: right / count if self._metric == "accuracy" else _exp(loss / count)}
+
+    def _summary(self, status: str, digests: list[str], final: dict[str, Any]) -> dict[str, Any]:
+        options, totals = self._options, self._totals
+        last = self._epochs[-1] if self._epochs else {}
+        values = [record[self._metric] for record in self._epochs]
+        best = max if self._metric == "accuracy" else min
+        median, over = self._time_per_step()
+        alone = self._ranks.size == 1 and self._ranks.backend == "horovod"
+        note = "one rank: Horovod exchanges nothing, so nothing is compressed or sent" if alone else self._ranks.note
+        return {
+            "status": status,
+            "framework": options.framework,
+            "backend": self._ranks.backend,
+            "model": options.model,
+            "data": options.data,
+            "spec": options.compression,
+            "seed": options.seed,
+            self._metric: final.get(self._metric),
+            f"best_{self._metric}": best(values) if values else None,
+            "best_over": f"the {self._watched} part, at the ends of epochs",
+            "loss": final.get("loss"),
+            "validation_loss": last.get("validation_loss"),
+            "train_loss": last.get("train_loss"),
+            "steps": self._step,
+            "epochs": len(self._epochs),
+            "resumed_at": self._resumed_at,
+            "world_size": self._ranks.size,
+            "ranks_per_host": self._ranks.local_size,
+            "controller": self._ranks.controller,
+            "seconds": self._ranks.now() - self._start,
+            "trained_seconds": self._trained_seconds,
+            **self._on_links,
+            "until": self._until(),
+            "ms_per_step": median,
+            "ms_per_step_over": over,
+            "bytes_sent": totals.bytes_sent,
+            "dense_bytes": totals.dense_bytes,
+            "bytes_sent_per_step": totals.bytes_sent / self._step if self._step else None,
+            "bytes_in_node_per_step": totals.bytes_in_node / self._step if self._step else None,
+            "floats_sent": totals.floats_sent,
+            "compression_factor": totals.compression_factor,
+            "compression_factor_over": "dense bytes / sent bytes that may leave the node",
+            "tables": self._of_tables(),
+            "parameters": sum(parameter.size for parameter in self._learner.parameters().values()),
+            "weights_sha256": digests,
+            "weights_sha256_over": "parameters by name, without buffers; one digest per rank",
+            "identical": len(set(digests)) == 1 if digests else None,
+            "note": note,
+            "options": options.as_json(),
+            "versions": environment.versions(options.framework, self._ranks.backend),
+        }
+
+    @property
+    def _totals(self) -> Any:
+        """What was sent so far, of layers and tables."""
+        totals, rows = replace(self._compression.ledger.totals), self._learner.row_ledger
+        if rows is not None:
+            totals.add(rows.totals)
+        return totals
+
+    def _of_tables(self) -> dict[str, Any] | None:
+        """What of the bytes is of rows of tables; None without any."""
+        rows = self._learner.row_ledger
+        names = ("bytes_sent", "dense_bytes", "compression_factor")
+        return None if rows is None else {name: getattr(rows.totals, name) for name in names}
+
+    def _until(self) -> dict[str, Any] | None:
+        """What the target took, or that it was not reached; None without a target."""
+        if self._target is None:
+            return None
+        if self._reached is None:
+            return {"target": str(self._target), "reached": False}
+        kept = ("step", "trained_seconds", *self._on_links, "bytes_sent", "loss", self._metric)
+        return {"target": str(self._target), "reached": True, **{key: self._reached[key] for key in kept}}
+
+    def _time_per_step(self) -> tuple[float | None, str]:
+        """Median time of a step in ms, and the steps it is of: those of the start are slower."""
+        skipped = self._steps_per_epoch if self._step > self._steps_per_epoch else _FIRST_STEPS
+        if self._step <= skipped:
+            return None, f"no more than {skipped} steps were made"
+        counted = self._times[-min(self._step - skipped, _MOST_TIMES) :]
+        return float(np.median(counted)), f"median of steps {self._step - len(counted) + 1} to {self._step}"
+
+
+def _digest(parameters: Arrays) -> str:
+    """SHA-256 over the names and the bytes of all parameters."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(parameters.items()):
+        digest.update(name.encode())
+        digest.update(parameter.tobytes())
+    return digest.hexdigest()
+
+
+def _cost(compression: Compression, rows: Any) -> dict[str, float | None]:
+    """What the ledgers say of the last step, the times without those of rows; with one rank Horovod compresses nothing
+    and they are empty."""
+    last = compression.ledger.last
+    known = [one for one in (last, None if rows is None else rows.last) if one is not None]
+    counts = ("bytes_sent", "bytes_in_node", "dense_bytes", "floats_sent")
+    cost: dict[str, float | None] = {name: sum(getattr(one, name) for one in known) for name in counts}
+    for phase in ("encode", "communicate", "decode"):
+        seconds = None if last is None else getattr(last, f"{phase}_seconds")
+        cost[f"{phase}_ms"] = None if seconds is None else 1000 * seconds
+    return cost
+
+
+def _exp(loss: float) -> float:
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

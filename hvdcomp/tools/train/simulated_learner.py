@@ -1,0 +1,61 @@
+"""Trains in PyTorch on simulated ranks: a model of each in this process."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from hvdcomp.compression import Compression
+from hvdcomp.tools.train.dataset import DataSet
+from hvdcomp.tools.train.options import TrainingOptions
+from hvdcomp.tools.train.ranks import Ranks
+from hvdcomp.tools.train.simulation import SimulatedRanks
+from hvdcomp.tools.train.torch_learner import TorchLearner, loss_of
+from hvdcomp.torch import serve_simulated
+
+
+class SimulatedLearner(TorchLearner):
+    """See `Learner`. On a GPU if there is one, which all ranks share."""
+
+    def __init__(self, options: TrainingOptions, data: DataSet, ranks: Ranks) -> None:
+        super().__init__(options, data, ranks)
+        self._communicator = cast(SimulatedRanks, ranks).communicator
+
+    @staticmethod
+    def prepare(local_rank: int, local_size: int) -> None:
+        torch.set_num_threads(1)  # as real ranks have it, and the clock of a rank counts no other thread
+
+    def broadcast(self) -> None:
+        self._begin()  # all ranks have drawn the same weights
+        self._random = self._drawn()
+
+    def distribute(self, compression: Compression) -> None:
+        if self._steps_alone:
+            self._distribute_steps(compression, communicator=self._communicator)
+            return
+        self._compression = compression
+        self._serve_tables(communicator=self._communicator)
+        with self._without_tables():
+            self._exchange = serve_simulated(compression, self._model, self._communicator, self._optimizer)
+
+    def _backward(self, inputs: Tensor, targets: Tensor, passes: int, last: bool) -> Tensor:
+        # All ranks share PyTorch's generators, and each has states of its own.
+        torch.set_rng_state(self._random[0])
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(self._random[1], self._device)
+        loss = loss_of(self._model(inputs), targets) / passes
+        loss.backward()
+        self._random = self._drawn()
+        return loss.detach()
+
+    def _drawn(self) -> list[Tensor]:
+        """States of PyTorch's generators: that of the CPU, and that of the GPU if there is one."""
+        of_gpu = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
+        return [torch.get_rng_state(), *of_gpu]
+
+    def _update(self) -> None:
+        if not self._steps_alone:
+            self._exchange()
+        super()._update()

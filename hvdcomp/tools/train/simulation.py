@@ -1,0 +1,93 @@
+"""Ranks of a run that are threads of one process: `hvdcomp train --simulate-ranks`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from hvdcomp.communicators import (
+    LinkCost,
+    SimulatedCommunicator,
+    SimulatedGroup,
+    asked_ranks_per_node,
+    check_ranks_per_node,
+)
+from hvdcomp.perfmodel import network_of_link, parse_rate
+from hvdcomp.tools.train.options import NO_TIME, SIMULATED, TrainingOptions, links_of
+from hvdcomp.tools.train.ranks import Ranks
+
+LATENCY_S = 1e-4
+"""Seconds from one rank to the next over a simulated link: what small messages take in an Ethernet."""
+
+
+class SimulatedRanks(Ranks):
+    """All ranks of a simulation, as one of them sees them."""
+
+    backend = SIMULATED
+    controller = "threads"
+
+    def __init__(self, communicator: SimulatedCommunicator, links: tuple[str, ...], ranks_per_node: int) -> None:
+        self.communicator = communicator
+        self.links = links
+        exchange = f"that of exchanges is predicted for {' and '.join(links)}" if links else "an exchange takes none"
+        self.note = f"simulated ranks: the time of computing is measured, and {exchange}"
+        self.rank, self.size = communicator.rank, communicator.world_size
+        self.local_rank, self.local_size = self.rank % ranks_per_node, ranks_per_node
+
+    def now(self) -> float:
+        return self.communicator.now()
+
+    def on_links(self) -> np.ndarray:
+        return self.communicator.moment()[: len(self.links)]
+
+    def gather(self, value: Any, name: str) -> list[Any]:
+        return self.communicator.group.share(self.rank, value, name)
+
+    def broadcast(self, value: Any, name: str) -> Any:
+        return self.gather(value if self.rank == 0 else None, name)[0]
+
+
+def on_simulated_ranks(options: TrainingOptions, run: Callable[[Ranks], Any]) -> Any:
+    """Calls a function on each of the simulated ranks; returns what rank 0's call does.
+
+    Raises:
+        ConfigurationError: for nodes that these ranks cannot have, as the environment asks for them.
+    """
+    assert options.simulate_ranks is not None
+    links = links_of(options.link)
+    costs = [_cost(link) for link in links] or [None]
+    ranks_per_node = asked_ranks_per_node()
+    check_ranks_per_node(ranks_per_node)
+    group = SimulatedGroup(options.simulate_ranks, costs, *_clock(options.framework), ranks_per_node or None)
+
+    def run_one(communicator: Any) -> Any:
+        # Where nobody has asked for nodes, each rank counts as on a host of its own.
+        return run(SimulatedRanks(communicator, links, ranks_per_node or 1))
+
+    return group.run(run_one)[0]
+
+
+def _clock(framework: str) -> tuple[Callable[[], float], Callable[[], None]]:
+    """Seconds for which the ranks have computed, of which one does so at a time, and a wait for their device."""
+    if framework != "torch":
+        return time.perf_counter, lambda: None  # TensorFlow computes in threads of its own
+    import torch
+
+    if torch.cuda.is_available():
+        return time.perf_counter, torch.cuda.synchronize
+    return time.thread_time, lambda: None
+
+
+def _cost(link: str) -> LinkCost | None:
+    if link == NO_TIME:
+        return None
+    network = network_of_link(parse_rate(link), LATENCY_S)
+
+    def cost(kind: str, size: int, ranks: int) -> float:
+        known, size = ("allgather", size // ranks) if kind == "broadcast" else (kind, size)
+        return float(network.seconds(known, size, ranks).total)
+
+    return cost

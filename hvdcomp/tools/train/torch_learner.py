@@ -1,0 +1,257 @@
+"""Trains in PyTorch; what connects the ranks is a subclass's.
+
+On a CPU with two ranks the same seed gives the same weights, bit for bit; with more ranks the order of additions in a
+fused allreduce may change the last bits.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import hvdcomp
+from hvdcomp.compression import Compression
+from hvdcomp.files import write_file
+from hvdcomp.tools.train import environment
+from hvdcomp.tools.train.dataset import DataSet
+from hvdcomp.tools.train.learner import Arrays, Learner
+from hvdcomp.tools.train.models_torch import build_model, hidden_matrices
+from hvdcomp.tools.train.muon import MuonWithAdamW, require_muon
+from hvdcomp.tools.train.options import TrainingOptions
+from hvdcomp.tools.train.ranks import Ranks
+from hvdcomp.torch import CompressedAdam, LocalSteps, RowExchange
+
+_SHARED, _OWN = "model.pt", "rank-{}.pt"  # the files of a checkpoint
+
+
+class TorchLearner(Learner):
+    """See `Learner`. On a GPU if there is one: each rank of a host takes its own."""
+
+    def __init__(self, options: TrainingOptions, data: DataSet, ranks: Ranks) -> None:
+        if options.optimizer == "muon":
+            require_muon()
+        self._options = options
+        self._rank = ranks.rank
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        torch.manual_seed(options.seed)
+        model = build_model(options.model, channels=data.channels, size=data.size, classes=data.classes)
+        self._model = model.to(self._device)
+        self._optimizer: Any = None
+        self._compression: Compression | None = None
+        self._rows: RowExchange | None = None
+        apart = ranks.size > 1 and not self._steps_alone
+        bags = [name for name, module in self._model.named_modules() if isinstance(module, nn.EmbeddingBag)]
+        self._tables = [f"{name}.weight" for name in bags] if apart else []
+
+    @staticmethod
+    def prepare(local_rank: int, local_size: int) -> None:
+        environment.use_threads(local_size)
+        environment.use_device("auto", local_rank)
+
+    def _begin(self) -> None:
+        """Makes the optimizer; to be called at the end of `broadcast`."""
+        self._optimizer = self._new_optimizer()
+        torch.manual_seed(self._options.seed + self._rank * 2**31)
+
+    def _new_optimizer(self) -> torch.optim.Optimizer:
+        """An optimizer of all parameters, which has no state yet; each step sets its learning rate before."""
+        options, model = self._options, self._model
+        decay = options.weight_decay or 0.0
+        if options.optimizer == "sgd":
+            return torch.optim.SGD(
+                model.parameters(), lr=0.0, momentum=options.momentum, nesterov=options.nesterov, weight_decay=decay
+            )
+        matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+        others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+        groups: list[dict[str, Any]] = [
+            {"params": matrices, "weight_decay": decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        if options.optimizer == "adamw":
+            return torch.optim.AdamW(groups, lr=0.0, betas=options.betas)
+        if options.optimizer == "muon":
+            hidden = hidden_matrices(model)
+            groups[0]["params"] = [matrix for matrix in matrices if matrix not in {*hidden}]
+            by_adamw = [{**group, "betas": options.betas} for group in groups]
+            return MuonWithAdamW([{"params": hidden, "weight_decay": decay, "use_muon": True}, *by_adamw], lr=0.0)
+        return CompressedAdam(
+            groups,
+            lr=0.0,
+            betas=options.betas,
+            freeze_after=options.freeze_after,
+            warm_up=options.freeze_compression,
+            local_steps=options.local_steps,
+            refreshes_per_gap=options.refreshes_per_gap,
+        )
+
+    def compression(self, spec: str, **options: Any) -> Compression:
+        layers = [(name, one) for name, one in self._model.named_parameters() if name not in self._tables]
+        return Compression.from_spec(spec, named_parameters=layers, **options)
+
+    def _serve_tables(self, **options: Any) -> None:
+        """Lets the rows of the model's tables be exchanged, where it has any; options as of `RowExchange`."""
+        if self._tables:
+            self._rows = RowExchange(self._model, self._tables, **options)
+
+    @contextmanager
+    def _without_tables(self) -> Iterator[None]:
+        """Hides them from what exchanges the gradients of all parameters."""
+        tables = [self._model.get_parameter(name) for name in self._tables]
+        for table in tables:
+            table.requires_grad_(False)
+        yield
+        for table in tables:
+            table.requires_grad_(True)
+
+    @property
+    def row_ledger(self) -> Any:
+        return None if self._rows is None else self._rows.ledger
+
+    def set_learning_rate(self, rate: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+
+    def step(self, inputs: np.ndarray, targets: np.ndarray, accumulation: int) -> float:
+        passes = accumulation * self._options.backward_passes_per_step
+        self._model.train()
+        self._optimizer.zero_grad()
+        total = torch.zeros((), device=self._device)
+        parts = [self._tensor(array).chunk(passes) for array in (inputs, targets)]
+        for number, (x, y) in enumerate(zip(*parts, strict=True), 1):
+            total += self._backward(x, y, passes, last=number == passes)
+        if self._rows is not None:
+            self._rows.exchange()
+        self._update()
+        return total.item()  # on an accelerator this waits for the step to be done
+
+    @abstractmethod
+    def _backward(self, inputs: Tensor, targets: Tensor, passes: int, last: bool) -> Tensor:
+        """One of the passes of a step, whose gradients are added up; returns its share of the loss.
+
+        Args:
+            passes: of the step.
+            last: whether the gradients of all passes are exchanged after it.
+        """
+
+    def _update(self) -> None:
+        """The optimizer's step with the averaged gradients, clipped if that is asked for."""
+        if self._clips:
+            self._clip()
+        self._optimizer.step()
+
+    @property
+    def _steps_alone(self) -> bool:
+        """Whether the ranks exchange weights after several steps, and no gradients."""
+        return self._options.local_steps > 1 and self._options.optimizer != "compressed-adam"
+
+    def _distribute_steps(self, compression: Compression, **options: Any) -> None:
+        """`distribute` where the ranks exchange no gradients; options as of `LocalSteps`."""
+        self._compression = compression
+        every, outer = self._options.local_steps, ("outer_lr", "outer_momentum")
+        given = {name: value for name in outer if (value := getattr(self._options, name)) is not None}
+        self._optimizer = LocalSteps(self._optimizer, every, compression=compression, **given, **options)
+
+    @property
+    def _clips(self) -> bool:
+        """Whether the norm of the averaged gradient is limited: not where compressed momenta have left noise in it."""
+        own = self._optimizer
+        noisy = isinstance(own, CompressedAdam) and own.frozen and not own.refreshes
+        return bool(self._options.clip_norm) and not noisy
+
+    def _clip(self) -> None:
+        """Limits the norm of the averaged gradient."""
+        nn.utils.clip_grad_norm_(self._model.parameters(), self._options.clip_norm or 0.0)
+
+    @torch.no_grad()
+    def evaluate(self, inputs: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
+        self._model.eval()
+        answers = self._tensor(targets)
+        logits = self._model(self._tensor(inputs))
+        return loss_of(logits, answers).item(), int((logits.argmax(dim=-1) == answers).sum().item())
+
+    def parameters(self) -> Arrays:
+        return {name: _array(parameter) for name, parameter in self._model.named_parameters()}
+
+    def shared_parameters(self) -> Arrays:
+        with self._optimizer.outer_weights() if isinstance(self._optimizer, LocalSteps) else nullcontext():
+            return {name: np.array(value) for name, value in self.parameters().items()}
+
+    def buffers(self) -> Arrays:
+        return {name: _array(buffer) for name, buffer in self._model.named_buffers() if buffer.is_floating_point()}
+
+    def set_buffers(self, values: Mapping[str, np.ndarray]) -> None:
+        for name, buffer in self._model.named_buffers():
+            if name in values:
+                buffer.copy_(torch.from_numpy(values[name]))
+
+    def save(self, folder: Path) -> list[Path]:
+        assert self._compression is not None
+        contents: dict[Path, Any] = {}
+        if self._rank == 0 and not self._steps_alone:  # the same on all ranks
+            shared = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
+            contents[folder / _SHARED] = shared
+        own: dict[str, Any] = {
+            "buffers": dict(self._model.named_buffers()),
+            "random": torch.get_rng_state(),
+            "cuda_random": torch.cuda.get_rng_state() if self._device.type == "cuda" else None,
+            "compression": self._compression.state_dict(),
+            "rows": None if self._rows is None else (asdict(self._rows.ledger.totals), self._rows.ledger.steps),
+        }
+        if self._steps_alone:  # there they are others on each rank
+            own |= {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
+            own["optimizer"].get("local_steps", {}).pop("compression", None)  # kept above, by itself
+        contents[folder / _OWN.format(self._rank)] = own
+        for file, content in contents.items():
+            # PyTorch's own writer forgets why it failed.
+            buffer = io.BytesIO()
+            torch.save(content, buffer)
+            write_file(file, buffer.getbuffer())
+        return list(contents)
+
+    def restore(self, folder: Path, sources: Sequence[int], ranks: int) -> None:
+        assert self._compression is not None
+
+        def read(name: str) -> dict[str, Any]:
+            return dict(torch.load(folder / name, map_location=self._device, weights_only=True))
+
+        first, *others = sources
+        own = read(_OWN.format(first))
+        shared = own if self._steps_alone else read(_SHARED)
+        self._model.load_state_dict(shared["model"])
+        self._model.load_state_dict(own["buffers"], strict=False)
+        if isinstance(self._optimizer, LocalSteps) and first != self._rank:
+            self._optimizer.join(shared["optimizer"])
+        else:
+            self._optimizer.load_state_dict(shared["optimizer"])
+        if self._rows is not None and own["rows"] is not None:
+            totals, steps = own["rows"]
+            self._rows.ledger.go_on_from(replace(self._rows.ledger.totals, **totals), steps)
+        if first == self._rank:  # else another rank draws so
+            torch.set_rng_state(own["random"].cpu())
+            if own["cuda_random"] is not None and self._device.type == "cuda":
+                torch.cuda.set_rng_state(own["cuda_random"].cpu())
+        states = itertools.chain([own["compression"]], (read(_OWN.format(other))["compression"] for other in others))
+        state = hvdcomp.state_for(states, self._rank, ranks, self._options.residuals)
+        self._compression.load_state_dict(state, optimizer=self._optimizer)
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross entropy."""
+    return nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().cpu().contiguous().numpy()

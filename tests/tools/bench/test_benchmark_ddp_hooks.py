@@ -1,0 +1,178 @@
+"""The benchmark of DDP's communication hooks: what is compared with what, its files, and an emulated cluster."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from hvdcomp.tools.bench.places import Place
+from tests.loaded import load_benchmark
+from tests.tools.bench.test_cluster import _why_not
+
+MEASURED = {
+    "compute": [10.0], "DDP": [80.0], "none": [100.0], "fp16_compress_hook": [40.0], "fp16": [50.0], "bf16": [32.0],
+    "powerSGD_hook": [24.0], "powersgd:rank=4": [12.0], "int8": [20.0], "topk:ratio=0.01": [16.0],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def benchmark_file() -> ModuleType:
+    return load_benchmark("ddp_hooks")
+
+
+def run(rate: str = "1gbit", **times: list[float]) -> dict[str, Any]:
+    """What the ranks would write: two rounds of a step of each method, the second twice as slow for all."""
+    methods = [
+        {
+            "method": method,
+            "step_ms": [[time[0]], [2 * time[-1]]],
+            "median_ms": 1.5 * time[0],
+            "quartiles_ms": [time[0], 2 * time[0]],
+            "wire_bytes": 100.0 * time[0],
+            "ledger_bytes": None if method in ("compute", "DDP") or "hook" in method else 90.0,
+        }
+        for method, time in {**MEASURED, **times}.items()
+    ]
+    return {
+        "hosts": 2,
+        "ranks_per_host": 1,
+        "rate": rate,
+        "model": "mlp",
+        "parameters": 1000,
+        "versions": {"torch": "2"},
+        "refused": {"bf16_compress_hook": "TypeError: not with `gloo`"},
+        "methods": methods,
+    }
+
+
+def test_methods_are_compared_with_the_fastest_hook_of_like_accuracy(benchmark_file: ModuleType) -> None:
+    rows = {row.method: row for row in benchmark_file.rows_of(run())}
+    assert list(rows) == list(MEASURED)
+    assert {method: (row.hook, row.over_hook) for method, row in rows.items() if row.hook} == {
+        "none": ("DDP", 0.8),
+        "fp16": ("fp16_compress_hook", 0.8),
+        "bf16": ("fp16_compress_hook", 1.25),
+        "powersgd:rank=4": ("powerSGD_hook", 2.0),
+    }
+    assert rows["int8"].kind == "8 bit"  # of which no hook ran
+    assert (rows["topk:ratio=0.01"].kind, rows["topk:ratio=0.01"].over_ddp) == ("", 5.0)
+    assert [method for method, row in rows.items() if row.theirs] == ["DDP", "fp16_compress_hook", "powerSGD_hook"]
+    assert (rows["compute"].over_ddp, rows["DDP"].over_ddp) == (None, None)
+    best = benchmark_file.best_of_kinds(list(rows.values()))
+    assert [(row.kind, row.method) for row in best] == [
+        ("dense", "none"), ("cast", "bf16"), ("low rank", "powersgd:rank=4")
+    ]  # fmt: skip
+    said = benchmark_file.summary(list(rows.values()))
+    assert "in 2 of 3 comparisons; the least is 0.80 times as fast (none and DDP, mlp, 2 hosts, 1gbit)" in said
+
+
+def test_ratios_are_those_of_rounds(benchmark_file: ModuleType) -> None:
+    rows = {row.method: row for row in benchmark_file.rows_of(run(fp16=[50.0, 20.0]))}
+    assert rows["fp16"].over_hook == pytest.approx((40 / 50 + 80 / 40) / 2)
+    assert rows["fp16"].over_hook_error > 0.1
+    assert rows["bf16"].over_hook_error == 0
+
+
+def test_every_default_method_is_known_and_its_hooks_are_the_workers(benchmark_file: ModuleType) -> None:
+    pytest.importorskip("torch")
+    worker = load_benchmark("ddp_hooks_worker")
+    assert (benchmark_file.COMPUTE, benchmark_file.DENSE) == (worker.COMPUTE, worker.DENSE)
+    assert set(benchmark_file.THEIRS) == {worker.DENSE, *worker.HOOKS}
+    kinds = {method: benchmark_file.kind_of(method) for method in benchmark_file.METHODS}
+    assert set(benchmark_file.THEIRS) < set(kinds)
+    assert [method for method, kind in kinds.items() if not kind] == ["topk:ratio=0.01", "int4", "efsignsgd"]
+
+
+class Measured:
+    """In place of clusters: notes the settings, and fails at one."""
+
+    def __init__(self, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rates: list[str] = []
+        self.broken = ""
+        self._error = module.StepsError
+        monkeypatch.setattr(module, "measure", self._measure)
+        monkeypatch.setattr(module, "check", lambda *_: None)
+
+    def _measure(self, places: list[Place], *_: Any) -> Any:
+        for place in places:
+            if place.rate == self.broken:
+                raise self._error("the link is cut")
+            self.rates.append(place.rate)
+            yield run(place.rate)
+
+
+def test_an_interrupted_benchmark_goes_on_where_it_was(
+    benchmark_file: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measured = Measured(benchmark_file, monkeypatch)
+    words = ["--hosts", "2", "--rate", "100mbit,1gbit", "--model", "mlp", "--output", str(tmp_path)]
+
+    def invoke(*more: str) -> Any:
+        return CliRunner().invoke(benchmark_file.main, [*words, *more])
+
+    measured.broken = "1gbit"
+    failed = invoke()
+    assert failed.exit_code == 1
+    assert "the link is cut" in failed.output
+    measured.broken = ""
+    assert "another command" in invoke("--resume", "--seconds", "1").output
+    assert invoke("--resume").exit_code == 0
+    assert measured.rates == ["100mbit", "1gbit"]
+    found = json.loads((tmp_path / "ddp-hooks.json").read_text())
+    assert [one["rate"] for one in found["runs"]] == measured.rates
+    with (tmp_path / "ddp-hooks.csv").open(newline="") as file:
+        assert [row["method"] for row in csv.DictReader(file)] == 2 * list(MEASURED)
+    page = (tmp_path / "ddp-hooks.md").read_text()
+    assert "| 2 | 100mbit | mlp | cast | bf16 | fp16_compress_hook | 1.25 ± 0.00 |" in page
+    assert "- bf16_compress_hook (everywhere): `TypeError: not with 'gloo'`" in page
+    assert "batch size 4" in page
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--method", "topkk"], "unknown compressor 'topkk'"),
+        (["--method", "fp32_hook"], "or one of PyTorch's: DDP, fp16_compress_hook"),
+        (["--model", "resnet19"], "resnet19"),
+        (["--hosts", "2y2"], "2x4 for 2 hosts"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_at_once(
+    benchmark_file: ModuleType, words: list[str], message: str, tmp_path: Path
+) -> None:
+    result = CliRunner().invoke(benchmark_file.main, [*words, "--output", str(tmp_path)])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
+@pytest.mark.cluster
+def test_a_small_setting_from_end_to_end(benchmark_file: ModuleType, tmp_path: Path) -> None:
+    reason = _why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    methods = ("DDP", "fp16_compress_hook", "powerSGD_hook", "batched_powerSGD_hook", "fp16", "topk:ratio=0.01")
+    words = [word for method in methods for word in ("--method", method)]
+    words += ["--hosts", "2", "--rate", "1gbit", "--model", "mlp", "--seconds", "0", "--output", str(tmp_path)]
+    done = CliRunner().invoke(benchmark_file.main, words, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    found = json.loads((tmp_path / "ddp-hooks.json").read_text())
+    rows = {row["method"]: row for row in found["rows"]}
+    refused = found["runs"][0]["refused"]
+    assert [*rows, *refused] == ["compute", *(name for name in methods if name not in refused), *refused]
+    assert set(refused) <= {"batched_powerSGD_hook"}
+    dense = 4 * found["runs"][0]["parameters"]
+    # A ring of two sends the gradient once. Headers take a part of it, and packets of acknowledgement come on top.
+    assert dense < rows["DDP"]["wire_bytes"] < 1.15 * dense
+    for method in ("fp16_compress_hook", "fp16"):
+        assert dense / 2 < rows[method]["wire_bytes"] < 1.15 * dense / 2
+    for method in ("powerSGD_hook", "topk:ratio=0.01"):
+        assert 0 < rows[method]["wire_bytes"] < dense / 20
+    assert rows["topk:ratio=0.01"]["ledger_bytes"] < rows["topk:ratio=0.01"]["wire_bytes"]
+    assert rows["DDP"]["median_ms"] > 0.9 * 8000 * dense / 1e9  # the link's own time
+    assert rows["fp16"]["hook"] == "fp16_compress_hook"

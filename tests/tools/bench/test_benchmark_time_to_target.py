@@ -1,0 +1,46 @@
+"""The benchmark of seconds to a target: its page compares with the better of what does not compress, seed by seed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from click.testing import CliRunner
+
+from hvdcomp.tools.train.options import TrainingOptions
+from tests.loaded import load_file
+
+
+@pytest.fixture
+def benchmark_file() -> ModuleType:
+    return load_file("benchmarks/time_to_target.py", "benchmark_time_to_target")
+
+
+def test_the_page_compares_with_the_better_of_dense_and_fp16(benchmark_file: ModuleType, tmp_path: Path) -> None:
+    runs, page = tmp_path / "runs", tmp_path / "page.md"
+    seconds = {"none": (40.0, 42.0), "fp16": (20.0, 22.0), "topk:ratio=0.01": (5.0, None)}
+    for method, of_seeds in seconds.items():
+        for seed, found in enumerate(of_seeds):
+            run = benchmark_file.ClusterRun("mnist1d", seed, runs, method, 4, "100mbit")
+            run.folder.mkdir(parents=True)
+            until = {"reached": found is not None, "trained_seconds": found, "step": 400, "bytes_sent": 2_500_000}
+            summary = {"status": "finished", "options": TrainingOptions(**run.options).resolved().as_json()}
+            (run.folder / "summary.json").write_text(json.dumps({**summary, "until": until}))
+            (run.folder / "run.json").write_text(json.dumps({"commit": "abc", "seconds": 50.0, "error": None}))
+    words = ["--page-only", "--runs", str(runs), "--table", str(page), "--seeds", "0,1"]
+    done = CliRunner().invoke(benchmark_file.main, words)
+    assert done.exit_code == 0, done.output
+    text = page.read_text()
+    assert "at commit `abc`" in text
+    assert "| 100mbit | `fp16` | 2 of 2 | 400 | 2.50 | 21.0 ± 12.7 | 1.00 ± 0.00 |" in text
+    assert "| 100mbit | `topk:ratio=0.01` | 1 of 2 | 400 | 2.50 | 5.0 | 4.00 |" in text, "against seed 0 of fp16"
+    assert "powersgd" not in text, "has no run"
+    assert "topk:ratio=0.01" in page.with_suffix(".csv").read_text()
+    assert page.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_runs_there_is_no_page(benchmark_file: ModuleType, tmp_path: Path) -> None:
+    done = CliRunner().invoke(benchmark_file.main, ["--page-only", "--runs", str(tmp_path)])
+    assert "there is no finished run in" in done.output

@@ -1,0 +1,266 @@
+"""`hvdcomp reproduce`: every table and figure has a row, and what is said of it follows from its numbers."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hvdcomp.tools.cli import main
+from hvdcomp.tools.reproduce import (
+    PAPERS,
+    Curve,
+    Outcome,
+    Row,
+    artefacts,
+    counted,
+    predicted,
+    read,
+    run,
+    timed,
+    trained,
+    write,
+)
+from hvdcomp.tools.reproduce.outcome import AS_PUBLISHED, IN_PART, NOT_SHOWN, REVERSED, VERDICTS
+from hvdcomp.tools.reproduce.page import number, page, rows_as_csv
+from hvdcomp.tools.reproduce.trained import Compared, Trained
+from hvdcomp.tools.train.ranks import RunRefused
+
+pytest.importorskip("torch")
+
+TABLES_AND_FIGURES = {"accordion": (10, 20), "utility": (3, 21), "gravac": (4, 11)}
+"""How many of them each paper has."""
+CHEAP = [
+    name
+    for name, one in artefacts().items()
+    if one.counterpart in {**predicted.COUNTERPARTS, **counted.COUNTERPARTS}
+]
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_every_table_and_figure_has_an_entry(paper: str) -> None:
+    tables, figures = TABLES_AND_FIGURES[paper]
+    wanted = {f"{paper}-table{n + 1}": f"table {n + 1}" for n in range(tables)}
+    wanted |= {f"{paper}-fig{n + 1}": f"figure {n + 1}" for n in range(figures)}
+    there = {name: one.place for name, one in artefacts().items() if one.paper == paper}
+    assert {name: there.get(name) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("name", artefacts())
+def test_an_entry_has_a_counterpart_or_says_why_not(name: str) -> None:
+    artefact = artefacts()[name]
+    known = (module.COUNTERPARTS for module in (counted, predicted, timed, trained))
+    assert artefact.shows
+    if artefact.counterpart is None:
+        assert artefact.why
+    else:
+        assert artefact.why is None
+        assert sum(artefact.counterpart in one for one in known) == 1
+
+
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all artefacts, some of which rest on the same."""
+    return tmp_path_factory.mktemp("trainings")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in CHEAP else pytest.mark.thorough)
+        for name, one in artefacts().items()
+        if one.counterpart
+    ],
+)
+def test_what_has_a_counterpart_is_found_and_kept(
+    name: str, trainings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together, that is `hvdcomp reproduce --quick` of everything, with one seed in place of three."""
+    if name not in CHEAP:
+        pytest.importorskip("mnist1d", reason="mnist1d is not installed: pip install 'hvdcomp[mnist1d]'")
+    monkeypatch.setattr(trained, "QUICK_SEEDS", 1)
+    found = run(artefacts()[name], quick=True, runs=tmp_path if name in CHEAP else trainings)
+    assert found.rows
+    assert found.verdict in VERDICTS
+    assert found.about["command"] == f"hvdcomp reproduce {name} --quick"
+    numbers = [row.ours for row in found.rows if row.ours is not None]
+    assert all(map(math.isfinite, numbers))
+    again = read(write(found, tmp_path))
+    assert (again.verdict, [row.what for row in again.rows]) == (found.verdict, [row.what for row in found.rows])
+    assert list(tmp_path.iterdir()) == [tmp_path / f"{name}.json"], "no training was made"
+
+
+@pytest.mark.parametrize(("number", "count"), [(1, 6), (2, 4), (3, 6), (4, 4), (5, 6), (6, 6)])
+def test_floats_of_fixed_levels_are_those_of_accordions_tables(number: int, count: int) -> None:
+    """From shapes alone: PowerSGD's to the digits that are printed."""
+    rows = counted.floats_sent(artefacts()[f"accordion-table{number}"])
+    assert len(rows) == count
+    for row in rows:
+        other = number == 1 and row.what.startswith("SENet")  # what the authors sent of it, shapes do not say
+        assert row.holds is not other, row
+        if number < 3 and not other:
+            assert row.ours == pytest.approx(row.published, abs=0.1), row
+
+
+def test_shapes_are_those_of_the_papers() -> None:
+    for name, unknown in (("accordion-table8", []), ("accordion-table9", ["SENet"])):
+        rows = counted.parameters(artefacts()[name]).rows
+        assert len(rows) == 6
+        assert [row.what for row in rows if row.ours is None] == unknown
+        assert all(row.ours == row.published for row in rows if row.ours is not None)
+
+
+def _verdict(*rows: Row) -> str:
+    return Outcome(name="a", rows=rows).verdict
+
+
+def test_the_verdict_follows_from_the_rows() -> None:
+    yes, no, silent = (Row(what="a", published=1, ours=1, holds=holds) for holds in (True, False, None))
+    left_open = Row(what="a", published=1, ours=1, open=True)
+    lacking = Row(what="a", published=1)
+    assert _verdict(yes, silent) == AS_PUBLISHED
+    assert _verdict(yes, no) == _verdict(yes, left_open) == _verdict(yes, lacking) == IN_PART
+    assert _verdict(no, silent) == _verdict(no, left_open) == REVERSED
+    lost, kept = (Row(what="a", published=1, ours=1, holds=holds, main=True) for holds in (False, True))
+    assert _verdict(yes, lost) == REVERSED
+    unsaid = Row(what="a", published=1, ours=1, open=True, main=True)
+    assert _verdict(yes, lost, kept) == _verdict(no, kept) == _verdict(no, unsaid) == IN_PART
+    assert _verdict() == _verdict(silent) == _verdict(left_open) == NOT_SHOWN
+
+
+def _runs(*qualities: float) -> list[Trained]:
+    return [Trained(quality, floats=100.0, seconds=2.0) for quality in qualities]
+
+
+@pytest.mark.parametrize(
+    ("claim", "better", "holds"),
+    [
+        ("worse", (-5, -4, -6), True),
+        ("worse", (5, 4, 6), False),
+        ("worse", (-5, 4, 0), None),
+        ("better", (5, 4, 6), True),
+        ("better", (-5, -4, -6), False),
+        ("no loss", (0, 0.1, -0.1), True),
+        ("no loss", (5, 4, 6), True),
+        ("no loss", (-5, -4, -6), False),
+        ("no loss", (-3, 3, 0), None),
+        ("", (5, 4, 6), None),
+    ],
+)
+def test_a_claim_of_quality_holds_if_its_interval_says_so(claim: str, better: tuple[float, ...], holds: bool) -> None:
+    found = Compared("images", {"a": _runs(*(80 + one for one in better)), "b": _runs(80, 80, 80)})
+    row = found.gain("a", "b", claim)
+    assert row.ours == pytest.approx(sum(better) / 3)
+    assert row.holds is holds
+    assert row.open == (holds is None and claim != "")
+
+
+def test_of_perplexity_less_is_better() -> None:
+    found = Compared("text", {"a": _runs(10, 10.1, 9.9), "b": _runs(20, 20, 20)})
+    assert found.gain("a", "b", "better").holds is True
+    assert found.gain("b", "a", "worse").holds is True
+
+
+def test_numbers_are_shown_with_what_they_mean() -> None:
+    assert [number(one) for one in (None, 0, 11173962, 4.17e11, 2418.444, 0.372, 46)] == [
+        "-", "0", "11,173,962", "4.17e+11", "2,418", "0.37", "46",
+    ]  # fmt: skip
+
+
+def test_the_page_has_every_name_and_reversed_results_first() -> None:
+    about = {"command": "hvdcomp reproduce utility-fig9", "commit": "abc"}
+    found = {
+        name: Outcome(name=name, rows=[Row(what="a", published=2, ours=1, holds=holds)], about=about)
+        for name, holds in (("utility-fig2", True), ("gravac-fig3", False))
+    }
+    text, rows = page(found), list(csv.DictReader(io.StringIO(rows_as_csv(found))))
+    for name in artefacts():
+        assert f"`{name}`" in text or f"[{name}](" in text
+    assert text.index("gravac-fig3") < text.index("utility-fig2") < text.index("accordion-table1")
+    assert text.index("## Not run yet") < text.index("accordion-table1") < text.index("## Cannot be shown here")
+    assert {row["name"] for row in rows} == artefacts().keys()
+    (sketch,) = [row for row in rows if row["name"] == "utility-fig1"]
+    assert "it is a sketch" in sketch["why"]
+
+
+def test_the_page_tells_what_decides_and_the_csv_all_rows() -> None:
+    rows = [
+        Row(what="main", published=1, ours=2, holds=False, main=True),
+        Row(what="unsure", published=1, ours=2, half=3, open=True, main=True),
+        Row(what="lost", published=1, ours=2, holds=False),
+        Row(what="beside", ours=2, note="the control: levels=1|4"),
+        Row(what="held", published=1, ours=1, holds=True),
+    ]
+    about = {"command": "hvdcomp reproduce utility-fig2", "commit": "abc"}
+    text = page({"utility-fig2": Outcome(name="utility-fig2", rows=rows, about=about)})
+    assert " | main | 1 | 2 |" in text
+    assert " | unsure | 1 | 2 ± 3 (open) |" in text
+    assert not any(f" | {what} | " in text for what in ("lost", "beside", "held"))
+    found = {"utility-fig2": Outcome(name="utility-fig2", rows=rows[2:], about=about)}
+    assert re.search(r"\(reproduction/utility-fig2.json\) \| 1 \| 1 \| 0 \|$", page(found), re.MULTILINE)
+    told = [row for row in csv.DictReader(io.StringIO(rows_as_csv(found))) if row["name"] == "utility-fig2"]
+    assert [row["what"] for row in told] == ["lost", "beside", "held"]
+    assert told[1]["note"] == "the control: levels=1|4"
+    assert told[0]["command"] == about["command"]
+
+
+def test_the_page_in_docs_is_that_of_the_results_beside_it() -> None:
+    docs = Path(__file__).parents[3] / "docs"
+    found = {file.stem: read(file) for file in sorted((docs / "reproduction").glob("*.json"))}
+    assert found.keys() <= artefacts().keys()
+    assert (docs / "reproduction.md").read_text() == page(found)
+    assert (docs / "reproduction.csv").read_text() == rows_as_csv(found)
+
+
+def test_the_command_lists_prints_and_writes(tmp_path: Path) -> None:
+    listed = CliRunner().invoke(main, ["reproduce"], env={"COLUMNS": "200"})
+    assert listed.exit_code == 0
+    assert all(name in listed.output for name in artefacts())
+    folder = tmp_path / "found"
+    words = ["reproduce", "utility-fig9", "utility-fig1", "--output", str(folder), "--page", str(tmp_path / "page.md")]
+    done = CliRunner().invoke(main, words, env={"COLUMNS": "200"}, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert "batch 16: PowerSGD rank 4 is faster by (%)" in done.output
+    assert "utility-fig9: in part" in done.output
+    assert "utility-fig1: cannot be shown here, because it is a sketch" in done.output
+    assert (folder / "utility-fig9.png").read_bytes().startswith(b"\x89PNG")
+    assert "[utility-fig9](" in (tmp_path / "page.md").read_text()
+    assert "\nutility-fig9," in (tmp_path / "page.csv").read_text()
+
+
+def test_an_unknown_name_is_refused_with_the_way_out() -> None:
+    done = CliRunner().invoke(main, ["reproduce", "accordion-fig99"])
+    assert (done.exit_code, "`hvdcomp reproduce` lists all names" in done.output) == (2, True)
+
+
+def test_curves_without_a_number_are_drawn(tmp_path: Path) -> None:
+    from hvdcomp.tools.reproduce.plot import draw
+
+    curves = {"y": [Curve(label="a", x=[1, 2], y=[None, 3.0])], "bars": [Curve(label="b", x=["one"], y=[None])]}
+    draw(Outcome(name="a", curves=curves, x="x"), "title", tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 1000
+
+
+@pytest.mark.thorough
+def test_a_training_is_made_once_and_its_policy_is_seen(trainings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mnist1d", reason="mnist1d is not installed: pip install 'hvdcomp[mnist1d]'")
+    monkeypatch.setattr(trained, "QUICK_SEEDS", 1)
+    found = run(artefacts()["accordion-fig18"], quick=True, runs=trainings)
+    (rank, *_) = found.curves["rank"]
+    assert set(rank.y) == {1.0, 4.0}, "Accordion chose both levels"
+    for file in trainings.rglob("run.json"):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "commit": "then"}))
+    again = run(artefacts()["accordion-fig18"], quick=True, runs=trainings)
+    assert again.rows == found.rows
+    assert again.about["commit"] == "then"
+
+
+def test_a_training_that_fails_is_named_with_its_log(tmp_path: Path) -> None:
+    with pytest.raises(RunRefused, match=r"ratio=2.* seed 0: .*ratio=2.*log\.txt"):
+        trained.Trainings(tmp_path, quick=True).train("text", "topk:ratio=2", seeds=1)
