@@ -53,7 +53,7 @@ def refused(world: World, message: str, *options: str) -> str:
     before = _content(world.checkpoints)
     ended = world.train(*options, from_start=True).failed()
     ended.expect(message)
-    assert "hvdcomp/train/" not in ended.output, f"a traceback: {ended.output[-3000:]}"
+    assert "hvdcomp/tools/train/" not in ended.output, f"a traceback: {ended.output[-3000:]}"
     assert _content(world.checkpoints) == before, "the checkpoints have changed"
     return f"refused, the launcher with exit code {ended.code}"
 
