@@ -129,9 +129,9 @@ def test_alerts_say_how_bad_it_is_what_happens_and_what_to_do() -> None:
 
 
 def test_the_line_of_the_manual_makes_a_file_of_rules() -> None:
-    page = (FOLDER.parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    page = (FOLDER.parents[1] / "docs" / "metrics.md").read_text(encoding="utf-8")
     (command,) = re.findall(r"^ *(sed .* k8s/monitoring/alerts\.yaml)", page, re.MULTILINE)
-    done = subprocess.run(command, shell=True, cwd=FOLDER.parents[2], capture_output=True, text=True, check=True)
+    done = subprocess.run(command, shell=True, cwd=FOLDER.parents[1], capture_output=True, text=True, check=True)
     assert yaml.safe_load(done.stdout) == ALERTS["spec"]
 
 
@@ -148,7 +148,7 @@ def test_prometheus_reads_all_queries(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-CASES = yaml.safe_load((FOLDER.parents[2] / "tests" / "data" / "alerts.yaml").read_text())
+CASES = yaml.safe_load((FOLDER.parents[1] / "tests" / "data" / "alerts.yaml").read_text())
 
 
 def test_every_alert_has_a_case() -> None:
