@@ -100,14 +100,17 @@ def test_every_policy_and_each_of_its_parameters_is_in_the_reference(name: str) 
     assert [one for one in sorted(parameters) if f"`{one}`" not in section] == []
 
 
-def test_the_picture_of_the_layers_is_what_is_held() -> None:
-    """Each line of the picture has the number of a layer, counted from the bottom, and the parts in it."""
+def test_the_pictures_of_the_layers_are_what_is_held() -> None:
+    """Each line of a picture has the number of a layer, counted from the bottom, and the parts in it."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
         "contracts"
     ]
-    (layers,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
-    held = [set(layer.split(" | ")) for layer in layers]
+    held = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    picture = page.split("## The layers", 1)[1].split("```")[1].strip("\n").splitlines()
-    assert [line.split()[0] for line in picture] == [str(number) for number in range(len(layers), 0, -1)]
-    assert [set(re.split(r"\s+", re.split(r"\s{3,}", line.strip())[1])) for line in picture] == held
+    section = page.split("## The layers", 1)[1].split("\n## ", 1)[0]
+    pictures = [block.strip("\n").splitlines() for block in section.split("```")[1::2]]
+    assert len(pictures) == len(held)
+    for picture, layers in zip(pictures, held, strict=True):
+        assert [line.split()[0] for line in picture] == [str(number) for number in range(len(layers), 0, -1)]
+        parts = [set(re.split(r"\s+", re.split(r"\s{3,}", line.strip())[1])) for line in picture]
+        assert parts == [set(layer.split(" | ")) for layer in layers]

@@ -100,7 +100,7 @@ def test_the_demo_compares_every_run_and_trains_in_both_frameworks() -> None:
     assert reported.split() == [*trained, in_tensorflow]
     assert len(set(reported.split())) == len(reported.split())
     # And the steps of every method are timed in turns, here and on a slow link, in files that the report is given.
-    timings = re.findall(r"hvdcomp\.bench\.compare_worker (.+) --output (\S+)", recipe)
+    timings = re.findall(r"hvdcomp\.tools\.bench\.compare_worker (.+) --output (\S+)", recipe)
     for timed, _ in timings:
         assert [f"--compressor {spec}" in timed for spec in compressions.split()] == [False, False, True, True]
     assert [written for _, written in timings] == ["runs/demo/turns.json", "runs/demo/turns-100mbit.json"]
