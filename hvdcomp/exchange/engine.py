@@ -21,7 +21,7 @@ from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.choice import MIN_NDIM, MIN_NUMEL, Plan
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import Context, TensorInfo
-from hvdcomp.exchange.array_step import ArrayStep, Step
+from hvdcomp.exchange.array_step import ArrayStep, Step, by_array_functions
 from hvdcomp.exchange.bucket_step import Sums
 from hvdcomp.exchange.buckets import Buckets
 from hvdcomp.exchange.clock import Spans
@@ -289,7 +289,9 @@ class Engine:
         if rest:
             states = defaultdict(TensorState) if aside else self.states
             own = {name: gradients[name] for name in rest}
-            steps.append(ArrayStep(xp, own, plan, states, self.planner.memory_for, context, factor, clock))
+            memory_for = self.planner.memory_for
+            for inside, some in by_array_functions(xp, own):
+                steps.append(ArrayStep(xp, some, plan, states, memory_for, context, factor, clock, inside))
         return steps
 
     def _record(self, xp: ModuleType, waves: Sequence[Lockstep], number_of_tensors: int, kept: Set[str]) -> None:

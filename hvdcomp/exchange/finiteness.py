@@ -62,17 +62,19 @@ def with_flag(
                 there = xp.to_numpy(flag)
             requests[place], take = _in_room_of(inside, request, place, there)
             return requests, take
-    flag = of_framework(xp, flag, like)
     means = [
         request.array
         for request in requests
         if isinstance(request, AllReduce) and request.op == "mean" and request.group == "all"
     ]
+    if not (means and isinstance(means[0], np.ndarray)):  # beside what is in NumPy it stays there
+        flag = of_framework(xp, flag, like)
     if not means:
         requests.append(AllGather((flag,)))
         return requests, lambda answers: sum(part for (part,) in answers.pop())
-    requests.append(AllReduce(xp.astype(flag, xp.dtype_name(means[0]))))
-    return requests, lambda answers: xp.astype(answers.pop(), "float32")
+    inside = arrays_for(flag)
+    requests.append(AllReduce(inside.astype(flag, inside.dtype_name(means[0]))))
+    return requests, lambda answers: inside.astype(answers.pop(), "float32")
 
 
 def _has_room(request: Request) -> TypeGuard[AllGather | AllReduce]:

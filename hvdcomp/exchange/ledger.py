@@ -213,7 +213,7 @@ class Ledger:
             sent: by this rank in all, what belongs to no tensor included.
         """
         same = self._same
-        if same is None or list(map(id, parts)) != list(map(id, same.parts)):
+        if same is None or tuple(parts) != same.parts:
             sums = Cost()
             for part in parts:
                 for cost in part.values():
