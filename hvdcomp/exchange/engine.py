@@ -32,7 +32,6 @@ from hvdcomp.exchange.look import Look
 from hvdcomp.exchange.nodes import FoundLevels
 from hvdcomp.exchange.overlap import Overlap
 from hvdcomp.exchange.plan import Planner
-from hvdcomp.exchange.previews import Previews
 from hvdcomp.exchange.tensor_state import TensorState
 from hvdcomp.specs.levels import Level, LevelsBySize
 
@@ -102,7 +101,6 @@ class Engine:
         self.step_number = 0
         self.states: dict[str, TensorState] = {name: TensorState() for name in self.tensors}
         self.buckets = Buckets(self.tensors, self.states, self.planner.memory_for, says=communicator.rank == 0)
-        self.previews = Previews(self.tensors, self.states)
         self.before_compress: BeforeCompress | None = None
         self.found_inf: Array | None = None
         self._drop_sent: Callable[[], None] | None = None  # what is to be done before the next step
@@ -265,7 +263,7 @@ class Engine:
         look: Look | None = None
         sources: Mapping[str, Array] = {}
         if self.before_compress is not None:
-            look = Look(xp, steps, self.plan, self.previews, self.context(""), factor)
+            look = Look(xp, steps, self.plan, self.context(""), factor)
             sources = self.before_compress(look)
         for one in steps:
             one.open(gradients, in_place, sums, sources)

@@ -19,6 +19,7 @@ from hvdcomp.exchange.array_step import by_array_functions
 from hvdcomp.exchange.bucket_step import Sums
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.look import Look
+from tests.harness import previews_of
 
 SHAPES = {"a": (20, 30), "b": (9, 7), "c": (20, 30), "d": (11,)}
 DTYPES = {"a": "float32", "b": "float32", "c": "float64", "d": "float64"}  # float64 is in no bucket
@@ -127,7 +128,7 @@ def test_a_look_sees_x_of_all_and_what_is_put_in_its_place_is_sent() -> None:
             close([numbers[name] for name in asked], [np.sum(own[name] ** 2) for name in asked])
             of_gradient, mine = x_of.gradient_energies(asked).numbers(), gradients(communicator.rank, 1)
             close([of_gradient[name] for name in asked], [np.sum(mine[name] ** 2) for name in asked])
-            lost = x_of.lost(engine.plan, asked).numbers()
+            lost = previews_of(engine).lost(x_of, engine.plan, asked).numbers()
             close([lost[name] for name in asked], [np.sum((own[name] - sent(own[name])) ** 2) for name in asked])
             told.append(x_of.lost_when_sent(["b", "d"]))
             return {"a": 2 * x_of["a"], "c": 2 * x_of["c"]}
