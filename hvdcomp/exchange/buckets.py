@@ -310,14 +310,14 @@ class Group:
 
     def aside(self) -> Sequence[int] | np.ndarray:
         """Addresses of memory for the results of a step that are not yet to be seen."""
-        if self._set_aside is None or self._on_device:
+        if self._set_aside is None or self.on_device:
             self._set_aside = self._fresh_arrays()  # nobody else gets their storage as long as this holds them
         return self._set_aside[1]
 
     def fresh_results(self, xp: ModuleType) -> tuple[list[Array], Sequence[int] | np.ndarray]:
         """Arrays for the results of a step, which are to stay when it has ended, and their addresses."""
         arrays, addresses = self._fresh_arrays()
-        if self._on_device:
+        if self.on_device:
             return arrays, addresses
         found = [xp.from_numpy(array, like=self.arrays[0]) for array in arrays]
         return [xp.bitcast(one, self.bucket.dtype) for one in found] if self.bucket.widens else found, addresses
@@ -330,7 +330,7 @@ class Group:
         """Has means of gradients of 16 bits put into memory of float32, and x too if nothing is kept of it."""
         if not self.bucket.widens:
             return
-        if self._wide is None and self._on_device:
+        if self._wide is None and self.on_device:
             self._wide = cuda.split_like(self.arrays, wide=True)
         elif self._wide is None:
             arrays, places = Recycled([tensor.shape for tensor in self.bucket.tensors]).arrays()
@@ -347,22 +347,23 @@ class Group:
         return self.arrays[place] if self._wide is None else self._wide[0][place]
 
     def _fresh_arrays(self) -> tuple[list[Array], Sequence[int] | np.ndarray]:
-        return cuda.split_like(self.arrays) if self._on_device else self._fresh.arrays()
+        return cuda.split_like(self.arrays) if self.on_device else self._fresh.arrays()
 
     def placed(self, xp: ModuleType, arrays: Sequence[Array]) -> tuple[Sequence[Array], Sequence[int]]:
         """Float32 arrays in row-major order where the bucket works, and the addresses of their first elements."""
-        found = (cuda.placed if self._on_device else xp.hosted)(arrays) if arrays else ([], [])
+        found = (cuda.placed if self.on_device else xp.hosted)(arrays) if arrays else ([], [])
         assert found is not None
         return found
 
     def let_go(self) -> None:
         """Forgets the arrays of a step that has ended: the bucket outlives it, what it was given need not."""
         self.arrays = ()
-        if self._on_device:  # where memory that is let go of comes back without being cleared
+        if self.on_device:  # where memory that is let go of comes back without being cleared
             self._set_aside = self._wide = None
 
     @property
-    def _on_device(self) -> bool:
+    def on_device(self) -> bool:
+        """Whether its kernels work on a device."""
         return self.bucket.device is not None
 
     @cached_property
@@ -415,7 +416,7 @@ class Group:
         if self.has_states or method.lossless:  # a dense step keeps the warm start of the method it interrupts
             return
         like = xp.zeros((0,), like=self.arrays[0])
-        self._wrap_state = _itself if self._on_device else functools.partial(xp.from_numpy, like=like)
+        self._wrap_state = _itself if self.on_device else functools.partial(xp.from_numpy, like=like)
         for place, (_, state, _) in enumerate(self.tensors):
             state.method = method.name
             if isinstance(states, BucketStates):

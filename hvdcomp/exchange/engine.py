@@ -212,13 +212,31 @@ class Engine:
             gradients, in_place, sums: as of `step`; at least one gradient, and nobody may change any before `finish`.
             alone: whether `finish` follows at once.
         """
-        names = [name for name in self.tensors if name in gradients]
-        xp = arrays_for(gradients[names[0]])
-        started = self.overlap.end(gradients[names[0]])
+        gradients = {name: gradients[name] for name in self.tensors if name in gradients}
+        first = next(iter(gradients.values()))
+        xp = arrays_for(first)
+        # What started early goes on by itself. What could have done so starts now, in the same order, so that all ranks
+        # have the same collectives; everything else goes together, as the last.
+        started = self.overlap.end(first)
         if not started:
-            self.ledger.clock.begin(xp, gradients[names[0]])
-        waves, look = self._start(xp, {name: gradients[name] for name in names}, in_place, sums, started, alone)
-        return UnderWay(xp, waves, look, len(names))
+            self.ledger.clock.begin(xp, first)
+        factor = None
+        if self.memory is not None:
+            factor = self.memory.gradient_factor(xp, list(gradients.values()), self.communicator.world_size)
+        steps = self._steps(xp, gradients, factor, {name for wave in started for name in wave.names})
+        look: Look | None = None
+        sources: Mapping[str, Array] = {}
+        if self.before_compress is not None:
+            look = Look(xp, steps, self.plan, self.context(""), factor)
+            sources = self.before_compress(look)
+        for step in steps:
+            step.open(gradients, in_place, sums, sources)
+        waves = [self.overlap.wave(xp, [step], step.number) for step in steps if step.number is not None]
+        if last := [step for step in steps if step.number is None]:
+            waves.append(self.overlap.wave(xp, last, None, alone=alone and not started and not waves))
+        for wave in waves:
+            wave.start()
+        return UnderWay(xp, [*started, *waves], look, len(gradients))
 
     def finish(self, under_way: UnderWay, kept: Set[str] = frozenset()) -> dict[str, Array]:
         """Ends a step that `start` began; returns what `step` does, and enters the step.
@@ -228,80 +246,49 @@ class Engine:
         """
         xp, waves, look, tensors = under_way
         run_to_the_end(waves)
-        steps = [one for wave in waves for one in wave.steps]
+        steps = [step for wave in waves for step in wave.steps]
         found_inf = sum((wave.found_inf() for wave in waves[1:]), waves[0].found_inf())
         if look is not None:
             look.tell()
         results: dict[str, Array] = {}
-        for one in steps:
-            results |= one.finish(found_inf)
+        for step in steps:
+            results |= step.finish(found_inf)
         self._drop_sent = _dropping(xp, steps, self.planner.sends_all, found_inf)
         self._record(xp, waves, tensors, kept)
         self.step_number += 1
         self.found_inf = found_inf
         return results
 
-    def _start(
-        self,
-        xp: ModuleType,
-        gradients: Mapping[str, Array],
-        in_place: bool,
-        sums: Sums | None,
-        started: Sequence[Lockstep],
-        alone: bool,
-    ) -> tuple[list[Lockstep], Look | None]:
-        """Starts what has not started of a step; returns all that is under way.
-
-        What could have started early goes on by itself, in the same order, so that all ranks have the same collectives.
-        Everything else goes together, as the last.
-        """
-        factor = None
-        if self.memory is not None:
-            factor = self.memory.gradient_factor(xp, list(gradients.values()), self.communicator.world_size)
-        under_way = {name for wave in started for one in wave.steps for name in one.names}
-        steps = self._steps(xp, gradients, factor, under_way)
-        look: Look | None = None
-        sources: Mapping[str, Array] = {}
-        if self.before_compress is not None:
-            look = Look(xp, steps, self.plan, self.context(""), factor)
-            sources = self.before_compress(look)
-        for one in steps:
-            one.open(gradients, in_place, sums, sources)
-        waves = [self.overlap.wave(xp, [one], one.number) for one in steps if one.number is not None]
-        if last := [one for one in steps if one.number is None]:
-            waves.append(self.overlap.wave(xp, last, None, alone=alone and not started and not waves))
-        for wave in waves:
-            wave.start()
-        return [*started, *waves], look
-
     def _steps(
         self, xp: ModuleType, gradients: Mapping[str, Array], factor: Array | None, under_way: Set[str]
     ) -> list[Step]:
-        """What goes through a step: the buckets that are not under way, and the tensors in none. factor: what the
-        memory multiplies gradients with."""
+        """Steps of the buckets that are not under way, and of the tensors in none.
+
+        Args:
+            factor: what the memory multiplies gradients with; None for 1.
+            under_way: names of the tensors whose buckets have started.
+        """
         clock, plan, context, names = self.ledger.clock, self.plan, self.context(""), list(gradients)
         aside = self.planner.beside_residuals  # such steps are rare: one by one, and buckets stay as they are
-        groups, rest = ([], names) if aside else self.buckets.groups(xp, names, gradients, plan, under_way)
-        clock.turns_only &= not rest and all(group.bucket.device is not None for group in groups)
+        groups, in_none = ([], names) if aside else self.buckets.groups(xp, names, gradients, plan, under_way)
+        clock.turns_only &= not in_none and all(group.on_device for group in groups)
         steps: list[Step] = [bucket_step(xp, group, context, factor, clock) for group in groups]
-        if rest:
-            states = defaultdict(TensorState) if aside else self.states
-            own = {name: gradients[name] for name in rest}
-            memory_for = self.planner.memory_for
-            for inside, some in by_array_functions(xp, own):
-                steps.append(ArrayStep(xp, some, plan, states, memory_for, context, factor, clock, inside))
+        if in_none:
+            states, memory_for = defaultdict(TensorState) if aside else self.states, self.planner.memory_for
+            for inside, chosen in by_array_functions(xp, {name: gradients[name] for name in in_none}):
+                steps.append(ArrayStep(xp, chosen, plan, states, memory_for, context, factor, clock, inside))
         return steps
 
     def _record(self, xp: ModuleType, waves: Sequence[Lockstep], number_of_tensors: int, kept: Set[str]) -> None:
         """Enters the costs of a step that has ended."""
         rounds = [span for wave in waves for span in wave.rounds]
         sent = sum((wave.sent for wave in waves), Sent(self.bytes_beside(number_of_tensors)))
-        found = [step.part for wave in waves for step in wave.steps]
+        parts_and_spans = [step.part for wave in waves for step in wave.steps]
         if kept:
-            found.append((self.planner.costs_of_nothing(kept), Spans([], [])))
-        parts, spans = zip(*found, strict=True)
-        step = self.ledger.step_cost(self.step_number, parts, sent)
-        self.ledger.record_timed(step, spans, rounds, xp.seconds_between)
+            parts_and_spans.append((self.planner.costs_of_nothing(kept), Spans([], [])))
+        parts, spans = zip(*parts_and_spans, strict=True)
+        cost = self.ledger.step_cost(self.step_number, parts, sent)
+        self.ledger.record_timed(cost, spans, rounds, xp.seconds_between)
 
     # Overlap.
 
@@ -337,17 +324,17 @@ def _dropping(
 
     On a device nobody knows yet whether this step counts: there it is returned, to be called before the next one.
     """
-    forgets = [forget for one in steps if (forget := one.forget_sent(sends_all)) is not None]
+    forgets = [forget for step in steps if (forget := step.forget_sent(sends_all)) is not None]
     if not forgets:
         return None
-    found = xp.read_later(found_inf)
+    flag = xp.read_later(found_inf)
 
     def drop() -> None:
-        if found() == 0:
+        if flag() == 0:
             for forget in forgets:
                 forget()
 
-    if xp.waits(found_inf) or any(one.on_device for one in steps):
+    if xp.waits(found_inf) or any(step.on_device for step in steps):
         return drop
     drop()
     return None
