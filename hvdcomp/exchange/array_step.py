@@ -110,7 +110,7 @@ class ArrayStep:
         return self._leave(self._x[name])
 
     def gradient(self, name: str) -> Array:
-        """Of a tensor."""
+        """Gradient of a tensor."""
         return self._gradients[name]
 
     def energies(self, names: Set[str]) -> Energies:
@@ -195,12 +195,12 @@ class ArrayStep:
         return self._found_inf([array for arrays in made for array in arrays])
 
     def _found_inf(self, arrays: Sequence[Array]) -> bool | Array:
-        found = self._xp.found_inf(arrays)
-        return bool(found[0] != 0) if self._xp is numpy_arrays else found
+        flag = self._xp.found_inf(arrays)
+        return bool(flag[0] != 0) if self._xp is numpy_arrays else flag
 
     @property
     def part(self) -> tuple[Part, Spans]:
-        """What the tensors cost, once the generators have ended, and when they were under way."""
+        """Costs of the tensors, once the generators have ended, and times when they were under way."""
         return self._costs, self._spans
 
     def finish(self, found_inf: Array) -> dict[str, Array]:
@@ -279,4 +279,4 @@ def by_array_functions(
 
 
 Step = BucketStep | ArrayStep
-"""What goes through a step together: the tensors of a bucket, or all that no kernel takes."""
+"""Tensors that go through a step together: those of a bucket, or those that no kernel takes."""

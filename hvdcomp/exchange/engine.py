@@ -42,10 +42,10 @@ class UnderWay(NamedTuple):
     """A step that has begun.
 
     Attributes:
-        xp: the array functions of the gradients.
-        waves: what goes from round to round together.
-        look: as of `Engine.before_compress`.
-        tensors: how many.
+        xp: array functions of the gradients.
+        waves: steps that go from round to round together.
+        look: what `Engine.before_compress` was given; None if nobody looks.
+        tensors: their number.
     """
 
     xp: ModuleType
@@ -60,22 +60,23 @@ class Engine:
     Args:
         communicator: the ranks to exchange with.
         tensors, compressor, memory, min_numel, min_ndim: as for `Chooser`.
-        seed: of all random choices; the same on all ranks.
-        bytes_beside: of the number of a step's tensors, what the binding itself sends beside the engine's collectives.
-        ledger: where costs are entered.
-        overlap_bytes: of the gradients of a bucket that starts before all gradients of a step are there; None for no
-            such buckets.
+        seed: seed of all random choices; the same on all ranks.
+        bytes_beside: bytes that the binding itself sends beside the engine's collectives, by the number of a step's
+            tensors.
+        ledger: ledger into which costs are entered.
+        overlap_bytes: bytes of gradients, at least, of a bucket that starts before all gradients of a step are there;
+            None for no such buckets.
 
     Attributes:
-        planner: chooses the compressor of each tensor.
+        planner: chooser of each tensor's compressor.
         bytes_beside: as given.
-        step_number: of the step that comes next, or is under way, from 0.
-        states: of the tensors, by name.
-        buckets: says which tensors are compressed together.
-        before_compress: called in each step before x is compressed. It may look at it, and returns by name what is to
-            be compressed in place of some.
-        found_inf: of the last step: an element that is 0, or NaN if nothing of the step counts (see `step`).
-        overlap: is to be told of gradients when they are there, after `expect`.
+        step_number: number of the step that comes next, or is under way, from 0.
+        states: state of each tensor, by name.
+        buckets: the buckets of the tensors that are compressed together.
+        before_compress: function called in each step before x is compressed. It may look at x, and returns by name
+            arrays that are to be compressed in place of x of some tensors.
+        found_inf: an element that is 0, or NaN if nothing of the last step counts (see `step`).
+        overlap: buckets that start early; to be told of gradients when they are there, after `expect`.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Engine:
 
     @property
     def compressor(self) -> Compressor:
-        """The user's."""
+        """The user's compressor."""
         return self.planner.compressor
 
     def set_plan(self, plan: Plan) -> None:
@@ -307,13 +308,13 @@ class Engine:
         self.overlap.begin(self.plan, self.context(""), in_place, sums, agreed)
 
     def context(self, name: str) -> Context:
-        """Of a tensor in the step under way."""
+        """Context of a tensor in the step under way."""
         ranks = self.communicator
         return Context(name, self.step_number, self.seed, ranks.rank, ranks.world_size, self.levels)
 
     @functools.cached_property
     def levels(self) -> FoundLevels:
-        """Where this rank is among the ranks of its node, and among nodes."""
+        """Place of this rank among the ranks of its node, and among nodes."""
         return FoundLevels(self.communicator, self.tensors)
 
 

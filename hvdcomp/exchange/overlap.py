@@ -32,7 +32,7 @@ _MOST = np.iinfo(np.int32).max
 
 
 class _Step(NamedTuple):
-    """What `Overlap.begin` was given, and the streams on which gradients have come."""
+    """Arguments of `Overlap.begin`, and the streams on which gradients have come."""
 
     context: Context
     in_place: bool
