@@ -263,19 +263,25 @@ class ArrayStep:
 
 
 def by_array_functions(
-    xp: ModuleType, gradients: Mapping[str, Array]
+    xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array]
 ) -> list[tuple[ModuleType, dict[str, Array]]]:
-    """Gradients by the array functions that are quickest for them: without kernels those of small tensors of float32 on
-    the host NumPy's, which take less time for an operation, and else those of the framework."""
+    """Gradients of some tensors by the array functions that are quickest for them: NumPy's, which take less time for an
+    operation, for small tensors of float32 where nothing was compiled, and else the framework's.
+
+    Args:
+        names: names of the tensors.
+        gradients: of all tensors of the step, by name. If some are on a device, so is the flag of the step.
+    """
+    chosen = {name: gradients[name] for name in names}
     if kernels.available() or any(map(xp.waits, gradients.values())):
-        return [(xp, dict(gradients))]
+        return [(xp, chosen)]
     small = {
         name: gradient
-        for name, gradient in gradients.items()
+        for name, gradient in chosen.items()
         if xp.dtype_name(gradient) == "float32" and number_of_elements(tuple(gradient.shape)) <= LARGE
     }
-    large = {name: gradient for name, gradient in gradients.items() if name not in small}
-    return [(inside, chosen) for inside, chosen in ((numpy_arrays, small), (xp, large)) if chosen]
+    others = {name: gradient for name, gradient in chosen.items() if name not in small}
+    return [(inside, own) for inside, own in ((numpy_arrays, small), (xp, others)) if own]
 
 
 Step = BucketStep | ArrayStep
