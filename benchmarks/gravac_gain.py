@@ -21,6 +21,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from hvdcomp import TopK
+from hvdcomp.adaptation.previews import Previews
 from hvdcomp.arrays import arrays_for
 from hvdcomp.communicators import LoopbackCommunicator
 from hvdcomp.compressors.protocol import TensorInfo
@@ -69,11 +70,12 @@ def measure(data: DataSet, options: TrainingOptions, ratio: float) -> GravacGain
     tensors = [TensorInfo(name, tuple(one.shape)) for name, one in named.items()]
     engine = Engine(LoopbackCommunicator(1), tensors, compressor)
     compressed = {name for name, chosen in engine.plan.items() if chosen == compressor}
+    previews = Previews(engine.tensors, engine.states)
     xs: dict[str, Tensor] = {}
     kept: dict[str, Tensor] = {}
 
     def before_compress(look: Look) -> dict[str, Tensor]:
-        for name, sent in look.kept(engine.plan, sorted(compressed)).items():
+        for name, sent in previews.kept(look, engine.plan, sorted(compressed)).items():
             xs[name], kept[name] = look[name].clone(), densified(look.xp, look[name], sent)
         return {}
 
@@ -87,7 +89,7 @@ def measure(data: DataSet, options: TrainingOptions, ratio: float) -> GravacGain
             gradients = {name: one.grad for name, one in named.items() if one.grad is not None}
             own = {name: gradients[name].clone() for name in compressed}
             xp = arrays_for(next(iter(own.values())))
-            sent = engine.previews.kept(xp, own, dict.fromkeys(own, compressor), engine.context(""))
+            sent = previews.kept_alone(xp, own, dict.fromkeys(own, compressor), engine.context(""))
             alone = {name: densified(xp, g, sent[name]) for name, g in own.items()}
             engine.begin()
             for name, mean in engine.step(gradients).items():

@@ -30,6 +30,7 @@ from hvdcomp.exchange.energies import Energies, densified
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.look import Look
 from hvdcomp.kernels import cuda
+from tests.harness import previews_of
 
 SPECS = (
     "none", "fp16", "bf16", "signsgd", "efsignsgd", "onebit", "qsgd:bits=4", "terngrad", "natural", "globalqsgd",
@@ -105,15 +106,16 @@ def _binder(kernel: Any) -> tuple[Any, dict[str, None]]:
 
 def watch(engine: Engine, sources: bool = False) -> None:
     """Has everything asked that policies may ask of x, and if `sources`, C(x) compressed in place of x."""
+    previews = previews_of(engine)
 
     def look(look: Look) -> Mapping[str, Any]:
         names = list(look)
         look.energies(names)
         look.gradient_energies(names)
         look.lost_when_sent(names)
-        kept = look.kept(engine.plan, names, Energies())
+        kept = previews.kept(look, engine.plan, names, Energies())
         replaced = {name: densified(look.xp, look[name], one) for name, one in kept.items()} if sources else {}
-        look.lost(engine.plan, names, replaced)
+        previews.lost(look, engine.plan, names, replaced)
         return replaced
 
     engine.before_compress = look

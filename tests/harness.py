@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from hvdcomp import Compressor, ErrorFeedback, TwoLevel, compressors
+from hvdcomp.adaptation.previews import Previews
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
@@ -282,6 +283,11 @@ def run_engines(
         return Run(engine, results)
 
     return run_ranks(size, work)
+
+
+def previews_of(engine: Engine) -> Previews:
+    """Previews of what an engine would send."""
+    return Previews(engine.tensors, engine.states)
 
 
 def states_of(engine: Engine) -> dict[str, tuple[bytes, ...]]:

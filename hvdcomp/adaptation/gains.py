@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 
 from hvdcomp.adaptation.observer import Observer
 from hvdcomp.adaptation.plans import Plans
+from hvdcomp.adaptation.previews import Kept
 from hvdcomp.adaptation.step_counter import StepClock
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors import Compressor
 from hvdcomp.exchange.energies import Energies, densified
 from hvdcomp.exchange.look import Look
-from hvdcomp.exchange.previews import Kept
 from hvdcomp.policies.decisions import MultiLevel
 from hvdcomp.policies.gravac import error_gain, raw_gain
 from hvdcomp.policies.request import GravacGains, Request, Statistic, Timing
@@ -67,7 +67,7 @@ class TwoLevels(Observer):
             self._spent = partial(look.xp.seconds_between, between if sends_twice else start, end)
             return sources if sends_twice else {}
         # What is sent was compressed twice, so every rank compresses a first time, unless that changes nothing.
-        return self._once(look, look.kept(self._minimum, self._twice(names))) if sends_twice else {}
+        return self._once(look, self._kept(look, self._twice(names))) if sends_twice else {}
 
     def _twice(self, names: Sequence[str]) -> list[str]:
         """Those of the tensors whose second compression takes the first: of the others it is that of x itself."""
@@ -75,6 +75,9 @@ class TwoLevels(Observer):
             return []
         both = {name: (self._minimum[name], self._candidate[name]) for name in names}
         return [name for name, (first, second) in both.items() if not first.nested or type(first) is not type(second)]
+
+    def _kept(self, look: Look, names: Sequence[str], lost: Energies | None = None) -> Kept:
+        return self._plans.previews.kept(look, self._minimum, names, lost)
 
     @staticmethod
     def _once(look: Look, kept: Kept) -> dict[str, Array]:
@@ -93,7 +96,7 @@ class TwoLevels(Observer):
         minimum, candidate, twice = self._minimum, self._candidate, self._twice(names)
         once = [name for name in names if name not in set(twice)]
         self._energies = [look.energies(names), self._lost(look, minimum, once, {}, sends == "minimum")]
-        sources = self._once(look, look.kept(minimum, twice, self._energies[1]))
+        sources = self._once(look, self._kept(look, twice, self._energies[1]))
         between = look.xp.mark(like)
         if self._decision.gain == "raw":
             self._of_gradient = look.gradient_energies(names)
@@ -101,14 +104,14 @@ class TwoLevels(Observer):
             self._energies.append(self._lost(look, candidate, names, sources, sends == "candidate"))
         return sources, start, between, look.xp.mark(like)
 
-    @staticmethod
     def _lost(
-        look: Look, plan: Mapping[str, Compressor], names: Sequence[str], sources: Mapping[str, Array], sent: bool
+        self, look: Look, plan: Mapping[str, Compressor], names: Sequence[str], sources: Mapping[str, Array], sent: bool
     ) -> Energies:
         """What compression loses of tensors; of those that show it when they are sent, not before."""
         energies, known = look.lost_when_sent(names) if sent else (Energies(), set())
         if len(known) < len(names):
-            energies.extend(look.lost(plan, [name for name in names if name not in known], sources))
+            others = [name for name in names if name not in known]
+            energies.extend(self._plans.previews.lost(look, plan, others, sources))
         return energies
 
     def statistics(self, request: Request, batches: int) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class LevelErrors:
             xp, context = arrays_for(next(iter(means.values()))), self._engine.context("")
             for levels, compressors in zip(self._levels, self._compressors, strict=True):
                 xs = {name: means[name] for name in levels if name in means}
-                lost = self._engine.previews.lost_alone(xp, xs, compressors, context).numbers()
+                lost = self._plans.previews.lost_alone(xp, xs, compressors, context).numbers()
                 for name, energy in lost.items():
                     # Rounding may make a sum of differences negative. What is not finite is told as NaN.
                     error = math.sqrt(max(0.0, energy)) if math.isfinite(energy) else math.nan

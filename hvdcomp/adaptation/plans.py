@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from hvdcomp.adaptation.previews import Previews
 from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.parsing import parse_compressor
@@ -30,11 +31,15 @@ class Plans:
     Args:
         engine: whose plans they are.
         names: of the tensors whose level is decided. All others are sent as they are without a policy.
+
+    Attributes:
+        previews: say what compression by a plan would keep and lose.
     """
 
     def __init__(self, engine: Engine, names: tuple[str, ...]) -> None:
         self.engine = engine
         self.names = names
+        self.previews = Previews(engine.tensors, engine.states)
         self._own = engine.planner.plan_for(engine.compressor)
         self._at_factor: dict[tuple[float, Unit], Plan] = {}
 

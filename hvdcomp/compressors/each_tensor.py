@@ -26,10 +26,11 @@ from hvdcomp.compressors.protocol import (
     SparseVector,
     TensorInfo,
 )
-from hvdcomp.compressors.sizes import payload_of
+from hvdcomp.compressors.sizes import bytes_of
 from hvdcomp.kernels.tables import NOTHING
 
-_LARGE = 1 << 16  # elements
+LARGE = 1 << 16
+"""Elements up to which `aggregate` of a tensor takes less time in NumPy than in the framework."""
 
 
 def step_of(bucket: Bucket) -> Generator[Request | list[Request], Any, bool | Array]:
@@ -102,7 +103,7 @@ class _Each:
         framework, found = arrays_for(bucket.like), []
         for tensor, compressor, x, kept in zip(bucket.tensors, bucket.compressors, given, bucket.states, strict=True):
             context = dataclasses.replace(bucket.context, name=tensor.name)
-            xp = framework if tensor.size > _LARGE else numpy_arrays
+            xp = framework if tensor.size > LARGE else numpy_arrays
             x, *state = (xp.from_numpy(one, like=bucket.like) for one in (x, *kept))
             found.append((compressor, xp, x, compressor.prepare(xp, x, tuple(state), context), context))
         return found
@@ -124,7 +125,7 @@ class _Each:
             except StopIteration as stop:
                 self._outcomes[place] = stop.value
             else:
-                sent = payload_of(requests[place]).bytes
+                sent = bytes_of(requests[place])
                 handed[place] += sent, sent if requests[place].group == "node" else 0
         return requests
 

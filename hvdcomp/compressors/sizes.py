@@ -57,5 +57,12 @@ def payload_of(request: Request) -> Payload:
     """What a request hands to a collective."""
     kind = type(request).__name__.lower()
     if isinstance(request, AllReduce | ReduceScatter):
-        return Payload(kind, request.array.nbytes, f"{request.op} {request.array.dtype}")
-    return Payload(kind, sum(part.nbytes for part in request.parts))
+        return Payload(kind, bytes_of(request), f"{request.op} {request.array.dtype}")
+    return Payload(kind, bytes_of(request))
+
+
+def bytes_of(request: Request) -> int:
+    """Bytes that a request hands to a collective."""
+    if isinstance(request, AllReduce | ReduceScatter):
+        return int(request.array.nbytes)
+    return int(sum(part.nbytes for part in request.parts))

@@ -1,4 +1,4 @@
-"""The way through one step of the tensors that no kernel takes: in the framework's array functions, where they are."""
+"""The way through one step of the tensors that no kernel takes: in array functions, where the gradients are."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from hvdcomp.arrays.types import LARGEST, Array, wide_dtype
+import numpy as np
+
+from hvdcomp import kernels
+from hvdcomp.arrays import numpy_arrays
+from hvdcomp.arrays.types import LARGEST, Array, number_of_elements, wide_dtype
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.choice import Plan
+from hvdcomp.compressors.each_tensor import LARGE, numbers_may_overflow
 from hvdcomp.compressors.memory import Memory, NoMemory
 from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome, Request
-from hvdcomp.compressors.sizes import payload_of
+from hvdcomp.compressors.sizes import bytes_of
 from hvdcomp.exchange.bucket_step import BucketStep, Sums
 from hvdcomp.exchange.clock import Clock, Spans
 from hvdcomp.exchange.energies import Energies, of_arrays, of_errors
@@ -32,6 +37,7 @@ class ArrayStep:
         states: of the tensors, by name; `finish` writes what they keep next.
         memory_for: of a compressor, the memory that goes with it.
         context, factor, clock: as of `BucketStep`.
+        inside: the array functions of the memory and `aggregate`: `xp`, or NumPy's for gradients on the host.
 
     Attributes:
         names, like, number, keeps_x: as of `BucketStep`.
@@ -53,8 +59,10 @@ class ArrayStep:
         context: Context,
         factor: Array | None,
         clock: Clock,
+        inside: ModuleType,
     ) -> None:
-        self._xp = xp
+        self._outside = xp
+        self._xp = inside
         self._gradients = gradients
         self._plan = plan
         self._context = context
@@ -62,6 +70,7 @@ class ArrayStep:
         self.names = list(gradients)
         self.like = gradients[self.names[0]]
         self._states = {name: states[name] for name in self.names}
+        self._inner = {name: self._enter(gradient) for name, gradient in gradients.items()}
         # What an earlier plan left is still to be sent, and only the memory that kept it knows how.
         self._memories = {name: states[name].memory_for(memory_for(plan[name])) for name in self.names}
         self._spans = Spans([], [])
@@ -69,9 +78,10 @@ class ArrayStep:
         self._x: dict[str, Array] = {}
         self._before: dict[str, tuple[Array, ...]] = {}  # of memories: where a step that does not count goes back to
         self._compensated: dict[str, tuple[Array, ...]] = {}
-        with clock.around(self._spans.encoding):
+        with clock.around(self._spans.encoding), numbers_may_overflow():
+            own_factor = None if factor is None else self._enter(factor)
             for name in self.names:
-                self._compensate(name, factor)
+                self._compensate(name, own_factor)
         self._started: dict[str, tuple[Array, ...]] = {}  # the same of methods
         self._generators: dict[str, Aggregation] = {}
         self._outcomes: dict[str, Outcome] = {}
@@ -81,13 +91,13 @@ class ArrayStep:
 
     def _compensate(self, name: str, factor: Array | None) -> None:
         """Makes x. If the memory keeps anything, x is at least of single precision, as all that is kept."""
-        xp, gradient, memory = self._xp, self._gradients[name], self._memories[name]
+        xp, gradient, memory = self._xp, self._inner[name], self._memories[name]
         x = xp.reshape(xp.flatten(gradient), gradient.shape)
         if not isinstance(memory, NoMemory):
             x = xp.astype(x, wide_dtype(xp.dtype_name(x)))
         if factor is not None:
             x = x * xp.astype(factor, xp.dtype_name(x))
-        self._before[name] = memory.prepare(xp, x, self._states[name].memory)
+        self._before[name] = memory.prepare(xp, x, tuple(map(self._enter, self._states[name].memory)))
         self._x[name], self._compensated[name] = memory.compensate(xp, x, self._before[name])
 
     # For those who look at x before it is compressed.
@@ -97,10 +107,10 @@ class ArrayStep:
 
     def x(self, name: str) -> Array:
         """x of a tensor."""
-        return self._x[name]
+        return self._leave(self._x[name])
 
     def gradient(self, name: str) -> Array:
-        """Of a tensor."""
+        """Gradient of a tensor."""
         return self._gradients[name]
 
     def energies(self, names: Set[str]) -> Energies:
@@ -124,18 +134,19 @@ class ArrayStep:
     ) -> None:
         """Makes the generators; arguments as of `BucketStep.open`. No result takes a gradient's place."""
         self._sums = sums
-        with self._clock.around(self._spans.encoding):
+        with self._clock.around(self._spans.encoding), numbers_may_overflow():
             for name in self.names:
-                self._start(name, sources.get(name, self._x[name]))
+                self._start(name, self._enter(sources[name]) if name in sources else self._x[name])
 
     def _start(self, name: str, source: Array) -> None:
         """Makes a generator. It gets what it compresses in the gradient's element type, so that no more travels because
         more is kept. What that type does not hold stays in the memory."""
         xp, compressor, context = self._xp, self._plan[name], dataclasses.replace(self._context, name=name)
-        dtype = xp.dtype_name(self._gradients[name])
+        dtype = xp.dtype_name(self._inner[name])
         if xp.dtype_name(source) != dtype:
             source = xp.astype(source.clip(-LARGEST[dtype], LARGEST[dtype]), dtype)
-        self._started[name] = self._states[name].prepare(xp, source, compressor, context)
+        kept = tuple(map(self._enter, self._states[name].kept_for(compressor)))
+        self._started[name] = compressor.prepare(xp, source, kept, context)
         self._generators[name] = compressor.aggregate(xp, source, self._started[name], context)
         self._costs[name].floats_sent = compressor.payload_floats(tuple(source.shape))
 
@@ -143,23 +154,24 @@ class ArrayStep:
         """Gives the generators the answers to their last requests, at first none; their next requests, none at the end
         of the last."""
         asked: dict[str, Request] = {}
-        for name, answer in zip(self._asked or self.names, answers or itertools.repeat(None), strict=False):
-            try:
-                asked[name] = self._generators[name].send(answer)
-            except StopIteration as stop:
-                self._outcomes[name] = stop.value
-                self._means[name] = self._xp.like_original(stop.value.mean, self._gradients[name])
-            else:
-                sent, in_node = int(payload_of(asked[name]).bytes), asked[name].group == "node"
-                self._costs[name].bytes_sent += sent
-                self._costs[name].bytes_in_node += sent if in_node and self._context.has_other_nodes else 0
+        with numbers_may_overflow():
+            for name, answer in zip(self._asked or self.names, answers or itertools.repeat(None), strict=False):
+                try:
+                    asked[name] = self._generators[name].send(answer)
+                except StopIteration as stop:
+                    self._outcomes[name] = stop.value
+                    self._means[name] = self._xp.like_original(stop.value.mean, self._inner[name])
+                else:
+                    sent, in_node = bytes_of(asked[name]), asked[name].group == "node"
+                    self._costs[name].bytes_sent += sent
+                    self._costs[name].bytes_in_node += sent if in_node and self._context.has_other_nodes else 0
         self._clock.lap(self._spans.encoding if asked else self._spans.decoding)
         self._asked = asked
         return list(asked.values())
 
     @property
-    def found_inf(self) -> Array:
-        """Whether x, or what is sent of it, holds an inf or NaN, as of `Bucket.call` on a device; after the first turn.
+    def found_inf(self) -> bool | Array:
+        """Whether x, or what is sent of it, holds an inf or NaN, as of `Bucket.call`; after the first turn.
 
         Not whether the gradient does: the sum with what was kept back may overflow, and an infinity must not be kept.
         """
@@ -171,20 +183,24 @@ class ArrayStep:
             and xp.dtype_name(request.array) == "float16"  # for the wire: large values become infinite
             and xp.dtype_name(self._x[name]) != "float16"
         ]
-        return xp.found_inf([*self._x.values(), *casts])
+        return self._found_inf([*self._x.values(), *casts])
 
     @property
-    def found_inf_after(self) -> Array:
+    def found_inf_after(self) -> bool | Array:
         """Whether what compressors made of the exchange, results and states, holds an inf or NaN: on all ranks alike.
 
         Sums overflow within a method, or over the ranks, although all that was put in is finite.
         """
         made = [[self._means[name], *outcome.state] for name, outcome in self._outcomes.items()]
-        return self._xp.found_inf([array for arrays in made for array in arrays])
+        return self._found_inf([array for arrays in made for array in arrays])
+
+    def _found_inf(self, arrays: Sequence[Array]) -> bool | Array:
+        flag = self._xp.found_inf(arrays)
+        return bool(flag[0] != 0) if self._xp is numpy_arrays else flag
 
     @property
     def part(self) -> tuple[Part, Spans]:
-        """What the tensors cost, once the generators have ended, and when they were under way."""
+        """Costs of the tensors, once the generators have ended, and times when they were under way."""
         return self._costs, self._spans
 
     def finish(self, found_inf: Array) -> dict[str, Array]:
@@ -192,10 +208,11 @@ class ArrayStep:
         results, sums = {}, self._sums
         if sums is not None and not sums.of_results:
             sums.add(dict(self._gradients), found_inf)
-        with self._clock.around(self._spans.decoding):
+        with self._clock.around(self._spans.decoding), numbers_may_overflow():
+            inner = self._enter(found_inf)
             for name in self.names:
-                self._keep(name, found_inf)
-                results[name] = self._xp.spoil(self._means[name], found_inf)
+                self._keep(name, inner)
+                results[name] = self._leave(self._xp.spoil(self._means[name], inner))
         if sums is not None and sums.of_results:
             sums.add(results, found_inf)
         return results
@@ -210,11 +227,11 @@ class ArrayStep:
             # mean of what they send later.
             x = x + (xp.astype(xp.reshape(mean, x.shape), wide) - xp.astype(rounded, wide))
         kept = memory.update(xp, x, sent, self._compensated[name])
-        state.memory = _select(xp, found_inf, kept, self._before[name])
+        state.memory = self._select(found_inf, kept, self._before[name])
         state.keeper = memory
         if not self._plan[name].lossless:  # a dense step keeps the warm start of the method it interrupts
             state.method = self._plan[name].name
-            state.compressor = _select(xp, found_inf, made, self._started[name])
+            state.compressor = self._select(found_inf, made, self._started[name])
 
     def forget_sent(self, sends_all: Callable[[str, Compressor], bool]) -> Callable[[], None] | None:
         """As `BucketStep.forget_sent`."""
@@ -231,10 +248,41 @@ class ArrayStep:
 
         return forget if sent else None
 
+    def _select(self, found_inf: Array, after: tuple[Array, ...], before: tuple[Array, ...]) -> tuple[Array, ...]:
+        return tuple(
+            self._leave(self._xp.select(found_inf, new, old)) for new, old in zip(after, before, strict=True)
+        )
 
-def _select(xp: ModuleType, found_inf: Array, after: tuple[Array, ...], before: tuple[Array, ...]) -> tuple[Array, ...]:
-    return tuple(xp.select(found_inf, new, old) for new, old in zip(after, before, strict=True))
+    def _enter(self, array: Array) -> Array:
+        """An array of the framework, as `inside` has it: in the same storage."""
+        return array if self._xp is self._outside else self._outside.to_numpy(array)
+
+    def _leave(self, array: Array) -> Array:
+        """The way back."""
+        return array if self._xp is self._outside else self._outside.from_numpy(np.asarray(array), like=self.like)
+
+
+def by_array_functions(
+    xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array]
+) -> list[tuple[ModuleType, dict[str, Array]]]:
+    """Gradients of some tensors by the array functions that are quickest for them: NumPy's, which take less time for an
+    operation, for small tensors of float32 where nothing was compiled, and else the framework's.
+
+    Args:
+        names: names of the tensors.
+        gradients: of all tensors of the step, by name. If some are on a device, so is the flag of the step.
+    """
+    chosen = {name: gradients[name] for name in names}
+    if kernels.available() or any(map(xp.waits, gradients.values())):
+        return [(xp, chosen)]
+    small = {
+        name: gradient
+        for name, gradient in chosen.items()
+        if xp.dtype_name(gradient) == "float32" and number_of_elements(tuple(gradient.shape)) <= LARGE
+    }
+    others = {name: gradient for name, gradient in chosen.items() if name not in small}
+    return [(inside, own) for inside, own in ((numpy_arrays, small), (xp, others)) if own]
 
 
 Step = BucketStep | ArrayStep
-"""What goes through a step together: the tensors of a bucket, or all that no kernel takes."""
+"""Tensors that go through a step together: those of a bucket, or those that no kernel takes."""

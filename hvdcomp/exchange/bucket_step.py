@@ -20,12 +20,12 @@ from hvdcomp.exchange.ledger import Part
 
 
 class Sums(NamedTuple):
-    """Where the gradients of steps are added up.
+    """Sums to which the gradients of steps are added.
 
-    totals: the sums of tensors, given their gradients by name: in their order, in storage that may be added to.
-    add: adds gradients, by name, to their sums, unless the element that it gets is NaN.
-    share: gradients are multiplied by it.
-    of_results: whether it is the aggregated gradients that are added, and not this rank's own.
+    totals: sums of tensors, given their gradients by name: in their order, in storage that may be added to.
+    add: function that adds gradients, by name, to their sums, unless the element that it gets is NaN.
+    share: factor of the gradients.
+    of_results: whether the aggregated gradients are added, and not this rank's own.
     """
 
     totals: Callable[[Mapping[str, Array]], Sequence[Array]]
@@ -104,7 +104,7 @@ class BucketStep:
 
     @property
     def addresses(self) -> dict[str, int]:
-        """Where x of each tensor lies, by name; it is made if it was not."""
+        """Address of x of each tensor, by name; x is made if it was not."""
         self.make_x()
         bucket = self.group.bucket
         return dict(zip(self.names, bucket.segments[bucket.x].tolist(), strict=True))
@@ -201,7 +201,7 @@ class BucketStep:
 
     @property
     def part(self) -> tuple[Part, Spans]:
-        """What the tensors cost, once the generator has ended, and when they were under way."""
+        """Costs of the tensors, once the generator has ended, and times when they were under way."""
         return self.group.costs(), self._spans
 
     def finish(self, found_inf: Array) -> dict[str, Array]:

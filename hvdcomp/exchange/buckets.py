@@ -73,7 +73,7 @@ class Buckets:
         self._made_for: tuple[Plan, Sequence[str]] | None = None
         self._grouped: list[str] = []
         self._grouped_states: list[TensorState] = []
-        self._rest: list[str] = []
+        self._in_none: list[str] = []
         self._seen = 0, 0
 
     def groups(
@@ -93,21 +93,21 @@ class Buckets:
         if not self._still_right(plan) or self._made_for != (plan, names):
             able: set[str] = set()
             for dtype in NARROW:
-                mine = [name for name in names if self._tensors[name].dtype == dtype]
-                if mine and self._says:
-                    cuda.warn_where_none(gradients[mine[0]])
-                if mine and self._placed(xp, [gradients[name] for name in mine], dtype) is not None:
-                    able.update(mine)
+                of_type = [name for name in names if self._tensors[name].dtype == dtype]
+                if of_type and self._says:
+                    cuda.warn_where_none(gradients[of_type[0]])
+                if of_type and self._placed(xp, [gradients[name] for name in of_type], dtype) is not None:
+                    able.update(of_type)
             self.now = list(self._group(xp, [name for name in names if name in able], gradients, plan))
             self._grouped = [name for group in self.now for name in group.names]
             self._grouped_states = [self._states[name] for name in self._grouped]
             grouped = set(self._grouped)
-            self._rest = [name for name in names if name not in grouped]
+            self._in_none = [name for name in names if name not in grouped]
             self._seen = self._residuals.released, self._residuals.dropped
             self._made_for = (plan, names)
         missing = [group for group in self.now if group.names[0] not in under_way]
         if all(self.take(xp, group, gradients) for group in missing):
-            return missing, self._rest
+            return missing, self._in_none
         return [], [name for name in names if name not in under_way]
 
     def early(self, plan: Plan) -> list[Group]:
@@ -133,10 +133,10 @@ class Buckets:
 
     @property
     def kept_bytes(self) -> int:
-        """What residuals, velocities and the methods' own arrays take from step to step; on the host with the places
+        """Bytes of residuals, velocities and the methods' own arrays from step to step; on the host with the places
         that a step fills while it may still come to nothing."""
         states = [group.bucket.states for group in self.now]
-        return self._residuals.nbytes + sum(one.nbytes for one in states if isinstance(one, BucketStates))
+        return self._residuals.nbytes + sum(kept.nbytes for kept in states if isinstance(kept, BucketStates))
 
     def start_early(self, order: Sequence[Sequence[str]], least_bytes: int) -> None:
         """From the next step on there are buckets that do not wait for all gradients.
@@ -163,29 +163,29 @@ class Buckets:
         on_device = isinstance(self._residuals, DeviceResiduals)
         early = self._early_pieces(names, plan)
         numbers = {name: number for number, piece in enumerate(early) for name in piece}
-        members: dict[Any, list[str]] = {}
+        by_bucket: dict[Any, list[str]] = {}
         for name in names:
             if (kind := self._kind(name, plan[name])) is not None:
-                members.setdefault((numbers.get(name, len(early)), kind), []).append(name)
+                by_bucket.setdefault((numbers.get(name, len(early)), kind), []).append(name)
         known = {group.key: group for group in self.now}
         bridges = _no_bridges if on_device else _bridges
         where = (gradients[names[0]].device, xp) if on_device and names else ()
-        for (number, (_, memory, _)), mine in sorted(members.items(), key=lambda entry: entry[0][0]):
-            compressors = tuple(plan[name] for name in mine)
+        for (number, (_, memory, _)), members in sorted(by_bucket.items(), key=lambda entry: entry[0][0]):
+            compressors = tuple(plan[name] for name in members)
             tensors = []
-            for name in mine:
+            for name in members:
                 state, place = self._states[name], self._numbers[name]
                 wrap, unwrap = bridges(xp, gradients[name], self._tensors[name].shape)
                 state.lie_in(self._residuals, place, unwrap, wrap)
                 tensors.append((name, state, place))
             key = (tuple(tensors), compressors, memory)
-            group = known.get(key) or Group(*key, [self._tensors[name] for name in mine], self._residuals, where)
+            group = known.get(key) or Group(*key, [self._tensors[name] for name in members], self._residuals, where)
             group.number = number if number < len(early) else None
             group.has_states &= compressors[0].keeps_state  # others may have had its tensors in the meantime
             yield group
 
     def _kind(self, name: str, compressor: Compressor) -> tuple[Any, Memory, str] | None:
-        """What tensors of one bucket have in common; None for a tensor that goes by itself."""
+        """Key that tensors of one bucket have in common; None for a tensor that is in no bucket."""
         tensor = self._tensors[name]
         if tensor.dtype not in compressor.bucket_dtypes or not tensor.size:
             return None
@@ -232,11 +232,13 @@ def prepared_states(
         return None
     context, each = bucket.context, zip(states, bucket.tensors, bucket.compressors, arrays, strict=True)
     if bucket.device is None:
-        return BucketStates([state.prepare_on_host(xp, tensor, one, context) for state, tensor, one, _ in each])
-    return BucketStates(
-        [state.prepare(xp, x, one, dataclasses.replace(context, name=tensor.name)) for state, tensor, one, x in each],
-        xp,
-    )
+        on_host = [state.prepare_on_host(xp, tensor, compressor, context) for state, tensor, compressor, _ in each]
+        return BucketStates(on_host)
+    on_device = [
+        state.prepare(xp, x, compressor, dataclasses.replace(context, name=tensor.name))
+        for state, tensor, compressor, x in each
+    ]
+    return BucketStates(on_device, xp)
 
 
 def _bridges(
@@ -310,17 +312,19 @@ class Group:
 
     def aside(self) -> Sequence[int] | np.ndarray:
         """Addresses of memory for the results of a step that are not yet to be seen."""
-        if self._set_aside is None or self._on_device:
+        if self._set_aside is None or self.on_device:
             self._set_aside = self._fresh_arrays()  # nobody else gets their storage as long as this holds them
         return self._set_aside[1]
 
     def fresh_results(self, xp: ModuleType) -> tuple[list[Array], Sequence[int] | np.ndarray]:
         """Arrays for the results of a step, which are to stay when it has ended, and their addresses."""
         arrays, addresses = self._fresh_arrays()
-        if self._on_device:
+        if self.on_device:
             return arrays, addresses
-        found = [xp.from_numpy(array, like=self.arrays[0]) for array in arrays]
-        return [xp.bitcast(one, self.bucket.dtype) for one in found] if self.bucket.widens else found, addresses
+        results = [xp.from_numpy(array, like=self.arrays[0]) for array in arrays]
+        if self.bucket.widens:
+            results = [xp.bitcast(result, self.bucket.dtype) for result in results]
+        return results, addresses
 
     def put(self, places: Sequence[int] | np.ndarray) -> None:
         """Says where results go: those of 16 bits from where `widen` has put means."""
@@ -330,7 +334,7 @@ class Group:
         """Has means of gradients of 16 bits put into memory of float32, and x too if nothing is kept of it."""
         if not self.bucket.widens:
             return
-        if self._wide is None and self._on_device:
+        if self._wide is None and self.on_device:
             self._wide = cuda.split_like(self.arrays, wide=True)
         elif self._wide is None:
             arrays, places = Recycled([tensor.shape for tensor in self.bucket.tensors]).arrays()
@@ -347,22 +351,23 @@ class Group:
         return self.arrays[place] if self._wide is None else self._wide[0][place]
 
     def _fresh_arrays(self) -> tuple[list[Array], Sequence[int] | np.ndarray]:
-        return cuda.split_like(self.arrays) if self._on_device else self._fresh.arrays()
+        return cuda.split_like(self.arrays) if self.on_device else self._fresh.arrays()
 
     def placed(self, xp: ModuleType, arrays: Sequence[Array]) -> tuple[Sequence[Array], Sequence[int]]:
         """Float32 arrays in row-major order where the bucket works, and the addresses of their first elements."""
-        found = (cuda.placed if self._on_device else xp.hosted)(arrays) if arrays else ([], [])
-        assert found is not None
-        return found
+        placed = (cuda.placed if self.on_device else xp.hosted)(arrays) if arrays else ([], [])
+        assert placed is not None
+        return placed
 
     def let_go(self) -> None:
         """Forgets the arrays of a step that has ended: the bucket outlives it, what it was given need not."""
         self.arrays = ()
-        if self._on_device:  # where memory that is let go of comes back without being cleared
+        if self.on_device:  # where memory that is let go of comes back without being cleared
             self._set_aside = self._wide = None
 
     @property
-    def _on_device(self) -> bool:
+    def on_device(self) -> bool:
+        """Whether its kernels work on a device."""
         return self.bucket.device is not None
 
     @cached_property
@@ -377,7 +382,7 @@ class Group:
         return sends and bool(self.residuals.holds[self.numbers].any())
 
     def costs(self) -> dict[str, Cost]:
-        """What its tensors cost in the step, by name; nothing may change it."""
+        """Cost of each tensor in the step, by name; nothing may change it."""
         step = self.bucket.context.step % self.bucket.compressors[0].period
         if step not in self._costs:
             self._costs[step] = self._costs_now()
@@ -415,7 +420,7 @@ class Group:
         if self.has_states or method.lossless:  # a dense step keeps the warm start of the method it interrupts
             return
         like = xp.zeros((0,), like=self.arrays[0])
-        self._wrap_state = _itself if self._on_device else functools.partial(xp.from_numpy, like=like)
+        self._wrap_state = _itself if self.on_device else functools.partial(xp.from_numpy, like=like)
         for place, (_, state, _) in enumerate(self.tensors):
             state.method = method.name
             if isinstance(states, BucketStates):

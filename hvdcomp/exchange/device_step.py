@@ -27,5 +27,4 @@ class DeviceStep(BucketStep):
 
 def bucket_step(xp: ModuleType, group: Group, context: Context, factor: Array | None, clock: Clock) -> BucketStep:
     """A bucket's way through one step, on the host or on its device; arguments as of `BucketStep`."""
-    kind = BucketStep if group.bucket.device is None else DeviceStep
-    return kind(xp, group, context, factor, clock)
+    return (DeviceStep if group.on_device else BucketStep)(xp, group, context, factor, clock)

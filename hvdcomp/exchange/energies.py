@@ -37,9 +37,9 @@ class Energies:
         count = len(names)
         self._parts.append(_Part(tuple(names), tuple(places or range(count)), tuple(weights or [1.0] * count), values))
 
-    def extend(self, others: Energies) -> None:
-        """Adds all sums of others."""
-        self._parts += others._parts
+    def extend(self, energies: Energies) -> None:
+        """Adds all sums of other tensors, or more of the same."""
+        self._parts += energies._parts
 
     def total(self) -> float:
         """The sum over all tensors. Waits for the device."""

@@ -21,7 +21,7 @@ from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.choice import MIN_NDIM, MIN_NUMEL, Plan
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import Context, TensorInfo
-from hvdcomp.exchange.array_step import ArrayStep, Step
+from hvdcomp.exchange.array_step import ArrayStep, Step, by_array_functions
 from hvdcomp.exchange.bucket_step import Sums
 from hvdcomp.exchange.buckets import Buckets
 from hvdcomp.exchange.clock import Spans
@@ -32,7 +32,6 @@ from hvdcomp.exchange.look import Look
 from hvdcomp.exchange.nodes import FoundLevels
 from hvdcomp.exchange.overlap import Overlap
 from hvdcomp.exchange.plan import Planner
-from hvdcomp.exchange.previews import Previews
 from hvdcomp.exchange.tensor_state import TensorState
 from hvdcomp.specs.levels import Level, LevelsBySize
 
@@ -43,10 +42,10 @@ class UnderWay(NamedTuple):
     """A step that has begun.
 
     Attributes:
-        xp: the array functions of the gradients.
-        waves: what goes from round to round together.
-        look: as of `Engine.before_compress`.
-        tensors: how many.
+        xp: array functions of the gradients.
+        waves: steps that go from round to round together.
+        look: what `Engine.before_compress` was given; None if nobody looks.
+        tensors: their number.
     """
 
     xp: ModuleType
@@ -61,22 +60,23 @@ class Engine:
     Args:
         communicator: the ranks to exchange with.
         tensors, compressor, memory, min_numel, min_ndim: as for `Chooser`.
-        seed: of all random choices; the same on all ranks.
-        bytes_beside: of the number of a step's tensors, what the binding itself sends beside the engine's collectives.
-        ledger: where costs are entered.
-        overlap_bytes: of the gradients of a bucket that starts before all gradients of a step are there; None for no
-            such buckets.
+        seed: seed of all random choices; the same on all ranks.
+        bytes_beside: bytes that the binding itself sends beside the engine's collectives, by the number of a step's
+            tensors.
+        ledger: ledger into which costs are entered.
+        overlap_bytes: bytes of gradients, at least, of a bucket that starts before all gradients of a step are there;
+            None for no such buckets.
 
     Attributes:
-        planner: chooses the compressor of each tensor.
+        planner: chooser of each tensor's compressor.
         bytes_beside: as given.
-        step_number: of the step that comes next, or is under way, from 0.
-        states: of the tensors, by name.
-        buckets: says which tensors are compressed together.
-        before_compress: called in each step before x is compressed. It may look at it, and returns by name what is to
-            be compressed in place of some.
-        found_inf: of the last step: an element that is 0, or NaN if nothing of the step counts (see `step`).
-        overlap: is to be told of gradients when they are there, after `expect`.
+        step_number: number of the step that comes next, or is under way, from 0.
+        states: state of each tensor, by name.
+        buckets: the buckets of the tensors that are compressed together.
+        before_compress: function called in each step before x is compressed. It may look at x, and returns by name
+            arrays that are to be compressed in place of x of some tensors.
+        found_inf: an element that is 0, or NaN if nothing of the last step counts (see `step`).
+        overlap: buckets that start early; to be told of gradients when they are there, after `expect`.
     """
 
     def __init__(
@@ -102,7 +102,6 @@ class Engine:
         self.step_number = 0
         self.states: dict[str, TensorState] = {name: TensorState() for name in self.tensors}
         self.buckets = Buckets(self.tensors, self.states, self.planner.memory_for, says=communicator.rank == 0)
-        self.previews = Previews(self.tensors, self.states)
         self.before_compress: BeforeCompress | None = None
         self.found_inf: Array | None = None
         self._drop_sent: Callable[[], None] | None = None  # what is to be done before the next step
@@ -117,7 +116,7 @@ class Engine:
 
     @property
     def compressor(self) -> Compressor:
-        """The user's."""
+        """The user's compressor."""
         return self.planner.compressor
 
     def set_plan(self, plan: Plan) -> None:
@@ -214,13 +213,31 @@ class Engine:
             gradients, in_place, sums: as of `step`; at least one gradient, and nobody may change any before `finish`.
             alone: whether `finish` follows at once.
         """
-        names = [name for name in self.tensors if name in gradients]
-        xp = arrays_for(gradients[names[0]])
-        started = self.overlap.end(gradients[names[0]])
+        gradients = {name: gradients[name] for name in self.tensors if name in gradients}
+        first = next(iter(gradients.values()))
+        xp = arrays_for(first)
+        # What started early goes on by itself. What could have done so starts now, in the same order, so that all ranks
+        # have the same collectives; everything else goes together, as the last.
+        started = self.overlap.end(first)
         if not started:
-            self.ledger.clock.begin(xp, gradients[names[0]])
-        waves, look = self._start(xp, {name: gradients[name] for name in names}, in_place, sums, started, alone)
-        return UnderWay(xp, waves, look, len(names))
+            self.ledger.clock.begin(xp, first)
+        factor = None
+        if self.memory is not None:
+            factor = self.memory.gradient_factor(xp, list(gradients.values()), self.communicator.world_size)
+        steps = self._steps(xp, gradients, factor, {name for wave in started for name in wave.names})
+        look: Look | None = None
+        sources: Mapping[str, Array] = {}
+        if self.before_compress is not None:
+            look = Look(xp, steps, self.plan, self.context(""), factor)
+            sources = self.before_compress(look)
+        for step in steps:
+            step.open(gradients, in_place, sums, sources)
+        waves = [self.overlap.wave(xp, [step], step.number) for step in steps if step.number is not None]
+        if last := [step for step in steps if step.number is None]:
+            waves.append(self.overlap.wave(xp, last, None, alone=alone and not started and not waves))
+        for wave in waves:
+            wave.start()
+        return UnderWay(xp, [*started, *waves], look, len(gradients))
 
     def finish(self, under_way: UnderWay, kept: Set[str] = frozenset()) -> dict[str, Array]:
         """Ends a step that `start` began; returns what `step` does, and enters the step.
@@ -230,78 +247,49 @@ class Engine:
         """
         xp, waves, look, tensors = under_way
         run_to_the_end(waves)
-        steps = [one for wave in waves for one in wave.steps]
+        steps = [step for wave in waves for step in wave.steps]
         found_inf = sum((wave.found_inf() for wave in waves[1:]), waves[0].found_inf())
         if look is not None:
             look.tell()
         results: dict[str, Array] = {}
-        for one in steps:
-            results |= one.finish(found_inf)
+        for step in steps:
+            results |= step.finish(found_inf)
         self._drop_sent = _dropping(xp, steps, self.planner.sends_all, found_inf)
         self._record(xp, waves, tensors, kept)
         self.step_number += 1
         self.found_inf = found_inf
         return results
 
-    def _start(
-        self,
-        xp: ModuleType,
-        gradients: Mapping[str, Array],
-        in_place: bool,
-        sums: Sums | None,
-        started: Sequence[Lockstep],
-        alone: bool,
-    ) -> tuple[list[Lockstep], Look | None]:
-        """Starts what has not started of a step; returns all that is under way.
-
-        What could have started early goes on by itself, in the same order, so that all ranks have the same collectives.
-        Everything else goes together, as the last.
-        """
-        factor = None
-        if self.memory is not None:
-            factor = self.memory.gradient_factor(xp, list(gradients.values()), self.communicator.world_size)
-        under_way = {name for wave in started for one in wave.steps for name in one.names}
-        steps = self._steps(xp, gradients, factor, under_way)
-        look: Look | None = None
-        sources: Mapping[str, Array] = {}
-        if self.before_compress is not None:
-            look = Look(xp, steps, self.plan, self.previews, self.context(""), factor)
-            sources = self.before_compress(look)
-        for one in steps:
-            one.open(gradients, in_place, sums, sources)
-        waves = [self.overlap.wave(xp, [one], one.number) for one in steps if one.number is not None]
-        if last := [one for one in steps if one.number is None]:
-            waves.append(self.overlap.wave(xp, last, None, alone=alone and not started and not waves))
-        for wave in waves:
-            wave.start()
-        return [*started, *waves], look
-
     def _steps(
         self, xp: ModuleType, gradients: Mapping[str, Array], factor: Array | None, under_way: Set[str]
     ) -> list[Step]:
-        """What goes through a step: the buckets that are not under way, and the tensors in none. factor: what the
-        memory multiplies gradients with."""
+        """Steps of the buckets that are not under way, and of the tensors in none.
+
+        Args:
+            factor: what the memory multiplies gradients with; None for 1.
+            under_way: names of the tensors whose buckets have started.
+        """
         clock, plan, context, names = self.ledger.clock, self.plan, self.context(""), list(gradients)
         aside = self.planner.beside_residuals  # such steps are rare: one by one, and buckets stay as they are
-        groups, rest = ([], names) if aside else self.buckets.groups(xp, names, gradients, plan, under_way)
-        clock.turns_only &= not rest and all(group.bucket.device is not None for group in groups)
+        groups, in_none = ([], names) if aside else self.buckets.groups(xp, names, gradients, plan, under_way)
+        clock.turns_only &= not in_none and all(group.on_device for group in groups)
         steps: list[Step] = [bucket_step(xp, group, context, factor, clock) for group in groups]
-        if rest:
-            states = defaultdict(TensorState) if aside else self.states
-            own = {name: gradients[name] for name in rest}
-            steps.append(ArrayStep(xp, own, plan, states, self.planner.memory_for, context, factor, clock))
+        if in_none:
+            states, memory_for = defaultdict(TensorState) if aside else self.states, self.planner.memory_for
+            for inside, chosen in by_array_functions(xp, in_none, gradients):
+                steps.append(ArrayStep(xp, chosen, plan, states, memory_for, context, factor, clock, inside))
         return steps
 
     def _record(self, xp: ModuleType, waves: Sequence[Lockstep], number_of_tensors: int, kept: Set[str]) -> None:
         """Enters the costs of a step that has ended."""
         rounds = [span for wave in waves for span in wave.rounds]
         sent = sum((wave.sent for wave in waves), Sent(self.bytes_beside(number_of_tensors)))
-        found = [step.part for wave in waves for step in wave.steps]
+        parts_and_spans = [step.part for wave in waves for step in wave.steps]
         if kept:
-            found.append((self.planner.costs_of_nothing(kept), Spans([], [])))
-        parts, spans = zip(*found, strict=True)
-        step = self.ledger.step_cost(self.step_number, parts, sent)
-        self.ledger.record_timed(step, spans, rounds, xp.seconds_between)
+            parts_and_spans.append((self.planner.costs_of_nothing(kept), Spans([], [])))
+        parts, spans = zip(*parts_and_spans, strict=True)
+        cost = self.ledger.step_cost(self.step_number, parts, sent)
+        self.ledger.record_timed(cost, spans, rounds, xp.seconds_between)
 
     # Overlap.
 
@@ -320,13 +308,13 @@ class Engine:
         self.overlap.begin(self.plan, self.context(""), in_place, sums, agreed)
 
     def context(self, name: str) -> Context:
-        """Of a tensor in the step under way."""
+        """Context of a tensor in the step under way."""
         ranks = self.communicator
         return Context(name, self.step_number, self.seed, ranks.rank, ranks.world_size, self.levels)
 
     @functools.cached_property
     def levels(self) -> FoundLevels:
-        """Where this rank is among the ranks of its node, and among nodes."""
+        """Place of this rank among the ranks of its node, and among nodes."""
         return FoundLevels(self.communicator, self.tensors)
 
 
@@ -337,17 +325,17 @@ def _dropping(
 
     On a device nobody knows yet whether this step counts: there it is returned, to be called before the next one.
     """
-    forgets = [forget for one in steps if (forget := one.forget_sent(sends_all)) is not None]
+    forgets = [forget for step in steps if (forget := step.forget_sent(sends_all)) is not None]
     if not forgets:
         return None
-    found = xp.read_later(found_inf)
+    flag = xp.read_later(found_inf)
 
     def drop() -> None:
-        if found() == 0:
+        if flag() == 0:
             for forget in forgets:
                 forget()
 
-    if xp.waits(found_inf) or any(one.on_device for one in steps):
+    if xp.waits(found_inf) or any(step.on_device for step in steps):
         return drop
     drop()
     return None

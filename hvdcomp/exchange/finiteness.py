@@ -18,24 +18,24 @@ from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.protocol import AllGather, AllReduce, Request
 
 
-def flag_of(found: Sequence[bool | Array]) -> Array:
+def flag_of(answers: Sequence[bool | Array]) -> Array:
     """This rank's flag, float32 (1,); of the framework or, where that is not needed, of NumPy.
 
     Args:
-        found: whether each part of the step has found an inf or NaN, as of `Bucket.call`.
+        answers: whether each part of the step has found an inf or NaN, as of `Bucket.call`.
     """
-    flags = [flag for flag in found if not isinstance(flag, bool)]
-    on_host = any(flag for flag in found if isinstance(flag, bool))
+    flags = [flag for flag in answers if not isinstance(flag, bool)]
+    on_host = any(flag for flag in answers if isinstance(flag, bool))
     if on_host or not flags:
         return np.array([np.nan if on_host else 0.0], np.float32)
     return sum(flags[1:], flags[0])
 
 
-def flag_with(xp: ModuleType, flag: Array, found: Sequence[bool | Array], like: Array) -> Array:
+def flag_with(xp: ModuleType, flag: Array, answers: Sequence[bool | Array], like: Array) -> Array:
     """A flag, which may be of NumPy, with what was found after the exchange; of the framework, where `like` is."""
-    if any(each for each in found if isinstance(each, bool)):
+    if any(answer for answer in answers if isinstance(answer, bool)):
         flag = flag + float("nan")
-    return sum((each for each in found if not isinstance(each, bool)), of_framework(xp, flag, like))
+    return sum((answer for answer in answers if not isinstance(answer, bool)), of_framework(xp, flag, like))
 
 
 def of_framework(xp: ModuleType, flag: Array, like: Array) -> Array:
@@ -62,17 +62,19 @@ def with_flag(
                 there = xp.to_numpy(flag)
             requests[place], take = _in_room_of(inside, request, place, there)
             return requests, take
-    flag = of_framework(xp, flag, like)
     means = [
         request.array
         for request in requests
         if isinstance(request, AllReduce) and request.op == "mean" and request.group == "all"
     ]
+    if not (means and isinstance(means[0], np.ndarray)):  # beside what is in NumPy it stays there
+        flag = of_framework(xp, flag, like)
     if not means:
         requests.append(AllGather((flag,)))
         return requests, lambda answers: sum(part for (part,) in answers.pop())
-    requests.append(AllReduce(xp.astype(flag, xp.dtype_name(means[0]))))
-    return requests, lambda answers: xp.astype(answers.pop(), "float32")
+    inside = arrays_for(flag)
+    requests.append(AllReduce(inside.astype(flag, inside.dtype_name(means[0]))))
+    return requests, lambda answers: inside.astype(answers.pop(), "float32")
 
 
 def _has_room(request: Request) -> TypeGuard[AllGather | AllReduce]:

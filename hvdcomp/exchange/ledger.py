@@ -66,8 +66,8 @@ class Cost:
         """The difference to another cost. A time that is not known is none."""
         differences = {}
         for field in fields(Cost):
-            own, others = getattr(self, field.name), getattr(other, field.name)
-            differences[field.name] = own if others is None else (own or 0) - others
+            value, taken = getattr(self, field.name), getattr(other, field.name)
+            differences[field.name] = value if taken is None else (value or 0) - taken
         return Cost(**differences)
 
 
@@ -96,7 +96,7 @@ class Sent(NamedTuple):
 
 
 Part = Mapping[str, Cost]
-"""What some tensors that are compressed together cost in bytes and floats, by name. Nobody changes it."""
+"""Cost in bytes and floats of each of some tensors that are compressed together, by name. Nobody changes it."""
 
 
 @dataclass
@@ -121,7 +121,7 @@ class StepCost(Cost):
     def tensors_with(
         self, seconds: Sequence[tuple[float, float]] | None, communicate: float | None, times: int = 1
     ) -> dict[str, Cost]:
-        """The same with other times, and with bytes and floats `times` times."""
+        """Cost of each tensor as of `tensors`, with other times, and with bytes and floats `times` times."""
         costs = {}
         for place, part in enumerate(self.parts):
             dense = sum(cost.dense_bytes for cost in part.values()) or 1
@@ -213,7 +213,7 @@ class Ledger:
             sent: by this rank in all, what belongs to no tensor included.
         """
         same = self._same
-        if same is None or list(map(id, parts)) != list(map(id, same.parts)):
+        if same is None or tuple(parts) != same.parts:
             sums = Cost()
             for part in parts:
                 for cost in part.values():

@@ -87,6 +87,11 @@ class Lockstep:
         return flag_with(self._xp, self._flag, [step.found_inf_after for step in self.steps], self._like)
 
     @property
+    def names(self) -> list[str]:
+        """Names of the tensors."""
+        return [name for step in self.steps for name in step.names]
+
+    @property
     def _like(self) -> Array:
         return self.steps[0].like
 

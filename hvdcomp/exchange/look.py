@@ -1,4 +1,4 @@
-"""x of a step's tensors, for those who look at it before it is compressed, and who ask what compression loses of it."""
+"""x of a step's tensors, for observers that look at it before it is compressed, and ask what the step loses of it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
 
 from hvdcomp.arrays.types import Array
-from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.protocol import Context
 from hvdcomp.exchange.array_step import Step
 from hvdcomp.exchange.energies import Energies, of_arrays
-from hvdcomp.exchange.previews import Kept, Previews
 
 
 class Look(Mapping[str, Array]):
@@ -22,11 +20,12 @@ class Look(Mapping[str, Array]):
     Args:
         xp: the array functions of the gradients.
         steps: what goes through the step, not yet open.
-        plan, previews: of the engine.
+        plan: compressor of each tensor, by name.
         context: of the step.
         factor: what the memory multiplies gradients with; None for 1.
 
     Attributes:
+        xp, context: as given.
         like: an array of the framework, where the gradients are.
     """
 
@@ -35,15 +34,13 @@ class Look(Mapping[str, Array]):
         xp: ModuleType,
         steps: Sequence[Step],
         plan: Plan,
-        previews: Previews,
         context: Context,
         factor: Array | None = None,
     ) -> None:
         self.xp = xp
         self._steps = steps
         self._step_of = {name: step for step in steps for name in step.names}
-        self._previews = previews
-        self._context = context
+        self.context = context
         self._factor = factor
         self._plan = plan
         self.like = steps[0].like
@@ -72,29 +69,10 @@ class Look(Mapping[str, Array]):
         """||g||^2 of some tensors, where g is this rank's gradient without what its memory adds. A pass over it."""
         return of_arrays(self.xp, {name: self._step_of[name].gradient(name) for name in names}, self._factor)
 
-    def kept(
-        self, compressors: Mapping[str, Compressor], names: Sequence[str], lost: Energies | None = None
-    ) -> Kept:
-        """C(x) of some tensors, by name, as if this rank were the only one that sends.
-
-        Args:
-            compressors: as of `lost`.
-            lost: gets ||x - C(x)||^2 of each.
-        """
-        xs = {name: self[name] for name in names}
-        return self._previews.kept(self.xp, xs, compressors, self._context, lost)
-
-    def lost(
-        self, compressors: Mapping[str, Compressor], names: Sequence[str], sources: Mapping[str, Array] | None = None
-    ) -> Energies:
-        """||x - C(x)||^2 of some tensors, as if this rank were the only one that sends.
-
-        Args:
-            compressors: by name; the same object for the same compressors is quickest.
-            sources: what is compressed in place of x, of the tensors where that is something else.
-        """
-        addresses = {name: place for step in self._steps for name, place in step.addresses.items()}
-        return self._previews.lost(self.xp, names, self, addresses, compressors, self._context, sources or {})
+    @property
+    def addresses(self) -> dict[str, int]:
+        """Address of x of each tensor that is in a bucket, by name; x is made if it was not."""
+        return {name: place for step in self._steps for name, place in step.addresses.items()}
 
     def lost_when_sent(self, names: Sequence[str]) -> tuple[Energies, set[str]]:
         """||x - C(x)||^2 of what this step sends, to be looked at when it has ended.

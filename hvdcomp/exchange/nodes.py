@@ -1,4 +1,4 @@
-"""Where this rank is among the ranks of its node, and which rank of a node works on a tensor that is not cut."""
+"""Place of this rank among the ranks of its node, and the rank of a node that works on a tensor that is not cut."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FoundLevels:
         self._owners: dict[str, int] = {}
 
     def find(self) -> tuple[Place, Place]:
-        """Where this rank is in its node, and among the ranks that have its place in other nodes. Waits for all ranks
+        """Place of this rank in its node, and among the ranks that have its place in other nodes. Waits for all ranks
         the first time.
 
         Raises:
@@ -39,9 +39,9 @@ class FoundLevels:
         return self._places
 
     def __call__(self, name: str) -> Levels:
-        """Where this rank is; as of `find`.
+        """Places of this rank, as of `find`, and the owner of a tensor.
 
         Args:
-            name: of a tensor; of another one the owner means nothing.
+            name: name of a tensor; for another name the owner means nothing.
         """
         return Levels(*self.find(), self._owners.get(name, 0))

@@ -32,7 +32,7 @@ _MOST = np.iinfo(np.int32).max
 
 
 class _Step(NamedTuple):
-    """What `Overlap.begin` was given, and the streams on which gradients have come."""
+    """Arguments of `Overlap.begin`, and the streams on which gradients have come."""
 
     context: Context
     in_place: bool
@@ -128,7 +128,7 @@ class Overlap:
         if not self._buckets.take(xp, group, self._gradients):
             self._missing = []
             return
-        clock.turns_only &= group.bucket.device is not None
+        clock.turns_only &= group.on_device
         bucket = bucket_step(xp, group, step.context, None, clock)
         bucket.open(self._gradients, step.in_place, step.sums)
         wave = self.wave(xp, [bucket], group.number)

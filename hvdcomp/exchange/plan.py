@@ -106,7 +106,7 @@ class Planner(Chooser):
         return self._casts
 
     def cost_of_casts(self, names: Set[str]) -> StepCost:
-        """What the plan, one of casts, costs for some tensors; nothing may change what is returned."""
+        """Cost of a step of some tensors under the plan, one of casts; nothing may change it."""
         known = self._cast_cost
         if known is None or known.parts[0].keys() != names:
             costs = {name: self._cost_of_cast(name) for name in self.tensors if name in names}
@@ -117,7 +117,7 @@ class Planner(Chooser):
         return known
 
     def costs_of_nothing(self, names: Set[str]) -> dict[str, Cost]:
-        """What some tensors cost, by name, in a step in which they are not sent."""
+        """Cost of each of some tensors, by name, in a step in which they are not sent."""
         sizes = {
             name: tensor.size * dtype_bytes(tensor.dtype) for name, tensor in self.tensors.items() if name in names
         }

@@ -25,7 +25,7 @@ from hvdcomp.exchange.recycled import ALIGNMENT, aligned
 from hvdcomp.kernels.tables import EVERYTHING, FACTORS, NOT_NEGATIVE, NOTHING, PRODUCT, product
 
 _PLACE = np.dtype([("buffer", "i8"), ("start", "i8"), ("address", "u8")])
-"""Where something of a tensor lies: the number of the buffer, 0 for nowhere, the element there, and the address."""
+"""Place of something of a tensor: the number of the buffer, 0 for nowhere, the element there, and the address."""
 
 
 class FlatStorage:
@@ -57,7 +57,7 @@ class FlatStorage:
 
     @property
     def nbytes(self) -> int:
-        """What all places take, whether anything is kept or not."""
+        """Bytes of all places, whether anything is kept or not."""
         return sum(int(buffer.nbytes) for buffer in self._buffers.values())
 
     def arrays(self, number: int) -> tuple[Array, ...]:
@@ -159,7 +159,7 @@ class FlatStorage:
 
 
 class Residuals(FlatStorage):
-    """The same on the host.
+    """Residuals of several tensors on the host, by the tensors' numbers.
 
     Args:
         sizes: elements of each tensor.

@@ -27,7 +27,7 @@ _COUNT_BYTES, _SCALE_BYTES = 8, 4
 
 
 class Table(NamedTuple):
-    """What all ranks know of a table: its element type by name, and how many rows and columns it has."""
+    """Facts of a table that all ranks know: its element type by name, and the numbers of its rows and columns."""
 
     dtype: str
     rows: int
@@ -59,7 +59,7 @@ class RowMeans:
     """
 
     def __init__(self, ranks: Communicator, tables: Mapping[str, Table], wire: str | None, host: Array) -> None:
-        shapes = {f"table {name}": f"{one.dtype} {(one.rows, one.columns)}" for name, one in tables.items()}
+        shapes = {f"table {name}": f"{table.dtype} {(table.rows, table.columns)}" for name, table in tables.items()}
         facts = {"tables of RowExchange": list(tables), **shapes, "wire_dtype of RowExchange": wire}
         require_agreement(ranks, facts, host)
         self._ranks = ranks
@@ -80,11 +80,12 @@ class RowMeans:
             present: whether this rank has a gradient of each table, which may have no rows.
         """
         xp = arrays_for(given[0].values)
-        ids = [xp.astype(one.ids, self._id_dtype) for one in given]
-        found = [len(own) if there else -1 for own, there in zip(ids, present, strict=True)]
-        told = gather_rows(self._ranks, np.array(found, np.int64).tobytes(), self._host, "hvdcomp.rows.counts")
-        self._sent += _COUNT_BYTES * len(found)
-        counts = np.array([np.frombuffer(one, np.int64) for one in told])  # (ranks, tables)
+        ids = [xp.astype(rows.ids, self._id_dtype) for rows in given]
+        own_counts = [len(own) if there else -1 for own, there in zip(ids, present, strict=True)]
+        sent = np.array(own_counts, np.int64).tobytes()
+        gathered = gather_rows(self._ranks, sent, self._host, "hvdcomp.rows.counts")
+        self._sent += _COUNT_BYTES * len(own_counts)
+        counts = np.array([np.frombuffer(of_rank, np.int64) for of_rank in gathered])  # (ranks, tables)
         lengths = counts.clip(0).tolist()
         longest = max(map(sum, lengths)) * self._id_bytes
         wait = self._start_gather(list(map(xp.as_bytes, ids)), longest, self._ranks, "hvdcomp.rows.ids")
@@ -93,7 +94,7 @@ class RowMeans:
             [part.view(ids[0].dtype) for part in _parts(packed, [length * self._id_bytes for length in of_rank])]
             for packed, of_rank in zip(wait(), lengths, strict=True)
         ]
-        means = self.exchange_known([one.values for one in given], by_rank)
+        means = self.exchange_known([rows.values for rows in given], by_rank)
         self.record(ids)
         return [mean if most >= 0 else None for mean, most in zip(means, counts.max(0).tolist(), strict=True)]
 
@@ -155,8 +156,8 @@ class RowMeans:
         whole = self._most_bytes(places)
         to_owners = np.zeros((size, size), np.int64)
         for wire, of_table in zip(self._wires, places, strict=True):
-            for number, one in enumerate(of_table):
-                to_owners[number] += wire.row_bytes * np.array(xp.counts(one % size, size).tolist(), np.int64)
+            for number, of_rank in enumerate(of_table):
+                to_owners[number] += wire.row_bytes * np.array(xp.counts(of_rank % size, size).tolist(), np.int64)
         part, back = int(to_owners.max()), self._bytes([-(-length // size) for length in sums])
         if whole <= part + back:
             return self._start_whole(rows, sums, places, self._ranks, "hvdcomp.rows.gathered")()
@@ -168,10 +169,10 @@ class RowMeans:
         ]
         self._sent += size * part
         received = self._ranks.wait(self._ranks.start_alltoall(xp.concatenate(chunks), "hvdcomp.rows.parts"))
-        owned = [[one[one % size == rank] // size for one in of_table] for of_table in places]
+        owned = [[of_rank[of_rank % size == rank] // size for of_rank in of_table] for of_table in places]
         of_owner = [[len(range(owner, length, size)) for length in sums] for owner in range(size)]
-        mine = self._sums(received, owned, of_owner[rank])
-        wait = self._start_gather(mine, back, self._ranks, "hvdcomp.rows.means")
+        owned_means = self._sums(received, owned, of_owner[rank])
+        wait = self._start_gather(owned_means, back, self._ranks, "hvdcomp.rows.means")
         by_owner = [self._decoded(packed, of) for packed, of in zip(wait(), of_owner, strict=True)]
         means = []
         for by_place, length in zip(zip(*by_owner, strict=True), sums, strict=True):
@@ -193,7 +194,9 @@ class RowMeans:
     def _sums(self, received: Array, places: Sequence[Sequence[Array]], lengths: Sequence[int]) -> list[Array]:
         """The means, as they travel, of rows that came from all ranks."""
         xp = arrays_for(received)
-        by_rank = [self._decoded(one, [len(of[rank]) for of in places]) for rank, one in enumerate(received)]
+        by_rank = [
+            self._decoded(packed, [len(of_table[rank]) for of_table in places]) for rank, packed in enumerate(received)
+        ]
         means = []
         for of_table, at, length in zip(zip(*by_rank, strict=True), places, lengths, strict=True):
             total = xp.zeros((length, of_table[0].shape[1]), of_table[0])
@@ -214,15 +217,15 @@ class RowMeans:
         return lambda: ranks.wait(handle)
 
     def _most_bytes(self, places: Sequence[Sequence[Array]]) -> int:
-        """Of all rows of the rank with most."""
+        """Bytes of all rows of the rank with most."""
         return max(self._bytes(map(len, of_rank)) for of_rank in zip(*places, strict=True))
 
     def _bytes(self, lengths: Iterable[int]) -> int:
-        """Of so many rows of each table."""
+        """Bytes of so many rows of each table."""
         return sum(length * wire.row_bytes for length, wire in zip(lengths, self._wires, strict=True))
 
     def _encoded(self, rows: Iterable[Array]) -> list[Array]:
-        return [wire.encoded(one) for wire, one in zip(self._wires, rows, strict=True)]
+        return [wire.encoded(of_table) for wire, of_table in zip(self._wires, rows, strict=True)]
 
     def _decoded(self, packed: Array, lengths: Sequence[int]) -> list[Array]:
         """So many rows of each table."""
@@ -265,7 +268,7 @@ class _Wire(NamedTuple):
 
 
 def _united(by_rank: Sequence[Sequence[Array]]) -> tuple[list[Array], list[list[Array]]]:
-    """Of each table: the ids of any rank, in order; and where in them each rank's are."""
+    """Ids of any rank of each table, in order; and the places among them of each rank's."""
     unions, places = [], []
     for of_table in zip(*by_rank, strict=True):
         xp = arrays_for(of_table[0])

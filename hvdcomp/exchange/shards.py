@@ -49,15 +49,15 @@ def reduce_scatter(
         The row (length,), float32, and the memory's state, whose arrays are (nodes - 1, length).
     """
     nodes, own = rows.shape[0], shard.rank
-    others = [node for node in range(nodes) if node != own]
-    given = xp.concatenate([rows[node : node + 1] for node in others])
+    other_nodes = [node for node in range(nodes) if node != own]
+    given = xp.concatenate([rows[node : node + 1] for node in other_nodes])
     x, kept = memory.compensate(xp, given, memory.prepare(xp, given, state))
     chunks = [*x[:own], rows[own], *x[own:]]
     mean, encoded = yield from across(method.reduce_scatter(xp, chunks, shard), nodes)
     if isinstance(memory, NoMemory):
         return mean, ()
     counted = method.counted(xp, chunks, encoded, own)
-    sent = xp.concatenate([counted[node] for node in others])
+    sent = xp.concatenate([counted[node] for node in other_nodes])
     return mean, memory.update(xp, x, xp.reshape(sent, given.shape), kept)
 
 
@@ -100,7 +100,7 @@ class ShardReducer:
         self.compressor = compressor
         self.memory = memory or (compressor.default_memory if self.levels.node.size > 1 else NoMemory())
         self.seed, self._min_numel, self.ledger = seed, min_numel, ledger
-        place = b"".join(one.rank.to_bytes(4, "big") for one in (self.levels.node, self.levels.across))
+        place = b"".join(group.rank.to_bytes(4, "big") for group in (self.levels.node, self.levels.across))
         places = gather_rows(communicator, place, like, "hvdcomp.places")
         self._order = sorted(range(communicator.world_size), key=places.__getitem__)
         self.plan: dict[str, Compressor] = {}
@@ -192,9 +192,9 @@ class ShardReducer:
         return xp.from_numpy(row, like=rows), state
 
     def _answer(self, request: Request, name: str, like: Array) -> tuple[Any, Sent]:
-        one = Round(arrays_for(like), self.communicator, [request], f"hvdcomp.{name}", like)
-        (answer,) = one.wait()
-        return answer, one.sent
+        made = Round(arrays_for(like), self.communicator, [request], f"hvdcomp.{name}", like)
+        (answer,) = made.wait()
+        return answer, made.sent
 
     def enter(self, name: str, dense_bytes: int, sent: Sent, floats: float) -> None:
         """Enters what a flat gradient has cost in the step under way.

@@ -1,4 +1,4 @@
-"""What outlives a step for one tensor."""
+"""State of a tensor from step to step: residuals and velocities, and the arrays of its method."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class KeepsStates(Protocol):
     has_states: bool
 
     def state(self, place: int) -> tuple[Array, ...]:
-        """Those of the tensor at a place of the bucket."""
+        """The method's arrays of the tensor at a place of the bucket."""
 
 
 class TensorState:
-    """What outlives a step for one tensor: the memory's arrays, and those of the method that last compressed it.
+    """State of a tensor from step to step: the memory's arrays, and those of the method that last compressed it.
 
     Args:
         memory, keeper: the memory's arrays, and whose they are.
@@ -57,7 +57,7 @@ class TensorState:
 
     @property
     def own_bytes(self) -> int:
-        """What arrays take that lie in no bucket and in no flat storage."""
+        """Bytes of the arrays that lie in no bucket and in no flat storage."""
         return sum(int(array.nbytes) for array in (*self._arrays, *self._of_method))
 
     @property
@@ -154,7 +154,7 @@ class TensorState:
     def prepare_on_host(
         self, xp: ModuleType, tensor: TensorInfo, compressor: Compressor, context: Context
     ) -> tuple[np.ndarray, ...]:
-        """The same in NumPy, for a float32 tensor on the host; the context's name is not looked at."""
+        """Arrays in NumPy that a compressor starts from; the context's name is not looked at."""
         x = np.broadcast_to(np.float32(0), tensor.shape)
         kept = tuple(map(xp.to_numpy, self.kept_for(compressor)))
         return compressor.prepare(numpy_arrays, x, kept, dataclasses.replace(context, name=tensor.name))

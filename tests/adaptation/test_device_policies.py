@@ -26,7 +26,7 @@ from hvdcomp.exchange.look import Look
 from hvdcomp.kernels import cuda
 from hvdcomp.policies import parse_policy
 from tests.driven import Driven
-from tests.harness import as_numpy, infos
+from tests.harness import as_numpy, infos, previews_of
 from tests.interpreted import needs_triton
 
 torch = pytest.importorskip("torch")
@@ -96,9 +96,10 @@ def looked(spec: str, memory: Memory, device: bool, in_place: bool, of_results: 
             names, of_kept, half = ["odd", "long"], Energies(), {"odd": look["odd"] / 2}
             kept = {
                 name: densified(look.xp, look[name], one)
-                for name, one in look.kept(engine.plan, names, of_kept).items()
+                for name, one in previews_of(engine).kept(look, engine.plan, names, of_kept).items()
             }
-            lost = [look.lost(engine.plan, names), look.lost(engine.plan, list(SHAPES), half)]
+            previews = previews_of(engine)
+            lost = [previews.lost(look, engine.plan, names), previews.lost(look, engine.plan, list(SHAPES), half)]
             energies = [look.energies(names), of_kept, *lost, look.lost_when_sent(names)[0]]
             energies.append(look.gradient_energies(names))
             seen.append((energies, numbers_of(look), numbers_of(kept)))

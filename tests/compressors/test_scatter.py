@@ -24,7 +24,7 @@ from hvdcomp.compressors.scatter_bucket import _pieces
 from hvdcomp.errors import SpecError
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.look import Look
-from tests.harness import BACKENDS, CountingCommunicator, as_numpy, bits, infos, make
+from tests.harness import BACKENDS, CountingCommunicator, as_numpy, bits, infos, make, previews_of
 from tests.lockstep import Exchanged, run_lockstep
 
 METHODS = [
@@ -280,7 +280,7 @@ def test_a_preview_is_what_this_rank_would_send_if_it_gathered(
 
         def look(x_of: Look) -> dict[str, Array]:
             gathering = {"w": dataclasses.replace(scattering(spec), exchange="gather")}
-            of_both = [x_of.kept(plan, ["w"])["w"] for plan in (engine.plan, gathering)]
+            of_both = [previews_of(engine).kept(x_of, plan, ["w"])["w"] for plan in (engine.plan, gathering)]
             np.testing.assert_array_equal(*of_both)
             seen.append(of_both[0])
             return {}

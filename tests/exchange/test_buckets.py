@@ -31,6 +31,7 @@ from tests.harness import (
     in_turns,
     infos,
     make,
+    previews_of,
     run_engines,
     states_of,
     torch,
@@ -175,9 +176,8 @@ class Watch:
 
     def _before(self, look: Look) -> dict[str, Any]:
         self.x = {name: as_numpy(x).copy() for name, x in look.items()}
-        self.sent = {
-            name: densify(one, SHAPES[name]).copy() for name, one in look.kept(self.engine.plan, list(look)).items()
-        }
+        kept = previews_of(self.engine).kept(look, self.engine.plan, list(look))
+        self.sent = {name: densify(sent, SHAPES[name]).copy() for name, sent in kept.items()}
         return {}
 
     def end(self) -> None:

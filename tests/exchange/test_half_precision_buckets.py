@@ -20,7 +20,18 @@ from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.look import Look
 from hvdcomp.kernels import cuda
 from tests.exchange.test_buckets import needs_kernels
-from tests.harness import Run, as_numpy, assert_same_on_all_ranks, bits, copy, infos, make, needing, run_engines
+from tests.harness import (
+    Run,
+    as_numpy,
+    assert_same_on_all_ranks,
+    bits,
+    copy,
+    infos,
+    make,
+    needing,
+    previews_of,
+    run_engines,
+)
 from tests.harness import states_of as bits_of
 from tests.interpreted import needs_triton
 
@@ -286,7 +297,7 @@ def test_who_looks_at_x_sees_it_in_float32_and_may_replace_it(memory: Memory, ba
             seen.update({name: as_numpy(x).copy() for name, x in look.items()})
             told = look.energies(list(look))
             look.lost_when_sent(list(look))
-            look.kept(watched.plan, list(look))
+            previews_of(watched).kept(look, watched.plan, list(look))
             assert told.numbers().keys() == SHAPES.keys()
             return {name: x * 0 for name, x in look.items()} if replaces else {}
 

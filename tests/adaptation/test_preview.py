@@ -26,6 +26,7 @@ from tests.harness import (
     densify,
     infos,
     make,
+    previews_of,
     run_engines,
     states_of,
     torch,
@@ -56,15 +57,14 @@ def test_a_preview_is_what_one_rank_then_sends_and_leaves_no_trace(spec: str, ba
     def look(x_of: Look) -> dict[str, Any]:
         xp, x = x_of.xp, x_of["w"]
         before = (states_of(engine), engine.step_number, engine.ledger.steps, as_numpy(x).tobytes(), random_states())
-        twice = [engine.previews.kept(xp, {"w": x}, engine.plan, engine.context(""))["w"] for _ in range(2)]
+        twice = [previews_of(engine).kept_alone(xp, {"w": x}, engine.plan, engine.context(""))["w"] for _ in range(2)]
         first, again = (densify(sent, MATRIX) for sent in twice)
         after = (states_of(engine), engine.step_number, engine.ledger.steps, as_numpy(x).tobytes(), random_states())
         assert before == after
         np.testing.assert_array_equal(first, again)
         previews.append(first)
-        energies.append(
-            (x_of.energies(["w"]).total(), x_of.lost(engine.plan, ["w"]).total(), np.sum((numbers(x) - first) ** 2))
-        )
+        lost = previews_of(engine).lost(x_of, engine.plan, ["w"]).total()
+        energies.append((x_of.energies(["w"]).total(), lost, np.sum((numbers(x) - first) ** 2)))
         return {}
 
     def before(made: Engine, step: int) -> None:
@@ -97,7 +97,7 @@ def test_with_other_ranks_what_is_sent_is_the_preview_where_the_compressor_says_
         engine = Engine(communicator, infos({"w": MATRIX}), parse_compressor(spec), memory=spy, seed=3, min_numel=0)
 
         def look(x_of: Look) -> dict[str, Any]:
-            previews.append(densify(x_of.kept(engine.plan, ["w"])["w"], MATRIX).tobytes())
+            previews.append(densify(previews_of(engine).kept(x_of, engine.plan, ["w"])["w"], MATRIX).tobytes())
             return {}
 
         engine.before_compress = look
@@ -153,7 +153,7 @@ def test_what_a_step_tells_of_what_it_has_lost(spec: str, memory: Memory, backen
 
         def look(x_of: Look) -> dict[str, Any]:
             found, told = x_of.lost_when_sent(["w"])
-            sums.append((found, told, x_of.lost(watched.plan, sorted(told))))
+            sums.append((found, told, previews_of(watched).lost(x_of, watched.plan, sorted(told))))
             assert found.total() == 0
             return {}
 
@@ -187,7 +187,7 @@ def test_a_preview_of_powersgd_starts_from_the_warm_columns_whatever_its_rank(ba
     x = make(backend, np.random.default_rng(9).normal(size=MATRIX))
     for rank in (1, 2, 3):
         compressors = {"w": parse_compressor(f"powersgd:rank={rank}")}
-        sent = run.engine.previews.kept(arrays_for(x), {"w": x}, compressors, run.engine.context(""))["w"]
+        sent = previews_of(run.engine).kept_alone(arrays_for(x), {"w": x}, compressors, run.engine.context(""))["w"]
         m = numbers(x)
         start, _ = np.linalg.qr(numbers(q)[:, :rank])
         p, _ = np.linalg.qr(m @ start)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from hvdcomp.compressors.memory import ErrorFeedback
 from hvdcomp.compressors.protocol import Context, SparseVector, TensorInfo
 from hvdcomp.exchange.buckets import prepared_states
 from hvdcomp.exchange.energies import Energies, of_errors
+from hvdcomp.exchange.look import Look
 from hvdcomp.exchange.tensor_state import TensorState
 from hvdcomp.kernels import cuda
 
@@ -42,13 +43,43 @@ class Previews:
 
     def kept(
         self,
+        look: Look,
+        compressors: Mapping[str, Compressor],
+        names: Sequence[str],
+        lost: Energies | None = None,
+    ) -> Kept:
+        """C(x) of some tensors of a step, by name.
+
+        Args:
+            compressors: as of `lost`.
+            lost: gets ||x - C(x)||^2 of each.
+        """
+        return self.kept_alone(look.xp, {name: look[name] for name in names}, compressors, look.context, lost)
+
+    def lost(
+        self,
+        look: Look,
+        compressors: Mapping[str, Compressor],
+        names: Sequence[str],
+        sources: Mapping[str, Array] = MappingProxyType({}),
+    ) -> Energies:
+        """||x - C(x)||^2 of some tensors of a step.
+
+        Args:
+            compressors: by name; the same object for the same compressors is quickest.
+            sources: arrays that are compressed in place of x, by name, of the tensors where that is something else.
+        """
+        return self._lost(look.xp, names, look, look.addresses, compressors, look.context, sources)
+
+    def kept_alone(
+        self,
         xp: ModuleType,
         xs: Mapping[str, Array],
         compressors: Mapping[str, Compressor],
         context: Context,
         lost: Energies | None = None,
     ) -> Kept:
-        """C(x) of some tensors, by name.
+        """C(x) of some tensors that no step has, by name.
 
         Args:
             context: of the step; its name is not looked at.
@@ -73,9 +104,9 @@ class Previews:
     def lost_alone(
         self, xp: ModuleType, xs: Mapping[str, Array], compressors: Mapping[str, Compressor], context: Context
     ) -> Energies:
-        """||x - C(x)||^2 of some tensors that no step has; arguments as of `kept`."""
+        """||x - C(x)||^2 of some tensors that no step has; arguments as of `kept_alone`."""
         addresses, _alive = self._addresses(xp, xs)
-        return self.lost(xp, list(xs), xs, addresses, compressors, context, {})
+        return self._lost(xp, list(xs), xs, addresses, compressors, context, {})
 
     def _addresses(self, xp: ModuleType, xs: Mapping[str, Array]) -> tuple[dict[str, int], Sequence[Array]]:
         """Where those tensors lie that a bucket can take, as the step does it, and what has to live until then."""
@@ -85,7 +116,7 @@ class Previews:
         places = dict(zip(xs, placed[1], strict=True))
         return {name: place for name, place in places.items() if self._states[name].is_flat}, placed[0]
 
-    def lost(
+    def _lost(
         self,
         xp: ModuleType,
         names: Sequence[str],

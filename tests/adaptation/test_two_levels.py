@@ -36,18 +36,18 @@ def attach(engine: Engine, observer: TwoLevels) -> None:
 
 
 def watch_previews(
-    monkeypatch: pytest.MonkeyPatch, engine: Engine, note: Callable[[Collection[str], Plan], None]
+    monkeypatch: pytest.MonkeyPatch, plans: Plans, note: Callable[[Collection[str], Plan], None]
 ) -> None:
     """Has a function called with the names of the tensors and the plan of each preview."""
-    real = engine.previews
+    real = plans.previews
 
-    def kept(xp: Any, xs: Any, plan: Any, *others: Any) -> Any:
-        note(xs, plan)
-        return type(real).kept(real, xp, xs, plan, *others)
-
-    def lost(xp: Any, names: Any, xs: Any, addresses: Any, plan: Any, *others: Any) -> Any:
+    def kept(look: Look, plan: Plan, names: Sequence[str], *others: Any) -> Any:
         note(names, plan)
-        return type(real).lost(real, xp, names, xs, addresses, plan, *others)
+        return type(real).kept(real, look, plan, names, *others)
+
+    def lost(look: Look, plan: Plan, names: Sequence[str], *others: Any) -> Any:
+        note(names, plan)
+        return type(real).lost(real, look, plan, names, *others)
 
     monkeypatch.setattr(real, "kept", kept)
     monkeypatch.setattr(real, "lost", lost)
@@ -208,7 +208,7 @@ def test_what_is_sent_is_the_second_compression_of_the_first_on_every_rank(spec:
             source, found = dict(x), {}
             for plan in levels:
                 for name in COMPRESSED:
-                    sent = engine.previews.kept(x_of.xp, {name: source[name]}, plan, engine.context(""))[name]
+                    sent = plans.previews.kept_alone(x_of.xp, {name: source[name]}, plan, x_of.context)[name]
                     found[name] = densify(sent, SHAPES[name])
                     source[name] = make(backend, found[name])
                 kept.append(dict(found))
@@ -258,7 +258,7 @@ def test_only_what_a_steady_state_would_not_do_counts_as_evaluation(
         nonlocal clock
         clock += sum(10 if plan[name] == plans.at_factor(2.0)[name] else 1 for name in names)
 
-    watch_previews(monkeypatch, engine, note)
+    watch_previews(monkeypatch, plans, note)
     monkeypatch.setattr(numpy_arrays, "mark", lambda like, spare=None: clock)
     decided = MultiLevel(2.0, 6.0, what)
     observer = TwoLevels(plans, decided, True)
@@ -284,8 +284,8 @@ def test_ranks_that_measure_nothing_compress_no_more_than_they_send(
     def work(communicator: InProcessCommunicator) -> None:
         engine = Engine(communicator, infos(SHAPES), parse_compressor(spec), min_numel=16)
         previews: list[str] = []
-        watch_previews(monkeypatch, engine, lambda names, plan: previews.extend(names))
         plans = Plans(engine, COMPRESSED)
+        watch_previews(monkeypatch, plans, lambda names, plan: previews.extend(names))
         decision = MultiLevel(3.0, 8.0, what)
         observer = TwoLevels(plans, decision, communicator.rank == 0)
         attach(engine, observer)
@@ -307,9 +307,10 @@ def test_ranks_that_measure_nothing_compress_no_more_than_they_send(
 class Previewing(TwoLevels):
     """Compresses for measuring also what is sent."""
 
-    @staticmethod
-    def _lost(look: Look, plan: Plan, names: Sequence[str], sources: Mapping[str, Any], sent: bool) -> Energies:
-        return TwoLevels._lost(look, plan, names, sources, sent=False)
+    def _lost(
+        self, look: Look, plan: Plan, names: Sequence[str], sources: Mapping[str, Any], sent: bool
+    ) -> Energies:
+        return super()._lost(look, plan, names, sources, sent=False)
 
 
 @pytest.mark.parametrize(
