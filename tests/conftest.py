@@ -33,7 +33,10 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("quick")
 
 # Whose tests take longest. They come first, so that in the end none of several processes waits long for another.
-_LONGEST = {"test_bench", "test_buckets", "test_kernels_cuda", "test_launch_k8s_tls", "test_train_tensorflow"}
+_LONGEST = {
+    "test_advise", "test_buckets", "test_kernels_cuda", "test_kernels_cuda_bits", "test_launch_k8s_tls", "test_profile",
+    "test_train_tensorflow", "test_train_tensorflow_models",
+}  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -58,13 +59,29 @@ BACKENDS_AND_DTYPES = [
 ]
 
 
-def in_turns(values: Iterable[Any]) -> list[Any]:
-    """Parameters: each value, or tuple of values, with each backend; in the quick tests with one of them, in turns."""
+def in_turns(values: Iterable[Any], others: Iterable[Any] = ((),)) -> list[Any]:
+    """Parameters: each value with each of others, which may be tuples, and each backend; in the quick tests with one of
+    these combinations, in turns."""
+
+    def as_tuple(value: Any) -> tuple[Any, ...]:
+        return value if isinstance(value, tuple) else (value,)
+
+    combinations = list(itertools.product(others, DTYPES))
     return [
-        needing(backend, *(value if isinstance(value, tuple) else (value,)), backend, thorough=(place + turn) % 2 == 1)
+        needing(backend, *as_tuple(value), *as_tuple(other), backend, thorough=turn != place % len(combinations))
         for place, value in enumerate(values)
-        for turn, backend in enumerate(DTYPES)
+        for turn, (other, backend) in enumerate(combinations)
     ]
+
+
+def some_of(share: int, *axes: Iterable[Any]) -> list[Any]:
+    """Parameters: each combination of values; in the quick tests one in `share` of them, along diagonals, so that each
+    value is among them where another axis has `share` values."""
+    found = []
+    for combination in itertools.product(*(enumerate(axis) for axis in axes)):
+        places, values = zip(*combination, strict=True)
+        found.append(pytest.param(*values, marks=[pytest.mark.thorough] * (sum(places) % share > 0)))
+    return found
 
 
 def fewer_examples(share: int) -> hypothesis.settings:

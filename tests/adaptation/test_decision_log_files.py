@@ -31,7 +31,7 @@ from hvdcomp.tools.report.replay import replay
 from hvdcomp.tools.train.options import SetupError
 from hvdcomp.tools.train.outputs import RunWriter, check_output
 from tests.adaptation.test_decision_log import fill_up
-from tests.adaptation.test_replay import SPECS, drive, policy_of
+from tests.adaptation.test_replay import drive, each_spec, policy_of
 from tests.decision_lines import whole_lines, write_as_before
 
 TENSORS = {tensor.name: tensor.shape for tensor in tensors_of("resnet50")}
@@ -48,6 +48,7 @@ LIMITS = {
     "budget:factor=50,critical=10": 17_100,
     "auto:calibration=nowhere.json": 1700,
 }
+OTHER_BUDGETS = {"budget:ms=20,calibration=nowhere.json", "budget:factor=50,critical=10"}  # log as budget:factor=50
 """By policy, bytes of a decision, on average over 60. Where it looks at tensors, the first versions took 26 000."""
 
 
@@ -109,7 +110,9 @@ def sizes_of_lines(path: Path, policy: Policy[Any], moments: int) -> list[int]:
     return [len(line) for line in path.read_bytes().splitlines(keepends=True)]
 
 
-@pytest.mark.parametrize("spec", LIMITS)
+@pytest.mark.parametrize(
+    "spec", [pytest.param(spec, marks=[pytest.mark.thorough] * (spec in OTHER_BUDGETS)) for spec in LIMITS]
+)
 def test_a_decision_about_resnet50_takes_few_bytes(spec: str, tmp_path: Path) -> None:
     assert len(TENSORS) == 161
     path = tmp_path / "decisions.jsonl"
@@ -132,7 +135,7 @@ def decided(path: Path) -> list[dict[str, Any]]:
     return [line for line in whole_lines(path) if line["kind"] == "decision"]
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@each_spec
 def test_a_log_of_many_files_is_the_same_as_one_of_a_single_file(spec: str, tmp_path: Path) -> None:
     policy, one, many = policy_of(spec), tmp_path / "one.jsonl", tmp_path / "many.jsonl"
     for path, limits in ((one, {}), (many, {"file_bytes": 2000, "files": 100})):

@@ -35,8 +35,9 @@ from tests.decision_lines import whole_lines, write_as_before
 from tests.harness import fewer_examples
 
 TENSORS = {"conv.weight": (32, 1, 3, 3), "fc.weight": (10, 128), "NaN": (10,)}  # a name is never taken for a number
+EXAMPLES = [spec for kind in POLICIES.values() if issubclass(kind, Policy) for spec in kind.examples]
 SPECS = [
-    *(spec for kind in POLICIES.values() if issubclass(kind, Policy) for spec in kind.examples),
+    *EXAMPLES,
     "accordion:low=0.99,high=0.1,interval=3",
     "accordion:low=2,high=1,steps=4,statistic=aggregated",
     "accordion_batch_size:low=512,high=4096,interval=2,lag=0",
@@ -53,6 +54,9 @@ SPECS = [
     "auto:calibration=nowhere.json",  # what was in it stands in the log
     "auto:calibration=nowhere.json,window=3,every=5,budget=0.3",
 ]
+each_spec = pytest.mark.parametrize(
+    "spec", [pytest.param(spec, marks=[pytest.mark.thorough] * (spec not in EXAMPLES)) for spec in SPECS]
+)
 
 
 def policy_of(spec: str) -> Policy[Any]:
@@ -164,7 +168,7 @@ def test_all_is_made_again(spec: str, moments: int, seed: int, stop: int) -> Non
     assert shown.stdout.count("\n") == 1
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@each_spec
 def test_any_changed_decision_or_state_is_found_at_its_line(spec: str, tmp_path: Path) -> None:
     """One leaf after the other of each line's decision and state."""
     whole = tmp_path / "whole.jsonl"

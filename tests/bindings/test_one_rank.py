@@ -10,7 +10,7 @@ from tests.launched import run_ranks
 
 pytest.importorskip("horovod", reason="Horovod is not built here: run `hvdcomp build-horovod`")
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.thorough]
 
 PROGRAM = """
 import torch
@@ -32,7 +32,7 @@ print("same weights")
 """
 
 
-@pytest.mark.parametrize("controller", ["mpi", pytest.param("gloo", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("controller", ["mpi", "gloo"])
 def test_one_rank_trains_as_without_compression(controller: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.multirank.outcomes import EACH_ONCE, asked_for, cases, check, run_once
+from tests.multirank.outcomes import asked_for, cases, check, run_once
 
 pytest.importorskip("torch")
 
@@ -29,10 +29,4 @@ _MODULES = {
 
 @pytest.mark.parametrize(("module", "case", "count", "controller"), cases(_MODULES))
 def test_on_real_ranks(request: pytest.FixtureRequest, module: str, case: str, count: int, controller: str) -> None:
-    check(run_once(asked_for(request), count, controller), module, case)
-
-
-@pytest.mark.parametrize(("module", "case", "count", "controller"), cases({"cases_ddp_and_horovod": EACH_ONCE}))
-def test_beside_horovod(request: pytest.FixtureRequest, module: str, case: str, count: int, controller: str) -> None:
-    pytest.importorskip("horovod.torch", reason="Horovod is not built here: run `hvdcomp build-horovod`")
     check(run_once(asked_for(request), count, controller), module, case)

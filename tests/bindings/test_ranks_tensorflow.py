@@ -22,7 +22,7 @@ _MODULES = {
     "cases_tensorflow_precision": ((2, "gloo"), (2, "mpi")),
     "cases_tensorflow_refused": EACH_ONCE,
     "cases_tensorflow_policies": EACH_ONCE,
-    "cases_tensorflow_collectives": ((2, "mpi"), (3, "gloo")),
+    "cases_tensorflow_collectives": ((2, "gloo"), (2, "mpi"), (3, "gloo")),
     "cases_tensorflow_process_sets": ((3, "gloo"),),
     "cases_tensorflow_variables": ((2, "gloo"),),
     "cases_tensorflow_rows": ((2, "gloo"), (3, "mpi")),
@@ -91,6 +91,7 @@ def _output(program: str, folder: Path, count: int, **environment: str) -> str:
     return run_ranks(count, "gloo", [str(path)], environment, timeout=120).stdout
 
 
+@pytest.mark.thorough
 def test_keras_3_and_one_inter_op_thread_are_refused_on_every_rank(tmp_path: Path) -> None:
     output = _output(_REFUSED, tmp_path, 2, TF_USE_LEGACY_KERAS="0")
     assert output.count("refused: ") == 6, output[-3000:]

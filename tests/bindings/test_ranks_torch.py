@@ -27,6 +27,7 @@ _MODULES = {
     "cases_overlap": ((2, "gloo"), (4, "gloo"), (2, "mpi"), (4, "mpi")),
     "cases_local_steps_streaming": EACH_ONCE,
     "cases_local_steps_elastic": EACH_ONCE,
+    "cases_ddp_and_horovod": EACH_ONCE,
     _JOIN: EACH_ONCE,
 }
 

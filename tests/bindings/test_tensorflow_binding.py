@@ -63,6 +63,15 @@ def test_an_optimizer_of_keras_3_is_refused_when_horovod_wraps_it() -> None:
         hvd.DistributedOptimizer(keras.optimizers.SGD(), compression=compression(variables("a")))
 
 
+def test_a_tensorflow_of_one_inter_op_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("horovod.tensorflow", reason="needs Horovod")
+    from hvdcomp.communicators.horovod_tensorflow import HorovodTensorFlowCommunicator
+
+    monkeypatch.setattr(tf.config.threading, "get_inter_op_parallelism_threads", lambda: 1)
+    with pytest.raises(ConfigurationError, match=r"runs with 1 inter-op thread, .* needs 2: call tf\.config"):
+        HorovodTensorFlowCommunicator()
+
+
 def test_parameters_and_variables_exclude_each_other() -> None:
     given = variables("a")
     with pytest.raises(ConfigurationError, match="one of these or none"):

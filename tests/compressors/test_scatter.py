@@ -24,7 +24,7 @@ from hvdcomp.compressors.scatter_bucket import _pieces
 from hvdcomp.errors import SpecError
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.look import Look
-from tests.harness import BACKENDS, CountingCommunicator, as_numpy, bits, infos, make, previews_of
+from tests.harness import BACKENDS, CountingCommunicator, as_numpy, bits, infos, make, previews_of, some_of
 from tests.lockstep import Exchanged, run_lockstep
 
 METHODS = [
@@ -122,9 +122,7 @@ def stated_of_bucket(
 
 
 @pytest.mark.skipif(not kernels.available(), reason="needs the compiled kernels")
-@pytest.mark.parametrize("spec", METHODS)
-@pytest.mark.parametrize("memory", [ErrorFeedback(), NoMemory()])
-@pytest.mark.parametrize("ranks", [2, 3, 16])
+@pytest.mark.parametrize(("spec", "memory", "ranks"), some_of(3, METHODS, [ErrorFeedback(), NoMemory()], [2, 3, 16]))
 def test_a_bucket_is_cut_as_a_whole(spec: str, memory: Memory, ranks: int) -> None:
     steps = 3
 

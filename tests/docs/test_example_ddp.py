@@ -61,12 +61,17 @@ def test_the_gallery_has_every_program_and_a_test_starts_it() -> None:
         assert f'"{program.name}"' in tests
 
 
-def test_it_trains_and_goes_on_where_all_ranks_were(tmp_path: Path) -> None:
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    steps, losses, factors = zip(*train(whole), strict=True)
+def test_it_trains(tmp_path: Path) -> None:
+    steps, losses, factors = zip(*train(tmp_path), strict=True)
     assert steps == tuple(range(10, 101, 10))
     assert losses[-1] < 1
     assert factors[-1] > 10
+
+
+@pytest.mark.thorough
+def test_it_goes_on_where_all_ranks_were(tmp_path: Path) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    train(whole)
     stop_after_40(whole, stopped)
     assert train(stopped)[0][0] == 50
     assert_same_weights(whole, stopped)

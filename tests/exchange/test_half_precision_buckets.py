@@ -324,7 +324,7 @@ def test_who_looks_at_x_sees_it_in_float32_and_may_replace_it(memory: Memory, ba
 @needs_triton
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of numbers that overflow
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("memory", [ErrorFeedback, NoMemory])
+@pytest.mark.parametrize("memory", [ErrorFeedback, pytest.param(NoMemory, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     "spec", ["none", "qsgd:bits=4", *(pytest.param(one, marks=pytest.mark.thorough) for one in MORE)]
 )

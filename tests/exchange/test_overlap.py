@@ -15,7 +15,7 @@ from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange import overlap
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.specs.levels import DENSE
-from tests.exchange.test_buckets import BACKENDS, BUCKETED, needs_kernels
+from tests.exchange.test_buckets import BUCKETED, needs_kernels
 from tests.harness import (
     TWO_LEVELS,
     CountingCommunicator,
@@ -24,6 +24,7 @@ from tests.harness import (
     assert_same_on_all_ranks,
     bits,
     copy,
+    in_turns,
     infos,
     make,
     states_of,
@@ -108,8 +109,7 @@ def with_nan(values: dict[str, np.ndarray], rank: int) -> None:
         values["a3"][2, 3] = np.nan
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("spec", [*BUCKETED, *TWO_LEVELS])
+@pytest.mark.parametrize(("spec", "backend"), in_turns([*BUCKETED, *TWO_LEVELS]))
 def test_it_changes_no_bit(spec: str, backend: str) -> None:
     """With ranks that start early and one that does not, a missing gradient, and a step that does not count.
 

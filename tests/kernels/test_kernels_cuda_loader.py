@@ -79,6 +79,7 @@ def test_without_it_a_step_goes_without_kernels_and_says_so_once(driver: Path) -
     assert "HVDCOMP_TRITON_CACHE=/path" in said
 
 
+@pytest.mark.thorough
 def test_it_is_found_in_a_folder_that_is_only_read(driver: Path, tmp_path: Path) -> None:
     """Where the command of the Dockerfile has put it."""
     text = (ROOT / "docker" / "Dockerfile").read_text()

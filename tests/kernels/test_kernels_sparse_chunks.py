@@ -11,6 +11,7 @@ from hvdcomp import ARCTopK, ChunkedTopK, MomentumCorrection, TopKC, kernels
 from hvdcomp.arrays import numpy_arrays
 from hvdcomp.compressors.bucket import Bucket
 from hvdcomp.compressors.protocol import Context, TensorInfo
+from tests.harness import some_of
 from tests.kernel_buckets import assert_as_by_themselves, run_buckets
 from tests.kernel_calls import instruction_set  # noqa: F401
 from tests.lockstep import run_lockstep
@@ -36,10 +37,12 @@ def numbers(shape: tuple[int, ...], *seed: int) -> np.ndarray:
     return ((1 + random.permutation(size)) * random.choice([-1, 1], size) / 8192).reshape(shape).astype(np.float32)
 
 
-@pytest.mark.parametrize("method", FORMS, ids=str)
-@pytest.mark.parametrize(("ranks", "threads", "start"), [(1, 1, 0), (3, 3, 1)])
-def test_a_bucket_does_what_its_tensors_do_by_themselves(method: Any, ranks: int, threads: int, start: int) -> None:
+@pytest.mark.parametrize(("method", "ranks_threads_start"), some_of(2, FORMS, [(1, 1, 0), (3, 3, 1)]), ids=str)
+def test_a_bucket_does_what_its_tensors_do_by_themselves(
+    method: Any, ranks_threads_start: tuple[int, int, int]
+) -> None:
     """With a level of its own for each tensor, and with and without a memory, and another source than x."""
+    ranks, threads, start = ranks_threads_start
     levels = [method.level / (1 + place) if isinstance(method.level, float) else max(1, method.level - place)
               for place in range(len(SHAPES))]  # fmt: skip
     methods = [method.at_level(level) for level in levels]

@@ -191,28 +191,36 @@ class _WithOverflow(CountedTraces):
 
 
 def case_mixed_precision_skips_an_overflow_everywhere() -> None:
-    for spec in ("topk:ratio=0.05", "none"):
-        model = keras_model(kind=_WithOverflow)
-        model.found_inf = tf.Variable(1.0, trainable=False)
-        how = compression(spec, model.trainable_variables)
-        optimizer = tf_keras.mixed_precision.LossScaleOptimizer(
-            hvd_keras.DistributedOptimizer(sgd(), compression=how), initial_scale=1024.0, dynamic_growth_steps=3
-        )
-        model.compile(optimizer, cross_entropy(), jit_compile=False)
-        scales = []
-        for step, (inputs, classes) in enumerate(data(8)):
-            model.found_inf.assign(np.inf if step == 3 and hvd.rank() == 0 else 1.0)
-            start = weights(model.trainable_variables)
-            kept = residuals(how) if step else {}
-            model.train_on_batch(inputs, classes)
-            assert np.array_equal(start, weights(model.trainable_variables)) == (step == 3), (spec, step)
-            if step == 3 and spec != "none":
-                after = residuals(how)
-                assert kept
-                assert all(np.array_equal(2 * kept[key], after[key]) for key in kept if ".memory." in key)
-            scales.append(float(optimizer.loss_scale))
-        assert scales[2:7] == [2048.0, 1024.0, 1024.0, 1024.0, 2048.0], scales
-        assert_same_everywhere(weights(model.trainable_variables))
+    _check_overflow("topk:ratio=0.05")
+
+
+@thorough
+def case_mixed_precision_without_compression_skips_it_too() -> None:
+    _check_overflow("none")
+
+
+def _check_overflow(spec: str) -> None:
+    model = keras_model(kind=_WithOverflow)
+    model.found_inf = tf.Variable(1.0, trainable=False)
+    how = compression(spec, model.trainable_variables)
+    optimizer = tf_keras.mixed_precision.LossScaleOptimizer(
+        hvd_keras.DistributedOptimizer(sgd(), compression=how), initial_scale=1024.0, dynamic_growth_steps=3
+    )
+    model.compile(optimizer, cross_entropy(), jit_compile=False)
+    scales = []
+    for step, (inputs, classes) in enumerate(data(8)):
+        model.found_inf.assign(np.inf if step == 3 and hvd.rank() == 0 else 1.0)
+        start = weights(model.trainable_variables)
+        kept = residuals(how) if step else {}
+        model.train_on_batch(inputs, classes)
+        assert np.array_equal(start, weights(model.trainable_variables)) == (step == 3), (spec, step)
+        if step == 3 and spec != "none":
+            after = residuals(how)
+            assert kept
+            assert all(np.array_equal(2 * kept[key], after[key]) for key in kept if ".memory." in key)
+        scales.append(float(optimizer.loss_scale))
+    assert scales[2:7] == [2048.0, 1024.0, 1024.0, 1024.0, 2048.0], scales
+    assert_same_everywhere(weights(model.trainable_variables))
 
 
 @thorough
@@ -395,25 +403,33 @@ def case_refusals_in_fit() -> None:
     assert "jit_compile=True" in raised(ConfigurationError, lambda: model.fit(data(1), verbose=0))
 
 
-def case_momenta_that_are_sent_whole_change_nothing() -> None:
-    def adam() -> CompressedAdam:
-        return CompressedAdam(1e-3, freeze_after=3, warm_up="int8", jit_compile=False)
+def _adam() -> CompressedAdam:
+    return CompressedAdam(1e-3, freeze_after=3, warm_up="int8", jit_compile=False)
 
+
+def case_momenta_that_are_sent_whole_change_nothing() -> None:
     results = []
     for how in ("none", "topk:ratio=1"):  # only what may lose something is sent as momentum
-        model = fitted(how, steps=8, optimizer=adam())
+        model = fitted(how, steps=8, optimizer=_adam())
         assert model.optimizer.frozen
         assert_same_everywhere(weights(model.trainable_variables))
         results.append(weights(model.trainable_variables))
     np.testing.assert_allclose(*results, rtol=1e-3, atol=1e-4)
-    model = fitted("efsignsgd", steps=8, optimizer=adam(), compile_options={"steps_per_execution": 4})
+    again = tf_keras.optimizers.deserialize(tf_keras.optimizers.serialize(_adam()))
+    assert (type(again), again.freeze_after, again.compressor_before) == (CompressedAdam, 3, "int8")
+
+
+def case_momenta_are_sent_as_signs() -> None:
+    model = fitted("efsignsgd", steps=8, optimizer=_adam(), compile_options={"steps_per_execution": 4})
     assert_same_everywhere(weights(model.trainable_variables))
     assert 6 < model.ours.ledger.totals.compression_factor < 12
+
+
+@thorough
+def case_the_variance_is_refreshed() -> None:
     refreshing = CompressedAdam(1e-3, freeze_after=3, refreshes_per_gap=2, jit_compile=False)
     model = fitted("efsignsgd", steps=7, optimizer=refreshing)  # steps 4 and 6, from 0, are refreshes
     assert_same_everywhere(weights(model.trainable_variables))
     totals, last = model.ours.ledger.totals, model.ours.ledger.last
     assert last.bytes_sent >= last.dense_bytes
     assert 0.7 < totals.bytes_sent / totals.dense_bytes < 0.9  # 5 of 7 steps
-    again = tf_keras.optimizers.deserialize(tf_keras.optimizers.serialize(adam()))
-    assert (type(again), again.freeze_after, again.compressor_before) == (CompressedAdam, 3, "int8")

@@ -129,7 +129,17 @@ def _settings() -> Iterator[tuple[str, str]]:
 
 
 def case_all_ranks_obey_one_decision_in_the_same_step_and_log_what_caused_it() -> None:
-    for spec, policy in _settings():
+    """Every other policy."""
+    _check_obeyed(list(_settings())[::2])
+
+
+@thorough
+def case_all_ranks_obey_the_other_policies() -> None:
+    _check_obeyed(list(_settings())[1::2])
+
+
+def _check_obeyed(settings: Sequence[tuple[str, str]]) -> None:
+    for spec, policy in settings:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "decisions.jsonl"
             training = Training(spec, policy, decision_log=path, decision_log_bytes=3000, decision_log_files=100)

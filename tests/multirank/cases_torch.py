@@ -37,7 +37,7 @@ SPECS = ["none", "fp16", "bf16", "topk:ratio=0.05", "randomk:ratio=0.1", "powers
 
 
 def case_weights_are_identical_after_50_steps() -> None:
-    for spec in ("none", "topk:ratio=0.05", "powersgd:rank=2"):
+    for spec in ("topk:ratio=0.05", "powersgd:rank=2"):
         model = small_model()
         start = weights(model)
         how = compression(spec, model)
@@ -75,15 +75,18 @@ def case_every_method_keeps_weights_identical() -> None:
         model = small_model()
         start = weights(model)
         momentum = 0 if spec.startswith("dgc") else 0.9  # which has its own
-        train(model, distribute(model, compression(spec, model), 0.005, momentum), steps=6)
+        train(model, distribute(model, compression(spec, model), 0.005, momentum), steps=3)
         assert_same_everywhere(weights(model))
         assert not torch.equal(start, weights(model)), spec
 
 
 def case_none_equals_horovods_own() -> None:
     ours, theirs = small_model(), small_model()
-    train(ours, distribute(ours, compression("none", ours)))
-    train(theirs, distribute(theirs, hvd.Compression.none))
+    how = compression("none", ours)
+    train(ours, distribute(ours, how), steps=20)
+    train(theirs, distribute(theirs, hvd.Compression.none), steps=20)
+    assert_same_everywhere(weights(ours))
+    assert how.ledger.steps == 20
     if hvd.size() == 2:
         assert torch.equal(weights(ours), weights(theirs))
     torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-4, atol=1e-5)
@@ -500,7 +503,7 @@ def case_the_same_seed_gives_the_same_run() -> None:
         results = []
         for seed in (1, 1, 2):
             model = small_model()
-            train(model, distribute(model, compression(spec, model, seed=seed)), steps=8)
+            train(model, distribute(model, compression(spec, model, seed=seed)), steps=4)
             results.append(weights(model))
         if spec == "fp16" and hvd.size() > 2:
             continue  # Horovod carries it, and what it fuses, and so the order of additions, depends on timing

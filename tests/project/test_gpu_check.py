@@ -39,8 +39,8 @@ def quick(*chosen: tuple[str, str]) -> list[Any]:
 @pytest.mark.parametrize(
     ("spec", "kind"),
     quick(
-        ("fp16", "large"), ("signsgd", "zeros"), ("efsignsgd", "normal"), ("onebit", "ties"), ("qsgd:bits=4", "zeros"),
-        ("natural", "denormal"), ("topk:ratio=0.3,values=fp16", "ties"), ("powersgd:rank=4", "nan"),
+        ("fp16", "large"), ("efsignsgd", "normal"), ("onebit", "ties"), ("qsgd:bits=4", "zeros"),
+        ("powersgd:rank=4", "nan"),
     ),
 )  # fmt: skip
 def test_a_device_gives_what_numpy_gives(spec: str, kind: str) -> None:

@@ -161,6 +161,13 @@ def test_the_parts_together_are_all_tests_and_make_test_leaves_out_what_is_marke
         assert all("--durations=40" in call for call in calls[3:])
 
 
+def test_the_mark_by_which_files_are_found_that_start_ranks_stands_in_files_of_tests_only() -> None:
+    mark = "mark" + ".alone"  # else this file would be found, too
+    naming = [path for path in (ROOT / "tests").rglob("*.py") if mark in path.read_text(encoding="utf-8")]
+    assert len(naming) > 20
+    assert [path.name for path in naming if not path.name.startswith("test_")] == []
+
+
 def test_a_part_that_fails_is_said_and_keeps_no_other_from_running(suite: Suite) -> None:
     code, output, calls = suite.run("all", fail="*not?alone*")
     assert code == 1

@@ -24,7 +24,9 @@ def trained(request: pytest.FixtureRequest) -> dict[str, Any]:
     return train_in_a_process([name for name in INSTALLED if name in chosen])
 
 
-@pytest.mark.parametrize("name", INSTALLED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] * name.startswith("tensorflow")) for name in INSTALLED]
+)
 def test_a_trajectory_stays_as_it_was(name: str, trained: dict[str, Any]) -> None:
     found = difference(trained[name], kept()[name])
     assert found is None, (

@@ -27,7 +27,7 @@ def test_every_row_can_be_trained(benchmark_file: ModuleType, tmp_path: Path) ->
         rows = benchmark_file.rows_of(workload)
         runs = benchmark_file.planned([name], [0, 1], (), tmp_path, lambda _, rows=rows: rows)
         assert len({run.folder for run in runs}) == len(runs) == 2 * len(rows)
-        for run in runs:
+        for run in runs[: len(rows)]:  # of the first seed
             options = TrainingOptions(**run.options).resolved()
             if options.policy is not None:
                 parse_policy(options.policy).check(10, parse_compressor(options.compression))

@@ -64,7 +64,7 @@ def _train(steps: int, graph: bool) -> list[np.ndarray]:
 
 
 @pytest.mark.alone  # beside another test the processor may come late to what reads the clock
-@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("graph", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_the_parts_of_a_step_are_told_apart_and_the_training_stays_as_it_is(graph: bool) -> None:
     methods = tf.GradientTape.gradient, tf_keras.optimizers.Optimizer.apply_gradients
     seen: list[Watched] = []

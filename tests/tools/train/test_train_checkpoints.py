@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,14 +157,11 @@ _KINDS = {
 }
 
 
-@pytest.mark.parametrize(
-    "kinds", [["policy"], pytest.param([*_KINDS], marks=pytest.mark.thorough)], ids=["some", "all"]
-)
-def test_a_run_that_is_told_to_stop_goes_on_as_if_it_had_not(tmp_path: Path, kinds: list[str]) -> None:
-    """One rank is told, at the start of a step in the middle of an epoch; all save after the same step."""
+def _told_to_stop(tmp_path: Path, kinds: Sequence[str]) -> list[dict[str, Any]]:
+    """Of each kind a whole run, and a run that goes on after a signal to one rank in the middle of an epoch."""
     (tmp_path / "data").mkdir()
     _write_cifar10(tmp_path / "data")
-    runs = []
+    runs: list[dict[str, Any]] = []
     for name in kinds:
         options = [str(tmp_path / "data") if option == "DATA" else option for option in _KINDS[name]]
         stopped = [*options, "--output", str(tmp_path / name / "b"), "--checkpoint-folder", str(tmp_path / name / "c")]
@@ -172,8 +170,12 @@ def test_a_run_that_is_told_to_stop_goes_on_as_if_it_had_not(tmp_path: Path, kin
             {"options": stopped, "at": {"step": 14, "signal": "SIGUSR1" if name != "draws" else "SIGTERM"}},
             {"options": stopped},
         ]
-    said = _run(2, tmp_path, runs, timeout=500)
-    for number in range(len(runs)):
+    return runs
+
+
+def _check_told_to_stop(tmp_path: Path, kinds: Sequence[str], said: str) -> None:
+    """That all ranks have saved after the same step, and the run was the whole one; of the first runs of a start."""
+    for number in range(3 * len(kinds)):
         for rank in (0, 1):
             assert f"run {number} ends on rank {rank} with {EXIT_SAVED if number % 3 == 1 else 0}" in said
     for name in kinds:
@@ -192,7 +194,10 @@ def test_a_run_that_is_told_to_stop_goes_on_as_if_it_had_not(tmp_path: Path, kin
         assert _decisions(tmp_path / name / "b") == decisions
 
 
-def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def gone_on(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run that was told to stop and one that was killed, which then go on in one start; and what is said there."""
+    tmp_path = tmp_path_factory.mktemp("gone_on")
     whole = [*_TOPK, "--output", str(tmp_path / "a")]
     options = [*_TOPK, "--output", str(tmp_path / "b"), "--checkpoint-folder", str(tmp_path / "c")]
     options += ["--checkpoint-every", "7", "--tensorboard"]
@@ -202,7 +207,22 @@ def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(tmp_path: Path) 
     (tmp_path / "c" / "step-00000035.part").mkdir()  # as of a run that was killed while it saved
     with (tmp_path / "b" / "steps.jsonl").open("a") as file:
         file.write('{"step": 31, "lo')  # and one that was killed while it wrote
-    _run(2, tmp_path, [{"options": options}, {"options": whole}])
+    said = _run(2, tmp_path, [*_told_to_stop(tmp_path, ["policy"]), {"options": options}, {"options": whole}])
+    return tmp_path, said
+
+
+def test_a_run_that_is_told_to_stop_goes_on_as_if_it_had_not(gone_on: tuple[Path, str]) -> None:
+    folder, said = gone_on
+    _check_told_to_stop(folder, ["policy"], said)
+
+
+@pytest.mark.thorough
+def test_runs_of_every_kind_that_are_told_to_stop_go_on_as_if_they_had_not(tmp_path: Path) -> None:
+    _check_told_to_stop(tmp_path, [*_KINDS], _run(2, tmp_path, _told_to_stop(tmp_path, [*_KINDS]), timeout=500))
+
+
+def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(gone_on: tuple[Path, str]) -> None:
+    tmp_path, _ = gone_on
     _check_same_run(tmp_path / "a", tmp_path / "b", [28])
     assert _held(tmp_path / "c") == ["step-00000056", "step-00000060"]
     _check_tensorboard(tmp_path / "b")

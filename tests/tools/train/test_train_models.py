@@ -125,7 +125,9 @@ def test_too_small_images_are_refused(name: str, size: int) -> None:
         build_model(name, channels=1, size=size, classes=10)
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn", "resnet20", "resnet18", "vit", "cnn1d", "lstm", "gpt"])
+@pytest.mark.parametrize("name", [
+    "mlp", "cnn", "resnet20", pytest.param("resnet18", marks=pytest.mark.thorough), "vit", "cnn1d", "lstm", "gpt",
+])  # fmt: skip
 def test_models_learn_one_batch(name: str) -> None:
     torch.manual_seed(0)
     if name in TEXT_MODELS:

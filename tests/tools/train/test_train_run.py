@@ -104,13 +104,20 @@ def _check_files(folder: Path, steps: int, epochs: int) -> dict[str, Any]:
 
 def test_one_process(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    folder = tmp_path / "run"
-    options = ["--model", "mlp", "--samples", "320", "--batch-size", "32", "--epochs", "3", "--output", str(folder)]
-    first = [*options, "--tensorboard", "--compression", "topk:ratio=0.01"]
-    # The second run is refused: the folder is not written over unasked, and what it holds stays.
-    done = _alone(json.dumps([first, options]), program=(sys.executable, "-c", _RUNS))
+    folder, again = tmp_path / "run", tmp_path / "again"
+    common = ["--model", "mlp", "--samples", "320", "--batch-size", "32"]
+    options = [*common, "--epochs", "3", "--output", str(folder)]
+    shorter = [*common, "--epochs", "1", "--output", str(again), "--no-progress"]
+    runs = [
+        [*options, "--tensorboard", "--compression", "topk:ratio=0.01"],
+        options,  # is refused: the folder is not written over unasked, and what it holds stays
+        [*shorter, "--tensorboard"],
+        [*shorter, "--overwrite"],
+    ]
+    done = _alone(json.dumps(runs), program=(sys.executable, "-c", _RUNS))
     assert done.returncode == 0, done.stdout
-    assert [line[-1] for line in done.stdout.splitlines() if line.startswith("rank 0 ends with ")] == ["0", "2"]
+    ends = [line[-1] for line in done.stdout.splitlines() if line.startswith("rank 0 ends with ")]
+    assert ends == ["0", "2", "0", "0"]
     assert done.stdout.count("holds a run already") == 1
     summary = _check_files(folder, steps=30, epochs=3)
     assert (summary["world_size"], summary["bytes_sent"], summary["compression_factor"]) == (1, 0, None)
@@ -125,11 +132,9 @@ def test_one_process(tmp_path: Path) -> None:
     assert summary["options"]["lr"] == 0.05
     assert list((folder / "tensorboard").glob("events*"))
     _check_tensorboard(folder)
-    again = _alone(*options, "--overwrite", "--no-progress", "--epochs", "1")
-    assert again.returncode == 0, again.stdout
-    assert "epoch 1/1" not in again.stdout
-    _check_files(folder, steps=10, epochs=1)
-    assert not (folder / "tensorboard").exists()
+    assert "epoch 1/1" not in done.stdout
+    _check_files(again, steps=10, epochs=1)
+    assert not (again / "tensorboard").exists()
 
 
 def _check_tensorboard(folder: Path) -> None:

@@ -306,7 +306,11 @@ def _without(hidden: str, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("framework", "other"), [("torch", "tensorflow,tf_keras,keras,horovod.tensorflow"), ("tensorflow", "torch")]
+    ("framework", "other"),
+    [
+        ("torch", "tensorflow,tf_keras,keras,horovod.tensorflow"),
+        pytest.param("tensorflow", "torch", marks=pytest.mark.thorough),
+    ],
 )
 def test_each_framework_does_without_the_other(tmp_path: Path, framework: str, other: str) -> None:
     done = _without(other, "--framework", framework, "--output", str(tmp_path))
@@ -316,7 +320,7 @@ def test_each_framework_does_without_the_other(tmp_path: Path, framework: str, o
 
 @pytest.mark.parametrize(
     "missing",
-    ["tensorflow", pytest.param("tf_keras", marks=pytest.mark.thorough), "horovod.tensorflow"],
+    ["tensorflow", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("tf_keras", "horovod.tensorflow"))],
 )
 def test_what_is_missing_is_named_with_its_remedy(missing: str) -> None:
     done = _without(missing, "--framework", "tensorflow")
