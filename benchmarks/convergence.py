@@ -479,8 +479,9 @@ def _record(table: Table, row: Row) -> dict[str, Any]:
     run, runs = row.outcomes[0].run, len(row.outcomes)
     losses = [one.loss for one in row.outcomes if one.loss is not None]
     qualities = [one.quality for one in row.outcomes if one.quality is not None]
-    reached = row.reached if len(row.reached) == runs else []
-    seconds = {link: row.seconds(link, table.compute_ms) if reached else None for link in LINKS}
+    steps = [one.steps_to_target for one in row.reached if one.steps_to_target is not None]
+    sent = [one.bytes_to_target for one in row.reached if one.bytes_to_target is not None]
+    seconds = {link: row.seconds(link, table.compute_ms) for link in LINKS if len(steps) == runs}
     return {
         "workload": table.name,
         "trained_in": run.workload,  # another one for the uncompressed runs that this one is compared with
@@ -492,26 +493,27 @@ def _record(table: Table, row: Row) -> dict[str, Any]:
         **_mean("loss", losses),
         **_mean(table.workload.metric, qualities),
         **_mean("lost", row.difference),
-        "reached": len(row.reached),
-        "steps": _mean("steps", [one.steps_to_target for one in reached])["steps"],
-        "megabytes": _mean("sent", [(one.bytes_to_target or 0) / 1e6 for one in reached])["sent"],
+        "reached": len(steps),
+        "steps": _rounded(statistics.mean(steps)) if len(steps) == runs else None,
+        "megabytes": _rounded(statistics.mean(sent) / 1e6) if len(steps) == runs else None,
         "compute_ms": _rounded(table.compute_ms),
-        **{f"seconds_{link}": None if one is None else _rounded(one) for link, one in seconds.items()},
-        **{
-            f"times_as_fast_{link}": None if one is None or plain is None else _rounded(plain / one)
-            for link, one in seconds.items()
-            for plain in [table.better_uncompressed(link)]
-        },
+        **{f"seconds_{link}": _rounded(seconds.get(link)) for link in LINKS},
+        **{f"times_as_fast_{link}": _rounded(_times(table, link, seconds.get(link))) for link in LINKS},
     }
 
 
-def _rounded(value: float) -> float:
-    return float(f"{value:.5g}")
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or math.isnan(value) else float(f"{value:.5g}")
+
+
+def _times(table: Table, link: str, seconds: float | None) -> float | None:
+    plain = table.better_uncompressed(link)
+    return None if plain is None or seconds is None else plain / seconds
 
 
 def _mean(name: str, values: Sequence[Any]) -> dict[str, float | None]:
     mean, half = mean_and_interval(values) if values else (math.nan, math.nan)
-    return {key: None if math.isnan(one) else _rounded(one) for key, one in ((name, mean), (f"{name}_half", half))}
+    return {name: _rounded(mean), f"{name}_half": _rounded(half)}
 
 
 WELL_KNOWN = (
@@ -542,23 +544,20 @@ def block_of(table: Table) -> str:
     ]
     for row in table.rows:
         if row in front or row.outcomes[0].run.method.spec in WELL_KNOWN:
-            label = f"**{row.label}**" if row in front else row.label
-            lost = with_interval(row.difference, "+.1f") if row.difference else "diverged"
-            times = [_time(table, row, link) for link in LINKS]
+            label, record = f"**{row.label}**" if row in front else row.label, _record(table, row)
+            lost = "diverged" if record["diverged"] else with_interval(row.difference, "+.1f")
+            times = [_time(record[f"seconds_{link}"], record[f"times_as_fast_{link}"]) for link in LINKS]
             lines.append(f"| {' | '.join([label, f'{row.factor:.1f}', lost, *times])} |")
     seeds = ", ".join(map(str, sorted({run.seed for run in table.runs})))
-    lines += ["", f"{workload.ranks} ranks, seeds {seeds}: {options}. Target: {workload.target}. A step computes for "]
-    lines[-1] += f"{table.compute_ms:.1f} ms."
+    ends = f"Target: {workload.target}. A step computes for {table.compute_ms:.1f} ms."
+    lines += ["", f"{workload.ranks} ranks, seeds {seeds}: {options}. {ends}"]
     for run in table.failed:
         lines += ["", f"Failed: `{run.method.spec}`, seed {run.seed}: {run.about['error']}"]
     return "\n".join(lines)
 
 
-def _time(table: Table, row: Row, link: str) -> str:
-    seconds, plain = row.seconds(link, table.compute_ms), table.better_uncompressed(link)
-    if seconds is None:
-        return "-"
-    return f"{seconds:.1f}" + ("" if plain is None else f" ({plain / seconds:.2f}x)")
+def _time(seconds: float | None, times: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.1f}" + ("" if times is None else f" ({times:.2f}x)")
 
 
 def origin_of(tables: Sequence[Table]) -> str:
