@@ -7,8 +7,8 @@
 
 Each run is a process of its own with one thread, and writes to a folder of its own below --runs. One that is there
 already, complete and of the same settings, is not trained again, so that an interrupted benchmark goes on where it
-stopped. In the end all runs found there make the page --table and the plot beside it, and their figures go to
-trainings.csv in --runs: runs in that file count as there, too. Another --runs trains all anew.
+stopped. In the end all runs found there make the tables of the page --table, and the CSV and the plot beside it. Their
+figures go to trainings.csv in --runs: runs in that file count as there, too. Another --runs trains all anew.
 
 Trainings may run on any machine, busy ones and GPUs too: quality, steps and bytes are taken from them. What a step
 takes is measured by a few steps of each method, --times, on a machine that does nothing else, and on several links at
@@ -33,13 +33,13 @@ from pathlib import Path
 from typing import Any
 
 import click
-from pages import MEASURED, commits_of, end_if_failed, findings_of, mean_and_interval, parse_seeds, with_interval
+from pages import MEASURED, commits_of, end_if_failed, mean_and_interval, parse_seeds, with_interval
 
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.files import replace_files, replace_text
+from hvdcomp.files import csv_of, replace_files, replace_text
 from hvdcomp.tools.reproduce.trainings import Run, keep_records, seeds_there, train_missing
 from hvdcomp.tools.terminal import make_console
-from hvdcomp.tools.train.options import FREEZE_AFTER, NO_TIME, TEXT_DATA, TrainingOptions
+from hvdcomp.tools.train.options import NO_TIME, TEXT_DATA, TrainingOptions
 from hvdcomp.tools.train.target import Target
 
 RANKS = 4
@@ -467,152 +467,119 @@ def table_of(name: str, seeds: Sequence[int], runs: Path, compute_ms: float | No
     return Table(name, rows, chosen, [one.run for one in own], failed)
 
 
-# The page.
+# The page, and the CSV of all rows.
 
 
-def lines_of(table: Table) -> list[str]:
-    """A workload's section, in Markdown."""
-    workload = table.workload
-    options = ", ".join(f"{name} {value}" for name, value in workload.options.items())
-    columns = ["method", "factor", "validation loss", workload.metric, workload.lost, "steps", "MB sent"]
-    columns += [f"s at {shown}" for shown in LINKS.values()]
-    lines = [
-        f"## {table.name}",
-        "",
-        f"{options}; {workload.ranks} ranks, seeds {_listed(sorted({run.seed for run in table.runs}))}. Target: "
-        f"{workload.target}. A step computes for {table.compute_ms:.1f} ms.",
-        "",
-        f"| {' | '.join(columns)} |",
-        f"|---|{'--:|' * (len(columns) - 1)}",
-        *(_row(table, row) for row in table.rows),
-        "",
-    ]
-    left_out: dict[str, list[str]] = {}
-    for method in METHODS:
-        if table.name in method.left_out:
-            left_out.setdefault(method.left_out[table.name], []).append(f"`{method.spec}`")
-    lines += [f"Left out: {_listed(specs)}, as {why}.\n" for why, specs in left_out.items()]
-    for run in table.failed:
-        lines += [f"Failed: `{run.method.spec}`, seed {run.seed}: {run.about['error']}", ""]
-    return lines
+def records_of(table: Table) -> list[dict[str, Any]]:
+    """The rows of a workload as the CSV has them: means over the seeds, and half of their 95 % intervals."""
+    return [_record(table, row) for row in table.rows]
 
 
-def _row(table: Table, row: Row) -> str:
-    losses = [outcome.loss for outcome in row.outcomes if outcome.loss is not None]
-    qualities = [outcome.quality for outcome in row.outcomes if outcome.quality is not None]
-    percent = table.workload.metric == "accuracy"
-    shown = [100 * quality for quality in qualities] if percent else qualities
-    diverged = len(row.outcomes) - len(losses)
-    cells = [
-        row.label + (f"; {diverged} of {len(row.outcomes)} diverged" if diverged else ""),
-        f"{row.factor:.1f}",
-        with_interval(losses, ".4f"),
-        with_interval(shown, ".2f"),
-        with_interval(row.difference, "+.2f"),
-    ]
-    missed = len(row.outcomes) - len(row.reached)
-    if missed:
-        cells += [f"{missed} of {len(row.outcomes)} missed it", *["-"] * (1 + len(LINKS))]
-        return f"| {' | '.join(cells)} |"
+def _record(table: Table, row: Row) -> dict[str, Any]:
+    run, runs = row.outcomes[0].run, len(row.outcomes)
+    losses = [one.loss for one in row.outcomes if one.loss is not None]
+    qualities = [one.quality for one in row.outcomes if one.quality is not None]
     steps = [one.steps_to_target for one in row.reached if one.steps_to_target is not None]
     sent = [one.bytes_to_target for one in row.reached if one.bytes_to_target is not None]
-    cells += [
-        f"{statistics.mean(steps):.0f}",
-        f"{statistics.mean(sent) / 1e6:.2f}",
-        *(_time(table, row, link) for link in LINKS),
-    ]
-    return f"| {' | '.join(cells)} |"
+    seconds = {link: row.seconds(link, table.compute_ms) for link in LINKS if len(steps) == runs}
+    return {
+        "workload": table.name,
+        "trained_in": run.workload,  # another one for the uncompressed runs that this one is compared with
+        "method": run.method.spec,
+        "ranks": table.workload.ranks,
+        "seeds": runs,
+        "diverged": runs - len(losses),
+        "factor": _rounded(row.factor),
+        **_mean("loss", losses),
+        **_mean(table.workload.metric, qualities),
+        **_mean("lost", row.difference),
+        "reached": len(steps),
+        "steps": _rounded(statistics.mean(steps)) if len(steps) == runs else None,
+        "megabytes": _rounded(statistics.mean(sent) / 1e6) if len(steps) == runs else None,
+        "compute_ms": _rounded(table.compute_ms),
+        **{f"seconds_{link}": _rounded(seconds.get(link)) for link in LINKS},
+        **{f"times_as_fast_{link}": _rounded(_times(table, link, seconds.get(link))) for link in LINKS},
+    }
 
 
-def _time(table: Table, row: Row, link: str) -> str:
-    seconds, plain = row.seconds(link, table.compute_ms), table.better_uncompressed(link)
-    if seconds is None:
-        return "-"
-    return f"{seconds:.1f}" + ("" if plain is None else f" ({plain / seconds:.2f} x)")
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or math.isnan(value) else float(f"{value:.5g}")
 
 
-def _listed(values: Iterable[Any]) -> str:
-    return ", ".join(map(str, values))
+def _times(table: Table, link: str, seconds: float | None) -> float | None:
+    plain = table.better_uncompressed(link)
+    return None if plain is None or seconds is None else plain / seconds
 
 
-AT_LEAST, WITHIN, BEST = (15, 50), (1, 3), 5
+def _mean(name: str, values: Sequence[Any]) -> dict[str, float | None]:
+    mean, half = mean_and_interval(values) if values else (math.nan, math.nan)
+    return {name: _rounded(mean), f"{name}_half": _rounded(half)}
 
 
-def best_of(table: Table, factor: float, most: float) -> list[Row]:
-    """The rows that send so much less and lose so little, the best first."""
-    chosen = [
-        row
-        for row in table.rows
-        if row.factor >= factor and row.difference and statistics.mean(row.difference) <= most
-    ]
-    return sorted(chosen, key=lambda row: statistics.mean(row.difference))
+WELL_KNOWN = (
+    *UNCOMPRESSED, "int8", "int4", "qsgd:bits=4", "terngrad", "powersgd:rank=4", "topk:ratio=0.01", "dgc:ratio=0.01",
+    "efsignsgd",
+)  # fmt: skip
+LOSES_TOO_MUCH = 5.0  # points or percent, from which on a method is no choice, however little it sends
 
 
-def best_lines(tables: Sequence[Table]) -> list[str]:
-    """Who sends little and is as good as dense."""
+def front_of(table: Table) -> list[Row]:
+    """The rows beside which no other sends less and loses less, from those that send least. One seed shows nothing."""
+    front: list[Row] = []
+    chosen = [row for row in table.rows if len(row.difference) > 1 and row.outcomes[0].run.workload == table.name]
+    for row in sorted(chosen, key=lambda row: (-row.factor, statistics.mean(row.difference))):
+        lost = statistics.mean(row.difference)
+        if lost < min([LOSES_TOO_MUCH, *(statistics.mean(better.difference) for better in front)]):
+            front.append(row)
+    return front
+
+
+def block_of(table: Table) -> str:
+    """A workload's training and its methods that matter, in Markdown."""
+    workload, front = table.workload, front_of(table)
+    options = ", ".join(f"{name} {value}" for name, value in workload.options.items())
     lines = [
-        "## The best that send little",
-        "",
-        f"The {BEST} that lose least, with factors and what they lose: points of accuracy, or percent of the loss.",
-        "",
-        "| workload | factor at least | lost at most | methods |",
-        "|---|--:|--:|---|",
+        f"| method | times fewer bytes | {workload.lost} | {' | '.join(f's at {shown}' for shown in LINKS.values())} |",
+        f"|---|{'--:|' * (2 + len(LINKS))}",
     ]
-    for table in tables:
-        for factor in AT_LEAST:
-            for most in WITHIN:
-                rows = best_of(table, factor, most)
-                shown = [
-                    f"{row.label} ({row.factor:.0f} x, {statistics.mean(row.difference):+.1f})" for row in rows[:BEST]
-                ]
-                more = f" and {len(rows) - BEST} more" if len(rows) > BEST else ""
-                lines.append(f"| {table.name} | {factor} | {most} | {_listed(shown) or 'none'}{more} |")
-    return [*lines, ""]
+    for row in table.rows:
+        if row in front or row.outcomes[0].run.method.spec in WELL_KNOWN:
+            label, record = f"**{row.label}**" if row in front else row.label, _record(table, row)
+            lost = "diverged" if record["diverged"] else with_interval(row.difference, "+.1f")
+            times = [_time(record[f"seconds_{link}"], record[f"times_as_fast_{link}"]) for link in LINKS]
+            lines.append(f"| {' | '.join([label, f'{row.factor:.1f}', lost, *times])} |")
+    seeds = ", ".join(map(str, sorted({run.seed for run in table.runs})))
+    ends = f"Target: {workload.target}. A step computes for {table.compute_ms:.1f} ms."
+    lines += ["", f"{workload.ranks} ranks, seeds {seeds}: {options}. {ends}"]
+    for run in table.failed:
+        lines += ["", f"Failed: `{run.method.spec}`, seed {run.seed}: {run.about['error']}"]
+    return "\n".join(lines)
 
 
-def introduction(tables: Sequence[Table], findings: str, plot: str) -> str:
+def _time(seconds: float | None, times: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.1f}" + ("" if times is None else f" ({times:.2f}x)")
+
+
+def origin_of(tables: Sequence[Table]) -> str:
+    """By which command, and at which commits."""
     commits = commits_of(run for table in tables for run in table.runs)
     seeds = sorted({run.seed for table in tables for run in table.runs})
-    names = " ".join(f"--workload {table.name}" for table in tables)
-    chosen = "" if [table.name for table in tables] == list(WORKLOADS) else f" {names}"
+    names = [table.name for table in tables]
+    chosen = "" if names == list(WORKLOADS) else "".join(f" --workload {name}" for name in names)
     command = f"python benchmarks/convergence.py{chosen} --seeds {','.join(map(str, seeds))}"
-    return f"""# What every compressor does to accuracy
+    return f"Made by `{command}`,\nat commit {commits}."
 
-Made by `{command}`,
-at commit {commits}. It trains the reference models of `hvdcomp train` on {RANKS}
-[simulated ranks](simulated-ranks.md), which end with the weights of real ones, with the options named below, and
-defaults for the rest. Only the compressor differs, and:
 
-- with `dgc`, momentum is left to the compressor;
-- with `signsgd`, whose result is a sign instead of a gradient, SGD's learning rate is a fiftieth, or, where the norm
-  of a step is clipped as well, a tenth;
-- methods with `two_level` have two nodes of two ranks;
-- with `--optimizer compressed-adam`, the first {FREEZE_AFTER:.0%} of the steps are sent as `int4`, which bounds the
-  factor too; with `qsgd` and `atomo` they are sent as `int8`, and with `none` and the casts like all others.
+def marks_of(name: str) -> tuple[str, str]:
+    """Between which a block stands on the page."""
+    return f"<!-- made: {name} -->", f"<!-- end of {name} -->"
 
-{findings}
 
-How to read the tables:
-
-- **factor**: dense bytes over the bytes that one rank hands to the collectives and that may leave its node. Tables are
-  sorted by it. The models are small: small tensors go dense, and with the numbers that ride along they bound the factor
-  that a model of this size can reach.
-- **validation loss**, and accuracy in percent or perplexity, are those of the validation part at the end of the run:
-  means over the seeds, with the 95 % interval of the mean (Student's t). What is **lost** is beside `none`, seed by
-  seed. What `fp16` loses is chance: a difference as small says nothing.
-- **steps**, **MB sent** by a rank (with two levels those within its node, too) and **s**econds are those to the target,
-  by the first evaluation that reaches it. In brackets, how many times faster that is than the better of
-  {" and ".join(f"`{one}`" for one in UNCOMPRESSED)}.
-- Seconds are predicted. What an exchange takes is the simulated clock's, on links of {" and ".join(LINKS.values())} of
-  each rank, with the overlap that real ranks would have. What a step takes is measured on one core of a CPU by
-  {TIMED_STEPS} steps of each method, apart from the trainings, which may be on a GPU. All rows of a table have the same
-  time of computing a step, the median over the methods. What encoding and decoding take is the median of the method's
-  own. Casts are not counted.
-- A run has a given number of steps, and the learning rate that suits dense training: methods that hold much back are
-  still catching up when it ends, and the tables show that as it is.
-
-![What is lost over the compression factor]({plot})
-"""
+def put(page: str, name: str, block: str) -> str:
+    """The page with what is between the marks of a name replaced; as it is if it has none."""
+    begin, end = marks_of(name)
+    before, found, after = page.partition(begin)
+    return f"{before}{begin}\n{block}\n{end}{after.partition(end)[2]}" if found else page
 
 
 def tables_of(runs: Path, seeds: Sequence[int], compute_ms: Mapping[str, float]) -> list[Table]:
@@ -622,13 +589,24 @@ def tables_of(runs: Path, seeds: Sequence[int], compute_ms: Mapping[str, float])
 
 
 def write_page(file: Path, tables: Sequence[Table]) -> None:
-    """Writes the page of all tables, and the plot beside it."""
-    findings = findings_of(file)
-    plot = file.with_suffix(".png")
-    sections = [line for table in tables for line in lines_of(table)]
-    text = "\n".join([introduction(tables, findings, plot.name), *best_lines(tables), *sections]).rstrip() + "\n"
+    """Writes the tables between their marks on the page, the rest of which is written by hand, and beside it the plot
+    and the CSV of all rows. A new page has the marks of all workloads."""
+    blocks = {"origin": origin_of(tables), **{table.name: block_of(table) for table in tables}}
+    marks = ["\n".join([f"## {name}\n", *marks_of(name)]) for name in blocks]
+    new = ["# What every compressor does to accuracy", *marks]
+    text = file.read_text() if file.exists() else "\n\n".join(new) + "\n"
+    for name, block in blocks.items():
+        text = put(text, name, block)
+    records = [record for table in tables for record in records_of(table)]
+    columns = {key: None for record in records for key in record}  # an accuracy, or a perplexity
     file.parent.mkdir(parents=True, exist_ok=True)
-    replace_files({file: text.encode(), plot: draw(tables)})
+    replace_files(
+        {
+            file: text.encode(),
+            file.with_suffix(".csv"): csv_of([{**columns, **record} for record in records]),
+            file.with_suffix(".png"): draw(tables),
+        }
+    )
 
 
 _FAMILIES = {
@@ -639,7 +617,7 @@ _FAMILIES = {
     "cast": ("fp16", "bf16"),
 }
 _COLOURS = dict(zip(_FAMILIES, ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#888888"), strict=True))
-_MOST = 30.0  # points or percent, where the plot ends
+_MOST = 20.0  # points or percent, where the plot ends
 
 
 def family_of(spec: str) -> str | None:
@@ -649,36 +627,44 @@ def family_of(spec: str) -> str | None:
 
 
 def draw(tables: Sequence[Table]) -> bytes:
-    """What is lost over the factor, as a PNG."""
+    """What is lost over the factor, as a PNG: all methods, with a line through those beside which no other is better
+    in both, and the names of the well-known. Workloads with a few methods are left out."""
+    from matplotlib.lines import Line2D
+
     from hvdcomp.perfmodel.figures import INK, as_png, new_figure
 
-    figure = new_figure(11, 4.4 * math.ceil(len(tables) / 2))
-    for number, table in enumerate(tables, 1):
-        axes = figure.add_subplot(math.ceil(len(tables) / 2), min(2, len(tables)), number)
-        axes.set_title(table.name, fontsize=10)
+    shown = [table for table in tables if len(table.rows) > 5] or list(tables)
+    figure = new_figure(9.5, 4 * math.ceil(len(shown) / 2))
+    for number, table in enumerate(shown, 1):
+        axes = figure.add_subplot(math.ceil(len(shown) / 2), min(2, len(shown)), number)
+        axes.set_title(f"{table.name}, {OPTIMIZERS[table.workload.options['optimizer']]}", fontsize=11)
         axes.set_xscale("log")
-        axes.set_xlabel("compression factor")
-        axes.set_ylabel(table.workload.lost)
+        axes.set_xticks(ticks := [2, 5, 10, 20, 50, 100], [str(tick) for tick in ticks])
+        axes.minorticks_off()
+        axes.set(xlabel="times fewer bytes", ylabel=table.workload.lost, xlim=(1.4, 240), ylim=(-5, _MOST * 1.05))
         axes.axhline(0, color=INK, linewidth=0.8)
         axes.grid(alpha=0.3)
+        front = front_of(table)
+        points = [(row.factor, statistics.mean(row.difference)) for row in front]
+        axes.plot(*zip(*points, strict=True) if points else (), color=INK, alpha=0.6)
         for row in table.rows:
             run, family = row.outcomes[0].run, family_of(row.outcomes[0].run.method.spec)
             if family is None or not row.difference or run.workload != table.name:
                 continue
-            mean, half = mean_and_interval(row.difference)
-            shown, colour = min(mean, _MOST), _COLOURS[family]
-            axes.errorbar(
-                row.factor,
-                shown,
-                yerr=None if math.isnan(half) or mean > _MOST else half,
-                color=colour,
-                marker="^" if mean > _MOST else "o",
-                markersize=4,
-                linewidth=1,
-            )
-            place: dict[str, Any] = {"xytext": (3, 3), "textcoords": "offset points"}
-            axes.annotate(run.method.spec, (row.factor, shown), fontsize=5, color=colour, **place)
-        axes.set_ylim(top=_MOST * 1.08)
+            lost, known = statistics.mean(row.difference), run.method.spec in WELL_KNOWN
+            large = known or row in front
+            axes.plot(
+                row.factor, min(lost, _MOST), "^" if lost > _MOST else "o", color=_COLOURS[family],
+                markersize=6 if large else 3, alpha=1 if large else 0.6,
+            )  # fmt: skip
+            if known and lost <= _MOST:
+                name, place = run.method.spec.split(":")[0], (row.factor, lost)
+                axes.annotate(
+                    name, place, fontsize=8, color=_COLOURS[family], rotation=40, xytext=(2, 4),
+                    textcoords="offset points",
+                )  # fmt: skip
+    handles = [Line2D([], [], marker="o", linestyle="", color=colour) for colour in _COLOURS.values()]
+    figure.legend(handles, list(_COLOURS), loc="outside lower center", ncols=len(_COLOURS))
     return as_png(figure)
 
 
@@ -717,7 +703,7 @@ def _compute_ms(context: click.Context, parameter: click.Parameter, values: tupl
     for value in values:
         name, _, number = value.partition("=")
         if name not in WORKLOADS or not re.fullmatch(r"\d+(\.\d+)?", number) or float(number) == 0:
-            raise click.BadParameter(f"{value!r}: give a workload of {_listed(WORKLOADS)} and milliseconds: gpt=40")
+            raise click.BadParameter(f"{value!r}: give a workload of {', '.join(WORKLOADS)} and milliseconds: gpt=40")
         found[name] = float(number)
     return found
 
@@ -777,7 +763,7 @@ def main(
     tables = tables_of(runs, everywhere, compute_ms)
     if tables:
         write_page(table, tables)
-        console.print(f"wrote {table} and {table.with_suffix('.png')}")
+        console.print(f"wrote {table}, and a plot and a CSV beside it")
         if evidence is not None:
             replace_text(evidence, json.dumps(evidence_of(tables), indent=1) + "\n")
     else:

@@ -63,7 +63,7 @@ anything is measured. It gets all gradients in one bucket: with several, Gloo's 
 order that differs between the ranks, and the run dies. All else has DDP's buckets as they are by themselves."""
 
 ALTERNATING = """**`alternating=true` is not of like accuracy.** It sends one factor of the two in a step, which \
-neither PyTorch's hook nor `powersgd:rank=4` does. In [convergence.md](../convergence.md) the loss of an \
+neither PyTorch's hook nor `powersgd:rank=4` does. In [convergence.csv](../convergence.csv) the loss of an \
 LSTM with `powersgd:rank=4` ends 6 % above dense, and with `alternating=True` 15 %. The fair \
 comparison with the hook is that of `powersgd:rank=4`, in the last column of the second table."""
 

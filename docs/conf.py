@@ -20,7 +20,8 @@ extensions = [
 ]
 html_theme = "furo"
 html_title = "hvdcomp"
-html_static_path: list[str] = []
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_show_sphinx = False
 myst_heading_anchors = 4  # links name headings as GitHub does
 myst_enable_extensions = ["colon_fence"]

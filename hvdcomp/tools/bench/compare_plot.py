@@ -18,7 +18,7 @@ from hvdcomp.tools.bench.compare import TWO_LEVELS, Row, gains
 _UNITS = {"mbit": "Mb/s", "gbit": "Gb/s"}
 _MARKERS = "o^sDvP*X<>"
 _WAYS = {"allreduce": "o", "gather": "s", "scatter": "^", TWO_LEVELS: "D"}
-_COLUMNS = 2  # of panels
+_IN_A_ROW, _COLUMNS = 3, 2  # of panels: up to so many in one row, else so many columns
 
 
 def draw_speed(rows: Sequence[Row]) -> bytes:
@@ -31,9 +31,9 @@ def draw_speed(rows: Sequence[Row]) -> bytes:
     models = list(dict.fromkeys(gain.model for gain in measured))
     rates = sorted({gain.rate for gain in measured}, key=parse_rate)
     colours = dict(zip(dict.fromkeys(gain.cluster for gain in measured), cycle(COLOURS)))
-    columns = min(_COLUMNS, len(models))
+    columns = len(models) if len(models) <= _IN_A_ROW else _COLUMNS
     lines = -(-len(models) // columns)
-    figure = new_figure(4.5 * columns, 3.1 * lines + 0.9)
+    figure = new_figure(max(9, 3 * columns), 3.1 * lines + 0.9)
     panels = list(figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).flat)
     for axes, model in zip(panels, models, strict=False):
         axes.axhline(1, color=INK, linewidth=1, zorder=0.5)

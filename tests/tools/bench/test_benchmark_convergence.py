@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import inspect
 import json
 import math
 import re
 import shutil
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -133,14 +133,14 @@ def test_failures_are_noted_a_stop_ends_all_and_the_next_start_goes_on(
     assert "0 of 1 runs are there already, 1 to train" in done.output
     assert "[1/1] mnist1d topk:ratio=0.01 seed 4: finished, loss " in done.output
     page = page_file.read_text()
-    assert re.search(r"\| `topk:ratio=0.01` \| \d+\.\d \| \d\.\d{4} \| \d+\.\d\d \| - \| 3 \| 0\.\d+ \| -", page), page
+    assert re.search(r"\| `topk:ratio=0.01` \| \d+\.\d \| - \| - \| - \|", page), page
     assert page_file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     again = CliRunner().invoke(benchmark_file.main, [*words, "--times"])
     assert "0 of 1 runs are there already, 1 to train" in again.output
     again = CliRunner().invoke(benchmark_file.main, words)
     assert "1 of 1 runs are there already, 0 to train" in again.output
     page = page_file.read_text()
-    assert re.search(r"\| 3 \| 0\.\d+ \| \d+\.\d \| \d+\.\d \|", page), page
+    assert re.search(r"\| - \| \d+\.\d \| \d+\.\d \|", page), page
 
     for place in (tmp_path, tmp_path / "times"):
         shutil.rmtree(place / "mnist1d")  # what is left is the file of records
@@ -200,7 +200,7 @@ def benchmark_file_metric(run: Any) -> str:
 
 
 @pytest.fixture
-def page(benchmark_file: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def page(benchmark_file: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, target in (("mnist1d", "loss=0.85"), ("gpt", "loss=2.7"), ("gpt-frozen", "loss=2.7")):
         changed = dataclasses.replace(benchmark_file.WORKLOADS[name], target=target)
         monkeypatch.setitem(benchmark_file.WORKLOADS, name, changed)
@@ -226,47 +226,57 @@ def page(benchmark_file: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyP
     failed = runs["mnist1d", "atomo:rank=2", 1].folder
     failed.mkdir(parents=True)
     (failed / "run.json").write_text(json.dumps({"commit": "abc", "seconds": 9.0, "error": "Error: no room"}))
-    file = tmp_path / "page.md"
-    marks = sys.modules["pages"]
-    file.write_text(f"# Old\n{marks.FINDINGS}\nKept.\n{marks.END_OF_FINDINGS}\nGone.\n")
-    words = ["--page-only", "--runs", str(tmp_path / "runs"), "--table", str(file), "--compute-ms", "gpt=7"]
-    done = CliRunner().invoke(benchmark_file.main, words)
+    words = ["--page-only", "--runs", str(tmp_path / "runs"), "--table", str(tmp_path / "page.md")]
+    done = CliRunner().invoke(benchmark_file.main, [*words, "--compute-ms", "gpt=7"])
     assert done.exit_code == 0, done.output
-    return file.read_text()
+    return tmp_path / "page.md"
 
 
-def test_the_page_is_made_of_the_runs_that_are_there(page: str) -> None:
-    assert "--workload mnist1d --workload gpt --workload gpt-frozen --seeds 0,1`,\nat commit `abc`" in page
-    assert "\nKept.\n" in page
-    assert "Gone." not in page
-    mnist1d, gpt, frozen = (page.partition(f"## {name}\n")[2].partition("\n## ")[0] for name in _TABLES)
-    rows = [line for line in mnist1d.splitlines() if line.startswith("| `")]
-    # Two seeds: 12.706 standard errors. 20 or 30 steps of 5 ms, and what encoding and the link take.
+def test_the_page_is_made_of_the_runs_that_are_there(page: Path) -> None:
+    text = page.read_text()
+    assert "--workload mnist1d --workload gpt --workload gpt-frozen --seeds 0,1`,\nat commit `abc`" in text
+    mnist1d, gpt, frozen = (text.partition(f"## {name}\n")[2].partition("\n## ")[0] for name in _TABLES)
+    rows = [line for line in mnist1d.splitlines() if re.match(r"\| \**`", line)]
+    # Two seeds: 12.706 standard errors. 20 or 30 steps of 5 ms, and what encoding and the link take. Of those that are
+    # neither well known nor beside no better one, none is here: signsgd, and qsgd:bits=2, which diverged.
     assert rows == [
-        "| `none` | 1.0 | 0.5500 ± 0.6353 | 72.50 ± 31.76 | +0.00 ± 0.00 | 20 | 0.08 | 0.5 (0.60 x) | 0.1 (0.86 x) |",
-        "| `fp16` | 2.0 | 0.5000 ± 0.0000 | 75.00 ± 0.00 | -2.50 ± 31.77 | 20 | 0.04 | 0.3 (1.00 x) | 0.1 (1.00 x) |",
-        "| `qsgd:bits=2`; 1 of 1 diverged | 8.0 | - | - | - | 1 of 1 missed it | - | - | - |",
-        "| `topk:ratio=0.01` | 20.0 | 0.5544 ± 0.6404 | 72.28 ± 32.02 | +0.22 ± 0.25 | 30 | 0.01 | 0.2 (1.25 x) "
-        "| 0.2 (0.56 x) |",
-        "| `signsgd` | 32.0 | 0.9000 ± 0.0000 | 55.00 ± 0.00 | +17.50 ± 31.77 | 1 of 2 missed it | - | - | - |",
+        "| `none` | 1.0 | +0.0 ± 0.0 | 0.5 (0.60x) | 0.1 (0.86x) |",
+        "| **`fp16`** | 2.0 | -2.5 ± 31.8 | 0.3 (1.00x) | 0.1 (1.00x) |",
+        "| **`topk:ratio=0.01`** | 20.0 | +0.2 ± 0.3 | 0.2 (1.25x) | 0.2 (0.56x) |",
     ]
-    assert "seeds 0, 1. Target: loss=0.85. A step computes for 5.0 ms." in mnist1d
+    assert "seeds 0, 1: model cnn1d" in mnist1d
+    assert "Target: loss=0.85. A step computes for 5.0 ms." in mnist1d
     assert "Failed: `atomo:rank=2`, seed 1: Error: no room" in mnist1d
     assert "A step computes for 7.0 ms." in gpt
-    assert "Left out: `dgc:ratio=0.01`, `dgc:ratio=0.001`, as what is sent there is a momentum already." in frozen
     # Beside AdamW's dense training, which the frozen one's does not reach.
-    assert "| `none` (gpt) | 1.0 | 2.0000 ± 0.0000 | 1.00 ± 0.00 | +0.00 ± 0.00 | 20 |" in frozen
-    assert "| `none` | 1.0 | 2.7500 ± 0.0000 | 1.38 ± 0.00 | +37.50 ± 0.00 | 2 of 2 missed it | - | - | - |" in frozen
-    assert "| `int4` | 50.0 | 2.0200 ± 0.0000 | 1.01 ± 0.00 | +1.00 ± 0.00 | 20 | 0.00 | 0.1 (4.17 x) |" in frozen
+    assert "| `none` (gpt) | 1.0 | +0.0 ± 0.0 |" in frozen
+    assert "| `none` | 1.0 | +37.5 ± 0.0 | - | - |" in frozen
+    assert "| **`int4`** | 50.0 | +1.0 ± 0.0 | 0.1 (4.17x) |" in frozen
 
 
 _TABLES = ("mnist1d", "gpt", "gpt-frozen")
 
 
-def test_the_best_are_those_that_send_little_and_lose_little(page: str) -> None:
-    assert "| mnist1d | 15 | 1 | `topk:ratio=0.01` (20 x, +0.2)" in page
-    assert "| mnist1d | 50 | 3 | none |" in page
-    assert "| gpt-frozen | 50 | 3 | `int4` (50 x, +1.0) |" in page
+def test_the_csv_has_all_rows(page: Path) -> None:
+    with page.with_suffix(".csv").open() as file:
+        rows = {(row["workload"], row["trained_in"], row["method"]): row for row in csv.DictReader(file)}
+    assert len(rows) == 5 + 1 + 3
+    topk = rows["mnist1d", "mnist1d", "topk:ratio=0.01"]
+    shown = ("seeds", "factor", "accuracy", "accuracy_half", "lost", "lost_half", "steps", "megabytes", "perplexity")
+    assert [topk[name] for name in shown] == ["2", "20.0", "0.7228", "0.32019", "0.22", "0.25412", "30.0", "0.006", ""]
+    assert rows["mnist1d", "mnist1d", "qsgd:bits=2"]["diverged"] == "1"
+    signs = rows["mnist1d", "mnist1d", "signsgd"]
+    assert (signs["seeds"], signs["reached"], signs["steps"], signs["seconds_1gbit"]) == ("2", "1", "", "")
+    assert rows["gpt-frozen", "gpt", "none"]["perplexity"] == "1.0"
+
+
+def test_what_is_written_by_hand_is_kept(benchmark_file: ModuleType, page: Path, tmp_path: Path) -> None:
+    """And a workload without marks is in the CSV alone."""
+    table = page.read_text().partition("## gpt\n\n")[2].partition("\n\n## ")[0]
+    page.write_text("# By hand\n\nBefore.\n<!-- made: gpt -->\nOld.\n<!-- end of gpt -->\nAfter.\n")
+    words = ["--page-only", "--runs", str(tmp_path / "runs"), "--table", str(page), "--compute-ms", "gpt=7"]
+    assert CliRunner().invoke(benchmark_file.main, words).exit_code == 0
+    assert page.read_text() == f"# By hand\n\nBefore.\n{table}\nAfter.\n"
 
 
 def test_an_interval_is_of_students_t(benchmark_file: ModuleType) -> None:
