@@ -5,20 +5,24 @@ It takes pseudo-gradients, the weights at the latest exchange minus those now, w
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence, Set
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
+from hvdcomp.bindings.base import PRESENCE_BYTES
 from hvdcomp.bindings.elastic import may_change
 from hvdcomp.bindings.setup import Setup
+from hvdcomp.communicators import SimulatedCommunicator
 from hvdcomp.communicators.ranks import Ranks
 from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import refused_on_every_rank
 from hvdcomp.exchange.engine import UnderWay
 from hvdcomp.policies import Policy
+from hvdcomp.torch.local_steps_auto import sketch
 from hvdcomp.torch.parameters import by_name, plain_names
 from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining, checksums_of
 
@@ -49,6 +53,7 @@ class LocalStepsBinding(TorchTraining):
     ) -> None:
         self._told, self._inner = told, inner
         self._sent: list[str] = []
+        self._bytes_beside = 0  # of the latest `agree`
         # In an elastic job the others may be elsewhere, since new ranks begin while they train.
         with nullcontext() if may_change() else refused_on_every_rank(communicator, torch.empty(0)):
             _check(setup, communicator)
@@ -80,6 +85,34 @@ class LocalStepsBinding(TorchTraining):
         parameters = list(self._parameters.values())
         anchors = list(self._anchors.values())
         return [anchors[place] - parameters[place].detach() for place in places]
+
+    def now(self) -> float:
+        """Seconds on the clock by which rounds are timed."""
+        ranks: object = self.communicator
+        return ranks.now() if isinstance(ranks, SimulatedCommunicator) else time.perf_counter()
+
+    @torch.no_grad()
+    def agree(self, decided: int, moved: Sequence[torch.Tensor]) -> tuple[int, float]:
+        """Waits for all ranks; the number of steps that rank 0 has decided, and the drift.
+
+        Args:
+            decided: by this rank.
+            moved: the pseudo-gradients of all parameters.
+
+        Returns:
+            The drift as of `RoundLength.learn`, estimated by sketches.
+        """
+        own = sketch(moved)
+        head = torch.tensor([float(decided * (self.communicator.rank == 0)), float(own.dot(own))], dtype=own.dtype)
+        told = torch.cat([head, own])
+        self._bytes_beside = told.nbytes
+        ranks = self.communicator
+        total = ranks.wait(ranks.start_allreduce(told, "sum", "hvdcomp.rounds"))
+        mean = total[1:] / ranks.world_size
+        return round(float(total[0])), max(0.0, float(mean[0] - mean[1:].dot(mean[1:])))
+
+    def presence_bytes(self, tensors: int) -> int:
+        return PRESENCE_BYTES + self._bytes_beside
 
     @torch.no_grad()
     def send(self, places: Sequence[int], moved: Sequence[torch.Tensor], background: bool, earlier: int = 0) -> None:
