@@ -18,9 +18,12 @@ from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators import SimulatedCommunicator
 from hvdcomp.communicators.ranks import Ranks
 from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
-from hvdcomp.errors import ConfigurationError
+from hvdcomp.compressors import Compressor
+from hvdcomp.compressors.sparse_chunked import ChunkedTopK
+from hvdcomp.compressors.sparsification import WithRatio
+from hvdcomp.errors import ConfigurationError, warn_alone
 from hvdcomp.exchange.agreement import refused_on_every_rank
-from hvdcomp.exchange.engine import UnderWay
+from hvdcomp.exchange.engine import Engine, UnderWay
 from hvdcomp.policies import Policy
 from hvdcomp.torch.local_steps_auto import sketch
 from hvdcomp.torch.parameters import by_name, plain_names
@@ -65,6 +68,8 @@ class LocalStepsBinding(TorchTraining):
         """Compares settings and weights in the first local step, and the first after a change of the ranks; waits for
         all of them then."""
         self._first_steps.compare()
+        if self.communicator.rank == 0:
+            _warn_of_momentum(self.engine, self._optimizer.param_groups[0]["momentum"])
 
     def enter_local_step(self) -> None:
         """Enters a step without an exchange."""
@@ -173,6 +178,30 @@ class LocalStepsBinding(TorchTraining):
     def checksums(self, names: Sequence[str]) -> list[int]:
         """Of the anchors: between two exchanges the weights themselves differ."""
         return checksums_of(self._anchors, names)
+
+
+FEW = 0.05  # of the elements
+MUCH = 0.9  # of an outer momentum
+"""Where trainings with both were unstable (docs/local-steps.md)."""
+
+
+def _warn_of_momentum(engine: Engine, momentum: float) -> None:
+    """Warns if the outer momentum goes on with what sparsifiers send late."""
+    leaves = dict.fromkeys(engine.compressor.leaves())
+    late = [leaf for leaf in leaves if _share_sent(leaf) <= FEW and engine.planner.memory_for(leaf).keeps]
+    if momentum >= MUCH and late:
+        warn_alone(
+            f"LocalSteps: an outer momentum of {momentum} may make the training unstable with "
+            f"{', '.join(map(str, late))}, where most of a pseudo-gradient is sent many rounds late. Give "
+            f"outer_momentum=0.5 or less, or send more than {FEW:.0%} of the elements "
+            "(docs/local-steps.md#outer-momentum-and-few-elements)"
+        )
+
+
+def _share_sent(compressor: Compressor) -> float:
+    if isinstance(compressor, ChunkedTopK):
+        return compressor.k / compressor.chunk
+    return compressor.ratio if isinstance(compressor, WithRatio) else 1.0
 
 
 def _check(setup: Setup, communicator: Ranks) -> None:

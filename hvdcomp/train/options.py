@@ -390,15 +390,15 @@ class TrainingOptions:
 
     def _checks_of_streaming(self) -> Iterator[tuple[bool, str]]:
         every = self.local_steps
-        takes = isinstance(every, int) and every > 1 and self.optimizer != "compressed-adam"
+        takes = self.steps_alone and self.optimizer != "compressed-adam"
         for name in ("fragments", "delay", "local_share"):
             value = getattr(self, name)
             yield (
-                takes or value == getattr(TrainingOptions, name),
+                (takes and isinstance(every, int)) or value == getattr(TrainingOptions, name),
                 f"--{name.replace('_', '-')} {value} is of --local-steps N, a number above 1, with another optimizer "
                 "than compressed-adam",
             )
-        if takes:
+        if takes and isinstance(every, int):
             yield 1 <= self.fragments <= every, f"--fragments {self.fragments}: from 1 to --local-steps {every}"
             yield (
                 0 <= self.delay * self.fragments < every,
