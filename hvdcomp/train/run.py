@@ -462,11 +462,11 @@ def _cost(spent: Any, last: Any) -> dict[str, float | None]:
     """What the ledgers say of a step.
 
     Args:
-        spent: in it.
+        spent: in it, as a difference of sums.
         last: the latest entry of layers, which has the times; None with one rank, of which Horovod compresses nothing.
     """
     counts = ("bytes_sent", "bytes_in_node", "dense_bytes", "floats_sent")
-    cost: dict[str, float | None] = {name: getattr(spent, name) for name in counts}
+    cost: dict[str, float | None] = {name: round(getattr(spent, name), 6) for name in counts}
     for phase in ("encode", "communicate", "decode"):
         seconds = None if last is None else getattr(last, f"{phase}_seconds")
         cost[f"{phase}_ms"] = None if seconds is None else 1000 * seconds
