@@ -180,7 +180,7 @@ class LocalStepsBinding(TorchTraining):
         return checksums_of(self._anchors, names)
 
 
-FEW = 0.05  # of the elements
+FEW = 0.1  # of the elements
 MUCH = 0.9  # of an outer momentum
 """Where trainings with both were unstable (docs/local-steps.md)."""
 

@@ -483,9 +483,9 @@ def test_what_comes_too_late_is_refused() -> None:
 @pytest.mark.parametrize(
     ("compressor", "options", "warns"),
     [
-        (TopK(ratio=0.05), {}, True),
+        (TopK(ratio=0.1), {}, True),
         (ChunkedTopK(), {}, True),
-        (TopK(ratio=0.1), {}, False),
+        (TopK(ratio=0.2), {}, False),
         (TopK(ratio=0.05), {"outer_momentum": 0.5}, False),
         (EFSignSGD(), {}, False),
     ],

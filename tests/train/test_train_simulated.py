@@ -102,8 +102,8 @@ def test_simulated_ranks_end_with_the_weights_of_real_ones(kind: str, ranks: int
 def test_local_steps_of_any_length_end_with_the_same_weights(steps: str, tmp_path: Path) -> None:
     """Evaluated are the outer weights, and the last exchange is one more; the bytes of all steps are those of the run.
     """
-    options = [*_MLP, "--steps", "21", "--local-steps", *steps.split(), "--compression", "topk:ratio=0.05"]
-    options += ["--validation-samples", "64", "--evaluate-every", "10"]
+    options = [*_MLP, "--steps", "21", "--local-steps", *steps.split(), "--compression", "topk:ratio=0.1"]
+    options += ["--validation-samples", "64", "--evaluate-every", "10", "--outer-momentum", "0.5"]
     found = _simulated(2, tmp_path, *options)
     assert found["identical"]
     lines = (tmp_path / "simulated" / "steps.jsonl").read_text().splitlines()
