@@ -174,6 +174,11 @@ METHODS = (
     *_methods("mstopk:ratio=0.01", "mstopk:ratio=0.001", "redsync:ratio=0.01", "redsync:ratio=0.001"),
     *_methods("sidco:ratio=0.01", "sidco:ratio=0.001", "stc:ratio=0.01", "stc:ratio=0.001"),
     *_methods("topkc:ratio=0.01", "topkc:ratio=0.05,chunk=16", "arctopk:ratio=0.02"),
+    # As many bytes as `topkc` and `arctopk` send there; other models would need other levels.
+    *_methods(
+        *("topk:ratio=0.0751", "topk:ratio=0.024", "topk:ratio=0.0175"),
+        left_out=dict.fromkeys(("gpt", "gpt-frozen", "lstm"), "its level is for mnist1d"),
+    ),
     *_methods("chunkedtopk:chunk=512,k=8"),  # the published 1 in 64, in chunks that small tensors fill
     # As `LocalSteps.sparseloco` has it.
     Method(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,10 @@ from hvdcomp.compressors.memory import ErrorFeedback
 from hvdcomp.compressors.sparse_chunked import ChunkedTopK
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.specs.described import is_number
+from hvdcomp.specs.parsing import parse
 from hvdcomp.torch.compressed_adam import CompressedAdam
+from hvdcomp.torch.learning_rate import rates_of
+from hvdcomp.torch.local_steps_auto import AutoRounds, RoundLength
 from hvdcomp.torch.local_steps_binding import NO_NEW_GROUP, NO_SCALER, LocalStepsBinding
 from hvdcomp.torch.local_steps_rounds import Rounds, Sent, grouped
 
@@ -57,7 +61,9 @@ class LocalSteps(torch.optim.Optimizer):
 
     Args:
         optimizer: the inner one, of any kind; with its own clipping and learning rate.
-        every: steps from one exchange to the next; 30 to 500 were published.
+        every: steps from one exchange to the next; 30 to 500 were published. With "auto", or such as
+            "auto:share=0.05,start=10", rank 0 decides after each exchange, by the rule of
+            `hvdcomp.torch.local_steps_auto.AutoRounds`; neither with `fragments`, a delay nor a local share.
         compression: of this optimizer alone. Default: float32 as it is. Rules by name and checkpoints go by the names
             that it was given as `named_parameters`, or the inner optimizer was (PyTorch 2.6), or else by numbers.
         fragments: groups of whole parameters, of about equal size; each is exchanged once in `every` steps.
@@ -72,6 +78,7 @@ class LocalSteps(torch.optim.Optimizer):
 
     Attributes:
         inner, outer: the two optimizers.
+        every: steps of the round under way.
         compression: with the ledger, in which a local step has no bytes.
         in_sync: whether all ranks have the same weights now: with several fragments, a delay or a local share after
             `exchange` only.
@@ -89,7 +96,7 @@ class LocalSteps(torch.optim.Optimizer):
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        every: int = 30,
+        every: int | str = 30,
         *,
         compression: UsedCompression | None = None,
         fragments: int = 1,
@@ -102,18 +109,27 @@ class LocalSteps(torch.optim.Optimizer):
     ) -> None:
         _check(optimizer, outer_lr, outer_momentum)
         sizes = [one.numel() for group in optimizer.param_groups for one in group["params"]]
-        self._rounds = Rounds(every, fragments, delay, local_share)
+        self._auto = parse(every, {AutoRounds.name: AutoRounds}, "round length") if isinstance(every, str) else None
+        first = every if self._auto is None else self._auto.start
+        self._rounds = Rounds(first, fragments, delay, local_share)  # type: ignore[arg-type]
         self._rounds.check(len(sizes))
+        if self._auto is not None and not self._rounds.end_in_sync:
+            raise ConfigurationError(
+                f"LocalSteps: every={every!r} does not go with fragments, delay or local_share, where no round ends "
+                "with the same weights on all ranks; give a number of steps, or leave them out"
+            )
+        self._length = None if self._auto is None else RoundLength(self._auto.start)
         self._fragments = grouped(sizes, fragments)
         if compression is None:
             compression = _made(NoCompression())
         require_compression(compression, "hvdcomp.torch.LocalSteps")
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._step_supports_amp_scaling = True  # so that a GradScaler calls `step` always, which refuses it
-        self.inner, self.every, self.compression = optimizer, every, compression
+        self.inner, self.compression = optimizer, compression
         self._share_groups()
         self._steps = 0  # since all ranks had the same weights
         self._sent: Sent | None = None
+        self._timed_from: tuple[float, int] | None = None  # seconds, and steps of the round by then
         self._anchored = False  # whether the anchors are those to go on from
         anchors = [parameter.detach().clone() for parameter in self._parameters()]
         self.outer = torch.optim.SGD(
@@ -151,6 +167,10 @@ class LocalSteps(torch.optim.Optimizer):
         return cls(optimizer, every, **{"outer_lr": 1.0, "outer_momentum": 0.0, **options}, compression=sparse)
 
     @property
+    def every(self) -> int:
+        return self._rounds.every
+
+    @property
     def in_sync(self) -> bool:
         return self._steps == 0
 
@@ -175,7 +195,7 @@ class LocalSteps(torch.optim.Optimizer):
             if rounds.delay == 0:
                 self._receive(self._fragments[number], rounds.local_share)
                 if rounds.end_in_sync:
-                    self._steps = 0
+                    self._end_round()
         return loss
 
     def exchange(self) -> None:
@@ -187,7 +207,7 @@ class LocalSteps(torch.optim.Optimizer):
         everything = list(range(len(self._anchors())))
         self._send(everything, background=False)
         self._receive(everything, 0.0)
-        self._steps = 0
+        self._end_round()
 
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
@@ -204,6 +224,9 @@ class LocalSteps(torch.optim.Optimizer):
     def _send(self, places: list[int], background: bool) -> None:
         assert self._binding is not None
         moved = self._binding.moved(places)
+        if self._length is not None:  # now: an exchange may take place in `moved`
+            self._agreed = self._binding.agree(self._length.steps, moved)
+            self._met_at = self._binding.now()
         self._binding.send(places, moved, background)
         self._sent = Sent(places, self._steps, moved) if background else None
 
@@ -224,6 +247,21 @@ class LocalSteps(torch.optim.Optimizer):
             else:
                 parameters[place].copy_(anchors[place])
 
+    def _end_round(self) -> None:
+        """Begins the next round, with as many steps as rank 0 has decided."""
+        steps, self._steps = self._steps, 0
+        if self._auto is None or self._length is None:
+            return
+        assert self._binding is not None
+        assert self._timed_from is not None
+        now, (began, before) = self._binding.now(), self._timed_from
+        decided, drift = self._agreed
+        if steps == self.every:  # not one that `exchange` has ended
+            seconds = (self._met_at - began) / max(1, steps - before)
+            self._length.learn(self._auto, steps, drift, max(rates_of(self.inner)), seconds, now - self._met_at)
+        self._rounds = self._rounds._replace(every=decided)
+        self._timed_from = now, 0
+
     def _begin(self) -> LocalStepsBinding:
         """The binding, after the ranks have compared what they were told: in the first step, and the first after a
         change of the ranks."""
@@ -241,10 +279,12 @@ class LocalSteps(torch.optim.Optimizer):
                 **{f"outer {name}": outer[name] for name in ("lr", "momentum", "nesterov")},
                 "local steps since the latest exchange": self._steps,
                 "sent after local steps": None if self._sent is None else self._sent.at,
+                "every": self.every if self._auto is None else f"{self._auto}, now {self.every}",
             }
             binding.compare()
             if self._sent is not None:
                 binding.send(self._sent.places, self._sent.moved, True, self._steps - self._sent.at)
+            self._timed_from = binding.now(), self._steps + 1  # the gradients of this step are there already
         return binding
 
     # What an optimizer is asked for.
@@ -272,6 +312,7 @@ class LocalSteps(torch.optim.Optimizer):
                 "steps": self._steps,
                 "sent": None if self._sent is None else self._sent._asdict(),
                 "rounds": self._rounds._asdict(),
+                "auto": None if self._length is None else dataclasses.asdict(self._length),
                 "anchors": self._anchors(),
                 "outer": self.outer.state_dict(),
                 "compression": self.compression.state_dict(),
@@ -328,6 +369,11 @@ class LocalSteps(torch.optim.Optimizer):
         self.inner.load_state_dict({name: one for name, one in state_dict.items() if name != OWN})
         self._share_groups()
         self._anchored, self._steps, self._sent = own is not None, 0, None
+        if self._auto is not None:
+            saved = None if own is None else own.get("auto")
+            self._length = RoundLength(self._auto.start) if saved is None else RoundLength(**saved)
+            every = self._auto.start if own is None or saved is None else own["rounds"]["every"]
+            self._rounds = self._rounds._replace(every=every)
         self.outer.state.clear()
         if own is not None:
             self.outer.load_state_dict(own["outer"])

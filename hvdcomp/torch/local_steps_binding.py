@@ -5,20 +5,27 @@ It takes pseudo-gradients, the weights at the latest exchange minus those now, w
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence, Set
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
+from hvdcomp.bindings.base import PRESENCE_BYTES
 from hvdcomp.bindings.elastic import may_change
 from hvdcomp.bindings.setup import Setup
+from hvdcomp.communicators import SimulatedCommunicator
 from hvdcomp.communicators.ranks import Ranks
 from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
-from hvdcomp.errors import ConfigurationError
+from hvdcomp.compressors import Compressor
+from hvdcomp.compressors.sparse_chunked import ChunkedTopK
+from hvdcomp.compressors.sparsification import WithRatio
+from hvdcomp.errors import ConfigurationError, warn_alone
 from hvdcomp.exchange.agreement import refused_on_every_rank
-from hvdcomp.exchange.engine import UnderWay
+from hvdcomp.exchange.engine import Engine, UnderWay
 from hvdcomp.policies import Policy
+from hvdcomp.torch.local_steps_auto import sketch
 from hvdcomp.torch.parameters import by_name, plain_names
 from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining, checksums_of
 
@@ -49,6 +56,7 @@ class LocalStepsBinding(TorchTraining):
     ) -> None:
         self._told, self._inner = told, inner
         self._sent: list[str] = []
+        self._bytes_beside = 0  # of the latest `agree`
         # In an elastic job the others may be elsewhere, since new ranks begin while they train.
         with nullcontext() if may_change() else refused_on_every_rank(communicator, torch.empty(0)):
             _check(setup, communicator)
@@ -60,6 +68,8 @@ class LocalStepsBinding(TorchTraining):
         """Compares settings and weights in the first local step, and the first after a change of the ranks; waits for
         all of them then."""
         self._first_steps.compare()
+        if self.communicator.rank == 0:
+            _warn_of_momentum(self.engine, self._optimizer.param_groups[0]["momentum"])
 
     def enter_local_step(self) -> None:
         """Enters a step without an exchange."""
@@ -80,6 +90,34 @@ class LocalStepsBinding(TorchTraining):
         parameters = list(self._parameters.values())
         anchors = list(self._anchors.values())
         return [anchors[place] - parameters[place].detach() for place in places]
+
+    def now(self) -> float:
+        """Seconds on the clock by which rounds are timed."""
+        ranks: object = self.communicator
+        return ranks.now() if isinstance(ranks, SimulatedCommunicator) else time.perf_counter()
+
+    @torch.no_grad()
+    def agree(self, decided: int, moved: Sequence[torch.Tensor]) -> tuple[int, float]:
+        """Waits for all ranks; the number of steps that rank 0 has decided, and the drift.
+
+        Args:
+            decided: by this rank.
+            moved: the pseudo-gradients of all parameters.
+
+        Returns:
+            The drift as of `RoundLength.learn`, estimated by sketches.
+        """
+        own = sketch(moved)
+        head = torch.tensor([float(decided * (self.communicator.rank == 0)), float(own.dot(own))], dtype=own.dtype)
+        told = torch.cat([head, own])
+        self._bytes_beside = told.nbytes
+        ranks = self.communicator
+        total = ranks.wait(ranks.start_allreduce(told, "sum", "hvdcomp.rounds"))
+        mean = total[1:] / ranks.world_size
+        return round(float(total[0])), max(0.0, float(mean[0] - mean[1:].dot(mean[1:])))
+
+    def presence_bytes(self, tensors: int) -> int:
+        return PRESENCE_BYTES + self._bytes_beside
 
     @torch.no_grad()
     def send(self, places: Sequence[int], moved: Sequence[torch.Tensor], background: bool, earlier: int = 0) -> None:
@@ -140,6 +178,30 @@ class LocalStepsBinding(TorchTraining):
     def checksums(self, names: Sequence[str]) -> list[int]:
         """Of the anchors: between two exchanges the weights themselves differ."""
         return checksums_of(self._anchors, names)
+
+
+FEW = 0.1  # of the elements
+MUCH = 0.9  # of an outer momentum
+"""Where trainings with both were unstable (docs/local-steps.md)."""
+
+
+def _warn_of_momentum(engine: Engine, momentum: float) -> None:
+    """Warns if the outer momentum goes on with what sparsifiers send late."""
+    leaves = dict.fromkeys(engine.compressor.leaves())
+    late = [leaf for leaf in leaves if _share_sent(leaf) <= FEW and engine.planner.memory_for(leaf).keeps]
+    if momentum >= MUCH and late:
+        warn_alone(
+            f"LocalSteps: an outer momentum of {momentum} may make the training unstable with "
+            f"{', '.join(map(str, late))}, where most of a pseudo-gradient is sent many rounds late. Give "
+            f"outer_momentum=0.5 or less, or send more than {FEW:.0%} of the elements "
+            "(docs/local-steps.md#outer-momentum-and-few-elements)"
+        )
+
+
+def _share_sent(compressor: Compressor) -> float:
+    if isinstance(compressor, ChunkedTopK):
+        return compressor.k / compressor.chunk
+    return compressor.ratio if isinstance(compressor, WithRatio) else 1.0
 
 
 def _check(setup: Setup, communicator: Ranks) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ torch = pytest.importorskip("torch")
 from hvdcomp import (  # noqa: E402
     DGC,
     Accordion,
+    ChunkedTopK,
     Compression,
     ConfigurationError,
     EFSignSGD,
@@ -476,6 +478,24 @@ def test_what_comes_too_late_is_refused() -> None:
             other.load_state_dict(optimizer.state_dict())
 
     SimulatedGroup(1).run(work)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "options", "warns"),
+    [
+        (TopK(ratio=0.1), {}, True),
+        (ChunkedTopK(), {}, True),
+        (TopK(ratio=0.2), {}, False),
+        (TopK(ratio=0.05), {"outer_momentum": 0.5}, False),
+        (EFSignSGD(), {}, False),
+    ],
+)
+def test_much_momentum_of_few_elements_is_warned_of(compressor: Any, options: dict[str, Any], warns: bool) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        train(lambda: Compression(compressor), steps=1, ranks=2, **options)
+    messages = [str(one.message) for one in told if "outer momentum of 0.9" in str(one.message)]
+    assert len(messages) == warns  # on rank 0
 
 
 def test_a_grad_scaler_is_refused_even_if_nobody_told_of_it() -> None:

@@ -93,6 +93,38 @@ def case_it_goes_on_bit_for_bit_between_two_exchanges() -> None:
     assert torch.equal(*results)
 
 
+def case_rounds_are_as_rank_0_decides_and_go_on_bit_for_bit() -> None:
+    """By the drift alone, since the times of the ranks are others in each run."""
+    results = []
+    for stop in (None, 21):
+        rule = "auto:start=2,share=1e-9"
+        parts, generator, seen = made(every=rule), own_generator(), []
+        if stop is not None:
+            train(*parts, generator, stop)
+            states = copy.deepcopy([one.state_dict() for one in parts])
+            parts = made(every=rule)
+            for one, state in zip(parts, states, strict=True):
+                one.load_state_dict(state)
+            assert not parts[1].in_sync
+        for _ in range(stop or 0, 40):
+            train(*parts, generator)
+            seen.append(parts[1].every)
+            assert differ(parts[0]) == (not parts[1].in_sync)
+        assert_same_everywhere(torch.tensor(seen, dtype=torch.float32))
+        results.append((weights(parts[0]), seen))
+    (whole, lengths), (resumed, lengths_after) = results
+    assert torch.equal(whole, resumed)
+    assert lengths[21:] == lengths_after
+    assert len(set(lengths)) > 2, lengths
+
+
+def case_rounds_are_short_where_the_exchange_takes_little_time() -> None:
+    model, optimizer, scheduler = made(every="auto:start=4,share=0.999")
+    train(model, optimizer, scheduler, own_generator(), 30)
+    assert optimizer.every == 1
+    assert_same_everywhere(weights(model))
+
+
 def case_what_is_not_finite_on_one_rank_stops_all() -> None:
     model, optimizer, scheduler = made()
     generator = own_generator()

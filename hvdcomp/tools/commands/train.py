@@ -55,6 +55,14 @@ def _option(name: str, help_text: str, **attributes: Any) -> Any:
     )
 
 
+def _steps_or_rule(context: click.Context, parameter: click.Parameter, value: int | str) -> int | str:
+    """A number of steps, or the rule by which there is one."""
+    try:
+        return int(value)
+    except ValueError:
+        return value
+
+
 _START = (
     "Start it on several ranks with: horovodrun -np 2 hvdcomp train ...  "
     "or: torchrun --nproc-per-node 2 -m hvdcomp train ..."
@@ -148,10 +156,20 @@ _START = (
 @_option(
     "--local-steps",
     "In PyTorch: steps of each rank by itself from one exchange to the next, with an outer Nesterov step as in DiLoCo; "
-    "with compressed-adam after freezing, and without.",
-    type=int,
-    metavar="K",
+    "with compressed-adam after freezing, and without. auto: as many as the times of steps and exchanges ask for, and "
+    "the drift of the ranks allows.",
+    type=str,
+    metavar="K|auto",
+    callback=_steps_or_rule,
 )
+@_option(
+    "--fragments",
+    "With local steps: groups of parameters that are exchanged at staggered steps, as in Streaming DiLoCo.",
+    type=int,
+    metavar="P",
+)
+@_option("--delay", "With local steps: steps that a group travels while the ranks go on.", type=int, metavar="STEPS")
+@_option("--local-share", "With local steps: what a rank keeps of its own weights then.", type=float, metavar="SHARE")
 @_option("--outer-lr", "Of the outer step after local steps.", type=float, metavar="LR", shown="0.7")
 @_option("--outer-momentum", "Of the outer step after local steps.", type=float, metavar="M", shown="0.9")
 @_option(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,14 @@ class Learner(ABC):
             accumulation: how many batches of the usual size they are.
         """
 
+    def end(self) -> None:
+        """Lets all ranks have the same weights, after the last step."""
+        return
+
+    def common_weights(self) -> AbstractContextManager[None]:
+        """Inside, the model has the weights that are to be the same on all ranks."""
+        return nullcontext()
+
     @abstractmethod
     def evaluate(self, inputs: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
         """Mean loss (of text: per token) and number of right answers of the model as it is."""
@@ -83,10 +92,6 @@ class Learner(ABC):
     @abstractmethod
     def parameters(self) -> Arrays:
         """The trained weights, by name."""
-
-    def shared_parameters(self) -> Arrays:
-        """Those of them that are to be the same on all ranks."""
-        return self.parameters()
 
     @abstractmethod
     def buffers(self) -> Arrays:

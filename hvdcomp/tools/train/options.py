@@ -104,7 +104,10 @@ class TrainingOptions:
     betas: tuple[float, float] = (0.9, 0.95)  # adamw, and what muon leaves to it
     freeze_after: int | None = None  # compressed-adam: steps; None: `FREEZE_AFTER` of the run
     freeze_compression: str = "int4"  # compressed-adam, before that
-    local_steps: int = 1  # from one exchange to the next; with compressed-adam after that
+    local_steps: int | str = 1  # from one exchange to the next, or as `LocalSteps`; with compressed-adam after freezing
+    fragments: int = 1  # of the parameters, as of `LocalSteps`
+    delay: int = 0  # steps that a fragment travels
+    local_share: float = 0.0  # of a rank's own weights after an exchange
     outer_lr: float | None = None  # of the step after local steps; None: that of `LocalSteps`
     outer_momentum: float | None = None
     refreshes_per_gap: int | None = None  # compressed-adam, after that: of the second moment; None for no refresh
@@ -302,6 +305,7 @@ class TrainingOptions:
                 f"--backward-passes-per-step {self.backward_passes_per_step}: at least 1",
             ),
             *self._checks_of_local_steps(),
+            *self._checks_of_streaming(),
             *self._checks_of_outer_step(),
             *self._checks_of_refreshes(),
             *self._checks_of_simulation(),
@@ -343,28 +347,68 @@ class TrainingOptions:
             if not right:
                 raise SetupError(message)
 
-    def _checks_of_local_steps(self) -> list[tuple[bool, str]]:
-        every, what = self.local_steps, f"--local-steps {self.local_steps}"
-        return [
-            (every >= 1, f"{what}: at least 1"),
-            (every <= 1 or self.framework == "torch", f"{what}: --framework torch has it alone"),
-            (
-                every <= 1 or (self.steps is not None and self.steps % every == 0),
+    @property
+    def steps_alone(self) -> bool:
+        """Whether each rank makes steps by itself."""
+        return not isinstance(self.local_steps, int) or self.local_steps > 1
+
+    @property
+    def common_every(self) -> int | None:
+        """Of how many steps all ranks have the same weights after each; None if they never need to, being evaluated by
+        the outer weights, and exchanging once more in the end."""
+        return self.local_steps if isinstance(self.local_steps, int) and not self._streams else None
+
+    @property
+    def _streams(self) -> bool:
+        return (self.fragments, self.delay, self.local_share) != (1, 0, 0.0)
+
+    def _checks_of_local_steps(self) -> Iterator[tuple[bool, str]]:
+        what, every = f"--local-steps {self.local_steps}", self.common_every
+        if isinstance(self.local_steps, int):
+            yield self.local_steps >= 1, f"{what}: at least 1"
+        else:
+            yield self.local_steps.partition(":")[0] == "auto", f"{what}: a number, auto, or such as auto:share=0.05"
+            yield self.optimizer != "compressed-adam", f"{what}: --optimizer compressed-adam takes a number"
+        if not self.steps_alone:
+            return
+        yield self.framework == "torch", f"{what}: --framework torch has it alone"
+        if every is None:
+            yield self.steps is not None, f"{what}: give --steps N too, after which the ranks exchange once more"
+        else:
+            yield (
+                self.steps is not None and self.steps % every == 0,
                 f"{what}: give --steps N too, a multiple of {every}, after which all ranks have the same weights",
-            ),
-            (
-                every <= 1 or (self.evaluate_every or 0) % every == 0,
+            )
+            yield (
+                (self.evaluate_every or 0) % every == 0,
                 f"{what}: --evaluate-every {self.evaluate_every} has to be a multiple of {every}",
-            ),
-            (
-                every <= 1 or self.optimizer != "compressed-adam" or self.checkpoint_folder is None,
-                f"{what} of compressed-adam saves no checkpoints; leave out --checkpoint-folder "
-                f"{self.checkpoint_folder}",
-            ),
-        ]
+            )
+        yield (
+            self.optimizer != "compressed-adam" or self.checkpoint_folder is None,
+            f"{what} of compressed-adam saves no checkpoints; leave out --checkpoint-folder {self.checkpoint_folder}",
+        )
+
+    def _checks_of_streaming(self) -> Iterator[tuple[bool, str]]:
+        every = self.local_steps
+        takes = self.steps_alone and self.optimizer != "compressed-adam"
+        for name in ("fragments", "delay", "local_share"):
+            value = getattr(self, name)
+            yield (
+                (takes and isinstance(every, int)) or value == getattr(TrainingOptions, name),
+                f"--{name.replace('_', '-')} {value} is of --local-steps N, a number above 1, with another optimizer "
+                "than compressed-adam",
+            )
+        if takes and isinstance(every, int):
+            yield 1 <= self.fragments <= every, f"--fragments {self.fragments}: from 1 to --local-steps {every}"
+            yield (
+                0 <= self.delay * self.fragments < every,
+                f"--delay {self.delay}: from 0 to {(every - 1) // max(1, self.fragments)} steps, since a fragment is "
+                "applied before the next is sent",
+            )
+            yield 0 <= self.local_share < 1, f"--local-share {self.local_share}: from 0 up to, not including, 1"
 
     def _checks_of_outer_step(self) -> Iterator[tuple[bool, str]]:
-        has_outer = self.local_steps > 1 and self.optimizer != "compressed-adam"
+        has_outer = self.steps_alone and self.optimizer != "compressed-adam"
         for name, value in (("--outer-lr", self.outer_lr), ("--outer-momentum", self.outer_momentum)):
             what = f"{name} {value}"
             yield value is None or has_outer, f"{what} is of --local-steps with another optimizer than compressed-adam"
@@ -379,7 +423,7 @@ class TrainingOptions:
                 f"{what} is of --optimizer compressed-adam; leave it out with --optimizer {self.optimizer}",
             ),
             (
-                refreshes is None or self.local_steps <= 1,
+                refreshes is None or not self.steps_alone,
                 f"{what} does not go with --local-steps {self.local_steps}, whose exchanges have no gradient of all "
                 "ranks; leave one of the two out",
             ),
@@ -458,10 +502,11 @@ class TrainingOptions:
             SetupError: an epoch ends where the ranks have no common weights.
         """
         evaluated = self.evaluate_every is not None or (self.steps or 0) <= steps_per_epoch
-        if self.local_steps > 1 and not evaluated and steps_per_epoch % self.local_steps:
+        every = self.common_every or 1
+        if not evaluated and steps_per_epoch % every:
             raise SetupError(
                 f"--local-steps {self.local_steps}: an epoch of {steps_per_epoch} steps would end while the ranks have "
-                f"weights of their own; give --evaluate-every N, a multiple of {self.local_steps}"
+                f"weights of their own; give --evaluate-every N, a multiple of {every}"
             )
         if self.optimizer != "compressed-adam" or self.freeze_after is not None:
             return self

@@ -133,7 +133,9 @@ class Run:
             with self._reporter:
                 status = self._train()
                 final = self._final_quality(status)
-            digests = self._ranks.gather(_digest(self._learner.shared_parameters()), "weights")
+            with self._learner.common_weights():
+                digest = _digest(self._learner.parameters())
+            digests = self._ranks.gather(digest, "weights")
             summary = self._summary(status, digests, final)
             if self._writer is not None:
                 self._writer.finish(summary)
@@ -253,8 +255,10 @@ class Run:
         if not self._stepped and self._learner.first_step is not None:
             self._reporter.note(self._learner.first_step)
         self._stepped = True
-        start, start_on_links = self._ranks.now(), self._ranks.on_links()
+        start, start_on_links, before = self._ranks.now(), self._ranks.on_links(), self._totals
         loss = self._learner.step(*self._data.training_batch(samples, self._augmenting), accumulation)
+        if self._step + 1 == self._options.steps:
+            self._learner.end()
         seconds = self._ranks.now() - start
         milliseconds = 1000 * seconds
         self._trained_seconds += seconds
@@ -276,7 +280,7 @@ class Run:
                 "accumulation": accumulation,
                 "ms": milliseconds,
             }
-            cost = _cost(self._compression, self._learner.row_ledger)
+            cost = _cost(self._totals.without(before), self._compression.ledger.last)
             self._writer.step(record, cost, self._compression.metrics)
 
     def _end_epoch(self) -> None:
@@ -353,11 +357,12 @@ class Run:
         share."""
         totals = np.zeros(3)  # loss, right answers, answers
         shard = evaluation_shard(len(part.x), self._ranks.size, self._ranks.rank)
-        for first in range(0, len(shard), _EVALUATION_BATCH):
-            samples = shard[first : first + _EVALUATION_BATCH]
-            targets = part.y[samples]
-            loss, right = self._learner.evaluate(self._data.model_input(part.x[samples]), targets)
-            totals += loss * targets.size, right, targets.size
+        with self._learner.common_weights():
+            for first in range(0, len(shard), _EVALUATION_BATCH):
+                samples = shard[first : first + _EVALUATION_BATCH]
+                targets = part.y[samples]
+                loss, right = self._learner.evaluate(self._data.model_input(part.x[samples]), targets)
+                totals += loss * targets.size, right, targets.size
         loss, right, count = self._ranks.sum(totals, "evaluation").tolist()
         return {"loss": loss / count, self._metric: right / count if self._metric == "accuracy" else _exp(loss / count)}
 
@@ -453,13 +458,15 @@ def _digest(parameters: Arrays) -> str:
     return digest.hexdigest()
 
 
-def _cost(compression: Compression, rows: Any) -> dict[str, float | None]:
-    """What the ledgers say of the last step, the times without those of rows; with one rank Horovod compresses nothing
-    and they are empty."""
-    last = compression.ledger.last
-    known = [one for one in (last, None if rows is None else rows.last) if one is not None]
+def _cost(spent: Any, last: Any) -> dict[str, float | None]:
+    """What the ledgers say of a step.
+
+    Args:
+        spent: in it, as a difference of sums.
+        last: the latest entry of layers, which has the times; None with one rank, of which Horovod compresses nothing.
+    """
     counts = ("bytes_sent", "bytes_in_node", "dense_bytes", "floats_sent")
-    cost: dict[str, float | None] = {name: sum(getattr(one, name) for one in known) for name in counts}
+    cost: dict[str, float | None] = {name: round(getattr(spent, name), 6) for name in counts}
     for phase in ("encode", "communicate", "decode"):
         seconds = None if last is None else getattr(last, f"{phase}_seconds")
         cost[f"{phase}_ms"] = None if seconds is None else 1000 * seconds

@@ -10,7 +10,7 @@ import io
 import itertools
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import hvdcomp
 from hvdcomp.compression import Compression
+from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.files import write_file
 from hvdcomp.tools.train import environment
 from hvdcomp.tools.train.dataset import DataSet
@@ -90,7 +91,7 @@ class TorchLearner(Learner):
             betas=options.betas,
             freeze_after=options.freeze_after,
             warm_up=options.freeze_compression,
-            local_steps=options.local_steps,
+            local_steps=int(options.local_steps),
             refreshes_per_gap=options.refreshes_per_gap,
         )
 
@@ -152,14 +153,24 @@ class TorchLearner(Learner):
     @property
     def _steps_alone(self) -> bool:
         """Whether the ranks exchange weights after several steps, and no gradients."""
-        return self._options.local_steps > 1 and self._options.optimizer != "compressed-adam"
+        return self._options.steps_alone and self._options.optimizer != "compressed-adam"
 
     def _distribute_steps(self, compression: Compression, **options: Any) -> None:
         """`distribute` where the ranks exchange no gradients; options as of `LocalSteps`."""
         self._compression = compression
-        every, outer = self._options.local_steps, ("outer_lr", "outer_momentum")
-        given = {name: value for name in outer if (value := getattr(self._options, name)) is not None}
-        self._optimizer = LocalSteps(self._optimizer, every, compression=compression, **given, **options)
+        own = self._options
+        for name in ("outer_lr", "outer_momentum"):
+            if (value := getattr(own, name)) is not None:
+                options[name] = value
+        options |= {"fragments": own.fragments, "delay": own.delay, "local_share": own.local_share}
+        try:
+            self._optimizer = LocalSteps(self._optimizer, own.local_steps, compression=compression, **options)
+        except SpecError as error:
+            raise ConfigurationError(f"--local-steps {error}") from None
+
+    def end(self) -> None:
+        if isinstance(self._optimizer, LocalSteps) and not self._optimizer.in_sync:
+            self._optimizer.exchange()
 
     @property
     def _clips(self) -> bool:
@@ -182,9 +193,8 @@ class TorchLearner(Learner):
     def parameters(self) -> Arrays:
         return {name: _array(parameter) for name, parameter in self._model.named_parameters()}
 
-    def shared_parameters(self) -> Arrays:
-        with self._optimizer.outer_weights() if isinstance(self._optimizer, LocalSteps) else nullcontext():
-            return {name: np.array(value) for name, value in self.parameters().items()}
+    def common_weights(self) -> AbstractContextManager[None]:
+        return self._optimizer.outer_weights() if isinstance(self._optimizer, LocalSteps) else nullcontext()
 
     def buffers(self) -> Arrays:
         return {name: _array(buffer) for name, buffer in self._model.named_buffers() if buffer.is_floating_point()}

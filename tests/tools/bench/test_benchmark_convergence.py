@@ -65,9 +65,9 @@ def test_seeds_come_one_after_the_other_and_patterns_choose(benchmark_file: Modu
         return [str(run) for run in benchmark_file.planned(["mnist1d", "gpt"], [0, 1], only, tmp_path)]
 
     assert chosen("none") == [f"{name} none seed {seed}" for seed in (0, 1) for name in ("mnist1d", "gpt")]
-    assert {one.split()[1] for one in chosen("topk", "*rank=1*")} == {
-        "topk:ratio=0.01",
-        "topk:ratio=0.001",
+    assert {one.split()[1] for one in chosen("dgc", "*rank=1*")} == {
+        "dgc:ratio=0.01",
+        "dgc:ratio=0.001",
         "powersgd:rank=1",
         "powersgd:rank=1,alternating=True",
     }

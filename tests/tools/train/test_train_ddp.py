@@ -82,13 +82,15 @@ def test_weights_are_those_of_horovod(kind: str, tmp_path: Path) -> None:
 @pytest.mark.alone
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("at", "local"), [(13, False), (3, False), (13, True)], ids=["saved", "nothing-saved", "between-two-exchanges"]
+    ("at", "local"),
+    [(13, ""), (3, ""), (13, "4"), (13, "6 --fragments 2 --delay 2 --local-share 0.5")],
+    ids=["saved", "nothing-saved", "between-two-exchanges", "in-an-exchange"],
 )
-def test_a_killed_rank_comes_back(at: int, local: bool, tmp_path: Path) -> None:
+def test_a_killed_rank_comes_back(at: int, local: str, tmp_path: Path) -> None:
     """torchrun starts all ranks again; they go on from the checkpoint, or anew where there is none yet."""
     options = [*_MLP, "--compression", "topk:ratio=0.02", "--checkpoint-every", "10"]
     if local:
-        options += ["--batch-size", "16", "--local-steps", "4", "--steps", "40", "--optimizer", "adamw"]
+        options += ["--batch-size", "16", "--local-steps", *local.split(), "--steps", "40", "--optimizer", "adamw"]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     done = _train(2, "torchrun", whole, [*options, "--checkpoint-folder", str(tmp_path / "one")])
     assert done.returncode == 0, done.stdout[-4000:]

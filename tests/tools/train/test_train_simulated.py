@@ -48,6 +48,10 @@ _KINDS = {
         *(*_GPT, "--steps", "9", "--optimizer", "adamw", "--local-steps", "3", "--compression", "topk:ratio=0.02"),
         *("--backward-passes-per-step", "2", "--clip-norm", "0.5"),
     ],
+    "streamed_local_steps": [
+        *(*_GPT, "--steps", "11", "--optimizer", "adamw", "--local-steps", "6", "--fragments", "2", "--delay", "2"),
+        *("--local-share", "0.5", "--compression", "topk:ratio=0.02"),
+    ],
     "muon": [*_GPT, "--optimizer", "muon", "--compression", "topk:ratio=0.02"],
     "rows": ["--model", "dlrm", "--data", "clicks", "--steps", "6", "--compression", "topk:ratio=0.1"],
     "dropout": [*_GPT, "--compression", "int8"],
@@ -92,6 +96,21 @@ def test_simulated_ranks_end_with_the_weights_of_real_ones(kind: str, ranks: int
     real = _real(ranks, "torchrun", tmp_path, *_KINDS[kind], "--overlap", "off")
     assert len(set(found["weights_sha256"])) == 1
     assert {key: found[key] for key in _SAME} == {key: real[key] for key in _SAME}
+
+
+@pytest.mark.parametrize("steps", ["auto:start=2", "6 --fragments 2 --delay 2 --local-share 0.5"])
+def test_local_steps_of_any_length_end_with_the_same_weights(steps: str, tmp_path: Path) -> None:
+    """Evaluated are the outer weights, and the last exchange is one more; the bytes of all steps are those of the run.
+    """
+    options = [*_MLP, "--steps", "21", "--local-steps", *steps.split(), "--compression", "topk:ratio=0.1"]
+    options += ["--validation-samples", "64", "--evaluate-every", "10", "--outer-momentum", "0.5"]
+    found = _simulated(2, tmp_path, *options)
+    assert found["identical"]
+    lines = (tmp_path / "simulated" / "steps.jsonl").read_text().splitlines()
+    sent = [json.loads(line)["bytes_sent"] for line in lines]
+    assert sum(sent) == found["bytes_sent"]
+    assert sent[-1] > 0
+    assert sent.count(0) >= 2
 
 
 @pytest.mark.alone
