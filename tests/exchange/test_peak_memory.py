@@ -40,7 +40,7 @@ def peak_of(spec: str, ranks: int) -> tuple[int, int]:
 def test_a_step_takes_the_payloads_of_all_ranks(spec: str) -> None:
     for ranks in (4, 16, 64):
         peak, payload = peak_of(spec, ranks)
-        assert peak == pytest.approx(ranks * payload, abs=10_000), ranks
+        assert peak == pytest.approx(ranks * payload, abs=10_000 + 400 * ranks), ranks  # and small objects
 
 
 @needs_kernels

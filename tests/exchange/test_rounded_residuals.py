@@ -122,10 +122,14 @@ def test_so_do_tensors_by_themselves(spec: str, dtype: str) -> None:
 
 
 @needs_triton
-@types
 @pytest.mark.parametrize(
-    "spec",
-    [pytest.param(one, marks=[pytest.mark.thorough] * (one not in SPECS[:2])) for one in SPECS if "atomo" not in one],
+    ("spec", "dtype"),
+    [
+        pytest.param(spec, dtype, marks=[pytest.mark.thorough] * ((spec, dtype) != ("efsignsgd", "bf16")))
+        for spec in SPECS
+        if "atomo" not in spec
+        for dtype in ("fp16", "bf16")
+    ],
 )
 @pytest.mark.usefixtures("in_interpreter")
 def test_so_do_kernels_on_a_device(spec: str, dtype: str) -> None:
