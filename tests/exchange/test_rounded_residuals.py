@@ -3,6 +3,7 @@ between two steps."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.engine import Engine
 from tests.exchange.test_buckets import BACKENDS, needs_kernels
-from tests.harness import Run, as_numpy, assert_same_on_all_ranks, copy, infos, make, run_engines
+from tests.harness import Run, as_numpy, assert_same_on_all_ranks, copy, infos, make, run_engines, set_to
 from tests.interpreted import needs_triton
 
 Shapes = dict[str, tuple[int, ...]]
@@ -49,11 +50,18 @@ def gradients(backend: str, shapes: Shapes, of: str, rank: int, step: int) -> di
 
 
 def run(
-    backend: str, spec: str, memory: ErrorFeedback, rounds_to: str = "", shapes: Shapes = SHAPES, of: str = "float32"
+    backend: str,
+    spec: str,
+    memory: ErrorFeedback,
+    rounds_to: str = "",
+    shapes: Shapes = SHAPES,
+    of: str = "float32",
+    also: Callable[[Engine, int], None] = lambda engine, step: None,
 ) -> list[Run]:
-    """rounds_to: between two steps, by this test; empty for not at all."""
+    """rounds_to: between two steps, by this test; empty for not at all. also: done before each step."""
 
     def before(engine: Engine, step: int) -> None:
+        also(engine, step)
         for state in engine.states.values():
             if rounds_to and state.memory:
                 state.memory = tuple(make(backend, rounded(one, rounds_to), "float32") for one in state.memory)
@@ -100,6 +108,16 @@ def test_a_bucket_rounds_what_is_left(spec: str, backend: str, dtype: str) -> No
 def test_the_decay_is_of_what_was_rounded(spec: str) -> None:
     found, plain = run("numpy", spec, ErrorFeedback(0.7, "bf16")), run("numpy", spec, ErrorFeedback(0.7), "bf16")
     assert_rounds("bf16", found, plain)
+
+
+@needs_kernels
+def test_a_dense_step_sends_it_and_somebody_may_replace_x() -> None:
+    def change(engine: Engine, step: int) -> None:
+        engine.before_compress = lambda look: {"matrix": look["matrix"] * np.float32(0.5)}
+        set_to(engine, parse_compressor("none" if step == 3 else "efsignsgd"))
+
+    found = run("numpy", "efsignsgd", ErrorFeedback(dtype="bf16"), also=change)
+    assert_rounds("bf16", found, run("numpy", "efsignsgd", ErrorFeedback(), "bf16", also=change))
 
 
 @needs_kernels
