@@ -19,8 +19,8 @@ from hvdcomp.specs.described import Described, Rule, Share
 
 State = tuple[Array, ...]
 
-_ROUNDED = {"float32": None, "fp16": "float16", "bf16": "bfloat16"}
-_DTYPE = Rule(lambda dtype: dtype in _ROUNDED, "float32, fp16 or bf16")
+_ROUNDS_TO = {"float32": None, "fp16": "float16", "bf16": "bfloat16"}
+_DTYPE = Rule(lambda dtype: dtype in _ROUNDS_TO, "float32, fp16 or bf16")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Memory(Described):
 class ErrorFeedback(Memory):
     """x = g + r is compressed; r = x - C(x) is kept (Karimireddy et al. 2019, arXiv:1901.09847, algorithm 2).
 
-        hvdcomp.Compression("topk:ratio=0.01", memory="error_feedback:dtype=bf16")
+        hvdcomp.Compression.from_spec("topk:ratio=0.01", memory="error_feedback:dtype=bf16")
 
     Attributes:
         decay: the residual is multiplied by this before it is added; 1 loses nothing.
@@ -94,7 +94,7 @@ class ErrorFeedback(Memory):
     @property
     def rounds_to(self) -> str | None:  # type: ignore[override]
         """`dtype` by its common name."""
-        return _ROUNDED[self.dtype]
+        return _ROUNDS_TO[self.dtype]
 
     def prepare(self, xp: ModuleType, gradient: Array, state: State) -> State:
         (residual,) = state or (xp.zeros(gradient.shape, like=gradient),)
