@@ -20,7 +20,7 @@ from hvdcomp.specs.described import Described, Rule, Share
 State = tuple[Array, ...]
 
 _ROUNDS_TO = {"float32": None, "fp16": "float16", "bf16": "bfloat16"}
-_DTYPE = Rule(lambda dtype: dtype in _ROUNDS_TO, "float32, fp16 or bf16")
+_DTYPE = Rule(lambda dtype: dtype in [*_ROUNDS_TO], "float32, fp16 or bf16")
 
 
 @dataclass(frozen=True)
