@@ -15,7 +15,6 @@ from click.core import ParameterSource
 from rich.text import Text
 
 from hvdcomp.compressors import BUCKET_BYTES, Compressor, evidence_in_words, first_to_try
-from hvdcomp.compressors.memory import ErrorFeedback
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import SpecError
 from hvdcomp.files import csv_of
@@ -422,7 +421,7 @@ def _conclusions(report: dict[str, Any]) -> list[str]:
 def _kept(compressor: Compressor, kept: float) -> str:
     """What a method keeps in memory, given the bytes of a parameter."""
     said = f"On a GPU it keeps {kept:.1f} bytes for each parameter from step to step."
-    if any(leaf.default_memory == ErrorFeedback() for leaf in compressor.leaves()):
+    if any(leaf.default_memory.name == "error_feedback" for leaf in compressor.leaves()):
         said += " Residuals take half of that with memory=error_feedback:dtype=bf16."
     return said
 
