@@ -343,6 +343,8 @@ def _print(report: dict[str, Any]) -> None:
     if (every := report.get("local_steps")) is not None:
         times = {"step": times.pop("step"), "local_step": f"{every} local\nsteps", **times}
     numbers = [*times.values(), *(["times\ndense"] if wide else [])]
+    kept = ["kept\nB/param"] if console.width >= 104 else []
+    numbers += kept
     headings = ["method", *numbers, "beats dense\nat Gb/s", "limited\nby"]
     table = make_table(*headings, numbers=numbers)
     for spec, row in sorted(report["methods"].items(), key=lambda entry: entry[1]["step_ms"]):
@@ -350,6 +352,7 @@ def _print(report: dict[str, Any]) -> None:
             Text(spec, "bold" if spec == report["winner"] else ""),
             *(_cell(part, row) for part in times),
             *([f"{row['speedup_over_dense']:.2f}"] if wide else []),
+            *([f"{row['kept_bytes_per_parameter']:.1f}"] if kept else []),
             "" if spec == UNCOMPRESSED or report["winner"] is None else _ranges(row["wins_in_gbps"]),
             row["limited_by"],
         )
