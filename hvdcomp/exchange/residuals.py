@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +31,7 @@ from hvdcomp.kernels.tables import EVERYTHING, FACTORS, NARROW, NOT_NEGATIVE, NO
 _PLACE = np.dtype([("buffer", "i8"), ("start", "i8"), ("address", "u8")])
 """Where something of a tensor lies: the number of the buffer, 0 for nowhere, the element there, and the address."""
 
-_KINDS = {"x": np.dtype("f4"), "velocity": np.dtype("f4"), "rounded": np.dtype("i2")}
+_KINDS: dict[str, np.dtype[Any]] = {"x": np.dtype("f4"), "velocity": np.dtype("f4"), "rounded": np.dtype("i2")}
 """What is kept of a tensor, and of what element type; of a rounded residual, the bits."""
 
 
