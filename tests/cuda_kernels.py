@@ -168,6 +168,8 @@ def every_form() -> list[Launch]:
         of_spec.append(launches(spec, shapes, momentum, 1, 3, True))
         for dtype, memory in itertools.product(("float16", "bfloat16"), (NoMemory(), ErrorFeedback(), momentum)):
             of_spec += [launches(spec, shapes, memory, 2, 3, watched, dtype=dtype) for watched in (False, True)]
+        if spec in ("efsignsgd", "topk:ratio=0.01", "powersgd:rank=4"):
+            of_spec += [launches(spec, shapes, ErrorFeedback(dtype=dtype), 2, 3) for dtype in ("fp16", "bf16")]
         for kernel, types, constants in itertools.chain(*of_spec):
             found[kernel.__name__, types, constants] = kernel, types, constants
     return list(found.values())

@@ -39,7 +39,8 @@ def state_of(engine: Engine, coordinator: Coordinator | None, copy: Callable[[Ar
         if state.compressor
     }
     residuals = {
-        name: {"memory": str(state.keeper), "arrays": [copy(array) for array in state.memory]}
+        # Not in 16 bits, which ranks of another number could not add up unrounded.
+        name: {"memory": str(state.keeper), "arrays": [copy(_widened(array)) for array in state.memory]}
         for name, state in states
         if state.memory
     }
@@ -118,6 +119,10 @@ def restore(
 
 def _astype(array: Array, dtype: str) -> Array:
     return arrays_for(array).astype(array, dtype)
+
+
+def _widened(array: Array) -> Array:
+    return _astype(array, wide_dtype(arrays_for(array).dtype_name(array)))
 
 
 def zeros_like(array: Array) -> Array:

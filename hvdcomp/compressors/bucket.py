@@ -113,7 +113,8 @@ class Bucket:
             from hvdcomp.kernels.cuda.device import PIECE, DeviceKernels
 
             self.table = Table(sizes, PIECE)
-            self.kernels = DeviceKernels(self.table, self.device, self.keeps)
+            kept = 1 + NARROW[self.memory.rounds_to or "float32"] if self.keeps else 0
+            self.kernels = DeviceKernels(self.table, self.device, kept)
         self.table.bucket.keeps = self.keeps
         if self.widens:
             self.segments["narrow"] = NARROW[self.dtype]

@@ -10,6 +10,7 @@ from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.casts import NoCompression
 from hvdcomp.compressors.memory import Memory, NoMemory
 from hvdcomp.compressors.protocol import TensorInfo
+from hvdcomp.compressors.sizes import state_elements
 
 MIN_NUMEL, MIN_NDIM = 1024, 2
 """By default, a tensor with fewer elements or dimensions is sent dense."""
@@ -62,6 +63,17 @@ class Chooser:
         """The memory of a tensor that is sent by a compressor."""
         memory = compressor.default_memory if self.memory is None else self.memory
         return NoMemory() if compressor.lossless and not memory.is_momentum else memory
+
+    def kept_bytes(self, compressor: Compressor) -> int:
+        """What a rank keeps of all tensors from step to step on a device, in bytes: residuals, momentum, and the
+        method's own arrays, which are there twice. On the host residuals of float32 are, too."""
+        kept = 0
+        for name, chosen in self.plan_for(compressor).items():
+            tensor, memory = self.tensors[name], self.memory_for(chosen)
+            if not isinstance(memory, NoMemory):
+                kept += tensor.size * (2 if memory.rounds_to else 4) * (2 if memory.is_momentum else 1)
+            kept += 2 * 4 * state_elements(chosen, tensor.shape)
+        return kept
 
     def casts(self, plan: Plan) -> bool:
         """Whether a plan is nothing but casts that keep nothing back."""

@@ -2,7 +2,7 @@
 
 A memory is a frozen description; its state is a tuple of arrays in the gradient's shape that the engine holds by
 parameter name. All are of single precision at least: of a gradient of 16 bits a memory gets the same numbers in 32, so
-that what is kept is not rounded in each step.
+that what is kept is not rounded in each step, unless the user asks for that (`ErrorFeedback.dtype`).
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import LARGEST, Array
 from hvdcomp.compressors.protocol import SparseVector
-from hvdcomp.specs.described import Described, Share
+from hvdcomp.specs.described import Described, Rule, Share
 
 State = tuple[Array, ...]
+
+_ROUNDS_TO = {"float32": None, "fp16": "float16", "bf16": "bfloat16"}
+_DTYPE = Rule(lambda dtype: dtype in [*_ROUNDS_TO], "float32, fp16 or bf16")
 
 
 @dataclass(frozen=True)
@@ -29,11 +32,13 @@ class Memory(Described):
         is_momentum: whether it does the momentum of the training itself. It is then used for every tensor, also for
             those that are sent dense, and the optimizer must have none.
         keeps: the share of what one step did not send that the next one adds.
+        rounds_to: the element type of 16 bits in which the residual is kept, or None where it is not rounded.
     """
 
     name: ClassVar[str]
     is_momentum: ClassVar[bool] = False
     keeps: ClassVar[float] = 1.0
+    rounds_to: ClassVar[str | None] = None
 
     @property
     def needs_all_gradients(self) -> bool:
@@ -66,31 +71,49 @@ class Memory(Described):
 class ErrorFeedback(Memory):
     """x = g + r is compressed; r = x - C(x) is kept (Karimireddy et al. 2019, arXiv:1901.09847, algorithm 2).
 
+        hvdcomp.Compression.from_spec("topk:ratio=0.01", memory="error_feedback:dtype=bf16")
+
     Attributes:
         decay: the residual is multiplied by this before it is added; 1 loses nothing.
+        dtype: of the residual between two steps: "float32", or "fp16" or "bf16", which take 2 bytes an element in place
+            of 4. Then x - C(x) is rounded to nearest, and the rounding error is lost: C(x) + r + that error = g + the
+            earlier r. What exceeds the type becomes its largest number. x itself is not rounded.
     """
 
     decay: Share = 1.0
+    dtype: Annotated[str, _DTYPE] = "float32"
 
     name: ClassVar[str] = "error_feedback"
-    examples: ClassVar[tuple[str, ...]] = ("error_feedback:decay=0.9",)
+    examples: ClassVar[tuple[str, ...]] = ("error_feedback:decay=0.9", "error_feedback:dtype=bf16")
 
     @property
     def keeps(self) -> float:  # type: ignore[override]
         """The decay."""
         return self.decay
 
+    @property
+    def rounds_to(self) -> str | None:  # type: ignore[override]
+        """`dtype` by its common name."""
+        return _ROUNDS_TO[self.dtype]
+
     def prepare(self, xp: ModuleType, gradient: Array, state: State) -> State:
-        return state or (xp.zeros(gradient.shape, like=gradient),)
+        (residual,) = state or (xp.zeros(gradient.shape, like=gradient),)
+        return (self._rounded(xp, residual),)
 
     def compensate(self, xp: ModuleType, gradient: Array, state: State) -> tuple[Array, State]:
-        (residual,) = state
+        residual = xp.astype(state[0], xp.dtype_name(gradient))
         if self.decay == 1:
             return gradient + residual, ()
         return gradient + residual * self.decay, ()
 
     def update(self, xp: ModuleType, x: Array, sent: Array | SparseVector, state: State) -> State:
-        return (without(xp, x, sent),)
+        return (self._rounded(xp, without(xp, x, sent)),)
+
+    def _rounded(self, xp: ModuleType, residual: Array) -> Array:
+        if self.rounds_to is None or xp.dtype_name(residual) == self.rounds_to:
+            return residual
+        bound = LARGEST[self.rounds_to]
+        return xp.astype(residual.clip(-bound, bound), self.rounds_to)
 
 
 @dataclass(frozen=True)

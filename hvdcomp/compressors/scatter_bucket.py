@@ -21,7 +21,7 @@ from hvdcomp.kernels import cuda
 from hvdcomp.kernels.tables import PRODUCT
 
 _ADDRESSES = ("gradient", "result", "source", "kept", "x", "velocity", "next_velocity")
-_OF_KEPT = ("above", "below", "rule")
+_OF_KEPT = ("above", "below", "rule", "kept_type")
 
 
 class CodesBuckets(Protocol):
@@ -123,7 +123,7 @@ class _Part:
     ) -> None:
         self.elements = sum(piece.length for _, piece in pieces)
         self._members = np.array([piece.tensor for _, piece in pieces], np.int64)
-        self._bytes = 4 * np.array([piece.start for _, piece in pieces], np.uint64)
+        self._starts = np.array([piece.start for _, piece in pieces], np.uint64)
         names = [f"{whole.tensors[piece.tensor].name}#{owner}{suffix}" for owner, piece in pieces]
         tensors = [TensorInfo(name, (piece.length,)) for name, (_, piece) in zip(names, pieces, strict=True)]
         compressors = [whole.compressors[piece.tensor] for _, piece in pieces]
@@ -144,7 +144,8 @@ class _Part:
     def addresses(self, whole: Bucket, name: str) -> np.ndarray:
         """Where the pieces lie in what the table of the whole calls by a name."""
         found = whole.segments[name][self._members]
-        return np.where(found == 0, found, found + self._bytes)
+        width = 2 if name == "kept" and whole.memory.rounds_to else 4
+        return np.where(found == 0, found, found + np.uint64(width) * self._starts)
 
 
 class _Others(_Part):
@@ -327,7 +328,8 @@ def take_off(bucket: Bucket, zeros: np.ndarray, x: np.ndarray | None = None) -> 
         return
     segments["kept"] = segments["x"]
     segments["x"] = segments["x"] if x is None else x
-    for name in (*_OF_KEPT, "product"):
+    segments["kept_type"] = 0
+    for name in ("above", "below", "rule", "product"):
         segments[name] = segments[f"sent_{name}"]
     segments["gradient"] = zeros.ctypes.data
     for name in ("source", "velocity", "next_velocity", "sent_rule"):

@@ -175,6 +175,8 @@ class Buckets:
             tensors = []
             for name in members:
                 state, place = self._states[name], self._numbers[name]
+                if not state.is_flat:
+                    state.keeper = memory  # of the same class, if anything is kept; it says in which type
                 wrap, unwrap = bridges(xp, gradients[name], self._tensors[name].shape)
                 state.lie_in(self._residuals, place, unwrap, wrap)
                 tensors.append((name, state, place))

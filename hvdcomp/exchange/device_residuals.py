@@ -45,6 +45,8 @@ class DeviceResiduals(FlatStorage):
         if not self._places["x"]["buffer"][1 - turn, numbers].all():
             self._let_go(1 - turn, numbers)  # of some, after a step that an error has ended
         super().enter(bucket, numbers)
+        if bucket.memory.rounds_to:  # of which nothing was sent
+            return
         for row, half in enumerate((turn, 1 - turn)):
             bucket.kernels.sent[row] = self._sent.data_ptr() + 16 * (half * len(self._sizes) + numbers)
 
@@ -65,18 +67,11 @@ class DeviceResiduals(FlatStorage):
         super().drop(numbers)
         self._let_go(self._turn[numbers], numbers)
 
-    def _let_go(self, turn: np.ndarray, numbers: np.ndarray) -> None:
-        """Takes these places from tensors, and lets buffers go in which no tensor has a place any more."""
-        for places in self._places.values():
-            buffers = places["buffer"]
-            left = set(buffers[turn, numbers].tolist()) - {0}
-            buffers[turn, numbers] = 0
-            for number in left:
-                if not (buffers == number).any():
-                    cuda.let_go(self._buffers.pop(number))
+    def _before_free(self, buffer: Array) -> None:
+        cuda.let_go(buffer)
 
-    def _buffer(self, count: int) -> Array:
-        return self._like.new_empty(count)
+    def _buffer(self, count: int, dtype: str) -> Array:
+        return self._xp.astype(self._like, dtype).new_empty(count)
 
     def _address(self, buffer: Array) -> int:
         return int(buffer.data_ptr())

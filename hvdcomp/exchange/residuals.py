@@ -7,6 +7,9 @@ kept in goes when the step has ended.
 
 A residual is kept as x, with a rule that says what of it was sent: the next step takes that off when it reads x anyway.
 Whoever else asks for a residual makes it real first.
+
+A residual that its memory rounds to 16 bits has one place, which is written when the step is known to count. There the
+place of x goes when the step has ended, on the host too.
 """
 
 from __future__ import annotations
@@ -14,18 +17,22 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
 from hvdcomp.arrays import numpy_arrays
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import LARGEST, Array
 from hvdcomp.compressors.bucket import Bucket
 from hvdcomp.compressors.memory import Memory, NoMemory, without
 from hvdcomp.exchange.recycled import ALIGNMENT, aligned
-from hvdcomp.kernels.tables import EVERYTHING, FACTORS, NOT_NEGATIVE, NOTHING, PRODUCT, product
+from hvdcomp.kernels.tables import EVERYTHING, FACTORS, NARROW, NOT_NEGATIVE, NOTHING, PRODUCT, product
 
 _PLACE = np.dtype([("buffer", "i8"), ("start", "i8"), ("address", "u8")])
 """Place of something of a tensor: the number of the buffer, 0 for nowhere, the element there, and the address."""
+
+_KINDS: dict[str, np.dtype[Any]] = {"x": np.dtype("f4"), "velocity": np.dtype("f4"), "rounded": np.dtype("i2")}
+"""What is kept of a tensor, and of what element type; of a rounded residual, the bits."""
 
 
 class FlatStorage:
@@ -49,8 +56,9 @@ class FlatStorage:
         self._xp = xp
         self._buffers: dict[int, Array] = {}
         self._numbers = itertools.count(1)  # of buffers
-        self._places = {kind: np.zeros((2, len(sizes)), _PLACE) for kind in ("x", "velocity")}
-        self._turn = np.zeros(len(sizes), np.int64)  # which of a tensor's two places holds what is kept
+        self._places = {kind: np.zeros((2, len(sizes)), _PLACE) for kind in _KINDS}
+        # Which of a tensor's two places holds what is kept; that of a rounded residual stays the same.
+        self._turn = np.zeros(len(sizes), np.int64)
         self.keepers = np.full(len(sizes), NoMemory(), object)
         self.holds = np.zeros(len(sizes), bool)
         self.released = self.dropped = 0
@@ -61,9 +69,12 @@ class FlatStorage:
         return sum(int(buffer.nbytes) for buffer in self._buffers.values())
 
     def arrays(self, number: int) -> tuple[Array, ...]:
-        """Residuals of a tensor, as the arrays of its keeper's state: vectors, whose storage a later step reuses."""
+        """Residuals of a tensor, as the arrays of its keeper's state: float32 vectors, whose storage a later step
+        reuses."""
         if not self.holds[number]:
             return ()
+        if dtype := self.keepers[number].rounds_to:
+            return (_of_bits(self._xp, self._part("rounded", number, self._turn[number]), dtype),)
         x = self._part("x", number, self._turn[number])
         self._take_off(x, number)
         self._nothing_was_sent(number)
@@ -78,17 +89,25 @@ class FlatStorage:
         self._nothing_was_sent(number)
         if arrays:
             *velocity, x = arrays
-            self._provide(keeper, self._turn[[number]], np.array([number]))
-            self._part("x", number, self._turn[number])[:] = x.reshape(-1)
+            turn, x = self._turn[number], x.reshape(-1)
+            for kind in _kinds_of(keeper):
+                self._provide(kind, self._turn[[number]], np.array([number]))
+            if dtype := keeper.rounds_to:
+                self._part("rounded", number, turn)[:] = _bits_of(self._xp, x, dtype)
+                return
+            self._part("x", number, turn)[:] = x
             if velocity:
-                self._part("velocity", number, self._turn[number])[:] = velocity[0].reshape(-1)
+                self._part("velocity", number, turn)[:] = velocity[0].reshape(-1)
 
     def scale(self, number: int, factor: float, momentum: bool) -> None:
         """Multiplies the residual, and the velocity if `momentum`."""
-        for array in self.arrays(number)[0 if momentum else -1 :]:
+        arrays, keeper = self.arrays(number), self.keepers[number]
+        for array in arrays[0 if momentum else -1 :]:
             with np.errstate(over="ignore"):
                 array *= factor
             array[:] = self._xp.finite_or_zero(array)
+        if keeper.rounds_to:  # these arrays were copies
+            self.keep(number, keeper, arrays)
 
     def drop(self, numbers: np.ndarray) -> None:
         """Forgets what is kept."""
@@ -101,16 +120,26 @@ class FlatStorage:
         """Writes into a bucket's table where what is kept of its tensors, which have these numbers, lies, and where x
         goes."""
         segments, turn = bucket.segments, self._turn[numbers]
-        self._provide(bucket.memory, 1 - turn, numbers)
+        if bucket.memory.rounds_to:
+            self._fill("rounded", turn, numbers)
+            self._fill("x", 1 - turn, numbers)
+            rounded = self._places["rounded"]["address"][turn, numbers]
+            segments["rounded"], segments["kept"] = rounded, np.where(self.holds[numbers], rounded, 0)
+            segments["x"] = self._places["x"]["address"][1 - turn, numbers]
+            return
         fields = [("x", "kept", "x")] + [("velocity", "velocity", "next_velocity")] * bucket.memory.is_momentum
         for kind, old, new in fields:
+            self._provide(kind, 1 - turn, numbers)
             addresses = self._places[kind]["address"]
             segments[old] = np.where(self.holds[numbers], addresses[turn, numbers], 0)
             segments[new] = addresses[1 - turn, numbers]
 
     def commit(self, bucket: Bucket, numbers: np.ndarray) -> None:
         """After a step that counts: what is left of x is what is kept. On a device, after any step."""
-        self._turn[numbers] ^= 1
+        if bucket.memory.rounds_to:
+            self._let_go(1 - self._turn[numbers], numbers)
+        else:
+            self._turn[numbers] ^= 1
         self.holds[numbers] = True
         self.keepers[numbers] = bucket.memory
 
@@ -134,24 +163,41 @@ class FlatStorage:
         start = int(place["start"])
         return self._buffers[int(place["buffer"])][start : start + self._sizes[number]]
 
-    def _provide(self, memory: Memory, turn: np.ndarray, numbers: np.ndarray) -> None:
-        """Sees to it that tensors have these of their two places, for what a memory keeps."""
-        for kind in ("x", "velocity")[: 1 + memory.is_momentum]:
-            if not self._places[kind]["buffer"][turn, numbers].all():
-                self._allocate(kind, turn, numbers)
+    def _provide(self, kind: str, turn: np.ndarray, numbers: np.ndarray) -> None:
+        """Sees to it that tensors have these of their two places for something that is kept."""
+        self._fill(kind, turn, numbers)
+
+    def _fill(self, kind: str, turn: np.ndarray, numbers: np.ndarray) -> None:
+        """Gives tensors those of these places that they lack."""
+        lacking = self._places[kind]["buffer"][turn, numbers] == 0
+        if lacking.any():
+            self._allocate(kind, turn[lacking], numbers[lacking])
 
     def _allocate(self, kind: str, turn: int | np.ndarray, numbers: np.ndarray) -> None:
         """Gives tensors these places in a new buffer, which is not filled."""
         ends = np.cumsum(self._padded[numbers])
-        buffer, number = self._buffer(int(ends[-1])), next(self._numbers)
+        buffer, number = self._buffer(int(ends[-1]), _KINDS[kind].name), next(self._numbers)
         starts = ends - self._padded[numbers]
         self._buffers[number] = buffer
         places = self._places[kind]
         places["buffer"][turn, numbers] = number
         places["start"][turn, numbers] = starts
-        places["address"][turn, numbers] = self._address(buffer) + 4 * starts
+        places["address"][turn, numbers] = self._address(buffer) + _KINDS[kind].itemsize * starts
 
-    def _buffer(self, count: int) -> Array:
+    def _let_go(self, turn: np.ndarray, numbers: np.ndarray) -> None:
+        """Takes these places from tensors, and lets buffers go in which no tensor has a place any more."""
+        for places in self._places.values():
+            buffers = places["buffer"]
+            left = set(buffers[turn, numbers].tolist()) - {0}
+            buffers[turn, numbers] = 0
+            for number in left:
+                if not (buffers == number).any():
+                    self._before_free(self._buffers.pop(number))
+
+    def _before_free(self, buffer: Array) -> None:
+        """What is to be done before the last reference to a buffer goes."""
+
+    def _buffer(self, count: int, dtype: str) -> Array:
         raise NotImplementedError
 
     def _address(self, buffer: Array) -> int:
@@ -180,8 +226,13 @@ class Residuals(FlatStorage):
         segments["above"] = self._above[numbers]
         segments["below"] = self._below[numbers]
         segments["product"] = self._product[numbers]
+        segments["kept_type"] = NARROW.get(bucket.memory.rounds_to or "", 0)
 
     def commit(self, bucket: Bucket, numbers: np.ndarray) -> None:
+        if bucket.memory.rounds_to:
+            bucket.call("round_left")
+            super().commit(bucket, numbers)
+            return
         super().commit(bucket, numbers)
         segments = bucket.segments
         self._rule[numbers] = segments["sent_rule"]
@@ -205,12 +256,30 @@ class Residuals(FlatStorage):
     def _nothing_was_sent(self, number: int) -> None:
         self._rule[number] = NOTHING
 
-    def _allocate(self, kind: str, turn: int | np.ndarray, numbers: np.ndarray) -> None:
-        for half in range(2):
-            super()._allocate(kind, half, np.arange(len(self._sizes)))
+    def _provide(self, kind: str, turn: np.ndarray, numbers: np.ndarray) -> None:
+        if kind == "rounded":
+            self._fill(kind, turn, numbers)
+        elif not self._places[kind]["buffer"][turn, numbers].all():
+            for half in range(2):
+                self._allocate(kind, half, np.arange(len(self._sizes)))
 
-    def _buffer(self, count: int) -> np.ndarray:
-        return aligned(count)
+    def _buffer(self, count: int, dtype: str) -> np.ndarray:
+        return aligned(count, dtype)
 
     def _address(self, buffer: np.ndarray) -> int:
         return buffer.ctypes.data
+
+
+def _kinds_of(memory: Memory) -> tuple[str, ...]:
+    """What a memory keeps."""
+    return ("rounded",) if memory.rounds_to else ("x", "velocity")[: 1 + memory.is_momentum]
+
+
+def _bits_of(xp: ModuleType, x: Array, dtype: str) -> Array:
+    """The bits, int16, of a vector rounded to a type of 16 bits, as kernels round it."""
+    x = x.clip(-LARGEST[dtype], LARGEST[dtype])
+    return xp.to_bfloat16_bits(x) if dtype == "bfloat16" else xp.bitcast(xp.astype(x, dtype), "int16")
+
+
+def _of_bits(xp: ModuleType, bits: Array, dtype: str) -> Array:
+    return xp.from_bfloat16_bits(bits) if dtype == "bfloat16" else xp.astype(xp.bitcast(bits, dtype), "float32")

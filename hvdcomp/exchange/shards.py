@@ -186,9 +186,11 @@ class ShardReducer:
             compiled = self._rows[name] = ShardKernels(method, memory, rows.shape[1], shard)
         if not isinstance(memory, NoMemory) and not state:
             state = memory.prepare(xp, rows[1:], ())
-        residual = xp.to_numpy(state[0]) if state else None
+        residual = xp.to_numpy(xp.astype(state[0], "float32")) if state else None
         ((gradient,), _) = hosted
         row = yield from across(compiled.reduce_scatter(xp.to_numpy(gradient), residual, shard), rows.shape[0])
+        if residual is not None:
+            state = memory.prepare(xp, rows[1:], (xp.from_numpy(residual, like=rows),))  # rounds it, if it is kept so
         return xp.from_numpy(row, like=rows), state
 
     def _answer(self, request: Request, name: str, like: Array) -> tuple[Any, Sent]:

@@ -29,6 +29,8 @@ SEGMENT = np.dtype(
         ("sums", "f8", 4),
         ("narrowed", "u8"),
         ("narrow", "i8"),
+        ("rounded", "u8"),
+        ("kept_type", "i8"),
     ],
     align=True,
 )
@@ -43,7 +45,7 @@ NOTHING, NOT_NEGATIVE, POSITIVE, PRODUCT, EVERYTHING = range(5)
 """Of `rule` and `sent_rule`: what of a kept x was sent."""
 
 NARROW = {"float32": 0, "float16": 1, "bfloat16": 2}
-"""How kernels number the element types of gradients, and of what travels."""
+"""How kernels number the element types of gradients, of what travels, and of what is kept."""
 
 _PIECE = 1 << 16  # elements of a task: a multiple of HVD_BLOCK
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from hvdcomp.compressors import Compressor, needs_nodes
 from hvdcomp.compressors.bucket import BUCKET_BYTES, LEAST_BYTES
+from hvdcomp.compressors.choice import Chooser
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.routing import require_matches
 from hvdcomp.perfmodel.by_size import encode_times
@@ -220,6 +221,12 @@ class Adviser:
         network, facts = self.calibration.network, self.facts
         times = (facts.bucket_bytes, setting, self.encode[spec], (self._early_bytes if early else 0) or None)
         return predict(network, facts.compute, exchange, *times)
+
+    def kept_bytes(self, spec: str) -> float:
+        """What a method keeps of each parameter on a device from step to step, in bytes."""
+        tensors = self.facts.tensors
+        kept = Chooser(tensors, self.compressors[spec]).kept_bytes(self.compressors[spec])
+        return kept / sum(tensor.size for tensor in tensors)
 
     def step_s(self, spec: str, setting: Setting) -> Any:
         """Seconds of a step with one method."""

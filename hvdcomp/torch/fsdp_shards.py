@@ -132,7 +132,7 @@ class ShardsBinding:
         """`Compression.state_dict`."""
         engine, memory = self.engine, str(self.engine.memory)
         residuals = {
-            name: {"memory": memory, "arrays": [array.clone() for array in arrays]}
+            name: {"memory": memory, "arrays": [array.to(torch.float32, copy=True) for array in arrays]}
             for name, arrays in engine.states.items()
             if arrays
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -240,6 +241,12 @@ def test_a_residual_is_of_single_precision_and_no_more_travels() -> None:
 def test_wrong_decay(decay: float) -> None:
     with pytest.raises(SpecError, match=r"error_feedback: decay=.* is not allowed; it must be above 0 and at most 1"):
         ErrorFeedback(decay=decay)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float16", "", 16, []])
+def test_wrong_dtype(dtype: Any) -> None:
+    with pytest.raises(SpecError, match=r"error_feedback: dtype=.* is not allowed; it must be float32, fp16 or bf16"):
+        ErrorFeedback(dtype=dtype)
 
 
 def test_memories_by_name() -> None:

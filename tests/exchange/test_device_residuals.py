@@ -40,8 +40,13 @@ def spoiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Memory that is taken or let go of holds NaN, so that whoever reads it is found; it is what has been let go of."""
     gone: list[Any] = []
     fresh = DeviceResiduals._buffer
-    monkeypatch.setattr(DeviceResiduals, "_buffer", lambda self, count: fresh(self, count).fill_(float("nan")))
-    monkeypatch.setattr(cuda, "let_go", lambda array: gone.append(array.fill_(float("nan"))))
+
+    def spoil(array: Any) -> Any:
+        array.view(torch.int16).fill_(-1)  # of float32, float16 and bfloat16 a NaN
+        return array
+
+    monkeypatch.setattr(DeviceResiduals, "_buffer", lambda self, count, dtype: spoil(fresh(self, count, dtype)))
+    monkeypatch.setattr(cuda, "let_go", lambda array: gone.append(spoil(array)))
     return gone
 
 
@@ -65,6 +70,36 @@ def test_residuals_take_one_place_between_steps(
             engine.step(given())
             assert kept() == expected
     assert within == [expected, 2 * expected, 2 * expected]
+
+
+@pytest.mark.parametrize(
+    ("spec", "memory"),
+    [("efsignsgd", None), ("topk:ratio=0.1", ErrorFeedback(dtype="fp16")), ("powersgd:rank=2", ErrorFeedback()),
+     ("powersgd:rank=2", ErrorFeedback(dtype="bf16")), ("dgc:ratio=0.1", None), ("int8", None)],
+)  # fmt: skip
+def test_what_is_kept_is_known_before_the_first_step(
+    spec: str, memory: Memory | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with on_device(monkeypatch), recorded():
+        engine = Engine(LoopbackCommunicator(2), infos(SHAPES), parse_compressor(spec), memory, 0, 0, 0)
+        expected = engine.planner.kept_bytes(engine.compressor)
+        for _ in range(2):
+            engine.begin()
+            engine.step(given())
+        assert engine.buckets.kept_bytes == expected
+
+
+def test_a_rounded_residual_takes_two_bytes_and_x_four_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    within: list[float] = []
+    with on_device(monkeypatch), recorded():
+        memory = ErrorFeedback(dtype="bf16")
+        engine = Engine(LoopbackCommunicator(2), infos(SHAPES), parse_compressor("efsignsgd"), memory, 0, 0, 0)
+        engine.before_compress = lambda look: within.append(engine.buckets.kept_bytes) or {}
+        for _ in range(3):
+            engine.begin()
+            engine.step(given())
+            assert engine.buckets.kept_bytes == 2 * ELEMENTS
+    assert within == [6 * ELEMENTS] * 3
 
 
 @pytest.mark.parametrize(
@@ -105,7 +140,10 @@ def test_nothing_reads_what_was_let_go_of(spec: str, spoiled: list[Any]) -> None
 
 @pytest.mark.usefixtures("in_interpreter", "spoiled")
 @pytest.mark.parametrize(
-    "memory", [ErrorFeedback(0.5), pytest.param(MomentumCorrection(0.9), marks=pytest.mark.thorough)], ids=str
+    "memory",
+    [ErrorFeedback(0.5), *(pytest.param(one, marks=pytest.mark.thorough)
+                           for one in (MomentumCorrection(0.9), ErrorFeedback(0.5, "bf16")))],
+    ids=str,
 )
 def test_buckets_that_start_early_keep_the_same(memory: Memory) -> None:
     """With a tensor that misses a step, which moves to another bucket, and a step that does not count."""

@@ -79,6 +79,27 @@ def test_it_is_what_was_stated(
             np.testing.assert_allclose(one, np.delete(residuals[node, place], node, 0), rtol=0, atol=off)
 
 
+@pytest.mark.parametrize("in_kernels", [True, False])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_residuals_are_rounded_where_the_memory_says_so(
+    dtype: str, in_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(kernels, "available", lambda: in_kernels)
+    element = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
+    results = run("int4", 2, 2, memory=ErrorFeedback(dtype=dtype), backend="torch")
+    residuals = np.zeros((2, 2, 2, LENGTH), np.float32)
+    for step in range(3):
+        rows, left = stated(parse_compressor("int4"), [gradient(rank, 4, step) for rank in range(4)], residuals, step)
+        residuals = torch.from_numpy(left).to(element).float().numpy()
+        for rank, (got, _, _) in enumerate(results):
+            np.testing.assert_array_equal(got[step], rows[rank])
+    for rank, (_, (kept,), _) in enumerate(results):
+        node, place = divmod(rank, 2)
+        assert kept.itemsize == 2 or dtype == "bf16"  # which NumPy does not have
+        np.testing.assert_array_equal(kept.astype(np.float32), np.delete(residuals[node, place], node, 0))
+
+
 def test_what_is_left_is_all_that_rows_lack_and_no_larger_than_a_part_of_a_node() -> None:
     nodes, places, steps = 2, 2, 5
     results = run("int4", nodes, places, steps)

@@ -1,9 +1,11 @@
-"""Trainings with DistributedDataParallel whose gradients lie on GPUs: what `make gpu-check` runs under torchrun.
+"""Trainings of several ranks whose gradients lie on GPUs: what `make gpu-check` runs under torchrun and horovodrun.
 
     python3 -m torch.distributed.run --nproc-per-node 2 -m tests.gpu.ddp --check FILE
+    horovodrun -np 2 python3 -m tests.gpu.ddp --under horovodrun --check FILE
 
-trains a small model with every method on two ranks: over NCCL where each rank has a GPU of its own, else over Gloo on
-the same GPU. Without `--check`, one rank trains a model of 85 million parameters, and says what a step takes.
+train a small model with every method on two ranks: over NCCL where each rank has a GPU of its own, else under torchrun
+over Gloo on the same GPU. Without `--check`, one rank of torchrun trains a model of 85 million parameters, and says
+what a step takes.
 """
 
 from __future__ import annotations
@@ -14,25 +16,23 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import hvdcomp
-from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
 from hvdcomp.compressors import COMPRESSORS
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.exchange.engine import Engine
+from tests.gpu.libraries import LIBRARIES, Library
 from tests.gpu.ranks import synchronize
 from tests.multirank.models import batch, weights
-from tests.multirank.training_ddp import large_model, own_generator
+from tests.multirank.training_ddp import large_model
 
 DENSE = "DDP"
 HOOKS: dict[str, tuple[Callable[[], Any], Any]] = {
@@ -60,6 +60,7 @@ STEPS = 6
 
 
 def train(
+    library: Library,
     spec: str,
     place: str,
     dtype: torch.dtype = torch.float32,
@@ -78,43 +79,45 @@ def train(
     Returns:
         The loss of each step as the mean over ranks, and the weights.
     """
-    model = DistributedDataParallel(large_model().to(place, dtype), bucket_cap_mb=1.5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = large_model().to(place, dtype)
     scaler = torch.amp.GradScaler(place, init_scale=1024.0, enabled=scaled)
     options: dict[str, Any] = {"grad_scaler": scaler} if scaled else {}
-    compression = hvdcomp.Compression.from_spec(spec, overlap=overlap, **options)
-    hvdcomp.ddp.register(model, compression, optimizer)
-    engine = compression._binding.engine
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model, optimizer, compression = library.distribute(plain, sgd, spec, overlap=overlap, **options)
+    generator = torch.Generator().manual_seed(100 + library.rank)  # other data on each rank
+    losses = []
+    for step in range(STEPS):
+        if step == 1:  # by now there is an engine
+            _count_early(compression._binding.engine, early)
+        optimizer.zero_grad()
+        inputs, classes = (x.to(place) for x in batch(generator))
+        with torch.autocast(place, torch.float16, enabled=scaled):
+            loss = cross_entropy(model(inputs.to(dtype)).float(), classes)
+        losses.append(loss.detach().clone())
+        if scaled and step == OVERFLOW and library.rank == library.size - 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        library.step(optimizer, scaler)
+        scaler.update()
+    return library.mean(torch.stack(losses).double()).tolist(), weights(plain)
+
+
+def _count_early(engine: Engine, early: Callable[[int], Any]) -> None:
     step_of = engine.step
 
     def counted(*given: Any, **how: Any) -> Any:
         early(len(engine.overlap.started))
         return step_of(*given, **how)
 
-    engine.step = counted
-    generator = own_generator()
-    losses = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        inputs, classes = (x.to(place) for x in batch(generator))
-        with torch.autocast(place, torch.float16, enabled=scaled):
-            loss = cross_entropy(model(inputs.to(dtype)).float(), classes)
-        losses.append(loss.detach().clone())
-        if scaled and step == OVERFLOW and dist.get_rank() == dist.get_world_size() - 1:
-            loss = loss * float("inf")
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    mean = torch.stack(losses).double()
-    dist.all_reduce(mean)
-    return (mean / dist.get_world_size()).tolist(), weights(model.module)
+    engine.step = counted  # type: ignore[method-assign]
 
 
-def check(spec: str, place: str, dtype: torch.dtype = torch.float32, scaled: bool = False) -> Iterator[str]:
+def check(
+    library: Library, spec: str, place: str, dtype: torch.dtype = torch.float32, scaled: bool = False
+) -> Iterator[str]:
     """Says how a training on GPUs differs between ranks, or from the same training on the host."""
-    losses, found = train(spec, place, dtype, scaled)
-    everyone = [torch.empty_like(found) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, found)
+    losses, found = train(library, spec, place, dtype, scaled)
+    everyone = library.gathered(found)
     if not torch.isfinite(found).all():
         yield "a weight is not finite"
     yield from (f"rank {rank} has other weights" for rank, one in enumerate(everyone) if not torch.equal(one, found))
@@ -122,17 +125,17 @@ def check(spec: str, place: str, dtype: torch.dtype = torch.float32, scaled: boo
         if losses[-1] > losses[0]:
             yield f"the loss grew from {losses[0]:.4f} to {losses[-1]:.4f}"
         return
-    expected, _ = train(spec, "cpu")
+    expected, _ = train(library, spec, "cpu")
     if abs(losses[-1] - expected[-1]) > 0.02 * expected[-1]:
         yield f"the last loss is {losses[-1]:.4f}, and on the host {expected[-1]:.4f}"
 
 
-def check_large(place: str, elements: int) -> Iterator[str]:
+def check_large(library: Library, place: str, elements: int) -> Iterator[str]:
     """Says where ranks that gather payloads of more bytes together than 32 bits count get something else than the
     mean."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = library.rank, library.size
     tensors = [TensorInfo("large", (elements,))]
-    engine = Engine(TorchDistributedCommunicator(), tensors, parse_compressor("bf16"), min_numel=0, min_ndim=0)
+    engine = Engine(library.communicator(), tensors, parse_compressor("bf16"), min_numel=0, min_ndim=0)
     given = torch.full((elements,), float(rank + 1), device=place)
     given[-1] = -float(rank + 1)
     engine.begin()
@@ -142,10 +145,11 @@ def check_large(place: str, elements: int) -> Iterator[str]:
         yield f"the mean of 1 to {size} is not {mean} everywhere"
 
 
-def check_overlap(spec: str, place: str) -> Iterator[str]:
+def check_overlap(library: Library, spec: str, place: str) -> Iterator[str]:
     """Says how a training whose buckets start in the backward pass differs from one whose do not."""
     early: list[int] = []
-    found, expected = train(spec, place, early=early.append, overlap=True), train(spec, place, overlap=False)
+    found = train(library, spec, place, early=early.append, overlap=True)
+    expected = train(library, spec, place, overlap=False)
     if place == "cuda" and not sum(early):  # on the host a small model may be too quick
         yield "nothing started in the backward pass"
     if not torch.equal(found[1], expected[1]):
@@ -164,20 +168,20 @@ def checks() -> Iterator[tuple[str, str, dict[str, Any]]]:
     yield "bf16", LARGE, {}
 
 
-def check_all(place: str, keep: Callable[[Any], None]) -> None:
+def check_all(library: Library, place: str, keep: Callable[[Any], None]) -> None:
     """Keeps a row of each check, with what failed on any rank."""
-    apart = dist.new_group(backend="gloo")  # in which no training exchanges anything
     for spec, where, options in checks():
         try:
             if where == LARGE:
-                of_each = 1 + 2**30 // dist.get_world_size()  # of two bytes
-                said = list(check_large(place, of_each if "nccl" in dist.get_backend() else 1_000))
+                of_each = 1 + 2**30 // library.size if "nccl" in library.backend.lower() else 1_000  # of two bytes
+                said = list(check_large(library, place, of_each))
+            elif where == OVERLAP:
+                said = list(check_overlap(library, spec, place))
             else:
-                said = list(check_overlap(spec, place) if where == OVERLAP else check(spec, place, **options))
+                said = list(check(library, spec, place, **options))
         except Exception as error:  # and the next method is to be checked too
             said = [f"{type(error).__name__}: {error}"]
-        everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, said, group=apart)
+        everyone = library.gathered_texts(said)
         failures = [f"rank {rank}: {one}" for rank, found in enumerate(everyone) for one in found]
         keep({"method": spec + where, "failures": failures})
 
@@ -249,29 +253,30 @@ def _begun(method: str, place: str) -> Training:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--under", choices=LIBRARIES, default="torchrun")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("output", type=Path, help="file of JSON that rank 0 writes")
     chosen = parser.parse_args()
-    place, rank, size = chosen.device, int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
-    alone = place == "cuda" and torch.cuda.device_count() >= size  # a GPU for each
+    place = chosen.device
     if place == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+        local = next(os.environ[name] for name in ("LOCAL_RANK", "HOROVOD_LOCAL_RANK") if name in os.environ)
+        torch.cuda.set_device(int(local) % torch.cuda.device_count())
     else:
         torch.set_num_threads(1)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if alone else "gloo", timeout=timedelta(seconds=60))
+    library = LIBRARIES[chosen.under](place)
     rows: list[Any] = []
 
     def keep(row: Any) -> None:
         rows.append(row)
-        if dist.get_rank() == 0:
+        if library.rank == 0:
             print(f"    {row}", flush=True)
-            chosen.output.write_text(json.dumps({"backend": dist.get_backend(), "rows": rows}))
+            chosen.output.write_text(json.dumps({"backend": library.backend, "rows": rows}))
 
     if chosen.check:
-        check_all(place, keep)
+        check_all(library, place, keep)
     else:  # PyTorch's hooks of several buckets may wait for ever in the two threads of Gloo
         time_all(place, keep, TIMED if place == "cuda" else [one for one in TIMED if one not in HOOKS])
-    dist.destroy_process_group()
+    library.end()
 
 
 if __name__ == "__main__":

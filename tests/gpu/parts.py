@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import os
 import re
@@ -35,7 +36,11 @@ METHODS = (
     "none", "fp16", "topk:ratio=0.01", "mstopk:ratio=0.01", "redsync:ratio=0.01", "dgc:ratio=0.01",
     "randomk:ratio=0.01", "efsignsgd", "onebit", "qsgd:bits=4", "terngrad", "natural", "int8", "fp8", "powersgd:rank=4",
 )  # fmt: skip
-KEPT = {"efsignsgd": 4.3, "topk:ratio=0.01": 4.3, "powersgd:rank=4": 4.5, "int8": 5.3, "dgc:ratio=0.01": 8.3}
+ROUNDED = ", residuals of bf16"
+KEPT = {
+    "efsignsgd": 4.3, "topk:ratio=0.01": 4.3, "powersgd:rank=4": 4.5, "int8": 5.3, "dgc:ratio=0.01": 8.3,
+    "efsignsgd" + ROUNDED: 2.3, "topk:ratio=0.01" + ROUNDED: 2.3,
+}  # fmt: skip
 """Bytes for each element that a method may keep: residuals, the momentum of dgc, and what it sends."""
 ALL = slice(None)
 """Of the methods, the share that a process checks."""
@@ -144,19 +149,20 @@ def memory(place: str, keep: Keep, sizes: Sequence[tuple[int, int]] = 4 * ((2_04
     tensors = [TensorInfo(f"matrix{number}", shape, "float32") for number, shape in enumerate(sizes)]
     elements = sum(tensor.size for tensor in tensors)
     given = {tensor.name: torch.randn(tensor.shape, device=place) for tensor in tensors}
-    for spec, most in KEPT.items():
+    for name, most in KEPT.items():
         engine = None
+        spec, dtype = name.removesuffix(ROUNDED), "bf16" if name.endswith(ROUNDED) else "float32"
         gc.collect()  # the engine before is a part of circles
         before = _allocated(place)
-        kind = None if spec.startswith("dgc") else ErrorFeedback()  # None: its own
+        kind = None if spec.startswith("dgc") else ErrorFeedback(dtype=dtype)  # None: its own
         engine = Engine(LoopbackCommunicator(), tensors, parse_compressor(spec), kind, min_numel=0, min_ndim=0)
         for _ in range(3):
             engine.begin()
             engine.step(given, in_place=True)
         peak, kept = ((one - before) / elements for one in (_allocated(place, most=True), _allocated(place)))
-        keep(row={"method": spec, "kept": kept, "peak": peak})
+        keep(row={"method": name, "kept": kept, "peak": peak})
         if kept > most:
-            keep(failure=f"{spec} keeps {kept:.2f} bytes for each element, and {most} are expected at most")
+            keep(failure=f"{name} keeps {kept:.2f} bytes for each element, and {most} are expected at most")
 
 
 def _allocated(place: str, most: bool = False) -> int:
@@ -170,11 +176,15 @@ def _allocated(place: str, most: bool = False) -> int:
 
 def ranks(place: str, keep: Keep) -> None:
     """Trainings with every method on two ranks, or one on each GPU of several, whose steps are timed then; and with
-    some methods on simulated ranks."""
+    some methods on simulated ranks. Under horovodrun too, where Horovod can serve the place."""
     gpus = torch.cuda.device_count() if place == "cuda" else 0
-    _under_torchrun(place, keep, max(2, gpus), "--check")
+    _started(place, keep, max(2, gpus), "--check")
+    if said := no_horovod(place, gpus):
+        keep(note=f"not under horovodrun: {said}")
+    else:
+        _started(place, keep, max(2, gpus), "--check", program="horovodrun")
     if gpus > 1:
-        _under_torchrun(place, keep, gpus)
+        _started(place, keep, gpus)
     for method in ("none", "topk:ratio=0.01"):
         options = "--model gpt --data text --optimizer adamw --steps 4 --seed 0 --no-progress --simulate-ranks 2"
         with tempfile.TemporaryDirectory() as folder:
@@ -185,6 +195,22 @@ def ranks(place: str, keep: Keep) -> None:
         keep(row={"method": f"{method} on simulated ranks"})
         if done.returncode or not same:
             keep(failure=f"{method} on simulated ranks: {(done.stdout + done.stderr)[-1000:]}")
+
+
+def no_horovod(place: str, gpus: int) -> str:
+    """Why ranks cannot be started under horovodrun, in whose job each needs a GPU of its own; empty if they can."""
+    if importlib.util.find_spec("horovod") is None:
+        return "Horovod is not installed"
+    if place == "cuda" and gpus < 2:
+        return "NCCL needs a GPU for each rank, and there is one"
+    asked = "import horovod.torch as hvd; print(int(hvd.nccl_built()), int(hvd.gloo_built()))"
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
+    if done.returncode:
+        return f"Horovod serves no PyTorch here ({done.stderr.strip().splitlines()[-1]})"
+    nccl, gloo = map(int, done.stdout.split())
+    if place == "cuda" and not nccl:
+        return "Horovod was built without NCCL"
+    return "" if gloo else "Horovod was built without Gloo, by which horovodrun starts ranks"
 
 
 def network(place: str, keep: Keep, output: Path, nodes: int, rendezvous: str) -> None:
@@ -219,24 +245,26 @@ def network(place: str, keep: Keep, output: Path, nodes: int, rendezvous: str) -
 
 def training(place: str, keep: Keep) -> None:
     """The time of a training's step on one rank, with each method and with PyTorch's hooks."""
-    _under_torchrun(place, keep, 1)
+    _started(place, keep, 1)
 
 
-def _under_torchrun(place: str, keep: Keep, size: int, *options: str) -> None:
-    """Runs `ddp.py`, and keeps its rows, and the failures in them."""
+def _started(place: str, keep: Keep, size: int, *options: str, program: str = "torchrun") -> None:
+    """Runs `ddp.py` under a program that starts ranks, and keeps its rows, and the failures in them."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-        command += ["-m", "tests.gpu.ddp", *options, "--device", place, str(path)]
+        if program == "horovodrun":
+            command = [str(Path(sys.executable).with_name("horovodrun")), "--gloo", "-np", str(size), sys.executable]
+        command += ["-m", "tests.gpu.ddp", "--under", program, *options, "--device", place, str(path)]
         status = subprocess.run(command).returncode
         found = json.loads(path.read_text()) if path.exists() else {"backend": "", "rows": []}
-    keep(note=f"{size} rank{'s' * (size > 1)} over {found['backend']}")
+    keep(note=f"{size} rank{'s' * (size > 1)} over {found['backend']}, started by {program}")
     for row in found["rows"]:
         for one in row.pop("failures")[:3]:
             keep(failure=f"{row['method']}: {one}")
-        keep(row=row)
+        keep(row=row | ({"method": f"{row['method']}, under horovodrun"} if program == "horovodrun" else {}))
     if status:
-        keep(failure=f"torchrun ended with status {status}")
+        keep(failure=f"{program} ended with status {status}")
 
 
 PARTS: dict[str, Callable[..., Any]] = {

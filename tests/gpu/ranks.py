@@ -166,9 +166,10 @@ class Ranks:
         return {name: str(compressor) for name, compressor in self.engines[0].plan.items()}
 
     def memories(self) -> list[dict[str, list[np.ndarray]]]:
-        """What each rank keeps of each tensor, in NumPy. A residual that was only described is made real by that."""
+        """What each rank keeps of each tensor, in NumPy, float32. A residual that was only described is made real by
+        that."""
         return [
-            {name: [on_host(one) for one in state.memory] for name, state in engine.states.items()}
+            {name: [on_host(one).astype(np.float32) for one in state.memory] for name, state in engine.states.items()}
             for engine in self.engines
         ]
 

@@ -71,7 +71,10 @@ def as_markdown(document: Mapping[str, Any]) -> str:
 
 def ranks_as_markdown(part: Mapping[str, Any]) -> str:
     """The page of what the part `ranks` has found by itself."""
-    said = "Trainings in DistributedDataParallel: whether they pass, and with a GPU for each rank, ms of a step."
+    said = (
+        "Trainings in DistributedDataParallel, and with Horovod's optimizer: whether they pass, and with a GPU for "
+        "each rank, ms of a step."
+    )
     lines = ["# Ranks on GPUs", "", f"{_result(part)}. Made by `make gpu-check PART=ranks`. {said}", ""]
     lines += [f"- {failure}" for failure in part["failures"]] + [""] * bool(part["failures"])
     return "\n".join(

@@ -33,6 +33,8 @@ MEMORIES: tuple[tuple[str, Callable[[], Memory | None]], ...] = (
     ("efsignsgd", lambda: MomentumCorrection(0.9, nesterov=True)),
     ("topk:ratio=0.01", lambda: MomentumCorrection(0.9)),
     ("powersgd:rank=4", lambda: ErrorFeedback(0.5)),
+    ("topk:ratio=0.01", lambda: ErrorFeedback(dtype="fp16")),
+    ("int4", lambda: ErrorFeedback(dtype="fp16")),
 )
 """A method, and a memory other than its own."""
 

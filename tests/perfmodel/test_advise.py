@@ -84,6 +84,18 @@ def test_json_holds_what_the_model_says() -> None:
     assert 4 < report["least_compression_factor"] < 6.5
 
 
+def test_what_is_kept_is_said_before_a_training() -> None:
+    """Biases go without residuals, the momentum of dgc is of all parameters."""
+    rows = as_json(*PUBLISHED)["methods"]
+    kept = {spec: row["kept_bytes_per_parameter"] for spec, row in rows.items()}
+    assert kept["none"] == kept["signsgd"] == 0
+    assert 3.9 < kept["topk:ratio=0.01"] < 4 < kept["powersgd:rank=4"] < 4.2
+    assert kept["dgc:ratio=0.01"] == 8
+    said = " ".join(run(*PUBLISHED, "--bandwidth", "1", width=120).output.split())
+    assert "On a GPU it keeps 4.1 bytes for each parameter from step to step. Residuals take half of that" in said
+    assert "B/param" in said
+
+
 def test_bandwidth_decides_the_winner() -> None:
     slow, fast = (as_json(*PUBLISHED, "--bandwidth", gbps) for gbps in ("5", "20"))
     assert (slow["winner"], fast["winner"]) == ("powersgd:rank=4", "none")

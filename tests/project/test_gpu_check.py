@@ -74,6 +74,11 @@ def test_steps_are_checked_with_policies_and_memories(spec: str, policy: str) ->
     assert list(steps.check(spec, "cpu", policy, shapes={"matrix": (40, 48), "bias": (105,)})) == []
 
 
+def test_rounded_residuals_are_compared_too() -> None:
+    spec, memory = steps.MEMORIES[-1]
+    assert list(steps.check(spec, "cpu", memory=memory, shapes={"matrix": (40, 48), "bias": (105,)})) == []
+
+
 def test_the_page_compares_what_was_measured_with_what_was_aimed_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the parts' own rows, of a tiny model on the CPU, which has no device's time."""
     monkeypatch.setitem(shapes._MODELS, "resnet50", lambda: {"matrix": (40, 48)})

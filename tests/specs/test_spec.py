@@ -110,6 +110,7 @@ def test_memories() -> None:
     assert parse_memory("none") == NoMemory()
     assert parse_memory("error_feedback") == ErrorFeedback()
     assert parse_memory("error_feedback:decay=0.9") == ErrorFeedback(decay=0.9)
+    assert parse_memory("error_feedback:decay=0.9,dtype=bf16") == ErrorFeedback(0.9, "bf16")
     for spec, word in {"ef": "there are: " + ", ".join(MEMORIES), "error_feedback:decay=2": "at most 1"}.items():
         with pytest.raises(SpecError, match=word):
             parse_memory(spec)

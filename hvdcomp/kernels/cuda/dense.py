@@ -13,6 +13,7 @@ from hvdcomp.kernels.cuda.x import (
     NEXT_VELOCITY,
     PLACE0,
     RESULT,
+    ROUNDED,
     SENT_RULE,
     SOURCE,
     SOURCED,
@@ -24,6 +25,7 @@ from hvdcomp.kernels.cuda.x import (
     entry,
     floats,
     from_bits,
+    held,
     is_address,
     load_as,
     magnitude,
@@ -193,23 +195,41 @@ def narrow_results(
 
 
 @triton.jit
+def _round_left(table, segments, segment, start, end, fails, KEEPS: tl.constexpr, BLOCK: tl.constexpr):
+    """Rounds what is left of a piece of x, or what was kept of it, if the step fails."""
+    sent = floats(table, segments, segment, X_SENT)
+    for block in range(start, end, BLOCK):
+        i = block + tl.arange(0, BLOCK)
+        inside = i < end
+        rule = i * 0 + entry(table, segments, segment, SENT_RULE).to(tl.int32)
+        x = tl.load(floats(table, segments, segment, X) + i, mask=inside, other=0.0)
+        before, _ = residual(table, segments, segment, i, inside, KEEPS)
+        failing = i * 0 + fails.to(tl.int32)
+        left = tl.where(failing != 0, before, held(unsent(x, rule, sent, inside), KEEPS - 1))
+        bits = to_bits(left, KEEPS - 1).to(tl.uint16)
+        tl.store(pointer(entry(table, segments, segment, ROUNDED), tl.uint16) + i, bits, mask=inside)
+
+
+@triton.jit
 def settle(
     table, segments, tasks, flag, found_inf, share,
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, ADDS: tl.constexpr, PUTS: tl.constexpr, TYPE: tl.constexpr,
     PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Ends a step: says what was sent of x and, if ADDS, adds gradients to their totals. If the step does not count,
-    adds nothing, but puts what was kept where the next step looks for it, and a NaN into each result: the host does not
-    know whether the step counts, and goes on as if it did.
+    """Ends a step: says what was sent of x or, if what is kept is rounded, rounds what is left, and if ADDS, adds
+    gradients to their totals. If the step does not count, adds nothing, but puts what was kept where the next step
+    looks for it, and a NaN into each result: the host does not know whether the step counts, and goes on as if it did.
 
     PUTS: puts results, which lie elsewhere, in the gradients' place. share: gradients are multiplied by it.
     """
     segment, start, end = piece(table, segments, tasks, PIECE)
     fails = tl.load(pointer(found_inf, tl.float32)) != 0
-    if KEEPS:
+    if KEEPS == 1:
         if start == 0:
             rule = tl.where(fails, 0, entry(table, segments, segment, SENT_RULE)).to(tl.float32)
             tl.store(floats(table, segments, segment, X_SENT), rule)
+    if KEEPS > 1:
+        _round_left(table, segments, segment, start, end, fails, KEEPS, BLOCK)
     if ADDS or PUTS:
         for block in range(start, end, BLOCK):
             i = block + tl.arange(0, BLOCK)
@@ -230,11 +250,11 @@ def settle(
                 first = tl.arange(0, 1)
                 nan = tl.full((1,), float("nan"), tl.float32)
                 _store_as(_results(table, segments, segment, TYPE), first, nan, first == 0, TYPE)
-        if KEEPS:
+        if KEEPS == 1:
             for block in range(start, end, BLOCK):
                 i = block + tl.arange(0, BLOCK)
                 inside = i < end
-                left, _ = residual(table, segments, segment, i, inside)
+                left, _ = residual(table, segments, segment, i, inside, KEEPS)
                 tl.store(floats(table, segments, segment, X) + i, left, mask=inside)
                 if MOMENTUM:
                     address = entry(table, segments, segment, VELOCITY)

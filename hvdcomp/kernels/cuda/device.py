@@ -95,7 +95,7 @@ class DeviceKernels:
     Args:
         table: of the bucket, with pieces of `PIECE`.
         device: of PyTorch.
-        keeps: whether the memory keeps anything.
+        keeps: 0 if the memory keeps nothing, else 1 and the element type of what it keeps, as of `NARROW`.
 
     Attributes:
         factor: of the step, what gradients are multiplied with, float32 (1,) on the device.
@@ -109,7 +109,7 @@ class DeviceKernels:
     block = PIECE if INTERPRETED else _BLOCK
     piece = PIECE
 
-    def __init__(self, table: Table, device: torch.device, keeps: bool) -> None:
+    def __init__(self, table: Table, device: torch.device, keeps: int) -> None:
         self.table = table
         self.device = device
         self.keeps = keeps

@@ -28,6 +28,7 @@ COLUMNS = (
     "tasks",
     "total",
     "narrowed",
+    "rounded",
 )
 """Fields as of `hvd_segment` in `src/bucket.h`; and `kept_sent`: where the rule that says what was sent of `kept` is, a
 float32 number, and behind it what was sent above and below; `x_sent`: where those of x go; `first_task` and `tasks`:
@@ -54,6 +55,7 @@ FIRST_TASK = tl.constexpr(17)
 TASKS = tl.constexpr(18)
 TOTAL = tl.constexpr(19)
 NARROWED = tl.constexpr(20)
+ROUNDED = tl.constexpr(21)
 
 FLOAT = tl.constexpr(0)  # element types, as of `NARROW` in `kernels.tables`; and what is no gradient at all
 HALF = tl.constexpr(1)
@@ -133,16 +135,6 @@ def unsent(x, rule, sent, inside):
 
 
 @triton.jit
-def residual(table, segments, segment, i, inside):
-    """What was not sent of the kept x, zero beyond a tensor's end, and whether there is one."""
-    address = entry(table, segments, segment, KEPT)
-    holds = is_address(address, i)
-    kept = tl.load(pointer(address, tl.float32) + i, mask=inside & holds, other=0.0)
-    sent = floats(table, segments, segment, KEPT_SENT)
-    return unsent(kept, i * 0 + tl.load(sent).to(tl.int32), sent, inside), holds
-
-
-@triton.jit
 def to_bits(x, TYPE: tl.constexpr):
     """16 bits of each number, int32, rounded to nearest, ties to even."""
     if TYPE == HALF:
@@ -179,6 +171,19 @@ def load_as(address, i, mask, TYPE: tl.constexpr):
 
 
 @triton.jit
+def residual(table, segments, segment, i, inside, KEEPS: tl.constexpr):
+    """What was not sent of the kept x, zero beyond a tensor's end, and whether there is one. KEEPS: 1 and the type of
+    what is kept; of 16 bits nothing was sent."""
+    address = entry(table, segments, segment, KEPT)
+    holds = is_address(address, i)
+    kept = load_as(address, i, inside & holds, KEEPS - 1)
+    if KEEPS == 1:
+        sent = floats(table, segments, segment, KEPT_SENT)
+        kept = unsent(kept, i * 0 + tl.load(sent).to(tl.int32), sent, inside)
+    return kept, holds
+
+
+@triton.jit
 def make_x(
     table, segments, segment, i, inside, factor, decay, momentum,
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
@@ -190,7 +195,7 @@ def make_x(
         x = load_as(entry(table, segments, segment, GRADIENT), i, inside, FROM)
         if KEEPS:
             gradient = x * tl.load(pointer(factor, tl.float32))
-            left, holds = residual(table, segments, segment, i, inside)
+            left, holds = residual(table, segments, segment, i, inside, KEEPS)
             left *= decay
             if MOMENTUM:
                 address = entry(table, segments, segment, VELOCITY)

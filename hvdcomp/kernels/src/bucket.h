@@ -39,6 +39,8 @@ typedef struct {
     double sums[4];               /* what a kernel adds up: up to the kernel */
     uint16_t *narrowed; /* where results of 16 bits go in the end */
     int64_t narrow;     /* HVD_HALF or HVD_BFLOAT16: of what type gradients are, and `x` is not NULL; else 0 */
+    uint16_t *rounded;  /* where what is left of x goes in the end, rounded, if it is kept so */
+    int64_t kept_type;  /* HVD_HALF or HVD_BFLOAT16: of what type `kept` and `rounded` are, and no `rule`; else 0 */
 } hvd_segment;
 
 /* A piece of a tensor. What is added up over a tensor is added up over each piece first, and then in their order, so
@@ -124,9 +126,10 @@ static inline double hvd_energy(const float *restrict x, int64_t length) {
     return sum;
 }
 
-/* The residual of a block: what was not sent of `kept`, times `decay`. */
-static inline void hvd_residual(const hvd_segment *s, int64_t start, int64_t length, float decay, float *restrict out) {
-    const float *restrict kept = s->kept + start;
+/* The residual of a block: what was not sent of the block `kept`, times `decay`. */
+static inline void hvd_residual(
+    const hvd_segment *s, const float *restrict kept, int64_t start, int64_t length, float decay, float *restrict out
+) {
     const float above = s->above, below = s->below;
     if (s->rule == HVD_PRODUCT) {
         hvd_multiply(&s->product, s->size, start, length, out);
@@ -140,10 +143,10 @@ static inline void hvd_residual(const hvd_segment *s, int64_t start, int64_t len
         for (int64_t i = 0; i < length; i++) out[i] = kept[i] * decay;
 }
 
-/* A block of x, of the block of its gradient. */
+/* A block of x, of the blocks of its gradient and of what was kept, if anything. */
 static inline void hvd_make_of(
-    const hvd_bucket *b, const hvd_segment *s, const float *restrict gradient, int64_t start, int64_t length,
-    float *restrict x
+    const hvd_bucket *b, const hvd_segment *s, const float *restrict gradient, const float *restrict kept,
+    int64_t start, int64_t length, float *restrict x
 ) {
     const float factor = b->factor, momentum = b->momentum;
     if (s->next_velocity) {
@@ -153,18 +156,17 @@ static inline void hvd_make_of(
             for (int64_t i = 0; i < length; i++) next[i] = velocity[i] * momentum + gradient[i] * factor;
         } else
             for (int64_t i = 0; i < length; i++) next[i] = gradient[i] * factor;
-        if (s->kept) hvd_residual(s, start, length, b->decay, x);
+        if (kept) hvd_residual(s, kept, start, length, b->decay, x);
         else memset(x, 0, (size_t)length * sizeof *x);
         if (b->nesterov)
             for (int64_t i = 0; i < length; i++) x[i] = next[i] * momentum + (x[i] + gradient[i] * factor);
         else
             for (int64_t i = 0; i < length; i++) x[i] = x[i] + next[i];
-    } else if (s->kept) {
+    } else if (kept) {
         /* The same sum as with hvd_residual, if possible without a second pass over the block. */
-        const float *restrict kept = s->kept + start;
         const float decay = b->decay, above = s->above, below = s->below;
         if (s->rule == HVD_PRODUCT) {
-            hvd_residual(s, start, length, decay, x);
+            hvd_residual(s, kept, start, length, decay, x);
             for (int64_t i = 0; i < length; i++) x[i] = x[i] + gradient[i] * factor;
         } else if (s->rule == HVD_NOT_NEGATIVE)
             for (int64_t i = 0; i < length; i++)
@@ -180,9 +182,9 @@ static inline void hvd_make_of(
         for (int64_t i = 0; i < length; i++) x[i] = gradient[i] * factor;
 }
 
-/* A block of the gradient of 16 bits, as floats. */
-static inline void hvd_widened(const hvd_segment *s, int64_t start, int64_t length, float *restrict out) {
-    hvd_widen((const uint16_t *)(const void *)s->gradient + start, length, (int32_t)s->narrow, out);
+/* A block of numbers of 16 bits, of `type`, as floats. */
+static inline void hvd_widened(const void *numbers, int64_t type, int64_t start, int64_t length, float *restrict out) {
+    hvd_widen((const uint16_t *)numbers + start, length, (int32_t)type, out);
 }
 
 #define HVD_WIDENED 1024 /* elements that are widened at a time */
@@ -191,15 +193,19 @@ static inline void hvd_widened(const hvd_segment *s, int64_t start, int64_t leng
 static inline void hvd_make(
     const hvd_bucket *b, const hvd_segment *s, int64_t start, int64_t length, float *restrict x
 ) {
-    float gradient[HVD_WIDENED];
-    if (!s->narrow) {
-        hvd_make_of(b, s, s->gradient + start, start, length, x);
+    float gradients[HVD_WIDENED], residuals[HVD_WIDENED];
+    if (!s->narrow && !(s->kept && s->kept_type)) {
+        hvd_make_of(b, s, s->gradient + start, s->kept ? s->kept + start : NULL, start, length, x);
         return;
     }
-    for (int64_t done = 0; done < length; done += HVD_WIDENED) {
-        const int64_t some = hvd_shorter(HVD_WIDENED, length - done);
-        hvd_widened(s, start + done, some, gradient);
-        hvd_make_of(b, s, gradient, start + done, some, x + done);
+    for (const int64_t end = start + length; start < end; start += HVD_WIDENED, x += HVD_WIDENED) {
+        const int64_t some = hvd_shorter(HVD_WIDENED, end - start);
+        const float *gradient = gradients, *kept = residuals;
+        if (s->narrow) hvd_widened(s->gradient, s->narrow, start, some, gradients);
+        else gradient = s->gradient + start;
+        if (s->kept && s->kept_type) hvd_widened(s->kept, s->kept_type, start, some, residuals);
+        else kept = s->kept ? s->kept + start : NULL;
+        hvd_make_of(b, s, gradient, kept, start, some, x);
     }
 }
 

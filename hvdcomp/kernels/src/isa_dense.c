@@ -108,7 +108,7 @@ static void add_piece(const hvd_segment *s, const hvd_task *task, float share) {
     float gradient[HVD_WIDENED];
     for (int64_t done = 0; done < task->length; done += HVD_WIDENED) {
         const int64_t length = hvd_shorter(HVD_WIDENED, task->length - done);
-        hvd_widened(s, task->start + done, length, gradient);
+        hvd_widened(s->gradient, s->narrow, task->start + done, length, gradient);
         for (int64_t i = 0; i < length; i++) total[done + i] += gradient[i] * share;
     }
 }
@@ -143,7 +143,7 @@ static void left_piece(void *context, int64_t number) {
     task->sums[0] = 0;
     for (int64_t done = 0; done < task->length; done += HVD_BLOCK) {
         const int64_t length = hvd_shorter(task->length - done, HVD_BLOCK);
-        hvd_residual(&left, task->start + done, length, 1, block);
+        hvd_residual(&left, left.kept + task->start + done, task->start + done, length, 1, block);
         task->sums[0] += hvd_energy(block, length);
     }
 }
@@ -152,4 +152,24 @@ void HVD_NAME(measure_left)(hvd_bucket *bucket) {
     struct job job = {.bucket = bucket};
     hvd_parallel(bucket->threads, bucket->task_count, left_piece, &job);
     add_up(bucket);
+}
+
+static void round_piece(void *context, int64_t number) {
+    const struct job *job = context;
+    const hvd_task *task = job->bucket->tasks + number;
+    const hvd_segment left = hvd_unsent(job->bucket->segments + task->segment);
+    const float bound = left.kept_type == HVD_HALF ? HVD_LARGEST_HALF : HVD_LARGEST_BFLOAT16;
+    float block[HVD_WIDENED];
+    for (int64_t done = 0; done < task->length; done += HVD_WIDENED) {
+        const int64_t start = task->start + done, length = hvd_shorter(task->length - done, HVD_WIDENED);
+        hvd_residual(&left, left.kept + start, start, length, 1, block);
+        for (int64_t i = 0; i < length; i++)
+            block[i] = block[i] > bound ? bound : block[i] < -bound ? -bound : block[i];
+        hvd_narrow(block, length, (int32_t)left.kept_type, left.rounded + start);
+    }
+}
+
+void HVD_NAME(round_left)(hvd_bucket *bucket) {
+    struct job job = {.bucket = bucket};
+    hvd_parallel(bucket->threads, bucket->task_count, round_piece, &job);
 }

@@ -86,7 +86,7 @@ static void rows_of_p(void *context, int64_t number) {
             const float *ahead[3] = {matrix + next, matrix + next, matrix + next};
             if (job->makes_x) {
                 ahead[0] = s->narrow ? NULL : s->gradient + next;
-                if (s->kept) ahead[1] = s->kept + next;
+                if (s->kept && !s->kept_type) ahead[1] = s->kept + next;
                 if (streams) ahead[2] = NULL;
             }
             const int64_t stride = streams ? length : columns;

@@ -57,7 +57,7 @@ static inline uint32_t hvd_put(
         hvd_widen(results, some, type, read);
         for (int64_t i = 0; i < some; i++) lacks[i] = mean[i] - read[i];
         if (s->sent_rule != HVD_NOTHING) {
-            hvd_residual(&left, start, some, 1, read);
+            hvd_residual(&left, x, start, some, 1, read);
             for (int64_t i = 0; i < some; i++) x[i] = read[i] + lacks[i];
         } else
             hvd_add_some(lacks, some, x);

@@ -14,7 +14,7 @@ import numpy as np
 from click.core import ParameterSource
 from rich.text import Text
 
-from hvdcomp.compressors import BUCKET_BYTES, evidence_in_words, first_to_try
+from hvdcomp.compressors import BUCKET_BYTES, Compressor, evidence_in_words, first_to_try
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import SpecError
 from hvdcomp.files import csv_of
@@ -196,7 +196,10 @@ def _report(
         "bandwidth_gbps": float(np.asarray(bytes_per_s)) / GBPS,
         "one_rank_ms": 1e3 * linear,
         "forward_included": compute.forward_s is not None,
-        "methods": {spec: _method(method, dense, linear) for spec, method in advice.methods.items()},
+        "methods": {
+            spec: {**_method(method, dense, linear), "kept_bytes_per_parameter": adviser.kept_bytes(spec)}
+            for spec, method in advice.methods.items()
+        },
         "winner": advice.winner,
         "free": advice.free,
         "take": advice.take,
@@ -340,6 +343,8 @@ def _print(report: dict[str, Any]) -> None:
     if (every := report.get("local_steps")) is not None:
         times = {"step": times.pop("step"), "local_step": f"{every} local\nsteps", **times}
     numbers = [*times.values(), *(["times\ndense"] if wide else [])]
+    kept = ["kept\nB/param"] if console.width >= 104 else []
+    numbers += kept
     headings = ["method", *numbers, "beats dense\nat Gb/s", "limited\nby"]
     table = make_table(*headings, numbers=numbers)
     for spec, row in sorted(report["methods"].items(), key=lambda entry: entry[1]["step_ms"]):
@@ -347,6 +352,7 @@ def _print(report: dict[str, Any]) -> None:
             Text(spec, "bold" if spec == report["winner"] else ""),
             *(_cell(part, row) for part in times),
             *([f"{row['speedup_over_dense']:.2f}"] if wide else []),
+            *([f"{row['kept_bytes_per_parameter']:.1f}"] if kept else []),
             "" if spec == UNCOMPRESSED or report["winner"] is None else _ranges(row["wins_in_gbps"]),
             row["limited_by"],
         )
@@ -402,6 +408,7 @@ def _conclusions(report: dict[str, Any]) -> list[str]:
         lines.append("Accuracy may differ, and the model knows nothing of it: compare a short training with dense.")
         if take not in FREE:
             lines.append(evidence_in_words(parse_compressor(take)))
+            lines.append(_kept(parse_compressor(take), report["methods"][take]["kept_bytes_per_parameter"]))
         lines.append(first_to_try())
     factor = report["least_compression_factor"]
     ideal = "an ideal compressor (free of cost, during the backward pass)"
@@ -412,6 +419,14 @@ def _conclusions(report: dict[str, Any]) -> list[str]:
     else:
         lines.append(f"For 95% of linear scaling {ideal} would have to compress {factor:.1f} times.")
     return lines
+
+
+def _kept(compressor: Compressor, kept: float) -> str:
+    """What a method keeps in memory, given the bytes of a parameter."""
+    said = f"On a GPU it keeps {kept:.1f} bytes for each parameter from step to step."
+    if any(leaf.default_memory.name == "error_feedback" for leaf in compressor.leaves()):
+        said += " Residuals take half of that with memory=error_feedback:dtype=bf16."
+    return said
 
 
 def _as_fast(ratio: float) -> str:
