@@ -9,21 +9,35 @@ same bits on either way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import FLOATING, Array, wide_dtype
 from hvdcomp.communicators import Communicator
+from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import gather_rows, require_agreement
 from hvdcomp.exchange.ledger import Cost, Ledger, Sent
 
 _INT8, _LARGEST = "int8", 127
-WIRES = (*FLOATING, _INT8)
-"""The element types in which rows may travel."""
-
 _COUNT_BYTES, _SCALE_BYTES = 8, 4
+
+
+def wire_name(dtype: Any) -> str | None:
+    """The name of an element type of the framework, or None, in which rows are to travel.
+
+    Raises:
+        ConfigurationError: if they cannot.
+    """
+    if dtype is None:
+        return None
+    name = str(getattr(dtype, "name", dtype)).rpartition(".")[2]
+    if name not in (*FLOATING, _INT8):
+        raise ConfigurationError(
+            f"RowExchange: wire_dtype={dtype!r} is not possible; give it bfloat16, float16 or int8 of the framework"
+        )
+    return name
 
 
 class Table(NamedTuple):
@@ -47,7 +61,7 @@ class RowMeans:
     Args:
         ranks: all that take part.
         tables: by name, the same on every rank.
-        wire: one of `WIRES`, in which rows and means travel: int8 with the largest magnitude of each row in float32.
+        wire: as of `wire_name`, in which rows and means travel: int8 with the largest magnitude of each row in float32.
             What is rounded away is lost. None for the tables' own element types.
         host: an array of the framework, on the host.
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 from hvdcomp.communicators.horovod_tensorflow import HorovodTensorFlowCommunicator
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.ledger import Ledger
-from hvdcomp.exchange.rows import WIRES, RowMeans, Rows, Table
+from hvdcomp.exchange.rows import RowMeans, Rows, Table, wire_name
 from hvdcomp.tensorflow.names import by_name
 
 _ON_HOST = np.zeros(0, np.float32)
@@ -45,9 +45,7 @@ class RowExchange:
     """
 
     def __init__(self, *, wire_dtype: tf.DType | None = None) -> None:
-        if wire_dtype is not None and wire_dtype.name not in WIRES:
-            raise ConfigurationError(f"RowExchange: wire_dtype={wire_dtype!r} is not possible; give it tf.bfloat16")
-        self._wire = None if wire_dtype is None else wire_dtype.name
+        self._wire = wire_name(wire_dtype)
         self._means: RowMeans | None = None
         self._tables: dict[str, Table] = {}
         self._ranks: HorovodTensorFlowCommunicator | None = None

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from hvdcomp.torch.compressed_adam import CompressedAdam as CompressedAdam
     from hvdcomp.torch.local_steps import LocalSteps as LocalSteps
     from hvdcomp.torch.look_ahead import LookAhead as LookAhead
+    from hvdcomp.torch.row_wise_adagrad import RowWiseAdagrad as RowWiseAdagrad
     from hvdcomp.torch.rows import RowExchange as RowExchange
 
 
@@ -33,6 +34,10 @@ def __getattr__(name: str) -> Any:
         from hvdcomp.torch.rows import RowExchange
 
         return RowExchange
+    if name == "RowWiseAdagrad":
+        from hvdcomp.torch.row_wise_adagrad import RowWiseAdagrad
+
+        return RowWiseAdagrad
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

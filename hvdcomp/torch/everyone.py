@@ -25,11 +25,14 @@ class Everyone:
     Args:
         communicator: the ranks.
         waits: whether `agrees` waits for the answer, so that it says the same on all ranks.
+
+    Attributes:
+        waits: as given.
     """
 
     def __init__(self, communicator: PolledCommunicator, waits: bool = False) -> None:
         self._communicator = communicator
-        self._waits = waits
+        self.waits = waits
         self._asked: Any = None
         self._presence = 0
         self._total = 0
@@ -46,7 +49,7 @@ class Everyone:
 
     def agrees(self) -> bool:
         """Whether it is known by now that all ranks make the step, at the same levels."""
-        if self._asked is not None and (self._waits or self._communicator.is_done(self._asked)):
+        if self._asked is not None and (self.waits or self._communicator.is_done(self._asked)):
             self.end()
         return 0 < self._total == self._presence * self._communicator.world_size
 

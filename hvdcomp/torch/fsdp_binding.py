@@ -21,7 +21,13 @@ from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import gather_rows, refused_on_every_rank
 from hvdcomp.torch.everyone import Everyone
 from hvdcomp.torch.parameters import unique
-from hvdcomp.torch.sharded import check_settings, check_sharding, modules_of, one_group_a_module
+from hvdcomp.torch.sharded import (
+    before_forward_passes,
+    check_settings,
+    check_sharding,
+    modules_of,
+    one_group_a_module,
+)
 from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining, may_overlap
 
 
@@ -73,6 +79,7 @@ class FSDPBinding(TorchTraining):
         for name, parameter in self._sharded.items():
             # FSDP calls it when the gradient is in its place, after the module's hook.
             parameter.register_post_accumulate_grad_hook(functools.partial(self._come, name))
+        before_forward_passes(model, self._forget)
 
     @torch.no_grad()
     def _arrived(self, shard: torch.Tensor) -> None:
@@ -103,6 +110,20 @@ class FSDPBinding(TorchTraining):
         self.check_presence(self._everyone.end())
         left = {name: _local(one.grad) for name, one in self._sharded.items() if one.grad is not None}
         self.run_in_place({**ready, **left})  # in the order in which they came, which the ranks learn of rank 0
+
+    def _forget(self) -> None:
+        """Drops what a backward pass that has raised has left."""
+        if not self._due:
+            return
+        # On the host a bucket starts where the ranks are known to agree, which one may know before another. So some may
+        # have started more of them than others, and torch.distributed matches collectives by their order.
+        if self.engine.overlap.era and not self._everyone.waits:
+            raise ConfigurationError(
+                "a backward pass has raised, and some ranks may have begun to exchange gradients that others have not; "
+                "go on from a checkpoint in new processes, or give hvdcomp.Compression overlap=False"
+            )
+        self._due = False
+        self._ready = {}
 
     # What `Binding` asks of the framework.
 

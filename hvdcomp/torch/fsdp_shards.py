@@ -28,7 +28,13 @@ from hvdcomp.exchange.shards import ShardReducer
 from hvdcomp.files import VERSION
 from hvdcomp.torch.parameters import plain_names
 from hvdcomp.torch.resharding import Layout, Rows, resharded
-from hvdcomp.torch.sharded import check_settings, check_sharding, modules_of, one_group_a_module
+from hvdcomp.torch.sharded import (
+    before_forward_passes,
+    check_settings,
+    check_sharding,
+    modules_of,
+    one_group_a_module,
+)
 from hvdcomp.torch.training import refuse_capture
 
 
@@ -83,6 +89,7 @@ class ShardsBinding:
                 module.set_custom_reduce_scatter(_ReduceScatter(self, name or "model"))  # type: ignore[arg-type]
         except ValueError as error:
             raise one_group_a_module(error) from None
+        before_forward_passes(model, self._forget)
 
     @torch.no_grad()
     def reduce(self, name: str, row: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, op: Any) -> None:
@@ -113,6 +120,10 @@ class ShardsBinding:
     def _end_step(self) -> None:
         self._due = False
         self.engine.end_step()
+
+    def _forget(self) -> None:
+        """What a backward pass that has raised has sent counts to the step that follows."""
+        self._due = False
 
     # What `Compression` asks of a binding.
 

@@ -14,6 +14,7 @@ from hvdcomp.errors import ConfigurationError, RankMismatchError
 from hvdcomp.exchange.agreement import refused_on_every_rank, require_agreement
 from hvdcomp.exchange.rows import Rows
 from hvdcomp.specs.described import is_whole
+from hvdcomp.torch.row_wise_adagrad import RowWiseAdagrad
 from hvdcomp.torch.rows import EMBEDDINGS, RowExchange, put, rows_of
 
 _ON_HOST = torch.empty(0)
@@ -28,6 +29,7 @@ _RULES: dict[type, dict[str, Callable[[Any], bool]]] = {
         "lr_decay": lambda one: one == 0,
         "eps": lambda one: one > 0,
     },
+    RowWiseAdagrad: {},
 }
 
 Ids = Callable[[Any], Mapping[str, torch.Tensor]]
@@ -53,14 +55,14 @@ class LookAhead:
     ends, before a `state_dict` of the model or the optimizer is made or loaded, and after `flush`; a row also before a
     table looks it up, in training or evaluation. To read weights otherwise, call `flush`.
 
-    Each rank keeps 4 bytes for each row, and the batches that were read ahead. A loader that keeps its own place is
+    Each rank keeps 5 bytes for each row, and the batches that were read ahead. A loader that keeps its own place is
     ahead of the training: keep the number of steps.
 
     Args:
         loader: of batches, the same number on each rank. Each iteration begins it anew.
         rows: of the tables, all in the host's memory and with sparse=True.
-        optimizer: of these tables alone: `torch.optim.SGD` without momentum, or `torch.optim.Adagrad` without lr_decay,
-            both without weight_decay.
+        optimizer: of these tables alone: `torch.optim.SGD` without momentum or `torch.optim.Adagrad` without lr_decay,
+            both without weight_decay, or `RowWiseAdagrad`.
         ids: what a batch looks up: gives a tensor of ids, of any shape, for the name of each table's weight. More than
             it looks up may be named, but not less.
         batches: how many are read ahead, and how many steps a row may be late; at least 1. With 1 the ids of the next
@@ -91,6 +93,7 @@ class LookAhead:
         self._starts = torch.tensor([0, *lengths]).cumsum(0)
         self._key_dtype = torch.int32 if sum(lengths) < 2**31 else torch.int64
         self._late_in = torch.zeros(sum(lengths), dtype=torch.int32)  # the latest step from which each row was late
+        self._wanted = torch.zeros(sum(lengths), dtype=torch.bool)  # of a step, the rows that its next batch looks up
         self._late: deque[_Late] = deque()
         self._window: deque[_Read] = deque()  # the batch under way, and those behind it
         self._reads = self._steps = 0
@@ -140,7 +143,10 @@ class LookAhead:
         told = ranks.start_allgather(torch.tensor([refused is not None], dtype=torch.uint8), "hvdcomp.ahead.refused")
         by_rank = now.by_rank()
         everyone = torch.cat(by_rank)
-        urgent = torch.isin(everyone, torch.cat(following.by_rank()))
+        wanted = torch.cat(following.by_rank()).long()
+        self._wanted[wanted] = True
+        urgent = self._wanted[everyone.long()]
+        self._wanted[wanted] = False
         of_rank = urgent.split([len(keys) for keys in by_rank])
         own = of_rank[ranks.rank].split([len(one) for one in rows])
         first = [self._by_table(keys[chosen]) for keys, chosen in zip(by_rank, of_rank, strict=True)]
@@ -351,7 +357,7 @@ def _check(rows: Any, optimizer: Any, batches: Any) -> None:
     if rule is None:
         raise ConfigurationError(
             f"LookAhead was given a {type(optimizer).__name__}, by which a row may change while it has no gradient; "
-            "give it torch.optim.SGD or torch.optim.Adagrad"
+            "give it torch.optim.SGD, torch.optim.Adagrad or hvdcomp.torch.RowWiseAdagrad"
         )
     given = {id(one) for group in optimizer.param_groups for one in group["params"]}
     if given != {id(table.weight) for table in rows.tables.values()}:

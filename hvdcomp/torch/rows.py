@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hvdcomp.communicators import Communicator
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import WEIGHTS, refused_on_every_rank, require_agreement
-from hvdcomp.exchange.rows import WIRES, RowMeans, Rows, Table
+from hvdcomp.exchange.rows import RowMeans, Rows, Table, wire_name
 from hvdcomp.torch.local_steps import started_ranks
 from hvdcomp.torch.training import checksums_of
 
@@ -68,9 +68,9 @@ class RowExchange:
         self.model = model
         self.ranks: Any = started_ranks() if communicator is None else communicator
         with refused_on_every_rank(self.ranks, _ON_HOST):
-            self.tables: dict[str, Any] = _tables_of(model, tables, wire_dtype)
+            wire = wire_name(wire_dtype)
+            self.tables: dict[str, Any] = _tables_of(model, tables)
         weights = {name: table.weight for name, table in self.tables.items()}
-        wire = None if wire_dtype is None else _name_of(wire_dtype)
         shapes = {name: Table(_name_of(weight.dtype), *weight.shape) for name, weight in weights.items()}
         self.means = RowMeans(self.ranks, shapes, wire, _ON_HOST)
         _leave_alone(model, weights.values())
@@ -99,15 +99,13 @@ class RowExchange:
         require_agreement(self.ranks, facts, _ON_HOST, same)
 
 
-def _tables_of(model: Any, names: Iterable[str] | None, wire_dtype: Any) -> dict[str, Any]:
+def _tables_of(model: Any, names: Iterable[str] | None) -> dict[str, Any]:
     """The modules of the tables, by the names of their weights."""
     if isinstance(model, DistributedDataParallel):
         raise ConfigurationError(
             "RowExchange was given a model in DistributedDataParallel, which exchanges its tables already; give it the "
             "model before"
         )
-    if wire_dtype is not None and _name_of(wire_dtype) not in WIRES:
-        raise ConfigurationError(f"RowExchange: wire_dtype={wire_dtype} is not possible; give it torch.bfloat16")
     known = {f"{name}.weight": one for name, one in model.named_modules() if isinstance(one, EMBEDDINGS)}
     wanted = [name for name, one in known.items() if one.sparse] if names is None else list(names)
     missing = [name for name in wanted if name not in known]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -67,6 +68,18 @@ def check_sharding(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> dict
             "fully_shard the same mesh for all parameters"
         )
     return found
+
+
+def before_forward_passes(model: torch.nn.Module, forget: Callable[[], None]) -> None:
+    """Has `forget` called before each forward pass outside of a backward pass: what waits for the end of one by then,
+    waits for one that has raised. (Forward passes inside of one are those of activation checkpoints.)"""
+
+    @torch.compiler.disable
+    def begin(*_: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            forget()
+
+    model.register_forward_pre_hook(begin, prepend=True)  # before FSDP's own, which gathers weights
 
 
 def one_group_a_module(error: ValueError) -> ConfigurationError:

@@ -25,6 +25,7 @@ from hvdcomp.exchange.ledger import Ledger
 from hvdcomp.exchange.shards import ShardReducer
 from hvdcomp.tools.train.models import TransformerSize
 from hvdcomp.tools.train.models_torch import GPT
+from tests.multirank import cases_fsdp
 from tests.multirank.cases_fsdp import weights
 from tests.multirank.collectives import nodes_of
 from tests.multirank.training_ddp import assert_same_everywhere, large_model, raised
@@ -387,6 +388,22 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
     if dist.get_world_size() == 4:
         with nodes_of(3):
             assert "HVDCOMP_RANKS_PER_NODE=1" in refused(model, made("int4"))
+
+
+def case_a_backward_pass_that_raises_changes_nothing_without_a_residual() -> None:
+    results = []
+    with nodes_of(1):
+        for fails in (False, True):
+            model = cases_fsdp.sharded(init_device_mesh("cpu", (dist.get_world_size(),)))
+            hvdcomp.fsdp.register(model, how := made("int4:rounding=stochastic"))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+            for _ in range(2):
+                cases_fsdp.train(model, optimizer, steps=2)
+                if fails:
+                    cases_fsdp.fail(model)
+            assert how.ledger.steps == 4
+            results.append(weights(model))
+    assert torch.equal(*results)
 
 
 def case_another_divisor_is_refused_with_the_way_out() -> None:

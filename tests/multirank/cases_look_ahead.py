@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hvdcomp import ConfigurationError, RankMismatchError
-from hvdcomp.torch import LookAhead, RowExchange
+from hvdcomp.torch import LookAhead, RowExchange, RowWiseAdagrad
 from tests.multirank.models import weights
 from tests.multirank.training_ddp import assert_same_everywhere, raised
 from tests.multirank.worker import thorough
@@ -21,6 +21,7 @@ OFTEN = {name: 1 / torch.arange(1, rows + 1).double() ** 1.1 for name, (rows, _)
 OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.SGD, {"lr": 0.3}),
     (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.01}),
+    (RowWiseAdagrad, {"lr": 0.1}),
 ]
 Batch = dict[str, torch.Tensor]
 
@@ -106,7 +107,7 @@ class Training:
 
 
 def same_as_synchronous(steps: int, epochs: int) -> None:
-    for kind, batches in zip(OPTIMIZERS, (3, 1), strict=True):
+    for kind, batches in zip(OPTIMIZERS, (3, 1, 2), strict=True):
         plain, ours = Training(kind), Training(kind)
         loader, ahead = Loader(steps), ours.ahead(Loader(steps), batches)
         for _ in range(epochs):

@@ -83,6 +83,9 @@ _START = (
     metavar="SECONDS",
     shown="PyTorch's: 1800",
 )
+@_option(
+    "--fsdp", "Under torchrun: shard a transformer over all ranks by FSDP's fully_shard.", is_flag=True, shown=False
+)
 @_option("--model", "What to train. vit and dlrm are PyTorch's alone.", type=click.Choice(MODELS))
 @_option("--data", "What to train it on.", type=click.Choice(DATA))
 @_option(
@@ -288,7 +291,7 @@ def command(context: click.Context, **options: Any) -> None:
         from hvdcomp.tools.train.ranks import RunRefused
         from hvdcomp.tools.train.trainer import train
 
-        learner_class(chosen.framework, backend)
+        learner_class(chosen.framework, backend, chosen.fsdp)
         ranks = reach(chosen.backend, chosen.framework, chosen.timeout)
     except SetupError as error:
         raise click.UsageError(str(error), context) from None

@@ -48,7 +48,7 @@ _RANKS = "ranks"
 _BEFORE = {
     **{"optimizer": "sgd", "schedule": "step", "betas": [0.9, 0.95], "validation_samples": 0},
     **{"freeze_after": None, "freeze_compression": "int4", "local_steps": 1, "refreshes_per_gap": None},
-    **{"outer_lr": None, "outer_momentum": None, "fragments": 1, "delay": 0, "local_share": 0.0},
+    **{"outer_lr": None, "outer_momentum": None, "fragments": 1, "delay": 0, "local_share": 0.0, "fsdp": False},
 }
 
 KEPT = ("step", "epoch", "taken", "losses", "times", "epochs")

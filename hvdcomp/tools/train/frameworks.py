@@ -8,12 +8,13 @@ from hvdcomp.tools.train.learner import Learner
 from hvdcomp.tools.train.options import SIMULATED
 
 
-def learner_class(framework: str, backend: str = "horovod") -> type[Learner]:
+def learner_class(framework: str, backend: str = "horovod", fsdp: bool = False) -> type[Learner]:
     """The class for a framework and a backend, which are imported only here.
 
     Args:
         framework: one of `options.FRAMEWORKS`.
         backend: "horovod", "ddp" or "simulated", of `Ranks.backend`.
+        fsdp: whether the ranks of "ddp" have shards of the model.
 
     Raises:
         ImportError: the framework, or Horovod for it, is not installed.
@@ -26,6 +27,10 @@ def learner_class(framework: str, backend: str = "horovod") -> type[Learner]:
         from hvdcomp.tools.train.simulated_learner import SimulatedLearner
 
         return SimulatedLearner
+    if backend == "ddp" and fsdp:
+        from hvdcomp.tools.train.fsdp_learner import FSDPLearner
+
+        return FSDPLearner
     if backend == "ddp":
         from hvdcomp.tools.train.ddp_learner import DDPLearner
 

@@ -84,6 +84,7 @@ class TrainingOptions:
     framework: str = "torch"
     backend: str = "auto"
     timeout: float | None = None  # seconds that ranks of torch.distributed wait for another
+    fsdp: bool = False  # whether each rank of torch.distributed has a shard of the model
     model: str = "cnn"
     data: str = "digits"
     data_dir: Path | None = None
@@ -309,6 +310,7 @@ class TrainingOptions:
             *self._checks_of_outer_step(),
             *self._checks_of_refreshes(),
             *self._checks_of_simulation(),
+            *self._checks_of_fsdp(),
             (0 <= self.seed < 2**31, f"--seed {self.seed}: from 0 to 2147483647"),
             (self.samples is None or self.samples >= 1, f"--samples {self.samples}: at least 1"),
             (0 <= self.label_noise <= 1, f"--label-noise {self.label_noise}: a fraction from 0 to 1"),
@@ -454,6 +456,35 @@ class TrainingOptions:
             (
                 not simulated or self.overlap != "on",
                 f"--overlap on: {what} sends what is compressed after the backward pass; leave it at auto",
+            ),
+        ]
+
+    def _checks_of_fsdp(self) -> list[tuple[bool, str]]:
+        if not self.fsdp:
+            return []
+        return [
+            (
+                self.framework == "torch" and self.backend in ("auto", "ddp") and self.simulate_ranks is None,
+                "--fsdp is for PyTorch's torch.distributed: start it with torchrun, and leave out --framework, "
+                "--backend and --simulate-ranks",
+            ),
+            (
+                self.model in TRANSFORMERS,
+                f"--fsdp shards the blocks of transformers, which --model {self.model} has not; take one of "
+                f"{', '.join(TRANSFORMERS)}",
+            ),
+            (
+                self.optimizer in ("sgd", "adamw") and self.local_steps == 1,
+                f"--fsdp does not go with --optimizer {self.optimizer} and --local-steps {self.local_steps}: each rank "
+                "has shards only; take --optimizer sgd or adamw, and no local steps",
+            ),
+            (
+                self.bucket_bytes is None and self.overlap != "on",
+                "--fsdp leaves it to FSDP what is sent when; leave out --bucket-bytes and --overlap",
+            ),
+            (
+                self.policy is None,
+                f"--fsdp does not go with --policy {self.policy}: gradients come module by module; leave it out",
             ),
         ]
 

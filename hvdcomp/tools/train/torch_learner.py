@@ -110,9 +110,11 @@ class TorchLearner(Learner):
         tables = [self._model.get_parameter(name) for name in self._tables]
         for table in tables:
             table.requires_grad_(False)
-        yield
-        for table in tables:
-            table.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for table in tables:
+                table.requires_grad_(True)
 
     @property
     def row_ledger(self) -> Any:
@@ -191,13 +193,13 @@ class TorchLearner(Learner):
         return loss_of(logits, answers).item(), int((logits.argmax(dim=-1) == answers).sum().item())
 
     def parameters(self) -> Arrays:
-        return {name: _array(parameter) for name, parameter in self._model.named_parameters()}
+        return {name: as_array(parameter) for name, parameter in self._model.named_parameters()}
 
     def common_weights(self) -> AbstractContextManager[None]:
         return self._optimizer.outer_weights() if isinstance(self._optimizer, LocalSteps) else nullcontext()
 
     def buffers(self) -> Arrays:
-        return {name: _array(buffer) for name, buffer in self._model.named_buffers() if buffer.is_floating_point()}
+        return {name: as_array(buffer) for name, buffer in self._model.named_buffers() if buffer.is_floating_point()}
 
     def set_buffers(self, values: Mapping[str, np.ndarray]) -> None:
         for name, buffer in self._model.named_buffers():
@@ -207,9 +209,10 @@ class TorchLearner(Learner):
     def save(self, folder: Path) -> list[Path]:
         assert self._compression is not None
         contents: dict[Path, Any] = {}
-        if self._rank == 0 and not self._steps_alone:  # the same on all ranks
-            shared = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
-            contents[folder / _SHARED] = shared
+        if not self._steps_alone:  # else weights are others on each rank
+            shared = self._shared_state()
+            if self._rank == 0:
+                contents[folder / _SHARED] = shared
         own: dict[str, Any] = {
             "buffers": dict(self._model.named_buffers()),
             "random": torch.get_rng_state(),
@@ -217,8 +220,8 @@ class TorchLearner(Learner):
             "compression": self._compression.state_dict(),
             "rows": None if self._rows is None else (asdict(self._rows.ledger.totals), self._rows.ledger.steps),
         }
-        if self._steps_alone:  # there they are others on each rank
-            own |= {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
+        if self._steps_alone:
+            own |= self._shared_state()
             own["optimizer"].get("local_steps", {}).pop("compression", None)  # kept above, by itself
         contents[folder / _OWN.format(self._rank)] = own
         for file, content in contents.items():
@@ -237,12 +240,12 @@ class TorchLearner(Learner):
         first, *others = sources
         own = read(_OWN.format(first))
         shared = own if self._steps_alone else read(_SHARED)
-        self._model.load_state_dict(shared["model"])
-        self._model.load_state_dict(own["buffers"], strict=False)
         if isinstance(self._optimizer, LocalSteps) and first != self._rank:
+            self._model.load_state_dict(shared["model"])
             self._optimizer.join(shared["optimizer"])
         else:
-            self._optimizer.load_state_dict(shared["optimizer"])
+            self._load_shared(shared)
+        self._model.load_state_dict(own["buffers"], strict=False)
         if self._rows is not None and own["rows"] is not None:
             totals, steps = own["rows"]
             self._rows.ledger.go_on_from(replace(self._rows.ledger.totals, **totals), steps)
@@ -254,6 +257,15 @@ class TorchLearner(Learner):
         state = hvdcomp.state_for(states, self._rank, ranks, self._options.residuals)
         self._compression.load_state_dict(state, optimizer=self._optimizer)
 
+    def _shared_state(self) -> dict[str, Any]:
+        """The weights, and what the optimizer keeps; called on every rank."""
+        return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
+
+    def _load_shared(self, state: dict[str, Any]) -> None:
+        """Loads what `_shared_state` returned; called on every rank."""
+        self._model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device)
 
@@ -263,5 +275,5 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-def _array(tensor: Tensor) -> np.ndarray:
+def as_array(tensor: Tensor) -> np.ndarray:
     return tensor.detach().cpu().contiguous().numpy()

@@ -44,7 +44,7 @@ def _set_up(options: TrainingOptions, ranks: Ranks | None, stack: ExitStack) -> 
     warnings = stack.enter_context(Warnings()) if options.checkpoint_folder is not None else None
     ranks = ranks or reach(options.backend, options.framework, options.timeout)
     options = dataclasses.replace(options, backend=ranks.backend)
-    make_learner = learner_class(options.framework, ranks.backend)
+    make_learner = learner_class(options.framework, ranks.backend, options.fsdp)
     make_learner.prepare(ranks.local_rank, ranks.local_size)
     options = ranks.together(lambda: _checked(options, ranks))
     # Now, or some would look for a checkpoint, and others not.

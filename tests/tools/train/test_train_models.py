@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from hvdcomp.tools.train.data import load_data  # noqa: E402
 from hvdcomp.tools.train.frameworks import build_model  # noqa: E402
 from hvdcomp.tools.train.models import DLRM_SIZE  # noqa: E402
 from hvdcomp.tools.train.options import IMAGE_MODELS, TEXT_MODELS, SetupError, TrainingOptions  # noqa: E402
+from hvdcomp.tools.train.torch_learner import TorchLearner  # noqa: E402
 
 
 def _count(model: torch.nn.Module) -> int:
@@ -179,3 +182,16 @@ def test_clicks_look_up_few_rows_often_and_ids_are_exact() -> None:
     assert 0.85 < (ids < DLRM_SIZE.rows // 100).mean() < 0.95
     assert set(np.unique(data.train_y)) == {0, 1}
     assert len(data.validation.x) == 8000
+
+
+def test_tables_are_trained_again_after_an_error_while_they_were_hidden() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(3, 2))
+    learner = SimpleNamespace(_model=model, _tables=["0.weight"])
+
+    def stop() -> None:
+        assert not model[0].weight.requires_grad
+        raise ValueError("stopped")
+
+    with pytest.raises(ValueError, match="stopped"), TorchLearner._without_tables(learner):  # type: ignore[arg-type]
+        stop()
+    assert model[0].weight.requires_grad

@@ -246,7 +246,8 @@ def test_a_checkpoint_is_of_the_options_by_which_it_was_made() -> None:
     """Any other option may change when a run goes on. A new one among these would refuse all earlier checkpoints."""
     assert set(TrainingOptions().as_json()) - _MAY_CHANGE == {
         "backend", "backward_passes_per_step", "batch_size", "betas", "checkpoint_folder", "clip_norm", "compression",
-        "data", "data_dir", "delay", "fragments", "framework", "freeze_after", "freeze_compression", "gamma",
+        "data", "data_dir", "delay", "fragments", "framework", "freeze_after", "freeze_compression", "fsdp",
+        "gamma",
         "image_size", "label_noise", "local_share", "local_steps", "lr", "memory", "milestones", "model",
         "momentum", "nesterov", "optimizer", "outer_lr", "outer_momentum", "output", "policy",
         "refreshes_per_gap", "samples", "schedule", "seed",

@@ -1,0 +1,150 @@
+"""Time of a step of embedding tables on the emulated cluster: stock, with `RowExchange.exchange`, with `LookAhead`.
+
+    sudo .venv/bin/python benchmarks/look_ahead.py                # 4 hosts, 1 Gb/s: some minutes
+    sudo .venv/bin/python benchmarks/look_ahead.py --layers-ms 250 --rate 100mbit
+
+Stock is the sparse allreduce of each table's gradient, as DistributedDataParallel makes it over Gloo. The three go in
+turns. About 90 % of the accesses are to 1 % of the rows (Zipf). In place of the layers' work, which would be on a
+device, each rank sleeps: so the hosts do not take each other's cores. Rank 0 prints JSON: milliseconds of a step and of
+its parts (medians over steps, without the first turn), how many times as fast as each other way LookAhead is (the
+median over turns, the smallest and the largest), and the bytes that a rank hands over in a step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+
+TABLES, ROWS, COLUMNS = 4, 50_000, 256
+EXPONENT = 1.3
+TURN = 10  # steps
+STOCK, EXCHANGE, AHEAD = "stock", "exchange", "look ahead"
+
+
+def batches(size: int) -> Iterator[Any]:
+    """Ids (size, tables), other ones on each rank."""
+    import torch
+
+    often = (1 / torch.arange(1, ROWS + 1).double() ** EXPONENT).cumsum(0)
+    generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
+    # Drawn before the first step: a loader would have workers for it.
+    drawn = torch.rand(30, size, TABLES, generator=generator).double() * float(often[-1])
+    yield from itertools.cycle(torch.searchsorted(often, drawn))
+
+
+@dataclass
+class Way:
+    """A training, with the seconds of its steps by turn, and of their parts."""
+
+    model: Any
+    optimizer: Any
+    rows: Any
+    loader: Iterator[Any]
+    turns: list[list[float]] = field(default_factory=list)
+    lookups: list[float] = field(default_factory=list)  # with the layers
+
+    def report(self) -> dict[str, float]:
+        steps = [one for turn in self.turns[1:] for one in turn]
+        found = {"ms of a step": statistics.median(steps) * 1e3}
+        found["ms of lookups, layers and backward pass"] = statistics.median(self.lookups[TURN:]) * 1e3
+        return {name: round(one, 1) for name, one in found.items()}
+
+
+def work(turns: int, layers_ms: float, size: int) -> None:
+    """Of one rank."""
+    import torch
+    import torch.distributed as dist
+
+    import hvdcomp
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+
+    def made() -> Way:
+        weights = [torch.zeros(ROWS, COLUMNS) for _ in range(TABLES)]
+        model = torch.nn.ModuleList(torch.nn.Embedding(ROWS, COLUMNS, sparse=True, _weight=one) for one in weights)
+        optimizer = hvdcomp.torch.RowWiseAdagrad(model.parameters(), lr=0.05)
+        return Way(model, optimizer, hvdcomp.torch.RowExchange(model), batches(size))
+
+    ways = {name: made() for name in (STOCK, EXCHANGE, AHEAD)}
+    other = ways[AHEAD]
+    ahead = hvdcomp.torch.LookAhead(
+        batches(size), other.rows, other.optimizer, lambda batch: dict(zip(other.rows.tables, batch.T, strict=True))
+    )
+    other.loader = iter(ahead)
+
+    def step(name: str, way: Way, batch: Any) -> None:
+        start = time.perf_counter()
+        loss = sum(table(ids).sin().sum() for table, ids in zip(way.model, batch.T, strict=True))
+        time.sleep(layers_ms / 1000)
+        loss.backward()
+        way.lookups.append(time.perf_counter() - start)
+        if name == AHEAD:
+            ahead.step()
+            return
+        if name == STOCK:
+            gradients = [table.weight.grad for table in way.model]
+            for started in [dist.all_reduce(gradient, async_op=True) for gradient in gradients]:
+                started.wait()
+            for gradient in gradients:
+                gradient.div_(dist.get_world_size())
+        else:
+            way.rows.exchange()
+        way.optimizer.step()
+        way.optimizer.zero_grad()
+
+    for _ in range(turns):
+        for name, way in ways.items():
+            dist.barrier()
+            moments = [time.perf_counter()]
+            for batch in itertools.islice(way.loader, TURN):
+                step(name, way, batch)
+                moments.append(time.perf_counter())
+            way.turns.append([later - earlier for earlier, later in itertools.pairwise(moments)])
+            ahead.flush()
+    pairs = zip(ways[EXCHANGE].model, other.model, strict=True)
+    if not all(torch.equal(one.weight, two.weight) for one, two in pairs):
+        raise SystemExit("the weights differ")
+    if dist.get_rank() == 0:
+        medians = {name: [statistics.median(turn) for turn in way.turns[1:]] for name, way in ways.items()}
+        found: dict[str, Any] = {name: way.report() for name, way in ways.items()}
+        for name in (STOCK, EXCHANGE):
+            ratios = [one / two for one, two in zip(medians[name], medians[AHEAD], strict=True)]
+            spread = [statistics.median(ratios), min(ratios), max(ratios)]
+            found[f"times as fast as {name}"] = [round(one, 2) for one in spread]
+        for name in (EXCHANGE, AHEAD):
+            ledger = ways[name].rows.ledger
+            found[name]["kB"] = round(ledger.totals.bytes_sent / ledger.steps / 1e3)
+        print(json.dumps(found, indent=1))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@click.command()
+@click.option("--hosts", default=4, show_default=True)
+@click.option("--rate", default="1gbit", show_default=True)
+@click.option("--turns", default=6, show_default=True, help="of 10 steps with each")
+@click.option("--layers-ms", default=25.0, show_default=True, help="that each rank sleeps in a step")
+@click.option("--batch", default=2048, show_default=True, help="examples of a rank; each looks up a row of each table")
+def main(hosts: int, rate: str, turns: int, layers_ms: float, batch: int) -> None:
+    if "RANK" in os.environ:
+        work(turns, layers_ms, batch)
+        return
+    from hvdcomp.tools.bench.cluster import Cluster
+
+    options = ["--turns", str(turns), "--layers-ms", str(layers_ms), "--batch", str(batch)]
+    with Cluster(hosts, rate) as cluster:
+        sys.exit(cluster.run([sys.executable, __file__, *options], backend="torch", timeout=280))
+
+
+if __name__ == "__main__":
+    main()

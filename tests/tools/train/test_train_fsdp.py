@@ -1,0 +1,78 @@
+"""`hvdcomp train --fsdp` under torchrun: the training of DistributedDataParallel, on shards, and checkpoints of it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdcomp.tools.train.options import SetupError, TrainingOptions
+from tests.launched import run_ranks
+from tests.tools.train.test_train_checkpoints import _check_same_run, _summary
+
+pytest.importorskip("torch")
+
+_OPTIONS = ["--model", "vit", "--samples", "256", "--steps", "6", "--validation-samples", "90", "--no-progress"]
+# Rank 1 has fewer batches to evaluate than rank 0.
+_UNEVEN = """
+from hvdcomp.tools.commands.train import command
+from hvdcomp.tools.train import run
+
+whole = run.evaluation_shard
+run.evaluation_shard = lambda samples, ranks, rank: whole(samples, 3, 0) if rank else whole(samples, 3, 1).repeat(2)
+run._EVALUATION_BATCH = 16
+command(prog_name="train")
+"""
+
+
+def _train(output: Path, *options: str, program: Path | None = None) -> dict[str, Any]:
+    words = ["-m", "hvdcomp", "train"] if program is None else [str(program)]
+    each_a_node = {"COLUMNS": "200", "HVDCOMP_RANKS_PER_NODE": "1"}
+    done = run_ranks(2, "torchrun", [*words, *_OPTIONS, *options, "--output", str(output)], each_a_node)
+    assert done.returncode == 0, done.stdout[-4000:]
+    return dict(_summary(output))
+
+
+@pytest.mark.alone
+@pytest.mark.thorough
+def test_shards_train_as_whole_models_do(tmp_path: Path) -> None:
+    ours, ddps = _train(tmp_path / "ours", "--fsdp"), _train(tmp_path / "ddp")
+    assert (ours["identical"], ours["parameters"]) == (True, ddps["parameters"])
+    assert ours["loss"] == pytest.approx(ddps["loss"], rel=1e-4)
+
+
+@pytest.mark.alone
+@pytest.mark.thorough
+def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    (program := tmp_path / "program.py").write_text(_UNEVEN)
+    options = ["--fsdp", "--compression", "int4", "--memory", "error_feedback", "--evaluate-every", "2"]
+    saves = ["--checkpoint-every", "3", "--checkpoint-folder"]
+    whole = _train(tmp_path / "whole", *options, *saves, str(tmp_path / "one"), program=program)
+    assert whole["compression_factor"] > 6
+    stopped, folder = tmp_path / "stopped", tmp_path / "other"
+    _train(stopped, *options, *saves, str(folder), program=program)
+    newest = max(one for one in folder.iterdir() if one.is_dir())
+    shutil.rmtree(newest)
+    _train(stopped, *options, *saves, str(folder), program=program)
+    _check_same_run(tmp_path / "whole", stopped, resumed_at=[3])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"model": "mlp"}, "take one of gpt"),
+        ({"backend": "horovod"}, "start it with torchrun"),
+        ({"framework": "tensorflow", "model": "gpt", "data": "text"}, "start it with torchrun"),
+        ({"simulate_ranks": 2}, "--simulate-ranks"),
+        ({"optimizer": "muon"}, "--optimizer muon"),
+        ({"local_steps": 2, "steps": 4, "evaluate_every": 2, "validation_samples": 9}, "--local-steps 2"),
+        ({"bucket_bytes": 1000}, "--bucket-bytes"),
+        ({"overlap": "on"}, "--overlap"),
+        ({"policy": "accordion:low=2,high=1"}, "--policy accordion"),
+    ],
+)
+def test_what_does_not_go_with_shards_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(SetupError, match=f"--fsdp .*{said}"):
+        TrainingOptions(**{"model": "vit", "fsdp": True, **given}).resolved()
