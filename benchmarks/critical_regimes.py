@@ -1,11 +1,11 @@
-"""Whether the gradient's norm marks the same regimes as critical as the Hessian's largest eigenvalue does.
+"""Compares the critical regimes by the gradient's norm with those by the Hessian's largest eigenvalue.
 
-    python benchmarks/critical_regimes.py        # a process of its own, no Horovod; some minutes on one core
+    python benchmarks/critical_regimes.py        # without Horovod; some minutes on one core
 
 Trains the reference network on the digits with dense SGD and a learning rate that falls once, measures both at the end
-of every epoch, and writes critical_regimes.json and critical_regimes.png: figure 3 of the Accordion paper for a model
-that is small enough for every machine. A fifth of the labels is drawn at random by default: without that the network
-has learnt everything before the learning rate falls, and the fall changes nothing.
+of every epoch, and writes critical_regimes.json and critical_regimes.png: figure 3 of the Accordion paper, for a model
+that is small enough for every machine. By default a fifth of the labels is drawn at random: otherwise the loss would be
+near zero before the learning rate falls, and the fall would change nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def measure(options: TrainingOptions, record: RegimeRecord, samples: int, progre
     torch.manual_seed(options.seed)
     data = load_data(options)
     if not 1 <= samples <= len(data.train_x):
-        raise click.UsageError(f"--samples {samples}: from 1 to {len(data.train_x)}, which are all there are")
+        most = len(data.train_x)
+        raise click.UsageError(f"--samples {samples}: give a number from 1 to {most}, the size of the training part")
     model = build_model(options.model, channels=data.channels, size=data.size, classes=data.classes)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=options.momentum)
     inputs, labels = torch.from_numpy(data.model_input(data.train_x)), torch.from_numpy(data.train_y)
@@ -48,11 +49,12 @@ def measure(options: TrainingOptions, record: RegimeRecord, samples: int, progre
         start = time.perf_counter()
         rate, loss, norm = train_epoch(options, inputs, labels, model, optimizer, epoch)
         trained = time.perf_counter()
-        found = largest_hessian_eigenvalue(model, loss_function, batches, iterations=100, tolerance=1e-2)
+        eigenvalue = largest_hessian_eigenvalue(model, loss_function, batches, iterations=100, tolerance=1e-2)
         seconds = {"training": trained - start, "eigenvalue": time.perf_counter() - trained}
-        record.note(eigenvalue=found.value, gradient_norm=norm)
-        rows.append(row(epoch, rate, loss, norm, found, seconds))
-        progress.update(task, advance=1, description=f"loss {loss:.4f}  eigenvalue {found.value:.3g}  norm {norm:.3g}")
+        record.note(eigenvalue=eigenvalue.value, gradient_norm=norm)
+        rows.append(row(epoch, rate, loss, norm, eigenvalue, seconds))
+        description = f"loss {loss:.4f}  eigenvalue {eigenvalue.value:.3g}  norm {norm:.3g}"
+        progress.update(task, advance=1, description=description)
     return rows
 
 
@@ -85,18 +87,18 @@ def train_epoch(
 
 
 def row(
-    epoch: int, rate: float, loss: float, norm: float, found: HessianEigenvalue, seconds: dict[str, float]
+    epoch: int, rate: float, loss: float, norm: float, eigenvalue: HessianEigenvalue, seconds: dict[str, float]
 ) -> dict[str, Any]:
-    """What was measured at the end of an epoch, for JSON."""
+    """The measurements at the end of an epoch, for JSON."""
     return {
         "epoch": epoch,
         "learning_rate": rate,
         "train_loss": loss,
         "gradient_norm": norm,
-        "eigenvalue": found.value,
-        "dominant_eigenvalue": found.dominant,
-        "hessian_vector_products": found.iterations,
-        "converged": found.converged,
+        "eigenvalue": eigenvalue.value,
+        "dominant_eigenvalue": eigenvalue.dominant,
+        "hessian_vector_products": eigenvalue.iterations,
+        "converged": eigenvalue.converged,
         "seconds": {name: round(value, 3) for name, value in seconds.items()},
     }
 
@@ -122,11 +124,11 @@ def shown(record: RegimeRecord, rows: list[dict[str, Any]]) -> Table:
 @click.command()
 @click.option("--epochs", type=int, default=40, show_default=True)
 @click.option("--milestone", type=int, default=20, show_default=True, help="Epochs after which the rate falls to 1/10.")
-@click.option("--lr", type=float, help="Learning rate; by default what suits the network.")
+@click.option("--lr", type=float, help="Learning rate; default: the network's own.")
 @click.option("--label-noise", type=float, default=0.2, show_default=True, help="Share of labels drawn at random.")
 @click.option("--interval", type=int, default=5, show_default=True, help="Epochs between comparisons.")
 @click.option("--eta", type=float, default=0.5, show_default=True, help="Relative change that is critical.")
-@click.option("--samples", type=int, default=512, show_default=True, help="Training samples the Hessian is taken over.")
+@click.option("--samples", type=int, default=512, show_default=True, help="Number of training samples for the Hessian.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), default=Path("docs/diagnostics"), show_default=True)
 def main(

@@ -1,12 +1,12 @@
-"""PyTorch's own communication hooks of DistributedDataParallel beside hvdcomp's: times and bytes of steps.
+"""Compares PyTorch's communication hooks of DistributedDataParallel with hvdcomp's: times and bytes of steps.
 
     sudo .venv/bin/python benchmarks/ddp_hooks.py --output docs/ddp-hooks
 
-Makes emulated clusters (docs/emulated-cluster.md) and measures all methods on each in turns; `ddp_hooks_worker.py` is
-what the ranks run. Writes ddp-hooks.json with all times of steps, and ddp-hooks.csv and ddp-hooks.md.
+Makes emulated clusters (docs/emulated-cluster.md) and measures all methods on each in turns; the ranks run
+`ddp_hooks_worker.py`. Writes ddp-hooks.json with all times of steps, and ddp-hooks.csv and ddp-hooks.md.
 
-A setting takes --seconds and eight steps of each method before, or 13 steps of each where those take longer than
-that. With all methods a rank holds 3 GB for ResNet-18.
+A setting takes eight steps of each method, and then --seconds, or five more steps of each method if these take longer.
+With all methods a rank needs 3 GB for ResNet-18.
 """
 
 from __future__ import annotations
@@ -100,38 +100,38 @@ class Row(Place):
 
 
 def kind_of(method: str) -> str:
-    """The kind that a method is of; empty if it has none."""
-    own = "" if method in (*THEIRS, COMPUTE) else parse_compressor(method).name
-    return next((kind for kind, (theirs, ours) in ALIKE.items() if method in theirs or own in ours), "")
+    """The kind of a method; empty if it has none."""
+    name = "" if method in (*THEIRS, COMPUTE) else parse_compressor(method).name
+    return next((kind for kind, (theirs, ours) in ALIKE.items() if method in theirs or name in ours), "")
 
 
 def rows_of(run: Mapping[str, Any]) -> list[Row]:
-    """The rows of one setting, from what its ranks wrote."""
-    measured = {one["method"]: one for one in run["methods"]}
+    """The rows of one setting, from the results of its ranks."""
+    measured = {measurement["method"]: measurement for measurement in run["methods"]}
 
-    def compared(name: str, method: str, other: str | None) -> dict[str, Any]:
-        if other is None or method in (other, COMPUTE):
+    def compared(name: str, method: str, reference: str | None) -> dict[str, Any]:
+        if reference is None or method in (reference, COMPUTE):
             return {}
-        value, error = ratio(measured[other]["step_ms"], measured[method]["step_ms"])
+        value, error = ratio(measured[reference]["step_ms"], measured[method]["step_ms"])
         return {name: value, f"{name}_error": error}
 
     rows = []
-    for method, one in measured.items():
+    for method, measurement in measured.items():
         kind, theirs = kind_of(method), method in THEIRS
         hooks = [other for other in measured if other in THEIRS and kind_of(other) == kind]
         hook = None if theirs else min(hooks, key=lambda other: measured[other]["median_ms"], default=None)
-        low, high = one["quartiles_ms"]
+        low, high = measurement["quartiles_ms"]
         rows.append(
             Row(
                 **vars(place_of(run)),
                 method=method,
                 kind=kind,
                 theirs=theirs,
-                median_ms=one["median_ms"],
+                median_ms=measurement["median_ms"],
                 low_ms=low,
                 high_ms=high,
-                wire_bytes=one["wire_bytes"],
-                ledger_bytes=one["ledger_bytes"],
+                wire_bytes=measurement["wire_bytes"],
+                ledger_bytes=measurement["ledger_bytes"],
                 **compared("over_ddp", method, DENSE if DENSE in measured else None),
                 hook=hook,
                 **compared("over_hook", method, hook),
@@ -216,12 +216,12 @@ def _ratio(value: float | None, error: float | None) -> str:
 
 
 def _versions(runs: Sequence[Mapping[str, Any]]) -> str:
-    found = dict.fromkeys((name, version) for run in runs for name, version in run["versions"].items())
-    return ", ".join(f"{name} {version}" for name, version in found)
+    versions = dict.fromkeys((name, version) for run in runs for name, version in run["versions"].items())
+    return ", ".join(f"{name} {version}" for name, version in versions)
 
 
 def _refused(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What did not run, with what it said and where."""
+    """The methods that failed, with message and setting."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for run in runs:
         for method, reason in run["refused"].items():
@@ -257,14 +257,14 @@ def measure(
     """Measures setting by setting; those of one cluster follow each other.
 
     Yields:
-        What the ranks wrote, with the fields of `Place`.
+        The results of the ranks, with the fields of `Place`.
 
     Raises:
-        StepsError: if a run failed; its ranks have said why.
+        StepsError: if a run failed; its ranks have written the reason.
     """
-    for (hosts, rate), here in itertools.groupby(places, key=lambda place: (place.cluster, place.rate)):
+    for (hosts, rate), of_cluster in itertools.groupby(places, key=lambda place: (place.cluster, place.rate)):
         with Cluster(hosts.number, rate) as cluster, tempfile.TemporaryDirectory() as folder:
-            for place in here:
+            for place in of_cluster:
                 click.echo(f"{place.in_words()}: {len(methods)} methods", err=True)
                 file = Path(folder) / "steps.json"
                 words = [word for method in methods for word in ("--method", method)]
@@ -277,7 +277,7 @@ def measure(
                     env={"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
                 )
                 if code != 0:
-                    raise StepsError(f"the run of {place.in_words()} ended with code {code}; see what it said above")
+                    raise StepsError(f"the run of {place.in_words()} ended with code {code}; its output is above")
                 yield asdict(place) | json.loads(file.read_text())
 
 
@@ -303,15 +303,15 @@ def _methods(_context: click.Context, _option: click.Parameter, value: tuple[str
 )
 @click.option(
     "--method", "methods", multiple=True, default=METHODS, show_default=True, callback=_methods, metavar="NAME",
-    help="A compressor of hvdcomp, DDP, or a hook of PyTorch; repeat.",
+    help="A compressor of hvdcomp, 'DDP', or a hook of PyTorch; repeatable.",
 )  # fmt: skip
-@click.option("--batch-size", type=click.IntRange(1), default=4, show_default=True, help="Of one rank.")
+@click.option("--batch-size", type=click.IntRange(1), default=4, show_default=True, help="Batch size of one rank.")
 @click.option(
     "--seconds", type=click.FloatRange(0), default=60.0, show_default=True,
-    help="Of measuring each setting, after its first steps; five rounds of all methods are made in any case.",
+    help="Measuring time of each setting, after its first steps; at least five rounds of all methods.",
 )  # fmt: skip
-@click.option("--output", type=click.Path(file_okay=False, path_type=Path), required=True, help="Folder.")
-@click.option("--resume", is_flag=True, help="Keep the settings that the same command measured before it ended.")
+@click.option("--output", type=click.Path(file_okay=False, path_type=Path), required=True, help="Results folder.")
+@click.option("--resume", is_flag=True, help="Keep the settings that the same, interrupted command has measured.")
 def main(
     hosts: tuple[str, ...],
     rates: tuple[str, ...],
@@ -330,7 +330,8 @@ def main(
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     places = [
-        Place(one.number, one.ranks, rate, model) for one, rate, model in itertools.product(clusters, rates, models)
+        Place(hosts.number, hosts.ranks, rate, model)
+        for hosts, rate, model in itertools.product(clusters, rates, models)
     ]
     words = ["--hosts", ",".join(map(str, clusters)), "--rate", ",".join(rates), "--model", ",".join(models)]
     if methods != METHODS:
@@ -341,11 +342,11 @@ def main(
     try:
         output.mkdir(parents=True, exist_ok=True)
         runs = earlier(output / f"{STEM}.json", command) if resume else []
-        known = {place_of(run) for run in runs}
-        left = [place for place in places if place not in known]
-        if left:
+        measured = {place_of(run) for run in runs}
+        remaining = [place for place in places if place not in measured]
+        if remaining:
             check(clusters, rates)
-        for run in measure(left, methods, batch_size, seconds):
+        for run in measure(remaining, methods, batch_size, seconds):
             runs.append(run)
             write(output, runs, details)
             for row in rows_of(run):

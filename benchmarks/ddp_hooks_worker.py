@@ -1,9 +1,9 @@
-"""What `ddp_hooks.py` runs on every rank: steps of DistributedDataParallel with each method, in turns.
+"""The worker of `ddp_hooks.py` on every rank: steps of DistributedDataParallel with each method, in turns.
 
-A method is `compute` (training alone, no gradient leaves the rank), `DDP` (no hook), the name of a hook of
-torch.distributed.algorithms.ddp_comm_hooks, or the spec of a compressor of hvdcomp. Each trains a model of its own, all
-in one process group. They take turns in blocks of a few steps, in an order that rotates, so that whatever else the
-machine does falls on all alike. The time of a step is that of the slowest rank.
+A method is `compute` (training without communication), `DDP` (no hook), the name of a hook of
+torch.distributed.algorithms.ddp_comm_hooks, or the spec of a compressor of hvdcomp. Each trains a separate model, all
+in one process group. They take turns in blocks of a few steps, in a rotating order, so that other work of the machine
+affects all alike. The time of a step is the time of the slowest rank.
 """
 
 from __future__ import annotations
@@ -115,10 +115,10 @@ class Training:
         for _ in range(settling):
             self.step()
         seconds = torch.tensor([self.step() for _ in range(steps)], dtype=torch.float64)
-        dist.barrier()  # until then, what this rank has sent may still lie in a queue
+        dist.barrier()  # before it, this rank's data may still be in a queue
         crossed = torch.tensor([_sent() - sent], dtype=torch.float64)
-        for mine in (seconds, crossed):
-            dist.all_reduce(mine, dist.ReduceOp.MAX)
+        for measurement in (seconds, crossed):
+            dist.all_reduce(measurement, dist.ReduceOp.MAX)
         self.step_ms.append((1000 * seconds).tolist())
         self._steps += settling + steps
         self._wire_bytes += int(crossed)
@@ -163,8 +163,8 @@ def begin(method: str, model: str, batch_size: int, seed: int) -> tuple[Training
         if method not in HOOKS:
             raise
         place = traceback.extract_tb(error.__traceback__)[-1]
-        said = " ".join(str(error).split()) or "no message"
-        reason = f"{type(error).__name__} in {place.name}, {place.filename}: {said}"
+        message = " ".join(str(error).split()) or "no message"
+        reason = f"{type(error).__name__} in {place.name}, {place.filename}: {message}"
         reason = re.sub(r"/\S*/site-packages/", "", reason)
     reasons: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(reasons, reason)
@@ -173,19 +173,19 @@ def begin(method: str, model: str, batch_size: int, seed: int) -> tuple[Training
 
 
 def take_turns(trainings: list[Training], seconds: float) -> None:
-    """Rounds in which each training has its turn, for so many seconds by the clock of rank 0."""
+    """Makes rounds of turns of all trainings, for `seconds` by the clock of rank 0."""
     turns = []
     for training in trainings:
         training.block(1, settling=1)
         turns.append((training, *turn_of(training.step_ms[0][0] / 1000)))
         training.forget()
-    end, rounds, left = time.perf_counter() + seconds, 0, torch.ones(1)
-    while left:
+    end, rounds, unfinished = time.perf_counter() + seconds, 0, torch.ones(1)
+    while unfinished:
         for training, settling, steps in in_turn(turns, rounds):
             training.block(steps, settling)
         rounds += 1
-        left.fill_(rounds < _LEAST_ROUNDS or time.perf_counter() < end)
-        dist.broadcast(left, 0)
+        unfinished.fill_(rounds < _LEAST_ROUNDS or time.perf_counter() < end)
+        dist.broadcast(unfinished, 0)
 
 
 @click.command(help=__doc__)
@@ -193,7 +193,7 @@ def take_turns(trainings: list[Training], seconds: float) -> None:
 @click.option("--method", "methods", multiple=True, required=True)
 @click.option("--batch-size", type=int, required=True)
 @click.option("--seconds", type=float, required=True)
-@click.option("--output", type=click.Path(path_type=Path), required=True, help="The JSON file that rank 0 writes.")
+@click.option("--output", type=click.Path(path_type=Path), required=True, help="JSON file that rank 0 writes.")
 def main(model: str, methods: tuple[str, ...], batch_size: int, seconds: float, output: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=_TIMEOUT)

@@ -1,14 +1,14 @@
-"""What adaptive levels are worth: each policy beside a fixed level that sends as many bytes, over five seeds.
+"""The worth of adaptive levels: compares each policy with a fixed level that sends equally many bytes, over five seeds.
 
-    python benchmarks/equal_bytes.py --dry-run                  # what would be trained first, and for how long
-    python benchmarks/equal_bytes.py                            # everything; many hours of each core
+    python benchmarks/equal_bytes.py --dry-run                  # lists the first runs, and their time
+    python benchmarks/equal_bytes.py                            # all runs; many hours of each core
     python benchmarks/equal_bytes.py --workload mnist1d --only budget --seeds 0,1
-    python benchmarks/equal_bytes.py --page-only                # the page, from the runs that are there
+    python benchmarks/equal_bytes.py --page-only                # only the page, from the existing runs
 
-First the policies are trained, and fixed levels of three budgets. A policy's control is then the fixed level of the
-same compressor whose training sends as many bytes as the mean over the policy's seeds, found by bisection. A policy
-that has two levels has a second control: as many bytes, with the less compressed steps in mid-training. Each run is a
-process of its own, kept below --runs, and not trained again; figures of all go to trainings.csv there.
+First the policies are trained, and fixed levels of three budgets. A policy's control is the fixed level of the same
+compressor whose training sends as many bytes as the mean over the policy's seeds; bisection finds it. A policy with two
+levels has a second control: equally many bytes, with the less compressed steps in the middle of the training. Each run
+is a separate process, is kept below --runs, and is not trained again; trainings.csv there has the figures of all.
 """
 
 from __future__ import annotations
@@ -246,8 +246,8 @@ def level_of_bytes(workload: Workload, compressor: str, target: float, measured:
 
 
 def controls_of(name: str, runs: Path, seeds: Sequence[int]) -> list[Row]:
-    """The controls of the policies of a workload that have been trained."""
-    workload, found = WORKLOADS[name], []
+    """The controls of a workload's trained policies."""
+    workload, controls = WORKLOADS[name], []
     for compressor in workload.levels:
         rows = [row for row in rows_of(workload) if row.compressor == compressor]
         sent = {row: mean_bytes(name, row, runs, seeds) for row in rows}
@@ -258,11 +258,11 @@ def controls_of(name: str, runs: Path, seeds: Sequence[int]) -> list[Row]:
             if row.kind == "fixed" or value is None:
                 continue
             level = level_of_bytes(workload, compressor, value, measured)
-            found.append(Row("fixed", compressor, level, control_of=row.label))
+            controls.append(Row("fixed", compressor, level, control_of=row.label))
             if row.kind == "accordion":
                 low, high = workload.extremes[compressor]
-                found.append(_in_mid_training(workload, row, low, high, value, measured))
-    return found
+                controls.append(_in_mid_training(workload, row, low, high, value, measured))
+    return controls
 
 
 def _in_mid_training(
@@ -307,16 +307,16 @@ class Outcome:
 
 
 def outcome_of(name: str, row: Row, runs: Path, seeds: Sequence[int]) -> Outcome | None:
-    found = {seed: LevelRun(name, seed, runs, row).record for seed in seeds}
-    done = {seed: record for seed, record in found.items() if record is not None}
-    if not done:
+    records = {seed: LevelRun(name, seed, runs, row).record for seed in seeds}
+    finished = {seed: record for seed, record in records.items() if record is not None}
+    if not finished:
         return None
     return Outcome(
         row,
-        statistics.mean(record["factor"] for record in done.values()),
-        statistics.mean(record["bytes_sent"] for record in done.values()) / 1e6,
-        {seed: record["quality"] for seed, record in done.items() if record["quality"] is not None},
-        len(done),
+        statistics.mean(record["factor"] for record in finished.values()),
+        statistics.mean(record["bytes_sent"] for record in finished.values()) / 1e6,
+        {seed: record["quality"] for seed, record in finished.items() if record["quality"] is not None},
+        len(finished),
     )
 
 
@@ -332,13 +332,13 @@ class Pair:
     def gains(self) -> list[float]:
         """By how much the policy is better, seed by seed: points of accuracy, or percent of the loss."""
         workload = WORKLOADS[self.workload]
-        both = [
+        pairs = [
             (self.policy.qualities[seed], self.control.qualities[seed])
             for seed in sorted(self.policy.qualities.keys() & self.control.qualities.keys())
         ]
         if workload.higher_is_better:
-            return [100 * (own - other) for own, other in both]
-        return [100 * (1 - own / other) for own, other in both]
+            return [100 * (first - second) for first, second in pairs]
+        return [100 * (1 - first / second) for first, second in pairs]
 
     @property
     def verdict(self) -> str:
@@ -379,10 +379,10 @@ def pairs_of(name: str, runs: Path, seeds: Sequence[int]) -> list[Pair]:
     by_label = {row.label: row for row in rows_of(WORKLOADS[name])}
     for control in controls_of(name, runs, seeds):
         assert control.control_of is not None
-        own = outcome_of(name, by_label[control.control_of], runs, seeds)
-        other = outcome_of(name, control, runs, seeds)
-        if own is not None and other is not None:
-            pairs.append(Pair(name, own, other))
+        policy = outcome_of(name, by_label[control.control_of], runs, seeds)
+        reference = outcome_of(name, control, runs, seeds)
+        if policy is not None and reference is not None:
+            pairs.append(Pair(name, policy, reference))
     return sorted(pairs, key=lambda pair: (pair.policy.row.compressor, pair.policy.row.kind, pair.policy.factor))
 
 
@@ -431,8 +431,8 @@ def summary_of(pairs: Sequence[Pair]) -> list[str]:
     ]
     groups = sorted({(pair.policy.row.kind, pair.policy.row.compressor) for pair in fixed})
     for kind, compressor in groups:
-        own = [p.verdict for p in fixed if (p.policy.row.kind, p.policy.row.compressor) == (kind, compressor)]
-        counts = [sum(word in verdict for verdict in own) for word in ("better", "no difference", "worse")]
+        verdicts = [p.verdict for p in fixed if (p.policy.row.kind, p.policy.row.compressor) == (kind, compressor)]
+        counts = [sum(word in verdict for verdict in verdicts) for word in ("better", "no difference", "worse")]
         lines.append(f"| {kind} | {compressor} | {' | '.join(map(str, counts))} |")
     return [*lines, ""]
 
@@ -441,7 +441,7 @@ def write_page(file: Path, runs: Path, seeds: Sequence[int]) -> bool:
     """Writes the page of all runs that are there, a CSV and a plot beside it; False if there are none."""
     by_workload = {name: pairs_of(name, runs, seeds) for name in WORKLOADS}
     by_workload = {name: pairs for name, pairs in by_workload.items() if pairs}
-    pairs = [pair for found in by_workload.values() for pair in found]
+    pairs = [pair for workload_pairs in by_workload.values() for pair in workload_pairs]
     if not pairs:
         return False
     shown = commits_of(
@@ -468,7 +468,7 @@ beside low compression and beside each other is in [reproduction.md](reproductio
         f"![Quality over bytes]({plot.name})",
         "",
         *summary_of(pairs),
-        *(line for name, found in by_workload.items() for line in section_of(name, found, _seeds_of(found))),
+        *(line for name, pairs in by_workload.items() for line in section_of(name, pairs, _seeds_of(pairs))),
     ]
     text = "\n".join(lines).rstrip() + "\n"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -525,7 +525,8 @@ def draw(by_workload: Mapping[str, Sequence[Pair]]) -> bytes:
         everything = [outcome for pair in pairs for outcome in (pair.policy, pair.control)]
         for compressor, line, marker in zip(LEVEL_NAMES, ("-", "--"), ("o", "s"), strict=True):
             for kind, colour in _COLOURS.items():
-                of_kind = [one for one in everything if (one.row.compressor, one.row.kind) == (compressor, kind)]
+                of_compressor = [outcome for outcome in everything if outcome.row.compressor == compressor]
+                of_kind = [outcome for outcome in of_compressor if outcome.row.kind == kind]
                 chosen = {outcome.megabytes: outcome.mean for outcome in of_kind}
                 if chosen:
                     places = sorted(chosen)
@@ -534,7 +535,8 @@ def draw(by_workload: Mapping[str, Sequence[Pair]]) -> bytes:
                         places, [chosen[at] for at in places], color=colour, linestyle=joined, marker=marker,
                         markersize=4, label=f"{compressor} {kind}",
                     )  # fmt: skip
-        front = pareto_front({one.megabytes: one.mean for one in everything}, WORKLOADS[name].higher_is_better)
+        quality = {outcome.megabytes: outcome.mean for outcome in everything}
+        front = pareto_front(quality, WORKLOADS[name].higher_is_better)
         axes.plot(*zip(*front, strict=True), color=_COLOURS["fixed"], linestyle=":", zorder=0.5, label="Pareto front")
         axes.legend(fontsize=7)
     return as_png(figure)
@@ -559,14 +561,16 @@ def planned(
 
 
 @click.command()
-@click.option("--workload", "workloads", multiple=True, type=click.Choice(list(WORKLOADS)), help="Which; default: all.")
-@click.option("--only", multiple=True, type=click.Choice(POLICIES), help="Policies.")
+@click.option(
+    "--workload", "workloads", multiple=True, type=click.Choice(list(WORKLOADS)), help="Repeatable; default: all."
+)
+@click.option("--only", multiple=True, type=click.Choice(POLICIES), help="Policy; repeatable; default: all.")
 @click.option("--compressor", "compressors", multiple=True, type=click.Choice(list(LEVEL_NAMES)), help="Default: all.")
 @click.option("--seeds", default="0,1,2,3,4", show_default=True, callback=parse_seeds, metavar="SEED,...")
-@click.option("--workers", type=click.IntRange(1), help="Runs at a time; default: as many as there are cores.")
+@click.option("--workers", type=click.IntRange(1), help="Parallel runs; default: the number of cores.")
 @click.option("--runs", type=click.Path(path_type=Path), default=MEASURED / "equal-bytes", show_default=True)
 @click.option("--table", type=click.Path(path_type=Path), default=Path("docs/equal-bytes.md"), show_default=True)
-@click.option("--dry-run", is_flag=True, help="List what would be trained first, and end.")
+@click.option("--dry-run", is_flag=True, help="List the first runs, and end.")
 @click.option("--page-only", is_flag=True, help="Train nothing; write the page.")
 def main(
     workloads: tuple[str, ...],

@@ -1,9 +1,9 @@
-"""The loss that a GPT reaches whose gradients are reduced to shards by each method, beside dense.
+"""The loss of a GPT whose gradients are reduced to shards by each method, compared with dense gradients.
 
     python benchmarks/fsdp_quality.py --seeds 0,1,2,3,4 --steps 100 --output fsdp-quality.json
 
-Ranks are threads, two on each node, that do what those of FSDP2 do with flat gradients, a module at a time. The text is
-that of `hvdcomp train --data text`; the loss is of its validation part, in nats a byte.
+Ranks are threads, two on each node; they exchange flat gradients module by module, as ranks of FSDP2 do. The text is
+the data of `hvdcomp train --data text`; the loss is of its validation part, in nats per byte.
 """
 
 from __future__ import annotations
@@ -99,18 +99,18 @@ def reduce(
 @click.option("--output", type=click.Path(path_type=Path), help="JSON file.")
 def main(methods: tuple[str, ...], seeds: tuple[int, ...], steps: int, output: Path | None) -> None:
     torch.set_num_threads(1)
-    found: dict[str, list[tuple[float, float]]] = {}
+    results: dict[str, list[tuple[float, float]]] = {}
     for method in (f"{DENSE},none", *methods):
         spec, _, memory = method.rpartition(",")
-        found[method] = [trained(spec, memory, seed, steps) for seed in seeds]
-        losses = [loss for loss, _ in found[method]]
-        more = [loss - dense for loss, (dense, _) in zip(losses, found[f"{DENSE},none"], strict=True)]
+        results[method] = [trained(spec, memory, seed, steps) for seed in seeds]
+        losses = [loss for loss, _ in results[method]]
+        more = [loss - dense for loss, (dense, _) in zip(losses, results[f"{DENSE},none"], strict=True)]
         click.echo(
             f"{method:24} loss {with_interval(losses, '.4f')}, more than dense {with_interval(more, '+.4f')}, "
-            f"{found[method][0][1]:.1f} times fewer bytes between nodes"
+            f"{results[method][0][1]:.1f} times fewer bytes between nodes"
         )
     if output is not None:
-        output.write_text(json.dumps({"seeds": seeds, "steps": steps, "loss and factor": found}, indent=1))
+        output.write_text(json.dumps({"seeds": seeds, "steps": steps, "loss and factor": results}, indent=1))
 
 
 if __name__ == "__main__":

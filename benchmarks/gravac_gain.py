@@ -2,10 +2,10 @@
 
     python benchmarks/gravac_gain.py                  # no Horovod; half a minute on one core
 
-Tyagi and Swany (2023, arXiv:2305.12201, section III-B) divide the energy of what is sent, C(g + r), by that of g + r,
-the gradient with what error feedback kept back. The code that they published divides by g alone (`gain=raw`). This
-trains the cnn on the digits with TopK and error feedback at fixed compression factors, of bytes or of elements, as one
-rank would, and prints both gains, and beside them what the same factor keeps of g where there is no residual.
+Tyagi and Swany (2023, arXiv:2305.12201, section III-B) divide the energy of the sent C(g + r) by the energy of g + r,
+the gradient with the residual of error feedback. Their published code divides by the energy of g alone (`gain=raw`).
+This program trains the cnn on the digits with TopK and error feedback at fixed compression factors, of bytes or of
+elements, on one rank. It prints both gains, and the gain at the same factor without a residual.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def measure(data: DataSet, options: TrainingOptions, ratio: float) -> GravacGain
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=options.momentum)
     named = dict(model.named_parameters())
     compressor = TopK(ratio)
-    tensors = [TensorInfo(name, tuple(one.shape)) for name, one in named.items()]
+    tensors = [TensorInfo(name, tuple(parameter.shape)) for name, parameter in named.items()]
     engine = Engine(LoopbackCommunicator(1), tensors, compressor)
     compressed = {name for name, chosen in engine.plan.items() if chosen == compressor}
     previews = Previews(engine.tensors, engine.states)
@@ -86,17 +86,17 @@ def measure(data: DataSet, options: TrainingOptions, ratio: float) -> GravacGain
             inputs = torch.from_numpy(data.model_input(data.train_x[samples]))
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(inputs), torch.from_numpy(data.train_y[samples])).backward()
-            gradients = {name: one.grad for name, one in named.items() if one.grad is not None}
-            own = {name: gradients[name].clone() for name in compressed}
-            xp = arrays_for(next(iter(own.values())))
-            sent = previews.kept_alone(xp, own, dict.fromkeys(own, compressor), engine.context(""))
-            alone = {name: densified(xp, g, sent[name]) for name, g in own.items()}
+            gradients = {name: parameter.grad for name, parameter in named.items() if parameter.grad is not None}
+            originals = {name: gradients[name].clone() for name in compressed}
+            xp = arrays_for(next(iter(originals.values())))
+            sent = previews.kept_alone(xp, originals, dict.fromkeys(originals, compressor), engine.context(""))
+            alone = {name: densified(xp, g, sent[name]) for name, g in originals.items()}
             engine.begin()
             for name, mean in engine.step(gradients).items():
                 named[name].grad = mean
             optimizer.step()
-            raw = energy(own)
-            residual = {name: xs[name] - own[name] for name in compressed}
+            raw = energy(originals)
+            residual = {name: xs[name] - originals[name] for name in compressed}
             steps.append((energy(alone) / raw, energy(kept) / energy(xs), energy(kept) / raw, energy(residual) / raw))
     later = steps[len(steps) // 2 :]
     return GravacGains(*(statistics.median(column) for column in zip(*later, strict=True)))
@@ -109,9 +109,9 @@ def energy(tensors: Mapping[str, Tensor]) -> float:
 
 @click.command()
 @click.option("--factor", "factors", multiple=True, type=float, default=(10.0, 100.0, 1000.0), show_default=True)
-@click.option("--of", type=click.Choice(["bytes", "elements"]), default="bytes", show_default=True, help="Factors.")
+@click.option("--of", type=click.Choice(["bytes", "elements"]), default="bytes", show_default=True, help="Unit.")
 @click.option("--batch-size", "batches", multiple=True, type=int, default=(16, 256), show_default=True)
-@click.option("--steps", type=click.IntRange(2), default=180, show_default=True, help="Of each training, at least.")
+@click.option("--steps", type=click.IntRange(2), default=180, show_default=True, help="Least number, of each training.")
 @click.option("--seed", default=0, show_default=True)
 def main(factors: tuple[float, ...], of: str, batches: tuple[int, ...], steps: int, seed: int) -> None:
     """Prints GraVAC's gain by both formulas, at each batch size and compression factor."""
@@ -122,8 +122,8 @@ def main(factors: tuple[float, ...], of: str, batches: tuple[int, ...], steps: i
         epochs = -(-steps // (len(data.train_x) // batch))
         options = TrainingOptions(model="cnn", data="digits", batch_size=batch, seed=seed, epochs=epochs).resolved()
         for factor in factors:
-            found = measure(data, options, ratio_of(factor, of))
-            shown = (f"{one:.2f}" for one in (found.alone, found.text, found.code, found.residual))
+            gains = measure(data, options, ratio_of(factor, of))
+            shown = (f"{gain:.2f}" for gain in (gains.alone, gains.text, gains.code, gains.residual))
             table.add_row(str(batch), f"{factor:g}", *shown)
     Console(width=80).print(table)
 

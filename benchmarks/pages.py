@@ -1,4 +1,4 @@
-"""What the pages of several benchmarks share: intervals, commits, and what is written on them by hand."""
+"""Common parts of the pages of several benchmarks: intervals, commits, and the text that is written by hand."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hvdcomp.tools.reproduce.trainings import ROOT, Run
 from hvdcomp.tools.train.spread import estimate
 
 MEASURED = ROOT / "benchmarks/measured"
-"""Where benchmarks keep their trainings, by default: folders of them, which git ignores, and the files of records."""
+"""Default folder of the benchmarks' trainings: their folders, which git ignores, and the files of records."""
 
 
 def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and half of its 95 % interval; that is not known of one value."""
-    found = estimate(values)
-    assert found is not None
-    return found.mean, math.nan if found.half is None else found.half
+    """The mean, and half of its 95 % interval, which is nan for a single value."""
+    interval = estimate(values)
+    assert interval is not None
+    return interval.mean, math.nan if interval.half is None else interval.half
 
 
 def with_interval(values: Sequence[float], form: str) -> str:
@@ -49,7 +49,7 @@ FINDINGS, END_OF_FINDINGS = "<!-- findings: written by hand, and kept -->", "<!-
 
 
 def findings_of(page: Path) -> str:
-    """What is written by hand on a page that is there, with its marks; none on a new one."""
+    """The text of an existing page that is written by hand, with its marks; empty for a new page."""
     before = page.read_text() if page.exists() else ""
     findings = before.partition(FINDINGS)[2].partition(END_OF_FINDINGS)[0].strip()
     return f"{FINDINGS}\n{findings}\n{END_OF_FINDINGS}"
@@ -57,9 +57,9 @@ def findings_of(page: Path) -> str:
 
 def parse_seeds(context: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
     try:
-        seeds = tuple(dict.fromkeys(int(one) for one in value.split(",")))
+        seeds = tuple(dict.fromkeys(int(seed) for seed in value.split(",")))
     except ValueError:
         seeds = (-1,)
     if min(seeds) < 0:
-        raise click.BadParameter(f"{value!r} is no list of seeds; give whole numbers of at least 0: 0,1,2")
+        raise click.BadParameter(f"{value!r} is not a list of seeds; give whole numbers of at least 0, such as 0,1,2")
     return seeds

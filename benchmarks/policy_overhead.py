@@ -1,13 +1,13 @@
-"""What a policy costs in a step: the same training, at the same levels, with and without one.
+"""The time of a policy in a step: compares the same training, at the same levels, with and without a policy.
 
     horovodrun -np 2 python benchmarks/policy_overhead.py     # about 15 minutes on two cores
     horovodrun -np 2 python benchmarks/policy_overhead.py --model resnet20 --steps 200
 
-Two trainings of the cnn on digits, or of ResNet-20 on made-up images, take turns in one process, two steps at a time,
-so that whatever else the machine does falls on both alike. One has a policy that looks at every gradient and decides
-often, but always for the level that the other has fixed. Rank 0 writes the medians of the step times, and of the
-ratios of each step to the other training's of the same place in its turn, to --output. What few of the steps cost
-does not show in a median: it is in the ratio of the totals, with whatever else the machine did.
+Two trainings of the cnn on digits, or of ResNet-20 on random images, take turns in one process, two steps at a time, so
+that other work of the machine affects both alike. One has a policy that reads every gradient and decides often, but
+always for the fixed level of the other. Rank 0 writes the medians of the step times, and of the ratios of each step to
+the other training's step at the same place in its turn, to --output. A median does not show the cost of rare expensive
+steps: the ratio of the totals does, but it includes other work of the machine.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ class Training:
             named_parameters=self.model.named_parameters(),
             compression=compression,
         )
-        own = torch.Generator().manual_seed(hvd.rank())
-        self.batches = torch.randint(len(self.inputs), (64, samples), generator=own)
+        generator = torch.Generator().manual_seed(hvd.rank())
+        self.batches = torch.randint(len(self.inputs), (64, samples), generator=generator)
         self.number = 0
 
     def turn(self) -> list[float]:
-        """Makes some steps; returns the time of each, in seconds."""
+        """Makes some steps, and returns the seconds of each."""
         return [self._step() for _ in range(TURN)]
 
     def _step(self) -> float:
@@ -101,7 +101,7 @@ class Training:
 
 
 def fixed_spec(model: str, case: str, spec: str) -> str:
-    """The compressor at the level at which the policy holds it."""
+    """The compressor at the level that the policy always chooses."""
     from hvdcomp.compressors.parsing import parse_compressor
 
     compressor = parse_compressor(spec)
@@ -111,7 +111,7 @@ def fixed_spec(model: str, case: str, spec: str) -> str:
 
 
 def measure(model: str, case: str, steps: int) -> dict[str, Any]:
-    """So many steps of both trainings of a case, in turns; the first tenth is not counted."""
+    """Makes steps of both trainings of a case in turns; the first tenth is not measured."""
     from hvdcomp.policies import median_with_error
 
     spec, policy = CASES[case]
@@ -140,16 +140,16 @@ def measure(model: str, case: str, steps: int) -> dict[str, Any]:
 
 
 def keep_to_one_core(number: int) -> None:
-    """Keeps all threads of this process to one core: ranks that move disturb each other by more than a policy costs."""
+    """Binds all threads of this process to one core: moving ranks disturb each other more than a policy."""
     cores = sorted(os.sched_getaffinity(0))
     for thread in Path("/proc/self/task").iterdir():
         os.sched_setaffinity(int(thread.name), {cores[number % len(cores)]})
 
 
 @click.command()
-@click.option("--steps", default=3000, show_default=True, help="Of each training of a case.")
+@click.option("--steps", default=3000, show_default=True, help="Steps of each training of a case.")
 @click.option("--model", default="cnn", show_default=True, type=click.Choice(list(MODELS)))
-@click.option("--only", multiple=True, type=click.Choice(list(CASES)), help="Measure only these.")
+@click.option("--only", multiple=True, type=click.Choice(list(CASES)), help="Case; repeatable; default: all.")
 @click.option(
     "--output",
     default=Path("docs/policy_overhead.json"),
@@ -157,7 +157,7 @@ def keep_to_one_core(number: int) -> None:
     type=click.Path(path_type=Path),
 )
 def main(steps: int, model: str, only: tuple[str, ...], output: Path) -> None:
-    """Measures what policies cost in a step, with two ranks."""
+    """Measures the time of policies in a step, with two ranks."""
     import horovod.torch as hvd
     from rich.console import Console
 

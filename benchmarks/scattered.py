@@ -1,9 +1,9 @@
-"""What encoding and decoding take with gathered and with scattered payloads, by the number of ranks.
+"""The time of encoding and decoding with gathered and with scattered payloads, by the number of ranks.
 
     python benchmarks/scattered.py --output scattered.json
 
-One rank of many, in one thread and without a network: the others send what this one sends. The unit is one copy of all
-gradients, so that the figures do not depend much on the machine.
+Measures one rank of many, in one thread and without a network: the payloads of the other ranks are copies of its own.
+The unit is the time of one copy of all gradients, so that the figures hardly depend on the machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SHAPES = {f"layer{place}": (512, 512) for place in range(40)}
 
 
 def median_ms(work: Callable[[], object], repetitions: int) -> float:
-    """The median time of a call; the first does not count."""
+    """The median time of a call, without the first call."""
     work()
     times = []
     for _ in range(repetitions):
@@ -45,7 +45,7 @@ def main(methods: tuple[str, ...], ranks: str, repetitions: int, output: Path | 
     torch.set_num_threads(1)
     gradients = {name: torch.randn(shape) for name, shape in SHAPES.items()}
     flat = torch.cat([gradient.flatten() for gradient in gradients.values()])
-    other = torch.empty_like(flat)
+    target = torch.empty_like(flat)
     rows = []
     for method in methods:
         for size in map(int, ranks.split(",")):
@@ -58,7 +58,7 @@ def main(methods: tuple[str, ...], ranks: str, repetitions: int, output: Path | 
                     parse_compressor(spec),
                 )
                 step = median_ms(lambda engine=engine: engine.step(dict(gradients)), repetitions)  # type: ignore[misc]
-                row[exchange] = step / median_ms(lambda: other.copy_(flat), repetitions)
+                row[exchange] = step / median_ms(lambda: target.copy_(flat), repetitions)
             rows.append(row)
             click.echo(
                 f"{method:12} {size:3} ranks: gather {row['gather']:5.1f} copies, scatter {row['scatter']:5.1f} copies"

@@ -1,9 +1,9 @@
-"""Milliseconds that a rank spends on its part of a flat gradient between nodes, in plain arithmetic and in kernels.
+"""Milliseconds of a rank's work on its part of a flat gradient between nodes, in plain arithmetic and in kernels.
 
     OMP_NUM_THREADS=1 python benchmarks/shard_times.py --elements 4000000
 
-The rank is one of several nodes with one rank each, and gets its own payloads back, so that no exchange is timed. Both
-ways take turns, on one thread; medians with quartiles.
+There are several nodes with one rank each. The rank gets its own payloads back, so that no exchange is timed. Both ways
+take turns, on one thread; the output is medians with quartiles.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ METHODS = ("int4", "int8", "fp8", "bf16")
 
 
 def ended(steps: Generator[Any, Any, Any]) -> Any:
-    """What a step comes to whose only exchange brings back what was sent."""
+    """The result of a step whose only exchange returns the sent payload."""
     sent = next(steps).parts
     try:
         steps.send(list(zip(*sent, strict=True)))
     except StopIteration as stop:
         return stop.value
-    raise AssertionError("it exchanges once")
+    raise AssertionError("the step made more than one exchange")
 
 
 def ways(spec: str, memory: Memory, rows: np.ndarray) -> tuple[Callable[[], None], Callable[[], None]]:
-    """A step in plain arithmetic, and one in kernels."""
+    """A step in plain arithmetic, and a step in kernels."""
     method, context = parse_compressor(spec), Context("w", 0, 0, 0, len(rows))
     assert isinstance(method, Gathering)
     kernels = ShardKernels(method, memory, rows.shape[1], context)
@@ -63,14 +63,14 @@ def main(elements: int, nodes: int, turns: int) -> None:
         ms: tuple[list[float], list[float]] = ([], [])
         steps = ways(spec, memory, rows)
         for turn in range(-1, turns):  # the first warms up
-            for step, taken in zip(steps, ms, strict=True):
+            for step, times in zip(steps, ms, strict=True):
                 start = time.perf_counter()
                 step()
                 if turn >= 0:
-                    taken.append(1000 * (time.perf_counter() - start))
-        low, median, high = zip(*(statistics.quantiles(taken, n=4) for taken in ms), strict=True)
-        said = [f"{median[way]:.0f} ms ({low[way]:.0f} to {high[way]:.0f})" for way in range(2)]
-        click.echo(f"{spec:6} {memory}: plain {said[0]}, kernels {said[1]}")
+                    times.append(1000 * (time.perf_counter() - start))
+        low, median, high = zip(*(statistics.quantiles(times, n=4) for times in ms), strict=True)
+        texts = [f"{median[way]:.0f} ms ({low[way]:.0f} to {high[way]:.0f})" for way in range(2)]
+        click.echo(f"{spec:6} {memory}: plain {texts[0]}, kernels {texts[1]}")
 
 
 if __name__ == "__main__":

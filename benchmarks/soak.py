@@ -1,22 +1,22 @@
-"""Whether a long training takes ever more memory, open files or disk: each policy and many methods, on real ranks.
+"""Tests whether a long training needs more and more memory, open files or disk, with each policy and many methods.
 
     python benchmarks/soak.py --steps 2000
     python benchmarks/soak.py --steps 1000000 --case topk --case auto --output runs/soak
     python benchmarks/soak.py --faults 0
 
-Each case is a training of its own, of a small network, in processes of its own. Each rank looks now and then at its
-resident memory, its open files, and the bytes of its decision log, whose files are small here, so that they are put
-aside. In a share of the steps, drawn at random, something goes wrong on one rank, also drawn: see `FAULTS`. The mean
-gradient is clipped, and a step whose gradients are not finite is left out, as careful programs do.
+Each case is a separate training of a small network, in real ranks. Each rank measures from time to time its resident
+memory, its open files, and the bytes of its decision log, whose file limit is small, so that files are rotated. In
+random steps a random rank has a fault: see `FAULTS`. The mean gradient is clipped, and a step with non-finite gradients
+is skipped, as in careful programs.
 
-A case is flat if the weights of all ranks are the same at every look, and of every rank
+A case is flat if the weights of all ranks are equal in every measurement, and for every rank
 
-- the median memory of the last quarter of the looks is at most 2 MiB above that of the quarter before,
-- no look of the last quarter finds more open files than one of the quarter before, and
-- the log never takes more than its files may, each of which may be longer than its limit by a line.
+- the median memory of the last quarter of the measurements is at most 2 MiB above the median of the quarter before,
+- no measurement of the last quarter has more open files than the largest number of the quarter before, and
+- the log never needs more than its files may, each of which may exceed its limit by one line.
 
-The exit status is 1 if a case is not flat or fails. In a run of few steps much of the memory is still being warmed up;
-what leaks 100 bytes a step shows from 100 000 steps on.
+The exit status is 1 if a case is not flat or fails. In a run of few steps memory is still growing to its normal size; a
+leak of 100 bytes per step shows from 100 000 steps on.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ CASES: dict[str, tuple[str, str | None]] = {
     "budget": ("topk:ratio=0.01", "budget:factor=50,interval=20"),
     "auto": ("topk:ratio=0.01", "auto:calibration={calibration},window=3,every=5,budget=0.5"),
 }
-"""By name, a compressor and a policy."""
+"""The compressor and the policy of each case, by name."""
 FAULTS = {
     "nan": "one element of the gradient is NaN",
     "inf": "one element of the gradient is infinite",
@@ -74,7 +74,7 @@ _WIDTH = 128  # of the network
 
 
 def look(step: int, log: Path, model: Any) -> dict[str, int]:
-    """What this process holds now."""
+    """The resources of this process now."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     files = [file.stat().st_size for file in log.parent.glob(f"{log.stem}*")]
     return {
@@ -88,25 +88,26 @@ def look(step: int, log: Path, model: Any) -> dict[str, int]:
 
 
 def what_grows(looks: list[dict[str, int]]) -> list[str]:
-    """What of one rank is not flat, in words; nothing if all is."""
+    """Sentences on the resources of one rank that grow; empty if the rank is flat."""
     quarter = len(looks) // 4
     before, last = looks[-2 * quarter : -quarter], looks[-quarter:]
-    found = []
-    first, second = (statistics.median(one["memory"] for one in part) for part in (before, last))
+    growth = []
+    first, second = (statistics.median(snapshot["memory"] for snapshot in part) for part in (before, last))
     if second - first > MEMORY:
         steps = last[0]["step"] - before[0]["step"]
-        found.append(f"memory grew by {(second - first) / 2**20:.1f} MiB in {steps} steps")
-    opened, now = (max(one["open_files"] for one in part) for part in (before, last))
+        growth.append(f"memory grew by {(second - first) / 2**20:.1f} MiB in {steps} steps")
+    opened, now = (max(snapshot["open_files"] for snapshot in part) for part in (before, last))
     if now > opened:
-        found.append(f"{now} open files, {opened} before")
-    if max(one["log_bytes"] for one in looks) > LOG_FILES * (LOG_BYTES + LONGEST_LINE):
-        found.append(f"the decision log took {max(one['log_bytes'] for one in looks)} bytes")
-    return found
+        growth.append(f"{now} open files, {opened} before")
+    if max(snapshot["log_bytes"] for snapshot in looks) > LOG_FILES * (LOG_BYTES + LONGEST_LINE):
+        growth.append(f"the decision log took {max(snapshot['log_bytes'] for snapshot in looks)} bytes")
+    return growth
 
 
-def where_ranks_differ(seen: list[list[dict[str, int]]]) -> list[str]:
-    """The first look at which not all ranks have the same weights, in words; nothing if there is none."""
-    steps = [looks[0]["step"] for looks in zip(*seen, strict=True) if len({one["weights"] for one in looks}) > 1]
+def where_ranks_differ(looks_of_ranks: list[list[dict[str, int]]]) -> list[str]:
+    """A sentence on the first step at which weights of ranks differ; empty if there is none."""
+    by_turn = zip(*looks_of_ranks, strict=True)
+    steps = [looks[0]["step"] for looks in by_turn if len({snapshot["weights"] for snapshot in looks}) > 1]
     return [f"weights differ at step {steps[0]}"] if steps else []
 
 
@@ -123,14 +124,14 @@ def full_disk(full: bool) -> Iterator[None]:
 
 
 def draw(random: Random, share: float, ranks: int) -> tuple[str | None, int]:
-    """The fault of a step, if any, and the rank that has it. All ranks draw the same."""
+    """The fault of a step, or None, and its rank. All ranks draw the same."""
     happens, fault, rank = random.random() < share, random.choice(list(FAULTS)), random.randrange(ranks)
     return fault if happens else None, rank
 
 
 @contextmanager
 def spoiled(parameters: list[Any], fault: str | None) -> Iterator[None]:
-    """Lets the backward pass give gradients that the fault has touched, before anything else sees them."""
+    """Makes the backward pass return gradients with the fault, before any other hook reads them."""
     hooks: list[Any] = []
     if fault in ("nan", "inf"):
         first = parameters[0].new_zeros(parameters[0].shape)
@@ -146,9 +147,9 @@ def spoiled(parameters: list[Any], fault: str | None) -> Iterator[None]:
 
 
 def write_calibration(path: Path, spec: str, model: Any) -> None:
-    """Made-up numbers, by which no way to send the gradients is much faster than the others."""
+    """A made-up calibration, with which no method is much faster than another."""
     cost = {"algorithm": "ring", "latency_s": 1e-5, "bytes_per_s": 1e9}
-    tensors = [{"name": name, "shape": list(one.shape)} for name, one in model.named_parameters()]
+    tensors = [{"name": name, "shape": list(parameter.shape)} for name, parameter in model.named_parameters()]
     trained = {
         "tensors": tensors,
         "forward_s": 1e-3,
@@ -164,7 +165,7 @@ def write_calibration(path: Path, spec: str, model: Any) -> None:
 
 
 def train(case: str, steps: int, faults: float, folder: Path) -> None:
-    """What each rank does: so many steps of a case, and a file of what it saw."""
+    """Runs on each rank: makes the steps of a case, and writes a file of its measurements."""
     import horovod.torch as hvd
     import torch
     from torch.nn.functional import mse_loss
@@ -194,7 +195,7 @@ def train(case: str, steps: int, faults: float, folder: Path) -> None:
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-3)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    own = torch.Generator().manual_seed(hvd.rank())
+    generator = torch.Generator().manual_seed(hvd.rank())
     parameters, random = list(model.parameters()), Random(case)
     happened = dict.fromkeys(["left out", *FAULTS], 0)
     looks, step = [], 0
@@ -203,15 +204,15 @@ def train(case: str, steps: int, faults: float, folder: Path) -> None:
             fault, rank = draw(random, faults, hvd.size())
             if fault is not None:
                 happened[fault] += 1
-            here = fault if rank == hvd.rank() else None
+            own_fault = fault if rank == hvd.rank() else None
             optimizer.zero_grad()
-            with spoiled(parameters, here), full_disk(here == "full disk"):
+            with spoiled(parameters, own_fault), full_disk(own_fault == "full disk"):
                 for _ in range(compression.accumulation):
-                    inputs = torch.randn(8, _WIDTH, generator=own)
-                    outputs = (model[:-1] if here == "missing" else model)(inputs)
+                    inputs = torch.randn(8, _WIDTH, generator=generator)
+                    outputs = (model[:-1] if own_fault == "missing" else model)(inputs)
                     (mse_loss(outputs, inputs) / compression.accumulation).backward()
                 optimizer.synchronize()
-                if here == "full disk":
+                if own_fault == "full disk":
                     with suppress(OSError, RuntimeError):
                         torch.save(compression.state_dict(), log.with_name("checkpoint.pt"))
                         raise AssertionError("a checkpoint was written to a full disk")
@@ -232,7 +233,7 @@ def train(case: str, steps: int, faults: float, folder: Path) -> None:
 
 
 def run_case(case: str, steps: int, ranks: int, faults: float, folder: Path) -> dict[str, Any]:
-    """Starts the ranks of a case, and judges what they saw."""
+    """Starts the ranks of a case, and evaluates their measurements."""
     folder.mkdir(parents=True)
     command = ["horovodrun", "-np", str(ranks), "--gloo", sys.executable, str(Path(__file__).resolve())]
     arguments = ["--worker", case, "--steps", str(steps), "--faults", str(faults), "--output", str(folder)]
@@ -242,14 +243,14 @@ def run_case(case: str, steps: int, ranks: int, faults: float, folder: Path) -> 
     files = [folder / f"looks-{rank}.json" for rank in range(ranks)]
     if status or not all(file.exists() for file in files):
         return {"ranks": [], "grows": [f"the ranks ended with status {status}: see {output}"], "faults": {}}
-    seen = [json.loads(file.read_text()) for file in files]
-    grows = [f"rank {rank}: {words}" for rank, looks in enumerate(seen) for words in what_grows(looks)]
+    looks_of_ranks = [json.loads(file.read_text()) for file in files]
+    grows = [f"rank {rank}: {words}" for rank, looks in enumerate(looks_of_ranks) for words in what_grows(looks)]
     happened = json.loads((folder / "faults-0.json").read_text())
-    return {"ranks": seen, "grows": [*where_ranks_differ(seen), *grows], "faults": happened}
+    return {"ranks": looks_of_ranks, "grows": [*where_ranks_differ(looks_of_ranks), *grows], "faults": happened}
 
 
 def table_of(cases: dict[str, dict[str, Any]]) -> list[str]:
-    """A Markdown table, of the rank that grew most."""
+    """A Markdown table with the rank that grew most in each case."""
     lines = [
         "| case | compressor | policy | MiB at half | MiB at the end | open files | files of the log | faults | flat |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -269,7 +270,7 @@ def table_of(cases: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def page_of(cases: dict[str, dict[str, Any]], steps: int, ranks: int, faults: float) -> str:
-    """What was run, and the table."""
+    """The command, and the table."""
     lines = [
         "# Long trainings",
         "",
@@ -286,19 +287,19 @@ def page_of(cases: dict[str, dict[str, Any]], steps: int, ranks: int, faults: fl
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--steps", type=click.IntRange(LOOKS), default=2000, show_default=True, help="Of each case.")
+@click.option("--steps", type=click.IntRange(LOOKS), default=2000, show_default=True, help="Steps of each case.")
 @click.option("--ranks", type=click.IntRange(2), default=2, show_default=True)
-@click.option("--case", "names", multiple=True, type=click.Choice(list(CASES)), help="Default: all. Repeatable.")
-@click.option("--faults", type=click.FloatRange(0, 1), default=0.05, show_default=True, help="Share of steps.")
+@click.option("--case", "names", multiple=True, type=click.Choice(list(CASES)), help="Case; repeatable; default: all.")
+@click.option("--faults", type=click.FloatRange(0, 1), default=0.05, show_default=True, help="Share of faulty steps.")
 @click.option("--output", type=click.Path(path_type=Path), default=Path("runs/soak"), show_default=True)
 @click.option("--worker", type=click.Choice(list(CASES)), hidden=True)
 def main(steps: int, ranks: int, names: tuple[str, ...], faults: float, output: Path, worker: str | None) -> None:
-    """Train for a while, and see that nothing grows."""
+    """Trains for many steps, and checks that no resource grows."""
     if worker is not None:
         train(worker, steps, faults, output)
         return
     if output.exists():
-        raise click.UsageError(f"--output {output} is there already; name another folder")
+        raise click.UsageError(f"--output {output} exists already; name another folder")
     cases = {}
     for name in names or CASES:
         cases[name] = run_case(name, steps, ranks, faults, output / name.replace(" ", "-"))

@@ -1,11 +1,11 @@
-"""The processor time of compressed steps in TensorFlow, beside Horovod's own fp16 and beside the same steps in PyTorch.
+"""The processor time of compressed steps in TensorFlow, compared with Horovod's fp16 and with steps in PyTorch.
 
     horovodrun -np 2 python benchmarks/tensorflow_steps.py --method topk:ratio=0.01 --output steps.json
 
-Gradients are given: the 65 variables of ResNet-20 for CIFAR, with 1x1 convolutions as shortcuts. So a step is what
-Horovod and hvdcomp do, and next to nothing else; `compute` says how much that is. All trainings of both frameworks take
-turns in one process, so that whatever else the machine does falls on all alike. In the end each method's time in
-TensorFlow stands as a multiple of Horovod's fp16, and of the same method in PyTorch: the median of the turns.
+The gradients are constants: those of the 65 variables of ResNet-20 for CIFAR, with 1x1 convolutions as shortcuts. So a
+step consists of the work of Horovod and hvdcomp, and of very little else; `compute` is the time of the latter. All
+trainings of both frameworks take turns in one process, so that other work of the machine affects all alike. The output
+has each method's time in TensorFlow relative to Horovod's fp16 and to the same method in PyTorch: medians of all turns.
 """
 
 from __future__ import annotations
@@ -35,33 +35,34 @@ _RATE = 0.01
 
 def shapes_of_resnet20() -> list[tuple[int, ...]]:
     """Kernels, scales, offsets and the last layer, as Keras orders their dimensions."""
-    found: list[tuple[int, ...]] = [(3, 3, 3, 16), (16,), (16,)]
+    shapes: list[tuple[int, ...]] = [(3, 3, 3, 16), (16,), (16,)]
     before = 16
     for width in [16] * 6 + [32] * 6 + [64] * 6:
-        found += [(3, 3, before, width), (width,), (width,)]
+        shapes += [(3, 3, before, width), (width,), (width,)]
         if width != before:
-            found += [(1, 1, before, width), (width,), (width,)]
+            shapes += [(1, 1, before, width), (width,), (width,)]
         before = width
-    return [*found, (64, 10), (10,)]
+    return [*shapes, (64, 10), (10,)]
 
 
 def gradients_of(rank: int) -> list[np.ndarray]:
-    """The same in every step, different on every rank."""
+    """The constant gradients of a rank, different on every rank."""
     random = np.random.default_rng(rank)
     return [random.normal(0, 0.1, shape).astype(np.float32) for shape in shapes_of_resnet20()]
 
 
 def step_of_tensorflow(name: str, compression: Any) -> Step:
     """A traced step with Horovod's tape, or without it if the compression is None."""
-    gradients = [tf.constant(one) for one in gradients_of(hvd.rank())]
+    gradients = [tf.constant(gradient) for gradient in gradients_of(hvd.rank())]
     variables = [tf.Variable(tf.ones_like(gradient), name=f"{name}{place}") for place, gradient in enumerate(gradients)]
     if isinstance(compression, str):
         compression = hvdcomp.Compression.from_spec(compression, variables=variables)
 
     @tf.function(autograph=False)
-    def step(*given: tf.Tensor) -> None:
+    def step(*gradients: tf.Tensor) -> None:
         with tf.GradientTape() as tape:
-            loss = tf.add_n([tf.reduce_sum(one * other) for one, other in zip(variables, given, strict=True)])
+            products = [variable * gradient for variable, gradient in zip(variables, gradients, strict=True)]
+            loss = tf.add_n([tf.reduce_sum(product) for product in products])
         if compression is not None:
             tape = hvd.DistributedGradientTape(tape, compression=compression)
         for variable, mean in zip(variables, tape.gradient(loss, variables), strict=True):
@@ -71,14 +72,14 @@ def step_of_tensorflow(name: str, compression: Any) -> Step:
 
 
 def step_of_torch(name: str, compression: Any) -> Step:
-    """A step of Horovod's optimizer, or of a plain one if the compression is None."""
+    """A step of Horovod's optimizer, or of PyTorch's if the compression is None."""
     import horovod.torch as hvd_torch
     import torch
 
     cuda.available()  # PyTorch's optimizers import Triton, which ends this process unless hvdcomp has loaded it before
     torch.set_num_threads(1)
     hvd_torch.init()
-    gradients = [torch.from_numpy(one) for one in gradients_of(hvd.rank())]
+    gradients = [torch.from_numpy(gradient) for gradient in gradients_of(hvd.rank())]
     named = [
         (f"{name}{place}", torch.nn.Parameter(torch.ones_like(gradient))) for place, gradient in enumerate(gradients)
     ]
@@ -92,14 +93,15 @@ def step_of_torch(name: str, compression: Any) -> Step:
 
     def step() -> None:
         optimizer.zero_grad()
-        torch.stack([(one * other).sum() for (_, one), other in zip(named, gradients, strict=True)]).sum().backward()
+        products = [parameter * gradient for (_, parameter), gradient in zip(named, gradients, strict=True)]
+        torch.stack([product.sum() for product in products]).sum().backward()
         optimizer.step()
 
     return step
 
 
 class Turns:
-    """What the turns of one training took, in milliseconds a step."""
+    """The times of the turns of one training, in milliseconds per step."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
@@ -116,7 +118,7 @@ class Turns:
         self.wall_ms.append(1000 * (time.perf_counter() - wall) / steps)
 
     def forget(self) -> None:
-        """Drops what was measured so far."""
+        """Drops all measurements so far."""
         self.cpu_ms.clear()
         self.wall_ms.clear()
 
@@ -130,7 +132,7 @@ class Turns:
 
 
 def take_turns(trainings: dict[str, Turns], turns: int, steps: int) -> None:
-    """All trainings in turns; the first turn does not count: it traces graphs, and makes what is kept."""
+    """Runs all trainings in turns. The first turn, which traces graphs and makes states, is not measured."""
     for turn in range(turns + 1):
         for training in trainings.values():
             training.turn(steps)
@@ -139,16 +141,16 @@ def take_turns(trainings: dict[str, Turns], turns: int, steps: int) -> None:
 
 
 def of_all_turns(values: Iterable[float]) -> dict[str, float | list[float]]:
-    """The median of what was found in each turn, and the quartiles."""
-    found = list(values)
-    return {"median": statistics.median(found), "quartiles": statistics.quantiles(found, n=4)}
+    """The median and the quartiles of the values of all turns."""
+    in_turns = list(values)
+    return {"median": statistics.median(in_turns), "quartiles": statistics.quantiles(in_turns, n=4)}
 
 
 @click.command(help=__doc__)
-@click.option("--method", "methods", multiple=True, default=("topk:ratio=0.01",), help="Spec; may be given again.")
-@click.option("--turns", default=15, show_default=True, help="Of each training.")
-@click.option("--steps", default=20, show_default=True, help="In a turn.")
-@click.option("--torch/--no-torch", "with_torch", default=True, help="Whether PyTorch takes turns too.")
+@click.option("--method", "methods", multiple=True, default=("topk:ratio=0.01",), help="Compressor's spec; repeatable.")
+@click.option("--turns", default=15, show_default=True, help="Turns of each training.")
+@click.option("--steps", default=20, show_default=True, help="Steps in a turn.")
+@click.option("--torch/--no-torch", "with_torch", default=True, help="Whether to measure PyTorch too.")
 @click.option("--output", type=click.Path(path_type=Path), help="JSON file.")
 def main(methods: tuple[str, ...], turns: int, steps: int, with_torch: bool, output: Path | None) -> None:
     hvd.init()
@@ -158,8 +160,8 @@ def main(methods: tuple[str, ...], turns: int, steps: int, with_torch: bool, out
         makers.append(("torch", step_of_torch, {"compute": None, "hvd.none": "hvd.none", "hvd.fp16": "hvd.fp16"}))
     trainings = {
         f"{framework} {name}": Turns(make(f"{framework}.{name}.", compression))
-        for framework, make, theirs in makers
-        for name, compression in {**theirs, **{method: method for method in methods}}.items()
+        for framework, make, compressions in makers
+        for name, compression in {**compressions, **{method: method for method in methods}}.items()
     }
     take_turns(trainings, turns, steps)
     if hvd.rank() != 0:
@@ -169,10 +171,10 @@ def main(methods: tuple[str, ...], turns: int, steps: int, with_torch: bool, out
         click.echo(f"{name:32} cpu {row['cpu_ms']:7.2f} ms   wall {row['wall_ms']:7.2f} ms")
     ratios = {}
     for method in methods:
-        one = trainings[f"tensorflow {method}"].cpu_ms
+        times = trainings[f"tensorflow {method}"].cpu_ms
         for name in ["tensorflow hvd.fp16", *([f"torch {method}"] if with_torch else [])]:
-            other = trainings[name].cpu_ms
-            ratio = of_all_turns(mine / theirs for mine, theirs in zip(one, other, strict=True))
+            reference = trainings[name].cpu_ms
+            ratio = of_all_turns(first / second for first, second in zip(times, reference, strict=True))
             ratios[f"cpu of tensorflow {method} / {name}"] = ratio
             click.echo(f"tensorflow {method}: {ratio['median']:.2f} times the processor time of {name}")
     if output is not None:

@@ -1,11 +1,11 @@
-"""What compression adds to a step of `hvdcomp train`, in TensorFlow and in PyTorch.
+"""The time that compression adds to a step of `hvdcomp train`, in TensorFlow and in PyTorch.
 
     horovodrun -np 2 python benchmarks/tensorflow_training.py --model cnn --output training.json
 
-The steps are those of `hvdcomp train` with its usual settings, always on the same batch of each rank. Each framework
-trains without any exchange ("compute"), with Horovod's own compression "none" and with a method of hvdcomp. All
-trainings take turns in one process. What an exchange adds is the time of a step with it less that of a step without,
-turn by turn: in processor time of this rank, and in time on the clock.
+The steps are those of `hvdcomp train` with its default settings, always on the same batch of each rank. Each framework
+trains without exchange ("compute"), with Horovod's compression "none" and with a method of hvdcomp. All trainings take
+turns in one process. The time that an exchange adds is the time of a step with it minus the time of a step without it,
+turn by turn: as processor time of this rank, and as wall-clock time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COMPUTE, NONE = "compute", "hvd.none"
 
 
 def learner_without_exchange() -> type[Learner]:
-    """TensorFlow's, whose step asks the tape itself for gradients, not Horovod's around it."""
+    """TensorFlow's framework, whose step computes gradients with the plain tape, without Horovod's."""
     import horovod.tensorflow as hvd
     import tensorflow as tf
 
@@ -71,17 +71,17 @@ def step_of(framework: str, method: str, options: dict[str, Any]) -> Step:
 @click.command(help=__doc__)
 @click.option("--method", default="topk:ratio=0.01", show_default=True, help="Spec of a compressor.")
 @click.option("--model", type=click.Choice(MODELS), default="cnn", show_default=True)
-@click.option("--data", default="digits", show_default=True, help="As of `hvdcomp train`.")
-@click.option("--batch-size", default=16, show_default=True, help="Of each rank.")
-@click.option("--turns", default=15, show_default=True, help="Of each training.")
-@click.option("--steps", default=20, show_default=True, help="In a turn.")
+@click.option("--data", default="digits", show_default=True, help="Data set of `hvdcomp train`.")
+@click.option("--batch-size", default=16, show_default=True, help="Batch size of each rank.")
+@click.option("--turns", default=15, show_default=True, help="Turns of each training.")
+@click.option("--steps", default=20, show_default=True, help="Steps in a turn.")
 @click.option("--output", type=click.Path(path_type=Path), help="JSON file.")
 def main(method: str, turns: int, steps: int, output: Path | None, **options: Any) -> None:
     cuda.available()  # PyTorch's optimizers import Triton, which ends this process unless hvdcomp has loaded it before
     trainings = {
-        f"{framework} {one}": Turns(step_of(framework, one, options))
+        f"{framework} {exchange}": Turns(step_of(framework, exchange, options))
         for framework in reversed(FRAMEWORKS)  # TensorFlow chooses its threads before anything runs
-        for one in (COMPUTE, NONE, method)
+        for exchange in (COMPUTE, NONE, method)
     }
     take_turns(trainings, turns, steps)
     if HorovodRanks("torch").rank != 0:
@@ -93,8 +93,8 @@ def main(method: str, turns: int, steps: int, output: Path | None, **options: An
     for exchange, unit in itertools.product((NONE, method), ("cpu_ms", "wall_ms")):
         of_both = []
         for framework in FRAMEWORKS:
-            ours, theirs = (getattr(trainings[f"{framework} {one}"], unit) for one in (exchange, COMPUTE))
-            row = of_all_turns(x - y for x, y in zip(ours, theirs, strict=True))
+            exchanged, computed = (getattr(trainings[f"{framework} {name}"], unit) for name in (exchange, COMPUTE))
+            row = of_all_turns(x - y for x, y in zip(exchanged, computed, strict=True))
             added[f"{framework} {exchange} {unit}"] = row
             of_both.append(f"{row['median']:6.2f} ms in {framework}")
         click.echo(f"{exchange:16} adds to the {unit.removesuffix('_ms'):4} time of a step {', '.join(of_both)}")

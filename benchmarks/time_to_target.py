@@ -1,12 +1,12 @@
-"""Seconds that trainings on the emulated cluster really take to a target, by method.
+"""Measured seconds of trainings on the emulated cluster to a target, by method.
 
     sudo .venv/bin/python benchmarks/time_to_target.py                      # about 20 minutes
     sudo .venv/bin/python benchmarks/time_to_target.py --rate 1gbit --method none --method fp16 --seeds 0
-    .venv/bin/python benchmarks/time_to_target.py --page-only               # the page, from the runs that are there
+    .venv/bin/python benchmarks/time_to_target.py --page-only               # only the page, from the existing runs
 
 Trains with each method in turns, on one rank of each host (docs/emulated-cluster.md), until the validation part reaches
-the target. benchmarks/convergence.py predicts the same for simulated ranks. A run that is there already, complete and
-with the same options, is not trained again.
+the target. benchmarks/convergence.py predicts these times for simulated ranks. An existing complete run with the same
+options is not trained again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ UNCOMPRESSED = convergence.UNCOMPRESSED
 
 @dataclass(frozen=True)
 class ClusterRun(Run):
-    """The training of a workload with a method, on hosts that are joined at a rate."""
+    """The training of a workload with a method, on hosts whose links have a rate."""
 
     method: str
     hosts: int
@@ -48,11 +48,11 @@ class ClusterRun(Run):
     @cached_property
     def options(self) -> dict[str, Any]:
         workload = convergence.WORKLOADS[self.workload]
-        method = next(one for one in convergence.METHODS if one.spec == self.method)
+        method = next(method for method in convergence.METHODS if method.spec == self.method)
         return {**method.options(workload, self.workload), "seed": self.seed, "until": workload.target}
 
     def figures(self) -> dict[str, Any]:
-        """Until the evaluation that reached the target: seconds of training, steps and bytes; None if none did."""
+        """Seconds of training, steps and bytes until the evaluation that reached the target; None without it."""
         assert self.summary is not None
         until = self.summary["until"]
         names = {"trained_seconds": "seconds_to_target", "step": "steps_to_target", "bytes_sent": "bytes_to_target"}
@@ -66,7 +66,7 @@ class ClusterRun(Run):
 
 
 def train(runs: Sequence[ClusterRun], console: Any) -> list[ClusterRun]:
-    """Trains those that are not there yet, on clusters of their own; returns those that failed."""
+    """Trains the missing runs, each on a new cluster, and returns the runs that failed."""
     todo = [run for run in runs if run.record is None]
     console.print(f"{len(runs) - len(todo)} of {len(runs)} runs are there already, {len(todo)} to train")
     failed, at_commit = [], commit()
@@ -81,23 +81,24 @@ def train(runs: Sequence[ClusterRun], console: Any) -> list[ClusterRun]:
             failed.append(run)
             outcome = f"failed: {about['error']}"
         else:
-            found = run.reached
-            outcome = "missed the target" if found is None else f"{found['seconds_to_target']:.1f} s"
+            evaluation = run.reached
+            outcome = "missed the target" if evaluation is None else f"{evaluation['seconds_to_target']:.1f} s"
         console.print(f"[{number}/{len(todo)}] {run}: {outcome}")
     return failed
 
 
 def record_of(runs: Sequence[ClusterRun], best: Sequence[ClusterRun]) -> dict[str, Any]:
-    """What the runs of one method came to.
+    """The results of the runs of one method.
 
     Args:
         best: of each seed, the run of the faster of the methods that do not compress.
     """
-    reached = {run.seed: found for run in runs if (found := run.reached) is not None}
-    beside = {run.seed: found for run in best if (found := run.reached) is not None}
-    seconds = [one["seconds_to_target"] for one in reached.values()]
-    both = [(beside[seed], found) for seed, found in reached.items() if seed in beside]
-    times = [other["seconds_to_target"] / own["seconds_to_target"] for other, own in both]
+    reached = {run.seed: evaluation for run in runs if (evaluation := run.reached) is not None}
+    beside = {run.seed: evaluation for run in best if (evaluation := run.reached) is not None}
+    seconds = [evaluation["seconds_to_target"] for evaluation in reached.values()]
+    pairs = [(beside[seed], evaluation) for seed, evaluation in reached.items() if seed in beside]
+    times = [dense["seconds_to_target"] / evaluation["seconds_to_target"] for dense, evaluation in pairs]
+    bytes_to_target = _mean_of(reached, "bytes_to_target")
     return {
         "workload": runs[0].workload,
         "hosts": runs[0].hosts,
@@ -105,30 +106,37 @@ def record_of(runs: Sequence[ClusterRun], best: Sequence[ClusterRun]) -> dict[st
         "method": runs[0].method,
         "seeds": len(runs),
         "reached": len(reached),
-        "steps": sum(one["steps_to_target"] for one in reached.values()) / len(reached) if reached else None,
-        "megabytes": sum(one["bytes_to_target"] for one in reached.values()) / len(reached) / 1e6 if reached else None,
+        "steps": _mean_of(reached, "steps_to_target"),
+        "megabytes": None if bytes_to_target is None else bytes_to_target / 1e6,
         "seconds": with_interval(seconds, ".1f"),
         "times_as_fast": with_interval(times, ".2f"),
     }
 
 
+def _mean_of(evaluations: Mapping[int, Mapping[str, Any]], key: str) -> float | None:
+    return sum(evaluation[key] for evaluation in evaluations.values()) / len(evaluations) if evaluations else None
+
+
 def records_of(runs: Sequence[ClusterRun]) -> list[dict[str, Any]]:
-    """Of each rate and method what its runs came to, beside the better of those that do not compress."""
-    done = [run for run in runs if run.record is not None]
-    found = []
-    for rate in dict.fromkeys(run.rate for run in done):
-        here = [run for run in done if run.rate == rate]
-        dense = [[run for run in here if run.method == method] for method in UNCOMPRESSED]
-        means = [[one["seconds_to_target"] for run in own if (one := run.reached) is not None] for own in dense]
-        known = [place for place, seconds in enumerate(means) if seconds]
-        best = min(known, key=lambda place: sum(means[place]) / len(means[place]), default=0)
-        for method in dict.fromkeys(run.method for run in here):
-            found.append(record_of([run for run in here if run.method == method], dense[best]))
-    return found
+    """The results of each rate and method, compared with the better uncompressed method."""
+    finished = [run for run in runs if run.record is not None]
+    records = []
+    for rate in dict.fromkeys(run.rate for run in finished):
+        of_rate = [run for run in finished if run.rate == rate]
+        dense = [[run for run in of_rate if run.method == method] for method in UNCOMPRESSED]
+        means = [
+            [evaluation["seconds_to_target"] for run in method_runs if (evaluation := run.reached) is not None]
+            for method_runs in dense
+        ]
+        reaching = [place for place, seconds in enumerate(means) if seconds]
+        best = min(reaching, key=lambda place: sum(means[place]) / len(means[place]), default=0)
+        for method in dict.fromkeys(run.method for run in of_rate):
+            records.append(record_of([run for run in of_rate if run.method == method], dense[best]))
+    return records
 
 
 def write_page(file: Path, runs: Sequence[ClusterRun]) -> bool:
-    """Writes the page of the runs that are there, and a CSV beside it; False if there are none."""
+    """Writes the page of the existing runs, and a CSV file; returns False without runs."""
     records = records_of(runs)
     if not records:
         return False
@@ -137,11 +145,12 @@ def write_page(file: Path, runs: Sequence[ClusterRun]) -> bool:
     rates = list(dict.fromkeys(record["rate"] for record in records))
     chosen = "" if tuple(rates) == RATES else "".join(f" --rate {rate}" for rate in rates)
     options = ", ".join(f"{key} {value}" for key, value in convergence.WORKLOADS[first.workload].options.items())
-    for one in records:
+    for record in records:
         cells = [
-            one["rate"], f"`{one['method']}`", f"{one['reached']} of {one['seeds']}",
-            "-" if one["steps"] is None else f"{one['steps']:.0f}",
-            "-" if one["megabytes"] is None else f"{one['megabytes']:.2f}", one["seconds"], one["times_as_fast"],
+            record["rate"], f"`{record['method']}`", f"{record['reached']} of {record['seeds']}",
+            "-" if record["steps"] is None else f"{record['steps']:.0f}",
+            "-" if record["megabytes"] is None else f"{record['megabytes']:.2f}",
+            record["seconds"], record["times_as_fast"],
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     text = f"""# Time to a target, on the emulated cluster
@@ -168,7 +177,7 @@ Seconds are those of training, without evaluations: means over the seeds, with t
 
 
 def draw(records: Sequence[Mapping[str, Any]]) -> bytes:
-    """The seconds to the target, of each rate and method, as a PNG. Methods that never reached it have no bar."""
+    """A plot of the seconds to the target, by rate and method, as PNG; without methods that never reached it."""
     from hvdcomp.perfmodel.figures import COLOURS, INK, as_png, new_figure
 
     figure = new_figure(8, 0.32 * len(records) + 1.2)
@@ -191,13 +200,13 @@ def _seconds(record: Mapping[str, Any]) -> float:
 
 @click.command(help=__doc__)
 @click.option(
-    "--workload", default="mnist1d", show_default=True, type=click.Choice(list(convergence.WORKLOADS)), help="Which."
+    "--workload", default="mnist1d", show_default=True, type=click.Choice(list(convergence.WORKLOADS)), help="To train."
 )
 @click.option("--hosts", type=click.IntRange(2), default=4, show_default=True)
 @click.option("--rate", "rates", multiple=True, default=RATES, show_default=True, metavar="RATE")
 @click.option(
     "--method", "methods", multiple=True, default=METHODS, show_default=True,
-    type=click.Choice([one.spec for one in convergence.METHODS]), metavar="SPEC",
+    type=click.Choice([method.spec for method in convergence.METHODS]), metavar="SPEC",
 )  # fmt: skip
 @click.option("--seeds", default="0,1,2", show_default=True, callback=parse_seeds, metavar="SEED,...")
 @click.option("--runs", type=click.Path(path_type=Path), default=MEASURED / "time-to-target", show_default=True)

@@ -32,18 +32,18 @@ model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # the 
 compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01), grad_scaler=accelerator.scaler)
 hvdcomp.ddp.register(model, compression, optimizer.optimizer)
 
-own = f"compression{accelerator.process_index}.pt"
+own_file = f"compression{accelerator.process_index}.pt"
 accelerator.register_save_state_pre_hook(
-    lambda models, weights, place: torch.save(compression.state_dict(), Path(place, own))
+    lambda models, weights, place: torch.save(compression.state_dict(), Path(place, own_file))
 )
 accelerator.register_load_state_pre_hook(
-    lambda models, place: compression.load_state_dict(torch.load(Path(place, own), weights_only=False))
+    lambda models, place: compression.load_state_dict(torch.load(Path(place, own_file), weights_only=False))
 )
-done = max((int(saved.name.split("-")[1]) for saved in folder.glob("epoch-*")), default=0)
-if done:
-    accelerator.load_state(str(folder / f"epoch-{done}"))
+epochs_done = max((int(saved.name.split("-")[1]) for saved in folder.glob("epoch-*")), default=0)
+if epochs_done:
+    accelerator.load_state(str(folder / f"epoch-{epochs_done}"))
 
-for epoch in range(done, epochs):
+for epoch in range(epochs_done, epochs):
     loader.set_epoch(epoch)
     for inputs, classes in loader:
         with accelerator.accumulate(model):  # only every second backward pass exchanges gradients

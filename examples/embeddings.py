@@ -25,7 +25,7 @@ class ClickModel(torch.nn.Module):
 
     def forward(self, dense: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         below = self.bottom(dense)
-        vectors = torch.stack([below, *(table(one) for table, one in zip(self.tables, ids.T, strict=True))], 1)
+        vectors = torch.stack([below, *(table(column) for table, column in zip(self.tables, ids.T, strict=True))], 1)
         first, second = torch.triu_indices(TABLES + 1, TABLES + 1, offset=1)
         products = (vectors @ vectors.mT)[:, first, second]
         return self.top(torch.cat([below, products], 1))[:, 0]
@@ -42,10 +42,10 @@ hvdcomp.ddp.register(ddp, compression)
 optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
 
 often = 1 / torch.arange(1, ROWS + 1).double() ** 1.3  # Zipf: 1 % of the rows are 90 % of the accesses
-own = torch.Generator().manual_seed(1 + dist.get_rank())  # each rank has data of its own
+generator = torch.Generator().manual_seed(1 + dist.get_rank())  # each rank has data of its own
 for step in range(1, 201):
-    dense = torch.randn(BATCH, 13, generator=own)
-    ids = torch.multinomial(often, TABLES * BATCH, replacement=True, generator=own).view(BATCH, TABLES)
+    dense = torch.randn(BATCH, 13, generator=generator)
+    ids = torch.multinomial(often, TABLES * BATCH, replacement=True, generator=generator).view(BATCH, TABLES)
     clicks = (dense[:, 0] + scores[torch.arange(TABLES), ids].sum(1) > 0).float()
     loss = torch.nn.functional.binary_cross_entropy_with_logits(ddp(dense, ids), clicks)
     optimizer.zero_grad()
@@ -53,7 +53,7 @@ for step in range(1, 201):
     rows.exchange()
     optimizer.step()
     if step % 50 == 0 and dist.get_rank() == 0:
-        factors = [one.ledger.totals.compression_factor for one in (rows, compression)]
+        factors = [compressed.ledger.totals.compression_factor for compressed in (rows, compression)]
         print(f"step {step}: loss {loss:.3f}; tables in {factors[0]:.0f}, layers in {factors[1]:.1f} times fewer bytes")
 dist.barrier()  # a rank that ends while others are at work would now and then be ended by a signal
 dist.destroy_process_group()

@@ -19,7 +19,7 @@ import hvdcomp
 
 dist.init_process_group("gloo")  # "nccl" on GPUs
 rank, size, folder = dist.get_rank(), dist.get_world_size(), Path(sys.argv[1])
-images, digits = (torch.from_numpy(one[rank::size]) for one in load_digits(return_X_y=True))
+images, digits = (torch.from_numpy(array[rank::size]) for array in load_digits(return_X_y=True))
 torch.manual_seed(0)  # all ranks begin with the same weights
 model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))
 fully_shard(model[0])
@@ -28,7 +28,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 compression = hvdcomp.Compression(hvdcomp.Int4(), memory=hvdcomp.ErrorFeedback())  # also where a rank is a node
 hvdcomp.fsdp.register(model, compression)
 
-saved = max((int(one.parent.name) for one in folder.glob("*/.metadata")), default=0)
+saved = max((int(file.parent.name) for file in folder.glob("*/.metadata")), default=0)
 if saved:
     weights, moments = get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder / str(saved))

@@ -16,7 +16,7 @@ import hvdcomp
 hvd.init()
 rank, size, folder = hvd.rank(), hvd.size(), Path(sys.argv[1])
 folder.mkdir(parents=True, exist_ok=True)
-images, digits = (torch.from_numpy(one[rank::size]) for one in load_digits(return_X_y=True))
+images, digits = (torch.from_numpy(array[rank::size]) for array in load_digits(return_X_y=True))
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

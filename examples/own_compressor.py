@@ -36,15 +36,15 @@ class Turns(Compressor):
         vector = pad(xp, xp.flatten(x), self.turns)
         length = vector.shape[0] // self.turns
         start = context.step % self.turns * length
-        own = vector[start : start + length]
+        shard = vector[start : start + length]
 
         def spread(part):
             before, after = (xp.zeros((count,), like=x) for count in (start, vector.shape[0] - start - length))
             elements = xp.concatenate([before, part, after])
             return xp.reshape(elements[: xp.flatten(x).shape[0]], x.shape)
 
-        mean = yield AllReduce(own)
-        return Outcome(mean=spread(mean), sent=spread(own))
+        mean = yield AllReduce(shard)
+        return Outcome(mean=spread(mean), sent=spread(shard))
 
 
 dist.init_process_group("gloo")  # "nccl" on GPUs

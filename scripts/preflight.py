@@ -1,7 +1,7 @@
-"""Checks what the set-up needs of this machine before anything is downloaded; names the fix for what fails.
+"""Checks this machine before the set-up downloads anything, and names the fix of each problem.
 
-Run by `make` with the Python that the environment is to be made from. It must itself run on old Pythons (from
-3.6), so that they get a clear message: no newer syntax here.
+`make` runs it with the Python from which it makes the environment. It must run on old Pythons (from 3.6) too, so that
+they get a clear message: use no newer syntax here.
 """
 
 import os
@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import tempfile
 
-OLDEST, NEWEST = (3, 10), (3, 13)  # what the pinned PyTorch and TensorFlow have wheels for
+OLDEST, NEWEST = (3, 10), (3, 13)  # versions for which the pinned PyTorch and TensorFlow have wheels
 # Unpacked packages and the build folder; measured 3.5 GB with the CPU builds of both frameworks.
 ENVIRONMENT_BYTES, CACHE_BYTES, TEMPORARY_BYTES = 6e9, 1e9, 1.5e9
 
@@ -27,8 +27,8 @@ def check_platform():
 def check_python():
     if not OLDEST <= sys.version_info[:2] <= NEWEST:
         yield (
-            f"Python {platform.python_version()} ({sys.executable}) will not do: the pinned PyTorch and TensorFlow "
-            f"need Python {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}. Name one: make PYTHON=python3.12"
+            f"Python {platform.python_version()} ({sys.executable}) does not fit: the pinned PyTorch and TensorFlow "
+            f"need Python {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}. Name one of these: make PYTHON=python3.12"
         )
         return
     for module in ("venv", "ensurepip"):
@@ -49,7 +49,7 @@ def check_python():
 
 
 def check_compiler():
-    """A compiler that is there but cannot compile C++20 would fail only minutes later."""
+    """Compiles a probe, because a compiler without C++20 would fail only minutes later."""
     names = [name for name in (os.environ.get("CXX"), "c++", "g++") if name]
     compiler = next((name for name in names if shutil.which(name.split()[0])), None)
     fix = "apt-get install g++ (Debian, Ubuntu), dnf install gcc-c++ (Fedora, RHEL), or set CXX to a newer one"
@@ -62,16 +62,16 @@ def check_compiler():
             file.write("#include <concepts>\n#include <span>\n")
             file.write("template <std::integral T> T same(T x) { return x; }\nint main() { return same(0); }\n")
         command = [*compiler.split(), "-std=c++20", source, "-o", os.path.join(folder, "probe")]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    if done.returncode != 0:
-        first = (done.stdout.decode(errors="replace").strip().splitlines() or ["no message"])[0]
+        process = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if process.returncode != 0:
+        first = (process.stdout.decode(errors="replace").strip().splitlines() or ["no message"])[0]
         yield f"{compiler} cannot compile C++20 ({first}): {fix}"
 
 
 def check_disk(environment):
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     cache = os.environ.get("HVDCOMP_CACHE") or cache
-    needs = {}  # free bytes needed per file system, and the folders that lie on it
+    needs = {}  # by file system, the needed free bytes, and the first folder on it with its fix
     for folder, size, fix in (
         (environment, ENVIRONMENT_BYTES, "free some space, or clone the project to another disk"),
         (cache, CACHE_BYTES, "free some space, or set HVDCOMP_CACHE to a folder elsewhere"),

@@ -1,13 +1,13 @@
-"""Whether another checkout of hvdcomp does the same, bit for bit: before a change of how steps are made, and after.
+"""Compares the results of two checkouts of hvdcomp bit for bit, such as before and after a change of the engine.
 
     python -m tests.bits OTHER            # compares this checkout with the one in folder OTHER
-    python -m tests.bits OTHER --only stc # the cases with "stc" in their names alone
-    python -m tests.bits --dump FILE      # digests of the hvdcomp that is imported
+    python -m tests.bits OTHER --only stc # only the cases with "stc" in their names
+    python -m tests.bits --dump FILE      # writes digests of the imported hvdcomp
 
 Every registered method, in each of its forms, makes a few steps on 1, 2 and 4 ranks of one process, in NumPy and in
-PyTorch, in every element type: its level changes, one step does not count, and one goes on from a checkpoint. Compared
-are results, residuals and warm starts, checkpoints, bytes, and decisions of policies. It uses nothing that a checkout
-may lack but what it compares, and reads no file of the other one but hvdcomp.
+PyTorch, in every element type. In these steps its level changes, one step is skipped as not finite, and one continues
+from a checkpoint. The program compares results, residuals and warm starts, checkpoints, bytes, and decisions of
+policies. It uses only stable parts of hvdcomp beside the compared ones, and reads only hvdcomp of the other checkout.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ MEMORIES: dict[str, Memory] = {
 
 @dataclass(frozen=True)
 class BlockMeans(Compressor):
-    """A method of a user's own: means of blocks (docs/your-own-compressor.md)."""
+    """A user's own method: means of blocks (docs/your-own-compressor.md)."""
 
     block: int = 4
 
@@ -80,19 +80,19 @@ class BlockMeans(Compressor):
     def aggregate(self, xp: Any, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         vector = xp.flatten(xp.astype(x, "float64"))
         blocks = xp.reshape(pad(xp, vector, self.block), (-1, self.block))
-        own = xp.astype(blocks.sum(1, keepdims=True) * (1 / self.block), "float32")
+        scales = xp.astype(blocks.sum(1, keepdims=True) * (1 / self.block), "float32")
 
         def spread(means: Array) -> Array:
             elements = xp.flatten(xp.zeros(blocks.shape, like=means) + means)[: vector.shape[0]]
             return xp.astype(xp.reshape(elements, x.shape), xp.dtype_name(x))
 
-        mean = yield AllReduce(own)
-        return Outcome(spread(mean), spread(own))
+        mean = yield AllReduce(scales)
+        return Outcome(spread(mean), spread(scales))
 
 
 @dataclass(frozen=True)
 class Smoothed(Compressor):
-    """Another one, with a state in the tensor's shape, a number of rounds that follows the tensor's size, and sums."""
+    """A user's own method with a state in the tensor's shape, rounds that depend on the tensor's size, and sums."""
 
     share: float = 0.5
 
@@ -117,7 +117,7 @@ class Smoothed(Compressor):
 
 @dataclass(frozen=True)
 class FirstK(TopK):
-    """One that is derived from another, and changes it."""
+    """A user's own method that inherits from a method of hvdcomp and changes it."""
 
     name = "firstk"
     examples = ("firstk:ratio=0.1",)
@@ -130,7 +130,7 @@ COMPRESSORS.update({kind.name: kind for kind in (BlockMeans, Smoothed, FirstK)})
 
 
 class Case(NamedTuple):
-    """What one run is of."""
+    """The settings of one run."""
 
     spec: str
     backend: str
@@ -146,7 +146,7 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    """All of them."""
+    """All cases."""
     specs = [_of_small(spec) for kind in COMPRESSORS.values() for spec in kind.examples if kind.name != "two_level"]
     specs += [_scattered(spec) for spec in specs if _scatters(spec)]
     for spec, backend in itertools.product(specs, ("numpy", "torch")):
@@ -173,7 +173,7 @@ def _scatters(spec: str) -> bool:
 
 
 def _of_small(spec: str) -> str:
-    """A larger share is sent of tensors as small as these."""
+    """The spec with a larger ratio, for these small tensors."""
     compressor = _parsed(spec)
     return str(compressor.at_level(0.1) if compressor.level_name == "ratio" else compressor)
 
@@ -183,7 +183,7 @@ def _parsed(spec: str) -> Compressor:
 
 
 def digests(only: str = "") -> dict[str, dict[str, list[str]]]:
-    """Of each case and of each kind of what is compared, a digest for each rank and step."""
+    """The digests of each case: by kind of data, one for each rank and step."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return {str(case): _run(case) for case in cases() if only in str(case)}
@@ -191,7 +191,8 @@ def digests(only: str = "") -> dict[str, dict[str, list[str]]]:
 
 def _run(case: Case) -> dict[str, list[str]]:
     try:
-        ranks = InProcessGroup(case.ranks, case.per_node or None).run(lambda one: _Rank(case, one).run())
+        group = InProcessGroup(case.ranks, case.per_node or None)
+        ranks = group.run(lambda communicator: _Rank(case, communicator).run())
     except Exception as error:  # a refusal is compared too
         return {"error": [f"{type(error).__name__}: {error}"]}
     return {kind: [digest for rank in ranks for digest in rank[kind]] for kind in ranks[0]}
@@ -205,7 +206,7 @@ class _Rank:
         self._communicator = communicator
         self._compressor = _parsed(case.spec)
         self._engine, self._coordinator = self._fresh()
-        self._found: dict[str, list[str]] = {}
+        self._digests: dict[str, list[str]] = {}
 
     def _fresh(self) -> tuple[Engine, Coordinator | None]:
         case = self._case
@@ -229,7 +230,7 @@ class _Rank:
             elif step == CHANGED and self._coordinator is None:
                 self._engine.set_level(_other_level(self._compressor))
             self._step(step)
-        return self._found
+        return self._digests
 
     def _step(self, step: int) -> None:
         engine, coordinator = self._engine, self._coordinator
@@ -245,15 +246,17 @@ class _Rank:
             coordinator.end_step()
         cost = engine.ledger.last
         assert cost is not None
-        own = {name: (one.bytes_sent, one.bytes_in_node, one.floats_sent) for name, one in cost.tensors.items()}
+        by_tensor = {
+            name: (tensor.bytes_sent, tensor.bytes_in_node, tensor.floats_sent) for name, tensor in cost.tensors.items()
+        }
         self._note("results", results)
         self._note("residuals", {name: state.memory for name, state in engine.states.items()})
         self._note("warm starts", {name: (state.method, *state.compressor) for name, state in engine.states.items()})
-        self._note("bytes", [cost.bytes_sent, cost.bytes_in_node, cost.floats_sent, cost.dense_bytes, own])
-        self._note("plan", {name: str(one) for name, one in engine.plan.items()})
+        self._note("bytes", [cost.bytes_sent, cost.bytes_in_node, cost.floats_sent, cost.dense_bytes, by_tensor])
+        self._note("plan", {name: str(compressor) for name, compressor in engine.plan.items()})
         state = state_of(engine, coordinator, _copy)
         if coordinator is not None:
-            self._note("statistics", [one.pop("coordinator") for one in state.values()])
+            self._note("statistics", [rank_state.pop("coordinator") for rank_state in state.values()])
         self._note("checkpoint", state)
 
     def _gradients(self, step: int) -> dict[str, Array]:
@@ -261,7 +264,7 @@ class _Rank:
         values = {name: 0.8**step * (rng.standard_normal(shape) + 1 / (1 + step)) for name, shape in SHAPES.items()}
         if step == FAILING and self._communicator.rank == self._communicator.world_size - 1:
             values["odd"][1, 1, 1] = np.nan
-        return {name: self._array(one) for name, one in values.items()}
+        return {name: self._array(value) for name, value in values.items()}
 
     def _array(self, values: Any) -> Array:
         if self._case.backend == "numpy":
@@ -272,10 +275,10 @@ class _Rank:
 
         return torch.tensor(np.asarray(values)).to(getattr(torch, self._case.dtype))
 
-    def _note(self, kind: str, found: Any) -> None:
+    def _note(self, kind: str, value: Any) -> None:
         digest = hashlib.blake2b(digest_size=6)
-        _feed(digest, found)
-        self._found.setdefault(kind, []).append(digest.hexdigest())
+        _feed(digest, value)
+        self._digests.setdefault(kind, []).append(digest.hexdigest())
 
 
 def _other_level(compressor: Compressor) -> Any:
@@ -289,26 +292,26 @@ def _copy(array: Array) -> Array:
     return np.array(array) if isinstance(array, np.ndarray | np.generic) else array.detach().clone()
 
 
-def _feed(digest: Any, found: Any) -> None:
-    """Bits of all arrays, and all else as text."""
-    if isinstance(found, dict):
-        for key in sorted(found, key=str):
+def _feed(digest: Any, value: Any) -> None:
+    """Updates the digest with the bits of all arrays, and all other values as text."""
+    if isinstance(value, dict):
+        for key in sorted(value, key=str):
             if str(key).endswith("seconds"):  # a time is another one in each run
                 continue
             digest.update(f"{key}:".encode())
-            _feed(digest, found[key])
-    elif isinstance(found, list | tuple):
-        for one in found:
-            _feed(digest, one)
+            _feed(digest, value[key])
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            _feed(digest, entry)
         digest.update(b";")
-    elif isinstance(found, np.ndarray | np.generic):
-        digest.update(f"{np.shape(found)}{found.dtype}".encode() + found.tobytes())
-    elif hasattr(found, "detach"):
-        flat = found.detach().contiguous().reshape(-1)
-        digest.update(f"{tuple(found.shape)}{found.dtype}".encode())
+    elif isinstance(value, np.ndarray | np.generic):
+        digest.update(f"{np.shape(value)}{value.dtype}".encode() + value.tobytes())
+    elif hasattr(value, "detach"):
+        flat = value.detach().contiguous().reshape(-1)
+        digest.update(f"{tuple(value.shape)}{value.dtype}".encode())
         digest.update(flat.view(flat.new_empty(0).to(_bytes()).dtype).numpy().tobytes() if len(flat) else b"")
     else:
-        digest.update(repr(found).encode())
+        digest.update(repr(value).encode())
 
 
 def _bytes() -> Any:
@@ -318,7 +321,7 @@ def _bytes() -> Any:
 
 
 def _digests_of(folder: Path, only: str) -> Any:
-    """Those of a checkout, made by this very file in a process of its own."""
+    """The digests of a checkout, made with this file in a separate process."""
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch, "digests.json")
         environment = os.environ | {"PYTHONPATH": str(folder)}
@@ -328,32 +331,32 @@ def _digests_of(folder: Path, only: str) -> Any:
 
 
 def main() -> int:
-    """Runs the command; 1 if anything differs."""
+    """Runs the command, and returns 1 if anything differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", nargs="?", type=Path, help="the folder of the other checkout")
     parser.add_argument("--dump", type=Path, metavar="FILE", help="writes digests instead")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their names")
-    given = parser.parse_args()
-    if given.dump is not None:
-        given.dump.write_text(json.dumps(digests(given.only)))
+    options = parser.parse_args()
+    if options.dump is not None:
+        options.dump.write_text(json.dumps(digests(options.only)))
         return 0
-    if given.other is None:
+    if options.other is None:
         parser.error("name the folder of the other checkout, or --dump FILE")
-    mine, theirs = (_digests_of(one.resolve(), given.only) for one in (Path(__file__).parents[1], given.other))
+    here, there = (_digests_of(folder.resolve(), options.only) for folder in (Path(__file__).parents[1], options.other))
     differing = 0
-    for name in sorted(mine.keys() & theirs.keys()):
-        a, b = mine[name], theirs[name]
+    for name in sorted(here.keys() & there.keys()):
+        a, b = here[name], there[name]
         kinds = []
         for kind in sorted(a.keys() | b.keys()):
             pairs = list(itertools.zip_longest(a.get(kind, []), b.get(kind, [])))
-            if unequal := sum(one != other for one, other in pairs):
+            if unequal := sum(first != second for first, second in pairs):
                 kinds.append(f"{kind} ({unequal} of {len(pairs)})")
         if kinds:
             differing += 1
             print(f"{name}: {', '.join(kinds)}")
-    refused = sum("error" in one for one in mine.values())
-    of_one = len(mine.keys() ^ theirs.keys())
-    print(f"{len(mine)} cases, {refused} of them refused; {of_one} are of one checkout alone; {differing} differ")
+    refused = sum("error" in digests_of_case for digests_of_case in here.values())
+    of_one = len(here.keys() ^ there.keys())
+    print(f"{len(here)} cases, {refused} of them refused; {of_one} are of one checkout alone; {differing} differ")
     return bool(differing)
 
 

@@ -1,4 +1,4 @@
-"""Settings that all tests share."""
+"""Common settings of all tests."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Where the machine is there for the tests, installs what some of them need beside Python's packages.
+    """On a machine for tests only, installs the system packages that some tests need.
 
-    If that fails, the script has said why, and those tests are skipped with what is missing.
+    If that fails, the script prints the reason, and those tests are skipped with the name of the missing package.
     """
     if hasattr(session.config, "workerinput"):
         return  # one of pytest-xdist's processes, whose parent has done it
@@ -56,7 +56,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Beside pytest's slowest tests, if these are asked for, stand the slowest cases on real ranks."""
+    """Prints the slowest cases on real ranks after pytest's slowest tests, if pytest prints those."""
     count = config.getoption("durations")
     if count and SECONDS:
         terminalreporter.section("slowest cases on real ranks, as rank 0 saw them")
@@ -66,7 +66,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(autouse=True)
 def _global_random_states() -> Iterator[None]:
-    """Gives back the global random states, so that no test depends on which were run before it."""
+    """Restores the global random states, so that no test depends on the tests before it."""
     torch = sys.modules.get("torch")
     python, numpy, drawn = random.getstate(), np.random.get_state(), torch and torch.get_rng_state()
     yield
@@ -100,7 +100,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def in_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Kernels for CUDA devices serve gradients on the CPU, as if they were on a device."""
+    """Runs kernels for CUDA devices on the CPU, in Triton's interpreter."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with cuda.serving_host():
         yield
@@ -108,7 +108,7 @@ def in_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every tensor goes by itself, as where nothing was compiled."""
+    """Disables the compiled kernels, so that tensors are compressed one by one."""
     monkeypatch.setenv("HVDCOMP_KERNELS", "off")
     kernels.reset()
     yield
@@ -118,7 +118,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _denormal_numbers() -> Iterator[None]:
-    """Calibrations let the processor take denormal numbers for zero, which would change trainings of later tests."""
+    """Restores denormal numbers: calibrations make the processor treat them as zero, which would change later tests."""
     yield
     if "torch" in sys.modules:
         sys.modules["torch"].set_flush_denormal(False)

@@ -1,9 +1,9 @@
 """The CPU image, built by docker/build with buildah, and pods of it: containers in the network namespaces of hosts.
 
-Base image, layers and the builder's caches are in a folder of hvdcomp's cache folder, so that an image is built once
-for what it is made of. Registries are not needed: the base is a Debian that debootstrap makes. pip's configuration is
-this machine's, given to the build as a secret; the files that it names are mounted while building. `why_not` says what
-is missing; scripts/install-system-packages --images has it.
+Base image, layers and the builder's caches are in a subfolder of hvdcomp's cache folder, so that an image is built only
+once from the same files. No registry is needed: debootstrap makes the base, a Debian. The build gets this machine's
+configuration of pip as a secret, and the files that the configuration names as mounts. `why_not` names a missing
+program; scripts/install-system-packages --images installs it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _HOST = "/mnt/host"  # where this machine's files are seen while building
 
 
 def why_not() -> str | None:
-    """Why no image can be built and run here; None if one can."""
+    """The reason why no image can be built and run here; None if it can."""
     if os.geteuid() != 0:
         return "to make a base image and network namespaces needs root"
     missing = [program for program in _PROGRAMS if shutil.which(program, path=_search_path()) is None]
@@ -49,28 +49,28 @@ def why_not() -> str | None:
 
 
 class UnreachableError(Exception):
-    """No Debian mirror answers, and there is no base image from earlier."""
+    """No Debian mirror answers, and no earlier base image exists."""
 
 
 class Image:
-    """The image, and the containers that are made of it until `images()` ends.
+    """The image, and its containers.
 
     Attributes:
-        environment: by which buildah finds the storage.
+        environment: the variables with which buildah finds the storage.
     """
 
     def __init__(self, environment: dict[str, str]) -> None:
         self.environment = environment
 
     def buildah(self, *arguments: str) -> str:
-        """Runs buildah and returns what it wrote."""
+        """Runs buildah and returns its output."""
         command = ["buildah", *arguments]
-        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{' '.join(command)}:\n{done.stdout}{done.stderr}"
-        return done.stdout.strip()
+        process = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
+        assert process.returncode == 0, f"{' '.join(command)}:\n{process.stdout}{process.stderr}"
+        return process.stdout.strip()
 
     def configuration(self) -> dict[str, Any]:
-        """What the image says of itself: Docker's own description, with `config` and `history`."""
+        """The image's configuration in Docker's format, with `config` and `history`."""
         described: dict[str, Any] = json.loads(self.buildah("inspect", "--type", "image", TAG))
         return described["Docker"]
 
@@ -105,7 +105,7 @@ class Image:
     ) -> subprocess.Popen[str]:
         """Starts a container on a host of an emulated cluster, as a pod of the restricted Pod Security Standard runs.
 
-        It has the image's user, no capabilities, no way to more rights, and the host's network and name.
+        It has the image's user, no capabilities, no privilege escalation, and the host's network and name.
 
         Args:
             cluster: an entered cluster.
@@ -130,10 +130,10 @@ class Image:
 
 @contextlib.contextmanager
 def image() -> Iterator[Image]:
-    """Builds the image, as far as it is not built already; its containers end with the block.
+    """Builds the missing layers of the image; its containers end with the block.
 
     Raises:
-        UnreachableError: there is nothing to build it from.
+        UnreachableError: without a base image and a way to make one.
     """
     folder = cache_folder().parent / "images"
     folder.mkdir(parents=True, exist_ok=True)
@@ -170,13 +170,13 @@ def _environment(folder: Path, run: Path) -> dict[str, str]:
 
 
 def _make_base(built: Image, folder: Path) -> None:
-    """As the official Debian image: the packages marked required, and apt."""
+    """Makes a base like the official Debian image: the packages marked required, and apt."""
     tree = folder / "base"
     command = ["debootstrap", "--variant=minbase", _RELEASE, str(tree)]
-    done = subprocess.run(command, env=built.environment, capture_output=True, text=True, check=False)
-    if "Failed getting release file" in done.stdout + done.stderr:
-        raise UnreachableError(f"debootstrap reaches no Debian mirror: {(done.stdout + done.stderr).strip()}")
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    process = subprocess.run(command, env=built.environment, capture_output=True, text=True, check=False)
+    if "Failed getting release file" in process.stdout + process.stderr:
+        raise UnreachableError(f"debootstrap reaches no Debian mirror: {(process.stdout + process.stderr).strip()}")
+    assert process.returncode == 0, process.stdout[-2000:] + process.stderr
     shutil.rmtree(tree / "var" / "cache" / "apt" / "archives")
     archive = shutil.make_archive(str(tree), "tar", tree)
     container = built.buildah("from", "scratch")
@@ -185,19 +185,19 @@ def _make_base(built: Image, folder: Path) -> None:
 
 
 def _build(environment: dict[str, str], folder: Path) -> None:
-    configuration, seen = _pip_configuration()
+    configuration, paths = _pip_configuration()
     (folder / "pip.conf").write_text(configuration)
     command = [str(ROOT / "docker" / "build"), "cpu", "--build-arg", f"BASE={BASE}"]
     command += ["--build-arg", f"FRAMEWORKS={FRAMEWORKS}"]
-    command += [f"--volume={path}:{_HOST}{path}:ro" for path in seen]
+    command += [f"--volume={path}:{_HOST}{path}:ro" for path in paths]
     variables = environment | {"PIP_CONFIG_FILE": str(folder / "pip.conf")}
     for _ in range(3):  # what was built by then is kept
-        done = subprocess.run(
+        process = subprocess.run(
             command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
         )
-        if done.returncode == 0 or _BUSY not in done.stdout:
+        if process.returncode == 0 or _BUSY not in process.stdout:
             break
-    assert done.returncode == 0, done.stdout[-10000:]
+    assert process.returncode == 0, process.stdout[-10000:]
 
 
 def _pip_configuration() -> tuple[str, list[Path]]:
@@ -222,5 +222,5 @@ def _pip_configuration() -> tuple[str, list[Path]]:
 
 
 def _search_path() -> str:
-    """PATH with the folders of programs for root, which an ordinary user's lacks."""
+    """PATH with the folders of programs for root, which are not in a normal user's PATH."""
     return f"{os.environ.get('PATH', '')}{os.pathsep}/usr/sbin{os.pathsep}/sbin"

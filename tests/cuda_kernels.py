@@ -1,4 +1,4 @@
-"""Kernels for CUDA devices, where there is none: their launches are recorded, and what they launch is compiled.
+"""Kernels for CUDA devices on machines without one: records their launches, and compiles the launched kernels.
 
     python -m tests.cuda_kernels 70 80 90
 
@@ -56,28 +56,29 @@ the constants."""
 
 @contextmanager
 def recorded() -> Iterator[list[Launch]]:
-    """Within it, kernels are not launched, but noted with the types of their arguments, and their constants."""
+    """Records kernels with their types of arguments and constants within the block, instead of launching them."""
     from hvdcomp.kernels.cuda.device import DeviceKernels
 
-    found: list[Launch] = []
+    launches: list[Launch] = []
 
     def launch(self: Any, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-        found.append((kernel, specialized(kernel, arguments), tuple(sorted(constants.items()))))
+        launches.append((kernel, specialized(kernel, arguments), tuple(sorted(constants.items()))))
 
     before = DeviceKernels.launch
     DeviceKernels.launch = launch  # type: ignore[method-assign]
     try:
         with cuda.serving_host():
-            yield found
+            yield launches
     finally:
         DeviceKernels.launch = before  # type: ignore[method-assign]
 
 
 def specialized(kernel: Any, arguments: Sequence[Any]) -> tuple[tuple[str, Any], ...]:
-    """What a launch with these arguments is compiled for, as Triton's launcher finds it.
+    """The specialization for which Triton's launcher compiles a launch with these arguments.
 
-    The type of an integer depends on how large it is, if its parameter has none; and unless that is forbidden, whether
-    it is 1, and whether 16 divides it, is known to the compiler. Empty in Triton's interpreter, which compiles nothing.
+    The type of an integer depends on its size, unless its parameter has a type. The compiler also knows whether the
+    integer is 1, and whether 16 divides it, unless that is forbidden. Empty in Triton's interpreter, which does not
+    compile.
     """
     from hvdcomp.kernels.cuda.device import numbers_of
     from hvdcomp.kernels.cuda.language import INTERPRETED
@@ -85,13 +86,13 @@ def specialized(kernel: Any, arguments: Sequence[Any]) -> tuple[tuple[str, Any],
     if INTERPRETED:
         return ()
     bind, constants = _binder(kernel)
-    _, found, _ = bind(*numbers_of(arguments), **constants)
-    return tuple(one for one in found if one[0] != "constexpr")
+    _, specialization, _ = bind(*numbers_of(arguments), **constants)
+    return tuple(part for part in specialization if part[0] != "constexpr")
 
 
 @functools.cache
 def _binder(kernel: Any) -> tuple[Any, dict[str, None]]:
-    """What finds the types of a launch's arguments, and constants to give it, on which they do not depend."""
+    """A function that finds the types of a launch's arguments, and constants for it that do not change the types."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler.compiler import make_backend
     from triton.runtime.jit import create_function_from_signature
@@ -101,7 +102,7 @@ def _binder(kernel: Any) -> tuple[Any, dict[str, None]]:
     launched = for_all_numbers(kernel.fn)
     backend = make_backend(GPUTarget("cuda", 80, 32))
     bind = create_function_from_signature(launched.signature, launched.params, backend)
-    return bind, {one.name: None for one in launched.params if one.is_constexpr}
+    return bind, {parameter.name: None for parameter in launched.params if parameter.is_constexpr}
 
 
 def watch(engine: Engine, sources: bool = False) -> None:
@@ -131,10 +132,11 @@ def launches(
     sources: bool = False,
     dtype: str = "float32",
 ) -> list[Launch]:
-    """What some ranks together launch in some steps.
+    """The launches of some steps of some ranks.
 
     Args:
-        watched, sources: whether somebody looks at x and adds gradients up; as of `watch`.
+        watched: whether statistics of x and sums of gradients are requested.
+        sources: as of `watch`.
     """
     import torch
 
@@ -147,19 +149,19 @@ def launches(
             watch(engine, sources)
         for step in range(steps):
             engine.begin()
-            given = {one.name: torch.zeros(one.shape, dtype=getattr(torch, dtype)) for one in tensors}
-            engine.step(given, in_place=step % 2 == 0, sums=sums.of_step(1.0) if watched else None)
+            gradients = {tensor.name: torch.zeros(tensor.shape, dtype=getattr(torch, dtype)) for tensor in tensors}
+            engine.step(gradients, in_place=step % 2 == 0, sums=sums.of_step(1.0) if watched else None)
         assert engine.buckets.now
         assert engine.buckets.now[0].bucket.device is not None
 
-    with recorded() as found:
+    with recorded() as launches:
         run_ranks(ranks, work)
-    return found
+    return launches
 
 
 def every_form() -> list[Launch]:
-    """The different launches of all methods and memories, of steps that nobody watches and of such that are watched."""
-    found: dict[Any, Launch] = {}
+    """The different launches of all methods and memories, of steps with and without requested statistics."""
+    forms: dict[Any, Launch] = {}
     shapes = [(64, 1100), (7,)]
     momentum = MomentumCorrection(0.9, nesterov=True)
     for spec in COMPILED:
@@ -171,23 +173,23 @@ def every_form() -> list[Launch]:
         if spec in ("efsignsgd", "topk:ratio=0.01", "powersgd:rank=4"):
             of_spec += [launches(spec, shapes, ErrorFeedback(dtype=dtype), 2, 3) for dtype in ("fp16", "bf16")]
         for kernel, types, constants in itertools.chain(*of_spec):
-            found[kernel.__name__, types, constants] = kernel, types, constants
-    return list(found.values())
+            forms[kernel.__name__, types, constants] = kernel, types, constants
+    return list(forms.values())
 
 
 def compile_for(launch: Launch, capability: int) -> tuple[str, int]:
-    """Compiles one for a compute capability, as `DeviceKernels.launch` does.
+    """Compiles a launch's kernel for a compute capability, as `DeviceKernels.launch` does.
 
     Returns:
         Its assembly (PTX), and the bytes of shared memory that a program takes.
     """
-    found = _compiled(launch, capability)
-    assert found.asm["cubin"]
-    return str(found.asm["ptx"]), int(found.metadata.shared)
+    binary = _compiled(launch, capability)
+    assert binary.asm["cubin"]
+    return str(binary.asm["ptx"]), int(binary.metadata.shared)
 
 
 def code_for(launch: Launch, capability: int) -> bytes:
-    """The machine code of one for a compute capability."""
+    """The machine code of a launch's kernel for a compute capability."""
     return bytes(_compiled(launch, capability).asm["cubin"])
 
 
@@ -202,17 +204,17 @@ def _compiled(launch: Launch, capability: int) -> Any:
     signature = {name: type_ for name, (type_, _) in zip(names, arguments, strict=True)}
     signature |= {name: "constexpr" for name, _ in constants}
     parse = make_backend(target).parse_attr
-    known = {
+    metadata = {
         (kernel.arg_names.index(name),): parse(of_value)
         for name, (_, of_value) in zip(names, arguments, strict=True)
         if isinstance(of_value, str)
     }
-    source = ASTSource(kernel, signature, dict(constants), known)
+    source = ASTSource(kernel, signature, dict(constants), metadata)
     return compile(source, target=target, options={"enable_fp_fusion": False})
 
 
 def resources(assembly: str, capability: int) -> tuple[int, int]:
-    """Registers of a thread, and bytes of registers that it stores and loads again."""
+    """The registers of a thread, and its bytes of spilled registers."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     with tempfile.TemporaryDirectory() as folder:
@@ -221,10 +223,10 @@ def resources(assembly: str, capability: int) -> tuple[int, int]:
         name = re.search(r"\.target (sm_\w+)", assembly)
         assert name is not None
         command = [get_ptxas(capability).path, "-v", f"--gpu-name={name[1]}", str(path), "-o", f"{folder}/kernel.o"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers = re.search(r"Used (\d+) registers", said)
-    spilled = re.findall(r"(\d+) bytes spill", said)
-    assert registers is not None, said
+        errors = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = re.search(r"Used (\d+) registers", errors)
+    spilled = re.findall(r"(\d+) bytes spill", errors)
+    assert registers is not None, errors
     return int(registers[1]), sum(map(int, spilled))
 
 
@@ -232,12 +234,12 @@ def main(capabilities: list[int]) -> None:
     os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp())
     forms = every_form()
     print(f"{len(forms)} kernels; registers / bytes spilled / bytes of shared memory")
-    print(f"{'kernel':<20}" + "".join(f"{f'sm_{one}':>16}" for one in capabilities))
+    print(f"{'kernel':<20}" + "".join(f"{f'sm_{capability}':>16}" for capability in capabilities))
     for form in sorted(forms, key=lambda form: form[0].__name__):
         cells = []
-        for one in capabilities:
-            assembly, shared = compile_for(form, one)
-            cells.append((*resources(assembly, one), shared))
+        for capability in capabilities:
+            assembly, shared = compile_for(form, capability)
+            cells.append((*resources(assembly, capability), shared))
         row = "".join(f"{f'{r} / {s} / {m}':>16}" for r, s, m in cells)
         constants = " ".join(f"{name}={int(value)}" for name, value in form[2] if name not in ("PIECE", "BLOCK"))
         print(f"{form[0].__name__:<20}{row}  {constants}", flush=True)
@@ -245,4 +247,4 @@ def main(capabilities: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main([int(one) for one in sys.argv[1:]])
+    main([int(capability) for capability in sys.argv[1:]])

@@ -1,4 +1,4 @@
-"""What would make the host wait for a device, found where there is none."""
+"""Finds operations with which the host would wait for a device, on machines without one."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _PINNING = frozenset({("device.py", "brought"), ("torch_arrays.py", "from_numpy"
 
 
 class WaitedError(AssertionError):
-    """Something would have waited."""
+    """An operation would have waited for the device."""
 
 
 class NothingWaits(TorchDispatchMode):
-    """Within it, what would wait for a device fails.
+    """Makes operations that would wait for a device fail within the block.
 
     Attributes:
-        operations: how often each was called that a device would have to be told of.
+        operations: the number of calls of each operation that would launch work on a device.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ def _truths(index: torch.Tensor | None) -> bool:
 
 @contextmanager
 def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Within it, tensors on the CPU are treated as those on a device, with kernels and without."""
+    """Treats tensors on the CPU as tensors on a device within the block, with kernels and without."""
     with monkeypatch.context() as patch, cuda.serving_host():
         patch.setattr(torch_arrays, "waits", lambda x: True)
         yield
@@ -86,7 +86,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @contextmanager
 def nothing_waits() -> Iterator[NothingWaits]:
-    """Within it, on this thread, what would wait for a device raises `WaitedError`."""
+    """Makes operations of this thread that would wait for a device raise `WaitedError` within the block."""
     with pytest.MonkeyPatch.context() as patch, NothingWaits() as mode:
         for name in _METHODS:
             patch.setattr(torch.Tensor, name, _refused(name, getattr(torch.Tensor, name), mode))

@@ -31,7 +31,7 @@ def random_gradients(rank: int, step: int) -> dict[str, np.ndarray]:
 
 
 def gradients_of(backend: str, rank: int, step: int) -> dict[str, Any]:
-    """The same as arrays of a backend."""
+    """The gradients as arrays of a backend."""
     return {name: make(backend, values) for name, values in random_gradients(rank, step).items()}
 
 
@@ -87,13 +87,13 @@ class Driven:
         self.coordinator.start_log()
 
     def step(self) -> None:
-        """What a binding does in one step."""
+        """Makes one step, as a binding does."""
         coordinator, number = self.coordinator, self.engine.step_number
         coordinator.begin_step(lambda: self._rates(number))
         self.engine.begin()
         self.needed_engine.append(coordinator.needs_engine)
-        mine = self._gradients(self.engine.communicator.rank, number)
-        gradients = {name: make(self.backend, values) for name, values in mine.items()}
+        arrays = self._gradients(self.engine.communicator.rank, number)
+        gradients = {name: make(self.backend, values) for name, values in arrays.items()}
         coordinator.before_exchange()
         results = self.engine.step(gradients, sums=coordinator.sums_of_step(1.0))
         self.batches.append(coordinator.batch_size.accumulation)
@@ -103,7 +103,7 @@ class Driven:
         self.observed.append(bool(coordinator.own_state(copy)["sums"]))
 
     def run(self, steps: int) -> Driven:
-        """So many steps more."""
+        """Makes further steps."""
         for _ in range(steps):
             self.step()
         return self

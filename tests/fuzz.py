@@ -1,6 +1,6 @@
 """Random cases: any method with any settings, on any ranks, tensors, element types and magnitudes.
 
-A case follows from a seed and its number alone, so that one that fails can be run again by itself.
+A case depends only on a seed and its number, so that a failed case can be run again alone.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Case:
     """One training of a few steps.
 
     Attributes:
-        changes: of each step, what is set before it: a level, `DENSE`, None for the compressor's own, or "as before".
-        rescaled: of each step, by what the loss scale changes before it.
+        changes: the setting before each step: a level, `DENSE`, None for the compressor's own, or "as before".
+        rescaled: the factor of the loss scale's change before each step.
         spoilt: the step in which the last rank's first gradient holds this value, if any.
     """
 
@@ -77,7 +77,7 @@ class Case:
 def draw_case(seed: int, number: int) -> Case:
     """The case of a number."""
     rng = random.Random(f"{seed}:{number}")
-    backend = rng.choices(INSTALLED, [{"numpy": 50, "torch": 48}.get(each, 2) for each in INSTALLED])[0]
+    backend = rng.choices(INSTALLED, [{"numpy": 50, "torch": 48}.get(name, 2) for name in INSTALLED])[0]
     ranks = rng.randint(1, 5)
     tensors = tuple(
         TensorInfo(f"t{place}", draw_shape(rng), rng.choice(DTYPES[backend])) for place in range(rng.randint(1, 3))
@@ -138,7 +138,7 @@ def draw_setting(rng: random.Random, kind: type[Compressor], name: str) -> Any:
 
 
 def draw_change(rng: random.Random, compressor: Compressor, ranks: int) -> Any:
-    """What is set before a step."""
+    """The setting before a step."""
     kind = rng.random()
     if kind < 0.6:
         return "as before"
@@ -175,19 +175,19 @@ def gradient_of(case: Case, tensor: TensorInfo, rank: int, step: int) -> Array:
 
 
 def run_case(case: Case) -> None:
-    """Runs a case and fails if it is not as it must be."""
+    """Runs a case, and fails if a result is wrong."""
 
     def work(communicator: InProcessCommunicator) -> list[Any]:
         with np.errstate(all="ignore"):
             return _run_rank(case, communicator)
 
-    first, *others = run_ranks(case.ranks, work)
-    for rank, other in enumerate(others, start=1):
-        assert other == first, f"rank {rank} differs from rank 0"
+    first, *other_results = run_ranks(case.ranks, work)
+    for rank, result in enumerate(other_results, start=1):
+        assert result == first, f"rank {rank} differs from rank 0"
 
 
 def _run_rank(case: Case, communicator: InProcessCommunicator) -> list[Any]:
-    """What must be the same on all ranks: bits of results and warm starts, and whether a step counts."""
+    """The data that must be equal on all ranks: bits of results and warm starts, and whether steps are finite."""
     engine = Engine(communicator, case.tensors, case.compressor, case.memory, 3, *case.smallest)
     shared: list[Any] = []
     for step, (change, factor) in enumerate(zip(case.changes, case.rescaled, strict=True)):
@@ -224,7 +224,7 @@ def _check_states(engine: Engine, before: Mapping[str, tuple[bytes, ...]] | None
             assert np.isfinite(as_numpy(array)).all(), f"{name}: not finite in what is kept: {as_numpy(array)}"
     if before is not None:
         after = states_of(engine)
-        changed = [name for name, kept in before.items() if kept != after[name] and len(kept) == len(after[name])]
+        changed = [name for name, arrays in before.items() if arrays != after[name] and len(arrays) == len(after[name])]
         assert not changed, f"a step that does not count has changed what is kept of {changed}"
 
 
@@ -247,5 +247,5 @@ def _check_bytes(engine: Engine, step: int) -> None:
         assert cost.tensors[name].bytes_sent in allowed, f"{name}: {cost.tensors[name].bytes_sent}, not {allowed}"
     if scattered:  # chunks are as long as the longest
         return
-    rest = cost.bytes_sent - sum(each.bytes_sent for each in cost.tensors.values())
-    assert 0 <= rest <= 8 + 7 * 3, rest  # the flag, and padding of each round's allgather
+    overhead = cost.bytes_sent - sum(tensor.bytes_sent for tensor in cost.tensors.values())
+    assert 0 <= overhead <= 8 + 7 * 3, overhead  # the flag, and padding of each round's allgather

@@ -1,4 +1,4 @@
-"""What the tests of the core share: all array backends, engines on ranks in one process, and spies."""
+"""Common helpers of the core's tests: all array backends, engines on ranks in one process, and spies."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ else:
 
 
 def needing(backend: str, *values: Any, thorough: bool = False) -> Any:
-    """A test's parameters, skipped where the backend is not installed; if `thorough`, in `make test-all` only."""
+    """A test's parameters, skipped without the backend; with `thorough`, only in `make test-all`."""
     marks = [pytest.mark.skipif(find_spec(backend) is None, reason=f"needs {backend}")]
     return pytest.param(*values, marks=[*marks, *[pytest.mark.thorough] * thorough])
 
@@ -85,7 +85,7 @@ def some_of(share: int, *axes: Iterable[Any]) -> list[Any]:
 
 
 def fewer_examples(share: int) -> hypothesis.settings:
-    """One in `share` of the random examples that a test usually gets: for one that has them for each of many cases."""
+    """Settings with 1/`share` of the usual random examples, for tests of many cases."""
     return hypothesis.settings(max_examples=max(1, hypothesis.settings().max_examples // share))
 
 
@@ -111,14 +111,14 @@ def make(backend: str, values: Any, dtype: str = "float32") -> Array:
 
 
 def as_numpy(x: Array) -> np.ndarray:
-    """The same values in NumPy (bfloat16 as float32), in storage of its own."""
+    """A copy of the values in NumPy (bfloat16 as float32)."""
     if isinstance(x, np.ndarray | np.generic):
         return np.array(x, np.float32 if dtype_of(x) == "bfloat16" else None)
     return (x.float() if x.dtype == torch.bfloat16 else x).detach().cpu().numpy().copy()
 
 
 def framework_of(x: Array) -> str:
-    """The backend that an array belongs to."""
+    """The backend of an array."""
     return type(x).__module__.partition(".")[0]
 
 
@@ -128,7 +128,7 @@ def dtype_of(x: Array) -> str:
 
 
 def replaced(x: Array, place: tuple[int, ...], value: float) -> Array:
-    """The same array, in storage of its own, with another element at one place."""
+    """A copy of the array with another element at one place."""
     values = as_numpy(x)
     values[place] = value
     return make(framework_of(x), values, dtype_of(x))
@@ -143,14 +143,14 @@ def bits(x: Array) -> bytes:
 
 
 def copy(x: Array) -> Array:
-    """The same array in storage of its own."""
+    """A copy of the array."""
     if isinstance(x, np.ndarray | np.generic):
         return np.array(x)
     return x.detach().clone()
 
 
 def densify(sent: Array | SparseVector, shape: Sequence[int]) -> np.ndarray:
-    """What was sent, as a dense NumPy array; fails on an index that occurs twice."""
+    """The sent values as a dense NumPy array; fails on a repeated index."""
     if not isinstance(sent, SparseVector):
         return as_numpy(sent).reshape(tuple(shape))
     indices, values = as_numpy(sent.indices), as_numpy(sent.values)
@@ -162,7 +162,7 @@ def densify(sent: Array | SparseVector, shape: Sequence[int]) -> np.ndarray:
 
 @contextmanager
 def random_states_untouched(backend: str) -> Iterator[None]:
-    """Fails if the global random state of Python, NumPy or the backend is not what it was."""
+    """Fails if the block changes the global random state of Python, NumPy or the backend."""
 
     def states() -> list[Any]:
         drawn = torch.get_rng_state().tolist() if backend == "torch" else None
@@ -190,15 +190,15 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class SpyFeedback(ErrorFeedback):
-    """Error feedback that writes down what it saw and made; for engines of a single tensor."""
+    """Error feedback that records its inputs and outputs; for engines of a single tensor."""
 
     seen: list[tuple[Array, ...]] = field(default_factory=list, compare=False, repr=False)
     log: list[Kept] = field(default_factory=list, compare=False, repr=False)
 
     def compensate(self, xp: Any, gradient: Array, state: tuple[Array, ...]) -> Any:
-        x, rest = super().compensate(xp, gradient, state)
+        x, memory = super().compensate(xp, gradient, state)
         self.seen.append((copy(gradient), copy(state[0]), copy(x)))
-        return x, rest
+        return x, memory
 
     def update(self, xp: Any, x: Array, sent: Array | SparseVector, state: tuple[Array, ...]) -> Any:
         kept = SparseVector(*map(copy, sent)) if isinstance(sent, SparseVector) else copy(sent)
@@ -209,7 +209,7 @@ class SpyFeedback(ErrorFeedback):
 
 
 class CountingCommunicator:
-    """Passes on to another communicator, and counts collectives and bytes.
+    """Forwards to another communicator, and counts collectives and bytes.
 
     Attributes:
         started: one (kind, dtype, name, bytes) for each collective, those of groups of ranks among them.
@@ -257,7 +257,7 @@ class CountingCommunicator:
 
 
 class Run(NamedTuple):
-    """What one rank was left with: its engine, and the results of each step."""
+    """The engine of one rank after the run, and the results of each step."""
 
     engine: Engine
     results: list[dict[str, Array]]
@@ -316,12 +316,12 @@ def states_of(engine: Engine) -> dict[str, tuple[bytes, ...]]:
 
 
 def set_to(engine: Engine, compressor: Compressor) -> None:
-    """Gives every tensor this very compressor, whatever it would be routed to."""
+    """Gives every tensor this compressor, without routing."""
     engine.set_plan(dict.fromkeys(engine.tensors, compressor))
 
 
 def assert_same_on_all_ranks(runs: Sequence[Run]) -> None:
-    """Results must be equal bit for bit."""
+    """Fails unless the results of all ranks are equal bit for bit."""
     for run in runs[1:]:
-        for mine, first in zip(run.results, runs[0].results, strict=True):
-            assert {name: bits(x) for name, x in mine.items()} == {name: bits(x) for name, x in first.items()}
+        for result, first in zip(run.results, runs[0].results, strict=True):
+            assert {name: bits(x) for name, x in result.items()} == {name: bits(x) for name, x in first.items()}

@@ -1,4 +1,4 @@
-"""The mark of tests whose kernels for CUDA devices run in Triton's interpreter; `conftest` loads them so."""
+"""The mark of tests whose kernels for CUDA devices `conftest` loads in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A server that speaks as much of the Kubernetes API as `hvdcomp launch k8s` uses, over real sockets: create, list,
-watch and delete of MPIJobs, pods and events, logs, and errors as Status objects (`tests.k8s_http`). What the
-mpi-operator and the nodes would do, the test does, by changing the objects.
+"""A server for the part of the Kubernetes API that `hvdcomp launch k8s` uses, over real sockets: create, list, watch
+and delete of MPIJobs, pods and events, logs, and errors as Status objects (`tests.k8s_http`). The test changes the
+objects as the mpi-operator and the nodes would.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ class _Server(ThreadingHTTPServer):
 
 
 class KubernetesApi:
-    """The objects, their changes, and what the clients asked.
+    """The objects, their changes, and the requests of the clients.
 
     Arguments:
         certificate: of `make_certificate`, to speak TLS.
 
     Attributes:
         requests: (verb, path, query) of each request.
-        fail: is asked before each request is answered; returns None, or an HTTP status and a message.
-        drop: is asked at each watch or log with the number of lines sent; True cuts the connection off.
-        end: as `drop`, but the server ends the answer in good order.
-        stall: is asked before each request is answered; while it is so, the server says each millisecond that it goes
-            on ("100 Continue"), so that the client's thread waits for the answer and wakes all the time.
+        fail: called before each answer; returns None, or an HTTP status and a message.
+        drop: called in each watch or log with the number of sent lines; True closes the connection.
+        end: as `drop`, but the server completes the answer.
+        stall: called before each answer; while it returns True, the server sends "100 Continue" every millisecond, so
+            that the client's thread waits for the answer and wakes all the time.
     """
 
     def __init__(self, certificate: Path | None = None) -> None:
@@ -122,41 +122,42 @@ class KubernetesApi:
 
     # What the cluster does.
 
-    def put(self, kind: str, one: dict[str, Any]) -> dict[str, Any]:
+    def put(self, kind: str, manifest: dict[str, Any]) -> dict[str, Any]:
         """Create or replace an object of the kind "mpijobs" or "pods"."""
         with self.changed:
             self.version += 1
-            metadata = one["metadata"]
+            metadata = manifest["metadata"]
             before = self.objects.get((kind, metadata["name"]))
             metadata.setdefault("uid", before["metadata"]["uid"] if before else f"uid-{self.version}")
             metadata.setdefault("creationTimestamp", f"2026-01-01T00:00:{self.version % 60:02}Z")
             metadata["namespace"] = NAMESPACE
-            one = json.loads(json.dumps({**one, "metadata": {**metadata, "resourceVersion": str(self.version)}}))
-            self.objects[kind, metadata["name"]] = one
-            self.history.append((self.version, kind, "MODIFIED" if before else "ADDED", one))
+            versioned = {**metadata, "resourceVersion": str(self.version)}
+            manifest = json.loads(json.dumps({**manifest, "metadata": versioned}))
+            self.objects[kind, metadata["name"]] = manifest
+            self.history.append((self.version, kind, "MODIFIED" if before else "ADDED", manifest))
             self.changed.notify_all()
-            return one
+            return manifest
 
     def remove(self, kind: str, name: str) -> dict[str, Any]:
         with self.changed:
             self.version += 1
-            one = self.objects.pop((kind, name))
-            self.history.append((self.version, kind, "DELETED", one))
+            deleted = self.objects.pop((kind, name))
+            self.history.append((self.version, kind, "DELETED", deleted))
             self.changed.notify_all()
-            return one
+            return deleted
 
     def set_condition(self, name: str, kind: str, **more: str) -> None:
-        """As the operator does at the end of a job."""
+        """Sets a condition of a job, as the operator does at its end."""
         job = self.objects["mpijobs", name]
         status = {"conditions": [{"type": kind, "status": "True", **more}]}
         self.put("mpijobs", {**job, "status": status})
 
     def restart(self, denials: list[int]) -> None:
-        """As when the server starts anew: watches and logs break, and while it loads users and rights it denies what
-        it granted before.
+        """Simulates a restart of the server: watches and logs break, and the server denies all requests while it loads
+        users and rights.
 
         Arguments:
-            denials: the HTTP status of the next requests, 401 or 403; afterwards all is well.
+            denials: the HTTP status of the next requests, 401 or 403; later requests are granted.
         """
         with self.changed:
             self.generation += 1
@@ -164,7 +165,7 @@ class KubernetesApi:
             self.changed.notify_all()
 
     def denial(self, path: str, query: dict[str, str]) -> tuple[int, str] | None:
-        """What a request is answered while the server starts."""
+        """The answer to a request while the server starts."""
         with self.changed:
             if not self.denials:
                 return None
@@ -176,11 +177,11 @@ class KubernetesApi:
         return status, f'{cannot("watch" if "watch" in query else "list", kind)}: RBAC: role "trainer" not found'
 
     def put_event(self, job: str, kind: str, reason: str, message: str) -> None:
-        """Let the operator say something about a job; the kind is "Normal" or "Warning"."""
+        """Adds an event of the operator about a job; the kind is "Normal" or "Warning"."""
         about = {"kind": "MPIJob", "name": job, "uid": self.objects["mpijobs", job]["metadata"]["uid"]}
-        said = {"involvedObject": about, "type": kind, "reason": reason, "message": message}
+        event = {"involvedObject": about, "type": kind, "reason": reason, "message": message}
         time = f"2026-01-01T00:00:{self.version % 60:02}Z"
-        self.put("events", {"metadata": {"name": f"{job}.{self.version:x}"}, **said, "lastTimestamp": time})
+        self.put("events", {"metadata": {"name": f"{job}.{self.version:x}"}, **event, "lastTimestamp": time})
 
     def put_pod(self, job: str, role: str, name: str, **status: Any) -> None:
         labels = {"training.kubeflow.org/job-name": job, "training.kubeflow.org/job-role": role}
@@ -191,7 +192,7 @@ class KubernetesApi:
         self.put("pods", {"metadata": metadata, "spec": {"containers": [{"name": role}]}, "status": status})
 
     def write_log(self, pod: str, *lines: str) -> None:
-        """Let a running container write; its log stays open until `end_log`."""
+        """Adds lines to a running container's log, which stays open until `end_log`."""
         with self.changed:
             log = self.logs.setdefault(pod, [])
             self.open_logs.add(pod)
@@ -206,12 +207,12 @@ class KubernetesApi:
 
     @contextmanager
     def endless_log(self, pod: str) -> Iterator[None]:
-        """While it is entered, a container writes line after line."""
-        left = threading.Event()
+        """Makes a container write lines without end within the block."""
+        closed = threading.Event()
 
         def write() -> None:
             number = 0
-            while not left.wait(0.01):
+            while not closed.wait(0.01):
                 number += 1
                 self.write_log(pod, f"line {number}")
 
@@ -220,25 +221,25 @@ class KubernetesApi:
         try:
             yield
         finally:
-            left.set()
+            closed.set()
             writer.join()
 
-    def wait_for(self, what: Callable[[], Any], seconds: float = 30.0) -> None:
-        """Until something is so; what the clients ask for wakes it too."""
+    def wait_for(self, condition: Callable[[], Any], seconds: float = 30.0) -> None:
+        """Waits until the condition is true; requests of clients wake it too."""
         end = time.monotonic() + seconds
         with self.changed:
-            while not what():
-                assert self.changed.wait(end - time.monotonic()) or what(), (
+            while not condition():
+                assert self.changed.wait(end - time.monotonic()) or condition(), (
                     f"waited {seconds} s; asked: {self.requests}"
                 )
 
     def asked(self, verb: str, path: str) -> int:
-        """How many requests of this kind there were; verbs are those of the API."""
-        return sum(one[0] == verb and re.search(path, one[1]) is not None for one in self.requests)
+        """The number of requests with a verb of the API and a path."""
+        return sum(request[0] == verb and re.search(path, request[1]) is not None for request in self.requests)
 
 
 def cannot(verb: str, kind: str) -> str:
-    """How the API server says that a right is missing."""
+    """The API server's message for a missing right."""
     group = "kubeflow.org" if kind == "mpijobs" else ""
     resource = f"{kind}.{group}" if group else kind
     return (

@@ -1,4 +1,4 @@
-"""The requests that the server of `tests.k8s_api` answers, and how: as a real API server (Kubernetes 1.36) did."""
+"""The requests and answers of the server of `tests.k8s_api`, like those of a real API server (Kubernetes 1.36)."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ def make_handler(api: KubernetesApi) -> type[BaseHTTPRequestHandler]:
                     if kind == "mpijobs":
                         api.remove(kind, every)
                 return self.json(200, {"kind": "Status", "status": "Success"})
-            one = api.objects.get(("mpijobs", name)) if collection == _JOBS else None
-            if one is None:
+            job = api.objects.get(("mpijobs", name)) if collection == _JOBS else None
+            if job is None:
                 return self.status(404, f'mpijobs.kubeflow.org "{name}" not found')
-            wanted = body.get("preconditions", {}).get("uid", one["metadata"]["uid"])
-            if wanted != one["metadata"]["uid"]:
-                return self.status(409, f"Precondition failed: UID in precondition: {wanted}")
+            uid = body.get("preconditions", {}).get("uid", job["metadata"]["uid"])
+            if uid != job["metadata"]["uid"]:
+                return self.status(409, f"Precondition failed: UID in precondition: {uid}")
             api.remove("mpijobs", name)
             return self.json(200, {"kind": "Status", "status": "Success"})
 
@@ -113,22 +113,23 @@ def make_handler(api: KubernetesApi) -> type[BaseHTTPRequestHandler]:
         def status(self, code: int, message: str) -> None:
             self.json(code, _status(code, message))
 
-        def selected(self, one: dict[str, Any]) -> bool:
-            """Whether the selectors of fields ("a.b=c", with commas between) and labels ("a=b" or "a") take it."""
+        def selected(self, manifest: dict[str, Any]) -> bool:
+            """Whether an object matches the selectors of fields ("a.b=c,d=e") and labels ("a=b" or "a")."""
             for field in filter(None, self.query.get("fieldSelector", "").split(",")):
                 path, _, wanted = field.partition("=")
-                value: Any = one
+                value: Any = manifest
                 for key in path.split("."):
                     value = value[key]
                 if value != wanted:
                     return False
             label, sign, wanted = self.query.get("labelSelector", "").partition("=")
-            value = (one["metadata"].get("labels") or {}).get(label)
+            value = (manifest["metadata"].get("labels") or {}).get(label)
             return not label or (value == wanted if sign else value is not None)
 
         def answer_list(self, kind: str) -> None:
             with api.changed:
-                items = [one for (of, _), one in api.objects.items() if of == kind and self.selected(one)]
+                of_kind = [manifest for (kept_kind, _), manifest in api.objects.items() if kept_kind == kind]
+                items = [manifest for manifest in of_kind if self.selected(manifest)]
                 version = str(api.version)
             self.json(200, {"kind": "List", "metadata": {"resourceVersion": version}, "items": items})
 
@@ -141,9 +142,9 @@ def make_handler(api: KubernetesApi) -> type[BaseHTTPRequestHandler]:
 
         def events(self, kind: str, since: int) -> list[bytes]:
             return [
-                _event(change, one)
-                for version, of, change, one in api.history
-                if version > since and of == kind and self.selected(one)
+                _event(change, manifest)
+                for version, of, change, manifest in api.history
+                if version > since and of == kind and self.selected(manifest)
             ]
 
         def log(self, pod: str) -> None:
@@ -160,7 +161,7 @@ def make_handler(api: KubernetesApi) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
 
         def pieces(self, after: Callable[[int], list[bytes]], ended: Callable[[], bool]) -> None:
-            """Send what there is, and what comes, until the end; or until the test wants it cut."""
+            """Sends existing and new pieces until their end, or until the test cuts the connection."""
             sent, generation = 0, api.generation
 
             def cut() -> bool:
@@ -173,10 +174,10 @@ def make_handler(api: KubernetesApi) -> type[BaseHTTPRequestHandler]:
                             break
                         api.changed.wait()
                     over = not new and (ended() or api.stopping)
-                for one in new:
+                for event in new:
                     if cut():
                         break
-                    self.piece(one)
+                    self.piece(event)
                     sent += 1
                 if cut():
                     self.piece(b"2026-01-01T00:00:00.9Z cut off in the mid")
@@ -190,15 +191,15 @@ def make_handler(api: KubernetesApi) -> type[BaseHTTPRequestHandler]:
             self.wfile.flush()
 
         def end_chunks(self, pieces: list[bytes]) -> None:
-            for one in pieces:
-                self.piece(one)
+            for piece in pieces:
+                self.piece(piece)
             self.wfile.write(b"0\r\n\r\n")
 
     return Handler
 
 
-def _event(change: str, one: dict[str, Any]) -> bytes:
-    return json.dumps({"type": change, "object": one}).encode() + b"\n"
+def _event(change: str, manifest: dict[str, Any]) -> bytes:
+    return json.dumps({"type": change, "object": manifest}).encode() + b"\n"
 
 
 def _status(code: int, message: str) -> dict[str, Any]:

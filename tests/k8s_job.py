@@ -1,4 +1,4 @@
-"""The job `mnist` of two workers: its commands, and what operator and nodes do with it, on the server of
+"""The job `mnist` of two workers: its commands, and the actions of operator and nodes, on the server of
 `tests.k8s_api`."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PROGRAM = ["--", "python3", "train.py"]
 
 
 def started(api: KubernetesApi) -> None:
-    """What operator and nodes do with a job of two workers, until its launcher runs."""
+    """Makes the changes of operator and nodes to a job of two workers, until its launcher runs."""
     api.wait_for(lambda: ("mpijobs", "mnist") in api.objects)
     for index in range(2):
         api.put_pod("mnist", "worker", f"mnist-worker-{index}", **READY)
@@ -41,7 +41,7 @@ def ended(api: KubernetesApi, code: int, **condition: str) -> None:
 
 
 def succeeds(api: KubernetesApi, when: Callable[[], Any]) -> Callable[[], None]:
-    """The cluster's part for a job that runs until something is so."""
+    """The cluster's part for a job that succeeds after a condition."""
 
     def cluster() -> None:
         started(api)
@@ -56,11 +56,11 @@ def invoke(*arguments: str) -> Result:
 
 
 def play(api: KubernetesApi, cluster_side: Callable[[], None], *arguments: str) -> Result:
-    """Run a command while the cluster does its part."""
-    with ThreadPoolExecutor(1) as other:
-        done = other.submit(cluster_side)
+    """Runs a command while the cluster does its part."""
+    with ThreadPoolExecutor(1) as executor:
+        future = executor.submit(cluster_side)
         result = invoke(*(arguments or (*SUBMIT, *PROGRAM)))
-        done.result(timeout=30)
+        future.result(timeout=30)
     return result
 
 

@@ -1,6 +1,6 @@
 """Pods in which real ranks train. A pod's container is a PID namespace, which ends with its first process. sshd is a
-stand-in that only listens, and ssh a script that enters the namespace. What kubelet, Job controller and mpi-operator
-do, the test does.
+stub that only listens, and ssh a script that enters the namespace. The test does the work of kubelet, Job controller
+and mpi-operator.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Pods:
     """The pods of a job, in a folder.
 
     Args:
-        count: of workers that there may be; their hosts are known from the start.
+        count: largest number of workers; their hosts are known from the start.
     """
 
     def __init__(self, folder: Path, stack: contextlib.ExitStack, settings: KubernetesSettings, count: int) -> None:
@@ -78,7 +78,7 @@ class Pods:
         self.settings = settings
 
     def list_workers(self, *names: str) -> None:
-        """What the operator's discover_hosts.sh prints from now on."""
+        """Sets the output of the operator's discover_hosts.sh."""
         new = self.folder / "listed.new"
         new.write_text("".join(f"{name}.{self._domain}\n" for name in names))
         new.rename(self.folder / "listed")
@@ -102,8 +102,8 @@ class Pods:
             "OMPI_MCA_orte_default_hostfile": str(self.folder / "hostfile"),
             "OMPI_MCA_orte_set_default_slots": "1",
         }
-        variables = {one["name"]: one["value"].replace("$$", "$") for one in launcher["env"]}
-        here = {
+        variables = {variable["name"]: variable["value"].replace("$$", "$") for variable in launcher["env"]}
+        environment = {
             "OMPI_MCA_plm_rsh_agent": str(self.folder / "ssh"),
             "PATH": f"{self.folder}:{os.environ['PATH']}",
             "TMPDIR": str(self.folder),
@@ -113,18 +113,18 @@ class Pods:
         mounts = f'mount --bind {self.folder}/hosts /etc/hosts && exec "$@"'
         words = [word.replace("$$", "$") for word in [*launcher["command"], *launcher["args"]]]
         words = [str(self.folder / "discover_hosts.sh") if word == WORKERS else word for word in words]
-        environment = {**os.environ, **operator, **variables, **here}
+        environment = {**os.environ, **operator, **variables, **environment}
         return self._start(["unshare", "--mount", "sh", "-c", mounts, "sh", *words], env=environment, **more)
 
     def before_stop(self, name: str) -> int:
-        """What the kubelet runs in a worker first, when its pod is to end; the exit code."""
+        """Runs a worker's preStop command, as kubelet does before it ends the pod, and returns the exit code."""
         command = self._container("Worker")["lifecycle"]["preStop"]["exec"]["command"]
         enter = ["nsenter", "--target", str(self._inits[name]), "--pid", "--mount"]
         environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
         return subprocess.run([*enter, *command], env=environment, check=False, timeout=100).returncode
 
     def signal_worker(self, name: str, number: int) -> None:
-        """To the first process of the container."""
+        """Sends a signal to the first process of a worker's container."""
         os.kill(self._inits[name], number)
 
     def _container(self, role: str) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""What the API server of Kubernetes would accept, without one: definitions of operators as JSON Schema, which forbids
-what they do not name, and the Kubernetes client's own models."""
+"""Checks objects as the API server of Kubernetes would, without a server: with the operators' definitions as JSON
+Schema that forbids unknown fields, and with the Kubernetes client's models."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ def _operators() -> Any:
     return kinds, {**kinds.pop("$defs"), "podTemplate": replicas["properties"]["template"]}
 
 
-def check(one: dict[str, Any]) -> None:
+def check(manifest: dict[str, Any]) -> None:
     """Validates an object against the definition of its kind, one of tests/data/operators.yaml.
 
     Raises:
-        jsonschema.ValidationError: names what is wrong.
+        jsonschema.ValidationError: names the wrong field.
     """
     kinds, definitions = _operators()
-    check_kind(one, kinds[one["kind"]], definitions, {"type": "object", "required": ["name"]})
+    check_kind(manifest, kinds[manifest["kind"]], definitions, {"type": "object", "required": ["name"]})
 
 
-def check_kind(one: dict[str, Any], kind: Any, definitions: Any, metadata: Any) -> None:
+def check_kind(manifest: dict[str, Any], kind: Any, definitions: Any, metadata: Any) -> None:
     """Validates an object that has metadata and a spec, and nothing else.
 
     Args:
         kind: its `apiVersion`, and the schema of its `spec`.
-        definitions: which that schema refers to.
+        definitions: to which that schema refers.
         metadata: the schema of its metadata.
 
     Raises:
-        jsonschema.ValidationError: names what is wrong.
+        jsonschema.ValidationError: names the wrong field.
     """
     schema = {
         "$defs": definitions,
@@ -64,17 +64,17 @@ def check_kind(one: dict[str, Any], kind: Any, definitions: Any, metadata: Any) 
         "required": ["apiVersion", "kind", "metadata", "spec"],
         "properties": {
             "apiVersion": {"const": kind["apiVersion"]},
-            "kind": {"const": one["kind"]},
+            "kind": {"const": manifest["kind"]},
             "metadata": metadata,
             "spec": kind["spec"],
         },
     }
-    jsonschema.Draft202012Validator(schema).validate(one)
+    jsonschema.Draft202012Validator(schema).validate(manifest)
 
 
-def misspelt(one: dict[str, Any], place: Sequence[Any]) -> dict[str, Any]:
-    """A copy of an object with a field `hostNetwrok` at a place in it, which no kind has."""
-    wrong = copy.deepcopy(one)
+def misspelt(manifest: dict[str, Any], place: Sequence[Any]) -> dict[str, Any]:
+    """A copy of an object with an unknown field `hostNetwrok` at a place in it."""
+    wrong = copy.deepcopy(manifest)
     functools.reduce(operator.getitem, place, wrong)["hostNetwrok"] = True  # type: ignore[arg-type]
     return wrong
 
@@ -82,7 +82,7 @@ def misspelt(one: dict[str, Any], place: Sequence[Any]) -> dict[str, Any]:
 def _closed(schema: Any) -> Any:
     """The schema with unknown fields forbidden, which the API server would drop with a warning."""
     if isinstance(schema, list):
-        return [_closed(one) for one in schema]
+        return [_closed(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
     schema = {key: _closed(value) for key, value in schema.items()}
@@ -93,24 +93,24 @@ def _closed(schema: Any) -> Any:
     return schema
 
 
-def check_with_client(model: str, one: dict[str, Any]) -> None:
-    """Asserts that a model of the Kubernetes client, such as "V1PodSpec", holds all that an object says."""
+def check_with_client(model: str, manifest: dict[str, Any]) -> None:
+    """Asserts that a model of the Kubernetes client, such as "V1PodSpec", has all fields of an object."""
     client = pytest.importorskip("kubernetes").client
     api = client.ApiClient()
     kind = getattr(client, model)
     if hasattr(kind, "from_dict"):  # since version 36 models read themselves
-        read = kind.from_dict(json.loads(json.dumps(one)))
+        read = kind.from_dict(json.loads(json.dumps(manifest)))
     else:
 
         class Answer:
-            data = json.dumps(one)
+            data = json.dumps(manifest)
 
         read = api.deserialize(Answer, model)
-    assert api.sanitize_for_serialization(read) == one
+    assert api.sanitize_for_serialization(read) == manifest
 
 
 def check_restricted(pod: dict[str, Any]) -> None:
-    """Asserts that a pod of one container meets the *restricted* Pod Security Standard, and says what it needs."""
+    """Asserts that a pod of one container meets the *restricted* Pod Security Standard, and declares its resources."""
     (container,) = pod["containers"]
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["runAsUser"] == 1000
@@ -126,7 +126,7 @@ def check_restricted(pod: dict[str, Any]) -> None:
 
 
 def check_shared_memory(pod: dict[str, Any]) -> None:
-    """Asserts that /dev/shm of a pod's container is memory of a size that the pod says."""
+    """Asserts that /dev/shm of a pod's container is memory with an explicit size."""
     (container,) = pod["containers"]
     mounted = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     (shared,) = (volume for volume in pod["volumes"] if volume["name"] == mounted["/dev/shm"])

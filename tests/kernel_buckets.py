@@ -1,4 +1,4 @@
-"""Bucket forms of compressors without state, on any number of ranks, beside the same tensors by themselves in NumPy."""
+"""Compares bucket forms of stateless compressors, on any number of ranks, with single tensors in NumPy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of the kernels as tests write them, and programs that make them in a process of their own."""
+"""Calls of the kernels for tests, in this process or a separate one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(params=kernels.INSTRUCTION_SETS)
 def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each instruction set in turn, in use while the test runs; skipped where the CPU lacks it."""
+    """Uses each instruction set in turn during the test, and skips sets that the CPU lacks."""
     before = kernels.instruction_set()
     assert before is not None, f"{kernels.why_not()}. {kernels.way_out()}"
     if request.param not in kernels.instruction_sets():
@@ -34,12 +34,12 @@ def found_inf(parts: Sequence[np.ndarray], threads: int = 1) -> int:
     assert library is not None, kernels.why_not()
     pointers = np.array([part.ctypes.data for part in parts], np.uint64)
     sizes = np.array([part.size for part in parts], np.int64)
-    found: int = library.hvd_found_inf(pointers.ctypes.data, sizes.ctypes.data, len(parts), threads)
-    return found
+    result: int = library.hvd_found_inf(pointers.ctypes.data, sizes.ctypes.data, len(parts), threads)
+    return result
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A fresh Python that ends within a minute."""
+    """Runs a program in a new Python process, for at most a minute."""
     return subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
@@ -47,10 +47,10 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
 
 
 def python(code: str, **environment: str) -> str:
-    """What a fresh Python prints that ends well."""
-    done = run_python(code, **environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    """The output of a successful program in a new Python process."""
+    process = run_python(code, **environment)
+    assert process.returncode == 0, process.stderr
+    return process.stdout.strip()
 
 
 def degenerate_columns(length: int) -> np.ndarray:

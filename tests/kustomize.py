@@ -1,5 +1,5 @@
-"""`kubectl kustomize` for the folder k8s/: the real one where it is installed, and the few features that the folder
-uses written out, for where it is not. A test holds one against the other.
+"""`kubectl kustomize` for the folder k8s/: the real command, and an implementation of the few features that the folder
+uses, for machines without the command. A test compares both.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ Object = dict[str, Any]
 
 
 def real_command() -> list[str] | None:
-    """kustomize, or kubectl with kustomize in it, of a version that knows `patches` (4 or later); None without one."""
+    """kustomize, or kubectl with kustomize in it, of a version with `patches` (4 or later); None without it."""
     for command, version in (
         (["kustomize", "build"], ["kustomize", "version"]),
         (["kubectl", "kustomize"], ["kubectl", "version", "--client", "--output", "yaml"]),
     ):
         if shutil.which(command[0]):
-            said = subprocess.run(version, capture_output=True, text=True, check=False).stdout
+            version_text = subprocess.run(version, capture_output=True, text=True, check=False).stdout
             if command[0] == "kubectl":
-                said = (yaml.safe_load(said) or {}).get("kustomizeVersion", "") if said else ""
-            if said.strip().lstrip("v")[:1] in ("4", "5", "6"):
+                version_text = (yaml.safe_load(version_text) or {}).get("kustomizeVersion", "") if version_text else ""
+            if version_text.strip().lstrip("v")[:1] in ("4", "5", "6"):
                 return command
     return None
 
@@ -33,32 +33,33 @@ def real_command() -> list[str] | None:
 def build_really(folder: Path) -> list[Object]:
     command = real_command()
     assert command is not None
-    done = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return list(yaml.safe_load_all(done.stdout))
+    process = subprocess.run([*command, str(folder)], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    return list(yaml.safe_load_all(process.stdout))
 
 
 def build(folder: Path) -> list[Object]:
     """The objects of a kustomization: resources, JSON patches by kind, image tags, config maps without a hash."""
-    wanted = yaml.safe_load((folder / "kustomization.yaml").read_text())
-    known = {"apiVersion", "kind", "resources", "images", "patches", "configMapGenerator", "generatorOptions"}
-    assert set(wanted) <= known, f"{folder}: {set(wanted) - known} is not known to this test's kustomize"
+    kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
+    supported = {"apiVersion", "kind", "resources", "images", "patches", "configMapGenerator", "generatorOptions"}
+    unsupported = set(kustomization) - supported
+    assert not unsupported, f"{folder}: {unsupported} is not supported by this test's kustomize"
     objects: list[Object] = []
-    for resource in wanted["resources"]:
+    for resource in kustomization["resources"]:
         path = (folder / resource).resolve()
         objects += build(path) if path.is_dir() else yaml.safe_load_all(path.read_text())
-    for generated in wanted.get("configMapGenerator", ()):
-        options = wanted["generatorOptions"]
+    for generated in kustomization.get("configMapGenerator", ()):
+        options = kustomization["generatorOptions"]
         assert options["disableNameSuffixHash"] is True
         metadata = {"name": generated["name"]} | {key: options[key] for key in options if key == "labels"}
         data = {name: (folder / name).read_text() for name in generated["files"]}
         objects.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
-    for patch in wanted.get("patches", ()):
+    for patch in kustomization.get("patches", ()):
         operations = yaml.safe_load(patch["patch"] if "patch" in patch else (folder / patch["path"]).read_text())
-        (target,) = (one for one in objects if one["kind"] == patch["target"]["kind"])
+        (target,) = (manifest for manifest in objects if manifest["kind"] == patch["target"]["kind"])
         for operation in operations:
             _patch(target, **operation)
-    for image in wanted.get("images", ()):
+    for image in kustomization.get("images", ()):
         _tag(objects, image["name"], image["newTag"])
     return objects
 
@@ -83,7 +84,7 @@ def _patch(target: Any, op: str, path: str, value: Any = None) -> None:
 
 
 def _tag(node: Any, image: str, tag: str) -> None:
-    for one in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
-        _tag(one, image, tag)
+    for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        _tag(child, image, tag)
     if isinstance(node, dict) and node.get("image") == image:
         node["image"] = f"{image}:{tag}"

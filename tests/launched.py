@@ -22,7 +22,7 @@ if __name__ == "__main__":
 
 
 def available(controller: str) -> bool:
-    """Whether ranks can be started with this controller here."""
+    """Whether this controller can start ranks here."""
     program = {"gloo": "horovodrun", "mpi": "mpirun", "torchrun": "torchrun"}[controller]
     return shutil.which(program, path=_search_path()) is not None
 
@@ -49,7 +49,7 @@ def launcher_command(
 
 
 def launcher_variables(environment: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a launcher: this process's, what tests need, and what is given, which counts most."""
+    """The environment of a launcher: this process's, overridden by the tests' settings, and these by `variables`."""
     return os.environ | {
         "PATH": _search_path(),
         "OMP_NUM_THREADS": "1",

@@ -1,4 +1,4 @@
-"""Loads a Python file of the repository that belongs to no package."""
+"""Loads Python files of the repository outside packages."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ ROOT = Path(__file__).parents[1]
 
 
 def load_file(path: str, name: str) -> ModuleType:
-    """The module of a file, run anew. It finds its neighbours, as when it is run as a program.
+    """Runs a file, and returns its module. It can import files of its folder, as a program can.
 
     Args:
-        path: below the repository.
-        name: by which the module is known.
+        path: relative to the repository.
+        name: of the module.
     """
     spec = importlib.util.spec_from_file_location(name, ROOT / path)
     assert spec is not None
@@ -30,5 +30,5 @@ def load_file(path: str, name: str) -> ModuleType:
 
 
 def load_benchmark(name: str) -> ModuleType:
-    """The module of a program of benchmarks/."""
+    """The module of a program in benchmarks/."""
     return load_file(f"benchmarks/{name}.py", f"benchmark_{name}")

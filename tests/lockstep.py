@@ -1,4 +1,4 @@
-"""Runs a compressor on any number of ranks without an engine, and keeps what the ranks asked of the collectives."""
+"""Runs a compressor on any number of ranks without an engine, and records the requested collectives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Exchanged(NamedTuple):
         return sum(len(payload) for payload in self.payloads(rank))
 
     def payloads(self, rank: int = 0) -> list[bytes]:
-        """The bytes of each array that a rank handed to collectives."""
+        """The bytes of each array that a rank passed to collectives."""
         return [bits(array) for request in self.requests[rank] for array in arrays_of(request)]
 
 
@@ -41,20 +41,20 @@ def run_lockstep(compressor: Compressor, xs: Sequence[Any], step: int = 0, seed:
     outcomes: list[Outcome] = []
     answers: list[Any] = [None] * len(xs)
     while not outcomes:
-        asked = []
+        requested = []
         for rank, generator in enumerate(generators):
             try:
-                asked.append(generator.send(answers[rank]))
-                requests[rank].append(asked[-1])
+                requested.append(generator.send(answers[rank]))
+                requests[rank].append(requested[-1])
             except StopIteration as stop:
                 outcomes.append(stop.value)
-        assert len(asked) in (0, len(xs))
-        answers = [_answer(asked, rank) for rank in range(len(asked))]
+        assert len(requested) in (0, len(xs))
+        answers = [_answer(requested, rank) for rank in range(len(requested))]
     return Exchanged(outcomes, requests)
 
 
 def last_of_many(compressor: Compressor, xs: Sequence[Any]) -> Outcome:
-    """What the last rank gets of a compressor without state that gathers once; the others read nothing."""
+    """The last rank's outcome of a stateless compressor that gathers once; other ranks only send."""
     xp = arrays_for(xs[0])
     generators = [compressor.aggregate(xp, x, (), Context("w", 0, 0, rank, len(xs))) for rank, x in enumerate(xs)]
     answer = _answer([next(generator) for generator in generators], len(xs) - 1)
@@ -62,24 +62,24 @@ def last_of_many(compressor: Compressor, xs: Sequence[Any]) -> Outcome:
         generators[-1].send(answer)
     except StopIteration as stop:
         return stop.value
-    raise AssertionError("it asked for more")
+    raise AssertionError("the compressor requested a second collective")
 
 
-def _answer(asked: list[Any], rank: int) -> Any:
-    """What a rank is answered."""
-    assert len({(type(request), *[tuple(array.shape) for array in arrays_of(request)]) for request in asked}) == 1
-    if isinstance(asked[0], AllGather):
-        return [request.parts for request in asked]
-    if isinstance(asked[0], AllToAll):
-        return [tuple(part[rank] for part in request.parts) for request in asked]
-    stacked = np.stack([as_numpy(request.array) for request in asked])
+def _answer(requested: list[Any], rank: int) -> Any:
+    """The answer of a collective to a rank."""
+    assert len({(type(request), *[tuple(array.shape) for array in arrays_of(request)]) for request in requested}) == 1
+    if isinstance(requested[0], AllGather):
+        return [request.parts for request in requested]
+    if isinstance(requested[0], AllToAll):
+        return [tuple(part[rank] for part in request.parts) for request in requested]
+    stacked = np.stack([as_numpy(request.array) for request in requested])
     wide = np.int64 if stacked.dtype.kind == "i" else np.float64
-    assert asked[0].op in ("sum", "max", "mean")
-    if asked[0].op == "mean":  # in the element type, in rank order
+    assert requested[0].op in ("sum", "max", "mean")
+    if requested[0].op == "mean":  # in the element type, in rank order
         mean = functools.reduce(np.add, stacked) * stacked.dtype.type(1 / len(stacked))
-        return make(framework_of(asked[0].array), mean, str(stacked.dtype))
-    combined = stacked.astype(wide).sum(0) if asked[0].op == "sum" else stacked.max(0)
+        return make(framework_of(requested[0].array), mean, str(stacked.dtype))
+    combined = stacked.astype(wide).sum(0) if requested[0].op == "sum" else stacked.max(0)
     narrow = combined.astype(stacked.dtype)
     if wide is np.int64:
         np.testing.assert_array_equal(narrow, combined, err_msg="an integer sum overflowed")
-    return make(framework_of(asked[0].array), narrow, str(stacked.dtype))
+    return make(framework_of(requested[0].array), narrow, str(stacked.dtype))

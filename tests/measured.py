@@ -1,4 +1,4 @@
-"""Which pages of figures are stale, by docs/measured.toml: `python -m tests.measured`."""
+"""Finds pages with stale figures, by docs/measured.toml: `python -m tests.measured`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MEASURES = ("quality", "counts", "times", "behaviour")
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """A row of the table, whose head says what each field is."""
+    """A row of the table; its header explains the fields."""
 
     name: str
     command: str
@@ -35,7 +35,7 @@ class Page:
     gone: str | None = None
 
     def changed(self, marks: Mapping[str, str]) -> list[str]:
-        """The trajectories that it rests on and that are others now."""
+        """The changed trajectories on which the page depends."""
         return [name for name, mark in self.trajectories.items() if marks.get(name) != mark]
 
 
@@ -45,12 +45,12 @@ def pages() -> list[Page]:
 
 
 def marks() -> dict[str, str]:
-    """Of the trajectories as they are now."""
+    """The marks of the current trajectories."""
     return {name: record["mark"] for name, record in kept().items()}
 
 
 def said_of(page: Page, marks: Mapping[str, str]) -> tuple[str, str]:
-    """The heading that a page belongs under, and its line there."""
+    """The heading of a page, and its line below it."""
     line = f"docs/{page.name}: {page.command.split(' --')[0]}, at {page.commit}"
     if page.gone is not None:
         return "Measured on what is gone", f"{line}: {page.gone}"
@@ -63,13 +63,13 @@ def said_of(page: Page, marks: Mapping[str, str]) -> tuple[str, str]:
     return "No trajectory shows whether it holds: measured then, and not since", f"{line} ({page.measures})"
 
 
-@click.command(help="Says of each page of figures whether what was measured is still so.")
+@click.command(help="Lists the pages of figures, by whether their measurements are still valid.")
 def command() -> None:
-    found: dict[str, list[str]] = {}
+    lines_by_heading: dict[str, list[str]] = {}
     for page in pages():
         heading, line = said_of(page, marks())
-        found.setdefault(heading, []).append(line)
-    for heading, lines in found.items():
+        lines_by_heading.setdefault(heading, []).append(line)
+    for heading, lines in lines_by_heading.items():
         click.echo("\n  ".join([heading, *lines]))
 
 

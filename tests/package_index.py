@@ -1,4 +1,4 @@
-"""Environments of tests that install packages, and are skipped where no package index can be reached."""
+"""Environments of tests that install packages; without a package index, these tests are skipped."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def pip_with_index(python: Path, folder: Path) -> list[str]:
 
 
 def fresh_environment(folder: Path) -> Path:
-    """Makes a virtual environment with nothing but pip; its interpreter."""
+    """Makes a virtual environment with pip only, and returns its interpreter."""
     venv.create(folder, with_pip=True)
     return folder / "bin" / "python"
 
 
 def source_of_package(folder: Path) -> Path:
-    """Copies what `pip install` needs of the project to a new folder, because building leaves files behind."""
+    """Copies the files that `pip install` needs to a new folder, because a build leaves files behind."""
     shutil.copytree(ROOT / "hvdcomp", folder / "hvdcomp", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
@@ -42,7 +42,7 @@ def source_of_package(folder: Path) -> Path:
 
 
 def environment_on_top(folder: Path) -> Path:
-    """Makes a virtual environment that has the packages of the running one too, and may get others; its interpreter."""
+    """Makes a virtual environment on top of the running one's packages, and returns its interpreter."""
     python = fresh_environment(folder)
     (packages,) = (folder / "lib").glob("python*/site-packages")
     beneath = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}

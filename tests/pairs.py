@@ -21,7 +21,7 @@ def compressor_for(policy: str) -> str:
 
 
 def lags_of(policy: str) -> tuple[int, ...]:
-    """The lags that a policy may have, of the spec of one that says nothing of it."""
+    """The lags that a policy allows, for a spec without a lag."""
 
     def may_have(lag: int) -> bool:
         try:

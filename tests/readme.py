@@ -12,27 +12,27 @@ _TRAINING = re.compile(r"^\.\.\.  # train as before.*$", re.MULTILINE)
 
 
 def blocks() -> list[str]:
-    """All blocks that are marked as Python, in order."""
+    """All blocks marked as Python, in order."""
     return re.findall(r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
 def block_with(text: str) -> str:
-    """The one block in which this stands."""
-    (found,) = [block for block in blocks() if text in block]
-    return found
+    """The only block that contains the text."""
+    (block,) = [block for block in blocks() if text in block]
+    return block
 
 
-def run(block: str, train: Callable[[dict[str, Any]], None] | None = None, **given: Any) -> dict[str, Any]:
-    """Runs a block as the part of a program that it is.
+def run(block: str, train: Callable[[dict[str, Any]], None] | None = None, **variables_before: Any) -> dict[str, Any]:
+    """Runs a block as a part of a program.
 
     Args:
-        train: what happens where the block says "train as before"; takes the program's variables.
-        given: variables that the program has before the block.
+        train: called at "train as before" in the block, with the program's variables.
+        variables_before: variables that the program has before the block.
 
     Returns:
         The variables after it.
     """
     assert (train is not None) == bool(_TRAINING.search(block)), block
-    variables = {**given, "train_as_before": train}
+    variables = {**variables_before, "train_as_before": train}
     exec(_TRAINING.sub("train_as_before(globals())", block), variables)
     return variables

@@ -1,9 +1,9 @@
-"""A Slurm of the tests' own on this machine: real munged, slurmctld and slurmd, in a folder that goes away with them.
+"""A Slurm cluster for tests on this machine: real munged, slurmctld and slurmd, in a temporary folder.
 
-It needs root and the packages of scripts/install-system-packages --slurm; `why_not` says what is missing. Two nodes
-with more processors than the machine may have, so that small jobs run side by side; no accounting, so no sacct. Both
-nodes are this machine, by two of its names; what fits on the first does not go to the second. A second partition is for
-one account alone.
+It needs root and the packages of scripts/install-system-packages --slurm; `why_not` names a missing one. Both nodes are
+this machine, under two names, with more processors than the machine may have, so that small jobs run side by side; jobs
+that fit on the first node do not run on the second. There is no accounting, so no sacct. A second partition is for one
+account only.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ Name=nic Count=1
 
 
 def why_not() -> str | None:
-    """Why no Slurm can be started here; None if it can."""
+    """The reason why Slurm cannot be started here; None if it can."""
     missing = [program for program in _PROGRAMS if shutil.which(program, path=_search_path()) is None]
     if os.geteuid() != 0:
         return "a Slurm of the tests' own needs root"
@@ -86,7 +86,7 @@ class SlurmCluster:
 
     Attributes:
         folder: all its files.
-        environment: by which Slurm's commands find it.
+        environment: the variables with which Slurm's commands find the cluster.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -94,16 +94,17 @@ class SlurmCluster:
         self.environment = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": _search_path()}
 
     def command(self, *arguments: str) -> str:
-        """Runs one of Slurm's commands and returns what it wrote."""
-        done = subprocess.run(
+        """Runs one of Slurm's commands and returns its output."""
+        process = subprocess.run(
             arguments, env=os.environ | self.environment, capture_output=True, text=True, check=False, timeout=60
         )
-        assert done.returncode == 0, f"{' '.join(arguments)} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
-        return done.stdout
+        output = process.stdout + process.stderr
+        assert process.returncode == 0, f"{' '.join(arguments)} ended with {process.returncode}:\n{output}"
+        return process.stdout
 
     @contextmanager
     def configured(self, line: str) -> Iterator[None]:
-        """With one line more in slurm.conf."""
+        """Adds a line to slurm.conf within the block."""
         path = self.folder / "slurm.conf"
         before = path.read_text()
         path.write_text(f"{before}{line}\n")
@@ -136,7 +137,7 @@ class SlurmCluster:
 
 @contextmanager
 def slurm_cluster() -> Iterator[SlurmCluster]:
-    """Starts a Slurm, and takes all of it away however the block ends: jobs, daemons and files."""
+    """Starts a Slurm cluster, and removes its jobs, daemons and files at the end of the block."""
     with ExitStack() as stack:
         # Not pytest's folder: munged's own user has to reach the socket.
         folder = Path(tempfile.mkdtemp(prefix="hvdcomp-slurm-"))
@@ -163,7 +164,7 @@ def slurm_cluster() -> Iterator[SlurmCluster]:
 
 
 def _start_munge(cluster: SlurmCluster, stack: ExitStack) -> None:
-    """Under the user of the package, as munged warns about root; its files in a folder that is that user's alone."""
+    """Starts munged as its package's user, because it warns about root, with files in a private folder."""
     user = pwd.getpwnam("munge")
     private = cluster.folder / "munge"
     private.mkdir(mode=0o700)
@@ -212,10 +213,10 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 def _wait_until_idle(cluster: SlurmCluster) -> None:
     def idle() -> bool:
-        done = subprocess.run(
+        process = subprocess.run(
             ["sinfo", "--noheader", "--format=%T"], env=_variables(cluster), capture_output=True, text=True, check=False
         )
-        return set(done.stdout.split()) == {"idle"}
+        return set(process.stdout.split()) == {"idle"}
 
     _wait(cluster, idle, "the nodes do not become idle")
 
@@ -228,21 +229,21 @@ def _wait(cluster: SlurmCluster, ready, problem: str) -> None:
 
 
 def _cancel_all(cluster: SlurmCluster) -> None:
-    """Asks all jobs to end; what does not end in time is killed with the daemons' strays."""
+    """Cancels all jobs; `_kill_strays` kills those that do not end in time."""
     subprocess.run(["scancel", "--signal=KILL", "--full", "--user=root"], env=_variables(cluster), check=False)
     subprocess.run(["scancel", "--user=root"], env=_variables(cluster), check=False)
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        done = subprocess.run(
+        process = subprocess.run(
             ["squeue", "--noheader"], env=_variables(cluster), capture_output=True, text=True, check=False
         )
-        if not done.stdout.strip():
+        if not process.stdout.strip():
             return
         time.sleep(0.2)
 
 
 def _kill_strays(folder: Path) -> None:
-    """Kills what still runs with this cluster's configuration: step daemons outlive slurmd, and ranks outlive them."""
+    """Kills remaining processes of this cluster: step daemons outlive slurmd, and ranks outlive step daemons."""
     mark = f"SLURM_CONF={folder}/slurm.conf".encode()
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -255,9 +256,9 @@ def _kill_strays(folder: Path) -> None:
 def _free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+        for listener in sockets:
+            listener.bind(("127.0.0.1", 0))
+        return [listener.getsockname()[1] for listener in sockets]
 
 
 def _variables(cluster: SlurmCluster) -> dict[str, str]:
@@ -265,5 +266,5 @@ def _variables(cluster: SlurmCluster) -> dict[str, str]:
 
 
 def _search_path() -> str:
-    """PATH with the folders of daemons, which an ordinary user's lacks."""
+    """PATH with the folders of daemons, which are not in a normal user's PATH."""
     return f"{os.environ.get('PATH', '')}{os.pathsep}/usr/sbin{os.pathsep}/sbin"

@@ -1,4 +1,4 @@
-"""`hvdcomp launch slurm` as the tests run it on a Slurm of their own."""
+"""Runs `hvdcomp launch slurm` on the tests' Slurm cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BIN = Path(sys.executable).parent
 
 
 def cluster_or_skip() -> Iterator[SlurmCluster]:
-    """For a fixture: a running Slurm; skips where none can be started."""
+    """For a fixture: a running Slurm cluster; skips the test if none can be started."""
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
@@ -29,7 +29,7 @@ def cluster_or_skip() -> Iterator[SlurmCluster]:
 
 
 class Launcher:
-    """Runs `hvdcomp launch slurm` for the tests' cluster, from a folder of the test's own."""
+    """Runs `hvdcomp launch slurm` for the tests' cluster, from a folder of the test."""
 
     def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
         self.cluster = cluster
@@ -60,24 +60,25 @@ class Launcher:
     def run(self, *arguments: str, timeout: float = 200) -> subprocess.CompletedProcess[str]:
         process = self.start(*arguments)
         try:
-            output, said = process.communicate(timeout=timeout)
+            output, errors = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            output, said = process.communicate()
-            raise AssertionError(f"it still ran after {timeout} s:\n{said}\n{output}\n{self.cluster.logs()}") from None
-        return subprocess.CompletedProcess(process.args, process.returncode, output, said)
+            output, errors = process.communicate()
+            text = f"{errors}\n{output}\n{self.cluster.logs()}"
+            raise AssertionError(f"the launch still ran after {timeout} s:\n{text}") from None
+        return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
     def job(self, *arguments: str, ranks: int = 2, **options: Any) -> subprocess.CompletedProcess[str]:
         return self.run(*submission(ranks), *arguments, **options)
 
     def detached(self, *arguments: str, ranks: int = 2) -> int:
-        """Submits without waiting; the job's number."""
-        done = self.job("--detach", *arguments, ranks=ranks)
-        assert done.returncode == 0, done.stderr
-        return int(done.stdout)
+        """Submits a job without waiting, and returns its number."""
+        process = self.job("--detach", *arguments, ranks=ranks)
+        assert process.returncode == 0, process.stderr
+        return int(process.stdout)
 
     def wait_for_line(self, job: int, text: str, seconds: float = 100) -> None:
-        """Waits until a job wrote this."""
+        """Waits until the job's output contains the text."""
         log = self.folder / f"test-{job}.log"
         deadline = time.monotonic() + seconds
         while not log.exists() or text not in log.read_text():
@@ -86,12 +87,12 @@ class Launcher:
 
 
 def submission(ranks: int) -> list[str]:
-    """Arguments that a job of the tests begins with."""
+    """The first arguments of a test's job."""
     return ["--name", "test", "--ranks", str(ranks), "--time", "10", "--poll-seconds", "0.5"]
 
 
-def number_of(said: str) -> int:
-    """A job's number, of what its launch said."""
-    match = re.search(r"job (\d+): submitted", said)
-    assert match is not None, said
+def number_of(output: str) -> int:
+    """The number of a job, from the output of its launch."""
+    match = re.search(r"job (\d+): submitted", output)
+    assert match is not None, output
     return int(match[1])

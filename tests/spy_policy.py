@@ -1,4 +1,4 @@
-"""A policy that keeps what it is told, and decides what a test wants."""
+"""A policy that records its statistics, and makes a test's decisions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EPOCH = 4  # steps
 
 @dataclass(frozen=True)
 class SpyState:
-    """How often it has decided."""
+    """The number of decisions so far."""
 
     decided: int = 0
 
@@ -59,7 +59,7 @@ def at_ratio(*ratios: float) -> list[Decision]:
 
 
 def drive(policy: dict[str, Any], backend: str, steps: int, size: int = 2, **options: Any) -> list[tuple[Driven, Spy]]:
-    """Runs a spy of its own on each rank."""
+    """Runs a separate spy on each rank."""
 
     def work(communicator: InProcessCommunicator) -> tuple[Driven, Spy]:
         spy = Spy(**policy)

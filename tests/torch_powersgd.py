@@ -1,4 +1,4 @@
-"""Trains a small model on two processes with torch's own PowerSGD hook, and writes down all that it saw and made."""
+"""Trains a small model on two processes with torch's PowerSGD hook, and records the hook's inputs and outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _START = 2  # torch's least number of steps before PowerSGD
 
 
 def record(rank: int, folder: str, cases: list[tuple[int, str]]) -> None:
-    """One process; writes `rank{rank}.pt`: for each case (matrix rank, dtype) names, gradients, results and state."""
+    """Writes `rank{rank}.pt` in each process: for each case (rank, dtype) names, gradients, results, state."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD_SIZE)
     torch.set_num_threads(1)
     recorded = {case: _train(rank, *case) for case in cases}

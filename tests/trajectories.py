@@ -1,16 +1,16 @@
-"""Twelve short trainings whose losses, bytes and weights are kept: what a change makes of them is seen.
+"""Short trainings whose losses, bytes and weights are kept, so that a change of their results is noticed.
 
-    python -m tests.trajectories              # train them all, and compare
-    python -m tests.trajectories --write      # write those that have changed anew
-    python -m tests.trajectories topk-budget  # some of them
+    python -m tests.trajectories              # trains all, and compares
+    python -m tests.trajectories --write      # writes the changed ones
+    python -m tests.trajectories topk-budget  # trains the named ones
 
-They take methods, policies, optimizers and frameworks in turns. What they gave is in tests/data/trajectories.json:
+Together they cover methods, policies, optimizers and frameworks. Their results are in tests/data/trajectories.json:
 
-- `losses`: of rank 0, by step; `bytes`: what it sent in each step.
-- `weights`: SHA-256 of the weights in the end, which are the same on all ranks.
-- `environment`: where they were made. Arithmetic is the same bit by bit only in the same one.
-- `mark`: names this trajectory. It stays while a trajectory is the same, and goes when a change alters it; figures that
-  were measured before are of another one then (tests/measured.py).
+- `losses`: of rank 0, by step; `bytes`: the bytes that rank 0 sent in each step.
+- `weights`: SHA-256 of the final weights, which are equal on all ranks.
+- `environment`: of the training. Arithmetic is equal bit by bit only in the same environment.
+- `mark`: names this trajectory. It changes when the trajectory changes; figures that were measured before belong to
+  another trajectory then (tests/measured.py).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class OnSimulatedRanks:
     """A training of `hvdcomp train --simulate-ranks`.
 
     Args:
-        words: of the command, between spaces.
-        options: those that have spaces in them.
+        words: arguments of the command, separated by spaces.
+        options: further arguments, which contain spaces.
     """
 
     words: str
@@ -66,10 +66,10 @@ class OnSimulatedRanks:
 
         with tempfile.TemporaryDirectory() as folder, _environment(self.ranks_per_node):
             words = ["train", *self.words.split(), *self.options, "--no-progress", "--output", folder, "--overwrite"]
-            with contextlib.redirect_stdout(io.StringIO()) as said:
+            with contextlib.redirect_stdout(io.StringIO()) as output:
                 code = main.main(words, standalone_mode=False)
             if code:
-                raise RuntimeError(f"{' '.join(words)}: {said.getvalue()}")
+                raise RuntimeError(f"{' '.join(words)}: {output.getvalue()}")
             summary = json.loads((Path(folder) / "summary.json").read_text())
             steps = [json.loads(line) for line in (Path(folder) / "steps.jsonl").read_text().splitlines()]
         (weights,) = set(summary["weights_sha256"])
@@ -82,8 +82,8 @@ class OnSimulatedRanks:
 
 @dataclass(frozen=True)
 class InNumPy:
-    """A network of two layers, trained by the engine and the coordinator alone. Its clock ticks at each look, so that
-    a policy that measures times measures the same ones each time."""
+    """A network of two layers, trained with engine and coordinator only. Its clock ticks at each reading, so that a
+    policy always measures the same times."""
 
     compression: str
     policy: str
@@ -93,8 +93,8 @@ class InNumPy:
     def run(self) -> Record:
         from hvdcomp.communicators.in_process import run_ranks
 
-        (first, *others) = run_ranks(self.ranks, self._rank)
-        assert all(other["weights"] == first["weights"] for other in others), "ranks have weights of their own"
+        (first, *other_records) = run_ranks(self.ranks, self._rank)
+        assert all(record["weights"] == first["weights"] for record in other_records), "ranks have weights of their own"
         return first
 
     def _rank(self, communicator: Any) -> Record:
@@ -203,7 +203,7 @@ TRAININGS: dict[str, OnSimulatedRanks | InNumPy] = {
 
 @contextlib.contextmanager
 def _environment(ranks_per_node: int) -> Iterator[None]:
-    """What a training finds in the environment: nodes, if it has any."""
+    """Sets the environment variables of a training: the nodes, if it has any."""
     before = os.environ.pop("HVDCOMP_RANKS_PER_NODE", None)
     if ranks_per_node:
         os.environ["HVDCOMP_RANKS_PER_NODE"] = str(ranks_per_node)
@@ -216,7 +216,7 @@ def _environment(ranks_per_node: int) -> Iterator[None]:
 
 
 def environment(framework: str) -> dict[str, str]:
-    """On which arithmetic the last bits of a training depend: versions of libraries, and instructions of the CPU."""
+    """The facts on which the last bits of a training depend: versions of libraries, and the CPU's instructions."""
     from hvdcomp import kernels
 
     facts = {
@@ -234,7 +234,7 @@ def environment(framework: str) -> dict[str, str]:
 
 
 def _cpu() -> str:
-    """Its kind, by which libraries choose among their codes."""
+    """The CPU's kind, by which libraries choose their code."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
@@ -244,13 +244,13 @@ def _cpu() -> str:
 
 
 def train(name: str) -> Record:
-    """One of them, in this process."""
+    """Makes one of the trainings, in this process."""
     training = TRAININGS[name]
     return {**training.run(), "environment": environment(training.framework)}
 
 
 def train_in_a_process(names: Sequence[str]) -> dict[str, Record]:
-    """Some of them in a process of their own, as TensorFlow needs it, whose threads are chosen once."""
+    """Makes trainings in a separate process, because TensorFlow's threads can be set only once."""
     variables = {
         "OMP_NUM_THREADS": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -258,30 +258,29 @@ def train_in_a_process(names: Sequence[str]) -> dict[str, Record]:
         "TF_USE_LEGACY_KERAS": "1",
     }
     command = [sys.executable, "-m", "tests.trajectories", *names, "--as-json"]
-    done = subprocess.run(command, env={**os.environ, **variables}, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-4000:])
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    process = subprocess.run(command, env={**os.environ, **variables}, cwd=ROOT, capture_output=True, text=True)
+    if process.returncode:
+        raise RuntimeError(process.stderr[-4000:])
+    return dict(json.loads(process.stdout.splitlines()[-1]))
 
 
 def kept() -> dict[str, Record]:
-    """What was written."""
+    """The kept records."""
     return dict(json.loads(FILE.read_text()))
 
 
 def difference(now: Record, then: Record) -> str | None:
-    """How a trajectory differs from the kept one; None if it is the same.
+    """The difference of a trajectory from the kept one; None if they are equal.
 
-    In the same environment it is the same if all bits are, and else if the losses and bytes of each step are, to
-    `TOLERANCE`.
+    In the same environment all bits must be equal; in another one, losses and bytes of each step within `TOLERANCE`.
     """
     where = _differing_environment(now, then)
     for step, (loss, before) in enumerate(zip(now["losses"], then["losses"], strict=False), 1):
         if not _same(loss, before, where):
             return f"the loss of step {step} is {loss!r}, and was {before!r}{where}"
-    for what in ("losses", "bytes"):
-        if len(now[what]) != len(then[what]):
-            return f"it has {len(now[what])} steps, and had {len(then[what])}"
+    for key in ("losses", "bytes"):
+        if len(now[key]) != len(then[key]):
+            return f"it has {len(now[key])} steps, and had {len(then[key])}"
     for step, (sent, before) in enumerate(zip(now["bytes"], then["bytes"], strict=True), 1):
         if not _same(sent, before, where):
             return f"step {step} sends {sent} bytes, and sent {before}{where}"
@@ -304,42 +303,42 @@ def _differing_environment(now: Record, then: Record) -> str:
 
 
 def marked(now: Record, then: Record | None) -> Record:
-    """What is kept of a trajectory: under the mark of the kept one, if it is the same."""
+    """The record of a trajectory: with the kept mark if it is equal to the kept one, or a new mark."""
     same = then is not None and difference(now, then) is None
     return {**now, "mark": then["mark"] if same and then is not None else now["weights"][:8]}
 
 
 def _written(records: dict[str, Record]) -> str:
-    """As JSON, a line for each fact."""
-    one = ",\n".join(
+    """The records as JSON, with a line for each field."""
+    entries = ",\n".join(
         f"{json.dumps(name)}: {{\n"
         + ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
         + "\n}"
         for name, record in records.items()
     )
-    return f"{{\n{one}\n}}\n"
+    return f"{{\n{entries}\n}}\n"
 
 
-@click.command(help="Trains the kept trajectories, or those that are named, and compares them.")
+@click.command(help="Trains all trajectories, or the named ones, and compares them with the kept ones.")
 @click.argument("names", nargs=-1, type=click.Choice(list(TRAININGS)))
-@click.option("--write", is_flag=True, help="Write what has changed, or is new.")
-@click.option("--as-json", is_flag=True, help="Compare nothing, and print what they gave.")
+@click.option("--write", is_flag=True, help="Write changed and new trajectories.")
+@click.option("--as-json", is_flag=True, help="Print the results as JSON, without a comparison.")
 def command(names: tuple[str, ...], write: bool, as_json: bool) -> None:
     chosen = list(names or TRAININGS)
     if as_json:
         click.echo(json.dumps({name: train(name) for name in chosen}))
         return
-    found = train_in_a_process(chosen)
+    records = train_in_a_process(chosen)
     then = kept() if FILE.exists() else {}
-    said: dict[str, str | None] = {
-        name: difference(record, then[name]) if name in then else "it is new" for name, record in found.items()
+    problems: dict[str, str | None] = {
+        name: difference(record, then[name]) if name in then else "it is new" for name, record in records.items()
     }
-    for name, problem in said.items():
+    for name, problem in problems.items():
         click.echo(f"{name}: {problem or 'the same'}")
     if write:
-        changed = {name: marked(found[name], then.get(name)) for name, problem in said.items() if problem}
+        changed = {name: marked(records[name], then.get(name)) for name, problem in problems.items() if problem}
         FILE.write_text(_written({name: {**then, **changed}[name] for name in TRAININGS if name in then | changed}))
-    elif any(said.values()):
+    elif any(problems.values()):
         sys.exit(1)
 
 

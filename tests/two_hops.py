@@ -1,4 +1,4 @@
-"""The reduce-scatter of sharded trainings, stated in NumPy for all ranks at once."""
+"""The reduce-scatter of sharded trainings, computed in NumPy for all ranks together."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hvdcomp.compressors.protocol import Context
 def stated(
     method: Gathering, gradients: Sequence[np.ndarray], residuals: np.ndarray, step: int = 0, name: str = "w"
 ) -> tuple[list[np.ndarray], np.ndarray]:
-    """Each rank's row, and what each rank has left to send.
+    """The row of each rank, and the residual of each rank.
 
     Args:
         gradients: by rank, node after node, float32 (ranks, length): row r is for rank r.
         residuals: (nodes, ranks of a node, nodes, length): of each rank, by the node that gets it.
     """
     nodes, places, _, length = residuals.shape
-    given = np.stack(gradients).reshape(nodes, places, nodes, places, length)  # by node and place, from and to
-    x = given.mean(1, dtype=np.float32).swapaxes(1, 2) + residuals  # of each node's mean, the part of each place
+    received = np.stack(gradients).reshape(nodes, places, nodes, places, length)  # by node and place, from and to
+    x = received.mean(1, dtype=np.float32).swapaxes(1, 2) + residuals  # of each node's mean, the part of each place
     sent = np.empty_like(x)
     for node, place, to in np.ndindex(nodes, places, nodes):
         context = Context(f"{name}@{place}#{to}", step, 0, node, nodes)
@@ -33,7 +33,7 @@ def stated(
         sent[node, :, node] = x[node, :, node]  # what stays is not rounded
         for place in range(places):
             row = sent[node, place, node]
-            for other in range(nodes):
-                row = row + sent[other, place, node] if other != node else row
+            for sender in range(nodes):
+                row = row + sent[sender, place, node] if sender != node else row
             rows.append(row * np.float32(1 / nodes))
     return rows, x - sent

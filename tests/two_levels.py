@@ -1,4 +1,4 @@
-"""The NumPy statement of GraVAC's two compressions by TopK, on the tensors of `tests.driven`."""
+"""GraVAC's two compressions by TopK in NumPy, on the tensors of `tests.driven`."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ def top(x: np.ndarray, factor: float) -> np.ndarray:
     """
     k = max(1, math.floor(4 * x.size / factor / 6))
     flat = x.reshape(-1)
-    kept = np.zeros_like(flat)
+    result = np.zeros_like(flat)
     largest = np.argsort(-np.abs(flat), kind="stable")[:k]
-    kept[largest] = flat[largest]
-    return kept.reshape(x.shape)
+    result[largest] = flat[largest]
+    return result.reshape(x.shape)
 
 
 def gain_of(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> float:
-    """Of (x, C(x)): the share of the energy of all x that all C(x) keep."""
-    energy, kept = (sum(np.sum(pair[place].astype(float) ** 2) for pair in pairs) for place in (0, 1))
-    return float(kept / energy)
+    """The share of the energy of all x that all C(x) keep, for pairs (x, C(x))."""
+    energy, kept_energy = (sum(np.sum(pair[place].astype(float) ** 2) for pair in pairs) for place in (0, 1))
+    return float(kept_energy / energy)
 
 
 class Model:
-    """The NumPy statement of a step on one rank: x = g + r of each tensor, and both compressions of it."""
+    """A step on one rank in NumPy: x = g + r of each tensor, and its two compressions."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -43,10 +43,10 @@ class Model:
         self.second = {name: top(x, candidate) for name, x in self.first.items()}
 
     def gains(self) -> tuple[float, float]:
-        pairs = [[(self.x[name], kept[name]) for name in COMPRESSED] for kept in (self.first, self.second)]
+        pairs = [[(self.x[name], compressed[name]) for name in COMPRESSED] for compressed in (self.first, self.second)]
         return gain_of(pairs[0]), gain_of(pairs[1])
 
-    def send(self, what: str | None) -> dict[str, np.ndarray]:
-        sent = {"dense": self.x, "minimum": self.first, "candidate": self.second}[what or ""]
+    def send(self, method: str | None) -> dict[str, np.ndarray]:
+        sent = {"dense": self.x, "minimum": self.first, "candidate": self.second}[method or ""]
         self.r = {name: self.x[name] - sent[name] for name in COMPRESSED}
         return {**sent, "bias": self.gradients["bias"]}

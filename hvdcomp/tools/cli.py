@@ -7,17 +7,17 @@ import click
 from hvdcomp.tools.terminal import LazyGroup
 
 _COMMANDS = {
-    "advise": "Say whether compression would pay, and which.",
-    "bench": "Measure what compression costs here.",
-    "build-horovod": "Build and install Horovod for the frameworks found here.",
-    "calibrate": "Measure network, passes and compressors, for advise.",
-    "compressors": "List the compressors, their parameters and what they send.",
-    "doctor": "Say what is installed, what fits together and what does not.",
+    "advise": "Predict whether compression makes training faster, and which.",
+    "bench": "Measure the cost of compression on this machine.",
+    "build-horovod": "Build and install Horovod for the installed frameworks.",
+    "calibrate": "Measure network, model and compressors, for advise.",
+    "compressors": "List compressors, their parameters and payloads.",
+    "doctor": "Check the installation, and say how to mend it.",
     "launch": "Run a training program on a cluster: Kubernetes or Slurm.",
-    "profile": "Run a training program for some steps, and say which compression would pay there.",
-    "replay": "Make the decisions of a training run again, from its decision log.",
+    "profile": "Run some steps of your training program, and recommend a compressor.",
+    "replay": "Repeat a training run's policy decisions, from its log.",
     "report": "Make a table and a web page from training runs.",
-    "reproduce": "Print a table or figure of the papers beside ours.",
+    "reproduce": "Reproduce a published table or figure.",
     "train": "Train a reference model with compressed gradients.",
 }
 _PLACES = {

@@ -1,7 +1,7 @@
-"""Output of all commands on a terminal: tables and lines of which nothing is cut off, and groups of commands.
+"""Terminal output of all commands: tables and lines that are never cut off, and groups of commands.
 
-A cell that is too long goes on in the next line. A table that does not fit is shown row by row. Output to a file or a
-pipe has no width to fit into, unless COLUMNS gives one.
+A long cell continues in the next line. A table that is too wide is shown row by row. Output to a file or a pipe has
+no width limit, unless COLUMNS sets one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LEAST = 20  # columns: a longer word may be broken
 
 
 def make_console(**options: Any) -> Console:
-    """A console, with rich's options, that prints what it is given: no highlighting, no markup, no emoji."""
+    """A console, with rich's options, that prints text unchanged: no highlighting, no markup, no emoji."""
     console = Console(**{"highlight": False, "markup": False, "emoji": False, **options})
     if "width" not in options and not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
         console.width = _NO_LIMIT
@@ -33,11 +33,11 @@ def make_console(**options: Any) -> Console:
 
 
 def make_table(*headings: str, numbers: Sequence[str] = ()) -> Table:
-    """An empty table of some columns.
+    """An empty table.
 
     Args:
-        headings: may have several lines.
-        numbers: those of the headings whose columns hold numbers, which are aligned and stay in one line.
+        headings: of the columns; each may have several lines.
+        numbers: headings of columns of numbers, which are right-aligned and never broken.
     """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_header=any(headings))
     for heading in headings:
@@ -47,7 +47,7 @@ def make_table(*headings: str, numbers: Sequence[str] = ()) -> Table:
 
 
 def print_table(console: Console, table: Table, title: str | None = None) -> None:
-    """Prints a table; row by row, each cell with its heading, if the console is too narrow for it."""
+    """Prints a table; on a console that is too narrow, row by row, each cell with its heading."""
     if title:
         console.print(Text(title, "bold"), soft_wrap=True)
     if _least_width(console, table) <= console.width:
@@ -63,33 +63,33 @@ def print_table(console: Console, table: Table, title: str | None = None) -> Non
 
 
 def _least_width(console: Console, table: Table) -> int:
-    """The width from which on a table can be read: numbers and short words are whole."""
+    """The least width of a readable table, in columns: numbers and short words are not broken."""
     width = 1
     for column in table.columns:
-        sizes = [Measurement.get(console, console.options, each) for each in (column.header, *column.cells)]
+        sizes = [Measurement.get(console, console.options, text) for text in (column.header, *column.cells)]
         widths = [size.maximum if column.no_wrap else min(size.minimum, _LEAST) for size in sizes]
         width += max(widths, default=0) + 1
     return width
 
 
 class Group(click.Group):
-    """A group that says what a command that does not exist may have been meant to be."""
+    """A group that suggests the nearest command for an unknown name."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if name[:1].isalnum() and self.get_command(ctx, name) is None:
-            known = self.list_commands(ctx)
-            ctx.fail(f"there is no command {name!r}{did_you_mean(name, known)}; there are: {', '.join(known)}")
+            commands = self.list_commands(ctx)
+            ctx.fail(f"there is no command {name!r}{did_you_mean(name, commands)}; there are: {', '.join(commands)}")
         return super().resolve_command(ctx, args)
 
 
 class LazyGroup(Group):
-    """A group that lists commands without importing them, so that its `--help` needs nothing that they need.
+    """A group that lists commands without importing them, so that its `--help` needs none of their dependencies.
 
     Args:
-        lazy: by name of a command, its module, its name in that module, and a line of help.
+        lazy: module, name in the module, and a line of help of each command, by the command's name.
     """
 
     def __init__(self, *args: Any, lazy: Mapping[str, tuple[str, str, str]], **attributes: Any) -> None:

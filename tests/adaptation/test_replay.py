@@ -223,7 +223,7 @@ def test_a_changed_statistic_is_found_at_its_line(path: Path) -> None:
     shown = run(path)
     assert shown.exit_code == 1
     first, *parts = shown.stdout.splitlines()
-    assert first == f"{path}, line 6, step 5: the policy does not make what was logged"
+    assert first == f"{path}, line 6, step 5: the policy's decision differs from the log"
     assert any(
         part.startswith("  state > previous > fc.weight: logged ") and part.endswith(", recomputed 123.5")
         for part in parts
@@ -319,8 +319,8 @@ def without_start(path: Path) -> None:
     ("damage", "said"),
     [
         (Path.unlink, "does not exist"),
-        (lambda path: path.write_text(""), "holds no whole line of a decision log"),
-        (lambda path: path.write_text('{"kind": "sta'), "holds no whole line of a decision log"),
+        (lambda path: path.write_text(""), "contains no complete line of a decision log"),
+        (lambda path: path.write_text('{"kind": "sta'), "contains no complete line of a decision log"),
         (lambda path: path.write_text('{"step": 1, "loss": 2.3}\n'), "line 1: this is not a line of a decision log"),
         (lambda path: path.write_text("step,loss\n1,2.3\n"), "line 1: Expecting value"),
         (lambda path: path.write_text("[" * 100_000 + "\n"), "line 1: lists and objects are nested more than"),

@@ -136,7 +136,7 @@ def test_every_line_of_the_markdown_table_has_as_many_cells() -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(None, "cannot be read"), ("nothing\n", "no place for the table"), (f"{BEGIN}\n", "no place for the table")],
+    [(None, "cannot be read"), ("nothing\n", "no markers for the table"), (f"{BEGIN}\n", "no markers for the table")],
 )
 def test_markdown_into_a_file_without_a_place_for_it(tmp_path: Path, text: str | None, message: str) -> None:
     page = tmp_path / "page.md"

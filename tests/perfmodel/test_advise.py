@@ -126,7 +126,7 @@ def test_one_rank_has_no_winner() -> None:
     assert report["winner"] is report["free"] is report["take"] is report["gain_over_free_percent"] is None
     assert report["to_type"] == {}
     assert {row["step_ms"] for row in report["methods"].values()} == {122.0}
-    assert "nobody to exchange with" in run(*PRESET, "--world-size", "1").stdout
+    assert "One rank exchanges nothing" in run(*PRESET, "--world-size", "1").stdout
 
 
 def test_estimates_are_said(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_of_an_exchange_after_local_steps_each_has_its_share(tmp_path: Path) -> 
     assert times["signsgd"] is None  # LocalSteps refuses it
     said = run(*asked, width=140).stdout
     assert "10 local" in said
-    assert "the fastest is randomk:ratio=0.01: 108.8 ms a step" in said
+    assert "the fastest method is randomk:ratio=0.01: 108.8 ms a step" in said
 
 
 def test_crossings_are_where_the_times_are_equal() -> None:
@@ -267,8 +267,8 @@ def test_an_alltoall_that_was_not_measured_is_said(tmp_path: Path) -> None:
     file = tmp_path / "old.json"
     save(of_natural(), file)
     said = (
-        "The calibration has no alltoall: it is predicted from the figures of allgather. "
-        "Where ranks share a link it takes longer."
+        "The calibration has no alltoall: its time is predicted from allgather. "
+        "Ranks that share a link take longer."
     )
     assert said in as_json("--calibration", file)["notes"]
     assert said not in as_json("--calibration", file, "--compressor", "natural")["notes"]
@@ -291,10 +291,10 @@ def test_the_table(width: int) -> None:
     for spec, time in KNOWN.items():
         assert (spec in result.stdout) == (not time.estimated)
     words = " ".join(result.stdout.split())
-    assert "Fastest: none. Take it: compression does not pay here." in words
-    assert "Within the model's error of 13.7% from none: fp16, powersgd:rank=4." in words
-    assert "To type" not in words
-    assert "would have to compress 6.1 times" in words
+    assert "Fastest: none. Use it: compression does not pay here." in words
+    assert "As fast as none within the model's error of 13.7%: fp16, powersgd:rank=4." in words
+    assert "In your code" not in words
+    assert "must compress 6.1 times" in words
 
 
 @pytest.mark.parametrize("width", [20, *(pytest.param(one, marks=pytest.mark.thorough) for one in (40, 60)), None])
@@ -330,7 +330,7 @@ def test_without_a_model_the_first_is_taken_and_the_others_are_named() -> None:
     report = as_json()
     assert report["model"] == "resnet50"
     assert report["notes"][0].endswith(
-        "with --model there are also: resnet101, bert-base, bert-large, roberta-base, gpt2, vit-l-16"
+        "Others in the calibration: resnet101, bert-base, bert-large, roberta-base, gpt2, vit-l-16"
     )
     assert report["notes"][0] in run(width=200).stdout
 
@@ -360,8 +360,8 @@ def test_a_lead_over_fp16_within_the_error_is_none(model: str) -> None:
     assert (report["free"], report["take"]) == ("fp16", "fp16")
     words = " ".join(run(*asked, width=120).stdout.split())
     assert f"times as fast as dense, {1 + report['gain_over_free_percent'] / 100:.2f} times as fast as fp16." in words
-    assert "Its lead over fp16, which is free, is within the model's error of 13.7%: take fp16." in words
-    assert "To type, Horovod: optimizer = hvd.DistributedOptimizer(optimizer, compression=hvd.Compr" in words
+    assert "Its lead over fp16, which is free, is within the model's error of 13.7%: use fp16." in words
+    assert "In your code, for Horovod: optimizer = hvd.DistributedOptimizer(optimizer, compression=hvd.Compr" in words
 
 
 def test_a_lead_beyond_the_error_is_one_and_the_line_to_type_works() -> None:
@@ -371,9 +371,9 @@ def test_a_lead_beyond_the_error_is_one_and_the_line_to_type_works() -> None:
     assert spec == report["winner"] == "two_level(powersgd:rank=4)"
     assert report["gain_over_free_percent"] > report["error_percent"]
     words = " ".join(run(*asked, width=120).stdout.split())
-    assert "Its lead over fp16, which is free, is more than the model's error of 13.7%: take it, if acc" in words
-    assert "But its encode time is an estimate" in words
-    assert "Accuracy may differ" in words
+    assert "Its lead over fp16, which is free, is more than the model's error of 13.7%: use it, if acc" in words
+    assert "Its encode time is an estimate" in words
+    assert "The model does not predict accuracy" in words
     assert "two_level(powersgd:rank=4) lost beside uncompressed gradients, in percent of the loss or points" in words
     for library, call in (("horovod", "hvd.DistributedOptimizer"), ("ddp", "hvdcomp.ddp.register")):
         line = report["to_type"][library]
@@ -416,7 +416,7 @@ def test_sign_sgd_on_eight_ranks_is_what_the_manual_says() -> None:
     report = as_json(*PRESET, "--world-size", "8", "--compressor", "signsgd")
     assert (report["winner"], report["take"]) == ("signsgd", "none")
     said = " ".join(run(*PRESET, "--world-size", "8", "--compressor", "signsgd", width=120).stdout.split())
-    assert "Its lead over dense, which is free, is within the model's error of 13.7%: take none." in said
+    assert "Its lead over dense, which is free, is within the model's error of 13.7%: use none." in said
     page = " ".join((DOCS / "performance-model-checked.md").read_text().split())
     assert "hvdcomp advise --model resnet50 --world-size 8 --compressor signsgd" in page
     assert f"on 8 ranks SignSGD comes out {report['gain_over_free_percent']:.0f} % ahead of dense" in page
@@ -434,7 +434,7 @@ def test_a_model_without_encode_times_gets_those_of_a_preset_by_its_size(tmp_pat
     """They were left out: dense and fp16 alone were compared, and fp16 called the fastest."""
     file = tmp_path / "mine.json"
     save(without_encode((TensorInfo("w", (5000, 5112)),)), file)
-    assert "No compressor was looked at" in run("--calibration", file, "--compressor", "fp16", width=120).stdout
+    assert "No compressor was compared" in run("--calibration", file, "--compressor", "fp16", width=120).stdout
     report = as_json("--calibration", file)
     assert set(KNOWN) <= set(report["methods"])
     assert all(row["estimated"] for spec, row in report["methods"].items() if spec not in ("none", "fp16"))

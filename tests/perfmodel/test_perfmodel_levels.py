@@ -228,7 +228,7 @@ def test_two_levels_are_a_choice_where_nodes_are_known(tmp_path: Path) -> None:
     row = report["methods"][WITHIN]
     assert row["bytes_in_node"] == pytest.approx(1.25e8, rel=1e-3)
     assert row["compression_factor"] == pytest.approx(4 * 32 / 9, rel=1e-3)
-    assert any("no reducescatter within nodes: it is predicted from the figures of allreduce" in one
+    assert any("no reducescatter within nodes: its time is predicted from allreduce" in one
                for one in report["notes"])  # fmt: skip
     save(calibration(FLAT), file)
     assert set(advised("--calibration", file)["methods"]) == {"none", "fp16", "natural", "natural:exchange=scatter"}
@@ -241,7 +241,7 @@ def test_two_levels_are_left_out_where_the_last_node_would_not_be_full(tmp_path:
     save(calibration(), file)
     report = advised("--calibration", file, "--world-size", "18")
     assert WITHIN not in report["methods"]
-    assert f"nodes have 4 here: left out are {WITHIN}, {BETWEEN}" in " ".join(report["notes"])
+    assert f"on each node, here 4: {WITHIN}, {BETWEEN}" in " ".join(report["notes"])
 
 
 def test_overlap_is_a_choice_with_a_time_of_its_own(tmp_path: Path) -> None:
@@ -256,9 +256,9 @@ def test_overlap_is_a_choice_with_a_time_of_its_own(tmp_path: Path) -> None:
     assert report["methods"]["none"]["at_end_ms"] is None
     assert advised("--calibration", file, "--bucket-bytes", "0")["methods"]["natural"]["at_end_ms"] is None
     # The link is so slow that the first bytes ought to leave soon.
-    assert any("In buckets of 10,000,000 bytes" in note for note in report["notes"])
+    assert any("faster in buckets of 10,000,000 bytes" in note for note in report["notes"])
     whole = advised("--calibration", file, "--world-size", "2", "--bucket-bytes", "10000000")
-    assert not any("In buckets of" in note for note in whole["notes"])
+    assert not any("in buckets of" in note for note in whole["notes"])
 
 
 def test_of_two_levels_an_adviser_needs_nodes() -> None:

@@ -1,4 +1,4 @@
-"""A training in which the policy `auto` chooses, measured in turns with those that do not change what they send."""
+"""A training with the policy `auto`, measured in turns with trainings of fixed methods."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 
-_FEWEST = 150  # steps in a row before the turns: what is near the best is tried then
+_FEWEST = 150  # steps before the turns, in which `auto` tries its best candidates
 _BLOCK = 5
 
 
 class AutoTraining(Training):
-    """A training with `auto`, whose clock stands still while others have their turn.
+    """A training with `auto`, whose clock stands still during the turns of other trainings.
 
     Args:
         carrier: of the gradients.
-        compressor: spec of what the policy may choose beside dense and fp16.
-        others: specs of more such compressors.
+        compressor: spec of a compressor that the policy may choose, beside dense and fp16.
         calibration: a file that rank 0 can read.
-        log: where rank 0 writes the decisions.
+        log: file for rank 0's decisions.
         model_name, batch_size, seed: as for `Training`.
+        more_compressors: specs of further compressors.
     """
 
     def __init__(
@@ -41,36 +41,36 @@ class AutoTraining(Training):
         model_name: str,
         batch_size: int,
         seed: int,
-        others: Sequence[str] = (),
+        more_compressors: Sequence[str] = (),
     ) -> None:
         from hvdcomp import Auto
 
         self._settings: dict[str, Any] = {
-            "policy": Auto(calibration=str(calibration), model=model_name, compressors=tuple(others)),
+            "policy": Auto(calibration=str(calibration), model=model_name, compressors=tuple(more_compressors)),
             "decision_log": log,
         }
         self._compressor = compressor
-        self._others = ExitStack()  # the policy's clock stands still in it
+        self._pause = ExitStack()  # while it is entered, the policy's clock stands still
         super().__init__(carrier, AUTO, model_name, batch_size, seed)
 
     def begin(self, seconds: float) -> None:
-        """Trains for `seconds` without turns of others, and at least `_FEWEST` steps."""
-        start, made = time.perf_counter(), 0
+        """Trains for `seconds`, and at least `_FEWEST` steps, without turns of other trainings."""
+        start, steps = time.perf_counter(), 0
         going = True
         while going:
             self.block(_BLOCK, settling=0)
-            made += _BLOCK
-            mine = made < _FEWEST or time.perf_counter() - start < seconds
-            going = self._carrier.ranks.broadcast(mine, "auto")
+            steps += _BLOCK
+            unfinished = steps < _FEWEST or time.perf_counter() - start < seconds
+            going = self._carrier.ranks.broadcast(unfinished, "auto")
         self.forget()
 
     def choice(self) -> dict[str, Any]:
-        """What was chosen in the end, of what, and when another; on rank 0."""
+        """The final choice, its candidates, and all changes; on rank 0."""
         from hvdcomp.adaptation.decision_log import Decided, read_decisions
 
         decided = [line for line in read_decisions(self._settings["decision_log"]) if isinstance(line, Decided)]
         last = decided[-1].state
-        chosen = last["rival"] or last["chosen"]  # a trial that the end interrupts is no choice
+        chosen = last["rival"] or last["chosen"]  # a trial that the end interrupts does not count
         stretches = groupby(decided, key=lambda line: line.state["chosen"])
         changes = [(next(lines).from_step, name) for name, lines in stretches]
         return {
@@ -78,8 +78,8 @@ class AutoTraining(Training):
             "chosen": chosen,
             "why": last["why"],
             "predicted_ms": 1000 * last["candidates"][chosen]["seconds"],
-            "candidates_ms": {name: 1000 * one["seconds"] for name, one in last["candidates"].items()},
-            "found_ms": {name: (1000 * one["seconds"], one["steps"]) for name, one in last["measured"].items()},
+            "candidates_ms": {name: 1000 * entry["seconds"] for name, entry in last["candidates"].items()},
+            "found_ms": {name: (1000 * entry["seconds"], entry["steps"]) for name, entry in last["measured"].items()},
             "changes": changes,
         }
 
@@ -88,9 +88,9 @@ class AutoTraining(Training):
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        self._others.close()
+        self._pause.close()
         try:
             yield
         finally:
             assert self.compression is not None
-            self._others.enter_context(self.compression.paused())
+            self._pause.enter_context(self.compression.paused())

@@ -1,4 +1,4 @@
-"""Puts a calibration together: the network once, then each model, then what was too noisy to trust. PyTorch."""
+"""Makes a calibration: measures the network, then each model, and notes noisy measurements. Needs PyTorch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Show = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Calibrated:
-    """A calibration, and the readings of it that are too noisy, by what they are."""
+    """A calibration, and its noisy readings, by name."""
 
     calibration: Calibration
     noisy: dict[str, Reading]
@@ -51,23 +51,23 @@ def calibrate(
     show: Show = lambda _: None,
     beside: Callable[[], None] = lambda: None,
 ) -> Calibrated:
-    """Measures network and models. To be called on every rank, two or more, with the same arguments.
+    """Measures network and models. Every rank, of two or more, must call it with the same arguments.
 
     Args:
         carrier: of the gradients.
         models: as for `hvdcomp.tools.bench.workload.build`.
-        compressors: whose encoding to time.
+        compressors: to measure.
         name: of the calibration.
-        batch_size: of one rank.
+        batch_size: of a rank.
         seed: of weights and data.
-        seconds: about how long to measure.
-        device: that trains, and where what is sent lies.
-        show: called with what comes next.
-        beside: called on every rank after each round of the kinds of steps: what is compared with the calibration is
-            measured there, as machines are not equally fast all the time. What it takes is not among the seconds.
+        seconds: approximate time to measure.
+        device: of the model and of the sent tensors.
+        show: called with the name of each next measurement.
+        beside: called on every rank after each round of steps, for measurements to compare with the calibration, as the
+            machine's speed changes. Its time is not part of `seconds`.
 
     Raises:
-        SpecError: for a compressor in two levels, where there are none.
+        SpecError: for a two-level compressor without two levels.
         ConfigurationError: as of `find_levels`.
     """
     levels = levels_for(compressors, carrier)
@@ -86,20 +86,20 @@ def calibrate(
             batch_size=batch_size,
             seed=seed,
             seconds=(1 - NETWORK_SHARE) * seconds / len(models),
-            show=lambda what, model=model: show(f"{model}: {what}"),  # type: ignore[misc]
+            show=lambda part, model=model: show(f"{model}: {part}"),  # type: ignore[misc]
             beside=beside,
         )
         facts[model] = probe.facts
-        readings |= {f"{model}, {what}": reading for what, reading in probe.readings.items()}
-        gc.collect()  # optimizers and their hooks hold each other
+        readings |= {f"{model}, {part}": reading for part, reading in probe.readings.items()}
+        gc.collect()  # optimizers and their hooks reference each other
     return put_together(name, "hvdcomp calibrate", network, facts, readings, carrier, device)
 
 
 def levels_for(compressors: Sequence[Compressor], carrier: Carrier) -> Levels:
-    """The levels of all ranks, in which these compressors can be used. To be called on every rank.
+    """The levels of all ranks, checked for these compressors. Every rank must call it.
 
     Raises:
-        SpecError: for a compressor in two levels, where there are none.
+        SpecError: for a two-level compressor without two levels.
         ConfigurationError: as of `find_levels`.
     """
     levels = find_levels(carrier.communicator())
@@ -117,14 +117,14 @@ def network_for(
     seconds: float,
     show: Show,
 ) -> NetworkProbe:
-    """Measures the network, up to the largest collectives of these models with any of these compressors.
+    """Measures the network, up to the largest collectives of these models with these compressors.
 
     Args:
-        models: the tensors of each.
+        models: the tensors of each model.
         carrier, levels, device, seconds, show: as of `probe_network`.
     """
     largest = largest_collectives(models, compressors, carrier.ranks.size, levels.ranks_per_node)
-    return probe_network(largest, carrier, levels, device, seconds, lambda what: show(f"network: {what}"))
+    return probe_network(largest, carrier, levels, device, seconds, lambda part: show(f"network: {part}"))
 
 
 def put_together(
@@ -136,20 +136,23 @@ def put_together(
     carrier: Carrier,
     device: torch.device,
 ) -> Calibrated:
-    """The calibration of what was measured.
+    """The calibration from the measurements.
 
     Args:
-        source: the command that has measured.
-        readings: of the models, by what they are.
+        name: of the calibration.
+        source: the command that measured.
+        network, models: the results.
+        readings: of the models, by name.
+        carrier, device: of the measurements.
     """
-    every = {f"network, {what}": reading for what, reading in network.readings.items()} | dict(readings)
-    noisy = {what: one for what, one in every.items() if one.noisy}
+    all_readings = {f"network, {part}": reading for part, reading in network.readings.items()} | dict(readings)
+    noisy = {part: reading for part, reading in all_readings.items() if reading.noisy}
     calibration = Calibration(
         name=name,
         network=network.network,
         models=models,
         machine=machine_facts(carrier, device),
-        noise=float(np.median([one.spread for one in every.values()])),
+        noise=float(np.median([reading.spread for reading in all_readings.values()])),
         noise_note=noise_note(noisy),
         network_source=f"{source}, {carrier.ranks.size} ranks of {carrier.network}",
     )
@@ -157,16 +160,16 @@ def put_together(
 
 
 def noise_note(noisy: dict[str, Reading]) -> str:
-    """What to say of noise in a calibration."""
-    said = "the median, over all measurements, of the relative difference between repeated medians"
+    """The note on noise for a calibration."""
+    meaning = "the median, over all measurements, of the relative difference between repeated medians"
     if not noisy:
-        return f"{said}; none differs by more than {NOISY:.0%}"
-    which = "; ".join(f"{what}: {one.spread:.0%}" for what, one in noisy.items())
-    return f"{said}. Too noisy to trust, as repeated medians differ by more than {NOISY:.0%}: {which}"
+        return f"{meaning}; none differs by more than {NOISY:.0%}"
+    spreads = "; ".join(f"{part}: {reading.spread:.0%}" for part, reading in noisy.items())
+    return f"{meaning}. Too noisy to trust, as repeated medians differ by more than {NOISY:.0%}: {spreads}"
 
 
 def machine_facts(carrier: Carrier, device: torch.device) -> dict[str, str]:
-    """What the numbers depend on, in words."""
+    """Properties of the machine that the measurements depend on, in words."""
     return {
         **({"accelerator": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}),
         "host": platform.node(),
@@ -185,22 +188,22 @@ def machine_facts(carrier: Carrier, device: torch.device) -> dict[str, str]:
 def largest_collectives(
     models: Sequence[Sequence[TensorInfo]], compressors: Sequence[Compressor], ranks: int, ranks_per_node: int | None
 ) -> dict[Kind, int]:
-    """By kind of collective, and among whom, the bytes of the largest in a step of any model, of one rank; every way to
-    exchange counts, because `advise` shows them all.
+    """The bytes of a rank's largest collective in a step of any model, by kind and group of ranks; with every way to
+    exchange, because `advise` shows all of them.
 
     Args:
-        models: the tensors of each.
-        ranks_per_node: None where there are no two levels.
+        models: the tensors of each model.
+        ranks_per_node: None without two levels.
     """
-    found: dict[Kind, float] = {(kind, "all"): 0.0 for kind in ALGORITHMS}
-    ways: list[Compressor] = [NoCompression(), *(way for one in compressors for way in in_each_way(one))]
+    largest: dict[Kind, float] = {(kind, "all"): 0.0 for kind in ALGORITHMS}
+    ways: list[Compressor] = [NoCompression(), *(way for compressor in compressors for way in in_each_way(compressor))]
     if ranks_per_node is not None:
-        found |= dict.fromkeys(IN_LEVELS, 0.0)
-        ways += [both for one in ways if (both := in_two_levels(one)) is not None]
+        largest |= dict.fromkeys(IN_LEVELS, 0.0)
+        ways += [two_level for way in ways if (two_level := in_two_levels(way)) is not None]
     for tensors in models:
         for compressor in ways:
             for collectives in exchange_of(compressor, tensors, ranks, ranks_per_node).rounds:
-                for one in collectives:
-                    if (kind := (one.kind, one.among)) in found:
-                        found[kind] = max(found[kind], one.bytes)
-    return {kind: int(size) for kind, size in found.items()}
+                for collective in collectives:
+                    if (kind := (collective.kind, collective.among)) in largest:
+                        largest[kind] = max(largest[kind], collective.bytes)
+    return {kind: int(size) for kind, size in largest.items()}

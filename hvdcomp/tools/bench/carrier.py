@@ -1,4 +1,4 @@
-"""What carries gradients between the ranks while steps are measured, as far as measuring needs to know. PyTorch."""
+"""The library that exchanges gradients in measured steps, as an interface for measurements. Needs PyTorch."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _LEARNING_RATE = 1e-4
 
 @dataclass(frozen=True)
 class Distributed:
-    """A training of one way to exchange gradients.
+    """A training with a method of exchange.
 
     Attributes:
         loss: runs the forward pass on a batch and returns the loss, a scalar.
-        optimizer: that makes the step. It ends the exchange of gradients before.
-        exchange: ends it earlier, if something else is to be done between exchange and step.
-        compression: what hvdcomp compresses with; None where it does not take part.
+        optimizer: makes the step, after it has ended the exchange of gradients.
+        exchange: ends the exchange earlier, to separate it from the optimizer's step.
+        compression: hvdcomp's compression; None without it.
     """
 
     loss: Callable[[], torch.Tensor]
@@ -41,12 +41,12 @@ class Distributed:
 
 
 def sgd(workload: Workload) -> torch.optim.SGD:
-    """The optimizer of each training that is measured."""
+    """The optimizer of all measured trainings."""
     return torch.optim.SGD(workload.model.parameters(), lr=_LEARNING_RATE, momentum=0.9)
 
 
 def alone(workload: Workload) -> Distributed:
-    """A training in which no gradient leaves the rank."""
+    """A training without an exchange of gradients."""
     return Distributed(workload.loss, sgd(workload))
 
 
@@ -62,10 +62,10 @@ class Carrier(ABC):
         warm_up: steps that a new training makes before it is like all later ones.
 
     Attributes:
-        start_s: seconds until the idle library takes up a collective, whatever the number of ranks.
-        bucket_bytes: how much the library sends at a time at most, unless one gradient has more.
-        early_bytes: of gradients, the least that hvdcomp sends by itself in the backward pass.
-        own_buckets: whether hvdcomp takes the library's buckets, to which it is then said how much they hold.
+        start_s: seconds until the idle library starts a collective, for any number of ranks.
+        bucket_bytes: the largest buffer that the library sends at a time, except for larger gradients.
+        early_bytes: the smallest bucket of gradients that hvdcomp sends during the backward pass.
+        own_buckets: whether hvdcomp uses the library's buckets, whose size is then an option of the library.
     """
 
     title: ClassVar[str]
@@ -81,62 +81,62 @@ class Carrier(ABC):
 
     @property
     def stock(self) -> tuple[str, ...]:
-        """What the library itself offers, without hvdcomp: the names of dense and of its cast to float16."""
+        """The library's own methods: the names of dense and of its cast to float16."""
         return STOCK[self.ranks.backend]
 
     def communicator(self) -> Communicator:
-        """All ranks. To be called on every rank at the same point."""
+        """The communicator of all ranks. Every rank must call it at the same point."""
         return all_ranks(self.ranks.backend)
 
     @abstractmethod
     def facts(self) -> dict[str, str]:
-        """What measured times depend on, in words."""
+        """Properties that measured times depend on, in words."""
 
     @abstractmethod
     def with_stock(self, workload: Workload, method: str, name: str) -> Distributed:
-        """What the library itself does.
+        """A training with the library's own method.
 
         Args:
             method: one of `stock`.
-            name: of the training, unlike those of all others in this process.
+            name: of the training, unique in this process.
         """
 
     @abstractmethod
     def with_one_number(self, workload: Workload, name: str) -> Distributed:
-        """All that happens in a step through hvdcomp's engine but what the engine does: no gradient is sent."""
+        """A training with hvdcomp's control traffic, without the engine and without gradients."""
 
     @abstractmethod
     def with_cast(self, workload: Workload, compressor: Compressor, name: str) -> Distributed:
-        """What hvdcomp does with a compressor that only casts: the library sends the casts."""
+        """A training with a compressor that only casts, whose casts the library sends."""
 
     @abstractmethod
     def compressed(
         self, workload: Workload, spec: str, name: str, *, bucket_bytes: int | None = None, **options: Any
     ) -> Distributed:
-        """What hvdcomp does.
+        """A training with hvdcomp.
 
         Args:
             spec: of a compressor.
-            bucket_bytes: of gradients, the least that is sent by itself in the backward pass; None for what hvdcomp
-                does without being told.
+            bucket_bytes: the smallest bucket of gradients that is sent during the backward pass; None for hvdcomp's
+                default.
             options: of `Compression.from_spec`.
         """
 
     @property
     def fused_allreduce(self) -> Callable[[Sequence[torch.Tensor], str], Any] | None:
-        """An allreduce of several tensors under a name, which the library puts together; None if it never does."""
+        """An allreduce of several tensors under a name, which the library fuses; None if it never fuses."""
         return None
 
     def sent_together(self, ready: Ready, dense_bytes: float) -> Ready:
-        """When what can be sent.
+        """When each part of the gradients can be sent.
 
         Args:
-            ready: when each gradient is there.
+            ready: when each gradient is ready.
             dense_bytes: of all gradients.
         """
         return ready
 
 
 def named_parameters(workload: Workload, name: str) -> list[tuple[str, torch.nn.Parameter]]:
-    """The parameters, under names of a training's own: a known name with another shape costs Horovod a negotiation."""
+    """The parameters under names of a training, because Horovod would renegotiate a known name with another shape."""
     return [(f"{name}.{key}", parameter) for key, parameter in workload.model.named_parameters()]

@@ -1,4 +1,4 @@
-"""Gradients that `DistributedDataParallel` carries while steps are measured: all of it happens in `loss.backward()`."""
+"""The exchange of gradients by `DistributedDataParallel` in measured steps, within `loss.backward()`."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ FIRST_BUCKET_BYTES, BUCKET_BYTES = _MIB, 25 * _MIB  # DistributedDataParallel's 
 class DDPCarrier(Carrier):
     """See `Carrier`.
 
-    Normalization layers keep each rank's own statistics, as in `hvdcomp train`: nothing but gradients travels.
+    Normalization layers keep each rank's own statistics, as in `hvdcomp train`: only gradients are sent.
     """
 
     title = "DistributedDataParallel"
     network = "torch.distributed"
-    warm_up = 4  # the buckets are made anew after the first step, and hvdcomp sends none early in the first three
+    warm_up = 4  # buckets are rebuilt after the first step, and hvdcomp does not overlap in the first three
     start_s = 0.0
     bucket_bytes = float(BUCKET_BYTES)
-    early_bytes = LEAST_BYTES  # of its buckets, smaller ones wait for the next
+    early_bytes = LEAST_BYTES  # smaller buckets wait for the next
     own_buckets = True
 
     def facts(self) -> dict[str, str]:
@@ -64,8 +64,7 @@ class DDPCarrier(Carrier):
         return Distributed(model, optimizer, compression=compression)
 
     def sent_together(self, ready: Ready, dense_bytes: float) -> Ready:
-        """When each of DistributedDataParallel's buckets is full: in the order in which gradients come, a bucket ends
-        with the gradient that fills it."""
+        """When each of DistributedDataParallel's buckets is full: a bucket ends with the gradient that fills it."""
         full: list[tuple[float, float]] = []
         begin, least = 0.0, FIRST_BUCKET_BYTES
         for sent, moment in ready:
@@ -76,7 +75,7 @@ class DDPCarrier(Carrier):
 
 
 class Loss(torch.nn.Module):
-    """A workload as a module, so that a loss of any form passes through DistributedDataParallel."""
+    """A workload as a module, so that any loss can be wrapped in DistributedDataParallel."""
 
     def __init__(self, workload: Workload) -> None:
         super().__init__()
@@ -88,7 +87,7 @@ class Loss(torch.nn.Module):
 
 
 class _OneNumber:
-    """Adds up one number in each step, as hvdcomp does in a step through its engine, and sends no gradient."""
+    """Sums a number in each step, like hvdcomp in a step through its engine, but sends no gradient."""
 
     def __init__(self) -> None:
         self._number: Any = None
@@ -99,22 +98,21 @@ class _OneNumber:
         if bucket.index() == 0:
             self._number = dist.all_reduce(torch.full((1,), 1), async_op=True)
         on_host = buffer.device.type == "cpu"
-        there: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=None if on_host else [buffer.device])
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=None if on_host else [buffer.device])
         if bucket.is_last():
-            self._number.get_future().add_done_callback(lambda _: there.set_result(buffer))
+            self._number.get_future().add_done_callback(lambda _: future.set_result(buffer))
         else:
-            there.set_result(buffer)
-        return there
+            future.set_result(buffer)
+        return future
 
 
 def _hooked(state, bucket):
-    """What DistributedDataParallel calls. It compares annotations with its own, and does not know those that are kept
-    as strings."""
+    """The hook. It has no annotations, because DistributedDataParallel compares them, and does not resolve strings."""
     return state.reduce(bucket)
 
 
 def _wrapped(workload: Workload, bucket_bytes: int | None = None) -> Any:
-    """The loss of a workload in DistributedDataParallel, with its own sizes of buckets unless others are given."""
+    """The loss of a workload in DistributedDataParallel, by default with its own bucket sizes."""
     cap = None if bucket_bytes is None else bucket_bytes / _MIB
     options: dict[str, Any] = {**OWN_BUFFERS, "bucket_cap_mb": cap}
     return DistributedDataParallel(Loss(workload), **options)

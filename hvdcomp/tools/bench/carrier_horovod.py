@@ -1,4 +1,4 @@
-"""Gradients that Horovod carries while steps are measured: in its `DistributedOptimizer`."""
+"""The exchange of gradients by Horovod's `DistributedOptimizer` in measured steps."""
 
 from __future__ import annotations
 
@@ -60,19 +60,19 @@ class HorovodCarrier(Carrier):
 
 
 class _OneNumber:
-    """Sends one number for each gradient, as hvdcomp does in a step through its engine, and nothing of the gradient."""
+    """Sends a number for each gradient, like hvdcomp in a step through its engine, but no gradient."""
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Called by Horovod for each gradient."""
         return torch.full((1,), 1), tensor
 
     def decompress(self, tensor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """Called by Horovod when the number is back."""
+        """Called by Horovod after the exchange of the number."""
         return gradient
 
 
 class _Cast:
-    """Sends each gradient in the element type that a compressor gives it."""
+    """Sends each gradient in the element type of a compressor."""
 
     def __init__(self, compressor: Compressor) -> None:
         self._compressor = compressor
@@ -83,12 +83,12 @@ class _Cast:
         return tensor.to(getattr(torch, wire or "")), tensor
 
     def decompress(self, tensor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """Called by Horovod when the means are back."""
+        """Called by Horovod after the exchange."""
         return tensor.to(gradient.dtype)
 
 
 def _distributed(workload: Workload, name: str, compression: Any) -> Distributed:
     named = named_parameters(workload, name)
     optimizer = hvd.DistributedOptimizer(sgd(workload), named_parameters=named, compression=compression)
-    ours = compression if isinstance(compression, Compression) else None
-    return Distributed(workload.loss, optimizer, optimizer.synchronize, ours)
+    own_compression = compression if isinstance(compression, Compression) else None
+    return Distributed(workload.loss, optimizer, optimizer.synchronize, own_compression)

@@ -1,4 +1,4 @@
-"""The libraries that carry gradients while steps are measured; one is imported when it is chosen."""
+"""The libraries that exchange gradients in measured steps; only the chosen library is imported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hvdcomp.tools.train.ranks import Ranks
 
 
 def carrier_on(ranks: Ranks) -> Carrier:
-    """The one that connects these ranks."""
+    """The carrier of the library that connects these ranks."""
     if ranks.backend == "ddp":
         from hvdcomp.tools.bench.carrier_ddp import DDPCarrier
 

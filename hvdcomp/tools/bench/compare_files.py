@@ -1,4 +1,4 @@
-"""Predicted beside measured times of steps, as files, as tables and in sentences."""
+"""Predicted beside measured step times, as files, tables and sentences."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from hvdcomp.tools.bench.places import place_of
 
 
 def write(folder: Path, stem: str, rows: Sequence[Row], details: dict[str, Any]) -> list[Path]:
-    """Writes STEM.json, .csv, .md and .png, and STEM-speed.png; returns their places.
+    """Writes STEM.json, .csv, .md and .png, and STEM-speed.png; returns their paths.
 
     Args:
-        details: what else belongs into the JSON: options, calibrations, all step times.
+        folder, stem: of the files.
+        rows: to write.
+        details: further values for the JSON: options, calibrations, all step times.
 
     Raises:
-        OSError: one cannot be written. Whoever is interrupted, or fills the disk, still has the files of before.
+        OSError: a file cannot be written. After an interruption, or on a full disk, the earlier files still exist.
     """
     from hvdcomp.tools.bench.compare_plot import draw_errors, draw_speed
 
@@ -31,7 +33,7 @@ def write(folder: Path, stem: str, rows: Sequence[Row], details: dict[str, Any])
     tables: dict[str, Sequence[Any]] = {"rows": rows, "gains": gains(rows), "auto": choices(details.get("runs", ()))}
     data = {name: [asdict(row) for row in table] for name, table in tables.items()} | details
     contents = [
-        json.dumps(data).encode() + b"\n",  # step times and tensors: nothing that is read line by line
+        json.dumps(data).encode() + b"\n",  # in one line, as nobody reads it
         csv_of([asdict(row) for row in rows]),
         markdown(rows, details).encode(),
         draw_errors(rows),
@@ -44,37 +46,37 @@ def write(folder: Path, stem: str, rows: Sequence[Row], details: dict[str, Any])
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """What the rows amount to: how good predictions are, of which kind, and what compression gains."""
+    """The rows in sentences: errors of the predictions, by kind of exchange, and speed-ups of compression."""
     middle, worst = errors(rows)
-    said = (
+    sentence = (
         f"{len(rows)} predictions: median error {middle:.1%}, worst {worst.error:+.1%} ({worst.method}, "
         f"{worst.in_words()}: predicted {worst.predicted_ms:.1f} ms, measured {worst.measured_ms:.1f} ms, quartiles "
         f"{worst.low_ms:.1f} to {worst.high_ms:.1f})."
     )
-    own = [row for row in rows if row.spec not in STOCK_SPECS.values()]
+    compressed = [row for row in rows if row.spec not in STOCK_SPECS.values()]
     kinds = {
-        "gathered or in an allreduce": [row for row in own if row.way not in (SCATTER, TWO_LEVELS)],
-        "scattered": [row for row in own if row.way == SCATTER],
-        "in two levels": [row for row in own if row.way == TWO_LEVELS],
-        "with overlap": [row for row in own if row.overlap],
-        "without overlap": [row for row in own if not row.overlap],
+        "gathered or in an allreduce": [row for row in compressed if row.way not in (SCATTER, TWO_LEVELS)],
+        "scattered": [row for row in compressed if row.way == SCATTER],
+        "in two levels": [row for row in compressed if row.way == TWO_LEVELS],
+        "with overlap": [row for row in compressed if row.overlap],
+        "without overlap": [row for row in compressed if not row.overlap],
     }
     medians = [f"{errors(some)[0]:.1%} of {len(some)} {kind}" for kind, some in kinds.items() if some]
     if medians:
-        said += f" Of compressors the median errors are {', '.join(medians)}."
-    if every := gains(rows):
-        said += f" {_gains_summary(every)}"
-    return said
+        sentence += f" Of compressors the median errors are {', '.join(medians)}."
+    if all_gains := gains(rows):
+        sentence += f" {_gains_summary(all_gains)}"
+    return sentence
 
 
-def _gains_summary(every: Sequence[Gain]) -> str:
-    """How many times as fast the best of compression is, by model and rate, over all clusters."""
+def _gains_summary(all_gains: Sequence[Gain]) -> str:
+    """The speed-ups of the fastest compressors, by model and rate, over all clusters."""
     models = []
-    for model in dict.fromkeys(gain.model for gain in every):
+    for model in dict.fromkeys(gain.model for gain in all_gains):
         rates = []
-        for rate in sorted({gain.rate for gain in every if gain.model == model}, key=parse_rate):
-            here = sorted(gain.over_stock for gain in every if (gain.model, gain.rate) == (model, rate))
-            bounds = dict.fromkeys(f"{value:.2f}" for value in (here[0], here[-1]))
+        for rate in sorted({gain.rate for gain in all_gains if gain.model == model}, key=parse_rate):
+            speedups = sorted(gain.over_stock for gain in all_gains if (gain.model, gain.rate) == (model, rate))
+            bounds = dict.fromkeys(f"{value:.2f}" for value in (speedups[0], speedups[-1]))
             rates.append(f"{' to '.join(bounds)} at {rate}")
         models.append(f"{model} {', '.join(rates)}")
     return (
@@ -84,13 +86,13 @@ def _gains_summary(every: Sequence[Gain]) -> str:
 
 
 NOT_FAR = 0.05
-"""How much longer than with the best static choice a step with `auto` may take, for the page to say no more of it."""
+"""Choices of `auto` whose step takes longer than the best static choice by more than this have a row on the page."""
 
 HEADINGS = ("hosts", "rate", "model", "method", "measured ms", "quartiles", "predicted ms", "error", "compute", "of it")
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """A row in words."""
+    """The cells of a row."""
     parts = {
         "compute": row.compute_ms, "encode": row.encode_ms, "network": row.network_ms, "latency": row.latency_ms
     }
@@ -149,7 +151,7 @@ def markdown(rows: Sequence[Row], details: dict[str, Any]) -> str:
 
 
 def _errors(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
-    """Of each method, how far predictions were from what was measured."""
+    """The errors of each method's predictions."""
     for method in dict.fromkeys(row.method for row in rows):
         errors = [row.error for row in rows if row.method == method]
         median = statistics.median(abs(error) for error in errors)
@@ -157,7 +159,7 @@ def _errors(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
 
 
 def auto_summary(chosen: Sequence[Choice]) -> str:
-    """How `auto` did, in a sentence."""
+    """The results of `auto` in a sentence."""
     slowest, slower = (max(chosen, key=lambda choice: getattr(choice, name)) for name in ("over_best", "over_dense"))
     median = statistics.median(choice.over_best for choice in chosen)
     return (
@@ -175,8 +177,9 @@ def _auto(chosen: Sequence[Choice]) -> list[str]:
                 "over dense")  # fmt: skip
     table = [
         (
-            str(choice.cluster), choice.rate, choice.model, _given(choice), choice.chosen, f"{choice.predicted_ms:.1f}",
-            f"{choice.measured_ms:.1f}", choice.best, f"{choice.over_best:.3f} ± {choice.over_best_error:.3f}",
+            str(choice.cluster), choice.rate, choice.model, _candidates(choice), choice.chosen,
+            f"{choice.predicted_ms:.1f}", f"{choice.measured_ms:.1f}", choice.best,
+            f"{choice.over_best:.3f} ± {choice.over_best_error:.3f}",
             f"{choice.over_dense:.3f}" + (f" ± {choice.over_dense_error:.3f}" if choice.over_dense_error else ""),
         )
         for choice in chosen
@@ -184,24 +187,24 @@ def _auto(chosen: Sequence[Choice]) -> list[str]:
     ]  # fmt: skip
     if not table:
         return [auto_summary(chosen), ""]
-    said = f"{auto_summary(chosen)} Where it takes more than {NOT_FAR:.0%} longer than the best static choice:"
-    return [said, "", *_markdown_table(headings, table), ""]
+    sentence = f"{auto_summary(chosen)} Where it takes more than {NOT_FAR:.0%} longer than the best static choice:"
+    return [sentence, "", *_markdown_table(headings, table), ""]
 
 
-def _given(choice: Choice) -> str:
-    """What it had to choose from beside dense and fp16."""
+def _candidates(choice: Choice) -> str:
+    """The compressors that `auto` could choose, beside dense and fp16."""
     return choice.compressors[0] if len(choice.compressors) == 1 else f"{len(choice.compressors)} compressors"
 
 
 def _noise(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """How much was too noisy to trust, by the calibrations' own account."""
-    noisy = [(number["spread"], what, run) for run in runs for what, number in run["noisy"].items()]
+    """The noisy measurements of the calibrations."""
+    noisy = [(number["spread"], number_name, run) for run in runs for number_name, number in run["noisy"].items()]
     if not noisy:
         return []
-    spread, what, run = max(noisy, key=lambda entry: entry[0])
+    spread, number_name, run = max(noisy, key=lambda entry: entry[0])
     return [
         f"Of all calibrated numbers, the repeated medians of {len(noisy)} differ by more than {NOISY:.0%}, at most by "
-        f"{spread:.0%} ({what}; {place_of(run).in_words()}). The JSON file has all.",
+        f"{spread:.0%} ({number_name}; {place_of(run).in_words()}). The JSON file has all.",
         "",
     ]
 

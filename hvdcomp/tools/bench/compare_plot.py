@@ -1,4 +1,4 @@
-"""Pictures of predicted beside measured steps, and of what compression gains in them."""
+"""Plots of predicted and measured steps, and of the speed-up of compression."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _IN_A_ROW, _COLUMNS = 3, 2  # of panels: up to so many in one row, else so many 
 
 
 def draw_speed(rows: Sequence[Row]) -> bytes:
-    """How many times as fast as the better one of dense and fp16 the fastest compressor is, by bandwidth.
+    """Draws the speed-up of the fastest compressor over the faster of dense and fp16, by bandwidth.
 
-    Each model has a panel, each cluster a colour. Markers are measured and say how the fastest compressor sends; lines
-    are predicted.
+    Each model has a panel, each cluster a colour. Markers are measured, and show the exchange of the fastest
+    compressor; lines are predicted.
     """
     measured = gains(rows)
     models = list(dict.fromkeys(gain.model for gain in measured))
@@ -38,13 +38,13 @@ def draw_speed(rows: Sequence[Row]) -> bytes:
     for axes, model in zip(panels, models, strict=False):
         axes.axhline(1, color=INK, linewidth=1, zorder=0.5)
         for hosts, colour in colours.items():
-            here = sorted(
+            cluster_gains = sorted(
                 (gain for gain in measured if (gain.model, gain.cluster) == (model, hosts)),
                 key=lambda gain: parse_rate(gain.rate),
             )
-            predicted = [_predicted([row for row in rows if row.place == gain.place]) for gain in here]
-            axes.plot([parse_rate(gain.rate) for gain in here], predicted, color=colour, linewidth=1.2)
-            for gain in here:
+            predicted = [_predicted([row for row in rows if row.place == gain.place]) for gain in cluster_gains]
+            axes.plot([parse_rate(gain.rate) for gain in cluster_gains], predicted, color=colour, linewidth=1.2)
+            for gain in cluster_gains:
                 filling = colour if gain.overlap else "none"
                 axes.plot(
                     parse_rate(gain.rate), gain.over_stock, _WAYS[gain.way], color=colour, markerfacecolor=filling
@@ -53,10 +53,10 @@ def draw_speed(rows: Sequence[Row]) -> bytes:
         axes.grid(alpha=0.3)
     for axes in panels[len(models) :]:
         axes.set_visible(False)
-    first = panels[0]  # whose scales are those of all
+    first = panels[0]  # all panels share its scales
     first.margins(x=0.12)
     first.set_xscale("log")
-    first.set_xticks([parse_rate(rate) for rate in rates], [_written(rate) for rate in rates])
+    first.set_xticks([parse_rate(rate) for rate in rates], [_as_text(rate) for rate in rates])
     first.set_yscale("log")
     first.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     first.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -78,23 +78,23 @@ def draw_speed(rows: Sequence[Row]) -> bytes:
 
 
 def _predicted(rows: Sequence[Row]) -> float:
-    """The predicted time of the faster one of dense and fp16, over that of the fastest compressor, in one place."""
-    stock, others = (
+    """The predicted time of the faster of dense and fp16, over that of the fastest compressor, in a place."""
+    stock, compressed = (
         [row.predicted_ms for row in rows if (row.method in STOCK_SPECS) is is_stock] for is_stock in (True, False)
     )
-    return min(stock) / min(others)
+    return min(stock) / min(compressed)
 
 
-def _written(rate: str) -> str:
-    """A rate as people write it: 1 Gb/s for 1gbit."""
-    for unit, written in _UNITS.items():
+def _as_text(rate: str) -> str:
+    """A rate as text: 1 Gb/s for 1gbit."""
+    for unit, symbol in _UNITS.items():
         if rate.endswith(unit):
-            return f"{rate.removesuffix(unit)} {written}"
+            return f"{rate.removesuffix(unit)} {symbol}"
     return rate
 
 
 def draw_errors(rows: Sequence[Row]) -> bytes:
-    """Measured against predicted: on the diagonal they are equal."""
+    """Draws predicted over measured times, with a diagonal where they are equal."""
     figure = new_figure(7, 6)
     axes = figure.add_subplot()
     markers = dict(zip(dict.fromkeys(row.cluster for row in rows), cycle(_MARKERS)))

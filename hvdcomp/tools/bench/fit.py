@@ -1,5 +1,4 @@
-"""From noisy times to numbers that can be trusted, or are said not to be: medians, their spread, and the fit of what
-a collective costs by its size. NumPy only."""
+"""Numbers from noisy times: medians, their spread, and the fit of a collective's cost to its size. NumPy only."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import numpy as np
 from hvdcomp.perfmodel.network import ALGORITHMS, CollectiveCost
 from hvdcomp.perfmodel.noise import NOISY
 
-_SMALL = 1 << 16  # bytes over a link below which latency, not bandwidth, makes the time
+_SMALL = 1 << 16  # bytes over a link, below which latency makes most of the time
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Reading:
 
 
 def reading(repetitions: Sequence[Sequence[float]]) -> Reading:
-    """The median of samples that were taken in several repetitions, and how far those agree.
+    """The median of samples of several repetitions, and the spread between the repetitions.
 
     Args:
         repetitions: each a list of seconds, not all empty.
@@ -44,7 +43,7 @@ def reading(repetitions: Sequence[Sequence[float]]) -> Reading:
 
 
 def halves(samples: Sequence[float]) -> Reading:
-    """The same for samples in the order of time: their earlier half against their later one."""
+    """The reading of samples in the order of time; its repetitions are the earlier and the later half."""
     middle = len(samples) // 2
     return reading([samples[:middle], samples[middle:]])
 
@@ -52,17 +51,17 @@ def halves(samples: Sequence[float]) -> Reading:
 def fit_collective(
     kind: str, algorithm: str, ranks: int, sizes: Sequence[float], seconds: Sequence[float], cycle_s: float
 ) -> CollectiveCost:
-    """What a collective costs, from its time by size.
+    """The cost of a collective, from its time by size.
 
-    The time of the smallest is latency: Horovod's cycle, which does not depend on the number of ranks, and what is
-    left for the algorithm's messages. The rest, made to rise with size (least squares, pool adjacent violators), is
-    the table of transfer times. The bandwidth is the median slope between all pairs of larger sizes (Theil and Sen),
-    which a few bad ones do not move.
+    The time of the smallest size is latency: Horovod's cycle, which does not depend on the number of ranks, and the
+    latency of the algorithm's messages. The other times, less this latency, are the table of transfer times; they are
+    made to rise with size (least squares, pool adjacent violators). The bandwidth is the median slope between all pairs
+    of larger sizes (Theil and Sen), which a few outliers do not change.
 
     Args:
         kind, algorithm: keys of `ALGORITHMS`.
         ranks: 2 or more.
-        sizes: bytes that each rank hands over, rising; the first so small that its transfer is nothing.
+        sizes: bytes that each rank sends, rising; the first is so small that its transfer takes no time.
         seconds: the time of each.
         cycle_s: Horovod's cycle time.
     """
@@ -92,8 +91,8 @@ def pool_adjacent_violators(values: Sequence[float]) -> np.ndarray:
     for value in values:
         mean, count = float(value), 1
         while pools and pools[-1][0] > mean:
-            other, number = pools.pop()
-            mean, count = (mean * count + other * number) / (count + number), count + number
+            last_mean, last_count = pools.pop()
+            mean, count = (mean * count + last_mean * last_count) / (count + last_count), count + last_count
         pools.append((mean, count))
     return np.concatenate([np.full(count, mean) for mean, count in pools])
 

@@ -1,8 +1,8 @@
 """Compiles the kernels for CUDA devices ahead of their first use: `python -m hvdcomp.tools.bench.kernels_ahead 70`.
 
-Without a compute capability, it does so for those that Horovod was compiled for. No device is needed: steps are made on
-the CPU, in which every launch goes as far as it does with a device, into Triton's cache. There a training finds the
-kernels, under names that depend on their sources, on Triton and on the capability.
+Without a compute capability, it compiles for the capabilities that Horovod was compiled for. No device is needed: the
+module makes steps on the CPU, whose launches compile the kernels into Triton's cache and stop there. A training finds
+the kernels in the cache, under names that depend on their sources, on Triton and on the capability.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from hvdcomp.tools.doctor.image import wanted_capabilities
 
 _SHAPES = {"matrix": (64, 33), "vector": (77,)}
 _MEMORIES = ("none", "error_feedback", "momentum_correction", "momentum_correction:nesterov=True")
-_MOST_SHARED = 1 << 20  # bytes; more than any device has
+_MOST_SHARED = 1 << 20  # bytes of shared memory; more than any device has
 
 
 def compile_for(capability: int) -> int:
-    """Compiles what the methods' examples launch, with each memory.
+    """Compiles the kernels of the methods' examples, with each memory.
 
     Args:
         capability: compute capability of the device, as 70 for 7.0.
 
     Returns:
-        How many kernels, in all their forms, there are.
+        The number of compiled kernels.
     """
     import torch
 
@@ -43,7 +43,7 @@ def compile_for(capability: int) -> int:
     triton.runtime.driver.set_active(_without_device(triton, capability, compiled))
 
     with cuda.serving_host():
-        methods = [one for one in map(parse_compressor, EXAMPLES) if one.name in cuda.METHODS]
+        methods = [method for method in map(parse_compressor, EXAMPLES) if method.name in cuda.METHODS]
         for compressor, memory, dtype in itertools.product(methods, _MEMORIES, NARROW):
             tensors = [TensorInfo(name, shape, dtype) for name, shape in _SHAPES.items()]
             ranks = LoopbackCommunicator(2)
@@ -74,5 +74,5 @@ def _without_device(triton: Any, capability: int, compiled: set[str]) -> Any:
 
 
 if __name__ == "__main__":
-    for one in sys.argv[1:] or [one.replace(".", "") for one in wanted_capabilities()]:
-        print(f"compute capability {int(one) / 10}: {compile_for(int(one))} kernels")
+    for capability in sys.argv[1:] or [version.replace(".", "") for version in wanted_capabilities()]:
+        print(f"compute capability {int(capability) / 10}: {compile_for(int(capability))} kernels")

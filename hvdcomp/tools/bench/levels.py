@@ -1,4 +1,4 @@
-"""Whether the ranks of this run have two levels to exchange in."""
+"""The levels of a run: whether its ranks can exchange within nodes and between nodes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Levels:
     """The levels of a run.
 
     Attributes:
-        ranks: all of them, with the groups that they form as `part`.
-        ranks_per_node: None where there are no two levels.
-        why_not: the reason why there are none; empty where there are.
+        ranks: all ranks; `part` gives their groups.
+        ranks_per_node: None without two levels.
+        why_not: the reason why there are no two levels; empty with two levels.
     """
 
     ranks: Communicator
@@ -24,23 +24,23 @@ class Levels:
     why_not: str = ""
 
     def check(self, compressor: Compressor) -> None:
-        """Sees that a compressor can be used here.
+        """Checks that this run can use a compressor.
 
         Raises:
-            SpecError: for two levels where there are none.
+            SpecError: for a compressor in two levels, if the run has none.
         """
         if self.ranks_per_node is None and needs_nodes(compressor):
             raise SpecError(
                 f"{compressor} cannot be measured here: {self.why_not}; start the same number of ranks, two or more, "
-                "on each of several nodes, or leave it out"
+                "on each of several nodes, or leave this compressor out"
             )
 
 
 def find_levels(ranks: Communicator) -> Levels:
-    """The levels of all ranks, which make their groups here. To be called on every rank.
+    """The levels of this run; makes the groups of ranks. Every rank must call it.
 
     Raises:
-        ConfigurationError: on every rank, if Horovod lets nobody make process sets, or the environments of the ranks
+        ConfigurationError: on every rank, if Horovod does not allow process sets, or the environments of the ranks
             differ.
     """
     try:

@@ -1,4 +1,4 @@
-"""Moments in a training's work, on the device that does the work. PyTorch."""
+"""Time marks in a training's work, on the device that does the work. PyTorch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HOST = torch.device("cpu")
 
 
 def mark(device: torch.device) -> Any:
-    """The moment at which the device will have done what it was given so far; a CPU has done it already."""
+    """A mark of the moment at which the device has done all work queued so far; on a CPU, the time now."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -20,7 +20,7 @@ def mark(device: torch.device) -> Any:
 
 
 def seconds_between(start: Any, end: Any) -> float:
-    """Seconds from one mark to a later one; waits for it."""
+    """Seconds from one mark to a later mark; waits for the later mark."""
     if isinstance(start, float):
         return float(end - start)
     end.synchronize()
@@ -28,6 +28,6 @@ def seconds_between(start: Any, end: Any) -> float:
 
 
 def wait_for(device: torch.device) -> None:
-    """Waits until the device has done what it was given."""
+    """Waits until the device has done all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -5,20 +5,20 @@ from __future__ import annotations
 from hvdcomp.tools.train.options import IMAGE_MODELS, TEXT_MODELS, SetupError
 
 TIMED = IMAGE_MODELS + TEXT_MODELS
-"""Those of `hvdcomp train` that take images or text; signals and clicks have no random data."""
+"""The models of `hvdcomp train` that take images or text; signals and clicks have no random data."""
 
 IMAGES = {"cifar10": (3, 32, 10), "cifar100": (3, 32, 100), "digits": (1, 8, 10)}
 """Channels, size and classes of the images of a data set."""
 
 
 def split_model(model: str) -> tuple[str, str]:
-    """The name of a model and that of the data whose shape it is timed on, empty if it is left open.
+    """The names of a model and of the data set whose shape its random images have; the latter is empty if not given.
 
     Args:
         model: such as "lstm", "resnet20" or "cnn@digits".
 
     Raises:
-        SetupError: for a model that is not there, or data that do not suit it.
+        SetupError: for an unknown model, or data that do not suit the model.
 
     Example:
         >>> split_model("cnn@digits")
@@ -27,11 +27,12 @@ def split_model(model: str) -> tuple[str, str]:
     name, at, data = model.partition("@")
     if name not in TIMED:
         raise SetupError(
-            f"the model {name!r} is not known; there are: {', '.join(TIMED)}, or write package.module:function for "
-            "one of your own"
+            f"the model {name!r} is not known; give one of {', '.join(TIMED)}, or package.module:function for a model "
+            "of your own"
         )
     if at and (name in TEXT_MODELS or data not in IMAGES):
         raise SetupError(
-            f"{model!r}: after @ stands the data whose shape an image model is timed on, one of {', '.join(IMAGES)}"
+            f"{model!r}: an image model can be followed by @ and the data set whose shape its random images have, one "
+            f"of {', '.join(IMAGES)}"
         )
     return name, data

@@ -1,4 +1,4 @@
-"""A communicator for steps that do all that real ones do but to move bytes. PyTorch."""
+"""A communicator for steps without a payload: they do all work of a real step except moving bytes. PyTorch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hvdcomp.communicators import Communicator, LoopbackCommunicator
 
 
 class NoPayload(Communicator):
-    """Carries out every collective on all ranks, but sends eight bytes in it, to each rank if these differ; the answers
-    are those of a loopback.
+    """Carries out every collective on all ranks, but sends only eight bytes in it (to each rank, where ranks get
+    different bytes); the results are those of a loopback.
 
     Args:
-        method: stands before the names of its collectives.
-        ranks: that carry them out.
+        method: prefix of the names of its collectives.
+        ranks: the communicator that carries the collectives out.
     """
 
     def __init__(self, method: str, ranks: Communicator) -> None:
@@ -39,13 +39,13 @@ class NoPayload(Communicator):
         return handle, self._answers.start_allgather(array, name)
 
     def start_alltoall(self, array: torch.Tensor, name: str) -> Any:
-        there = _zeros(8 * self.world_size, array)
-        handle = self._ranks.start_alltoall(there, f"{self._method}.{name}")
+        sent = _zeros(8 * self.world_size, array)
+        handle = self._ranks.start_alltoall(sent, f"{self._method}.{name}")
         return handle, self._answers.start_alltoall(array, name)
 
     def start_reducescatter(self, array: torch.Tensor, op: str, name: str) -> Any:
-        there = _zeros(8 * self.world_size, array, torch.float32)
-        handle = self._ranks.start_reducescatter(there, "sum", f"{self._method}.{name}")
+        sent = _zeros(8 * self.world_size, array, torch.float32)
+        handle = self._ranks.start_reducescatter(sent, "sum", f"{self._method}.{name}")
         return handle, self._answers.start_reducescatter(array, op, name)
 
     def start_broadcast(self, array: torch.Tensor, name: str) -> Any:
@@ -58,15 +58,15 @@ class NoPayload(Communicator):
 
 
 def _zeros(size: int, like: torch.Tensor, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """So many bytes, where the payload is."""
+    """Zeros of `size` bytes, on the device of the payload `like`."""
     return torch.zeros(size // dtype.itemsize, dtype=dtype, device=like.device)
 
 
 class _Node(NoPayload):
-    """The ranks of a node, each with its own place, as if the others added zeros.
+    """The ranks of a node, each with its own rank, as if the other ranks added zeros.
 
-    In two levels a rank keeps what is lost as often as the node has ranks, as the mean divides it by as many. With the
-    sums of a loopback residuals would grow without end.
+    In two levels a rank multiplies its residual by the node's number of ranks, because the mean divides it by that
+    number. With the sums of a loopback the residuals would grow without bound.
     """
 
     def __init__(self, method: str, ranks: Communicator) -> None:
@@ -79,5 +79,5 @@ class _Node(NoPayload):
 
     def start_reducescatter(self, array: torch.Tensor, op: str, name: str) -> Any:
         handle, _ = super().start_reducescatter(array, "mean", name)
-        mine = array.view(self.world_size, -1)[self.rank]
-        return handle, mine / self.world_size if op == "mean" else mine.clone()
+        own_part = array.view(self.world_size, -1)[self.rank]
+        return handle, own_part / self.world_size if op == "mean" else own_part.clone()

@@ -1,4 +1,4 @@
-"""Where steps are measured: hosts and the ranks on each, the rate of the links, and the model."""
+"""Settings in which steps are measured: hosts, ranks on each host, rate of the links, and model."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Hosts(NamedTuple):
         return f"{self.number}" if self.ranks == 1 else f"{self.number}x{self.ranks}"
 
     def in_words(self) -> str:
-        """Such as "2 hosts of 4 ranks"; one rank on each goes without saying."""
+        """Such as "2 hosts of 4 ranks", or "2 hosts" with one rank on each."""
         return f"{self.number} hosts" if self.ranks == 1 else f"{self.number} hosts of {self.ranks} ranks"
 
 
 def parse_hosts(text: str) -> Hosts:
-    """Hosts as the user writes them: "2", or "2x4" for four ranks on each.
+    """Parses hosts as the user writes them: "2", or "2x4" for four ranks on each.
 
     Raises:
-        ValueError: if it is neither.
+        ValueError: for any other text.
     """
     match = re.fullmatch(r"(\d{1,4})(?:x([1-9]\d{0,3}))?", text)
     if match is None:
@@ -54,12 +54,12 @@ class Place:
 
     @property
     def place(self) -> Place:
-        """The setting alone, where more is known of it."""
+        """The setting alone, without the fields of a subclass."""
         return Place(self.hosts, self.ranks_per_host, self.rate, self.model)
 
     @property
     def cluster(self) -> Hosts:
-        """Its hosts."""
+        """The hosts of the cluster."""
         return Hosts(self.hosts, self.ranks_per_host)
 
     def in_words(self) -> str:
@@ -68,5 +68,5 @@ class Place:
 
 
 def place_of(run: Mapping[str, Any]) -> Place:
-    """Where a run was, from what is kept of it. What was kept before hosts could have several ranks had one on each."""
+    """The setting of a run, from its record. Old records without `ranks_per_host` have one rank on each host."""
     return Place(run["hosts"], run.get("ranks_per_host", 1), run["rate"], run["model"])

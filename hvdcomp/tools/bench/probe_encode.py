@@ -1,5 +1,4 @@
-"""What a compressor's encoding and decoding take, from a measured step and from an engine that exchanges with itself.
-PyTorch."""
+"""The time of a compressor's encoding and decoding, from a measured step and from an engine on a loopback. PyTorch."""
 
 from __future__ import annotations
 
@@ -27,75 +26,78 @@ _DECODES = 3
 
 
 def gradients(workload: Workload) -> dict[str, torch.Tensor]:
-    """Those that a backward pass has left, by name."""
+    """The gradients of the last backward pass, by name."""
     named = workload.model.named_parameters()
     return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
 
 
 def latency_s(exchange: Exchange, network: Network, ranks: int) -> float:
-    """What a step's collectives take without a payload."""
+    """The seconds of a step's collectives without a payload."""
 
-    def cost_of(kind: str, size: float, **what: Any) -> Any:
-        return network.seconds(kind, size, ranks, **what)
+    def cost_of(kind: str, size: float, **options: Any) -> Any:
+        return network.seconds(kind, size, ranks, **options)
 
     return float(sequential(0.0, 0.0, exchange, cost_of, payload=0.0).total)
 
 
 def encode_time(
-    compressor: Compressor, workload: Workload, exchange: Exchange, measured: float, everyone: Ranks
+    compressor: Compressor, workload: Workload, exchange: Exchange, measured: float, all_ranks: Ranks
 ) -> EncodeTime:
-    """What was measured with this number of ranks, with the part of it that grows with what is decoded.
+    """The time of encoding and decoding with this number of ranks, with its part that grows with the decoded payloads.
 
-    It is no less than what encoding and decoding alone take. What decoding a payload takes is measured with gathered
-    ones, whose number grows with that of the ranks; scattered ones are decoded by the same code.
+    It is at least the time of encoding and decoding alone. The time to decode a payload is measured with gathered
+    payloads, whose number grows with the number of ranks; scattered payloads are decoded by the same code.
+
+    Args:
+        measured: seconds of a step for encoding and decoding, including the ranks' waiting for each other.
     """
-    ranks, inside = everyone.size, exchange.ranks_per_node
-    first, then = _alone(compressor, workload, everyone, ranks, inside)
+    ranks, inside = all_ranks.size, exchange.ranks_per_node
+    first, then = _alone(compressor, workload, all_ranks, ranks, inside)
     measured = max(measured, first + then)
-    each, decoded = 0.0, float(exchange.decoded(ranks))
+    per_payload_s, decoded = 0.0, float(exchange.decoded(ranks))
     if any(
         collective.kind == "allgather" and collective.among != "node"
         for collectives in exchange.rounds
         for collective in collectives
     ):
         gathering = _gathered(compressor)
-        fewer, more = (_decoding(gathering, workload, everyone, size, inside) for size in (ranks, 2 * ranks))
+        fewer, more = (_decoding(gathering, workload, all_ranks, size, inside) for size in (ranks, 2 * ranks))
         senders = ranks // inside if isinstance(compressor, TwoLevel) else ranks
-        each = min(max(0.0, (more - fewer) / senders), measured / decoded)
-    return EncodeTime(measured - each * decoded, decode_per_rank_s=each, source=SOURCE)
+        per_payload_s = min(max(0.0, (more - fewer) / senders), measured / decoded)
+    return EncodeTime(measured - per_payload_s * decoded, decode_per_rank_s=per_payload_s, source=SOURCE)
 
 
 def _gathered(compressor: Compressor) -> Compressor:
-    """The same method, gathered if it can be."""
+    """The same method, with gathered payloads if it has that form."""
     if isinstance(compressor, TwoLevel):
         return TwoLevel(_gathered(compressor.compressor))
     return in_each_way(compressor)[0]
 
 
-def _decoding(compressor: Compressor, workload: Workload, everyone: Ranks, ranks: int, ranks_per_node: int) -> float:
-    """Seconds that grow with the number of payloads decoded, and others that do not."""
-    first, then = _alone(compressor, workload, everyone, ranks, ranks_per_node)
-    # In two levels what other nodes sent is decoded before the last collective, which is within the node.
+def _decoding(compressor: Compressor, workload: Workload, all_ranks: Ranks, ranks: int, ranks_per_node: int) -> float:
+    """Seconds of decoding, which grow with the number of payloads, and of work that does not grow."""
+    first, then = _alone(compressor, workload, all_ranks, ranks, ranks_per_node)
+    # In two levels the payloads of other nodes are decoded before the last collective, which is within the node.
     return first + then if isinstance(compressor, TwoLevel) else then
 
 
 def _alone(
-    compressor: Compressor, workload: Workload, everyone: Ranks, ranks: int, ranks_per_node: int
+    compressor: Compressor, workload: Workload, all_ranks: Ranks, ranks: int, ranks_per_node: int
 ) -> tuple[float, float]:
-    """Seconds before and after the last collective of a step with the payloads of `ranks`, the mean of all ranks."""
+    """Seconds before and after the last collective of a step with payloads of `ranks` ranks, as means of all ranks."""
     engine = Engine(LoopbackCommunicator(ranks, ranks_per_node), workload.tensors(), compressor)
-    given = gradients(workload)
-    taking = {name: gradient.clone() for name, gradient in given.items()}
-    taken = []
+    originals = gradients(workload)
+    copies = {name: gradient.clone() for name, gradient in originals.items()}
+    times = []
     for _ in range(1 + _DECODES):
-        for name, gradient in given.items():  # whose place results take, as in a training
-            taking[name].copy_(gradient)
+        for name, gradient in originals.items():  # results replace the copies, as in a training
+            copies[name].copy_(gradient)
         engine.begin()
-        engine.step(taking, in_place=True)
+        engine.step(copies, in_place=True)
         wait_for(workload.device)
-        engine.ledger.settle()  # a device's times are known only now
+        engine.ledger.settle()  # waits for the device's times
         cost = engine.ledger.last
         assert cost is not None
-        taken.append([cost.encode_seconds or 0.0, cost.decode_seconds or 0.0])
-    encode, decode = everywhere(np.median(taken[1:], axis=0), everyone).mean(axis=0)
+        times.append([cost.encode_seconds or 0.0, cost.decode_seconds or 0.0])
+    encode, decode = everywhere(np.median(times[1:], axis=0), all_ranks).mean(axis=0)
     return float(encode), float(decode)

@@ -1,9 +1,14 @@
-"""What a training step of one model takes here, measured by all ranks at once. PyTorch.
+"""The time of a training step of one model, measured by all ranks together. PyTorch.
 
-The model is trained in several ways that take turns: alone; as the library that carries gradients does it by itself,
-overlapped with the backward pass, with dense gradients and each cast; with a stand-in that sends one number and no
-gradient; and with that and each compressor, whose collectives have no payload: all that a real step does but to move
-bytes; and with one compressor really, with and without overlap. The parts of the step are timed in each.
+The model is trained in several ways that take turns:
+
+- alone
+- with the library's own exchange, overlapped with the backward pass, of dense gradients and of each cast
+- with a stand-in that sends one number instead of the gradients
+- with this stand-in and each compressor, whose collectives have no payload: all work of a real step except moving bytes
+- with a real exchange of one compressor, with and without overlap
+
+In each way the parts of the step are timed.
 """
 
 from __future__ import annotations
@@ -43,7 +48,7 @@ from hvdcomp.tools.bench.workload import Workload, build
 
 @dataclass(frozen=True)
 class ModelProbe:
-    """What was measured. `readings` holds the times that went into `facts`, by what they are."""
+    """The results for one model. `readings` holds the times from which `facts` were computed, by name."""
 
     facts: ModelFacts
     readings: dict[str, Reading]
@@ -63,21 +68,21 @@ def probe_model(
     show: Show,
     beside: Callable[[], None] = lambda: None,
 ) -> ModelProbe:
-    """Measures the passes, the optimizer, gamma, what the carrier and hvdcomp take beside, encode times and overlap.
+    """Measures the passes, the optimizer, gamma, the overhead of the carrier and of hvdcomp, encode times and overlap.
 
-    To be called on every rank, with the same arguments.
+    Every rank must call it, with the same arguments.
 
     Args:
         model: as for `hvdcomp.tools.bench.workload.build`.
-        specs: compressors whose encoding and decoding to time.
-        network: what collectives cost here.
+        specs: compressors whose encoding and decoding are timed.
+        network: the costs of collectives.
         carrier: of the gradients.
         levels: of the ranks.
-        device: that trains.
+        device: of the training.
         batch_size: of one rank.
         seed: of weights and data.
-        seconds: about how long to take; a minimum of steps is made in any case.
-        show: called with what comes next.
+        seconds: approximate duration; a minimum of steps is made in any case.
+        show: called with the name of the next measurement.
         beside: called after each round of turns.
     """
     show("building")
@@ -98,7 +103,7 @@ def probe_model(
     forward, backward, optimizer = (whole * part / sum(parts) for part in parts)
     gamma = max(1.0, float(np.median(mean(dense, BACKWARD))) / parts[1])
     engine = max(0.0, readings["step without payload"].seconds - whole)
-    # The same step holds hooks in the backward pass, and one small collective after it; the rest is handing back.
+    # The step has hooks in the backward pass, and one small collective after it; its other time is Horovod's overhead.
     hooks = float(np.median(mean(numbers, BACKWARD))) / parts[1] - 1
     small = float(network.seconds("allreduce", 8.0, ranks).total)
     compute = Compute(
@@ -114,29 +119,29 @@ def probe_model(
 
     def of_carried(compressor: Compressor, step: Reading) -> EncodeTime:
         exchange = exchange_of(compressor, tensors, ranks)
-        return time_beside(network, compute, exchange, carrier.bucket_bytes, ranks, step.seconds)
+        return unpredicted_time(network, compute, exchange, carrier.bucket_bytes, ranks, step.seconds)
 
     readings[f"step with {carrier.title}"] = step = halves(slowest(dense))
     encode = {UNCOMPRESSED: of_carried(NoCompression(), step)}
-    for one in specs:
-        spec = str(one)
+    for compressor in specs:
+        spec = str(compressor)
         if spec not in times:
             continue
-        exchange = exchange_of(one, tensors, ranks, levels.ranks_per_node)
+        exchange = exchange_of(compressor, tensors, ranks, levels.ranks_per_node)
         if exchange.overlapped:
             readings[f"step of {spec}"] = step = halves(slowest(times[spec]))
-            encode[spec] = of_carried(one, step)
+            encode[spec] = of_carried(compressor, step)
             continue
         show(f"decoding of {spec}")
         readings[f"step without payload of {spec}"] = step = halves(slowest(times[spec]))
-        # What the ranks wait for each other between the rounds is in it.
-        beyond_it = step.seconds - whole - engine - latency_s(exchange, network, ranks)
-        encode[spec] = encode_time(one, plain, exchange, beyond_it, carrier.ranks)
+        # This includes the ranks' waiting for each other between the rounds.
+        encoding_s = step.seconds - whole - engine - latency_s(exchange, network, ranks)
+        encode[spec] = encode_time(compressor, plain, exchange, encoding_s, carrier.ranks)
     compute = replace(compute, encode=encode)
     hides, source = None, "taken as 1: nothing was measured that can be sent in the backward pass"
     if trial is not None:
         at_end, early = (halves(slowest(times[name])) for name in (AT_END, EARLY))
-        readings |= {f"step of {trial.compressor} {name}": one for name, one in ((AT_END, at_end), (EARLY, early))}
+        readings |= {f"step of {trial.compressor} {AT_END}": at_end, f"step of {trial.compressor} {EARLY}": early}
         hides, source = trial.hidden_share(network, replace(compute, ready=ready), tensors, at_end, early)
     facts = ModelFacts(
         tuple(tensors),
@@ -149,21 +154,20 @@ def probe_model(
     return ModelProbe(facts, readings)
 
 
-def time_beside(
+def unpredicted_time(
     network: Network, compute: Compute, exchange: Exchange, bucket_bytes: float, ranks: int, step_s: float
 ) -> EncodeTime:
-    """What a measured step in which the carrier sends gradients or casts takes beside all that is predicted.
+    """The unpredicted time of a measured step with the carrier's own exchange of gradients or casts.
 
-    Each cast has its own, dense gradients too. What ranks take from each other that compute and exchange at once grows
-    with the bytes: if a cast that sends half of them was charged with all that dense gradients take, it would seem
-    slower than it is.
+    Each cast has a time of its own, and so have dense gradients. Ranks that compute and exchange at once slow each
+    other down, the more the more bytes they send: with the time of dense gradients, a cast would seem too slow.
 
     Args:
-        exchange: that the carrier makes itself.
+        exchange: the carrier's own.
         step_s: as measured.
     """
-    known = predict(network, compute, exchange, bucket_bytes, Setting(ranks))
-    return EncodeTime(max(0.0, step_s - float(known.total)), source=SOURCE)
+    predicted = predict(network, compute, exchange, bucket_bytes, Setting(ranks))
+    return EncodeTime(max(0.0, step_s - float(predicted.total)), source=SOURCE)
 
 
 def _ways(
@@ -201,7 +205,7 @@ def _ways(
 
 
 def _through(engine: Engine, workload: Workload) -> Callable[[], None]:
-    """What hvdcomp's engine does in a step."""
+    """A function that makes hvdcomp's exchange in a step."""
 
     def exchange() -> None:
         engine.begin()

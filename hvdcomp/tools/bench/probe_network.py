@@ -1,9 +1,9 @@
-"""What collectives cost here, measured through the library that carries gradients, by all ranks at once. PyTorch.
+"""The costs of collectives, measured with the library that carries gradients, by all ranks together. PyTorch.
 
-Where there are two levels, the groups of each exchange at the same time, and share links as they do in training.
+In two levels, the groups of a level exchange at the same time, and share links as they do in training.
 
 Each size is measured in two passes over all sizes, so that a disturbance shows as a difference between the passes.
-Where it does, there are two more, and the median sees little of it.
+Sizes with such a difference get two more passes, and the median then hardly depends on the disturbance.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from hvdcomp.tools.bench.levels import Levels
 from hvdcomp.tools.bench.marks import wait_for
 
 Show = Callable[[str], None]
-Kind = tuple[str, str]  # of a collective, and among whom
+Kind = tuple[str, str]  # of a collective, and its group of ranks
 
 IN_LEVELS: tuple[Kind, ...] = (
     *((kind, "node") for kind in ("allreduce", "allgather", "reducescatter")),
     *((kind, "across") for kind in ("allreduce", "allgather", "alltoall")),
 )
-"""What is measured of two levels; others are predicted from these."""
+"""The collectives that are measured in two levels; the costs of others are predicted from these."""
 
 _PASSES = 2
 _TINY = 64  # bytes
@@ -40,21 +40,22 @@ _LEAST = 1 << 18  # bytes up to which every calibration goes
 _GROWTH = 4
 _COMPARED = 2  # number of the largest sizes at which element types and fusion are compared
 _FUSED_PARTS = 16
-_SMALL_SHARE = 0.5  # of sizes, that are too small to take any time
+_SMALL_SHARE = 0.5  # of all sizes, which are too small to take any time
 _IN_WORDS = {"all": "", "node": " within nodes", "across": " between nodes"}
 _FITTED = {"allreduce": "ring", "allgather": "ring", "alltoall": "pairwise", "reducescatter": "ring"}
 _FEWEST, _MOST = 3, 20  # samples of a size in a pass
-_SHORTEST_S, _LONGEST_S = 0.05, 1.5  # bounds of what a size may take; the bandwidth says the rest
-_RUNS = (2 + _FEWEST) * _PASSES * _GROWTH / (_GROWTH - 1)  # of the largest size, that all sizes of a kind take at least
+_SHORTEST_S, _LONGEST_S = 0.05, 1.5  # bounds of the time of a size; times of larger sizes follow from the bandwidth
+# The fewest samples of all sizes of a kind take as long as this many collectives of the largest size.
+_RUNS = (2 + _FEWEST) * _PASSES * _GROWTH / (_GROWTH - 1)
 
 
 @dataclass(frozen=True)
 class NetworkProbe:
-    """What was measured.
+    """The results of the network's measurement.
 
     Attributes:
-        network: as the performance model takes it.
-        readings: every time that went into it, by what it is.
+        network: the costs for the performance model.
+        readings: all times from which they were computed, by name.
     """
 
     network: Network
@@ -64,18 +65,18 @@ class NetworkProbe:
 def probe_network(
     largest: Mapping[Kind, int], carrier: Carrier, levels: Levels, device: torch.device, seconds: float, show: Show
 ) -> NetworkProbe:
-    """Measures each kind of collective by size, the adding up of float16, and the fusion of several tensors.
+    """Measures each kind of collective by size, the reduction of float16, and the fusion of several tensors.
 
-    To be called on every rank, with the same arguments.
+    Every rank must call it, with the same arguments.
 
     Args:
-        largest: by kind, in the order in which they are to be measured, the bytes that a rank hands to the largest one
-            that matters: each kind among all ranks, and `IN_LEVELS` where there are two levels.
+        largest: by kind, in the order of measurement, the bytes that a rank sends in the largest collective that is
+            needed: each kind among all ranks, and `IN_LEVELS` in two levels.
         carrier: of the gradients.
         levels: of the ranks.
-        device: where what is sent lies.
-        seconds: about how long to take.
-        show: called with what comes next.
+        device: of the arrays that are sent.
+        seconds: approximate duration.
+        show: called with the name of the next measurement.
     """
     sizes = {kind: _sizes(most) for kind, most in largest.items()}
     fuses = carrier.fused_allreduce is not None
@@ -84,15 +85,15 @@ def probe_network(
     longest = min(_LONGEST_S, max(_SHORTEST_S, seconds / (len(sizes) + len(alike)) / _RUNS))
     measuring = _Measuring(carrier, levels, device, seconds / number, longest, show)
     costs: dict[Kind, CollectiveCost] = {}
-    for (kind, among), wanted in sizes.items():
-        times = measuring.by_size((kind,), wanted, among)[kind]
+    for (kind, among), wanted_sizes in sizes.items():
+        times = measuring.by_size((kind,), wanted_sizes, among)[kind]
         if (kind, among) == ("allreduce", "all"):
             compared = [size for size in times if size >= _LEAST][-_COMPARED:]
         ranks = levels.ranks.part(among).world_size
-        handed = [_handed(kind, size, ranks) for size in times]
-        cost = fit_collective(kind, _FITTED[kind], ranks, handed, list(times.values()), carrier.start_s)
+        payloads = [_handed(kind, size, ranks) for size in times]
+        cost = fit_collective(kind, _FITTED[kind], ranks, payloads, list(times.values()), carrier.start_s)
         costs[kind, among] = cost
-    # In turns, as it is their differences that count.
+    # They take turns, because their differences matter.
     plain, half, *fused = (list(times.values()) for times in measuring.by_size(alike, compared).values())
     traffic = [float(ALGORITHMS["allreduce"]["ring"](size, float(carrier.ranks.size)).bytes) for size in compared]
     float16 = extra_per_byte(traffic, half, plain)
@@ -108,7 +109,7 @@ def probe_network(
 
 
 def _sizes(most: int) -> list[int]:
-    """Those to measure of a kind of collective, up to about `most` bytes."""
+    """The sizes to measure of a kind of collective, up to about `most` bytes."""
     sizes = [_TINY, _SMALLEST]
     while sizes[-1] < max(most, _LEAST):
         sizes.append(sizes[-1] * _GROWTH)
@@ -116,25 +117,25 @@ def _sizes(most: int) -> list[int]:
 
 
 def _network(costs: Mapping[Kind, CollectiveCost], ranks_per_node: int | None) -> Network:
-    def known(of: str) -> dict[str, Any]:
-        return {kind: cost for (kind, among), cost in costs.items() if among == of}
+    def costs_among(group: str) -> dict[str, Any]:
+        return {kind: cost for (kind, among), cost in costs.items() if among == group}
 
     if ranks_per_node is None:
-        return Network(**known("all"))
-    levels = LevelCosts(ranks_per_node, Among(**known("node")), Among(**known("across")))
-    return Network(**known("all"), levels=levels)
+        return Network(**costs_among("all"))
+    levels = LevelCosts(ranks_per_node, Among(**costs_among("node")), Among(**costs_among("across")))
+    return Network(**costs_among("all"), levels=levels)
 
 
 class _Measuring:
-    """Times collectives, by kind and size, and keeps what was measured.
+    """Times collectives, by kind and size, and keeps the readings.
 
     Args:
-        carrier: whose collectives they are.
+        carrier: of the collectives.
         levels: of the ranks.
-        device: where what is sent lies.
-        seconds: for each kind and size, in the mean.
-        longest: seconds of a collective; sizes that would take longer are left out, but for the first few.
-        show: called with what comes next.
+        device: of the arrays that are sent.
+        seconds: mean duration for each kind and size.
+        longest: seconds of a collective; sizes that would take longer are left out, except the smallest.
+        show: called with the name of the next measurement.
     """
 
     def __init__(
@@ -151,25 +152,25 @@ class _Measuring:
     def by_size(
         self, kinds: Sequence[str], sizes: list[int], among: str = "all"
     ) -> dict[str, dict[int, float]]:
-        """Seconds by bytes, of each kind; after a size that takes long, the larger ones are left out."""
+        """Seconds by bytes, of each kind; after a size that takes long, larger sizes are left out."""
 
         def words(kind: str, size: int) -> str:
             return f"{kind} of {_in_words(size)}{_IN_WORDS[among]}"
 
         samples: dict[tuple[str, int], list[list[float]]] = {}
-        kept = list(sizes)
+        kept_sizes = list(sizes)
         for number in range(_PASSES):
-            for size in list(kept):
+            for size in list(kept_sizes):
                 slow = False
                 for kind in kinds:
                     self._show(f"{words(kind, size)}, pass {number + 1} of {_PASSES}")
-                    taken, first = self._sample(kind, size, among)
-                    samples.setdefault((kind, size), []).append(taken)
+                    seconds, first = self._sample(kind, size, among)
+                    samples.setdefault((kind, size), []).append(seconds)
                     slow = slow or (size >= _LEAST and first * _GROWTH > self._longest)
                 if slow:
-                    kept = kept[: kept.index(size) + 1]
+                    kept_sizes = kept_sizes[: kept_sizes.index(size) + 1]
                     break
-        disturbed = [size for size in kept if any(reading(samples[kind, size]).noisy for kind in kinds)]
+        disturbed = [size for size in kept_sizes if any(reading(samples[kind, size]).noisy for kind in kinds)]
         for _ in range(_PASSES):
             for size in disturbed:
                 for kind in kinds:
@@ -177,13 +178,13 @@ class _Measuring:
                     samples[kind, size].append(self._sample(kind, size, among)[0])
         times: dict[str, dict[int, float]] = {kind: {} for kind in kinds}
         for (kind, size), passes in samples.items():
-            if size in kept:
-                self.readings[words(kind, size)] = one = reading(passes)
-                times[kind][size] = one.seconds
+            if size in kept_sizes:
+                self.readings[words(kind, size)] = result = reading(passes)
+                times[kind][size] = result.seconds
         return times
 
     def _sample(self, kind: str, size: int, among: str) -> tuple[list[float], float]:
-        """Seconds of several collectives, each the mean of all ranks, and of one before them."""
+        """Seconds of several collectives, each the mean of all ranks, and seconds of one collective before them."""
         carry_out = self._collective(self._ranks.part(among), kind, size)
         carry_out()  # Horovod negotiates a new name
         first = self._agreed([self._timed(carry_out)])[0]
@@ -196,21 +197,21 @@ class _Measuring:
         Args:
             ranks: the communicator.
             kind: one of `ALGORITHMS`; or an allreduce of "float32", of "float16", or of several tensors, "fused".
-            size: bytes that a rank hands over, about.
+            size: approximate bytes that a rank sends.
         """
         name = f"hvdcomp.calibrate.{kind}.{size}"
-        handed = _handed(kind, size, ranks.world_size)
+        payload = _handed(kind, size, ranks.world_size)
         if kind == "fused":
             fused_allreduce = self._carrier.fused_allreduce
             assert fused_allreduce is not None
             parts = [torch.zeros(size // 4 // _FUSED_PARTS, device=self._device) for _ in range(_FUSED_PARTS)]
             return lambda: fused_allreduce(parts, name)
         if kind in ("allgather", "alltoall"):
-            sent = torch.zeros(handed, dtype=torch.uint8, device=self._device)
+            sent = torch.zeros(payload, dtype=torch.uint8, device=self._device)
             start = getattr(ranks, f"start_{kind}")
             return lambda: ranks.wait(start(sent, name))
         dtype, width = (torch.float16, 2) if kind == "float16" else (torch.float32, 4)
-        reduced = torch.zeros(handed // width, dtype=dtype, device=self._device)
+        reduced = torch.zeros(payload // width, dtype=dtype, device=self._device)
         start = ranks.start_reducescatter if kind == "reducescatter" else ranks.start_allreduce
         return lambda: ranks.wait(start(reduced, "mean", name))
 
@@ -222,13 +223,12 @@ class _Measuring:
         return time.perf_counter() - begin
 
     def _agreed(self, seconds: list[float]) -> list[float]:
-        """The means of all ranks: the same on each, so that all decide alike."""
+        """The means of all ranks: equal on each rank, so that all ranks decide alike."""
         return (self._carrier.ranks.sum(np.array(seconds), "agreed") / self._carrier.ranks.size).tolist()
 
 
 def _handed(kind: str, size: int, ranks: int) -> int:
-    """The bytes that a rank really hands over: an alltoall and a reduce-scatter need as many for each rank, of whole
-    float32."""
+    """The exact bytes that a rank sends: an alltoall and a reduce-scatter need equally many float32 for each rank."""
     rows = 4 * ranks if kind in ("alltoall", "reducescatter") else 1
     return max(1, size // rows) * rows
 

@@ -1,5 +1,5 @@
-"""How much of what sending in the backward pass could save, it really saves here: one compressor, through the binding,
-with overlap and without."""
+"""The share of the possible saving by sending in the backward pass that a real training gets, measured with one
+compressor, with overlap and without."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from hvdcomp.tools.bench.workload import Workload
 
 EARLY, AT_END = "sent in the backward pass", "sent at its end"
 _FEWEST_BUCKETS = 3  # of a model, so that small ones have buckets that start early too
-_LEAST_SAVED = 0.02  # of a step: of less than this, or than its repetitions differ, nobody could measure a share
+_LEAST_SAVED = 0.02  # of a step: a share of a smaller saving, or of one within the noise, cannot be measured
 
 
 @dataclass(frozen=True)
 class OverlapTrial:
-    """What is trained in both ways.
+    """The training that is made in both ways.
 
     Attributes:
         compressor: of both.
-        early_bytes: of gradients, the least that a bucket holds that starts in the backward pass.
-        ranks: how many train.
+        early_bytes: the smallest bucket of gradients, in bytes, that is sent in the backward pass.
+        ranks: number of ranks.
     """
 
     compressor: Compressor
@@ -36,7 +36,7 @@ class OverlapTrial:
     ranks: int
 
     def distributed(self, way: str, workload: Workload, carrier: Carrier, seed: int) -> Distributed:
-        """The training of one way, `EARLY` or `AT_END`.
+        """The training in one way, `EARLY` or `AT_END`.
 
         Args:
             seed: of the compressor.
@@ -52,28 +52,27 @@ class OverlapTrial:
         at_end: Reading,
         early: Reading,
     ) -> tuple[float | None, str]:
-        """`Compute.hides`, or None if it cannot be told here; and why it is that.
+        """`Compute.hides`, or None if it cannot be measured here; and the reason in words.
 
         Args:
             network, compute: as measured, with the compressor's encode time, and the moment of each gradient.
             tensors: of the model.
-            at_end, early: steps of both ways, as measured.
+            at_end, early: measured steps of both ways.
         """
         exchange = exchange_of(self.compressor, tensors, self.ranks)
         encode, setting = compute.encode[str(self.compressor)], Setting(self.ranks)
-        known = (network, replace(compute, hides=1.0), exchange, float(self.early_bytes), setting, encode)
-        whole, least = (float(predict(*known, one).total) for one in (None, float(self.early_bytes)))
-        could = whole - least
-        what = f"{self.compressor} in buckets of {self.early_bytes:,} bytes could save {1e3 * could:.2f} ms"
-        if could < max(_LEAST_SAVED, at_end.spread, early.spread) * whole:
-            return None, f"taken as 1, as it cannot be told: {what} of {1e3 * whole:.2f} ms"
+        setup = (network, replace(compute, hides=1.0), exchange, float(self.early_bytes), setting, encode)
+        whole, least = (float(predict(*setup, early_bytes).total) for early_bytes in (None, float(self.early_bytes)))
+        saving = whole - least
+        saved = f"{self.compressor} in buckets of {self.early_bytes:,} bytes could save {1e3 * saving:.2f} ms"
+        if saving < max(_LEAST_SAVED, at_end.spread, early.spread) * whole:
+            return None, f"taken as 1, as it cannot be told: {saved} of {1e3 * whole:.2f} ms"
         times = f"{1e3 * at_end.seconds:.2f} ms a step without overlap, {1e3 * early.seconds:.2f} ms with it"
-        return min(max((at_end.seconds - early.seconds) / could, 0.0), 1.0), f"measured: {what}; {times}"
+        return min(max((at_end.seconds - early.seconds) / saving, 0.0), 1.0), f"measured: {saved}; {times}"
 
 
 def trial_of(specs: Sequence[Compressor], tensors: Sequence[TensorInfo], carrier: Carrier) -> OverlapTrial | None:
-    """The compressor that sends most, of those whose buckets can start in the backward pass and that exchange in one
-    level; None if there is none."""
+    """A trial of the compressor that sends most, of the compressors in one level with buckets; None without any."""
     ranks = carrier.ranks.size
     sent = {
         spec: exchange.bytes
@@ -87,4 +86,4 @@ def trial_of(specs: Sequence[Compressor], tensors: Sequence[TensorInfo], carrier
     whole = sum(4 * tensor.size for tensor in tensors)
     least = carrier.early_bytes if carrier.own_buckets else 1
     early_bytes = max(least, min(BUCKET_BYTES, whole // _FEWEST_BUCKETS))
-    return OverlapTrial(max(sent, key=lambda one: sent[one]), early_bytes, ranks)
+    return OverlapTrial(max(sent, key=lambda spec: sent[spec]), early_bytes, ranks)

@@ -15,7 +15,7 @@ from hvdcomp.tools.bench.workload import Workload, in_turn, turn_of
 from hvdcomp.tools.train.ranks import Ranks
 
 FORWARD, BACKWARD, EXCHANGE, OPTIMIZER = range(4)
-"""Parts of a step. The exchange is what is left of it when the last gradient is there."""
+"""Parts of a step. EXCHANGE is the exchange's time after the last gradient was computed."""
 
 Show = Callable[[str], None]
 
@@ -27,9 +27,9 @@ class Training:
     """A model trained in one way, step by step.
 
     Args:
-        workload: what is trained.
-        distributed: how its gradients are exchanged.
-        after: what happens between exchange and step.
+        workload: the model and its loss.
+        distributed: exchanges the gradients.
+        after: called between the exchange and the optimizer's step.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Training:
         self._skips = getattr(distributed.optimizer, "skip_synchronize", None)
 
     def step(self) -> list[Any]:
-        """Makes a step; returns the marks before and after its four parts. It does not wait for a device."""
+        """Makes a step, and returns the marks before and after its four parts, without waiting for a device."""
         optimizer, device = self._distributed.optimizer, self.workload.device
         marks = [mark(device)]
         optimizer.zero_grad()
@@ -68,9 +68,10 @@ def parts_of(marks: Sequence[Any]) -> list[float]:
 
 
 def _when_computed(loss: torch.Tensor, device: torch.device) -> list[Any]:
-    """A list that gets the mark at which the backward pass has computed its last gradient.
+    """A list to which the mark at the end of the backward pass's computation is appended.
 
-    PyTorch calls what was asked for first, and DistributedDataParallel, which then waits for its exchange, asks later.
+    PyTorch calls callbacks in the order of registration, and DistributedDataParallel, which waits for its exchange in
+    one, registers it later.
     """
     moments: list[Any] = []
     engine: Any = torch.autograd.Variable._execution_engine
@@ -99,32 +100,33 @@ def take_turns(
         for name in in_turn(list(ways), number):
             settling, block = turn_of(step_s[name])
             ranks.barrier()
-            # None between the steps: ranks that share a core would wait in it for what they take from each other.
+            # No barrier between the steps: ranks that share a core slow each other down, and would wait in it.
             for _ in range(settling):
                 ways[name].step()
             samples[name] += map(parts_of, [ways[name].step() for _ in range(block)])
         beside()
-    return {name: everywhere(np.array(taken), ranks) for name, taken in samples.items()}
+    return {name: everywhere(np.array(steps), ranks) for name, steps in samples.items()}
 
 
 def everywhere(values: np.ndarray, ranks: Ranks) -> np.ndarray:
-    """An array of each rank, by rank."""
+    """The arrays of all ranks, stacked by rank."""
     return np.stack(ranks.gather(values, "measured"))
 
 
 def slowest(times: np.ndarray) -> list[float]:
-    """Of each step, the seconds of the slowest rank: ranks wait for each other in every step."""
+    """The seconds of the slowest rank in each step: ranks wait for each other in every step."""
     return times.sum(axis=2).max(axis=0).tolist()
 
 
 def mean(times: np.ndarray, part: int) -> list[float]:
-    """Of each step, the seconds of a part, the mean of all ranks."""
+    """The mean seconds of all ranks for a part, in each step."""
     return times[:, :, part].mean(axis=0).tolist()
 
 
 def ready_moments(training: Training, ranks: Ranks) -> Ready:
-    """When which share of the gradients is there, of the ranks' mean; see `Compute.ready`."""
-    parameters = {name: one for name, one in training.workload.model.named_parameters() if one.requires_grad}
+    """The times at which shares of the gradients are computed, as means of all ranks; see `Compute.ready`."""
+    named = training.workload.model.named_parameters()
+    parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
     moments: dict[str, list[Any]] = {name: [] for name in parameters}
     device = training.workload.device
     handles = [
@@ -135,7 +137,7 @@ def ready_moments(training: Training, ranks: Ranks) -> Ready:
     for _ in range(_READY_STEPS):
         ranks.barrier()
         _, begins, ends, *_ = training.step()
-        last = {name: places[-1] if places else ends for name, places in moments.items()}
+        last = {name: marks[-1] if marks else ends for name, marks in moments.items()}
         backward = seconds_between(begins, ends)
         shares.append([seconds_between(begins, last[name]) / backward for name in parameters])
     for handle in handles:
@@ -144,12 +146,12 @@ def ready_moments(training: Training, ranks: Ranks) -> Ready:
 
 
 def ready_of(shares: np.ndarray, parameters: Sequence[torch.Tensor], ranks: Ranks) -> Ready:
-    """When which share of the gradients is there, of the ranks' mean; see `Compute.ready`.
+    """The times at which shares of the gradients are computed, as means of all ranks; see `Compute.ready`.
 
     Args:
-        shares: of the backward pass, after which a gradient is there, (steps, parameters).
+        shares: of the backward pass, after which a gradient is computed, (steps, parameters).
     """
-    # The middle of the steps on each rank, then of the ranks.
+    # The median of the steps on each rank, then the mean of the ranks.
     times = np.median(everywhere(shares, ranks), axis=1).mean(axis=0)
     sizes = np.array([parameter.numel() * parameter.element_size() for parameter in parameters], float)
     order = [place for place in np.argsort(times, kind="stable") if sizes[place]]

@@ -1,8 +1,8 @@
-"""Profile of a training that somebody else wrote: what its steps take, what each method would make of them. PyTorch.
+"""Profile of a user's training: the time of its steps, and their predicted time with each method. PyTorch.
 
-The training's own steps say what computing takes, and when which gradient is there. Then all ranks stop in the same
-step, and measure the network, and what each method's encoding and decoding takes, on copies of the gradients of that
-step. Nothing in the training changes.
+The training's own steps show the time of computing, and of each gradient. Then all ranks stop in the same step, and
+measure the network, and the time of each method's encoding and decoding, on copies of the gradients of that step.
+Nothing in the training changes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hvdcomp.tools.bench.fit import Reading, halves
 from hvdcomp.tools.bench.marks import wait_for
 from hvdcomp.tools.bench.no_payload import NoPayload
 from hvdcomp.tools.bench.probe_encode import encode_time, gradients, latency_s
-from hvdcomp.tools.bench.probe_model import time_beside
+from hvdcomp.tools.bench.probe_model import unpredicted_time
 from hvdcomp.tools.bench.probe_steps import everywhere, mean, ready_of, slowest
 from hvdcomp.tools.bench.watched import BACKWARD, FORWARD, OPTIMIZER, Watched
 from hvdcomp.tools.bench.workload import Workload
@@ -46,10 +46,10 @@ class Profiled:
     """A profile.
 
     Attributes:
-        calibrated: what `hvdcomp advise` takes, with the readings that are too noisy.
-        step: of the training, as it is; the slowest rank's.
-        waits: seconds of a step in which nothing is computed, as gradients are still on their way.
-        tried: seconds of an exchange of all gradients after the backward pass, by spec: what was carried out here.
+        calibrated: the calibration for `hvdcomp advise`, with the readings that are too noisy.
+        step: of the training without hvdcomp, of the slowest rank.
+        waits: seconds of a step in which ranks only wait for gradients.
+        tried: measured seconds of an exchange of all gradients after the backward pass, by spec.
     """
 
     calibrated: Calibrated
@@ -67,15 +67,15 @@ def profile(
     seconds: float,
     show: Show = lambda _: None,
 ) -> Profiled:
-    """Measures what the training does not show. To be called on every rank, two or more, in the same step.
+    """Measures the network and the methods. Every rank, of two or more, must call it in the same step.
 
     Args:
-        watched: what was seen of the training's steps on this rank.
+        watched: the times of the training's steps on this rank.
         carrier: of the gradients.
-        compressors: whose encoding to time.
+        compressors: to time.
         name: of the calibration.
-        seconds: about how long to measure.
-        show: called with what comes next.
+        seconds: approximate duration.
+        show: called with the name of the next measurement.
 
     Raises:
         SpecError: for a compressor in two levels, where there are none.
@@ -87,7 +87,7 @@ def profile(
     probe = network_for([tensors], compressors, carrier, levels, device, _NETWORK_SHARE * seconds, show)
     parts = everywhere(watched.parts, ranks)  # (ranks, steps, parts)
     step = halves(slowest(parts))
-    # Ranks wait for the slowest in every step, whatever they send: that is no part of the exchange.
+    # Ranks wait for the slowest rank in every step, whatever they send: this waiting is no part of the exchange.
     computing = halves(slowest(parts[:, :, [FORWARD, BACKWARD, OPTIMIZER]]))
     means = [float(np.median(mean(parts, part))) for part in (FORWARD, BACKWARD, OPTIMIZER)]
     forward, backward, optimizer = (computing.seconds * part / sum(means) for part in means)
@@ -95,27 +95,27 @@ def profile(
     compute = Compute(
         backward_s=backward,
         forward_s=forward,
-        gamma=1.0,  # what dense gradients, which travelled meanwhile, took from the backward pass is in it
+        gamma=1.0,  # backward_s includes the slowdown by dense gradients sent meanwhile
         batch_size=None,
         optimizer_s=optimizer,
         ready=carrier.sent_together(ready, sum(4.0 * tensor.size for tensor in tensors)),
     )
     dense = exchange_of(NoCompression(), tensors, ranks.size)
-    beside = time_beside(probe.network, compute, dense, carrier.bucket_bytes, ranks.size, step.seconds)
-    encode = {UNCOMPRESSED: replace(beside, source=SOURCE)}
+    overhead = unpredicted_time(probe.network, compute, dense, carrier.bucket_bytes, ranks.size, step.seconds)
+    encode = {UNCOMPRESSED: replace(overhead, source=SOURCE)}
     readings = {"step of the training": step, "computing of a step": computing}
-    each = (1 - _NETWORK_SHARE) * seconds / max(1, len(compressors) + _TRIED)
+    seconds_each = (1 - _NETWORK_SHARE) * seconds / max(1, len(compressors) + _TRIED)
     for compressor in compressors:
         spec = str(compressor)
         engine = Engine(NoPayload(spec, levels.ranks), tensors, compressor)
         if engine.passthrough:
-            continue  # the library sends it itself, and what the cast takes shows only in another training
+            continue  # the library sends it itself, and the time of the cast shows only in another training
         show(f"encoding and decoding of {spec}")
-        taken = _exchanges(engine, workload, carrier, each)
-        readings[f"exchange without payload of {spec}"] = taken
-        exchange_of_it = exchange_of(compressor, tensors, ranks.size, levels.ranks_per_node)
-        beyond = taken.seconds - latency_s(exchange_of_it, probe.network, ranks.size)
-        encode[spec] = replace(encode_time(compressor, workload, exchange_of_it, beyond, ranks), source=SOURCE)
+        reading = _exchanges(engine, workload, carrier, seconds_each)
+        readings[f"exchange without payload of {spec}"] = reading
+        its_exchange = exchange_of(compressor, tensors, ranks.size, levels.ranks_per_node)
+        encoding_s = reading.seconds - latency_s(its_exchange, probe.network, ranks.size)
+        encode[spec] = replace(encode_time(compressor, workload, its_exchange, encoding_s, ranks), source=SOURCE)
     facts = ModelFacts(
         tuple(tensors),
         replace(compute, encode=encode),
@@ -124,36 +124,37 @@ def profile(
         sources={"hides": "taken as 1: no method was trained with"},
         estimated=("hides",),
     )
-    made = put_together(name, SOURCE, probe, {MODEL: facts}, readings, carrier, device)
-    adviser = Adviser(made.calibration)
+    calibrated = put_together(name, SOURCE, probe, {MODEL: facts}, readings, carrier, device)
+    adviser = Adviser(calibrated.calibration)
     by_time = sorted(adviser.advise(Setting(ranks.size)).methods.values(), key=lambda method: method.step_s)
     compressed = [method.spec for method in by_time if not method.exchange.overlapped][:_TRIED]
     show("exchanges of dense gradients")
-    tried = {UNCOMPRESSED: _dense(workload, carrier, levels.ranks, each)}
+    tried = {UNCOMPRESSED: _dense(workload, carrier, levels.ranks, seconds_each)}
     for spec in ranks.broadcast(compressed, "tried"):
         show(f"exchanges of {spec}")
-        tried[spec] = _exchanges(Engine(levels.ranks, tensors, adviser.compressors[spec]), workload, carrier, each)
-    return Profiled(made, step, max(0.0, step.seconds - computing.seconds), tried)
+        engine = Engine(levels.ranks, tensors, adviser.compressors[spec])
+        tried[spec] = _exchanges(engine, workload, carrier, seconds_each)
+    return Profiled(calibrated, step, max(0.0, step.seconds - computing.seconds), tried)
 
 
 def _exchanges(engine: Engine, workload: Workload, carrier: Carrier, seconds: float) -> Reading:
     """Seconds of a step of an engine, of the slowest rank, on copies of the training's gradients."""
-    given = gradients(workload)
-    taking = {name: gradient.clone() for name, gradient in given.items()}
+    originals = gradients(workload)
+    copies = {name: gradient.clone() for name, gradient in originals.items()}
 
     def exchange() -> None:
         engine.begin()
-        engine.step(taking, in_place=True)
+        engine.step(copies, in_place=True)
 
     def renew() -> None:
-        for name, gradient in given.items():
-            taking[name].copy_(gradient)
+        for name, gradient in originals.items():
+            copies[name].copy_(gradient)
 
     return _timed(exchange, renew, workload.device, carrier, seconds)
 
 
 def _dense(workload: Workload, carrier: Carrier, ranks: Communicator, seconds: float) -> Reading:
-    """The same for the gradients as they are, in one piece."""
+    """Seconds of an allreduce of all gradients without compression, in one array, of the slowest rank."""
     flat = torch.cat([gradient.flatten().float() for gradient in gradients(workload).values()])
 
     def exchange() -> None:
@@ -176,8 +177,8 @@ def _timed(
         wait_for(device)
         return time.perf_counter() - begin
 
-    once()  # states are made, and kernels compiled
+    once()  # makes states, and compiles kernels
     first = float(everywhere(np.array(once()), ranks).max())
     count = int(min(_MOST, max(_FEWEST, seconds / max(first, 1e-6))))
-    taken = everywhere(np.array([once() for _ in range(count)]), ranks)
-    return halves(taken.max(axis=0).tolist())
+    times = everywhere(np.array([once() for _ in range(count)]), ranks)
+    return halves(times.max(axis=0).tolist())

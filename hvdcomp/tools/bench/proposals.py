@@ -1,4 +1,4 @@
-"""What `auto` would have chosen by itself where steps were measured, beside the fastest of all that was measured."""
+"""The choices that `auto` would have made by itself, compared with the fastest measured method."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdcomp.tools.bench.places import place_of
 
 
 def choices_of(run: dict[str, Any], losses: Sequence[float], optimizer: str | None) -> Iterator[dict[str, Any]]:
-    """A row for each accepted excess of the loss, from what the ranks of one place wrote.
+    """A row for each accepted excess of the loss, from the results of one place.
 
     Args:
         run: of one model on one cluster, as in the JSON of `hvdcomp bench steps`.
@@ -21,13 +21,13 @@ def choices_of(run: dict[str, Any], losses: Sequence[float], optimizer: str | No
         optimizer: as of `hvdcomp.perfmodel.Asked`.
 
     Yields:
-        hosts, rate, model, loss: what was asked.
-        chosen: the fastest by the model among dense, fp16 and the proposals, which `auto` begins with.
+        hosts, rate, model, loss: the setting.
+        chosen: the predicted fastest of dense, fp16 and the proposals, with which `auto` begins.
         chosen_ms: as measured.
-        fastest_allowed: of the same, the fastest as measured, at which its trials are to end.
-        fastest, fastest_ms: of all that was measured.
-        behind_percent: how much longer a step takes with `chosen` than with `fastest`.
-        fastest_lost_percent: what the fastest lost at worst; empty where nothing was measured.
+        fastest_allowed: the measured fastest of the same candidates, at which the trials of `auto` should end.
+        fastest, fastest_ms: of all measured methods.
+        behind_percent: the longer time of a step with `chosen` than with `fastest`.
+        fastest_lost_percent: the largest measured loss of `fastest`; None without a measurement.
     """
     rows = compare(run)
     fastest = min(rows, key=lambda row: row.measured_ms)
@@ -52,12 +52,12 @@ def choices_of(run: dict[str, Any], losses: Sequence[float], optimizer: str | No
 
 
 def _offered(rows: Sequence[Row], asked: Asked) -> list[Row]:
-    """The rows that `auto` would have had for candidates, as far as they were measured: mixtures were not."""
+    """The rows of the candidates of `auto`, as far as they were measured: mixtures were not."""
     free = [row for row in rows if row.spec in STOCK_SPECS.values()]
     seconds = {row.spec: row.predicted_ms / 1000 for row in sorted(rows, key=lambda row: -row.predicted_ms)}
 
     def seconds_of(compressor: Compressor) -> float | None:
         return seconds.get(str(compressor))
 
-    found = propose(asked, [], seconds_of, min(seconds[row.spec] for row in free))
-    return [*free, *(row for row in rows if row.spec in found.specs)]
+    proposals = propose(asked, [], seconds_of, min(seconds[row.spec] for row in free))
+    return [*free, *(row for row in rows if row.spec in proposals.specs)]

@@ -1,4 +1,4 @@
-"""Runs of the emulated cluster in which calibration and steps are measured: one for each kind of cluster and rate."""
+"""Calibrates and measures steps on the emulated cluster, in one run for each setting."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from hvdcomp.tools.bench.cluster import Cluster, ClusterError
 from hvdcomp.tools.bench.places import Hosts, Place, place_of
 
 _WORKER = "hvdcomp.tools.bench.compare_worker"
-_PROGRESS = "PROGRESS "  # the beginning of its lines of progress
-_STARTED_FOR = {"horovod": "horovod", "ddp": "torch"}  # by backend, how a cluster starts its ranks
-_FIRST_LINES, _LAST_LINES = 30, 15  # of what a failed run said: the first rank to fail speaks first
+_PROGRESS = "PROGRESS "  # prefix of the worker's lines of progress
+_STARTED_FOR = {"horovod": "horovod", "ddp": "torch"}  # by backend, the cluster's way to start ranks
+_FIRST_LINES, _LAST_LINES = 30, 15  # of a failed run's output; the rank that fails first writes first
 
 
 class StepsError(Exception):
-    """Steps cannot be measured as asked; the message says why and what to do."""
+    """The requested steps cannot be measured; the message says why, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class Options:
 
     Attributes:
         models, compressors: names and specs.
-        overlap: "on" for compressors as they are by themselves, "off" for none that sends before the end of the
-            backward pass, "both" for each in both ways.
+        overlap: "on" for compressors with their default overlap, "off" for sending at the end of the backward pass,
+            "both" for each compressor in both ways.
         batch_size: of one rank.
-        seconds: for calibrating each model, about; all else takes a multiple of it.
+        seconds: approximate duration of each model's calibration; the other measurements take a multiple of it.
         backend: "horovod", or "ddp" for DistributedDataParallel.
     """
 
@@ -49,26 +49,26 @@ class Options:
     backend: str = "horovod"
 
     def compressors_on(self, hosts: Hosts) -> tuple[str, ...]:
-        """Those that are measured there: where hosts have one rank each, two levels would be one."""
+        """The compressors that are measured there: no two-level ones if hosts have one rank each."""
         several = hosts.ranks > 1
         return tuple(spec for spec in self.compressors if several or not needs_nodes(parse_compressor(spec)))
 
 
 def left_out(hosts: Sequence[Hosts], options: Options) -> str:
-    """What is not measured somewhere although it was asked for, in a sentence; empty if nothing is."""
+    """A sentence on requested compressors that some hosts cannot measure; empty if there are none."""
     where = [host for host in hosts if options.compressors_on(host) != options.compressors]
     if not where:
         return ""
-    found = [spec for spec in options.compressors if spec not in options.compressors_on(where[0])]
-    places = " and ".join(one.in_words() for one in where)
-    return f"Left out on {places}, where hosts have one rank each and two levels would be one: {', '.join(found)}."
+    specs = [spec for spec in options.compressors if spec not in options.compressors_on(where[0])]
+    places = " and ".join(host.in_words() for host in where)
+    return f"Left out on {places}, where hosts have one rank each and two levels would be one: {', '.join(specs)}."
 
 
 def check(hosts: Sequence[Hosts], rates: Sequence[str]) -> None:
-    """Sees that all clusters can be made, before the first is.
+    """Checks that all clusters can be made, before the first one is made.
 
     Raises:
-        StepsError: says what is wrong.
+        StepsError: if one cannot; with the reason.
     """
     try:
         for rate in rates:
@@ -79,21 +79,21 @@ def check(hosts: Sequence[Hosts], rates: Sequence[str]) -> None:
 
 
 def earlier(file: Path, command: str) -> list[dict[str, Any]]:
-    """What an earlier run of the same command measured before it ended.
+    """The results of an earlier, interrupted run of the same command.
 
     Args:
-        file: that it wrote.
+        file: the results file of that run.
         command: with all options.
 
     Raises:
-        StepsError: if another command wrote the file, or it cannot be read; says how to begin anew.
+        StepsError: if another command wrote the file, or it cannot be read; the message says how to begin anew.
     """
     if not file.exists():
         return []
     anew = "Leave out --resume to begin anew, which replaces the file, or name another folder with --output"
     try:
-        found = parse_json(file.read_text())
-        written, runs = found["command"], list(found["runs"])
+        results = parse_json(file.read_text())
+        written, runs = results["command"], list(results["runs"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StepsError(
             f"{file} is not a file of hvdcomp bench steps ({type(error).__name__}: {error}). {anew}"
@@ -110,28 +110,28 @@ def measure(
     show: Callable[[str], None],
     done: Sequence[dict[str, Any]] = (),
 ) -> Iterator[dict[str, Any]]:
-    """Measures cluster by cluster, and on each model by model.
+    """Measures cluster by cluster, and on each cluster model by model.
 
-    Each model is calibrated and measured in turns: machines are not equally fast all the time.
+    Calibration and steps of a model take turns, because a machine's speed changes with time.
 
     Yields:
-        What the ranks wrote, with the fields of `Place`.
+        The results of the ranks, with the fields of `Place`.
 
     Args:
-        show: called with what comes next, in another thread.
-        done: results of settings that need not be measured again.
+        show: called with the name of the next measurement, in another thread.
+        done: results of settings that are not measured again.
 
     Raises:
-        StepsError: if a run failed; with what it said first and last.
+        StepsError: if a run failed; with the first and the last lines of its output.
     """
-    known = {place_of(result) for result in done}
+    measured = {place_of(result) for result in done}
     try:
-        for one, rate in itertools.product(hosts, rates):
-            places = [Place(one.number, one.ranks, rate, model) for model in options.models]
-            places = [place for place in places if place not in known]
+        for host, rate in itertools.product(hosts, rates):
+            places = [Place(host.number, host.ranks, rate, model) for model in options.models]
+            places = [place for place in places if place not in measured]
             if not places:
                 continue
-            with Cluster(one.number, rate) as cluster:
+            with Cluster(host.number, rate) as cluster:
                 for place in places:
                     yield _run(cluster, place, options, show) | asdict(place)  # the worker knows no rate
     except ClusterError as error:
@@ -142,21 +142,21 @@ def _run(cluster: Cluster, place: Place, options: Options, show: Callable[[str],
     name, hosts = place.in_words(), place.cluster
     env = {"OMP_NUM_THREADS": "1"}
     if options.backend == "horovod":
-        # All methods' names of all tensors are to stay known to Horovod: it forgets the oldest of more than 1,024, and
-        # then negotiates them again in every turn.
+        # Horovod's cache has to hold the names of all tensors in all methods. By default it keeps the newest 1,024, and
+        # negotiates the others again in every turn.
         env["HOROVOD_CACHE_CAPACITY"] = "16384"
         if hosts.ranks > 1:
-            env["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # without which there are no two levels
+            env["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # needed for two levels
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"{hosts.in_words()}, {place.rate}.json"
-        words = ["--model", place.model, *_arguments(options, hosts), "--output", str(file)]
-        said: list[str] = []
-        take = _taker(said, lambda what: show(f"{name}: {what}"))
+        arguments = ["--model", place.model, *_arguments(options, hosts), "--output", str(file)]
+        lines: list[str] = []
+        take = _taker(lines, lambda line: show(f"{name}: {line}"))
         ranks = hosts.number * hosts.ranks
-        command = [sys.executable, "-m", _WORKER, *words]
+        command = [sys.executable, "-m", _WORKER, *arguments]
         code = cluster.run(command, ranks=ranks, output=take, env=env, backend=_STARTED_FOR[options.backend])
         if code != 0 or not file.exists():
-            raise StepsError(f"the run of {name} ended with code {code}:\n{_shortened(said)}")
+            raise StepsError(f"the run of {name} ended with code {code}:\n{_shortened(lines)}")
         return json.loads(file.read_text())
 
 
@@ -166,24 +166,24 @@ def _arguments(options: Options, hosts: Hosts) -> list[str]:
     return [*words, "--seconds", str(options.seconds)]
 
 
-def _taker(said: list[str], show: Callable[[str], None]) -> Callable[[str], None]:
+def _taker(lines: list[str], show: Callable[[str], None]) -> Callable[[str], None]:
     def take(line: str) -> None:
         if line.startswith(_PROGRESS):
             show(line.removeprefix(_PROGRESS).strip())
         else:
-            said.append(line)
+            lines.append(line)
 
     return take
 
 
-def _shortened(said: Sequence[str]) -> str:
-    left_out = len(said) - _FIRST_LINES - _LAST_LINES
+def _shortened(lines: Sequence[str]) -> str:
+    left_out = len(lines) - _FIRST_LINES - _LAST_LINES
     if left_out <= 0:
-        return "".join(said)
+        return "".join(lines)
     middle = f"... {left_out} lines left out ...\n"
-    return "".join([*said[:_FIRST_LINES], middle, *said[-_LAST_LINES:]])
+    return "".join([*lines[:_FIRST_LINES], middle, *lines[-_LAST_LINES:]])
 
 
 def environment_facts() -> dict[str, Any]:
-    """What all results depend on beside the options."""
+    """The properties of the machine on which all results depend."""
     return {"cores": os.cpu_count(), "python": sys.version.split()[0]}

@@ -4,9 +4,9 @@
         python -m hvdcomp.tools.bench.steps_worker --model mlp --method none --method topk:ratio=0.01 \\
         --output steps.json
 
-Each method trains a model of its own. They take turns in blocks of a few steps, in an order that rotates, so that
-whatever else the machine does falls on all alike and blocks of the same round can be compared with each other. So
-does the same training without any communication. The time of a step is that of the slowest rank.
+Each method trains a separate model, and so does a training without communication. They take turns in blocks of a few
+steps, in a rotating order, so that other work of the machine affects all methods alike, and blocks of the same round
+can be compared. The time of a step is the time of the slowest rank.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def measure(
 
     Args:
         carrier: of the gradients.
-        overlaps: each compressor is measured with each of these `overlap_bytes` of `Times`; if there are none, with
-            what hvdcomp does by itself.
-        rounds: blocks of each method that count; one more goes before as a warm-up.
-        steps: of a block, that count.
+        overlaps: each compressor is measured with each of these `overlap_bytes` of `Times`; if empty, with hvdcomp's
+            default.
+        rounds: measured blocks of each method; one more block before them is a warm-up.
+        steps: measured steps of a block.
         show: called on every rank with the number of the round, from 0 for the warm-up.
     """
     from hvdcomp.tools.bench.workload import in_turn
@@ -69,13 +69,13 @@ def measure(
 
 
 def check_method(method: str, backend: str) -> None:
-    """Sees that a method can be measured.
+    """Checks that a method can be measured.
 
     Args:
         backend: a key of `STOCK`.
 
     Raises:
-        SpecError: for what is neither the library's own nor the spec of a compressor.
+        SpecError: for a method that is neither the library's own nor the spec of a compressor.
     """
     if method in STOCK[backend]:
         return
@@ -92,15 +92,15 @@ def check_method(method: str, backend: str) -> None:
     "methods",
     multiple=True,
     metavar="SPEC",
-    help="'none' and 'hvd.fp16' are Horovod's own, 'none' and 'ddp.fp16' DistributedDataParallel's; others are "
-    f"compressors of hvdcomp. Repeat.  [default: the library's own, {', '.join(_METHODS)}]",
+    help="Method to measure: a compressor's spec, or a method of the library: 'none', and 'hvd.fp16' (Horovod) or "
+    f"'ddp.fp16' (DistributedDataParallel). Repeatable.  [default: the library's own, {', '.join(_METHODS)}]",
 )
 @click.option(
     "--backend",
     type=click.Choice(BACKENDS),
     default="auto",
     show_default=True,
-    help="Horovod, or DistributedDataParallel; auto: what the launcher is for.",
+    help="Library that exchanges gradients; 'auto': the library of the launcher.",
 )
 @click.option(
     "--overlap",
@@ -108,17 +108,17 @@ def check_method(method: str, backend: str) -> None:
     type=click.IntRange(0),
     multiple=True,
     metavar="BYTES",
-    help="Of gradients, the least that hvdcomp sends by itself in the backward pass; 0: all is sent at its end. "
-    "Repeat to compare.  [default: as hvdcomp does by itself]",
+    help="Smallest bucket of gradients that hvdcomp sends in the backward pass; 0: all are sent at its end. "
+    "Repeatable.  [default: hvdcomp's own choice]",
 )
 @click.option("--rounds", type=click.IntRange(1), default=10, show_default=True, help="Blocks of each method.")
 @click.option("--steps", type=click.IntRange(1), default=5, show_default=True, help="Steps of a block.")
-@click.option("--batch-size", type=click.IntRange(1), default=16, show_default=True, help="Of each rank.")
-@click.option("--seed", default=0, show_default=True)
-@click.option("--rate", help="Of the links, to be noted in the file.")
-@click.option("--output", type=click.Path(path_type=Path), required=True, help="The JSON file that rank 0 writes.")
+@click.option("--batch-size", type=click.IntRange(1), default=16, show_default=True, help="Batch size of each rank.")
+@click.option("--seed", default=0, show_default=True, help="Seed of weights and data.")
+@click.option("--rate", help="Rate of the links, noted in the file.")
+@click.option("--output", type=click.Path(path_type=Path), required=True, help="JSON file that rank 0 writes.")
 def main(methods: tuple[str, ...], backend: str, rate: str | None, output: Path, **options: Any) -> None:
-    """Measures the time of a training step with several compressions. To be run under a launcher of ranks."""
+    """Measures the time of a training step with several methods. Start it with horovodrun or torchrun."""
     try:
         backend = choose(backend, "torch")
         methods = methods or (*STOCK[backend], *_METHODS)
@@ -127,7 +127,7 @@ def main(methods: tuple[str, ...], backend: str, rate: str | None, output: Path,
     except (SetupError, SpecError) as error:
         raise click.UsageError(str(error)) from None
     if len(set(methods)) < len(methods):
-        raise click.UsageError("a method is given twice")
+        raise click.UsageError("a --method is given twice; give each method once")
 
     from rich.console import Console
     from rich.progress import Progress
@@ -139,7 +139,7 @@ def main(methods: tuple[str, ...], backend: str, rate: str | None, output: Path,
     ranks = reach(backend, "torch")
     environment.use_threads(ranks.local_size)
     if ranks.size < 2:
-        raise click.UsageError("steps are measured on two ranks or more; start this with horovodrun or torchrun")
+        raise click.UsageError("steps need two ranks or more; start this program with horovodrun or torchrun")
     carrier = carrier_on(ranks)
     console = Console(highlight=False, soft_wrap=True, quiet=ranks.rank != 0)
     with Progress(console=console, disable=ranks.rank != 0, transient=True) as progress:
@@ -161,11 +161,11 @@ def main(methods: tuple[str, ...], backend: str, rate: str | None, output: Path,
 def _write(
     output: Path, console: Any, trainings: Sequence[Training], carrier: Carrier, options: dict[str, Any]
 ) -> None:
-    """Writes the file, and shows the medians."""
+    """Writes the results file, and shows the medians."""
     from hvdcomp.tools.train import environment
 
     ranks = carrier.ranks
-    compute, *others = (training.times.as_json() for training in trainings)
+    compute, *methods = (training.times.as_json() for training in trainings)
     result = {
         **options,
         "ranks": ranks.size,
@@ -175,13 +175,13 @@ def _write(
         "parameters": trainings[0].numel,
         "versions": environment.versions(backend=ranks.backend),
         COMPUTE: {key: compute[key] for key in ("step_ms", "median_ms", "quartiles_ms")},
-        "methods": others,
+        "methods": methods,
     }
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=1) + "\n")
     console.print(f"{'compute only':40} {compute['median_ms']:9.1f} ms")
-    for training, one in zip(trainings[1:], others, strict=True):
-        console.print(f"{training.times.name:40} {one['median_ms']:9.1f} ms {one['bytes_per_step']:12,.0f} bytes")
+    for training, method in zip(trainings[1:], methods, strict=True):
+        console.print(f"{training.times.name:40} {method['median_ms']:9.1f} ms {method['bytes_per_step']:12,.0f} bytes")
     console.print(f"written to {output}")
 
 

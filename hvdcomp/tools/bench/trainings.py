@@ -1,4 +1,4 @@
-"""Trainings that are compared with each other, step by step: each with one method and a model of its own."""
+"""Trainings that are compared step by step: each with one method and a separate model."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from hvdcomp.perfmodel import STOCK_SPECS
 if TYPE_CHECKING:
     from hvdcomp.tools.bench.carrier import Carrier, Distributed
 
-COMPUTE = "compute"  # training alone: no gradient leaves the rank
+COMPUTE = "compute"  # training without communication
 OVERLAPS: dict[str, tuple[int | None, ...]] = {"on": (None,), "off": (0,), "both": (None, 0)}
-"""The `overlap_bytes` of `Times` with which compressors are compared, by what is asked for."""
+"""The `overlap_bytes` of `Times` with which compressors are compared, by the value of the option `overlap`."""
 
-# After others had their turn: the engine's collectives have the same names for all methods, and a known name with
-# another size costs Horovod a negotiation.
+# At the beginning of a turn: collectives have the same names in all methods, and a name whose size has changed costs
+# Horovod a negotiation.
 _SETTLING_STEPS = 2
 
 
 @dataclass
 class Times:
-    """What was measured of one method.
+    """The results of one method.
 
     Attributes:
-        overlap_bytes: of gradients, the least that a bucket holds that starts in the backward pass; 0 where none does,
-            None for what hvdcomp does by itself.
-        step_ms: of each round, the times of its steps in milliseconds, of the slowest rank.
-        bytes_per_step: that one rank hands to the collectives.
-        encode_ms, communicate_ms, decode_ms: rank 0's own, means per step, where hvdcomp's engine does the work.
+        overlap_bytes: the smallest bucket of gradients that is sent in the backward pass; 0 if none is, None for
+            hvdcomp's default.
+        step_ms: for each round, the milliseconds of the slowest rank in each step.
+        bytes_per_step: bytes that one rank passes to the collectives.
+        encode_ms, communicate_ms, decode_ms: rank 0's means per step; None without hvdcomp's engine.
     """
 
     method: str
@@ -47,7 +47,7 @@ class Times:
 
     @property
     def name(self) -> str:
-        """The method, and how it overlaps if that was asked for: what tells it from all others."""
+        """The unique name: the method, with its `overlap_bytes` unless they are None."""
         if self.overlap_bytes is None:
             return self.method
         return f"{self.method}, {f'{self.overlap_bytes:,}' if self.overlap_bytes else 'at the end'}"
@@ -111,11 +111,11 @@ class Training:
         return nullcontext()
 
     def block(self, steps: int, settling: int = _SETTLING_STEPS) -> None:
-        """Makes the steps of one round, in step with all other ranks, and adds their times.
+        """Makes the steps of one round, together with all other ranks, and adds their times.
 
         Args:
-            steps: that count.
-            settling: that go before them.
+            steps: that are measured.
+            settling: steps before them, which are not measured.
         """
         ranks = self._carrier.ranks
         ranks.barrier()
@@ -123,15 +123,15 @@ class Training:
             for _ in range(settling):
                 self._step()
             before = self._costs()
-            mine = [self._step() for _ in range(steps)]
+            own_times = [self._step() for _ in range(steps)]
             after = self._costs()
-        everyones = ranks.gather(mine, "steps")
-        self.times.step_ms.append([1000 * max(times) for times in zip(*everyones, strict=True)])
+        all_times = ranks.gather(own_times, "steps")
+        self.times.step_ms.append([1000 * max(times) for times in zip(*all_times, strict=True)])
         if self.compression is not None:
             self._add_costs(before, after, steps)
 
     def forget(self) -> None:
-        """Drops what was measured so far."""
+        """Drops all results so far."""
         self.times.step_ms = []
         self._counted = 0
 
@@ -146,7 +146,7 @@ class Training:
         return {} if self.compression is None else dict(vars(self.compression.ledger.totals))
 
     def _add_costs(self, before: dict[str, Any], after: dict[str, Any], steps: int) -> None:
-        """Enters the means per step over all rounds that count."""
+        """Updates the means per step of all measured rounds."""
         total = self._counted + steps
         for key, name, unit in (
             ("bytes_sent", "bytes_per_step", 1),
@@ -167,11 +167,11 @@ class Turns:
 
     Args:
         carrier: of the gradients.
-        trainings: that take turns; what was measured of them before is forgotten.
-        show: called on every rank with what comes next.
+        trainings: that take turns; their earlier results are dropped.
+        show: called on every rank with the name of the next measurement.
 
     Attributes:
-        rounds: made so far.
+        rounds: number of rounds so far.
     """
 
     def __init__(self, carrier: Carrier, trainings: Sequence[Training], show: Callable[[str], None]) -> None:
@@ -186,10 +186,10 @@ class Turns:
             training.block(1, settling=carrier.warm_up)
             step_s.append(training.times.step_ms[-1][0] / 1000)
             training.forget()
-        self._turns = [turn_of(one) for one in carrier.ranks.broadcast(step_s, "turn")]
+        self._turns = [turn_of(seconds) for seconds in carrier.ranks.broadcast(step_s, "turn")]
 
     def round(self) -> None:
-        """Each has its turn; each round begins with another."""
+        """Gives each training one turn; each round begins with another training."""
         from hvdcomp.tools.bench.workload import in_turn
 
         self._show(f"steps: round {self.rounds + 1}")
@@ -206,13 +206,13 @@ def trainings_of(
     batch_size: int,
     seed: int,
 ) -> list[Training]:
-    """The trainings to be compared, that without any communication first.
+    """The trainings to compare; the first one is without communication.
 
     Args:
         carrier: of the gradients.
-        overlaps: each compressor has a training with each of these `overlap_bytes` of `Times`; if there are none, with
-            what hvdcomp does by itself. Training alone, and what the library itself sends, is there once; so are all
-            compressors of a model that is too small for hvdcomp to send anything of it early by itself.
+        overlaps: each compressor has a training with each of these `overlap_bytes` of `Times`; if empty, with hvdcomp's
+            default. There is one training without communication, and one for each of the library's own methods; also
+            one for each compressor if the model is so small that hvdcomp sends all gradients at the end by default.
     """
     compute = Training(carrier, COMPUTE, model, batch_size, seed)
     if None in overlaps and 4 * compute.numel <= carrier.early_bytes:

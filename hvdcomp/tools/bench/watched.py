@@ -1,8 +1,7 @@
-"""The steps of a training that somebody else wrote: when each of its parts begins and ends. PyTorch.
+"""Times the parts of the steps of a user's training, without a change to it. PyTorch.
 
-Nothing of the training has to be known or changed. PyTorch tells every optimizer's steps to whoever asks, and each
-parameter tells when its gradient is there; the backward pass begins where `torch.autograd.backward` is called, through
-which `loss.backward()` goes.
+PyTorch's hooks report the steps of every optimizer, and the moment of each parameter's gradient; the backward pass
+begins with a call of `torch.autograd.backward`, which `loss.backward()` makes.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ from hvdcomp.tools.bench.workload import Workload
 from hvdcomp.tools.train.options import SetupError
 
 FORWARD, BACKWARD, EXCHANGE, OPTIMIZER = range(4)
-"""Parts of a step. FORWARD is all that is none of the others, such as loading data; EXCHANGE is what is left of it when
-the last gradient is there, and all else until the optimizer's step."""
+"""Parts of a step. FORWARD includes all other work, such as loading data; EXCHANGE is the time from the last computed
+gradient to the optimizer's step."""
 
 
 @dataclass(frozen=True)
 class Watched:
-    """What was seen of a training.
+    """The times of a training's steps.
 
     Attributes:
         workload: the model, with the gradients of the last step.
-        optimizer: its kind, as in `hvdcomp.compressors.evidence`; None for another one.
+        optimizer: its kind, as in `hvdcomp.compressors.evidence`; None for a kind that is not listed there.
         parts: seconds of the parts of each step, (steps, 4).
-        ready: when the gradient of each parameter was there, as a share of the backward pass, (steps, parameters).
-        backward_passes: of a step. All but the last count as FORWARD.
-        more_optimizers: names of others that also made steps, and whose parameters were not looked at.
+        ready: when the gradient of each parameter was computed, as a share of the backward pass, (steps, parameters).
+        backward_passes: number in a step. All but the last count as FORWARD.
+        more_optimizers: names of further optimizers that made steps, whose parameters were not watched.
     """
 
     workload: Workload
@@ -49,14 +48,14 @@ class Watched:
 
 
 class Watch:
-    """Watches the steps of the first optimizer that makes one.
+    """Times the steps of the first optimizer that makes one.
 
     Args:
-        steps: to take times of, after `warm_up` others.
-        then: called with what was seen, inside the last of these steps, when the optimizer has made it.
+        steps: number of timed steps, after `warm_up` steps.
+        then: called with the times at the end of the last step, after the optimizer's step.
 
     Attributes:
-        seen: number of steps, up to now.
+        seen: number of steps so far.
         done: whether `then` was called.
         ended: None; see `hvdcomp.tools.bench.watched_keras.KerasWatch`.
 
@@ -75,7 +74,7 @@ class Watch:
         self.ended: BaseException | None = None
         self._handles: list[Any] = []
         self._optimizer: Any = None
-        self._others: set[str] = set()
+        self._other_optimizers: set[str] = set()
         self._depth = 0  # Horovod's optimizer calls the step of the one that it wraps
         self._models: list[torch.nn.Module] = []
         self._last: Any = None
@@ -101,14 +100,14 @@ class Watch:
         self._backward = backward
 
     def stop(self) -> None:
-        """Leaves the training as it would be without."""
+        """Removes all hooks from the training."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
         torch.autograd.backward = self._backward
 
     def _before_forward(self, module: torch.nn.Module, _: Any) -> None:
-        """Remembers modules that are called by no other, which a name is looked up in: the first of each step."""
+        """Remembers top-level modules, in which names of parameters are looked up later."""
         if self._optimizer is None and not any(module is part for model in self._models for part in model.modules()):
             self._models.append(module)
 
@@ -123,7 +122,7 @@ class Watch:
         def computed() -> None:
             self._marks["computed"] = mark(first.device)
 
-        # PyTorch calls what was asked for first, and DistributedDataParallel, which then waits, asks later.
+        # PyTorch calls callbacks in the order of registration, and DistributedDataParallel registers its waiting later.
         handle = first.register_hook(lambda _: engine.queue_callback(computed))
         self._handles.append(handle)
 
@@ -137,7 +136,7 @@ class Watch:
             self._look_at(optimizer)
             return
         if optimizer is not self._optimizer:
-            self._others.add(type(optimizer).__name__)
+            self._other_optimizers.add(type(optimizer).__name__)
             return
         self._marks.setdefault("stepped", mark(self._device))
         self._depth = max(0, self._depth - 1)
@@ -145,30 +144,31 @@ class Watch:
             self._end_step()
 
     def _look_at(self, optimizer: Any) -> None:
-        """The first step: from the next on, its parameters tell when their gradients are there."""
-        wanted = {id(one): one for group in optimizer.param_groups for one in group["params"] if one.requires_grad}
-        if any(hasattr(one, "device_mesh") for one in wanted.values()):
+        """Adds hooks to the parameters after the first step, which report their gradients from the next step on."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        trained = {id(parameter): parameter for parameter in parameters if parameter.requires_grad}
+        if any(hasattr(parameter, "device_mesh") for parameter in trained.values()):
             raise SetupError(
-                "the parameters are sharded (FSDP, or tensor parallelism), whose steps hvdcomp profile does not know: "
+                "the parameters are sharded (FSDP, or tensor parallelism), which hvdcomp profile does not support; "
                 "profile the same model in DistributedDataParallel or Horovod"
             )
         names: dict[int, str] = {}
-        for model in self._models:  # of several, two may have the same names
-            for name, one in model.named_parameters():
-                own = name.removeprefix("module.")  # DistributedDataParallel's
-                names.setdefault(id(one), own if own not in names.values() else f"{own}.{len(names)}")
+        for model in self._models:  # two models may have the same names
+            for name, parameter in model.named_parameters():
+                short = name.removeprefix("module.")  # prefix of DistributedDataParallel
+                names.setdefault(id(parameter), short if short not in names.values() else f"{short}.{len(names)}")
         self._parameters = {
-            names.get(key, f"parameter{place}"): one for place, (key, one) in enumerate(wanted.items())
+            names.get(key, f"parameter{place}"): parameter for place, (key, parameter) in enumerate(trained.items())
         }
-        self._handles.pop(0).remove()  # of the forward pass: names are known
+        self._handles.pop(0).remove()  # the hook of forward passes is needed no more
         self._optimizer = optimizer
-        self._device = next(iter(wanted.values())).device
+        self._device = next(iter(trained.values())).device
         for name, parameter in self._parameters.items():
-            there = partial(self._is_there, name)
-            self._handles.append(parameter.register_post_accumulate_grad_hook(there))
+            hook = partial(self._gradient_computed, name)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
         self._last = mark(self._device)
 
-    def _is_there(self, name: str, _: torch.Tensor) -> None:
+    def _gradient_computed(self, name: str, _: torch.Tensor) -> None:
         self._moments[name] = mark(self._device)
 
     def _end_step(self) -> None:
@@ -203,12 +203,12 @@ class Watch:
             np.array(parts),
             np.array(ready),
             passes,
-            tuple(sorted(self._others)),
+            tuple(sorted(self._other_optimizers)),
         )
 
 
 class Named(torch.nn.Module):
-    """Parameters by the names that the training's model has for them."""
+    """A module with the training's parameters under their names in the training's model."""
 
     def __init__(self, parameters: dict[str, torch.nn.Parameter]) -> None:
         super().__init__()
@@ -222,5 +222,5 @@ class Named(torch.nn.Module):
 
 
 def no_loss() -> torch.Tensor:
-    """In place of a loss that is the training's own."""
+    """A stand-in for the loss, which only the training computes."""
     raise NotImplementedError("the training makes its own steps")

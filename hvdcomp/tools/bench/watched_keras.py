@@ -1,9 +1,9 @@
-"""The steps of a training in TensorFlow that somebody else wrote: when each of its parts begins and ends.
+"""Times the parts of the steps of a user's training in TensorFlow.
 
-Gradients come out of `tf.GradientTape.gradient`, in Keras `fit` and under Horovod's tape and optimizer too, and go into
-an optimizer's `apply_gradients`. TensorFlow traces both once, and then runs a graph. So operations that read the clock
-are put around them into the graph, each as soon as certain tensors are there; one at the end of a step hands Python
-what they read. What the training computes stays the same.
+Gradients are results of `tf.GradientTape.gradient`, in Keras `fit` and under Horovod's tape and optimizer too, and
+arguments of an optimizer's `apply_gradients`. TensorFlow traces both once, and then runs a graph. So this module adds
+operations to the graph: some read the clock as soon as certain tensors are computed, and one at the end of a step
+passes the times to Python. The results of the training stay the same.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from hvdcomp.tools.bench.watched import Named, Watched, no_loss
 from hvdcomp.tools.bench.workload import Workload
 from hvdcomp.tools.train.options import SetupError
 
-_KEPT = 8  # backward passes, the last of which may be another model's
+_KEPT = 8  # backward passes; the last ones may be of another model
 
 
 @dataclass
 class _Pass:
-    """A backward pass, as traced, or as run eagerly.
+    """A backward pass, traced or run eagerly.
 
     Attributes:
-        graph: in which it is; None for none.
-        begin: when it began.
-        gradients, ready: by the identity of a variable, and when each was there.
+        graph: the graph that contains it; None for an eager one.
+        begin: the time of its beginning.
+        gradients, ready: by the identity of a variable, its gradient, and the time at which that was computed.
     """
 
     graph: Any
@@ -55,7 +55,7 @@ class KerasWatch:
 
     Attributes:
         seen, done: as there.
-        ended: what was raised in a step, which TensorFlow passes on as an error of its own.
+        ended: the exception of a step, which TensorFlow turns into an error of its own; None without one.
     """
 
     def __init__(self, steps: int, warm_up: int, then: Callable[[Watched], None]) -> None:
@@ -63,10 +63,10 @@ class KerasWatch:
         self.seen = 0
         self.done = False
         self.ended: BaseException | None = None
-        self._before: dict[Any, Callable[..., Any]] = {}  # what stands in place of a class's method until `stop`
+        self._before: dict[Any, Callable[..., Any]] = {}  # the original methods, which `stop` restores
         self._passes: deque[_Pass] = deque(maxlen=_KEPT)
         self._optimizer: Any = None
-        self._others: set[str] = set()
+        self._other_optimizers: set[str] = set()
         self._variables: list[Any] = []
         self._last: float | None = None
         self._samples: list[np.ndarray] = []
@@ -78,7 +78,7 @@ class KerasWatch:
             self._replace(kind, "apply_gradients", self._apply)
 
     def stop(self) -> None:
-        """Leaves what is traced from now on as it would be without."""
+        """Restores the original methods, so that later traces contain no operations of this module."""
         for (owner, name), method in self._before.items():
             setattr(owner, name, method)
         self._before = {}
@@ -98,37 +98,37 @@ class KerasWatch:
         setattr(owner, name, replaced)
 
     def _gradient(self, method: Callable[..., Any], tape: Any, target: Any, sources: Any, *args: Any, **kw: Any) -> Any:
-        begin = _when_there(target)
-        given = method(tape, target, sources, *args, **kw)
-        pairs = zip(tf.nest.flatten(sources), tf.nest.flatten(given), strict=True)
-        gradients = {id(source): one for source, one in pairs if one is not None}
-        ready = {variable: _when_there(gradient) for variable, gradient in gradients.items()}
+        begin = _when_computed(target)
+        result = method(tape, target, sources, *args, **kw)
+        pairs = zip(tf.nest.flatten(sources), tf.nest.flatten(result), strict=True)
+        gradients = {id(source): gradient for source, gradient in pairs if gradient is not None}
+        ready = {variable: _when_computed(gradient) for variable, gradient in gradients.items()}
         self._passes.append(_Pass(_graphs()[0], begin, gradients, ready))
-        return given
+        return result
 
     def _apply(self, method: Callable[..., Any], optimizer: Any, grads_and_vars: Any, *args: Any, **kw: Any) -> Any:
         refuse_keras_3(optimizer)
         pairs = [*grads_and_vars]
         variables = [variable for gradient, variable in pairs if gradient is not None]
-        own = [one for one in self._passes if all(id(variable) in one.gradients for variable in variables)]
+        passes = [passed for passed in self._passes if all(id(variable) in passed.gradients for variable in variables)]
         if self._optimizer is None:
             self._optimizer, self._variables = optimizer, variables
         if optimizer is not self._optimizer:
-            self._others.add(type(optimizer).__name__)
-        if optimizer is not self._optimizer or not own:
+            self._other_optimizers.add(type(optimizer).__name__)
+        if optimizer is not self._optimizer or not passes:
             return method(optimizer, pairs, *args, **kw)
-        passed = own[-1]
+        passed = passes[-1]
         _check(passed, variables)
-        exchanged = _when_there([gradient for gradient, _ in pairs])
+        exchanged = _when_computed([gradient for gradient, _ in pairs])
         result = method(optimizer, pairs, *args, **kw)
-        stepped = _when_there([variable.read_value() for variable in variables])
+        stepped = _when_computed([variable.read_value() for variable in variables])
         keys = [id(variable) for variable in variables]
         read = tf.stack([passed.begin, exchanged, stepped, *(passed.ready[key] for key in keys)])
         tf.numpy_function(self._end_step, [read, *(passed.gradients[key] for key in keys)], [])
         return result
 
     def _end_step(self, read: np.ndarray, *gradients: np.ndarray) -> list[np.ndarray]:
-        """Called in each step: when it began its backward pass, had the means, had stepped, and had each gradient."""
+        """Called in each step with the times of its begin, of the means, of its end, and of each gradient."""
         if self.done:
             return []
         self.seen += 1
@@ -161,36 +161,36 @@ class KerasWatch:
             np.array(parts).T,
             shares.T,
             getattr(helper, "backward_passes_per_step", 1),
-            tuple(sorted(self._others)),
+            tuple(sorted(self._other_optimizers)),
         )
 
 
-def _when_there(tensors: Any) -> tf.Tensor:
-    """The moment at which tensors are there, in seconds."""
-    there = [one for one in tf.nest.flatten(tensors) if tf.is_tensor(one)]
-    with tf.control_dependencies(there), tf.device("CPU:0"):
+def _when_computed(tensors: Any) -> tf.Tensor:
+    """The time at which tensors are computed, in seconds."""
+    inputs = [tensor for tensor in tf.nest.flatten(tensors) if tf.is_tensor(tensor)]
+    with tf.control_dependencies(inputs), tf.device("CPU:0"):
         moment = tf.timestamp()
     if not tf.executing_eagerly():
-        # What traces orders all operations that see the world by their place in the program; these are to wait for
-        # nothing but their tensors, and nothing for them.
-        order = caller_local("deps_ctx", lambda found: getattr(found, "_graph", None) is moment.graph)
+        # A trace orders all stateful operations as in the program. A clock operation must wait for its tensors only,
+        # and no operation must wait for it.
+        order = caller_local("deps_ctx", lambda context: getattr(context, "_graph", None) is moment.graph)
         if order is not None:
             order.run_independently(moment.op)
     return moment
 
 
 def _graphs() -> list[Any]:
-    """The graph that is being traced, and those around it; None stands for running eagerly."""
+    """The graph that is being traced, and the graphs around it; [None] in eager mode."""
     if tf.executing_eagerly():
         return [None]
-    found = [tf.compat.v1.get_default_graph()]
-    while (outer := getattr(found[-1], "outer_graph", None)) is not None:
-        found.append(outer)
-    return found
+    graphs = [tf.compat.v1.get_default_graph()]
+    while (outer := getattr(graphs[-1], "outer_graph", None)) is not None:
+        graphs.append(outer)
+    return graphs
 
 
 def _check(passed: _Pass, variables: list[Any]) -> None:
-    """Raises SetupError for steps whose times would say nothing."""
+    """Raises SetupError for steps whose times would be meaningless."""
     if passed.graph not in _graphs():
         raise SetupError(
             "the gradients are computed in one tf.function, and the optimizer is called outside of it: to profile the "
@@ -199,26 +199,26 @@ def _check(passed: _Pass, variables: list[Any]) -> None:
     for variable in variables:
         if isinstance(passed.gradients[id(variable)], tf.IndexedSlices):
             raise SetupError(
-                f"the gradient of {variable.name} is sparse, as that of an embedding, and hvdcomp profile does not "
-                "know how Horovod sends it: profile the model with tf.one_hot and a matrix in its place"
+                f"the gradient of {variable.name} is sparse, as that of an embedding, which hvdcomp profile does not "
+                "support: profile the model with tf.one_hot and a matrix in its place"
             )
         if "GPU" in (variable.device or ""):
             raise SetupError(
-                f"{variable.name} is on a GPU, where TensorFlow tells when work was handed over, and not when it was "
+                f"{variable.name} is on a GPU, where TensorFlow's clock shows when work was launched, not when it was "
                 "done: profile the training in PyTorch, or measure with hvdcomp calibrate --device cuda"
             )
 
 
 def _end_program() -> None:
-    """Raises SystemExit in the main thread, as soon as that is back in Python. Of one that is raised in its own threads
-    TensorFlow logs the traceback, as of an error."""
+    """Raises SystemExit in the main thread, as soon as that runs Python code. TensorFlow would log the traceback of a
+    SystemExit in its own threads as an error."""
     main = ctypes.c_ulong(threading.main_thread().ident or 0)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(SystemExit))
 
 
 def _parameter(gradient: np.ndarray) -> torch.nn.Parameter:
-    """A parameter of PyTorch with a copy of a gradient, as compressors see it."""
-    given = torch.tensor(gradient.astype(np.float32)).to(getattr(torch, gradient.dtype.name))
-    parameter = torch.nn.Parameter(torch.zeros_like(given).reshape(matrix_of(gradient.shape)))
-    parameter.grad = given.reshape(parameter.shape)
+    """A parameter of PyTorch with a copy of a gradient, in the shape in which compressors get it."""
+    copy = torch.tensor(gradient.astype(np.float32)).to(getattr(torch, gradient.dtype.name))
+    parameter = torch.nn.Parameter(torch.zeros_like(copy).reshape(matrix_of(gradient.shape)))
+    parameter.grad = copy.reshape(parameter.shape)
     return parameter

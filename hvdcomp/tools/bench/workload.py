@@ -1,4 +1,4 @@
-"""What is trained when steps are timed: a reference model on random data, or a user's own model. PyTorch."""
+"""The model of timed steps: a reference model on random data, or a user's own model. PyTorch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and what makes a loss with it.
+    """A model, and a function that computes its loss.
 
     Attributes:
         model: to train.
@@ -36,11 +36,11 @@ class Workload:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The device of the model."""
         return next(self.model.parameters()).device
 
     def tensors(self) -> list[TensorInfo]:
-        """The parameters that are trained."""
+        """The trained parameters."""
         return [
             TensorInfo(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
             for name, parameter in self.model.named_parameters()
@@ -49,10 +49,10 @@ class Workload:
 
 
 def turn_of(step_s: float) -> tuple[int, int]:
-    """How long a turn of one of several trainings is: steps that bring it back into the caches, and steps that count.
+    """The steps in a turn of a training: steps that fill the caches again, and measured steps.
 
     Args:
-        step_s: about what a step takes.
+        step_s: approximate seconds of a step.
     """
     if step_s >= _TURN_S:
         return 0, 1
@@ -60,52 +60,51 @@ def turn_of(step_s: float) -> tuple[int, int]:
 
 
 def in_turn(trainings: Sequence[T], number: int) -> list[T]:
-    """The order of a round: each begins with another, so that what comes first or after what falls on all alike."""
+    """The order of a round: each round begins with another training, so that the order affects all trainings alike."""
     first = number % len(trainings)
     return [*trainings[first:], *trainings[:first]]
 
 
 def build(model: str, batch_size: int, seed: int, rank: int, device: torch.device = HOST) -> Workload:
-    """Makes a model, with the same weights on all ranks, and a batch of its own for each.
+    """Makes a model, with the same weights on all ranks, and a different batch for each rank.
 
-    From then on the process takes numbers that are too small to be normal as zero.
+    From then on the process treats denormal numbers as zero.
 
     Args:
         model: one of `hvdcomp.tools.bench.models.TIMED`, for images as CIFAR-10 has them; "model@data" for random
             images of the shape of another data set, such as "cnn@digits"; or "package.module:function". The function is
             called with the batch size and returns the model and a function without arguments that returns its loss on
-            a batch. It is called several times, and each time has to make a new model. What it makes without naming a
-            device is made on `device`.
+            a batch. It is called several times, and has to make a new model each time. `device` is its default device.
         batch_size: of one rank.
         seed: of weights and data.
         rank: of this process.
         device: of model and batch.
 
     Raises:
-        SetupError: for a model that is not there, or that is not what it should be.
+        SetupError: for an unknown model, or a function that breaks this contract.
     """
-    # Steps that are timed train on a batch that never changes, until momenta fade to numbers too small to be normal,
-    # which take a processor many times as long.
+    # Timed steps train on a batch that never changes, until momenta become denormal numbers, with which a processor is
+    # many times slower.
     torch.set_flush_denormal(True)
     torch.manual_seed(seed)
     if ":" in model:
-        return _own(model, batch_size, device)
+        return _own_workload(model, batch_size, device)
     name, data = split_model(model)
     text = name in TEXT_MODELS
     channels, size, classes = (1, _LENGTH, _TOKENS) if text else IMAGES[data or "cifar10"]
     network = build_model(name, channels=channels, size=size, classes=classes).to(device)
-    own = torch.Generator().manual_seed(seed + 1 + rank)
+    generator = torch.Generator().manual_seed(seed + 1 + rank)
     if text:
-        inputs = torch.randint(_TOKENS, (batch_size, _LENGTH), generator=own)
-        labels = torch.randint(_TOKENS, (batch_size * _LENGTH,), generator=own)
+        inputs = torch.randint(_TOKENS, (batch_size, _LENGTH), generator=generator)
+        labels = torch.randint(_TOKENS, (batch_size * _LENGTH,), generator=generator)
     else:
-        inputs = torch.randn((batch_size, channels, size, size), generator=own)
-        labels = torch.randint(classes, (batch_size,), generator=own)
+        inputs = torch.randn((batch_size, channels, size, size), generator=generator)
+        labels = torch.randint(classes, (batch_size,), generator=generator)
     inputs, labels = inputs.to(device), labels.to(device)
     return Workload(network, lambda: cross_entropy(network(inputs).flatten(0, -2), labels))
 
 
-def _own(place: str, batch_size: int, device: torch.device) -> Workload:
+def _own_workload(place: str, batch_size: int, device: torch.device) -> Workload:
     module_name, _, function_name = place.partition(":")
     try:
         function = getattr(importlib.import_module(module_name), function_name)
@@ -113,18 +112,19 @@ def _own(place: str, batch_size: int, device: torch.device) -> Workload:
         raise SetupError(f"the model {place!r} cannot be imported: {error}; is its folder in PYTHONPATH?") from None
     contract = f"{place}(batch_size) has to return (torch.nn.Module, function that returns the loss)"
     with device:
-        made: Any = _called(lambda: function(batch_size), contract)
-    if not isinstance(made, tuple) or len(made) != 2:
-        raise SetupError(f"{contract}, not {type(made).__name__}")
-    model, loss = made
+        result: Any = _called(lambda: function(batch_size), contract)
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise SetupError(f"{contract}, not {type(result).__name__}")
+    model, loss = result
     if not isinstance(model, torch.nn.Module) or not callable(loss):
         raise SetupError(f"{contract}, not ({type(model).__name__}, {type(loss).__name__})")
     if not any(parameter.requires_grad and parameter.numel() for parameter in model.parameters()):
         raise SetupError(f"the model of {place} has no parameters to train")
-    if elsewhere := {str(one.device) for one in model.parameters() if one.device.type != device.type}:
+    devices = {parameter.device for parameter in model.parameters()}
+    if wrong_devices := {str(actual) for actual in devices if actual.type != device.type}:
         raise SetupError(
-            f"the model of {place} is on {', '.join(sorted(elsewhere))}, and {device} is to be measured; make it "
-            f"without naming a device, or give --device {min(elsewhere).partition(':')[0]}"
+            f"the model of {place} is on {', '.join(sorted(wrong_devices))}, and {device} is to be measured; make it "
+            f"without naming a device, or give --device {min(wrong_devices).partition(':')[0]}"
         )
     value = _called(loss, contract)
     if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:

@@ -1,4 +1,4 @@
-"""`hvdcomp advise`: what the performance model says of compressors before any training. The model is in
+"""`hvdcomp advise`: the performance model's prediction for each compressor, before any training. The model is
 `hvdcomp.perfmodel`."""
 
 from __future__ import annotations
@@ -50,61 +50,61 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
     metavar="FILE|PRESET",
     default=_PRESET,
     show_default=True,
-    help="What was measured on your machine, or published numbers by the name of a preset.",
+    help="File that hvdcomp calibrate wrote on your machines, or name of a preset of published measurements.",
 )
-@click.option("--model", help="One of the calibration's models. [default: its first]")
+@click.option("--model", help="Model, by its name in the calibration. [default: the calibration's first]")
 @click.option("--world-size", type=click.IntRange(1), default=64, show_default=True, help="Number of ranks.")
 @click.option("--batch", type=click.IntRange(1), help="Batch size of one rank. [default: the calibration's]")
 @click.option(
     "--bandwidth",
     callback=_gbps,
     metavar="RATE",
-    help="Of a rank's link, such as 100mbit or 1gbit; a number is in Gb/s. [default: the calibration's]",
+    help="Bandwidth of each rank's link: 100mbit, 1gbit, or a number in Gb/s. [default: the calibration's]",
 )
 @click.option(
     "--compressor",
     "compressors",
     multiple=True,
     metavar="SPEC",
-    help="A compressor; repeat. [default: all whose encode times are known or estimated, gathered and scattered]",
+    help="Compressor to compare; repeatable. [default: all with a measured or estimated encode time]",
 )
 @click.option(
     "--sweep",
     "axis",
     callback=_axis,
     metavar="NAME=LOW..HIGH",
-    help=f"Vary {', '.join(AXES)} (or NAME=1,2,4), and draw the times of all methods.",
+    help=f"Vary one of {', '.join(AXES)} (a range, or a list NAME=1,2,4), and plot the step times of all methods.",
 )
 @click.option(
     "--growth",
     type=click.FloatRange(0, min_open=True),
-    help="With --sweep encode: encoding that is k times as fast sends GROWTH x k times the bytes.",
+    help="With --sweep encode: k times faster encoding sends GROWTH x k times the bytes.",
 )
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="The PNG of --sweep. [default: advise-NAME.png]",
+    help="PNG file for the plot of --sweep. [default: advise-NAME.png]",
 )
 @click.option(
     "--bucket-bytes",
     type=click.IntRange(0),
-    help="Of gradients, the least that hvdcomp sends by itself in the backward pass; 0: all at its end, as in "
-    "TensorFlow. For calibrations that say when gradients are ready.  "
-    f"[default: {BUCKET_BYTES}; of DistributedDataParallel, its buckets]",
+    help="Smallest bucket of gradients that is sent during the backward pass, in bytes; 0: send all gradients after "
+    "it, as TensorFlow does. Needs a calibration that contains the gradients' ready times.  "
+    f"[default: {BUCKET_BYTES}; DistributedDataParallel's own buckets]",
 )
 @click.option(
     "--local-steps",
     "every",
     type=click.IntRange(2),
     metavar="N",
-    help="Show too what a step takes where the ranks exchange after each N-th alone (LocalSteps, DiLoCo).",
+    help="Also predict the mean step time if the ranks exchange only every N steps (LocalSteps, DiLoCo).",
 )
 @click.option(
     "--count",
     is_flag=True,
-    help=f"Instead: in how many set-ups compression pays, as CSV. With {', '.join(map(str, WORLD_SIZES))} ranks and "
-    f"{', '.join(f'{share:g}' for share in BATCHES)} times the batch size, for all models of all presets, or of "
-    "--calibration, and all compressors, or those of --compressor.",
+    help="Instead of a table, count the set-ups in which compression pays, and print them as CSV. The set-ups are "
+    f"{', '.join(map(str, WORLD_SIZES))} ranks with {', '.join(f'{share:g}' for share in BATCHES)} times the batch "
+    "size, for all models of all presets (or of --calibration) and all compressors (or those of --compressor).",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, for programs.")
 @click.pass_context
@@ -124,11 +124,11 @@ def command(
     count: bool,
     as_json: bool,
 ) -> None:
-    """Say whether compression would pay, and which.
+    """Predict whether compression makes training faster, and with which compressor.
 
-    Predicts the time of a training step without compression and with each compressor, what limits it, and the
-    bandwidth below which it beats sending gradients as they are. Names a compressor if it beats dense gradients and
-    fp16, which are free, by more than the model's error. Nothing is measured or run.
+    For dense gradients and for each compressor, predicts the time of a training step, its bottleneck, and the
+    bandwidth below which the compressor is faster than dense gradients. Recommends a compressor if it is faster than
+    dense and fp16 gradients, which lose no accuracy, by more than the model's error. Nothing is measured or run.
     """
     if count:
         _count(context, calibration, compressors)
@@ -137,16 +137,16 @@ def command(
         raise click.UsageError("--growth and --output belong to --sweep; add --sweep NAME=LOW..HIGH, or leave them out")
     try:
         setting = Setting(world_size, None if bandwidth is None else bandwidth * GBPS, batch)
-        known = load(calibration)
-        adviser = Adviser(known, model or next(iter(known.models)), compressors or None, bucket_bytes)
+        figures = load(calibration)
+        adviser = Adviser(figures, model or next(iter(figures.models)), compressors or None, bucket_bytes)
         advice = adviser.advise(setting)
         swept = None if axis is None else sweep(adviser, setting, *axis, growth)
     except (CalibrationError, SpecError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     notes = []
-    if model is None and len(known.models) > 1:
-        others = ", ".join(list(known.models)[1:])
-        notes.append(f"No model was named, so this is {adviser.model}; with --model there are also: {others}")
+    if model is None and len(figures.models) > 1:
+        other_models = ", ".join(list(figures.models)[1:])
+        notes.append(f"No --model was given: this is {adviser.model}. Others in the calibration: {other_models}")
     report = _report(adviser, setting, advice, swept, notes)
     if every is not None:
         _add_local_steps(report, adviser, setting, every)
@@ -161,18 +161,18 @@ def command(
 
 
 def show_advice(adviser: Adviser, setting: Setting, advice: Advice) -> None:
-    """Prints what the command says of a setting."""
+    """Prints advice for a setting, as the command does."""
     _print(_report(adviser, setting, advice, None, []))
 
 
 def _count(context: click.Context, calibration: str, compressors: tuple[str, ...]) -> None:
-    """Prints in how many set-ups compression pays."""
-    given = [name for name in context.params if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
+    """Prints the number of set-ups in which compression pays, as CSV."""
+    set_by_user = [name for name in context.params if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
     options = {param.name: param.opts[0] for param in context.command.params}
-    if wrong := [options[name] for name in given if name not in ("count", "calibration", "compressors")]:
-        raise click.UsageError(f"--count goes through set-ups of its own: leave out {', '.join(wrong)}")
+    if wrong := [options[name] for name in set_by_user if name not in ("count", "calibration", "compressors")]:
+        raise click.UsageError(f"--count uses a fixed list of set-ups: leave out {', '.join(wrong)}")
     try:
-        sources = (calibration,) if "calibration" in given else presets()
+        sources = (calibration,) if "calibration" in set_by_user else presets()
         rows = [row for source in sources for row in counts(load(source), compressors or None)]
     except (CalibrationError, SpecError) as error:
         raise click.ClickException(str(error)) from None
@@ -182,7 +182,7 @@ def _count(context: click.Context, calibration: str, compressors: tuple[str, ...
 def _report(
     adviser: Adviser, setting: Setting, advice: Advice, swept: Sweep | None, notes: list[str]
 ) -> dict[str, Any]:
-    """Everything as plain data: times in ms, bandwidths in Gb/s, None for what there is not."""
+    """The advice as plain data: times in ms, bandwidths in Gb/s, None for a missing value."""
     dense = advice.methods[UNCOMPRESSED]
     compute = adviser.facts.compute
     linear = (compute.forward_s or 0.0) + compute.backward_s
@@ -227,29 +227,30 @@ def _report(
 
 
 def _add_local_steps(report: dict[str, Any], adviser: Adviser, setting: Setting, every: int) -> None:
-    """Adds to a report the times with so many local steps, and which method has the least."""
+    """Adds to a report the step times with an exchange every `every` steps, and a note on the fastest method."""
     times = {spec: adviser.local_step_s(spec, setting, every) for spec in report["methods"]}
     for spec, seconds in times.items():
         report["methods"][spec]["local_step_ms"] = None if seconds is None else 1e3 * seconds
     report["local_steps"] = every
-    known = {spec: seconds for spec, seconds in times.items() if seconds is not None}
-    best = min(known, key=lambda spec: known[spec])
+    predicted = {spec: seconds for spec, seconds in times.items() if seconds is not None}
+    best = min(predicted, key=lambda spec: predicted[spec])
     report["notes"].append(
-        f"With an exchange in each of {every} steps alone (--local-steps {every}) the fastest is {best}: "
-        f"{1e3 * known[best]:.1f} ms a step. Local steps change what is learnt: compare a training with dense."
+        f"With an exchange every {every} steps (--local-steps {every}), the fastest method is {best}: "
+        f"{1e3 * predicted[best]:.1f} ms a step. Local steps change the training: compare its accuracy with dense."
     )
 
 
 def lines_to_type(spec: str | None, backend: str | None) -> dict[str, str]:
-    """The line that makes a training send its gradients so, by library; nothing for dense, which needs none.
+    """The line of code that makes a training use a compressor, by library; empty for dense, which needs no line.
 
     Args:
-        backend: the library that was calibrated; None if that is not known.
+        spec: the compressor.
+        backend: the calibrated library; None if it is not known, for the lines of all libraries.
     """
     if spec in (None, UNCOMPRESSED):
         return {}
-    ours = f"hvdcomp.Compression.from_spec({spec!r})"
-    horovod, ddp = ours, f"hvdcomp.ddp.register(model, {ours}, optimizer)"
+    compression = f"hvdcomp.Compression.from_spec({spec!r})"
+    horovod, ddp = compression, f"hvdcomp.ddp.register(model, {compression}, optimizer)"
     if spec == "fp16":
         hooks = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
         horovod = "hvd.Compression.fp16"
@@ -282,23 +283,23 @@ def _method(method: Method, dense: Method, linear: float) -> dict[str, Any]:
 def _notes(adviser: Adviser, advice: Advice) -> list[str]:
     facts, network = adviser.facts, adviser.calibration.network
     notes = []
-    rounds = [each for method in advice.methods.values() for each in method.exchange.rounds]
-    for kind, among in sorted({(one.kind, one.among) for each in rounds for one in each}):
-        if (other := network.costs_among(among).stand_in(kind)) is not None:
+    rounds = [payloads for method in advice.methods.values() for payloads in method.exchange.rounds]
+    for kind, among in sorted({(payload.kind, payload.among) for payloads in rounds for payload in payloads}):
+        if (stand_in := network.costs_among(among).stand_in(kind)) is not None:
             where = {"all": "", "node": " within nodes", "across": " between nodes"}[among]
-            shared = " Where ranks share a link it takes longer." if (kind, among) == ("alltoall", "all") else ""
-            notes.append(f"The calibration has no {kind}{where}: it is predicted from the figures of {other}.{shared}")
+            shared = " Ranks that share a link take longer." if (kind, among) == ("alltoall", "all") else ""
+            notes.append(f"The calibration has no {kind}{where}: its time is predicted from {stand_in}.{shared}")
     if facts.compute.forward_s is None:
         notes.append("The calibration has no forward pass: a step is the backward pass and the exchange.")
     left_out = [spec for spec in adviser.compressors if spec not in advice.methods]
     if left_out:
         notes.append(
-            f"Two levels need as many ranks on each node, and nodes have {adviser.ranks_per_node} here: left out are "
-            f"{', '.join(left_out)}"
+            f"Left out, because two-level exchanges need equally many ranks on each node, here "
+            f"{adviser.ranks_per_node}: {', '.join(left_out)}"
         )
     notes += [f"{name} is {facts.sources.get(name, 'estimated')}" for name in facts.estimated]
     if (better := advice.bucket_bytes) is not None:
-        notes.append(f"In buckets of {better:,} bytes a step of {advice.winner} would be faster: bucket_bytes={better}")
+        notes.append(f"{advice.winner} would be faster in buckets of {better:,} bytes: set bucket_bytes={better}")
     sources: dict[str, list[str]] = {}
     for spec, method in advice.methods.items():
         if method.encode is not None and method.encode.estimated:
@@ -308,14 +309,14 @@ def _notes(adviser: Adviser, advice: Advice) -> list[str]:
 
 
 def _listed(specs: Sequence[str]) -> str:
-    """Some specs, of many the first few."""
+    """Specs in a sentence; if there are many, the first few and the number of the others."""
     if len(specs) <= _LISTED:
         return ", ".join(specs)
     return f"{', '.join(specs[: _LISTED - 1])} and {len(specs) - _LISTED + 1} others"
 
 
 def _rounded(values: np.ndarray) -> list[float | None]:
-    """Six digits, which is more than any prediction is good for."""
+    """Values with six significant digits; None for a value that is not finite."""
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]
 
 
@@ -362,14 +363,14 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def _cell(part: str, row: dict[str, Any]) -> str:
-    """Milliseconds of a part of the step; what is estimated has a mark."""
-    if (found := row[f"{part}_ms"]) is None:
+    """Milliseconds of a part of the step, with a tilde if they are estimated."""
+    if (milliseconds := row[f"{part}_ms"]) is None:
         return ""
-    return f"{'~' if part == 'encode' and row['estimated'] else ''}{found:.1f}"
+    return f"{'~' if part == 'encode' and row['estimated'] else ''}{milliseconds:.1f}"
 
 
 def _ranges(ranges: list[list[float | None]]) -> str:
-    """Where a method beats dense, in Gb/s."""
+    """The bandwidths at which a method is faster than dense, in Gb/s."""
     if not ranges:
         return "never"
     words = []
@@ -384,40 +385,40 @@ def _ranges(ranges: list[list[float | None]]) -> str:
 def _conclusions(report: dict[str, Any]) -> list[str]:
     winner, free, take, error = report["winner"], report["free"], report["take"], f"{report['error_percent']:.1f}%"
     if winner is None:
-        return ["One rank has nobody to exchange with: nothing is sent, no method is better than another."]
-    over_free, over_dense = (1 + report[f"gain_over_{what}_percent"] / 100 for what in ("free", "dense"))
+        return ["One rank exchanges nothing, so no method is faster than another."]
+    over_free, over_dense = (1 + report[f"gain_over_{base}_percent"] / 100 for base in ("free", "dense"))
     beside_free = "" if free in (winner, UNCOMPRESSED) else f", {_as_fast(over_free)} {free}"
     lines = [f"Fastest: {winner}{'' if winner == UNCOMPRESSED else f', {_as_fast(over_dense)} dense'}{beside_free}."]
     lead = f"Its lead over {'dense' if free == UNCOMPRESSED else free}, which is free, is"
     if set(report["methods"]) <= set(FREE):
-        lines.append("No compressor was looked at: name some with --compressor.")
+        lines.append("No compressor was compared: name some with --compressor.")
     elif winner == UNCOMPRESSED:
-        lines.append("Take it: compression does not pay here.")
+        lines.append("Use it: compression does not pay here.")
     elif winner == free:
-        lines.append("Take it: it needs no encoding, and no compressor is faster.")
+        lines.append("Use it: it needs no encoding, and no compressor is faster.")
     elif take == free:
-        lines.append(f"{lead} within the model's error of {error}: take {free}.")
+        lines.append(f"{lead} within the model's error of {error}: use {free}.")
     else:
-        lines.append(f"{lead} more than the model's error of {error}: take it, if accuracy allows.")
+        lines.append(f"{lead} more than the model's error of {error}: use it, if accuracy allows.")
         if report["methods"][take]["estimated"]:
-            lines.append("But its encode time is an estimate: measure it before you rely on it (hvdcomp calibrate).")
+            lines.append("Its encode time is an estimate: measure it first, with hvdcomp calibrate.")
     if report["alike"]:
-        lines.append(f"Within the model's error of {error} from {take}: {_listed(report['alike'])}.")
-    lines += [f"To type, {_LIBRARIES[name]}: {line}" for name, line in report["to_type"].items()]
+        lines.append(f"As fast as {take} within the model's error of {error}: {_listed(report['alike'])}.")
+    lines += [f"In your code, for {_LIBRARIES[name]}: {line}" for name, line in report["to_type"].items()]
     if take != UNCOMPRESSED:
-        lines.append("Accuracy may differ, and the model knows nothing of it: compare a short training with dense.")
+        lines.append("The model does not predict accuracy: compare it with dense in a short training.")
         if take not in FREE:
             lines.append(evidence_in_words(parse_compressor(take)))
             lines.append(_kept(parse_compressor(take), report["methods"][take]["kept_bytes_per_parameter"]))
         lines.append(first_to_try())
     factor = report["least_compression_factor"]
-    ideal = "an ideal compressor (free of cost, during the backward pass)"
+    ideal = "an ideal compressor (no encode time, fully overlapped with the backward pass)"
     if factor is None:
-        lines.append(f"Latency alone keeps even {ideal} from 95% of linear scaling.")
+        lines.append(f"Even {ideal} does not reach 95% of linear scaling, because of latency.")
     elif factor <= 1:
         lines.append("Without compression, 95% of linear scaling is reached.")
     else:
-        lines.append(f"For 95% of linear scaling {ideal} would have to compress {factor:.1f} times.")
+        lines.append(f"For 95% of linear scaling, {ideal} must compress {factor:.1f} times.")
     return lines
 
 
@@ -441,8 +442,8 @@ def _draw(swept: Sweep, report: dict[str, Any], file: Path) -> None:
         raise click.ClickException(
             f"the plot needs {error.name}, which is not installed: pip install 'hvdcomp[plot]'"
         ) from None
-    here = {"bandwidth": report["bandwidth_gbps"], "world_size": report["world_size"], "batch": report["batch_size"]}
+    current = {"bandwidth": report["bandwidth_gbps"], "world_size": report["world_size"], "batch": report["batch_size"]}
     try:
-        draw(swept, _title(report), here.get(swept.axis), file)
+        draw(swept, _title(report), current.get(swept.axis), file)
     except OSError as error:
         raise click.ClickException(f"{file} cannot be written: {error.strerror or error}") from None

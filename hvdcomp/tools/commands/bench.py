@@ -1,4 +1,4 @@
-"""`hvdcomp bench`: measurements of the package on this machine. What is measured lives in `hvdcomp.tools.bench`."""
+"""`hvdcomp bench`: benchmarks of the package on this machine, by `hvdcomp.tools.bench`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import click
 from hvdcomp.tools.terminal import LazyGroup
 
 _MEASUREMENTS = {
-    "encode": ("hvdcomp.tools.commands.bench_encode", "encode", "What each method costs in time and memory."),
-    "proposals": (
-        "hvdcomp.tools.commands.bench_proposals", "proposals", "What auto would have proposed for measured steps."
-    ),
-    "steps": ("hvdcomp.tools.commands.bench_steps", "steps", "Predicted beside measured times of steps."),
+    "encode": ("hvdcomp.tools.commands.bench_encode", "encode", "Measure the encode time and memory of each method."),
+    "proposals": ("hvdcomp.tools.commands.bench_proposals", "proposals", "Compare auto's choices with measurements."),
+    "steps": ("hvdcomp.tools.commands.bench_steps", "steps", "Compare predicted with measured step times."),
 }
 
 
 @click.group(cls=LazyGroup, lazy=_MEASUREMENTS)
 def command() -> None:
-    """Measure what compression costs here."""
+    """Measure the cost of compression on this machine."""

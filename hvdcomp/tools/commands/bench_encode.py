@@ -1,4 +1,4 @@
-"""`hvdcomp bench encode`: what each method costs in time and memory. `hvdcomp.tools.bench.encode` measures it."""
+"""`hvdcomp bench encode`: the encode time and memory of each method, measured by `hvdcomp.tools.bench.encode`."""
 
 from __future__ import annotations
 
@@ -34,54 +34,95 @@ def _threads(_context: click.Context, _option: click.Parameter, value: str) -> t
     except ValueError:
         numbers = ()
     if not numbers or min(numbers) < 1:
-        raise click.BadParameter(f"{value!r} is not one or more positive integers with commas between them")
+        raise click.BadParameter(f"{value!r}: expected positive integers, separated by commas, as in 1,2")
     return numbers
 
 
 @click.command()
-@click.option("--model", type=click.Choice(MODELS), default="resnet50", show_default=True, help="Whose gradients.")
-@click.option("--method", "methods", multiple=True, metavar="SPEC", help="A compressor; repeat. Default: all.")
-@click.option("--peers/--no-peers", default=True, show_default=True, help="Measure PyTorch's own hooks too.")
-@click.option("--framework", type=click.Choice(list(FRAMEWORKS)), default="torch", show_default=True)
 @click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="cuda in PyTorch only."
+    "--model",
+    type=click.Choice(MODELS),
+    default="resnet50",
+    show_default=True,
+    help="Model whose gradients are encoded.",
 )
-@click.option("--dtype", type=click.Choice(list(FLOATING)), default="float32", show_default=True, help="Of gradients.")
-@click.option("--threads", default="2", show_default=True, callback=_threads, metavar="N,...", help="Of the framework.")
-@click.option("--ranks", type=click.IntRange(1), default=1, show_default=True, help="Decode the payloads of N ranks.")
 @click.option(
-    "--repeats", type=click.IntRange(1), default=5, show_default=True, help="Turns of copy and step, at least."
+    "--method", "methods", multiple=True, metavar="SPEC", help="Compressor to measure; repeatable. [default: all]"
+)
+@click.option("--peers/--no-peers", default=True, show_default=True, help="Also measure PyTorch's own hooks.")
+@click.option(
+    "--framework",
+    type=click.Choice(list(FRAMEWORKS)),
+    default="torch",
+    show_default=True,
+    help="Array library that holds the gradients.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="Device of the gradients; cuda needs --framework torch.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(list(FLOATING)),
+    default="float32",
+    show_default=True,
+    help="Element type of the gradients.",
+)
+@click.option(
+    "--threads",
+    default="2",
+    show_default=True,
+    callback=_threads,
+    metavar="N,...",
+    help="Numbers of CPU threads to measure with.",
+)
+@click.option(
+    "--ranks",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Number of ranks whose payloads are decoded.",
+)
+@click.option(
+    "--repeats",
+    type=click.IntRange(1),
+    default=5,
+    show_default=True,
+    help="Least number of repetitions for each method.",
 )
 @click.option(
     "--seconds",
     type=click.FloatRange(0),
     default=1.0,
     show_default=True,
-    help="Add turns until those of a method have taken this long.",
+    help="Repeat each method for at least this long.",
 )
 @click.option(
     "--retries",
     type=click.IntRange(0),
     default=1,
     show_default=True,
-    help="How many times to measure again what other work on the machine disturbed.",
+    help="How often to measure a method again that other work on the machine disturbed.",
 )
 @click.option(
     "--json",
     "json_file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="File for all rows, rewritten after each of them.",
+    help="JSON file for all rows, rewritten after each row.",
 )
 @click.option(
     "--before",
     "earlier_file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="What --json wrote earlier, such as before a change: its times stand beside the new ones.",
+    help="JSON file of an earlier run: its times are shown beside the new ones.",
 )
 @click.option(
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for encode.json, encode.md and encode.png, if the rows can be compared.",
+    help="Folder for encode.json, encode.md and encode.png; not written if the rows cannot be compared.",
 )
 def encode(
     methods: tuple[str, ...],
@@ -93,25 +134,25 @@ def encode(
     output: Path | None,
     **options: Any,
 ) -> None:
-    """Time of encoding and decoding, beside a copy of the same gradients and PyTorch's own hooks.
+    """Measure encode and decode times, beside a copy of the same gradients and PyTorch's own hooks.
 
-    The copy takes turns with each method. Where it differs between methods by more than 15 percent, the machine was not
-    equally fast for all of them: the comparison is refused, and --output writes nothing. Rows that other work disturbed
-    are marked, in the file of --json too.
+    Measurements of the copy alternate with those of each method. If the copy's time differs between methods by more
+    than 15 percent, the machine was not equally fast for all of them: the comparison is refused, and --output writes
+    nothing. Rows that other work disturbed are marked, also in the file of --json.
     """
     _check(options["framework"], options["device"], methods, output)
     before = None if earlier_file is None else _earlier(earlier_file)
-    said = {**options, "threads": list(threads), "retries": retries}
-    known = facts(options["device"])
+    settings = {**options, "threads": list(threads), "retries": retries}
+    machine = facts(options["device"])
 
     def keep(measured: Sequence[Measurement], refused: str | None) -> None:
         if json_file is not None:
-            _write({json_file: shown.as_json(rows(measured, before), said, known, refused).encode()}, json_file)
+            _write({json_file: shown.as_json(rows(measured, before), settings, machine, refused).encode()}, json_file)
 
     keep([], _UNFINISHED)
     measured = _measure_all(_requests(methods, peers, threads, options), retries, keep)
-    found = rows(measured, before)
-    headings, lines = shown.table(found)
+    measured_rows = rows(measured, before)
+    headings, lines = shown.table(measured_rows)
     table = make_table(*headings, numbers=headings[1:])
     for line in lines:
         table.add_row(*line)
@@ -129,35 +170,35 @@ def encode(
     keep(measured, None)
     if output is not None:
         files = {
-            output / "encode.json": shown.as_json(found, said, known, None).encode(),
-            output / "encode.md": shown.markdown(found, options).encode(),
-            output / "encode.png": shown.plot(found, options),
+            output / "encode.json": shown.as_json(measured_rows, settings, machine, None).encode(),
+            output / "encode.md": shown.markdown(measured_rows, options).encode(),
+            output / "encode.png": shown.plot(measured_rows, options),
         }
         _write(files, output)
         click.echo(f"wrote encode.json, encode.md and encode.png to {output}")
 
 
 def _requests(methods: Sequence[str], peers: bool, threads: Sequence[int], options: Mapping[str, Any]) -> list[Request]:
-    """What is to be measured: each method with each number of threads, then PyTorch's hooks."""
+    """The measurements to make: each method with each number of threads, then PyTorch's hooks."""
     requests = [Request(method, threads=count, **options) for method in methods or EXAMPLES for count in threads]
     if peers and not _is_there(PEER_FRAMEWORK):
-        click.echo("PyTorch's hooks are left out, as it is not installed.", err=True)
+        click.echo("PyTorch is not installed: its hooks are left out.", err=True)
     elif peers:
-        theirs = {**options, "framework": PEER_FRAMEWORK}
-        requests += [Request(method, threads=count, **theirs) for method in PEERS for count in threads]
+        for_peers = {**options, "framework": PEER_FRAMEWORK}
+        requests += [Request(method, threads=count, **for_peers) for method in PEERS for count in threads]
     return requests
 
 
 def _measure_all(
     requests: Sequence[Request], retries: int, keep: Callable[[Sequence[Measurement], str], None]
 ) -> list[Measurement]:
-    """Measures everything, and again what was not steady; keeps what there is after each measurement."""
+    """Measures every request, and the unsteady ones again; calls `keep` after each measurement."""
     measured: list[Measurement] = []
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=make_console(stderr=True), transient=True) as progress:
         task = progress.add_task("starting", total=len(requests))
 
-        def one(request: Request) -> Measurement:
+        def measure_once(request: Request) -> Measurement:
             progress.update(task, description=f"{request.method}, {request.threads} thread(s)")
             try:
                 return measure(request)
@@ -167,13 +208,13 @@ def _measure_all(
                 progress.advance(task)
 
         for request in requests:
-            measured.append(one(request))
+            measured.append(measure_once(request))
             keep(measured, _UNFINISHED)
         for _ in range(retries):
             places = unsteady(measured)
             progress.update(task, total=progress.tasks[0].completed + len(places))
             for place in places:
-                measured[place] = one(measured[place].request)
+                measured[place] = measure_once(measured[place].request)
                 keep(measured, _UNFINISHED)
     return measured
 
@@ -189,7 +230,7 @@ def _earlier(file: Path) -> Earlier:
     try:
         return earlier(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise click.UsageError(f"--before {file} is nothing that --json wrote: {error}") from None
+        raise click.UsageError(f"--before {file} is not a file written by --json: {error}") from None
 
 
 def _is_there(framework: str) -> bool:
@@ -197,18 +238,20 @@ def _is_there(framework: str) -> bool:
 
 
 def _check(framework: str, device: str, methods: Sequence[str], output: Path | None) -> None:
-    """Refuses what cannot work, before anything is measured."""
+    """Refuses options that cannot work, before anything is measured."""
     if not _is_there(framework):
         raise click.ClickException(
             f"--framework {framework} needs {_EXTRAS[framework]}: pip install 'hvdcomp[{framework}]'"
         )
     if device == "cuda":
         if framework != PEER_FRAMEWORK:
-            raise click.UsageError(f"--device cuda is measured with --framework torch only, not with {framework}")
+            raise click.UsageError(f"--device cuda does not work with --framework {framework}: use --framework torch")
         import torch
 
         if not torch.cuda.is_available():
-            raise click.UsageError("--device cuda needs a GPU that PyTorch can use; torch.cuda.is_available() is False")
+            raise click.UsageError(
+                "--device cuda needs a GPU, and torch.cuda.is_available() is False: use --device cpu, or hvdcomp doctor"
+            )
     try:
         for method in methods:
             parse_compressor(method)
@@ -220,4 +263,4 @@ def _check(framework: str, device: str, methods: Sequence[str], output: Path | N
     except ImportError:
         raise click.ClickException("the plot needs matplotlib: pip install 'hvdcomp[plot]'") from None
     except OSError as error:
-        raise click.UsageError(f"--output {output} cannot be made: {error.strerror or error}") from None
+        raise click.UsageError(f"--output {output} cannot be created: {error.strerror or error}") from None

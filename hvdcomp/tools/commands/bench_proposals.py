@@ -1,4 +1,4 @@
-"""`hvdcomp bench proposals`: what `auto` would have chosen by itself where steps were measured."""
+"""`hvdcomp bench proposals`: the choices of the policy `auto`, beside measured step times."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ _UNKNOWN = "unknown"
     multiple=True,
     default=(0.02, 0.2),
     show_default=True,
-    help="What a compressor may raise the loss by, as a share; repeat.",
+    help="Largest relative increase of the loss that a compressor may cause; repeatable.",
 )
 @click.option(
     "--optimizer",
     type=click.Choice((*OPTIMIZERS, "CompressedAdam", _UNKNOWN)),
     default=OPTIMIZERS[0],
     show_default=True,
-    help="By whose trainings compressors are judged.",
+    help="Optimizer of the training.",
 )
 def proposals(file: Path, losses: tuple[float, ...], optimizer: str) -> None:
-    """Say what auto would have chosen by itself, as CSV, beside the fastest that was measured.
+    """Print the policy auto's choices beside the fastest measured method, as CSV.
 
-    FILE is the JSON of hvdcomp bench steps. Nothing is measured or run.
+    FILE is a JSON file of hvdcomp bench steps. Nothing is measured or run.
     """
     from hvdcomp.tools.bench.proposals import choices_of
 
     try:
         runs = parse_json(file.read_text(encoding="utf-8"))["runs"]
-        known = None if optimizer == _UNKNOWN else optimizer
-        rows = [row for run in runs for row in choices_of(run, losses, known)]
+        judged_by = None if optimizer == _UNKNOWN else optimizer
+        rows = [row for run in runs for row in choices_of(run, losses, judged_by)]
     except (OSError, ValueError, LookupError, TypeError, CalibrationError) as error:
-        raise click.ClickException(f"{file} is no JSON of hvdcomp bench steps, or damaged: {error!r}") from None
+        raise click.ClickException(f"{file} is not a JSON file of hvdcomp bench steps, or damaged: {error!r}") from None
     if not rows:
         raise click.ClickException(f"{file} holds no measured steps; measure some with hvdcomp bench steps")
     click.echo(csv_of(rows).decode(), nl=False)

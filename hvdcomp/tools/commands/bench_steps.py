@@ -1,4 +1,4 @@
-"""`hvdcomp bench steps`: predicted beside measured times of steps. What is measured lives in `hvdcomp.tools.bench`."""
+"""`hvdcomp bench steps`: predicted beside measured step times, by `hvdcomp.tools.bench`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvdcomp.tools.bench.steps import Options
 from hvdcomp.tools.bench.trainings import OVERLAPS
 from hvdcomp.tools.terminal import make_console, make_table, print_table
 
-_STEPS = "steps-measured"  # what the files of `hvdcomp bench steps` are called
+_STEPS = "steps-measured"  # name of the output files, without the suffix
 
 
 def _list(_context: click.Context, _option: click.Parameter, value: str) -> tuple[str, ...]:
@@ -31,7 +31,7 @@ def _list(_context: click.Context, _option: click.Parameter, value: str) -> tupl
     show_default=True,
     callback=_list,
     metavar="N[xRANKS],...",
-    help="Numbers of hosts, with one rank on each: 2x2 is two hosts with two.",
+    help="Emulated clusters: 4 is four hosts with one rank each, 2x2 two hosts with two ranks each.",
 )
 @click.option(
     "--rate",
@@ -40,10 +40,16 @@ def _list(_context: click.Context, _option: click.Parameter, value: str) -> tupl
     show_default=True,
     callback=_list,
     metavar="RATE,...",
-    help="Of each host's link, as tc spells it.",
+    help="Bandwidths of each host's link, as tc writes them.",
 )
 @click.option(
-    "--model", "models", default="mlp,resnet20,resnet18", show_default=True, callback=_list, metavar="NAME,..."
+    "--model",
+    "models",
+    default="mlp,resnet20,resnet18",
+    show_default=True,
+    callback=_list,
+    metavar="NAME,...",
+    help="Models to train.",
 )
 @click.option(
     "--compressor",
@@ -52,30 +58,30 @@ def _list(_context: click.Context, _option: click.Parameter, value: str) -> tupl
     metavar="SPEC",
     default=("topk:ratio=0.01", "powersgd:rank=4", "efsignsgd"),
     show_default=True,
-    help="Beside dense and the library's own fp16; repeat.",
+    help="Compressor to measure beside dense and the library's own fp16; repeatable.",
 )
 @click.option(
     "--backend",
     type=click.Choice(list(STOCK)),
     default="horovod",
     show_default=True,
-    help="What carries gradients: Horovod, or DistributedDataParallel.",
+    help="Library that averages gradients: Horovod or DistributedDataParallel.",
 )
 @click.option(
     "--overlap",
     type=click.Choice(list(OVERLAPS)),
     default="on",
     show_default=True,
-    help="Compressors as they are by themselves, sending during the backward pass; all at its end; or both.",
+    help="Whether compressors send gradients during the backward pass (on), after it (off), or both in turn.",
 )
-@click.option("--batch-size", type=click.IntRange(1), default=4, show_default=True, help="Of one rank.")
+@click.option("--batch-size", type=click.IntRange(1), default=4, show_default=True, help="Samples per rank.")
 @click.option(
     "--seconds",
     type=click.FloatRange(1),
     default=60.0,
     show_default=True,
-    help="For calibrating each model on each cluster, about, as a minimum of steps is made. Steps take as long again; "
-    "auto alone takes half of it, and its steps that are compared up to three times as long.",
+    help="Approximate time to calibrate each model on each cluster. Measuring the steps takes as long again; auto "
+    "takes half as long to decide, and up to three times as long to compare.",
 )
 @click.option(
     "--output",
@@ -87,8 +93,8 @@ def _list(_context: click.Context, _option: click.Parameter, value: str) -> tupl
 @click.option(
     "--resume",
     is_flag=True,
-    help="Keep the settings that the same command measured before it was interrupted or failed, and measure the rest. "
-    "If nothing is left, tables and pictures are made again from what is there, for which no root is needed.",
+    help="Keep the measurements of the same command, if it was interrupted or failed, and make the missing ones. If "
+    "none is missing, only tables and plots are made again, which needs no root.",
 )
 def steps(
     hosts: tuple[str, ...],
@@ -99,10 +105,10 @@ def steps(
     resume: bool,
     **options: Any,
 ) -> None:
-    """Compare predicted with measured times of steps, on emulated clusters (needs root and iproute2).
+    """Compare predicted with measured step times, on emulated clusters (needs root and iproute2).
 
-    On each cluster: calibrates, and in turns with that trains with dense gradients, fp16 as Horovod or
-    DistributedDataParallel has it, and each compressor.
+    On each cluster, calibration alternates with training by dense gradients, the library's own fp16 (Horovod's or
+    DistributedDataParallel's) and each compressor.
     """
     from hvdcomp.tools.bench import steps as runs
     from hvdcomp.tools.bench.compare import choices, compare, gains
@@ -118,10 +124,10 @@ def steps(
             if ":" not in model:
                 split_model(model)
         output.mkdir(parents=True, exist_ok=True)
-        wanted = runs.Options(models, compressors, **options)
+        chosen = runs.Options(models, compressors, **options)
         details = {
-            "command": _steps_command(clusters, rates, wanted, output),
-            "left_out": runs.left_out(clusters, wanted),
+            "command": _steps_command(clusters, rates, chosen, output),
+            "left_out": runs.left_out(clusters, chosen),
             **runs.environment_facts(),
         }
         results = runs.earlier(output / f"{_STEPS}.json", details["command"]) if resume else []
@@ -142,18 +148,18 @@ def steps(
         total = len(clusters) * len(rates) * len(models)
         task = progress.add_task("starting", total=total, completed=len(results))
 
-        def show(what: str) -> None:
-            progress.update(task, description=what)
+        def show(stage: str) -> None:
+            progress.update(task, description=stage)
 
         try:
-            for result in runs.measure(clusters, rates, wanted, show, results):
+            for result in runs.measure(clusters, rates, chosen, show, results):
                 rows += compare(result)
                 results.append(result)
                 write(output, _STEPS, rows, {**details, "runs": results})
                 progress.advance(task)
                 progress.console.print(f"{place_of(result).in_words()}: measured", highlight=False)
         except (runs.StepsError, OSError) as error:
-            again = "\nWhat was measured before is kept: go on with --resume." if results else ""
+            again = "\nEarlier measurements are kept: continue with --resume." if results else ""
             raise click.ClickException(f"{str(error).rstrip()}{again}") from None
     if resume:
         try:
@@ -171,8 +177,8 @@ def steps(
             soft_wrap=True,
         )
     console.print(summary(rows), soft_wrap=True)
-    if found := choices(results):
-        console.print(auto_summary(found), soft_wrap=True)
+    if auto_choices := choices(results):
+        console.print(auto_summary(auto_choices), soft_wrap=True)
     for result in results:
         if result["noisy"]:
             console.print(f"noisy, {place_of(result).in_words()}: {', '.join(result['noisy'])}", soft_wrap=True)

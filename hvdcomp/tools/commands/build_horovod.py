@@ -42,27 +42,27 @@ def _parse_architectures(_context: click.Context, _option: click.Parameter, valu
 
 
 @click.command("build-horovod")
-@click.option("--gpu", is_flag=True, help="Build with CUDA and NCCL, whose development files it needs.")
+@click.option("--gpu", is_flag=True, help="Build with CUDA and NCCL; needs their development files.")
 @click.option(
     "--cuda-arch",
     callback=_parse_architectures,
     metavar="LIST",
     help="With --gpu: compute capabilities to compile for, as in 70,80. [default: Horovod's own list]",
 )
-@click.option("--jobs", "-j", type=click.IntRange(min=1), help="Parallel compilations. [default: by cores, memory]")
+@click.option("--jobs", "-j", type=click.IntRange(min=1), help="Parallel compilations. [default: by cores and memory]")
 @click.option("--force", is_flag=True, help="Build anew even if a cached wheel exists.")
 @click.option(
     "--check/--no-check",
     default=True,
     show_default=True,
-    help="Run two ranks after installing. That Horovod can be imported is always checked.",
+    help="Run two ranks after installing. The import of Horovod is always checked.",
 )
-@click.option("--dry-run", is_flag=True, help="Say what would be done, and do nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the plan, and do nothing.")
 def command(gpu: bool, cuda_arch: tuple[int, ...], jobs: int | None, force: bool, check: bool, dry_run: bool) -> None:
     """Build Horovod for the PyTorch, TensorFlow and MPI of this environment, and install it.
 
-    The wheel is kept in the cache folder ($HVDCOMP_CACHE, else ~/.cache/hvdcomp) and used again wherever the
-    same versions come together.
+    The wheel is kept in the cache folder ($HVDCOMP_CACHE, else ~/.cache/hvdcomp) and reused for the same versions of
+    Python, frameworks, MPI and compiler.
     """
     end_with_make()
     console = make_console()
@@ -88,25 +88,25 @@ def _provide(console: Console, plan: Plan, notes: list[str], jobs: int, force: b
         console.print(f"Note: {note}", markup=False, soft_wrap=True)
     missing = missing_build_requirements()
     if missing:
-        raise BuildError(f"The build needs packages: {', '.join(missing)}\nInstall them: pip install 'hvdcomp[build]'")
+        raise BuildError(f"Missing build packages: {', '.join(missing)}\nInstall them: pip install 'hvdcomp[build]'")
     cache = cache_folder()
     wheel = None if force else cached_wheel(cache, plan)
     if wheel is None:
         console.print(
-            f"Building Horovod {HOROVOD_VERSION} for {_versions(plan)}, {jobs} jobs: takes minutes.", soft_wrap=True
+            f"Building Horovod {HOROVOD_VERSION} for {_versions(plan)}, {jobs} jobs; takes minutes.", soft_wrap=True
         )
         started = time.monotonic()
         with _BuildProgress(console) as progress:
             wheel = build_wheel(cache, plan, jobs, progress.update)
         console.print(f"Built in {time.monotonic() - started:.0f} s: {wheel}", soft_wrap=True)
     else:
-        console.print(f"Using the wheel built before: {wheel}", soft_wrap=True)
+        console.print(f"Using the cached wheel: {wheel}", soft_wrap=True)
     install_wheel(wheel)
     try:
         for framework in plan.frameworks:
             load_extension(framework)
     except BuildError:
-        uninstall()  # or the next call would take it for what it was asked for
+        uninstall()  # the next call would take it for a working build
         raise
     if check:
         for framework in plan.frameworks:
@@ -153,17 +153,17 @@ class _BuildProgress:
 
 
 def _versions(plan: Plan) -> str:
-    found = plan.environment
+    environment = plan.environment
     parts = []
-    if found.torch:
-        parts.append(f"torch {found.torch}")
-    if found.tensorflow:
-        parts.append(f"TensorFlow {found.tensorflow}")
-    if found.mpi is not None and "mpi" in plan.controllers:
-        parts.append(f"{found.mpi.implementation} {found.mpi.version}")
+    if environment.torch:
+        parts.append(f"torch {environment.torch}")
+    if environment.tensorflow:
+        parts.append(f"TensorFlow {environment.tensorflow}")
+    if environment.mpi is not None and "mpi" in plan.controllers:
+        parts.append(f"{environment.mpi.implementation} {environment.mpi.version}")
     if plan.options.gpu:
-        parts.append(f"CUDA {found.nvcc} with NCCL")
-    return ", ".join([*parts, f"Python {found.python}"])
+        parts.append(f"CUDA {environment.nvcc} with NCCL")
+    return ", ".join([*parts, f"Python {environment.python}"])
 
 
 def _describe(console: Console, plan: Plan, notes: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""`hvdcomp calibrate`: measures what `hvdcomp advise` needs to know. How it measures is in `hvdcomp.tools.bench`."""
+"""`hvdcomp calibrate`: measures network, passes and compressors for `hvdcomp advise`, by `hvdcomp.tools.bench`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _NEEDS = (
 )
 
 
-@click.command(epilog=f"Start it as training is started: {_START}")
+@click.command(epilog=f"Start it as you start your training: {_START}")
 @click.option(
     "--model",
     "models",
@@ -64,9 +64,9 @@ _NEEDS = (
     default=("resnet20",),
     show_default=True,
     metavar="NAME|NAME@DATA|MODULE:FUNCTION",
-    help=f"Repeat. One of {', '.join(TIMED)}, on random images as CIFAR-10 has them, or of other data, as "
-    "cnn@digits; or a function of your own that is given the batch size and returns "
-    "(torch.nn.Module, function without arguments that returns the loss of a batch).",
+    help=f"Model to measure; repeatable. NAME is one of {', '.join(TIMED)}, trained on random images of CIFAR-10's "
+    "size, or on other data, as in cnn@digits. MODULE:FUNCTION is a function of your own, called with the batch size; "
+    "it returns a torch.nn.Module and a function that computes the loss of a batch.",
 )
 @click.option(
     "--compressor",
@@ -75,32 +75,34 @@ _NEEDS = (
     metavar="SPEC",
     default=COMPRESSORS,
     show_default=f"{', '.join(COMPRESSORS)}; with several ranks on each of several hosts also {', '.join(TWO_LEVELS)}",
-    help="Repeat.",
+    help="Compressor to measure; repeatable.",
 )
 @click.option(
     "--backend",
     type=click.Choice(BACKENDS),
     default="auto",
     show_default=True,
-    help="What carries gradients: Horovod, or DistributedDataParallel; auto: what the launcher is for.",
+    help="Library that averages gradients: Horovod or DistributedDataParallel; auto: by the launcher.",
 )
 @click.option(
     "--device",
     type=click.Choice(DEVICES),
     default="auto",
     show_default=True,
-    help="Where the model is trained; auto: on CUDA devices if there are any, one for each rank of a host.",
+    help="Device of the model; auto: a CUDA device for each rank of a host, if there are any.",
 )
-@click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True, help="Of one rank.")
-@click.option("--seconds", type=click.FloatRange(1, 3600), default=120, show_default=True, help="About how long.")
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--name", help="Of the calibration in output. [default: the name of the file]")
+@click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True, help="Samples per rank.")
+@click.option(
+    "--seconds", type=click.FloatRange(1, 3600), default=120, show_default=True, help="Approximate time to measure."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of weights and data.")
+@click.option("--name", help="Name of the calibration, shown by hvdcomp advise. [default: the file's name]")
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     default=Path("calibration.json"),
     show_default=True,
-    help="The file that rank 0 writes, for hvdcomp advise --calibration.",
+    help="File for the calibration, written by rank 0 and read by hvdcomp advise --calibration.",
 )
 @click.pass_context
 def command(
@@ -115,10 +117,10 @@ def command(
 ) -> None:
     """Measure network, passes and compressors for `hvdcomp advise`.
 
-    Measures through Horovod or torch.distributed, on all ranks at once: what collectives cost by their size, the passes
-    of a model alone and while gradients travel, what encoding and decoding with each compressor takes, and how much of
-    the exchange hides behind the backward pass. With several ranks on each of several hosts, collectives within hosts
-    and between them too. PyTorch.
+    Measures through Horovod or torch.distributed, on all ranks at once: collectives of several sizes, the model's
+    forward and backward passes alone and during an exchange, encoding and decoding with each compressor, and the part
+    of the exchange that the backward pass hides. With several ranks on each of several hosts, also collectives within
+    hosts and between hosts. Needs PyTorch.
     """
     environment.prepare_mpi()
     allow_process_sets()
@@ -144,14 +146,14 @@ def command(
     try:
         environment.check_world_size(ranks.size)
         if ranks.size < 2:
-            raise SetupError(f"with one rank there is no network to measure; start several: {_START}")
+            raise SetupError(f"one rank has no network to measure; start several: {_START}")
         environment.use_threads(ranks.local_size)
-        there = ranks.together(lambda: environment.use_device(device, ranks.local_rank))
+        device_used = ranks.together(lambda: environment.use_device(device, ranks.local_rank))
         levels = find_levels(carrier.communicator())
-        if levels.ranks_per_node is not None and not _given(context, "specs"):
+        if levels.ranks_per_node is not None and not _is_given(context, "specs"):
             specs += TWO_LEVELS
-        compressors = ranks.together(lambda: _checked(models, specs, options, output, ranks.rank, levels, there))
-        ranks.check_same({"options": (models, specs, sorted(options.items())), "device": there.type})
+        compressors = ranks.together(lambda: _checked(models, specs, options, output, ranks.rank, levels, device_used))
+        ranks.check_same({"options": (models, specs, sorted(options.items())), "device": device_used.type})
     except (RunRefused, SetupError, ConfigurationError) as refused:
         if ranks.rank == 0:
             click.UsageError(str(refused), context).show()
@@ -165,21 +167,21 @@ def command(
     columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, disable=ranks.rank != 0, transient=True) as progress:
         task = progress.add_task("starting")
-        made = calibrate(
+        calibrated = calibrate(
             carrier,
             models,
             compressors,
             name=name or output.stem,
-            device=there,
-            show=lambda what: progress.update(task, description=what),
+            device=device_used,
+            show=lambda stage: progress.update(task, description=stage),
             **options,
         )
     if ranks.rank == 0:
-        print_summary(made, make_console())
+        print_summary(calibrated, make_console())
         if levels.why_not:
             click.echo(f"Without two levels: {levels.why_not}.")
         try:
-            save(made.calibration, output)
+            save(calibrated.calibration, output)
         except OSError as error:
             raise click.ClickException(f"{output} cannot be written: {error.strerror or error}") from None
         click.echo(f"Wrote {output}. Next: hvdcomp advise --calibration {output} --world-size {ranks.size}")
@@ -195,17 +197,17 @@ def _checked(
     levels: Levels,
     device: Any = "cpu",
 ) -> list[Any]:
-    """The compressors, after everything that could fail later was tried.
+    """The compressors, after a trial of all that could fail later.
 
     Raises:
-        SetupError, SpecError: say what is wrong.
+        SetupError, SpecError: a model, a compressor or the output file does not work.
     """
     import torch
 
     from hvdcomp.perfmodel import exchange_of
     from hvdcomp.tools.bench.workload import build
 
-    compressors = {str(one): one for one in map(parse_compressor, specs)}
+    compressors = {str(compressor): compressor for compressor in map(parse_compressor, specs)}
     for compressor in compressors.values():
         levels.check(compressor)
     for model in models:
@@ -217,35 +219,36 @@ def _checked(
     return list(compressors.values())
 
 
-def _given(context: click.Context, option: str) -> bool:
+def _is_given(context: click.Context, option: str) -> bool:
     return context.get_parameter_source(option) is not ParameterSource.DEFAULT
 
 
 def check_writable(file: Path) -> None:
-    """Sees that a file can be written.
+    """Checks that a file can be written.
 
     Raises:
-        SetupError: if it cannot.
+        SetupError: the file cannot be written.
     """
-    there = file if file.exists() else file.parent
+    target = file if file.exists() else file.parent
     if not file.parent.is_dir():
-        raise SetupError(f"--output {file} cannot be written: there is no folder {file.parent}; make it first")
-    if not os.access(there, os.W_OK):
-        raise SetupError(f"--output {file} cannot be written: {there} is not writable")
+        raise SetupError(f"--output {file} cannot be written: there is no folder {file.parent}; create it first")
+    if not os.access(target, os.W_OK):
+        raise SetupError(f"--output {file} cannot be written: {target} is not writable")
 
 
-def print_summary(made: Calibrated, console: Console) -> None:
-    """What was found, and what is not to be trusted."""
-    calibration = made.calibration
+def print_summary(calibrated: Calibrated, console: Console) -> None:
+    """Prints the calibration, and which of its measurements are too noisy."""
+    calibration = calibrated.calibration
     console.print(Text.assemble((calibration.name, "bold"), f", {calibration.machine['ranks']} ranks"))
     for line in _links(calibration.network):
         console.print(line, soft_wrap=True)
     print_table(console, _models_table(calibration), "One step")
-    if made.noisy:
+    if calibrated.noisy:
         advice = " repeat on a quieter machine, or with more --seconds"
-        console.print(Text.assemble(("Too noisy to trust:", "yellow"), advice), soft_wrap=True)
-        for what, one in made.noisy.items():
-            console.print(f"  {what}: {1e3 * one.seconds:.2f} ms, repeated medians differ by {one.spread:.0%}")
+        console.print(Text.assemble(("Too noisy:", "yellow"), advice), soft_wrap=True)
+        for measurement, reading in calibrated.noisy.items():
+            milliseconds = f"{1e3 * reading.seconds:.2f} ms"
+            console.print(f"  {measurement}: {milliseconds}, repeated medians differ by {reading.spread:.0%}")
 
 
 def _links(network: Network) -> Iterator[str]:
@@ -280,10 +283,10 @@ def _models_table(calibration: Calibration) -> Table:
             "gradients handed back": compute.horovod_s,
         }
         ranks, inside = int(calibration.machine["ranks"]), calibration.network.ranks_per_node
-        for spec, one in compute.encode.items():
+        for spec, cost in compute.encode.items():
             decoded = exchange_of(parse_compressor(spec), facts.tensors, ranks, inside).decoded(ranks)
-            what = "dense gradients, all else" if spec == UNCOMPRESSED else f"encode, decode: {spec}"
-            rows[what] = float(one.seconds(decoded))
+            part = "dense gradients, all else" if spec == UNCOMPRESSED else f"encode, decode: {spec}"
+            rows[part] = float(cost.seconds(decoded))
         for part, seconds in rows.items():
             table.add_row(name, part, f"{1e3 * seconds:.2f}")
         table.add_row(name, "gamma", f"x {compute.gamma:.2f}")

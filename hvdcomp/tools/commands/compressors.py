@@ -1,4 +1,4 @@
-"""`hvdcomp compressors`: what compressors there are, on the terminal, as JSON, or as the table of the manual."""
+"""`hvdcomp compressors`: a list of the compressors on the terminal, as JSON, or as the manual's table."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ _ATTRIBUTE = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILINE
     is_flag=False,
     flag_value="-",
     type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
-    help="Print a Markdown table, or put it into a file between its two markers.",
+    help="Print a Markdown table, or write it between the two markers of FILE.",
 )
 def command(names: tuple[str, ...], as_json: bool, markdown: Path | None) -> None:
-    """List the compressors; or show those that are NAMEd with all there is to know of them.
+    """List all compressors, or describe each NAME in detail.
 
-    The example is a spec string, as --compression of `hvdcomp train` and Compression.from_spec take it. Parameters
-    without a value must be given.
+    The example is a spec string, which --compression of `hvdcomp train` and Compression.from_spec accept. Parameters
+    without a default value are required.
     """
     if markdown and (as_json or names):
         raise click.UsageError(f"--markdown and {'--json' if as_json else 'NAME'} exclude each other")
@@ -66,7 +66,7 @@ def command(names: tuple[str, ...], as_json: bool, markdown: Path | None) -> Non
 
 
 def describe(kind: type[Compressor]) -> dict[str, Any]:
-    """What is to be said of a compressor, as JSON-serialisable values."""
+    """The description of a compressor, as JSON-serialisable values."""
     types = typing.get_type_hints(kind)
     fields = fields_of(kind)
     required = {field.name for field in fields if field.default is dataclasses.MISSING}
@@ -99,7 +99,7 @@ def describe(kind: type[Compressor]) -> dict[str, Any]:
 
 
 def _allowed(example: Compressor, setting: str, kind: type) -> str:
-    """What a setting may be, in the words by which a wrong value is refused: no value is right that is not a number."""
+    """The allowed values of a setting, from the error message for NaN, which every setting refuses."""
     try:
         dataclasses.replace(example, **{setting: math.nan})
     except SpecError as error:
@@ -112,10 +112,10 @@ def _paragraphs(kind: type) -> list[str]:
 
 
 def _meanings(kind: type) -> dict[str, str]:
-    """What the settings of a compressor mean, from the docstrings of its class and of those that it extends."""
+    """The meanings of a compressor's settings, from the docstrings of its class and base classes."""
     meanings: dict[str, str] = {}
-    for each in reversed(kind.__mro__):
-        for paragraph in _paragraphs(each) if dataclasses.is_dataclass(each) else []:
+    for base in reversed(kind.__mro__):
+        for paragraph in _paragraphs(base) if dataclasses.is_dataclass(base) else []:
             if paragraph.startswith("Attributes:\n"):
                 for names, text in _ATTRIBUTE.findall(paragraph):
                     meanings |= dict.fromkeys(names.split(", "), " ".join(text.split()))
@@ -123,12 +123,12 @@ def _meanings(kind: type) -> dict[str, str]:
 
 
 def _biased_when(example: Compressor) -> dict[str, bool]:
-    """The settings that change whether the compressor is biased, each as "name=value", and what it then is."""
+    """The settings that change whether the compressor is biased: "name=value" to biased or not."""
     changes = {}
-    for other in map(parse_compressor, example.examples):
-        if other.biased != example.biased:
-            settings = {name: value for name, value in vars(other).items() if value != getattr(example, name)}
-            changes[",".join(f"{name}={value}" for name, value in settings.items())] = other.biased
+    for variant in map(parse_compressor, example.examples):
+        if variant.biased != example.biased:
+            settings = {name: value for name, value in vars(variant).items() if value != getattr(example, name)}
+            changes[",".join(f"{name}={value}" for name, value in settings.items())] = variant.biased
     return changes
 
 
@@ -173,7 +173,7 @@ def _parameters(entry: dict[str, Any]) -> list[str]:
 
 
 def _print_list(entries: list[dict[str, Any]]) -> None:
-    """One line or a few of each, to fit into 80 characters."""
+    """Prints a few columns of each compressor, which fit into 80 characters."""
     console = make_console()
     table = make_table("name", "parameters", "sends", "by", "biased")
     for entry in entries:
@@ -183,7 +183,7 @@ def _print_list(entries: list[dict[str, Any]]) -> None:
         table.add_row(Text(entry["name"], "bold cyan"), parameters, entry["sends"], collectives, biased)
     print_table(console, table)
     console.print(first_to_try())
-    console.print("All about one, with an example: hvdcomp compressors NAME", soft_wrap=True)
+    console.print("Details and examples: hvdcomp compressors NAME", soft_wrap=True)
 
 
 def _print_one(entry: dict[str, Any]) -> None:
@@ -195,7 +195,7 @@ def _print_one(entry: dict[str, Any]) -> None:
         "by": entry["collective"],
         "biased": _biased(entry),
         "memory": entry["memory"],
-        "level": entry["level"] or "none: nothing for a policy to change",
+        "level": entry["level"] or "none: a policy cannot change it",
         "reference": entry["reference"].replace("; ", "\n"),
     }
     table = make_table("", "")
@@ -206,22 +206,22 @@ def _print_one(entry: dict[str, Any]) -> None:
     if entry["parameters"]:
         table = make_table("parameter", "type", "default", "meaning; what is allowed")
         for parameter in entry["parameters"]:
-            default = "must be given" if parameter["required"] else str(parameter["default"])
+            default = "required" if parameter["required"] else str(parameter["default"])
             text = "\n".join(filter(None, [parameter["meaning"], parameter["allowed"]]))
             table.add_row(Text(parameter["name"], "bold"), parameter["type"], default, text)
         print_table(console, table)
 
 
 def _write_into(path: Path, table: str) -> None:
-    """Replaces what stands between the two markers of a file."""
+    """Replaces the text between the two markers of a file."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise click.ClickException(f"{path} cannot be read: {error.strerror}") from None
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    before, begin, after_begin = text.partition(BEGIN)
+    _, end, after = after_begin.partition(END)
     if not begin or not end:
-        raise click.ClickException(f"{path} has no place for the table; put these two lines there:\n{BEGIN}\n{END}")
+        raise click.ClickException(f"{path} has no markers for the table; add these two lines:\n{BEGIN}\n{END}")
     try:
         replace_text(path, f"{before}{BEGIN}\n{table}{END}{after}")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`hvdcomp doctor`: what is installed, what fits together and what does not, each problem with its remedy."""
+"""`hvdcomp doctor`: the installed versions, and each problem with its remedy."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from hvdcomp.tools.terminal import make_console
 
 @click.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, for programs.")
-@click.option("--report", is_flag=True, help="Print it as Markdown, to be pasted into the report of a fault.")
+@click.option("--report", is_flag=True, help="Print Markdown, for a bug report.")
 @click.pass_context
 def command(context: click.Context, as_json: bool, report: bool) -> None:
-    """Say what is installed, what fits together and what does not.
+    """Check the installation: versions, GPUs, MPI, kernels, and how they fit together.
 
     Under a launcher (horovodrun -np 2 hvdcomp doctor, torchrun --nproc-per-node 2 -m hvdcomp doctor) it also starts
-    Horovod, or a process group of torch.distributed, and compares the size with the launcher's. Exit status 1 means
-    that something found stops training.
+    Horovod, or a process group of torch.distributed, and compares its size with the launcher's. Exit status 1 means
+    that a problem prevents training.
     """
     if as_json and report:
-        raise click.UsageError("--json is for programs and --report for people: give one of them")
+        raise click.UsageError("--json and --report exclude each other: give one of them")
     console = make_console()
     with make_console(stderr=True).status("Looking at the environment"):
         facts = gather()
-        if not (facts.by_torch and any(check_torch_variables(facts))):  # its ranks would only wait for each other
+        if not (facts.by_torch and any(check_torch_variables(facts))):  # else the ranks wait for each other
             facts = replace(facts, started=start_ranks(facts))
     problems = find_problems(facts)
     if facts.launched_rank == 0 or any(problem.stops for problem in problems):
@@ -49,7 +49,7 @@ def command(context: click.Context, as_json: bool, report: bool) -> None:
 
 
 def describe(facts: Facts) -> list[tuple[str, str]]:
-    """What was found, as rows of name and value."""
+    """The facts as rows of name and value."""
     rows = [("Python", f"{facts.python} in {facts.prefix}")]
     if facts.torch is None:
         rows.append(("PyTorch", "not installed"))
@@ -60,8 +60,8 @@ def describe(facts: Facts) -> list[tuple[str, str]]:
     if facts.tensorflow is None:
         rows.append(("TensorFlow", "not installed"))
     else:
-        found = facts.tensorflow.error or f"tf.keras is {facts.tensorflow.keras}"
-        rows.append(("TensorFlow", f"{facts.tensorflow.version} ({found})"))
+        keras = facts.tensorflow.error or f"tf.keras is {facts.tensorflow.keras}"
+        rows.append(("TensorFlow", f"{facts.tensorflow.version} ({keras})"))
     rows.append(("Horovod", facts.horovod or "not installed"))
     for framework, binding in facts.bindings.items():
         built = [
@@ -93,7 +93,7 @@ def describe(facts: Facts) -> list[tuple[str, str]]:
 
 
 def as_markdown(facts: Facts, problems: list[Problem]) -> str:
-    """What was found, for the report of a fault. The home folder, which often is somebody's name, is written as ~."""
+    """Facts and problems for a bug report. The home folder, which often is a person's name, is written as ~."""
     home = str(Path.home())
     rows = describe(facts)
     width = max(len(name) for name, _ in rows)
@@ -111,10 +111,10 @@ def _toolkit(facts: Facts) -> str:
     return f"nvcc {toolkit.version} ({toolkit.nvcc}), cudart {toolkit.cudart or 'missing'}; {fits}"
 
 
-def _infiniband(found: InfiniBand) -> str:
-    limit = "unlimited" if found.locked_memory is None else f"{found.locked_memory / 1024:,.0f} KiB"
-    finds = found.error or f"libibverbs finds {found.usable}"
-    return f"{', '.join(found.cards)}; {finds}; locked memory {limit}"
+def _infiniband(infiniband: InfiniBand) -> str:
+    limit = "unlimited" if infiniband.locked_memory is None else f"{infiniband.locked_memory / 1024:,.0f} KiB"
+    finds = infiniband.error or f"libibverbs finds {infiniband.usable}"
+    return f"{', '.join(infiniband.cards)}; {finds}; locked memory {limit}"
 
 
 def _kernels(facts: Facts) -> str:
@@ -145,4 +145,4 @@ def _print(console: Console, facts: Facts, problems: list[Problem]) -> None:
     if not problems:
         console.print("No problem found.")
     elif not any(problem.stops for problem in problems):
-        console.print("Nothing found that stops training.")
+        console.print("No problem prevents training.")

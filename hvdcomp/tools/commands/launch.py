@@ -1,4 +1,4 @@
-"""`hvdcomp launch`: training on a cluster. Each scheduler's commands are imported only when they are run."""
+"""`hvdcomp launch`: training on a cluster. Each scheduler's commands are imported when they are run."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from hvdcomp.tools.launch.scheduler import SchedulerError
 from hvdcomp.tools.terminal import Group, LazyGroup
 
 _SCHEDULERS = {
-    "k8s": ("hvdcomp.tools.commands.launch_k8s", "k8s", "On Kubernetes, as an MPIJob."),
-    "slurm": ("hvdcomp.tools.commands.launch_slurm", "slurm", "On Slurm, as a batch job."),
+    "k8s": ("hvdcomp.tools.commands.launch_k8s", "k8s", "Run a program on Kubernetes, as an MPIJob."),
+    "slurm": ("hvdcomp.tools.commands.launch_slurm", "slurm", "Run a program on Slurm, as a batch job."),
 }
 
 
 class NotLaunchedError(click.ClickException):
-    """What stops `hvdcomp launch` itself, with an exit code that a program is not likely to have.
+    """A failure of `hvdcomp launch` itself, with an exit code that programs seldom return.
 
-    A wrong command line, or wrong settings, are click.UsageError, with 2.
+    A wrong command line and wrong settings are click.UsageError, with exit code 2.
     """
 
     exit_code = 125
 
 
 INTERRUPTED = 130
-"""The exit code after Ctrl-C, as a shell has it."""
+"""The exit code after Ctrl-C, as in a shell."""
 
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Around all that is asked of a scheduler: what it refuses stops the command, with its reason.
+    """Turns a scheduler's errors into click's, with the reason.
 
-    Settings that are wrong are a wrong use of the command, wherever they are set.
+    Wrong settings, in flags or in the settings file, become click.UsageError.
     """
     try:
         yield
@@ -47,7 +47,7 @@ def refusals() -> Iterator[None]:
 
 
 def _with_flag(error: ConfigurationError, context: click.Context) -> str:
-    """What is wrong with a setting begins with the setting's name; its flag beside that, if the command has one."""
+    """The message of an error, which begins with the setting's name; the command's flag for it is added."""
     flags = {param.name: param.opts[0] for param in context.command.params if isinstance(param, click.Option)}
     if isinstance(context.command, ProgramGroup):
         flags["command"] = "-- PROGRAM"
@@ -57,15 +57,15 @@ def _with_flag(error: ConfigurationError, context: click.Context) -> str:
 
     if isinstance(error, MissingSettingsError):
         return f"{', '.join(map(named, error.names))}: not set: {error.way_out}"
-    setting, colon, rest = str(error).partition(":")
-    return f"{named(setting)}{colon}{rest}"
+    setting, colon, reason = str(error).partition(":")
+    return f"{named(setting)}{colon}{reason}"
 
 
 class ProgramGroup(Group):
     """A group that runs a program when called as `group [OPTIONS] -- PROGRAM [ARGUMENT]...`.
 
-    What follows the first `--` is the program, whatever it looks like, and is found in `ctx.meta[PROGRAM]` as a tuple,
-    or None if there is no `--`. Use it with `invoke_without_command=True`.
+    All words after the first `--` are the program: a tuple in `ctx.meta[PROGRAM]`, or None if there is no `--`. The
+    group needs `invoke_without_command=True`.
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -85,7 +85,7 @@ PROGRAM = f"{__name__}.program"
 
 
 def checked(check: Callable[[str], None]) -> Callable[[click.Context, click.Parameter, str | None], str | None]:
-    """A callback for an option or argument: a wrong use of the command if `check` refuses its value."""
+    """A callback for an option or argument that raises click.UsageError if `check` refuses the value."""
 
     def callback(context: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
         if value is not None:
@@ -102,7 +102,7 @@ def _variables(_context: click.Context, _option: click.Parameter, values: tuple[
     pairs = [value.partition("=") for value in values]
     for (name, sign, _), value in zip(pairs, values, strict=True):
         if not sign or not name:
-            raise click.BadParameter(f"{value!r} is not of the form NAME=VALUE")
+            raise click.BadParameter(f"{value!r}: expected NAME=VALUE")
     return {name: text for name, _, text in pairs} or None
 
 
@@ -112,16 +112,16 @@ environment_option = click.option(
     multiple=True,
     metavar="NAME=VALUE",
     callback=_variables,
-    help="A variable for the ranks; repeat it.",
+    help="Environment variable of the ranks; repeatable.",
 )
-"""Of every scheduler: a mapping, or None if it is not given."""
+"""The option of every scheduler for environment variables: a mapping, or None if it is not given."""
 
 backend_option = click.option(
     "--backend",
     type=click.Choice(["horovod", "torch"]),
-    help="What the ranks exchange through: Horovod, or torch.distributed. [default: horovod]",
+    help="Library that averages gradients: Horovod or torch.distributed. [default: horovod]",
 )
-"""Of every scheduler."""
+"""The option of every scheduler for the library."""
 
 
 @click.group(cls=LazyGroup, lazy=_SCHEDULERS, context_settings={"help_option_names": ["-h", "--help"]})

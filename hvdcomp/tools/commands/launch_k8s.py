@@ -1,4 +1,4 @@
-"""`hvdcomp launch k8s`: a training program as an MPIJob. What happens is in `hvdcomp.tools.launch.k8s`."""
+"""`hvdcomp launch k8s`: a training program as an MPIJob, by `hvdcomp.tools.launch.k8s`."""
 
 from __future__ import annotations
 
@@ -31,29 +31,34 @@ from hvdcomp.tools.terminal import make_console, make_table, print_table
 _CONTEXT = {"help_option_names": ["-h", "--help"]}
 
 _where = [
-    click.option("--namespace", metavar="NAME", callback=checked(check_namespace), help="[default: the kubeconfig's]"),
-    click.option("--context", metavar="NAME", help="A context of the kubeconfig. [default: its current one]"),
+    click.option(
+        "--namespace",
+        metavar="NAME",
+        callback=checked(check_namespace),
+        help="Namespace of the job. [default: the kubeconfig's]",
+    ),
+    click.option("--context", metavar="NAME", help="Context of the kubeconfig. [default: its current context]"),
 ]
 
 _name = click.argument("name", callback=checked(check_job_name))
 
-# Every other setting is in the settings file alone.
+# All other settings can only be given in the settings file.
 _submission = [
-    click.option("--settings", type=click.Path(dir_okay=False, path_type=Path), help="A TOML file; flags win over it."),
-    click.option("--name", callback=checked(check_job_name), help="Of the job."),
-    click.option("--image", help="Of launcher and workers."),
+    click.option("--settings", type=click.Path(dir_okay=False, path_type=Path), help="TOML file; flags override it."),
+    click.option("--name", callback=checked(check_job_name), help="Name of the job."),
+    click.option("--image", help="Container image of launcher and workers."),
     click.option("--ranks", type=int, help="Number of processes."),
     click.option(
         "--elastic",
         metavar="MIN:MAX",
-        help="Elastic Horovod: ranks come and go, from MIN to MAX of them. --ranks are asked for at first.",
+        help="Elastic Horovod: the number of ranks may vary from MIN to MAX, and begins with --ranks.",
     ),
-    click.option("--slots-per-worker", type=int, help="Ranks in one pod. [default: 1]"),
-    click.option("--gpu-resource", metavar="RESOURCE", help="One for each rank, as nvidia.com/gpu. [default: none]"),
-    click.option("--worker-cpu", metavar="QUANTITY", help="Of one worker pod. [default: 2]"),
-    click.option("--worker-memory", metavar="QUANTITY", help="Of one worker pod. [default: 4Gi]"),
-    click.option("--shared-memory", metavar="QUANTITY", help="/dev/shm, part of the memory. [default: 1Gi]"),
-    click.option("--checkpoint-claim", metavar="NAME", help="A PersistentVolumeClaim, mounted at /checkpoints."),
+    click.option("--slots-per-worker", type=int, help="Ranks in each worker pod. [default: 1]"),
+    click.option("--gpu-resource", metavar="NAME", help="GPU of each rank, as nvidia.com/gpu. [default: none]"),
+    click.option("--worker-cpu", metavar="QUANTITY", help="CPUs of each worker pod. [default: 2]"),
+    click.option("--worker-memory", metavar="QUANTITY", help="Memory of each worker pod. [default: 4Gi]"),
+    click.option("--shared-memory", metavar="QUANTITY", help="Size of /dev/shm, part of the memory. [default: 1Gi]"),
+    click.option("--checkpoint-claim", metavar="NAME", help="PersistentVolumeClaim to mount at /checkpoints."),
     environment_option,
     backend_option,
     *_where,
@@ -72,31 +77,31 @@ def _with(options: list[Callable[[Any], Any]]) -> Callable[[Any], Any]:
 @click.group(cls=ProgramGroup, invoke_without_command=True, context_settings=_CONTEXT)
 @_with(_submission)
 @click.option("--dry-run", is_flag=True, help="Print the MPIJob as YAML and send nothing.")
-@click.option("--detach", is_flag=True, help="Do not wait for the end.")
-@click.option("--cancel-on-interrupt", is_flag=True, help="Ctrl-C deletes the job. [default: it goes on]")
+@click.option("--detach", is_flag=True, help="Submit the job, and do not follow it.")
+@click.option("--cancel-on-interrupt", is_flag=True, help="Ctrl-C deletes the job. [default: it continues]")
 @click.pass_context
 def k8s(
     ctx: click.Context, settings: Path | None, dry_run: bool, detach: bool, cancel_on_interrupt: bool, **flags: Any
 ) -> None:
     """Run PROGRAM as an MPIJob, follow its log, and return its exit status.
 
-    The program may be given as `command` in the settings file instead. The state goes to standard error, the log to
-    standard output. Exit status 125: the job could not be submitted or followed; 2: wrong settings.
+    PROGRAM may instead be `command` in the settings file. The job's state goes to standard error, its log to standard
+    output. Exit status 125: the job could not be submitted or followed; 2: wrong settings.
     """
     program = ctx.meta[PROGRAM]
     if ctx.invoked_subcommand is not None:
-        given = [name for name in ctx.params if ctx.params[name] not in (None, False, ())]
-        if given or program is not None:
-            raise click.UsageError(f"these options and a program belong before no command: {ctx.invoked_subcommand}")
+        used = [name for name in ctx.params if ctx.params[name] not in (None, False, ())]
+        if used or program is not None:
+            raise click.UsageError(f"{ctx.invoked_subcommand} takes no program, and its options come after it")
         return
     with refusals():
-        wanted = read_settings(settings, "k8s", KubernetesSettings, {**flags, "command": program})
-        manifest = render(wanted)
+        job_settings = read_settings(settings, "k8s", KubernetesSettings, {**flags, "command": program})
+        manifest = render(job_settings)
         if dry_run:
             click.echo(_as_yaml(manifest), nl=False)
             return
-        kubernetes = Kubernetes(wanted.namespace, wanted.context)
-        job = kubernetes.submit(wanted)
+        kubernetes = Kubernetes(job_settings.namespace, job_settings.context)
+        job = kubernetes.submit(job_settings)
         click.echo(f"MPIJob {kubernetes.namespace}/{job.name} created", err=True)
         if not detach:
             ctx.exit(_follow(kubernetes, job, cancel_on_interrupt))
@@ -111,7 +116,7 @@ def _as_yaml(manifest: dict[str, Any]) -> str:
 
 
 def _follow(kubernetes: Kubernetes, job: MPIJob, cancel_on_interrupt: bool = False) -> int:
-    """Follows the job to its end; the exit code for the shell."""
+    """Follows the job to its end; returns the exit code for the shell."""
     try:
         state = kubernetes.follow(job, _note, click.echo)
     except KeyboardInterrupt:
@@ -121,7 +126,7 @@ def _follow(kubernetes: Kubernetes, job: MPIJob, cancel_on_interrupt: bool = Fal
             _note(f"interrupted: MPIJob {kubernetes.namespace}/{job.name} deleted")
         else:
             _note(
-                f"interrupted: the job goes on; `hvdcomp launch k8s logs {place} --follow` follows it again, "
+                f"interrupted: the job continues; `hvdcomp launch k8s logs {place} --follow` follows it again, "
                 f"`hvdcomp launch k8s delete {place}` ends it"
             )
         return INTERRUPTED
@@ -135,9 +140,9 @@ def _note(text: str) -> None:
 @k8s.command(context_settings=_CONTEXT)
 @_name
 @_with(_where)
-@click.option("--json", "as_json", is_flag=True, help="Print it as a JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 def status(name: str, namespace: str | None, context: str | None, as_json: bool) -> None:
-    """Say where the job NAME is, and what keeps it."""
+    """Show the state of the job NAME, and what it waits for."""
     with refusals():
         kubernetes = Kubernetes(namespace, context)
         state, pods = kubernetes.look(MPIJob(name))
@@ -164,9 +169,9 @@ def _row(pod: dict[str, Any]) -> dict[str, Any]:
 
 @k8s.command("list", context_settings=_CONTEXT)
 @_with(_where)
-@click.option("--json", "as_json", is_flag=True, help="Print them as a JSON list.")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
 def list_jobs(namespace: str | None, context: str | None, as_json: bool) -> None:
-    """Show the jobs of the namespace, the newest first."""
+    """List the jobs of the namespace, the newest first."""
     with refusals():
         kubernetes = Kubernetes(namespace, context)
         rows = [_job_row(job, state) for job, state in kubernetes.all()]
@@ -201,10 +206,10 @@ def _show(rows: list[dict[str, Any]]) -> None:
 @k8s.command(context_settings=_CONTEXT)
 @_name
 @_with(_where)
-@click.option("--follow", "until_end", is_flag=True, help="Go on until the job ends, and return its exit status.")
+@click.option("--follow", "until_end", is_flag=True, help="Follow the log to the job's end; return its exit status.")
 @click.pass_context
 def logs(ctx: click.Context, name: str, namespace: str | None, context: str | None, until_end: bool) -> None:
-    """Print what the job NAME wrote."""
+    """Print the log of the job NAME."""
     with refusals():
         kubernetes = Kubernetes(namespace, context)
         if until_end:

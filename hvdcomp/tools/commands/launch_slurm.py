@@ -1,4 +1,4 @@
-"""`hvdcomp launch slurm`: a batch job, followed to its end. Its parts are in `hvdcomp.tools.launch.slurm`."""
+"""`hvdcomp launch slurm`: a batch job, followed to its end, by `hvdcomp.tools.launch.slurm`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CONTEXT = {"help_option_names": ["-h", "--help"]}
 
 
 class _JobNumber(click.ParamType):
-    """A job's number as Slurm prints it. Python also reads 12_3, a task of an array, as the number of another job."""
+    """A job's number as Slurm prints it. `int` reads 12_3, a task of an array, as the number of another job."""
 
     name = "job id"
 
@@ -42,9 +42,9 @@ class _JobNumber(click.ParamType):
         if isinstance(value, int):
             return value
         if re.fullmatch(r"[0-9]+_[0-9]+", value):
-            self.fail(f"{value!r} is a job of an array, and none is made here: take `squeue`, `scancel`", param, ctx)
+            self.fail(f"{value!r} is a task of a job array, which is not supported: use squeue, scancel", param, ctx)
         if not re.fullmatch(r"[1-9][0-9]{0,9}", value):
-            self.fail(f"{value!r} is not the number of a job: take one that `squeue --me` lists", param, ctx)
+            self.fail(f"{value!r} is not the number of a job: `squeue --me` lists the numbers", param, ctx)
         return int(value)
 
 
@@ -55,51 +55,53 @@ def _list(_context: click.Context, _option: click.Parameter, values: tuple[str, 
 def _refuse_array(context: click.Context, _option: click.Parameter, value: str | None) -> None:
     if value is not None:
         raise click.UsageError(
-            f"--array {value}: arrays of jobs are not submitted, as one job is followed, and saves and goes on in "
-            "files of its own. Submit each job by itself, with --detach, another --name and other files: for seed in "
+            f"--array {value} is not supported: this command follows one job, which saves and continues in its own "
+            "files. Submit each job by itself, with --detach, another --name and other files: for seed in "
             "1 2 3; do hvdcomp launch slurm --detach --name run-$seed ... -- ... --output runs/$seed; done",
             context,
         )
 
 
 def _setting(flag: str, help_text: str, kind: Any = str, **attributes: Any) -> Callable[[Any], Any]:
-    """An option that wins over the settings file; its default is the file's, and then that of `SlurmJob`."""
+    """An option that overrides the settings file; its default is the file's, or else that of `SlurmJob`."""
     return click.option(flag, help=help_text, type=kind, default=None, **attributes)
 
 
 _SETTINGS = (
-    _setting("--name", "Name of the job: small letters, digits, hyphens.", callback=checked(check_name)),
-    _setting("--ranks", "Processes of the job; by default one for each task, or each GPU, of its nodes.", int),
+    _setting("--name", "Name of the job: lower-case letters, digits, hyphens.", callback=checked(check_name)),
+    _setting("--ranks", "Processes of the job. [default: one for each task, or each GPU, of its nodes]", int),
     environment_option,
     backend_option,
-    _setting("--nodes", "Nodes; by default what --tasks-per-node makes of the ranks, or 1.", int),
-    _setting("--tasks-per-node", "Ranks on each node; by default all of them, shared out over the nodes.", int),
+    _setting("--nodes", "Nodes. [default: --ranks divided by --tasks-per-node, or 1]", int),
+    _setting("--tasks-per-node", "Ranks on each node. [default: --ranks divided by --nodes]", int),
     _setting("--cpus-per-task", "Cores of each rank. [default: 1]", int),
-    _setting("--gpus-per-node", "GPUs of each node; each rank sees all of them, and takes one.", int),
-    click.option("--gres", multiple=True, callback=_list, help="Other resource of each node, as nic:1; repeat it."),
+    _setting("--gpus-per-node", "GPUs of each node; each rank sees all of them, and uses one.", int),
+    click.option("--gres", multiple=True, callback=_list, help="Other resource of each node, as nic:1; repeatable."),
     _setting("--memory", "Memory of each node, such as 64G."),
-    _setting("--time", "Limit of each start, such as 04:00:00. [default: 01:00:00]"),
-    _setting("--warning-seconds", "How long before the limit the ranks are told to save.", int),
-    _setting("--requeue/--no-requeue", "Queue a job again that saved and stopped.", bool),
-    _setting("--max-requeues", "How often at most.", int),
-    _setting("--launcher", "What starts the ranks.", click.Choice(["srun", "mpirun"])),
-    _setting("--mpi", "Plugin of srun (see srun --mpi=list); for torch none is needed.", metavar="PLUGIN"),
-    _setting("--partition", "As for sbatch."),
-    _setting("--account", "As for sbatch."),
-    _setting("--qos", "As for sbatch."),
-    _setting("--constraint", "As for sbatch."),
-    _setting("--reservation", "As for sbatch."),
-    click.option("--modules", "--module", multiple=True, callback=_list, help="Environment module; repeat it."),
-    _setting("--container", "What runs --image.", click.Choice(["none", "apptainer", "enroot"])),
+    _setting("--time", "Time limit of each start of the job, such as 04:00:00. [default: 01:00:00]"),
+    _setting("--warning-seconds", "Seconds before the time limit at which the ranks are told to save.", int),
+    _setting("--requeue/--no-requeue", "Requeue a job that saved a checkpoint and stopped.", bool),
+    _setting("--max-requeues", "Largest number of requeues.", int),
+    _setting("--launcher", "Program that starts the ranks.", click.Choice(["srun", "mpirun"])),
+    _setting("--mpi", "MPI plugin of srun (see srun --mpi=list); not needed for --backend torch.", metavar="PLUGIN"),
+    _setting("--partition", "Partition, as in sbatch."),
+    _setting("--account", "Account, as in sbatch."),
+    _setting("--qos", "Quality of service, as in sbatch."),
+    _setting("--constraint", "Node features, as in sbatch."),
+    _setting("--reservation", "Reservation, as in sbatch."),
+    click.option("--modules", "--module", multiple=True, callback=_list, help="Environment module; repeatable."),
+    _setting("--container", "Program that runs --image.", click.Choice(["none", "apptainer", "enroot"])),
     _setting("--image", "Image of the container."),
-    click.option("--mounts", "--mount", multiple=True, callback=_list, help="/outside:/inside; repeat it."),
-    _setting("--log-folder", "Folder for the output of the job."),
+    click.option(
+        "--mounts", "--mount", multiple=True, callback=_list, help="Mount, as /outside:/inside; repeatable."
+    ),
+    _setting("--log-folder", "Folder for the job's output."),
     click.option("--array", hidden=True, expose_value=False, callback=_refuse_array),
 )
 
 
-_ASKED = ("ranks", "nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task", "time")
-"""What is said of each job when it is submitted, as not all of it need be given."""
+_SHOWN = ("ranks", "nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task", "time")
+"""Settings that are printed when a job is submitted, as some may be defaults."""
 
 
 def _settings_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,16 +115,16 @@ _poll_option = click.option(
     type=click.FloatRange(min=0.2),
     default=5.0,
     show_default=True,
-    help="Between two questions to Slurm's controller.",
+    help="Seconds between two queries to Slurm's controller.",
 )
 
 
 @click.group(cls=ProgramGroup, invoke_without_command=True, context_settings=_CONTEXT)
 @click.option("--settings", "path", type=click.Path(path_type=Path), help="TOML file with tables [job] and [slurm].")
 @_settings_options
-@click.option("--dry-run", is_flag=True, help="Print the batch script; submit nothing.")
-@click.option("--detach", is_flag=True, help="Submit, print the job's number, and do not wait.")
-@click.option("--cancel-on-interrupt", is_flag=True, help="Ctrl-C cancels the job; else it goes on alone.")
+@click.option("--dry-run", is_flag=True, help="Print the batch script, and submit nothing.")
+@click.option("--detach", is_flag=True, help="Submit the job, print its number, and do not follow it.")
+@click.option("--cancel-on-interrupt", is_flag=True, help="Ctrl-C cancels the job. [default: it continues]")
 @_poll_option
 @click.pass_context
 def slurm(
@@ -136,9 +138,9 @@ def slurm(
 ) -> None:
     """Run a training program under Slurm.
 
-    Submits a batch job, shows its state and its output, and ends with its exit code. A job that saves a
-    checkpoint before its time limit is queued again and goes on. Flags win over the settings file. Exit code
-    125: the job could not be submitted or followed; 2: wrong settings.
+    Submits a batch job, shows its state and its output, and returns its exit code. A job that saves a checkpoint
+    before its time limit is requeued, and continues. Flags override the settings file. Exit code 125: the job could
+    not be submitted or followed; 2: wrong settings.
     """
     if context.invoked_subcommand is not None:
         before = [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
@@ -146,15 +148,15 @@ def slurm(
             raise click.UsageError(f"{context.invoked_subcommand} takes no program, and its options come after it")
         return
     with refusals():
-        given = {**flags, "command": context.meta[PROGRAM]}
-        settings = read_settings(path, "slurm", SlurmJob, given, SlurmJob.ranks_of)
+        overrides = {**flags, "command": context.meta[PROGRAM]}
+        settings = read_settings(path, "slurm", SlurmJob, overrides, SlurmJob.ranks_of)
         if dry_run:
             click.echo(batch_script(settings), nl=False)
             return
         scheduler = Slurm(poll_seconds)
         job = scheduler.submit(settings)
-        asked = settings.flags(_ASKED)
-        _say(f"job {job.number}: submitted as {settings.job.name} ({asked}); its output goes to {job.log}")
+        requested = settings.flags(_SHOWN)
+        _say(f"job {job.number}: submitted as {settings.job.name} ({requested}); its output goes to {job.log}")
         if detach:
             click.echo(job.number)
             return
@@ -164,7 +166,7 @@ def slurm(
 @slurm.command(context_settings=_CONTEXT)
 @click.argument("job_id", type=_JobNumber(), required=False)
 def status(job_id: int | None) -> None:
-    """Say what a job is doing, or all of yours that Slurm knows."""
+    """Show the state of a job, or of all your jobs."""
     with refusals():
         jobs = client.my_jobs() if job_id is None else [client.state_of(job_id)]
     if not jobs:
@@ -178,12 +180,17 @@ def status(job_id: int | None) -> None:
 
 @slurm.command(context_settings=_CONTEXT)
 @click.argument("job_id", type=_JobNumber())
-@click.option("--follow", is_flag=True, help="Stay to the end of the job, and end with its exit code.")
-@click.option("--log-folder", type=click.Path(path_type=Path), default=Path(), help="Where to look if Slurm forgot.")
+@click.option("--follow", is_flag=True, help="Follow the output until the job ends, and return its exit code.")
+@click.option(
+    "--log-folder",
+    type=click.Path(path_type=Path),
+    default=Path(),
+    help="Folder of the output of a job that Slurm no longer knows. [default: this folder]",
+)
 @_poll_option
 @click.pass_context
 def logs(context: click.Context, job_id: int, follow: bool, log_folder: Path, poll_seconds: float) -> None:
-    """Show what a job wrote."""
+    """Show the output of a job."""
     with refusals():
         scheduler = Slurm(poll_seconds, log_folder)
         job = scheduler.find(job_id)
@@ -211,19 +218,19 @@ def _follow(scheduler: Slurm, job: BatchJob, cancel_on_interrupt: bool) -> int:
         except KeyboardInterrupt:
             if not cancel_on_interrupt:
                 _say(
-                    f"job {job.number} goes on. Look: hvdcomp launch slurm logs --follow {job.number}; "
-                    f"cancel: hvdcomp launch slurm delete {job.number}"
+                    f"job {job.number} continues. Follow it: hvdcomp launch slurm logs --follow {job.number}; "
+                    f"cancel it: hvdcomp launch slurm delete {job.number}"
                 )
                 return INTERRUPTED
             scheduler.cancel(job)
-            _say(f"job {job.number}: cancelling; Ctrl-C again to leave it to Slurm")
+            _say(f"job {job.number}: cancelling; Ctrl-C again to stop waiting")
             scheduler.follow(job, _say, click.echo)
             return INTERRUPTED
     except KeyboardInterrupt:
         return INTERRUPTED
     except SchedulerError as error:
         raise NotLaunchedError(
-            f"{error}; how job {job.number} ends is not known, its output is in {job.log}"
+            f"{error}; the end of job {job.number} is unknown, its output is in {job.log}"
         ) from None
     if state.exit_code:
         _say(f"job {job.number}: ended as {state.state} with exit code {state.exit_code}; its output is in {job.log}")
@@ -237,5 +244,5 @@ def _row(job: SlurmJobState) -> tuple[str, ...]:
 
 
 def _say(text: str) -> None:
-    """Of the launch, not of the job: to standard error, so that standard output holds the job's lines alone."""
+    """Prints a line about the launch to standard error; standard output holds only the job's lines."""
     print(text, file=sys.stderr, flush=True)

@@ -1,5 +1,4 @@
-"""`hvdcomp profile`: what compression would do for a training program, which stays as it is. How it measures is in
-`hvdcomp.tools.bench`."""
+"""`hvdcomp profile`: recommends a compressor for an unchanged training program, measured by `hvdcomp.tools.bench`."""
 
 from __future__ import annotations
 
@@ -37,14 +36,14 @@ if TYPE_CHECKING:
 
 _WARM_UP = 10
 HARMLESS = 0.02
-"""What a method may have lost in trainings, as a share, to be named as the one to begin with."""
+"""Largest relative loss of quality, in hvdcomp's own trainings, of a method that is recommended first."""
 METHODS = tuple(dict.fromkeys([*COMPRESSORS, *(spec for specs in FIRST.values() for spec in specs)]))
 _START = "torchrun --nproc-per-node 2 -m hvdcomp profile train.py, or horovodrun -np 2 hvdcomp profile train.py"
 
 
 @click.command(
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    epilog=f"Start it as training is started: {_START}",
+    epilog=f"Start it as you start your training: {_START}",
 )
 @click.option("--module", "-m", "as_module", is_flag=True, help="PROGRAM is a module, as for python -m.")
 @click.option(
@@ -52,7 +51,7 @@ _START = "torchrun --nproc-per-node 2 -m hvdcomp profile train.py, or horovodrun
     type=click.IntRange(5),
     default=40,
     show_default=True,
-    help=f"Steps of the training to take times of, after {_WARM_UP} others.",
+    help=f"Training steps to time, after {_WARM_UP} warm-up steps.",
 )
 @click.option(
     "--compressor",
@@ -61,18 +60,18 @@ _START = "torchrun --nproc-per-node 2 -m hvdcomp profile train.py, or horovodrun
     metavar="SPEC",
     default=METHODS,
     show_default=", ".join(METHODS),
-    help="Repeat.",
+    help="Compressor to measure; repeatable.",
 )
 @click.option(
-    "--seconds", type=click.FloatRange(1, 3600), default=30, show_default=True, help="About how long to measure."
+    "--seconds", type=click.FloatRange(1, 3600), default=30, show_default=True, help="Approximate time to measure."
 )
-@click.option("--go-on", is_flag=True, help="Go on with the training afterwards. [default: end it]")
+@click.option("--go-on", is_flag=True, help="Continue the training afterwards. [default: end it]")
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     default=Path("profile.json"),
     show_default=True,
-    help="The file that rank 0 writes, for hvdcomp advise --calibration.",
+    help="File for the measurements, written by rank 0 and read by hvdcomp advise --calibration.",
 )
 @click.argument("program", metavar="PROGRAM")
 @click.argument("arguments", metavar="[ARGUMENT]...", nargs=-1, type=click.UNPROCESSED)
@@ -88,12 +87,12 @@ def command(
     program: str,
     arguments: tuple[str, ...],
 ) -> None:
-    """Run a training program for some steps, and say which compression would pay there.
+    """Run some steps of a training program, and recommend a compressor for it.
 
-    PROGRAM is a training in PyTorch, with DistributedDataParallel or Horovod, or in TensorFlow, with Horovod's tape or
-    optimizer, as it is. Takes the times of its steps, then measures the network, and each compressor on copies of the
-    program's own gradients; carries out the exchange of the best ones; and says what `hvdcomp advise` would, with the
-    lines to add. The training's weights stay what they would be.
+    PROGRAM is an unchanged training program in PyTorch, with DistributedDataParallel or Horovod, or in TensorFlow, with
+    Horovod's tape or optimizer. Times its steps, measures the network and each compressor on copies of the program's
+    own gradients, carries out the exchange of the best compressors, and prints the advice of `hvdcomp advise` with the
+    lines to add to the program. The training's weights are not affected.
     """
     environment.prepare_mpi()
     allow_process_sets()
@@ -103,7 +102,7 @@ def command(
         if beforehand.uses_files():
             check_writable(output)
         if not as_module and not Path(program).is_file():
-            raise SetupError(f"there is no file {program}; a module is given with -m")
+            raise SetupError(f"there is no file {program}; to run a module, use -m")
     except (SetupError, SpecError) as error:
         beforehand.let_rank_0_speak()
         raise click.UsageError(str(error), context) from None
@@ -120,7 +119,7 @@ def command(
             import horovod.torch  # noqa: F401
         except ImportError as error:
             raise SetupError(
-                f"{error}; hvdcomp profile measures through Horovod's PyTorch: build it for both, hvdcomp build-horovod"
+                f"{error}; hvdcomp profile needs Horovod for PyTorch too: build it for both with hvdcomp build-horovod"
             ) from None
         cuda.available()  # loads Triton, which must come before TensorFlow
         from hvdcomp.tools.bench.watched_keras import KerasWatch
@@ -136,23 +135,23 @@ def command(
         _run(program, arguments, as_module)
     except (Exception, SystemExit) as error:
         ended = next((watch.ended for watch in watches if watch.ended is not None), error)
-        if isinstance(ended, SetupError):  # of what is watched: on every rank, in the same step
+        if isinstance(ended, SetupError):  # raised by the watch, on every rank in the same step
             raise click.ClickException(str(ended)) from None
         if any(watch.done for watch in watches) or not isinstance(ended, SystemExit) or ended.code not in (None, 0):
             raise ended from None
     finally:
         sys.meta_path.remove(before_import)
-        for one in watches:
-            one.stop()
+        for watch in watches:
+            watch.stop()
     if not any(watch.done for watch in watches):
         raise click.ClickException(
-            f"{program} ended after {max(watch.seen for watch in watches)} steps of its optimizer, and {_WARM_UP} + "
-            f"{steps} were to be watched: give it more to train, or give fewer --steps"
+            f"{program} ended after {max(watch.seen for watch in watches)} optimizer steps; {_WARM_UP} + {steps} are "
+            "needed: train longer, or use fewer --steps"
         )
 
 
 class _BeforeImport(MetaPathFinder):
-    """Calls a function before a module is imported: Python asks it where each module is that it does not have."""
+    """Calls a function before a module is first imported: a finder on sys.meta_path that finds nothing."""
 
     def __init__(self, module: str, call: Callable[[], None]) -> None:
         self._module, self._call = module, call
@@ -175,7 +174,7 @@ def _run(program: str, arguments: tuple[str, ...], as_module: bool) -> None:
 
 
 def _measure(watched: Watched, compressors: list[Any], seconds: float, output: Path, go_on: bool) -> None:
-    """Called in a step of the training, on every rank."""
+    """Measures, prints and saves; called in a step of the training, on every rank."""
     from hvdcomp.perfmodel import Adviser, Setting, save
     from hvdcomp.tools.bench.carriers import carrier_on
     from hvdcomp.tools.bench.profile import profile
@@ -183,10 +182,10 @@ def _measure(watched: Watched, compressors: list[Any], seconds: float, output: P
     ranks = reach(_backend(), "torch")
     try:
         if ranks.size < 2:
-            raise SetupError(f"with one rank there is no network to measure; start several: {_START}")
+            raise SetupError(f"one rank has no network to measure; start several: {_START}")
         carrier = carrier_on(ranks)
         ranks.check_same({"parameters": watched.workload.tensors()})
-        made = _with_progress(
+        profiled = _with_progress(
             ranks,
             lambda show: profile(watched, carrier, compressors, name=output.stem, seconds=seconds, show=show),
         )
@@ -196,9 +195,9 @@ def _measure(watched: Watched, compressors: list[Any], seconds: float, output: P
         ranks.leave(2)
         raise SystemExit(2) from None
     if ranks.rank == 0:
-        save(made.calibrated.calibration, output)
-        print_profile(watched, made, make_console())
-        adviser, setting = Adviser(made.calibrated.calibration), Setting(ranks.size)
+        save(profiled.calibrated.calibration, output)
+        print_profile(watched, profiled, make_console())
+        adviser, setting = Adviser(profiled.calibrated.calibration), Setting(ranks.size)
         advice = adviser.advise(setting)
         show_advice(adviser, setting, advice)
         for line in to_begin_with(adviser, advice, watched.optimizer):
@@ -210,34 +209,35 @@ def _measure(watched: Watched, compressors: list[Any], seconds: float, output: P
 
 
 def to_begin_with(adviser: Adviser, advice: Advice, optimizer: str | None) -> list[str]:
-    """Which method to take, of those that have been seen to do a training no harm, in sentences.
+    """The method to use first, in sentences: the fastest of those that did no harm in hvdcomp's own trainings.
 
     Args:
+        adviser: knows the compressors.
         advice: the adviser's, for several ranks.
         optimizer: as in `Watched`.
     """
     assert advice.free is not None
     free = advice.methods[advice.free]
     lost = {spec: lost_with(adviser.compressors[spec], optimizer) for spec in advice.methods}
-    known = [
+    harmless = [
         method
         for method in advice.methods.values()
-        if (found := lost[method.spec]) is not None and found <= HARMLESS and method.spec not in FREE
+        if (loss := lost[method.spec]) is not None and loss <= HARMLESS and method.spec not in FREE
     ]
-    best = min(known, key=lambda method: method.step_s, default=None)
-    which = f"with {optimizer}" if optimizer else "with SGD and with Adam"
-    those = f"Of the methods that lost at most {HARMLESS:.0%} {which} in hvdcomp's own trainings,"
+    best = min(harmless, key=lambda method: method.step_s, default=None)
+    trainings = f"with {optimizer}" if optimizer else "with SGD and with Adam"
+    methods = f"Of the methods that lost at most {HARMLESS:.0%} {trainings} in hvdcomp's own trainings,"
     if best is None:
-        return [f"{those} none was measured here: name some with --compressor, such as int4 or powersgd:rank=4."]
+        return [f"{methods} none was measured here: name some with --compressor, such as int4 or powersgd:rank=4."]
     if free.step_s / best.step_s - 1 < advice.error:
-        return [f"{those} none is faster than {free.spec} by more than the model's error: begin with {free.spec}."]
+        return [f"{methods} none is faster than {free.spec} by more than the model's error: begin with {free.spec}."]
     lead = f"{free.step_s / best.step_s:.1f} times as fast as {free.spec}"
-    line = f"{those} {best.spec} is the fastest, {lead}. Begin with:"
+    line = f"{methods} {best.spec} is the fastest, {lead}. Begin with:"
     return [line, *lines_to_type(best.spec, adviser.calibration.machine.get("backend")).values()]
 
 
 def _backend() -> str:
-    """The library that the program has connected its ranks with."""
+    """The library that connects the program's ranks."""
     import torch.distributed as dist
 
     return "ddp" if dist.is_available() and dist.is_initialized() else "horovod"
@@ -248,36 +248,36 @@ def _with_progress(ranks: Ranks, work: Callable[[Callable[[str], None]], Profile
     columns = (SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, disable=ranks.rank != 0, transient=True) as progress:
         task = progress.add_task("profile")
-        return work(lambda what: progress.update(task, description=what))
+        return work(lambda stage: progress.update(task, description=stage))
 
 
-def print_profile(watched: Watched, made: Profiled, console: Console) -> None:
-    """What the training's steps take, and what was carried out here."""
+def print_profile(watched: Watched, profiled: Profiled, console: Console) -> None:
+    """Prints the parts of the training's step, and the exchanges that were carried out."""
     from hvdcomp.perfmodel import UNCOMPRESSED
 
-    facts = next(iter(made.calibrated.calibration.models.values()))
+    facts = next(iter(profiled.calibrated.calibration.models.values()))
     compute = facts.compute
     forward = 1e3 * (compute.forward_s or 0.0)
     console.print(
-        f"A step takes {1e3 * made.step.seconds:.1f} ms: forward pass and all else {forward:.1f}, "
-        f"backward pass {1e3 * compute.backward_s:.1f}, optimizer {1e3 * compute.optimizer_s:.1f}, and "
-        f"{1e3 * made.waits:.1f} in which gradients are still on their way.",
+        f"A step takes {1e3 * profiled.step.seconds:.1f} ms: forward pass and everything else {forward:.1f}, "
+        f"backward pass {1e3 * compute.backward_s:.1f}, optimizer {1e3 * compute.optimizer_s:.1f}, waiting for "
+        f"gradients {1e3 * profiled.waits:.1f}.",
         soft_wrap=True,
     )
     if watched.backward_passes > 1:
-        console.print(f"Of its {watched.backward_passes} backward passes the last one counts; the others are all else.")
+        console.print(f"It has {watched.backward_passes} backward passes: all but the last count as everything else.")
     if watched.more_optimizers:
-        others = ", ".join(watched.more_optimizers)
-        console.print(f"Other optimizers make steps too, and were left out, with what they train: {others}.")
+        names = ", ".join(watched.more_optimizers)
+        console.print(f"Left out, with the parameters that they train: the optimizers {names}.")
     numbers = ["ms", "times as fast\nas dense"]
     table = make_table("exchange of all gradients,\nafter the backward pass", *numbers, numbers=numbers)
-    dense = made.tried[UNCOMPRESSED].seconds
-    for spec, taken in made.tried.items():
-        table.add_row(spec, f"{1e3 * taken.seconds:.2f}", f"{dense / taken.seconds:.2f}")
-    print_table(console, table, "Carried out here")
-    if made.calibrated.noisy:
+    dense = profiled.tried[UNCOMPRESSED].seconds
+    for spec, reading in profiled.tried.items():
+        table.add_row(spec, f"{1e3 * reading.seconds:.2f}", f"{dense / reading.seconds:.2f}")
+    print_table(console, table, "Measured exchanges")
+    if profiled.calibrated.noisy:
         console.print(
-            f"{len(made.calibrated.noisy)} measurements are too noisy to trust, and noise_note in the file names them: "
-            "repeat it where nothing else runs, or with more --seconds.",
+            f"{len(profiled.calibrated.noisy)} measurements are too noisy; noise_note in the file names them. Repeat "
+            "without other programs on the machine, or with more --seconds.",
             soft_wrap=True,
         )

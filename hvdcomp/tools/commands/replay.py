@@ -1,4 +1,4 @@
-"""`hvdcomp replay`: make the decisions of a training run again from its decision log."""
+"""`hvdcomp replay`: repeats the decisions of a training run from its decision log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DIFFERS = 1
 
 
 class CannotReplay(click.ClickException):
-    """There is nothing to compare. It has an exit status of its own, to be told from a difference."""
+    """The log cannot be replayed. Its exit status differs from that of a wrong decision."""
 
     exit_code = 2
 
@@ -28,40 +28,40 @@ class CannotReplay(click.ClickException):
 @click.option("--json", "as_json", is_flag=True, help="Print the result as a JSON object.")
 @click.pass_context
 def command(ctx: click.Context, log: Path, as_json: bool) -> None:
-    """Make the decisions of a training run again, from the statistics in its decision log, and compare.
+    """Repeat the decisions of a training run from the statistics in its decision log, and compare them.
 
-    Files that were put aside of it, such as decisions.1.jsonl, are replayed before it; give one of these to replay it
-    alone. Needs neither a framework nor the model. The exit status is 0 if all decisions and states are as logged, 1
-    at the first that is not, and 2 if the file cannot be replayed.
+    Older parts of the log, such as decisions.1.jsonl, are replayed first; give such a part to replay it alone. Needs
+    neither a framework nor the model. The exit status is 0 if all decisions and states equal the logged ones, 1 at the
+    first difference, and 2 if the file cannot be replayed.
     """
     try:
         with make_console(stderr=True).status(Text(f"Replaying {log} ...")):
-            done = replay(log)
+            replayed = replay(log)
     except DecisionLogError as error:
         raise CannotReplay(str(error)) from None
     except OSError as error:
         raise CannotReplay(f"{log} cannot be read: {error.strerror or error}") from None
     if as_json:
-        click.echo(json.dumps(_result(log, done), indent=2))
-    elif done.difference is None:
-        click.echo(_summary(done))
+        click.echo(json.dumps(_result(log, replayed), indent=2))
+    elif replayed.difference is None:
+        click.echo(_summary(replayed))
     else:
-        click.echo("\n".join(_lines(done.difference)))
-    ctx.exit(0 if done.difference is None else DIFFERS)
+        click.echo("\n".join(_lines(replayed.difference)))
+    ctx.exit(0 if replayed.difference is None else DIFFERS)
 
 
-def _summary(done: Replay) -> str:
-    restarts = f", resumed {done.starts - 1}x" if done.starts > 1 else ""
-    steps = f", steps {done.first_step} to {done.last_step}" if done.decisions else ""
-    count = f"{done.decisions} decision{'' if done.decisions == 1 else 's'}"
-    return f"{' and '.join(done.policies)}: {count}{steps}{restarts}: all as logged"
+def _summary(replayed: Replay) -> str:
+    restarts = f", resumed {replayed.starts - 1}x" if replayed.starts > 1 else ""
+    steps = f", steps {replayed.first_step} to {replayed.last_step}" if replayed.decisions else ""
+    count = f"{replayed.decisions} decision{'' if replayed.decisions == 1 else 's'}"
+    return f"{' and '.join(replayed.policies)}: {count}{steps}{restarts}: all as logged"
 
 
 def _lines(difference: Difference) -> list[str]:
     head = f"{difference.file}, line {difference.line}, step {difference.step}:"
     if difference.refusal is not None:
         return [f"{head} the policy refuses the logged statistics: {difference.refusal}"]
-    return [f"{head} the policy does not make what was logged"] + [
+    return [f"{head} the policy's decision differs from the log"] + [
         f"  {' > '.join(part.place)}: logged {_text(part.logged)}, recomputed {_text(part.recomputed)}"
         for part in difference.parts
     ]
@@ -71,21 +71,21 @@ def _text(value: Any) -> str:
     return "nothing" if value is ABSENT else json.dumps(value)
 
 
-def _result(log: Path, done: Replay) -> dict[str, Any]:
+def _result(log: Path, replayed: Replay) -> dict[str, Any]:
     return {
         "file": str(log),
-        "same": done.difference is None,
-        "policies": done.policies,
-        "starts": done.starts,
-        "decisions": done.decisions,
-        "first_step": done.first_step,
-        "last_step": done.last_step,
-        "difference": None if done.difference is None else _as_json(done.difference),
+        "same": replayed.difference is None,
+        "policies": replayed.policies,
+        "starts": replayed.starts,
+        "decisions": replayed.decisions,
+        "first_step": replayed.first_step,
+        "last_step": replayed.last_step,
+        "difference": None if replayed.difference is None else _as_json(replayed.difference),
     }
 
 
 def _as_json(difference: Difference) -> dict[str, Any]:
-    """What one side does not have is left out."""
+    """A difference as plain data, without the values that one side lacks."""
     parts = [
         {"place": list(part.place)}
         | {

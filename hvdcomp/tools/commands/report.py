@@ -23,13 +23,13 @@ from hvdcomp.tools.terminal import make_console, make_table, print_table
     default="report",
     show_default=True,
     type=click.Path(file_okay=False, path_type=Path),
-    help="Where to write report.html, report.json, report.csv, series.csv and the figures.",
+    help="Folder for report.html, report.json, report.csv, series.csv and the figures.",
 )
 @click.option(
     "--baseline",
     metavar="NAME",
-    help='Run name or spec to compare speed with, instead of the run with spec "none". Only runs of the same '
-    "model, data, number of ranks and batch size are compared.",
+    help='Name or spec of the run to compare speed with. Only runs of the same model, data, number of ranks and batch '
+    'size are compared. [default: the run with spec "none"]',
 )
 @click.option(
     "--turns",
@@ -37,28 +37,28 @@ from hvdcomp.tools.terminal import make_console, make_table, print_table
     metavar="FILE",
     multiple=True,
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Steps that were measured in turns, as python -m hvdcomp.tools.bench.compare_worker writes them: shown "
-    "instead of the trainings' own, with predictions for slower networks. Repeat for steps on links of a --rate.",
+    help="File of steps measured in turns, written by python -m hvdcomp.tools.bench.compare_worker. Its step times "
+    "replace those of the trainings, with predictions for slower networks. Repeatable, for links of different --rate.",
 )
-@click.option("--open", "open_page", is_flag=True, help="Open the page in a browser afterwards.")
+@click.option("--open", "open_page", is_flag=True, help="Open the page in a browser.")
 def command(
     runs: tuple[Path, ...], output: Path, baseline: str | None, turns_files: tuple[Path, ...], open_page: bool
 ) -> None:
     """Make a table and a web page from training runs.
 
-    Each RUN is the folder of one run of `hvdcomp train`, or a folder that is searched for such folders. Runs
-    that differ only in their seed are one series, shown by its mean and spread: over seeds in a table, over bytes
-    and seconds as a band. A run may still be going.
+    Each RUN is the folder of one run of `hvdcomp train`, or a folder that contains such folders. Runs that differ only
+    in their seed are one series, shown as mean and spread: over seeds in a table, over bytes and seconds as a band. A
+    run may still be training.
     """
     console = make_console()
     try:
-        found, notes = find_runs(runs)
+        trainings, notes = find_runs(runs)
         turns = None
         if turns_files:
             from hvdcomp.tools.report.turns import load_all_turns
 
             turns = load_all_turns(turns_files)
-        sections = make_sections(found, baseline, turns)
+        sections = make_sections(trainings, baseline, turns)
     except (RunError, OSError) as error:
         raise click.ClickException(str(error)) from None
     for note in notes:
@@ -79,7 +79,7 @@ def command(
             f"the page needs {error.name}, which is not installed: pip install 'hvdcomp[plot]'"
         ) from None
     try:
-        with console.status(f"Drawing {len(found)} runs ..."):
+        with console.status(f"Drawing {len(trainings)} runs ..."):
             page = write_report(output, sections)
     except OSError as error:
         place = output if error.filename is None else error.filename
@@ -91,7 +91,7 @@ def command(
 
 
 def _series_table(section: Section) -> Table:
-    """A row for each series: what its runs came to."""
+    """A row for each series of runs."""
     numbers = [heading.replace(" ", "\n") for heading in section.series_headings[1:]]
     table = make_table(section.series_headings[0], *numbers, numbers=numbers)
     for row in section.series:
@@ -101,20 +101,20 @@ def _series_table(section: Section) -> Table:
 
 
 def _spread_below(text: str) -> str:
-    """What stands in parentheses goes to a line of its own."""
+    """Moves text in parentheses to a line of its own."""
     return text.replace(" (", "\n").rstrip(")")
 
 
 def _terminal_table(section: Section, wide: bool) -> Table:
-    """The section's rows: spec and policy stand below the run's name, and the phases are shown if there is room."""
+    """The section's rows: spec and policy are below the run's name; the phases are shown if there is room."""
     narrow = ("Ranks", section.headings[-1]) if section.in_turns else section.headings[-1:]
     places = [place for place, heading in enumerate(section.headings) if wide or heading not in narrow]
     shown = [section.headings[place] for place in places[2:]]
     numbers = [heading if " / " in heading else heading.replace(" ", "\n") for heading in shown]
     table = make_table("Run", *numbers, numbers=numbers)
     for row in section.rows:
-        every = cells(row, section.in_turns, section.on_links)
-        name, spec, *texts = (every[place] for place in places)
+        all_cells = cells(row, section.in_turns, section.on_links)
+        name, spec, *texts = (all_cells[place] for place in places)
         first = Text(f"  {name}" if row["kind"] == "seed" else name, "bold" if row["kind"] == "mean" else "")
         if row["kind"] != "seed" and row["spec"] is not None:
             first.append(f"\n{spec}", "cyan")

@@ -1,4 +1,4 @@
-"""`hvdcomp train`: options in, a training run out. What a run is and does lives in `hvdcomp.tools.train`."""
+"""`hvdcomp train`: the options of a training run, which `hvdcomp.tools.train` carries out."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ _NEEDS = {
 }
 
 
-def _number_list(of_what: str) -> Callable[[click.Context, click.Parameter, str], tuple[float, ...]]:
-    """Makes numbers of an option's value, which are between commas."""
+def _number_list(expected: str) -> Callable[[click.Context, click.Parameter, str], tuple[float, ...]]:
+    """A callback that parses an option's value as numbers, separated by commas."""
 
     def read(context: click.Context, parameter: click.Parameter, value: str) -> tuple[float, ...]:
         try:
             return tuple(float(part) for part in value.split(",") if part.strip())
         except ValueError:
-            raise click.BadParameter(f"{value!r} is not a list of {of_what}") from None
+            raise click.BadParameter(f"{value!r}: expected {expected}") from None
 
     return read
 
 
 def _option(name: str, help_text: str, **attributes: Any) -> Any:
-    """An option with the default of `TrainingOptions`; None there means that it depends on the model and the data."""
+    """An option with the default of `TrainingOptions`, where None means that it depends on model and data."""
     default = getattr(_DEFAULTS, name.lstrip("-").replace("-", "_"))
     shown: bool | str = "by model and data" if default is None else True
     return click.option(
@@ -70,61 +70,59 @@ _START = (
 
 
 @click.command(epilog=_START)
-@_option("--framework", "What to train in.", type=click.Choice(FRAMEWORKS))
+@_option("--framework", "Framework to train in.", type=click.Choice(FRAMEWORKS))
 @_option(
     "--backend",
-    "What connects the ranks: Horovod, or PyTorch's DistributedDataParallel; auto: the latter under torchrun.",
+    "Library that averages gradients: Horovod, or PyTorch's DistributedDataParallel; auto: the latter under torchrun.",
     type=click.Choice(BACKENDS),
 )
 @_option(
     "--timeout",
-    "Under torchrun: seconds after which a rank that waits for another gives up.",
+    "With torchrun: seconds that a rank waits for another.",
     type=float,
     metavar="SECONDS",
     shown="PyTorch's: 1800",
 )
-@_option(
-    "--fsdp", "Under torchrun: shard a transformer over all ranks by FSDP's fully_shard.", is_flag=True, shown=False
-)
-@_option("--model", "What to train. vit and dlrm are PyTorch's alone.", type=click.Choice(MODELS))
-@_option("--data", "What to train it on.", type=click.Choice(DATA))
+@_option("--fsdp", "torchrun: shard a transformer over all ranks by FSDP's fully_shard.", is_flag=True, shown=False)
+@_option("--model", "Model to train; vit and dlrm only in PyTorch.", type=click.Choice(MODELS))
+@_option("--data", "Data to train on.", type=click.Choice(DATA))
 @_option(
     "--data-dir",
-    "Folder of CIFAR, WikiText-2 or PTB, as published.",
+    "Folder of the published files of CIFAR, WikiText-2 or PTB.",
     type=click.Path(path_type=Path),
     shown=False,
 )
-@_option("--compression", "How gradients are sent, such as topk:ratio=0.01.", metavar="SPEC")
-@_option("--memory", "What happens to what is not sent: error_feedback or none.", metavar="SPEC", shown="by compressor")
+@_option("--compression", "Compressor of the gradients, such as topk:ratio=0.01.", metavar="SPEC")
+@_option("--memory", "Memory for what is not sent: error_feedback or none.", metavar="SPEC", shown="by compressor")
 @_option(
     "--policy",
-    "How the level changes, such as warmup:levels=0.25|0.05,epochs=1.",
+    "Policy that changes the level, such as warmup:levels=0.25|0.05,epochs=1.",
     metavar="SPEC",
     shown="constant",
 )
 @_option(
     "--overlap",
-    "Whether gradients are sent while the backward pass makes others. PyTorch only; auto: if they are on the CPU.",
+    "Whether to send gradients during the backward pass. PyTorch only; auto: for gradients on the CPU.",
     type=click.Choice(tuple(OVERLAP)),
 )
 @_option(
     "--bucket-bytes",
-    "Of gradients, the least that is sent by itself, with overlap; of DistributedDataParallel, a bucket.",
+    "Smallest bucket of gradients that overlap sends, or size of DistributedDataParallel's buckets.",
     type=int,
     metavar="N",
-    shown="what the policy auto finds best, or else 25 MiB",
+    shown="the choice of the policy auto, or else 25 MiB",
 )
 @_option("--epochs", "Passes over the training data.", type=int)
-@_option("--steps", "Steps of the optimizer, in place of --epochs.", type=int, shown="as many as --epochs has")
+@_option("--steps", "Optimizer steps, in place of --epochs.", type=int, shown="those of --epochs")
 @_option(
     "--until",
-    "End at this quality on the validation part: accuracy=0.93, loss=2.2 or perplexity=9.",
+    "Stop at this quality on the validation part: accuracy=0.93, loss=2.2 or perplexity=9.",
     metavar="METRIC=VALUE",
     shown=False,
 )
 @_option(
     "--evaluate-every",
-    "Steps from one evaluation on the validation part to the next.",
+    "Steps between evaluations on the validation part.",
     type=int,
     metavar="STEPS",
     shown="at the end of each epoch",
@@ -132,17 +130,17 @@ _START = (
 @_option("--batch-size", "Samples per rank and backward pass.", type=int)
 @_option(
     "--optimizer",
-    "What makes steps of gradients. muon, in PyTorch: Muon for hidden matrices, and AdamW for the head, embeddings, "
-    "convolutions, norms and biases.",
+    "Optimizer. muon (PyTorch only): Muon for hidden matrices, and AdamW for the head, embeddings, convolutions, norms "
+    "and biases.",
     type=click.Choice(OPTIMIZERS),
     shown="adamw for gpt and vit, else sgd",
 )
-@_option("--lr", "Learning rate. It is used as given: scale it yourself when you add ranks.", type=float)
+@_option("--lr", "Learning rate. It is not scaled by the number of ranks.", type=float)
 @_option("--momentum", "Momentum of SGD.", type=float)
-@_option("--nesterov", "Nesterov's form of momentum.", is_flag=True, shown=False)
+@_option("--nesterov", "Use Nesterov's momentum.", is_flag=True, shown=False)
 @click.option(
     "--betas",
-    help="Decay of AdamW's moments.",
+    help="Decay rates of AdamW's moments.",
     default=",".join(f"{beta:g}" for beta in _DEFAULTS.betas),
     show_default=True,
     metavar="B1,B2",
@@ -150,41 +148,41 @@ _START = (
 )
 @_option(
     "--freeze-after",
-    "Of compressed-adam: steps after which the second moment is frozen, and the momentum sent.",
+    "compressed-adam: steps after which the second moment is frozen, and the momentum is sent.",
     type=int,
     metavar="STEPS",
     shown="15 % of the run",
 )
-@_option("--freeze-compression", "Of compressed-adam: how gradients are sent before that.", metavar="SPEC")
+@_option("--freeze-compression", "compressed-adam: compressor of the gradients before freezing.", metavar="SPEC")
 @_option(
     "--local-steps",
-    "In PyTorch: steps of each rank by itself from one exchange to the next, with an outer Nesterov step as in DiLoCo; "
-    "with compressed-adam after freezing, and without. auto: as many as the times of steps and exchanges ask for, and "
-    "the drift of the ranks allows.",
+    "PyTorch: local steps of each rank between exchanges, with an outer Nesterov step as in DiLoCo; with "
+    "compressed-adam only after freezing, without an outer step. auto: as many as the times of steps and exchanges and "
+    "the drift of the ranks ask for.",
     type=str,
     metavar="K|auto",
     callback=_steps_or_rule,
 )
 @_option(
     "--fragments",
-    "With local steps: groups of parameters that are exchanged at staggered steps, as in Streaming DiLoCo.",
+    "Local steps: groups of parameters that are exchanged at staggered steps, as in Streaming DiLoCo.",
     type=int,
     metavar="P",
 )
-@_option("--delay", "With local steps: steps that a group travels while the ranks go on.", type=int, metavar="STEPS")
-@_option("--local-share", "With local steps: what a rank keeps of its own weights then.", type=float, metavar="SHARE")
-@_option("--outer-lr", "Of the outer step after local steps.", type=float, metavar="LR", shown="0.7")
-@_option("--outer-momentum", "Of the outer step after local steps.", type=float, metavar="M", shown="0.9")
+@_option("--delay", "Local steps: steps that ranks go on while a group travels.", type=int, metavar="STEPS")
+@_option("--local-share", "Local steps: share of its own weights that a rank then keeps.", type=float, metavar="SHARE")
+@_option("--outer-lr", "Learning rate of the outer step.", type=float, metavar="LR", shown="0.7")
+@_option("--outer-momentum", "Momentum of the outer step.", type=float, metavar="M", shown="0.9")
 @_option(
     "--refreshes-per-gap",
-    "Of compressed-adam: refreshes of the frozen second moment before the gap between two of them doubles, 16 as in "
-    "0/1 Adam.",
+    "compressed-adam: refreshes of the frozen second moment after which the gap between them doubles; 16 as in 0/1 "
+    "Adam.",
     type=int,
     metavar="N",
     shown="no refresh",
 )
-@_option("--weight-decay", "Of SGD an L2 penalty on all parameters; else the decay of all matrices.", type=float)
-@_option("--schedule", "How the learning rate falls: at --milestones, or along a cosine.", type=click.Choice(SCHEDULES))
+@_option("--weight-decay", "Weight decay: of SGD for all parameters, of others for matrices.", type=float)
+@_option("--schedule", "Learning-rate schedule: steps at --milestones, or a cosine.", type=click.Choice(SCHEDULES))
 @click.option(
     "--milestones",
     help="Epochs after which the learning rate is multiplied by --gamma.",
@@ -194,87 +192,86 @@ _START = (
 )
 @_option("--gamma", "Factor of the learning rate at each milestone, or at the end of the cosine.", type=float)
 @_option("--warm-up", "Epochs over which the learning rate grows from 0.", type=float)
-@_option("--clip-norm", "Largest norm of the averaged gradient; 0 for no limit.", type=float)
-@_option("--backward-passes-per-step", "Backward passes whose gradients make one step.", type=int)
+@_option("--clip-norm", "Largest norm of the averaged gradient; 0: no limit.", type=float)
+@_option("--backward-passes-per-step", "Backward passes per optimizer step.", type=int)
 @_option(
     "--simulate-ranks",
-    "Train on so many ranks in this process: no launcher, and the weights of real ranks.",
+    "Train N simulated ranks in this process, without a launcher; the weights equal those of real ranks.",
     type=int,
     metavar="N",
     shown=False,
 )
 @_option(
     "--link",
-    "The link of each simulated rank, whose time is predicted: 100mbit, 1gbit, 10gbit. After commas, others on which "
-    "the same run is timed.",
+    "Link of each simulated rank, for predicted times: 100mbit, 1gbit or 10gbit. Several links, separated by commas, "
+    "time the same run.",
     metavar="RATE,...",
-    shown="takes no time",
+    shown="exchanges take no time",
 )
-@_option("--seed", "Start of all random choices; the train/test split does not depend on it.", type=int)
+@_option("--seed", "Seed of all random numbers, except the split into training and test data.", type=int)
 @_option(
     "--output",
     "Folder for steps.jsonl, epochs.jsonl and summary.json.",
     type=click.Path(path_type=Path),
     shown=False,
 )
-@_option("--overwrite", "Replace the run that --output holds.", is_flag=True, shown=False)
-@_option("--tensorboard", "Write TensorBoard's files too, below --output.", is_flag=True, shown=False)
+@_option("--overwrite", "Replace an earlier run in --output.", is_flag=True, shown=False)
+@_option("--tensorboard", "Also write TensorBoard's files, in --output.", is_flag=True, shown=False)
 @_option(
     "--metrics-port",
-    "Let Prometheus scrape bytes, levels and times from this port of rank 0.",
+    "Port of rank 0 for Prometheus, with bytes, levels and times.",
     type=int,
     metavar="PORT",
     shown=False,
 )
 @_option(
     "--metrics-address",
-    "Where rank 0 listens on that port: 0.0.0.0 lets other hosts scrape.",
+    "Address on which rank 0 listens; 0.0.0.0 for access from other hosts.",
     metavar="ADDRESS",
 )
 @_option(
     "--checkpoint-folder",
-    "Folder, shared by all hosts, for checkpoints: go on from the newest. SIGUSR1 and SIGTERM then save and stop.",
+    "Folder of checkpoints, shared by all hosts; the run resumes from the newest. SIGUSR1 and SIGTERM save and stop.",
     type=click.Path(path_type=Path),
     shown=False,
 )
 @_option(
     "--checkpoint-every",
-    "Steps from one checkpoint to the next.",
+    "Steps between checkpoints.",
     type=int,
     metavar="STEPS",
     shown="at the end of each epoch",
 )
 @_option(
     "--residuals",
-    "Going on from a checkpoint: keep what its ranks had left to send, on any number of ranks, or drop it.",
+    "Keep or drop the residuals of a checkpoint, on any number of ranks.",
     type=click.Choice(RESIDUALS),
 )
 @_option(
     "--elastic",
-    "Go on from the checkpoint when ranks come and go: under horovodrun --host-discovery-script.",
+    "Resume from the checkpoint when ranks change; with horovodrun --host-discovery-script.",
     is_flag=True,
     shown=False,
 )
-@_option("--samples", "Train on the first N samples only.", type=int, metavar="N", shown="all")
+@_option("--samples", "Train on the first N samples.", type=int, metavar="N", shown="all")
 @_option(
     "--validation-samples",
-    "Training samples that are held back as the validation part, where the data have none of their own.",
+    "Training samples to hold back for validation, if the data have no validation part.",
     type=int,
     metavar="N",
 )
-@_option("--label-noise", "Fraction of training labels drawn at random.", type=float)
-@_option("--image-size", "Pixels on a side of synthetic images.", type=int)
-@_option("--text-size", "Bytes of text to train on; characters of stdlib-text.", type=int)
-@_option("--text-unit", "What a token of stdlib-text is.", type=click.Choice(["char", "word"]))
-@_option("--sequence-length", "Tokens of a sequence of text.", type=int)
-@click.option("--progress/--no-progress", default=True, help="Show how the run goes.")
+@_option("--label-noise", "Fraction of training labels to replace by random labels.", type=float)
+@_option("--image-size", "Side of synthetic images, in pixels.", type=int)
+@_option("--text-size", "Size of the training text: bytes of text, characters of stdlib-text.", type=int)
+@_option("--text-unit", "Token of stdlib-text.", type=click.Choice(["char", "word"]))
+@_option("--sequence-length", "Tokens in a sequence of text.", type=int)
+@click.option("--progress/--no-progress", default=True, help="Show the progress.")
 @click.pass_context
 def command(context: click.Context, **options: Any) -> None:
     """Train a reference model with compressed gradients.
 
-    Alone it is one process; under horovodrun, mpirun, srun or torchrun each process is a rank, and rank 0
-    writes and reports. A learning rate, a batch size and the like that are not given are chosen to suit the model and
-    the data.
+    Without a launcher this is one process; under horovodrun, mpirun, srun or torchrun each process is a rank, and rank
+    0 writes the output. Defaults such as the learning rate and the batch size depend on the model and the data.
     """
     environment.prepare_mpi()
     chosen = TrainingOptions(**options)
@@ -325,7 +322,7 @@ def _simulate(context: click.Context, chosen: TrainingOptions) -> int:
     from hvdcomp.tools.train.trainer import train
 
     try:
-        chosen.resolved()  # once, and not on every rank
+        chosen.resolved()  # once, instead of on every rank
         return _exit_code(on_simulated_ranks(chosen, lambda ranks: train(chosen, ranks)), says=True)
     except (SetupError, RunRefused) as error:
         raise click.UsageError(str(error), context) from None

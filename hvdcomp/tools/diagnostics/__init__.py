@@ -1,8 +1,8 @@
-"""What training looks like from outside the gradients: curvature of the loss, and the regimes it marks as critical.
+"""Diagnostics of a training: the curvature of the loss, and the critical regimes that it marks.
 
-Accordion tells critical regimes by the norm of the gradient because the eigenvalues of the Hessian, which earlier work
-looks at, cost far too much to be followed in every training. Here both can be measured, to see whether they agree on
-a model of one's own. Needs PyTorch; pictures need matplotlib.
+Accordion detects critical regimes by the norm of the gradient, because the eigenvalues of the Hessian, which earlier
+work uses, are too expensive to follow in every training. This package measures both, to compare them on a model of
+your own. It needs PyTorch; plots need matplotlib.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The largest eigenvalue of the Hessian of a loss, by power iteration with Hessian-vector products (PyTorch).
 
 A Hessian-vector product is the gradient of (gradient . vector), so the Hessian itself, of parameters times parameters
-elements, is never formed. Each product goes once over all batches and costs a few backward passes.
+elements, is never formed. Each product passes once over all batches and costs a few backward passes.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torch import Tensor, nn
 
 from hvdcomp.policies import is_number, is_whole
 
-_ONCE_ONLY = ("not implemented", "differentiate twice")  # what PyTorch says of operations without a second derivative
+_ONCE_ONLY = ("not implemented", "differentiate twice")  # PyTorch's texts for operations without a second derivative
 
 
 @dataclass(frozen=True)
 class HessianEigenvalue:
-    """What `largest_hessian_eigenvalue` found.
+    """The result of `largest_hessian_eigenvalue`.
 
     Attributes:
-        value: the largest eigenvalue in the algebraic sense: the greatest curvature upwards. It is negative only
-            where the loss curves down in every direction.
-        dominant: the signed Rayleigh quotient at which plain power iteration ended. It estimates the eigenvalue that
-            is largest in magnitude: `value` itself, or a negative one. Where the two extremes are equally far from
-            zero it lies anywhere between them.
-        iterations: Hessian-vector products that were made, each one pass over all batches.
+        value: the largest eigenvalue in the algebraic sense: the greatest upward curvature. It is negative only if the
+            loss curves down in every direction.
+        dominant: the signed Rayleigh quotient at the end of plain power iteration. It estimates the eigenvalue of
+            largest magnitude: `value` itself, or a negative eigenvalue. If both extremes are equally far from zero, it
+            lies anywhere between them.
+        iterations: the number of Hessian-vector products, each a pass over all batches.
         relative_change: of the estimate in the last iteration, relative to `value`.
-        converged: whether that fell to the tolerance before the iterations ran out, in the plain power iteration and,
-            where there was one, in the one with the shift.
+        converged: whether the relative change fell to the tolerance in time, in the plain power iteration and, if there
+            was one, in the shifted power iteration.
     """
 
     value: float
@@ -56,32 +56,32 @@ def largest_hessian_eigenvalue(
 ) -> HessianEigenvalue:
     """The largest eigenvalue of the Hessian of the mean loss over `batches`.
 
-    Power iteration finds the eigenvalue that is largest in magnitude. If that is not the largest one too, because a
-    negative one is as far from zero or farther, a second power iteration on Hessian + |dominant| * identity follows,
-    whose dominant eigenvalue is the one sought.
+    Power iteration finds the eigenvalue of largest magnitude. If a negative eigenvalue is as far from zero as the
+    largest or farther, a second power iteration on Hessian + |dominant| * identity follows, whose dominant eigenvalue
+    belongs to the largest.
 
-    The model is used in the mode that it is in (`model.eval()`, `model.train()`). Nothing of it is changed: not its
-    gradients, not its buffers (batch normalization updates copies), not the state of PyTorch's random generators on
-    the CPU and on the parameters' devices. What the model or the batches draw from these comes from `seed`, the same
-    in every pass, so that dropout, for example, means one fixed mask per batch.
+    The model is used in its present mode (`model.eval()`, `model.train()`) and is not changed: neither its gradients,
+    nor its buffers (batch normalization updates copies), nor PyTorch's random generators on the CPU and on the
+    parameters' devices. Random numbers of model and batches come from `seed`, the same in every pass: dropout, for
+    example, has a fixed mask per batch.
 
     Args:
         model: called with the inputs of a batch.
         loss_function: of the model's output and the targets; a scalar, the mean over the elements of the targets.
-        batches: pairs of inputs and targets, on the model's device; something that can be iterated many times, such
-            as a list or a DataLoader. A batch counts by the number of elements of its targets.
-        parameters: with respect to which the Hessian is taken; the model's by default. Those that require no gradient
-            are left out.
-        iterations: the most Hessian-vector products of each of the two power iterations.
-        tolerance: the relative change of the estimate from which on it has converged. It bounds the last change, not
-            the error, which is larger where the largest eigenvalues are close together.
+        batches: pairs of inputs and targets, on the model's device, which can be iterated many times, such as a list or
+            a DataLoader. The weight of a batch is the number of elements of its targets.
+        parameters: with respect to which the Hessian is taken; by default the model's. Parameters that require no
+            gradient are left out.
+        iterations: the largest number of Hessian-vector products of each of the two power iterations.
+        tolerance: the relative change of the estimate at which it has converged. It bounds the last change, not the
+            error, which is larger if the largest eigenvalues are close together.
         seed: of the start vectors.
-        reduce: given the product of this rank's batches, a vector of shape (parameters,), returns its mean over the
-            ranks; for Horovod `lambda vector: hvd.allreduce(vector, name="hessian")`. All ranks make the same call,
-            with equally much data each. What goes wrong on one rank then raises an error on all.
+        reduce: maps the product of this rank's batches, a vector of shape (parameters,), to its mean over the ranks;
+            for Horovod `lambda vector: hvd.allreduce(vector, name="hessian")`. All ranks make the same call, with
+            equally much data. An error on one rank then raises an error on all.
 
-    A custom autograd function whose backward pass detaches what it computes with, and does not say so by
-    `once_differentiable`, gives a wrong second derivative that nothing can notice.
+    A custom autograd function that detaches tensors in its backward pass, and is not marked `once_differentiable`,
+    gives a wrong second derivative, which cannot be detected.
 
     Raises:
         ValueError: an argument that is not allowed; no parameter requires a gradient; no batches, or batches that can
@@ -97,16 +97,16 @@ def largest_hessian_eigenvalue(
     _check(iterations, tolerance, seed, batches)
     hessian = _Hessian(model, loss_function, batches, parameters, seed, reduce)
     generator = torch.Generator().manual_seed(seed)
-    plain = found = _power_iteration(hessian, generator, 0.0, iterations, tolerance)
+    plain = shifted = _power_iteration(hessian, generator, 0.0, iterations, tolerance)
     rising = plain.rayleigh > 0 and not plain.converged  # too early to tell
     if plain.rayleigh < (1 - tolerance) * plain.norm and not rising:
-        found = _power_iteration(hessian, generator, plain.norm, iterations, tolerance)
+        shifted = _power_iteration(hessian, generator, plain.norm, iterations, tolerance)
     return HessianEigenvalue(
-        value=found.rayleigh,
+        value=shifted.rayleigh,
         dominant=plain.rayleigh,
         iterations=hessian.products,
-        relative_change=found.relative_change,
-        converged=plain.converged and found.converged,
+        relative_change=shifted.relative_change,
+        converged=plain.converged and shifted.converged,
     )
 
 
@@ -126,7 +126,7 @@ def _check(iterations: int, tolerance: float, seed: int, batches: object) -> Non
 
 @dataclass(frozen=True)
 class _Iterated:
-    """How a power iteration ended."""
+    """The end of a power iteration."""
 
     rayleigh: float  # of the Hessian, without the shift
     norm: float  # of (Hessian + shift) . unit vector
@@ -139,12 +139,12 @@ def _power_iteration(
 ) -> _Iterated:
     """Power iteration on Hessian + shift * identity, from a random vector.
 
-    It is the norm that is watched: it never falls from one iteration to the next, and unlike the Rayleigh quotient it
-    does not come to rest at a wrong value when two eigenvalues of opposite sign dominate together.
+    Convergence is judged by the norm: it never falls from one iteration to the next, and unlike the Rayleigh quotient
+    it does not settle at a wrong value when two eigenvalues of opposite sign dominate together.
     """
     vector = torch.randn(hessian.size, generator=generator).to(hessian.device, hessian.dtype)
     vector /= torch.linalg.vector_norm(vector)
-    resolution = 8 * torch.finfo(hessian.dtype).eps * shift  # what rounding leaves of differences to the shift
+    resolution = 8 * torch.finfo(hessian.dtype).eps * shift  # the rounding error of differences to the shift
     last = math.inf
     for _ in range(iterations):
         product = hessian(vector)
@@ -167,9 +167,9 @@ class _Hessian:
 
     Attributes:
         size: elements of all parameters together.
-        dtype: of the vectors: single precision, or double where a parameter is.
+        dtype: of the vectors: single precision, or double if a parameter is double.
         device: of the vectors.
-        products: how often it was called.
+        products: the number of calls.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class _Hessian:
     def __call__(self, vector: Tensor) -> Tensor:
         """The mean over all batches, and over the ranks, of Hessian . vector.
 
-        A rank that fails hands NaN to the others instead of leaving them waiting, and raises its error afterwards.
+        A rank that fails sends NaN to the others, so that they do not wait for it, and raises its error afterwards.
         """
         self.products += 1
         error: Exception | None = None
@@ -223,7 +223,7 @@ class _Hessian:
             )
         ]
         total, elements = torch.zeros_like(vector), 0
-        # Iterating is inside too: a DataLoader draws a seed from the global generator whenever it begins.
+        # The iteration is inside, because a DataLoader draws a seed from the global generator at its start.
         with _own_randomness(self._seed, self._parameters), torch.enable_grad():
             for number, batch in enumerate(self._batches):
                 inputs, targets = _pair(batch, number)
@@ -242,7 +242,7 @@ class _Hessian:
         loss = self._loss_function(torch.func.functional_call(self._model, buffers, (inputs,)), targets)
         _check_loss(loss, number)
         try:
-            # PyTorch notes what can be differentiated only once where the factor given requires a gradient, not else.
+            # PyTorch marks operations that can be differentiated only once if this factor requires a gradient.
             weight = torch.ones_like(loss, requires_grad=True)
             gradients = torch.autograd.grad(loss, self._parameters, weight, create_graph=True, allow_unused=True)
             if self.products == 1:
@@ -276,29 +276,30 @@ class _Hessian:
 
 
 def _trainable(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Each tensor that requires a gradient, once."""
-    given = list(parameters)
-    chosen = list({id(parameter): parameter for parameter in given if parameter.requires_grad}.values())
+    """The tensors that require a gradient, without duplicates."""
+    all_parameters = list(parameters)
+    chosen = list({id(parameter): parameter for parameter in all_parameters if parameter.requires_grad}.values())
     if not chosen:
         raise ValueError(
-            f"none of the {len(given)} parameters requires a gradient; give parameters for which requires_grad is True"
+            f"none of the {len(all_parameters)} parameters requires a gradient; give parameters for which "
+            "requires_grad is True"
         )
     return chosen
 
 
 def _check_twice_differentiable(gradients: Sequence[Tensor | None]) -> None:
-    """Finds operations marked as differentiable only once; asked for a second derivative, PyTorch would leave out what
-    goes through them without a word."""
-    waiting = [gradient.grad_fn for gradient in gradients if gradient is not None]
+    """Raises an error for operations that are marked as differentiable only once; PyTorch's second derivative would
+    silently leave them out."""
+    pending = [gradient.grad_fn for gradient in gradients if gradient is not None]
     seen = set()
-    while waiting:
-        node = waiting.pop()
+    while pending:
+        node = pending.pop()
         if node is None or node in seen:
             continue
         if node.name() == "torch::autograd::Error":
             raise RuntimeError("differentiate twice: a custom torch.autograd.Function is marked once_differentiable")
         seen.add(node)
-        waiting += [following for following, _ in node.next_functions]
+        pending += [following for following, _ in node.next_functions]
 
 
 def _pair(batch: Any, number: int) -> tuple[Any, Tensor]:
@@ -312,17 +313,17 @@ def _check_loss(loss: object, number: int) -> None:
         shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise ValueError(f"loss_function returned {shown}; it must return a scalar, the mean over the targets")
     if not math.isfinite(loss.item()):
-        raise ValueError(f"the loss of batch {number} is {loss.item()}; the Hessian is of finite losses only")
+        raise ValueError(f"the loss of batch {number} is {loss.item()}; the Hessian needs a finite loss")
     if not loss.requires_grad:
         raise ValueError(
-            f"the loss of batch {number} does not depend on the parameters by operations that can be differentiated; "
-            "look for .detach(), .item() or torch.no_grad() in the model and the loss function"
+            f"the loss of batch {number} does not depend on the parameters by differentiable operations; look for "
+            ".detach(), .item() or torch.no_grad() in the model and the loss function"
         )
 
 
 @contextlib.contextmanager
 def _own_randomness(seed: int, parameters: Sequence[Tensor]) -> Iterator[None]:
-    """What is drawn inside comes from `seed`; the generators of the CPU and the parameters' GPUs stay as they were."""
+    """Random numbers inside come from `seed`; the generators of the CPU and the parameters' GPUs are restored."""
     devices = sorted({parameter.device.index for parameter in parameters if parameter.is_cuda})
     with torch.random.fork_rng(devices):
         torch.default_generator.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""The picture of a `RegimeRecord`: both measures over the epochs, with the epochs shaded that each calls critical."""
+"""The plot of a `RegimeRecord`: both measures over the epochs, with the critical epochs of each shaded."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def draw(record: RegimeRecord, losses: Sequence[float] | None = None, decays: Se
     """Draws a record, as a figure to be saved with `savefig`.
 
     Args:
-        record: at least one epoch of it noted.
+        record: of at least one epoch.
         losses: the training loss of each epoch, drawn above the measures.
         decays: epochs after which the learning rate fell, drawn as dashed lines.
 
     Raises:
-        ValueError: nothing is noted, or there are not as many losses as epochs.
+        ValueError: the record is empty, or the numbers of losses and epochs differ.
     """
     if not record.epochs:
         raise ValueError("the record is empty; note at least one epoch before drawing it")
     if losses is not None and len(losses) != record.epochs:
-        raise ValueError(f"{len(losses)} losses for {record.epochs} epochs; give one for each")
+        raise ValueError(f"{len(losses)} losses for {record.epochs} epochs; give a loss for each epoch")
     panels: list[tuple[str, str, Sequence[float | None]]] = []
     if losses is not None:
         panels.append(("loss", "training loss", losses))
@@ -56,14 +56,14 @@ def draw(record: RegimeRecord, losses: Sequence[float] | None = None, decays: Se
 
 def _curve(axes: Axes, values: Sequence[float | None], colour: str) -> None:
     y = np.array([np.nan if value is None else value for value in values], dtype=float)
-    known = np.isfinite(y)
-    axes.plot(np.arange(1, len(y) + 1)[known], y[known], color=colour, marker="o", markersize=3)
-    if known.any() and (y[known] > 0).all():
-        axes.set_yscale("log")  # a relative change is the same length everywhere
+    is_finite = np.isfinite(y)
+    axes.plot(np.arange(1, len(y) + 1)[is_finite], y[is_finite], color=colour, marker="o", markersize=3)
+    if is_finite.any() and (y[is_finite] > 0).all():
+        axes.set_yscale("log")  # equal relative changes have equal lengths
 
 
 def _shade(axes: Axes, critical: Sequence[bool | None]) -> None:
-    """One area for each run of critical epochs, so that no seams show between them."""
+    """Shades each run of critical epochs as one area, so that no seams show."""
     edges = np.flatnonzero(np.diff([False, *[bool(regime) for regime in critical], False]))
     for first, last in edges.reshape(-1, 2):
         axes.axvspan(first + 0.5, last + 0.5, color=_SHADE, alpha=0.25, linewidth=0)

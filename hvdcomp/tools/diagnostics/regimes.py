@@ -1,6 +1,6 @@
-"""Which epochs of a training two criteria call critical: the Hessian's largest eigenvalue, and the gradient's norm.
+"""The critical epochs of a training by two criteria: the Hessian's largest eigenvalue, and the gradient's norm.
 
-Both are compared in the same way, the way Accordion compares norms, so that what differs is what is looked at.
+Both are compared in the same way, as Accordion compares norms, so that only the measure differs.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ CRITERIA = (EIGENVALUE, GRADIENT_NORM)
 
 @dataclass
 class RegimeRecord:
-    """Notes both measures at the end of each epoch and says which epochs are critical by each.
+    """Notes both measures at the end of each epoch, and finds the critical epochs by each.
 
-    The epochs are cut into spans of `interval`. A span is critical if the measure at its end differs from the one at
-    the end of the span before by at least `eta` times the latter (Agarwal et al. 2021, section 4.1). What cannot be
-    compared counts as critical, as in `hvdcomp.policies.accordion`: the first span, a value that is not finite, and a
-    predecessor that is not above zero, which an eigenvalue can be.
+    The epochs are cut into spans of `interval`. A span is critical if the measure at its end differs from that at the
+    end of the previous span by at least `eta` times the latter (Agarwal et al. 2021, section 4.1). Spans that cannot be
+    compared are critical, as in `hvdcomp.policies.accordion`: the first span, a value that is not finite, and a
+    previous value that is not above zero, as an eigenvalue may be.
 
-    This looks back: a span is marked for the change that took place in it. Accordion cannot know that before the span
-    has ended, acts in the next one, and bridges the delay after a fall of the learning rate by a rule of its own.
+    A span is marked for the change within it. Accordion only knows that change at the end of the span, acts in the next
+    span, and has a rule of its own for the delay after a fall of the learning rate.
 
     Attributes:
         interval: epochs between comparisons.
-        eta: the relative change from which on a span is critical.
-        eigenvalues: by epoch, as noted; None where it was left out.
-        gradient_norms: by epoch, as noted.
+        eta: the least relative change of a critical span.
+        eigenvalues: of each epoch; None if it was not given.
+        gradient_norms: of each epoch.
     """
 
     interval: int = 10
@@ -47,23 +47,23 @@ class RegimeRecord:
 
     @property
     def epochs(self) -> int:
-        """Epochs noted so far."""
+        """The number of noted epochs."""
         return len(self.gradient_norms)
 
     @property
     def compares_next(self) -> bool:
-        """Whether the next epoch ends a span; at the end of others the eigenvalue is not needed."""
+        """Whether the next epoch ends a span; other epochs need no eigenvalue."""
         return (self.epochs + 1) % self.interval == 0
 
     def note(self, *, eigenvalue: float | None, gradient_norm: float) -> None:
         """Notes the end of an epoch.
 
         Args:
-            eigenvalue: the Hessian's largest; None, if it was not computed, only where `compares_next` is False.
+            eigenvalue: the Hessian's largest; None only if `compares_next` is False.
             gradient_norm: of the gradient accumulated over the epoch.
 
         Raises:
-            ValueError: not a number, or a norm below zero, or no eigenvalue where one is compared. Nothing is
+            ValueError: a value is not a number, a norm is below zero, or a needed eigenvalue is missing. Nothing is
                 noted then.
         """
         if eigenvalue is None and self.compares_next:
@@ -79,7 +79,7 @@ class RegimeRecord:
         self.gradient_norms.append(float(gradient_norm))
 
     def critical(self, criterion: str) -> list[bool | None]:
-        """By epoch, whether it is critical by one of `CRITERIA`; None in a span that has not ended."""
+        """Whether each epoch is critical, by one of `CRITERIA`; None in a span that has not ended."""
         values = self._values(criterion)
         regimes: list[bool | None] = []
         previous: float | None = None
@@ -91,9 +91,9 @@ class RegimeRecord:
         return regimes + [None] * (self.epochs - len(regimes))
 
     def agreement(self) -> float | None:
-        """The share of spans on which both criteria agree; the first, critical by definition, is left out.
+        """The share of spans on which both criteria agree, without the first span, which is critical by definition.
 
-        None before two spans have ended.
+        None before the end of two spans.
         """
         ends = range(2 * self.interval - 1, self.epochs, self.interval)
         first, second = (self.critical(criterion) for criterion in CRITERIA)
@@ -122,5 +122,5 @@ class RegimeRecord:
 
 
 def _is_float(value: object) -> bool:
-    """A number, NaN and infinity included: a diverged training is noted too."""
+    """Whether a value is a number, NaN and infinity included, as of a diverged training."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,5 +1,5 @@
-"""Says what is installed for distributed training here, what fits together and what does not.
+"""Checks the installation for distributed training.
 
-`gather` looks at the environment and returns `Facts`; `checks`, with `torch_checks`, turns facts into problems with
-remedies and looks at nothing itself.
+`gather` reads the environment and returns `Facts`; `checks` and `torch_checks` turn facts into problems with remedies,
+and read nothing themselves.
 """

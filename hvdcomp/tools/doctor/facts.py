@@ -1,4 +1,4 @@
-"""What `hvdcomp doctor` knows about an environment: plain values, so that a check needs no real situation."""
+"""The facts of `hvdcomp doctor` about an environment: plain values, so that tests can make up any."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from hvdcomp.tools.horovod_build.environment import CudaToolkit, Mpi
 
 @dataclass(frozen=True)
 class Torch:
-    """PyTorch as importing it shows; `error` holds the last line if that failed."""
+    """The imported PyTorch; `error` is the last line of a failed import."""
 
     version: str
     cuda: str | None = None
     nccl: str | None = None
     architectures: tuple[str, ...] = ()  # compiled for: sm_70, compute_90, ...; empty without a usable GPU
-    backends: tuple[str, ...] = ()  # of torch.distributed, of gloo, nccl and mpi; empty where it is not built in
+    backends: tuple[str, ...] = ()  # of torch.distributed: gloo, nccl, mpi; empty if it is not built in
     error: str | None = None
 
 
 @dataclass(frozen=True)
 class TensorFlow:
-    """TensorFlow as importing it shows; `keras` is the version behind `tf.keras`."""
+    """The imported TensorFlow; `keras` is the version behind `tf.keras`, `error` the last line of a failed import."""
 
     version: str
     keras: str | None = None
@@ -31,12 +31,12 @@ class TensorFlow:
 
 @dataclass(frozen=True)
 class HorovodBinding:
-    """Horovod's extension for one framework: what is compiled into it, or why it does not load."""
+    """Horovod's extension for a framework: its compiled-in libraries, or why it does not load."""
 
     mpi: bool = False
     gloo: bool = False
     nccl: bool = False
-    keras_callbacks: bool | None = None  # whether Horovod's ask the Keras that models are of; None without tf_keras
+    keras_callbacks: bool | None = None  # whether they use the models' Keras; None without tf_keras
     error: str | None = None
 
 
@@ -51,9 +51,9 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Kernels:
-    """hvdcomp's kernels in C: the instruction set and the number of threads; or why there are none, and the way out.
+    """hvdcomp's kernels in C: instruction set and number of threads; or why there are none, and the remedy.
 
-    `error` is a setting of the environment that no training accepts.
+    `error` is a wrong environment variable, which stops a training.
     """
 
     instruction_set: str | None = None
@@ -65,9 +65,9 @@ class Kernels:
 
 @dataclass(frozen=True)
 class DeviceKernels:
-    """hvdcomp's kernels for CUDA devices: the version of Triton, why there are none, the way out, and the C compiler.
+    """hvdcomp's kernels for CUDA devices: the version of Triton; why there are none, and the remedy; the C compiler.
 
-    Triton compiles a loader of its own at the first use, with what CC names, or gcc, or clang.
+    Triton compiles its loader at the first use, with $CC, gcc or clang.
     """
 
     triton: str | None = None
@@ -79,10 +79,10 @@ class DeviceKernels:
 
 @dataclass(frozen=True)
 class InfiniBand:
-    """Cards for InfiniBand or RoCE with a port that is up, and what a program can do with them.
+    """Cards for InfiniBand or RoCE that have an active port.
 
-    `usable` is how many cards libibverbs finds, `error` why that library does not load. `locked_memory` is the limit in
-    bytes; None is without a limit.
+    `usable` is the number of cards that libibverbs finds, `error` why that library does not load. `locked_memory` is
+    the limit in bytes; None: no limit.
     """
 
     cards: tuple[str, ...]
@@ -91,7 +91,7 @@ class InfiniBand:
     error: str | None = None
 
 
-# The variables of size and rank that launchers set, the inner launcher before those that may have started it.
+# Each launcher's variables for size and rank. A launcher comes before those that may have started it.
 _LAUNCHERS = (
     ("HOROVOD_SIZE", "HOROVOD_RANK"),
     ("WORLD_SIZE", "RANK"),
@@ -107,7 +107,7 @@ _LAUNCHERS = (
 class Started:
     """The outcome of `hvd.init()`, or of `init_process_group()` and an allreduce, in a process of its own.
 
-    `size` is what Horovod says, or how many ranks took part in the allreduce.
+    `size` is Horovod's size, or the number of ranks in the allreduce.
     """
 
     size: int | None = None
@@ -117,7 +117,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything the checks look at. None means: not installed, or not asked."""
+    """All facts that the checks use. None means: not installed, or not tried."""
 
     python: str
     prefix: str
@@ -134,7 +134,7 @@ class Facts:
     toolkit: CudaToolkit | None = None
     interfaces: tuple[str, ...] = ()  # of the network
     infiniband: InfiniBand | None = None
-    master_error: str | None = None  # why MASTER_ADDR stands for no address; None where it does, or is not set
+    master_error: str | None = None  # why MASTER_ADDR does not resolve; None if it does, or is not set
     variables: Mapping[str, str] = field(default_factory=dict)  # launcher, MPI, Horovod, torch.distributed, Keras
     started: Started | None = None
     kernels: Kernels | None = None
@@ -142,7 +142,7 @@ class Facts:
 
     @property
     def launched_size(self) -> int | None:
-        """How many processes the launcher started, by its variables; None if no launcher started this one."""
+        """The number of processes, by the launcher's variables; None without a launcher."""
         names = self._launcher()
         return int(self.variables[names[0]]) if names else None
 
@@ -154,11 +154,11 @@ class Facts:
 
     @property
     def by_torch(self) -> bool:
-        """Whether this process was started to train with torch.distributed: two of its variables are set, not one by
-        chance. Horovod's launcher wins over what it was started in."""
+        """Whether this process was started for torch.distributed: at least two of its variables are set, as a single
+        variable may be there by chance. Horovod's launcher has precedence over the launcher that started it."""
         names = self.variables.keys()
-        told = len({"RANK", "WORLD_SIZE", "MASTER_ADDR"} & names) >= 2
-        return self.torch is not None and told and "HOROVOD_RANK" not in names
+        set_by_launcher = len({"RANK", "WORLD_SIZE", "MASTER_ADDR"} & names) >= 2
+        return self.torch is not None and set_by_launcher and "HOROVOD_RANK" not in names
 
     def _launcher(self) -> tuple[str, str] | None:
         return next(

@@ -1,7 +1,7 @@
-"""Looks at the environment for `hvdcomp doctor`.
+"""Gathers the facts of the environment for `hvdcomp doctor`.
 
-Whatever could crash, hang or print (importing a framework, initialising MPI) runs in a process of its own with a
-time limit, and answers in one line of JSON.
+All that could crash, hang or print (importing a framework, initialising MPI) runs in a process of its own with a
+time limit, which answers in one line of JSON.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hvdcomp.tools.horovod_build.environment import (
     tool_output,
 )
 
-# Beside the frameworks, Horovod and MPI: what the checks look at, or what a bug report wants to know.
+# Packages that the checks or a bug report need, beside the frameworks, Horovod and MPI.
 PACKAGES = (
     "hvdcomp",
     "numpy",
@@ -96,7 +96,7 @@ if distributed.is_available():
 if torch.version.cuda:
     found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
 """
-# tf.keras is a module of the package keras, or of tf_keras, and not each has the version of its package.
+# tf.keras is a module of keras or tf_keras; only the package is sure to have a version.
 _TENSORFLOW = """
 import sys
 import tensorflow as tf
@@ -106,7 +106,7 @@ _HOROVOD = """
 import horovod.{framework} as hvd
 found = {{"mpi": bool(hvd.mpi_built()), "gloo": bool(hvd.gloo_built()), "nccl": bool(hvd.nccl_built())}}
 """
-# The models that Horovod can train are of tf_keras: whether its callbacks ask that.
+# Whether Horovod's callbacks use tf_keras, whose models are the only ones that Horovod can train.
 _HOROVOD_TENSORFLOW = f"""
 import importlib.util, os
 with_tf_keras = importlib.util.find_spec("tf_keras") is not None
@@ -124,7 +124,7 @@ hvd.init()
 found = {{"size": hvd.size(), "rank": hvd.rank()}}
 hvd.shutdown()
 """
-# Gloo, as every build has it. It gives up before the process would be killed, and then says who is missing.
+# Gloo, because every build has it. Its timeout is shorter than the process's, so that it names the missing ranks.
 _START_TORCH = """
 import datetime, torch
 from torch import distributed
@@ -154,14 +154,14 @@ try:
 except ConfigurationError as error:
     found = {"error": str(error)}
 """
-# What Triton compiles its loader with: the first of these that there is.
+# Triton compiles its loader with the first of these compilers.
 _DEVICE_KERNELS = """
 import os, shutil
 from hvdcomp.kernels import cuda
 found = {"why_not": cuda.why_not(), "way_out": cuda.way_out()}
 found["compiler"] = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 """
-# As NCCL does it.
+# As NCCL loads it.
 _VERBS = """
 import ctypes
 try:
@@ -177,7 +177,7 @@ _ANSWER = "hvdcomp doctor: "
 
 
 def ask_python(program: str, timeout: float) -> dict[str, Any]:
-    """Run a program that sets `found`, in a process of its own; returns it, or {"error": the last line}."""
+    """Runs a program that sets `found`, in a process of its own; returns `found`, or {"error": the last line}."""
     ending = f"\nimport json\nprint({_ANSWER!r} + json.dumps(found), flush=True)\n"
     process = subprocess.Popen(
         [sys.executable, "-c", program + ending],
@@ -225,10 +225,10 @@ def _gpus() -> tuple[Gpu, ...]:
 
 
 def find_infiniband(devices: Path = Path("/sys/class/infiniband")) -> InfiniBand | None:
-    """The cards that the kernel lists, also to a container that may not use them; None without one whose port is up.
+    """The cards in the kernel's list, which a container sees even if it may not use them; None without an active port.
 
     Args:
-        devices: where it lists them.
+        devices: the folder of the kernel's list.
     """
     states = sorted(devices.glob("*/ports/*/state"))
     cards = dict.fromkeys(state.parts[-4] for state in states if "ACTIVE" in state.read_text())
@@ -240,7 +240,7 @@ def find_infiniband(devices: Path = Path("/sys/class/infiniband")) -> InfiniBand
 
 
 def gather() -> Facts:
-    """Look at everything; takes 5 to 20 seconds with both frameworks installed."""
+    """Gathers all facts; takes 5 to 20 seconds with both frameworks installed."""
     torch, tensorflow = _torch(), _tensorflow()
     horovod = installed_version("horovod")
     importable = [name for name, facts in (("torch", torch), ("tensorflow", tensorflow)) if facts and not facts.error]
@@ -275,8 +275,7 @@ def gather() -> Facts:
 
 
 def start_ranks(facts: Facts) -> Started | None:
-    """Where a launcher started this process, take part in its job: with torch.distributed if it was started for that,
-    else with `hvd.init()`. Never waits over a minute."""
+    """Joins the launcher's job, by torch.distributed or `hvd.init()`, within a minute; None without a launcher."""
     if facts.launched_size is None:
         return None
     if facts.by_torch:

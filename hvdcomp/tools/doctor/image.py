@@ -1,7 +1,7 @@
-"""Checks of an image that need no GPU: `python -m hvdcomp.tools.doctor.image` fails if anything is wrong.
+"""Checks of a container image that need no GPU: `python -m hvdcomp.tools.doctor.image` fails if a check does.
 
-docker/Dockerfile runs it in the finished image, with the toolkit's stand-in for the driver's library in
-LD_LIBRARY_PATH. Where PyTorch is a build for CUDA, it looks at what GPUs need too.
+docker/Dockerfile runs it in the finished image, with the toolkit's stub of the driver's library in LD_LIBRARY_PATH. If
+PyTorch is a build for CUDA, it also checks what GPUs need.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from hvdcomp.tools.horovod_build.wheel import installed_record
 
 _TIMEOUT = 300.0  # seconds
 _TRITON = "triton/backends/nvidia/bin"
-# With code for GPUs, below the folders that Python imports from. What one of them lacks ends a training in its midst.
-# The last may be a build for CPU.
+# Libraries with code for GPUs, in the folders that Python imports from. Missing code would stop a training halfway. The
+# last library may be a build for CPU.
 _LIBRARIES = ("torch/lib/libtorch_cuda.so", "nvidia/nccl/lib/libnccl.so.2", "tensorflow/libtensorflow_cc.so.2")
 
-# All that a function calls is looked for when it is loaded, not when it is called.
+# RTLD_NOW resolves all symbols at loading, not when a function is called.
 _OWN_CODE = """
 import ctypes, os
 from pathlib import Path
@@ -35,7 +35,7 @@ own = Path(build.__file__).with_name(build.LIBRARY)
 ctypes.CDLL(os.environ.get("HVDCOMP_KERNELS_LIBRARY") or str(own), os.RTLD_NOW)
 found = {}
 """
-# A C compiler, which Triton would ask for, is not in the image: what it would make must be there, for whoever uses it.
+# The image has no C compiler, which Triton needs for its loader: the compiled loader must be there, for every user.
 _DRIVER = """
 import os
 os.environ |= {"CC": "false", "HOME": "/dev/null"}
@@ -48,30 +48,30 @@ found = {}
 
 
 def code_in(library: Path) -> tuple[str, ...]:
-    """What GPUs a library has code for: "sm_70" for machine code, "compute_90" for what a driver compiles itself.
+    """The GPUs that a library has code for: "sm_70" for machine code, "compute_90" for PTX, which a driver compiles.
 
-    It is listed by `cuobjdump`, which Triton's package brings; without that nothing is found.
+    `cuobjdump`, from Triton's package, lists them; without it the result is empty.
     """
-    program = _found(f"{_TRITON}/cuobjdump")
+    program = _find(f"{_TRITON}/cuobjdump")
     if program is None:
         return ()
     kinds: set[str] = set()
     for option, ending, kind in (("--list-elf", "cubin", "sm"), ("--list-ptx", "ptx", "compute")):
         command = [str(program), option, str(library)]
         listed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT).stdout
-        # Code for sm_90a runs on no later GPU: it is of no use for what is asked here.
+        # Code for sm_90a is left out: it runs on no later GPU.
         kinds |= {f"{kind}_{number}" for number in re.findall(rf"\bsm_(\d+)\.{ending}$", listed, re.M)}
     return tuple(sorted(kinds))
 
 
 def look_at_doctor(facts: Facts) -> Iterator[str]:
-    """Without a GPU it has nothing to complain of."""
+    """The problems that `hvdcomp doctor` finds."""
     for problem in find_problems(facts):
         yield f"hvdcomp doctor: {problem.what}"
 
 
 def look_at_symbols(facts: Facts) -> Iterator[str]:
-    """Whether all that Horovod's extensions and hvdcomp's kernels call is in some library."""
+    """Symbols of Horovod's extensions and hvdcomp's kernels that no library defines."""
     for framework in facts.bindings:
         try:
             load_extension(framework)
@@ -81,10 +81,10 @@ def look_at_symbols(facts: Facts) -> Iterator[str]:
 
 
 def look_at_code(facts: Facts) -> Iterator[str]:
-    """Whether the libraries have code for the GPUs that Horovod was compiled for."""
+    """Libraries without code for the GPUs that Horovod was compiled for."""
     capabilities = wanted_capabilities()
     for name in _LIBRARIES:
-        library = _found(name)
+        library = _find(name)
         if library is None:
             continue
         code = code_in(library)
@@ -95,19 +95,19 @@ def look_at_code(facts: Facts) -> Iterator[str]:
 
 
 def look_at_triton(facts: Facts) -> Iterator[str]:
-    """Whether Triton can launch kernels here, where there is no C compiler."""
+    """Whether Triton can launch kernels without a C compiler."""
     yield from _failure(f"Triton's driver, which should lie compiled in {compiled_ahead()}", _DRIVER)
 
 
 def wanted_capabilities() -> tuple[str, ...]:
-    """Those that Horovod has code for, such as "7.0"."""
+    """The compute capabilities that Horovod has code for, such as "7.0"."""
     options = (installed_record() or {}).get("options")
     numbers = options.get("cuda_arch", ()) if isinstance(options, dict) else ()
     return tuple(f"{number[:-1]}.{number[-1]}" for number in map(str, numbers))
 
 
 def look(facts: Facts) -> list[str]:
-    """What is wrong; prints what is looked at."""
+    """Runs all checks, prints a line for each, and returns the faults."""
     looks: list[Callable[[Facts], Iterator[str]]] = [look_at_doctor, look_at_symbols]
     if facts.torch is not None and facts.torch.cuda:
         looks += [look_at_code, look_at_triton]
@@ -119,14 +119,14 @@ def look(facts: Facts) -> list[str]:
     return wrong
 
 
-def _failure(what: str, program: str) -> Iterator[str]:
+def _failure(subject: str, program: str) -> Iterator[str]:
     error = ask_python(program, _TIMEOUT).get("error")
     if error:
-        yield f"{what}: {error}"
+        yield f"{subject}: {error}"
 
 
-def _found(name: str) -> Path | None:
-    """A file of a package, wherever that is installed."""
+def _find(name: str) -> Path | None:
+    """A file of an installed package; None if it does not exist."""
     paths = (Path(folder) / name for folder in sys.path)
     return next((path for path in paths if path.is_file()), None)
 

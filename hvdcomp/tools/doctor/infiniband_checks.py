@@ -1,4 +1,4 @@
-"""The check of `hvdcomp doctor` for InfiniBand and RoCE: NCCL takes TCP where it finds neither, and does not say so."""
+"""The check of `hvdcomp doctor` for InfiniBand and RoCE: without them NCCL uses TCP, with no warning."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LOCKED_MEMORY = 2**30
 
 
 def check_infiniband(facts: Facts) -> Iterator[Problem]:
-    """Only where there is a GPU: nothing but NCCL takes InfiniBand."""
+    """Only with a GPU: only NCCL uses InfiniBand."""
     infiniband = facts.infiniband
     if infiniband is None or not facts.gpus or _not_wanted(facts):
         return
@@ -20,14 +20,14 @@ def check_infiniband(facts: Facts) -> Iterator[Problem]:
     if infiniband.error:
         yield Problem(
             False,
-            f"{cards}, but libibverbs does not load, and NCCL takes TCP, which is slower: {infiniband.error}",
+            f"{cards}, but libibverbs does not load, and NCCL uses TCP, which is slower: {infiniband.error}",
             "Install libibverbs with the providers; on Debian and Ubuntu: libibverbs1 ibverbs-providers.",
         )
     elif infiniband.usable == 0:
         yield Problem(
             False,
-            f"{cards}, but libibverbs finds none that this process may use, and NCCL takes TCP, which is slower.",
-            "The card's files in /dev/infiniband are missing, or its provider (ibverbs-providers): docs/infiniband.md "
+            f"{cards}, but libibverbs finds no card that this process may use, and NCCL uses TCP, which is slower.",
+            "The card's files in /dev/infiniband or its provider (ibverbs-providers) are missing: docs/infiniband.md "
             "says how a job gets them.",
         )
     elif infiniband.locked_memory is not None and infiniband.locked_memory < _LOCKED_MEMORY:
@@ -35,11 +35,11 @@ def check_infiniband(facts: Facts) -> Iterator[Problem]:
             False,
             f"{cards}, but a process may lock {infiniband.locked_memory / 1024:,.0f} KiB of memory only: NCCL may "
             "fail at its first exchange (ibv_reg_mr: Cannot allocate memory).",
-            "ulimit -l unlimited; what allows it is set on the host: docs/infiniband.md.",
+            "ulimit -l unlimited; the host must allow it: docs/infiniband.md.",
         )
 
 
 def _not_wanted(facts: Facts) -> bool:
-    """Whether a variable tells NCCL to take something else."""
+    """Whether a variable disables InfiniBand for NCCL."""
     disabled = facts.variables.get("NCCL_IB_DISABLE", "0") not in ("", "0")
     return disabled or facts.variables.get("NCCL_NET", "IB").upper() != "IB"

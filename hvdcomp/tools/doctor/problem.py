@@ -1,4 +1,4 @@
-"""What a check of `hvdcomp doctor` finds."""
+"""A problem that a check of `hvdcomp doctor` finds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Problem:
-    """What does not fit, and what to do. `stops` is true if training cannot go on with it."""
+    """A problem and its remedy. `stops` is true if it prevents training."""
 
     stops: bool
     what: str

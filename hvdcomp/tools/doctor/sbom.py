@@ -1,7 +1,7 @@
-"""A list of all that is installed, Python packages and Debian's: `python -m hvdcomp.tools.doctor.sbom` prints it.
+"""A list of all installed Python and Debian packages, printed by `python -m hvdcomp.tools.doctor.sbom`.
 
-It is a software bill of materials in CycloneDX's JSON, which scanners for vulnerabilities and licences read.
-docker/Dockerfile puts that of the image into it. The same installation gives the same text: there is no time in it.
+It is a software bill of materials in CycloneDX's JSON, for scanners of vulnerabilities and licences. docker/Dockerfile
+stores the image's bill in the image. Without a time stamp, the same installation gives the same text.
 
 References:
     CycloneDX 1.6: https://cyclonedx.org/docs/1.6/json/; package URLs: https://github.com/package-url/purl-spec
@@ -25,7 +25,7 @@ _FIELDS = "${Package}\\t${Version}\\t${Architecture}\\t${source:Package}\\t${db:
 
 
 def bill() -> dict[str, Any]:
-    """The bill of materials of this machine, and of the Python that runs this."""
+    """The bill of materials of this machine and of this Python."""
     return {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
@@ -39,13 +39,13 @@ def _python_packages() -> list[dict[str, Any]]:
     components: dict[str, dict[str, Any]] = {}
     for distribution in distributions():
         name = re.sub(r"[-_.]+", "-", distribution.name).lower()
-        # Of two of a name, the first is what `import` finds.
+        # Of two distributions with one name, `import` finds the first.
         components.setdefault(name, _component("pypi", name, distribution.version) | _licence_of(distribution))
     return [components[name] for name in sorted(components)]
 
 
 def _licence_of(package: Distribution) -> dict[str, Any]:
-    """The licence as the package names it, if it does so in one line."""
+    """The licence in the package's metadata, if it is one line."""
     for expression in package.metadata.get_all("License-Expression", []):
         return {"licenses": [{"expression": expression}]}
     classifiers = package.metadata.get_all("Classifier", [])

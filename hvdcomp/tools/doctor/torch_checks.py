@@ -1,4 +1,4 @@
-"""The checks of `hvdcomp doctor` on torch.distributed: what its launchers set, and the network it is told to take."""
+"""The checks of `hvdcomp doctor` on torch.distributed: its launcher's variables and its network interfaces."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from hvdcomp.tools.doctor.facts import Facts
 from hvdcomp.tools.doctor.problem import Problem
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_LAUNCH = "Start the ranks with torchrun, or with `hvdcomp launch` and --backend torch: they set all that is needed."
+_LAUNCH = "Start the ranks with torchrun, or with `hvdcomp launch` and --backend torch: they set these variables."
 
 
 def check_torch_variables(facts: Facts) -> Iterator[Problem]:
-    """What init_process_group() reads where a launcher started this process, or says so by half."""
+    """The variables that init_process_group() reads, if at least one of them is set."""
     variables = facts.variables
     if facts.torch is None or not {"RANK", "WORLD_SIZE"} & variables.keys():
         return
@@ -40,29 +40,29 @@ def check_torch_variables(facts: Facts) -> Iterator[Problem]:
     if facts.master_error:
         yield Problem(
             _stops(facts),
-            f"MASTER_ADDR={variables.get('MASTER_ADDR')} is no host that this one knows: {facts.master_error}",
-            "Set it to the host of rank 0, by a name or an address that all hosts know; `getent hosts NAME` says what "
-            "a name stands for.",
+            f"MASTER_ADDR={variables.get('MASTER_ADDR')} does not resolve on this host: {facts.master_error}",
+            "Set it to a name or an address of rank 0's host that all hosts can resolve; `getent hosts NAME` resolves "
+            "a name.",
         )
 
 
 def check_interfaces(facts: Facts) -> Iterator[Problem]:
-    """Gloo is told the names of network interfaces; NCCL how they begin, or after "=" the names, or after "^" which
-    not to take."""
+    """Gloo's variable holds names of network interfaces; NCCL's holds prefixes, or after "=" names, or after "^" those
+    to exclude."""
     remedy = f"Name one of {', '.join(facts.interfaces)}, or unset the variable."
     gloo = facts.variables.get("GLOO_SOCKET_IFNAME", "")
     for name in _names(gloo):
         if facts.torch is not None and name not in facts.interfaces:
-            what = f"GLOO_SOCKET_IFNAME={gloo}, but there is no network interface {name}: Gloo does not start."
-            yield Problem(_stops(facts), what, remedy)
+            cause = f"GLOO_SOCKET_IFNAME={gloo}, but there is no network interface {name}: Gloo does not start."
+            yield Problem(_stops(facts), cause, remedy)
     nccl = facts.variables.get("NCCL_SOCKET_IFNAME", "")
     exact = nccl.startswith("=")
     names = [name.partition(":")[0] for name in _names(nccl.removeprefix("="))]
     if names and not nccl.startswith("^"):
         fits = str.__eq__ if exact else str.startswith
         if not any(fits(interface, name) for interface in facts.interfaces for name in names):
-            what = f"NCCL_SOCKET_IFNAME={nccl}, but there is no such network interface: NCCL does not start."
-            yield Problem(bool(facts.gpus), what, remedy)
+            cause = f"NCCL_SOCKET_IFNAME={nccl}, but there is no such network interface: NCCL does not start."
+            yield Problem(bool(facts.gpus), cause, remedy)
 
 
 def check_torch_nccl(facts: Facts) -> Iterator[Problem]:
@@ -71,7 +71,7 @@ def check_torch_nccl(facts: Facts) -> Iterator[Problem]:
         yield Problem(
             False,
             f"There is a GPU, but torch.distributed of torch {torch.version} has no NCCL: DistributedDataParallel and "
-            "FSDP exchange what is on GPUs through the host's memory, or not at all.",
+            "FSDP exchange gradients on GPUs through the host's memory, or not at all.",
             "Install one of PyTorch's own builds for CUDA.",
         )
 
@@ -81,6 +81,6 @@ def _names(text: str) -> list[str]:
 
 
 def _stops(facts: Facts) -> bool:
-    """Whether training stops where torch.distributed does: not if there is Horovod, and nothing says that this process
-    was started for the other."""
+    """Whether a failure of torch.distributed prevents training: not if Horovod is installed and the launcher's
+    variables do not name torch.distributed."""
     return facts.horovod is None or facts.by_torch

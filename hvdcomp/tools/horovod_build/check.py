@@ -16,24 +16,24 @@ _TIMEOUT = 180.0  # seconds; a check takes 3 to 15
 
 
 def load_extension(framework: str) -> None:
-    """Import Horovod for a framework, for which no GPU is needed: all that its extension calls must be there.
+    """Import Horovod for a framework, and resolve all symbols of its extension. Needs no GPU.
 
     Args:
         framework: "torch" or "tensorflow".
 
     Raises:
-        BuildError: it cannot be imported; the message names a symbol that is missing as C++ spells it.
+        BuildError: the import failed; the message has the C++ name of a missing symbol.
     """
     command = [sys.executable, "-c", f"import horovod.{framework}"]
-    # LD_BIND_NOW: a function that is called by no test would otherwise be missed in the middle of a training.
+    # LD_BIND_NOW: otherwise a missing function would only be noticed in the middle of a training.
     variables = {**scripts_first(), "TF_CPP_MIN_LOG_LEVEL": "3", "LD_BIND_NOW": "1"}
     try:
-        done = run_logged(command, variables, _TIMEOUT)
+        process = run_logged(command, variables, _TIMEOUT)
     except subprocess.TimeoutExpired:
         raise BuildError(f"import horovod.{framework} did not end within {_TIMEOUT:.0f} s.") from None
-    if done.returncode == 0:
+    if process.returncode == 0:
         return
-    missing = re.search(r"undefined symbol: (\w+)", done.stdout)
+    missing = re.search(r"undefined symbol: (\w+)", process.stdout)
     if missing:
         symbol = (tool_output(["c++filt", missing.group(1)]) or missing.group(1)).strip()
         raise BuildError(
@@ -41,7 +41,7 @@ def load_extension(framework: str) -> None:
             f"Horovod's source may not fit this version of {framework}: the versions in the project's constraints.txt "
             "are known to build together."
         )
-    last_lines = "\n".join(done.stdout.strip().splitlines()[-5:])
+    last_lines = "\n".join(process.stdout.strip().splitlines()[-5:])
     raise BuildError(f"Horovod's extension for {framework} cannot be loaded:\n\n{last_lines}")
 
 

@@ -1,6 +1,6 @@
-"""What each rank runs to check a fresh Horovod: an allreduce and an allgather, with the results compared.
+"""The program of each rank in the check of a new Horovod: an allreduce and an allgather, with expected results.
 
-Started by `hvdcomp.tools.horovod_build.check` under horovodrun, with `torch` or `tensorflow` as its argument.
+`hvdcomp.tools.horovod_build.check` starts it by horovodrun, with the argument `torch` or `tensorflow`.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def check_tensorflow() -> None:
     hvd.shutdown()
 
 
-def _expect(value: object, expected: object, what: str) -> None:
+def _expect(value: object, expected: object, operation: str) -> None:
     if value != expected:
-        raise SystemExit(f"{what}: got {value}, expected {expected}")
+        raise SystemExit(f"{operation}: got {value}, expected {expected}")
 
 
 if __name__ == "__main__":

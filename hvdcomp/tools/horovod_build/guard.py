@@ -1,7 +1,7 @@
-"""Runs a command, and ends it, with all that it has started, when the process is gone that wanted it.
+"""Runs a command, and kills it with all its children when the process that started it ends.
 
-A long build is in a session of its own, so that all of it can be ended at once. A process that is killed cannot do that
-any more: its end of a pipe closes with it, and this program, which has the other, does it instead.
+A long build runs in a session of its own, so that all of it can be killed at once. A parent that is itself killed
+cannot do so: but its end of a pipe closes, and this program, which holds the other end, kills the build.
 """
 
 from __future__ import annotations
@@ -21,28 +21,29 @@ _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 @contextmanager
 def guarded(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
-    """Runs a command in a session of its own, which ends with this process, however that does.
+    """Runs a command in a session of its own, which ends when this process ends, for whatever reason.
 
     Args:
+        command: the program and its arguments.
         options: of `subprocess.Popen`.
     """
-    theirs, ours = os.pipe()
+    child_end, parent_end = os.pipe()
     try:
-        program = [sys.executable, "-I", __file__, str(theirs), *command]
-        process = subprocess.Popen(program, pass_fds=[theirs], start_new_session=True, **options)
+        program = [sys.executable, "-I", __file__, str(child_end), *command]
+        process = subprocess.Popen(program, pass_fds=[child_end], start_new_session=True, **options)
     except BaseException:
-        os.close(ours)
+        os.close(parent_end)
         raise
     finally:
-        os.close(theirs)
+        os.close(child_end)
     try:
         yield process
     finally:
-        os.close(ours)
+        os.close(parent_end)
 
 
 def end_with_make() -> None:
-    """Ends this process when the `make` is killed that has started it; does nothing if none has."""
+    """Ends this process when the `make` that started it is killed; does nothing without a `make`."""
     if "MAKELEVEL" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 

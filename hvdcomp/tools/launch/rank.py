@@ -1,8 +1,8 @@
-"""What each rank of a launched job starts with: `python3 -m hvdcomp.tools.launch.rank`.
+"""The program that starts each rank of a launched job: `python3 -m hvdcomp.tools.launch.rank`.
 
-The program and its arguments come as a JSON list in HVDCOMP_COMMAND, and not on the command line of `mpirun`, which
-looks for options of its own in a program's arguments: it splits them at ":", and puts `--mca NAME VALUE` on a command
-line that a shell reads on every host. Open MPI hands variables to the ranks in a message, as they are.
+The training program and its arguments are a JSON list in HVDCOMP_COMMAND, and not on the command line of `mpirun`,
+which interprets a program's arguments as options of its own: it splits them at ":", and puts `--mca NAME VALUE` on a
+command line that a shell reads on every host. Open MPI passes variables to the ranks unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ COMMAND = "HVDCOMP_COMMAND"
 
 
 def to_variable(command: Sequence[str]) -> str:
-    """The command as a value of HVDCOMP_COMMAND, in ASCII, so that no locale matters."""
+    """The command as a value of HVDCOMP_COMMAND, in ASCII, which no locale changes."""
     return json.dumps(list(command))
 
 
@@ -28,7 +28,7 @@ def from_variable(value: str) -> list[str]:
     """The command in a value of HVDCOMP_COMMAND.
 
     Raises:
-        ConfigurationError: it is not a list of texts with at least one.
+        ConfigurationError: the value is not a JSON list of at least one string.
     """
     try:
         command = json.loads(value)
@@ -36,26 +36,27 @@ def from_variable(value: str) -> list[str]:
         command = None
     if not isinstance(command, list) or not command or not all(isinstance(word, str) for word in command):
         raise ConfigurationError(
-            f'{COMMAND}={value!r} is not a command: it must be a JSON list of texts, as ["python3", "train.py"]'
+            f'{COMMAND}={value!r} is not a command: it must be a JSON list of strings, as ["python3", "train.py"]'
         )
     return command
 
 
 def _check_started() -> None:
-    """Refuse to start if mpirun started another number of ranks than was asked for; the size that Horovod or
-    torch.distributed finds is checked by the training program, which alone initializes it."""
+    """Check the number of ranks that mpirun started. The training program checks the size of Horovod or
+    torch.distributed, which only it initializes."""
     started, expected = os.environ.get("OMPI_COMM_WORLD_SIZE"), os.environ.get(EXPECTED_SIZE)
     if expected and started != expected:
         raise ConfigurationError(
-            f"{EXPECTED_SIZE}={expected}, but OMPI_COMM_WORLD_SIZE={started}: mpirun did not start the ranks that were "
-            "asked for; compare its -np with the job's ranks"
+            f"{EXPECTED_SIZE}={expected}, but OMPI_COMM_WORLD_SIZE={started}: mpirun started another number of ranks; "
+            "compare its -np with the job's ranks"
         )
 
 
 def become(choose: Callable[[], list[str]]) -> NoReturn:
-    """Become the program that `choose` returns, with its arguments.
+    """Replace this process by the command that `choose` returns.
 
-    Exit status 125 if that raises ConfigurationError, 126 or 127 if the program cannot be run, as a shell's.
+    The exit status is 125 if `choose` raises ConfigurationError, and 126 or 127, as in a shell, if the program cannot
+    be run.
     """
     try:
         command = choose()

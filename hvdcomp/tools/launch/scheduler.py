@@ -1,7 +1,7 @@
-"""What `hvdcomp launch` asks of a cluster's scheduler. Slurm and Kubernetes are two; another is one more such class.
+"""The protocol of a cluster's scheduler, which Slurm and Kubernetes implement.
 
-A new scheduler has a package beside theirs: the settings that a user may give, which `job.read_settings` reads from the
-table of its name, a `Scheduler`, and the commands that show it to the user.
+A new scheduler is a package beside theirs: its settings, which `job.read_settings` reads from the table of its name, a
+`Scheduler`, and its commands.
 """
 
 from __future__ import annotations
@@ -15,54 +15,55 @@ Job = TypeVar("Job")
 
 
 class SchedulerError(RuntimeError):
-    """The scheduler refused, does not answer, or is not here; the message says which, and the way out."""
+    """The scheduler refused, does not answer, or does not exist here; the message gives the way out."""
 
 
 class JobState(Protocol):
-    """Where a job is; each scheduler adds its own words."""
+    """The state of a job; each scheduler adds details of its own."""
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended for good: it will not be queued or started again."""
+        """Whether the job has ended for good: it will not be queued or started again."""
 
     @property
     def exit_code(self) -> int | None:
-        """Of an ended job, what a shell would say: 0 if all went well. Before, it means nothing."""
+        """The exit code of an ended job, as in a shell; without meaning before its end."""
 
 
 class Scheduler(Protocol[Settings, Job]):
-    """One scheduler, by the settings that describe a job to it and by what it calls a job that it has.
+    """A scheduler, generic in the settings of a job and in the reference to a submitted job.
 
-    Every method raises SchedulerError.
+    Every method may raise SchedulerError.
     """
 
     @abstractmethod
     def submit(self, settings: Settings) -> Job:
-        """Hand the job over; returns as soon as the scheduler has it.
+        """Submit a job; returns as soon as the scheduler has it.
 
         Raises:
-            ConfigurationError: the settings cannot be handed over.
+            ConfigurationError: the settings cannot be submitted.
         """
 
     @abstractmethod
     def state(self, job: Job) -> JobState:
-        """Ask where the job is."""
+        """The state of the job."""
 
     @abstractmethod
     def follow(self, job: Job, say: Callable[[str], None], write: Callable[[str], None]) -> JobState:
-        """Stay with the job until it has ended; returns its last state.
+        """Follow the job until it has ended; returns its last state.
 
-        The scheduler may be out of reach for some minutes meanwhile, and a job may be queued again.
+        Meanwhile the scheduler may be unreachable for some minutes, and the job may be requeued.
 
         Args:
-            say: is given a line about the job when its state changes.
-            write: is given each line that the job writes, without its end; maybe in another thread.
+            job: the submitted job.
+            say: called with a line about the job when its state changes.
+            write: called with each line of the job's output, without its end; perhaps in another thread.
         """
 
     @abstractmethod
     def log(self, job: Job) -> Iterator[str]:
-        """The lines that the job has written so far, without their ends."""
+        """The lines of the job's output so far, without their ends."""
 
     @abstractmethod
     def cancel(self, job: Job) -> None:
-        """End the job, running or not. The scheduler may take some time for it."""
+        """End the job, running or not. This may take the scheduler some time."""

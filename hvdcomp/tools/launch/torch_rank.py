@@ -1,8 +1,8 @@
-"""What a rank of torch.distributed starts with: `python3 -m hvdcomp.tools.launch.torch_rank PROGRAM [ARGUMENT]...`.
+"""Starts a rank of torch.distributed: `python3 -m hvdcomp.tools.launch.torch_rank PROGRAM [ARGUMENT]...`.
 
-srun or mpirun starts the ranks, and this says the same with torchrun's variables and becomes the program. There is no
-agent as with torchrun: signals go straight to the ranks, and their exit codes come back. torchrun's is 1 for any of
-them, and the code of a saved run would be lost.
+srun or mpirun starts the ranks; this program translates their variables to torchrun's, and becomes PROGRAM. Unlike
+torchrun it leaves no agent: signals go straight to the ranks, and their exit codes come back, among them the code of a
+saved run, where torchrun returns 1.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from hvdcomp.tools.launch.rank import become
 PROGRAM = ("python3", "-m", "hvdcomp.tools.launch.torch_rank")
 
 OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-"""The variables that are set here, whatever they were. Where rank 0 is found (MASTER_ADDR, MASTER_PORT) and the job's
-name (TORCHELASTIC_RUN_ID) are the same on all ranks: who starts them says it."""
+"""The variables that are set here for each rank. The launcher sets those that all ranks share: the address of rank 0
+(MASTER_ADDR, MASTER_PORT) and the job's name (TORCHELASTIC_RUN_ID)."""
 
 DEFAULT_PORT = "29500"
-"""PyTorch's own."""
+"""PyTorch's default port."""
 
 _OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID")
@@ -32,18 +32,18 @@ _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID
 def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables of torchrun for a rank that mpirun or srun started.
 
-    Programs ask TORCHELASTIC_RUN_ID whether torchrun started them; it is set, as what they then count on holds.
+    TORCHELASTIC_RUN_ID, by which programs recognise torchrun, is set too, as all they then expect holds.
 
     Arguments:
-        environment: of the rank. mpirun's variables count before srun's, which started mpirun's daemons under Slurm.
+        environment: of the rank. mpirun's variables come before srun's, which under Slurm belong to mpirun's daemons.
 
     Raises:
-        ConfigurationError: neither of them started this process, or another number of ranks than was asked for, or
-            nothing says where rank 0 is.
+        ConfigurationError: neither mpirun nor srun started this process, the number of ranks is wrong, or the address
+            of rank 0 is unknown.
     """
     if _OPEN_MPI[0] in environment:
         rank, size, local_rank, local_size = _numbers(environment, _OPEN_MPI)
-        # Open MPI does not number hosts. Ranks fill one host after the other, unless mpirun was told otherwise.
+        # Open MPI does not number hosts. By default ranks fill one host after the other.
         host = rank // local_size
     elif _SLURM[0] in environment:
         rank, size, local_rank, host = _numbers(environment, _SLURM)
@@ -56,7 +56,7 @@ def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
     check_size(size, {EXPECTED_SIZE: environment.get(EXPECTED_SIZE, "")})
     master = environment.get("MASTER_ADDR") or ("localhost" if size == local_size else "")
     if not master:
-        raise ConfigurationError("MASTER_ADDR is not set, and the ranks are on several hosts: set it to that of rank 0")
+        raise ConfigurationError("MASTER_ADDR is not set, and the ranks are on several hosts: set it to rank 0's host")
     return {
         **dict(zip(OWN, map(str, (rank, size, local_rank, local_size, host)), strict=True)),
         "MASTER_ADDR": master,
@@ -68,17 +68,17 @@ def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
 def _numbers(environment: Mapping[str, str], names: tuple[str, ...]) -> list[int]:
     wrong = next((name for name in names if not environment.get(name, "").isdecimal()), None)
     if wrong is not None:
-        raise ConfigurationError(f"{wrong}={environment.get(wrong)!r} is not a number, which mpirun and srun set it to")
+        raise ConfigurationError(f"{wrong}={environment.get(wrong)!r} is not a number: mpirun or srun must set it")
     return [int(environment[name]) for name in names]
 
 
 def _tasks_of(node: int, text: str) -> int:
-    """The tasks of a node in Slurm's list for all, in which "2(x3),1" is three nodes of two and one of one."""
+    """The number of tasks of a node, from Slurm's list: "2(x3),1" means three nodes of two tasks, and a node of one."""
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += int(times or 1) * [int(count)]
     if node >= len(counts):
-        raise ConfigurationError(f"SLURM_STEP_TASKS_PER_NODE={text!r} does not say how many ranks node {node} has")
+        raise ConfigurationError(f"SLURM_STEP_TASKS_PER_NODE={text!r} has no number of ranks for node {node}")
     return counts[node]
 
 

@@ -1,4 +1,4 @@
 """Compares training runs: `runs` reads their folders, `table` tabulates, `curves` draws, `page` writes.
 
-Beside them `replay` makes a run's decisions again.
+`replay` repeats the decisions of a run.
 """

@@ -20,15 +20,15 @@ from hvdcomp.tools.train.target import Target
 
 LEGEND: dict[str, Any] = {"loc": "outside lower center", "frameon": False, "labelcolor": INK}
 _PHASE_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#b9b9b9")
-HALF_WIDTH = 5.4  # inches, of a figure that has another beside it, or the whole of a phone
-_LEGEND_WIDTH = 64  # characters that fit into it
-_PERCENT = "accuracy"  # the only metric that is drawn as a percentage, and does not diverge
-_SEVERAL = " Line: mean over the seeds, at the steps that all finished runs have. Band: lowest to highest of them."
+HALF_WIDTH = 5.4  # inches, of a figure that shares the page's width, or fills a phone
+_LEGEND_WIDTH = 64  # characters of a legend at that width
+_PERCENT = "accuracy"  # the only metric that is a percentage, and cannot diverge
+_SEVERAL = " Line: mean over the seeds, at the steps that all finished runs have. Band: lowest to highest value."
 
 
 @dataclass(frozen=True)
 class Against:
-    """What a curve is drawn against: the name of its figures, the label of the axis, and the words of a caption."""
+    """The x axis of a curve: its name in files, its label, and its name in captions."""
 
     name: str
     label: str
@@ -43,21 +43,21 @@ _STEPS = Against("steps", "step", "the number of steps")
 def draw_section(section: Section) -> Iterator[tuple[str, str, Figure]]:
     """Yield (short name, caption, figure) for each kind of curve that the section has data for.
 
-    What each byte and each second bought comes first. Times are those of steps in turns where there are such: those of
-    single trainings cannot be compared.
+    Quality over bytes and over seconds comes first. Step times are measured in turns if there are such measurements, as
+    times of separate trainings cannot be compared.
     """
     yield from _draw_quality(section, _BYTES)
     yield from _draw_quality(section, _SECONDS)
     yield from _draw_loss(section, _BYTES)
     if section.in_turns:
-        caption = "Time of one step: measured here, all methods in turns"
+        caption = "Time of a step: measured here, all methods in turns"
         for kind, rates in section.on_links.items():
             caption += f", and {kind} for links of {' and '.join(RATES[rate] for rate in rates)}"
         yield "time", caption, _draw_turns(section)
     elif _drawn(section):
         caption = (
-            "Time of one step, after the first epoch: median, quartiles and the span of 90% of the steps; on "
-            "the right, the medians of its phases where they were measured"
+            "Time of a step, after the first epoch: median, quartiles and the span of 90% of the steps; on "
+            "the right, the medians of its measured phases"
         )
         yield "time", f"{caption}.{_simulated(section)}", _draw_times(section)
     yield from _draw_loss(section, _STEPS)
@@ -69,17 +69,17 @@ def _drawn(section: Section) -> bool:
 
 
 def _simulated(section: Section) -> str:
-    """What a caption has to say of times of simulated ranks."""
+    """The sentence of a caption about simulated ranks; "" without them."""
     return "" if section.simulated is None else f" Simulated ranks: {section.simulated}."
 
 
 def _draw_loss(section: Section, against: Against) -> Iterator[tuple[str, str, Figure]]:
-    """The training loss; that of each step is shown behind its running mean where a series has one run."""
+    """The training loss as a running mean; for a series of one run, with the loss of each step behind it."""
     if not _drawn(section):
         return
     figure, axes = _figure(section)
     for group, style in _styled(section):
-        curves = [_loss_curve(run, against) for run in _told(group.finished or group.runs, "steps")]
+        curves = [_loss_curve(run, against) for run in _with_data(group.finished or group.runs, "steps")]
         if len(curves) == 1:
             (raw,) = curves
             axes.plot(raw.x, raw.y, color=style["color"], linewidth=0.5, alpha=0.25, zorder=0.5, rasterized=True)
@@ -98,20 +98,20 @@ def _loss_curve(run: Run, against: Against) -> Curve:
 
 
 def _draw_quality(section: Section, against: Against) -> Iterator[tuple[str, str, Figure]]:
-    """What the evaluations found, and the targets; the loss too, where it is a target."""
+    """The evaluations' metric and the targets; also the loss, if it is a target."""
     targets = dict.fromkeys(group.target for group in section.groups if group.target is not None)
     metrics = dict.fromkeys((section.metric, *(target.metric for target in targets)))
     for metric in filter(None, metrics):
         curves = {
-            group: [_quality_curve(run, against, metric) for run in _told(group.runs, "evaluations")]
+            group: [_quality_curve(run, against, metric) for run in _with_data(group.runs, "evaluations")]
             for group in section.groups
         }
-        if not any(np.isfinite(curve.x + curve.y).any() for those in curves.values() for curve in those):
+        if not any(np.isfinite(curve.x + curve.y).any() for group_curves in curves.values() for curve in group_curves):
             continue
         figure, axes = _figure(section)
         for group, style in _styled(section):
-            ended = [_quality_curve(run, against, metric) for run in _told(group.finished, "evaluations")]
-            _draw_band(axes, ended or curves[group], style)
+            finished = [_quality_curve(run, against, metric) for run in _with_data(group.finished, "evaluations")]
+            _draw_band(axes, finished or curves[group], style)
             for curve in curves[group]:
                 axes.plot(curve.x[-1:], curve.y[-1:], marker="o", markersize=3, color=style["color"])
         shown = [target for target in targets if target.metric == metric]
@@ -138,18 +138,18 @@ def _quality_curve(run: Run, against: Against, metric: str) -> Curve:
 
 
 def _parts(section: Section) -> list[str]:
-    """The part of the data that the evaluations are of; none if they are not all of one."""
+    """The part of the data that the evaluations used; empty if runs differ in it."""
     parts = {run.part for run in section.runs if run.part is not None}
     return sorted(parts) if len(parts) == 1 else []
 
 
-def _told(runs: list[Run], of: str) -> list[Run]:
-    """The runs that have any steps, or evaluations."""
+def _with_data(runs: list[Run], of: str) -> list[Run]:
+    """The runs that have steps, or evaluations."""
     return [run for run in runs if getattr(run, of)["step"].size]
 
 
 def _draw_band(axes: Axes, curves: list[Curve], style: dict[str, Any]) -> None:
-    """The mean and the band; a line for each run where they have no step in common, as policies change their number."""
+    """Draws the mean and the band; a line for each run if no step is common, as policies may change their number."""
     if not curves:
         return
     band = band_of(curves)
@@ -177,7 +177,7 @@ def _of_several(section: Section) -> str:
 
 
 def _styled(section: Section) -> Iterator[tuple[Group, dict[str, Any]]]:
-    """Each series, and how its line is drawn."""
+    """Each series, with the style of its line."""
     for number, group in enumerate(section.groups):
         yield group, {"color": COLOURS[number % 7], "linestyle": LINES[number // 7 % 4], "linewidth": 1.6}
 
@@ -196,7 +196,7 @@ def _figure(section: Section) -> tuple[Figure, Axes]:
 
 
 def _finish(axes: Axes, section: Section, against: Against, y_label: str, limited: bool) -> None:
-    """What all curves have in common: axes, their labels, and how high they reach."""
+    """Sets the axes, their labels and their height, for all kinds of curves."""
     if against is _BYTES and any((run.steps["bytes_sent"] > 0).any() for run in section.runs):
         axes.set_xscale("log")
     axes.set_xlabel(against.label)
@@ -206,8 +206,8 @@ def _finish(axes: Axes, section: Section, against: Against, y_label: str, limite
 
 
 def _draw_turns(section: Section) -> Figure:
-    """Bars for each method that was measured in turns: what was measured, and each prediction."""
-    groups = [group for group in section.groups if group.turns_ms is not None][::-1]  # bars are counted from below
+    """Bars for each method that was measured in turns: its measured time, and each prediction."""
+    groups = [group for group in section.groups if group.turns_ms is not None][::-1]  # bars start at the bottom
     kinds = {"turns_ms": "measured here"}
     at = {rate: kind for kind, rates in section.on_links.items() for rate in rates}
     kinds |= {f"{at[rate]}_ms_{rate}": f"{at[rate]}, {RATES[rate]}" for rate in reversed(RATES) if rate in at}
@@ -217,11 +217,11 @@ def _draw_turns(section: Section) -> Figure:
     places = np.arange(len(groups))
     for number, (kind, words) in enumerate(kinds.items()):
         offset = ((len(kinds) - 1) / 2 - number) * height
-        known = [group.columns()[kind] for group in groups]
-        lengths = [np.nan if ms is None else ms for ms in known]
+        times = [group.columns()[kind] for group in groups]
+        lengths = [np.nan if ms is None else ms for ms in times]
         bars = axes.barh(places + offset, lengths, height, label=words, color=COLOURS[number])
-        written = ["" if ms is None else f"{ms:.3g}" for ms in known]
-        axes.bar_label(bars, written, padding=2, color=INK, fontsize=8)
+        labels = ["" if ms is None else f"{ms:.3g}" for ms in times]
+        axes.bar_label(bars, labels, padding=2, color=INK, fontsize=8)
     axes.set_yticks(places, [_legend_label(group, 24) for group in groups])
     for text in axes.get_yticklabels():
         text.set_parse_math(False)
@@ -234,7 +234,7 @@ def _draw_turns(section: Section) -> Figure:
 
 
 def _draw_times(section: Section) -> Figure:
-    groups = section.groups[::-1]  # bars are counted from below
+    groups = section.groups[::-1]  # bars start at the bottom
     figure = Figure(figsize=(11, 1.6 + 0.42 * len(groups)), layout="constrained")
     spread, bars = figure.subplots(1, 2, sharey=True)
     places = np.arange(len(groups))
@@ -269,18 +269,18 @@ def _draw_times(section: Section) -> Figure:
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Centred running mean over a fiftieth of the steps, fewer at both ends; NaN where there is no value."""
-    known = np.isfinite(values)
-    sums = np.cumsum(np.concatenate([[0.0], np.where(known, values, 0.0)]))
-    counts = np.cumsum(np.concatenate([[0], known]))
+    """Centred running mean over a fiftieth of the steps, fewer at both ends; NaN where a value is missing."""
+    times = np.isfinite(values)
+    sums = np.cumsum(np.concatenate([[0.0], np.where(times, values, 0.0)]))
+    counts = np.cumsum(np.concatenate([[0], times]))
     centres = np.arange(values.size)
     reach = np.minimum(values.size // 100, np.minimum(centres, values.size - 1 - centres))
     low, high = centres - reach, centres + reach + 1
-    return np.where(known, (sums[high] - sums[low]) / np.maximum(1, counts[high] - counts[low]), np.nan)
+    return np.where(times, (sums[high] - sums[low]) / np.maximum(1, counts[high] - counts[low]), np.nan)
 
 
 def limit_height(axes: Axes) -> bool:
-    """Keep a diverging run from flattening all other curves: cut at three times the highest first value."""
+    """Limits the height to three times the highest first value, so that a diverging run does not flatten the others."""
     lines = [np.asarray(line.get_ydata(), dtype=float) for line in axes.lines]
     firsts = [values[np.isfinite(values)][0] for values in lines if np.isfinite(values).any()]
     cut = bool(firsts) and axes.get_ylim()[1] > 3 * max(firsts) > 0
@@ -296,7 +296,7 @@ def _legend_label(group: Group, width: int = 100) -> str:
 
 
 def tidy(axes: Axes) -> None:
-    """Colour the axes to be legible on any page, with a faint grid and without a frame."""
+    """Colours the axes to be legible on light and dark pages, with a faint grid and without a frame."""
     axes.grid(True, color=INK, alpha=0.25, linewidth=0.6)
     axes.set_facecolor("none")
     axes.tick_params(colors=INK, which="both")

@@ -1,5 +1,5 @@
-"""Draws what the policy of one run decided: over the steps, beside the training loss, and for policies that choose
-factors for the whole model the gains and throughputs that they chose by."""
+"""Draws the decisions of a run's policy: over the steps, beside the training loss, and for policies that choose a
+factor for the whole model, the gains and throughputs behind their choices."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from hvdcomp.tools.report.decisions import Decisions
 from hvdcomp.tools.report.runs import Run, printable
 
 _WIDTH = 11.0  # inches, of every figure
-_COLUMNS = 1500  # more points in time than this cannot be told apart at that width
-_LABELS = 40  # tensors that are named beside a heat map
-_MOST_COLOURS = 12  # that can be told apart
-_MOST_FALLS = 20  # of the learning rate; a schedule that falls in every step is not marked
-_BINS = 60  # in which shares of steps are counted
+_COLUMNS = 1500  # more points in time cannot be distinguished at that width
+_LABELS = 40  # most names of tensors beside a heat map
+_MOST_COLOURS = 12  # that can be distinguished
+_MOST_FALLS = 20  # of the learning rate that are marked
+_BINS = 60  # of steps, for the shares of factors
 _CRITICAL = "#d55e00"
 _LOSS_HEIGHT = 2.4
 
 Panel = tuple[Callable[[Figure, Axes], None], float]
-"""What draws a panel, and its height in inches."""
+"""The function that draws a panel, and the panel's height in inches."""
 
 
 def draw_decisions(run: Run) -> Iterator[tuple[str, str, Figure]]:
-    """Yield (short name, caption, figure) for each figure that the run's decisions give."""
+    """Yield (short name, caption, figure) for each figure of the run's decisions."""
     decisions = run.decisions
     if decisions is None or decisions.left_out:
         return
@@ -54,11 +54,11 @@ def draw_decisions(run: Run) -> Iterator[tuple[str, str, Figure]]:
     every[-1].set_xlabel("step")
     _title(figure, run, decisions)
     yield "decisions", _caption(run, decisions), figure
-    if _known(decisions.sent):
+    if _has_values(decisions.sent):
         caption = (
-            "Left: the smoothed gain of each compression factor, and the gain from which on it may be sent (epsilon). "
-            "Middle: which factors were sent, as shares of the steps; below, of all steps. Right: compression "
-            "throughput, samples of all ranks per second times gain, whenever that factor was sent: median, and the "
+            "Left: the smoothed gain of each compression factor, and the least gain at which it may be sent (epsilon). "
+            "Middle: the shares of the sent factors over the steps; in the legend, of all steps. Right: compression "
+            "throughput, samples of all ranks per second times gain, when that factor was sent: median, and the "
             "span of 90%"
         )
         yield "gains", caption, _draw_gains(run, decisions, end)
@@ -67,17 +67,17 @@ def draw_decisions(run: Run) -> Iterator[tuple[str, str, Figure]]:
 def _caption(run: Run, decisions: Decisions) -> str:
     parts = []
     if run.steps["step"].size:
-        shaded = _known(decisions.critical)
+        shaded = _has_values(decisions.critical)
         parts.append("training loss" + (", shaded by the share of the tensors in a critical regime" if shaded else ""))
-    if _known(*decisions.levels.values(), *decisions.factors.values()):
-        parts.append("what each tensor was compressed to, light colours keeping more")
-    if _known(decisions.minimum):
+    if _has_values(*decisions.levels.values(), *decisions.factors.values()):
+        parts.append("the level of each tensor; lighter colours keep more")
+    if _has_values(decisions.minimum):
         parts.append("the compression factors of the whole model")
-    if _known(*decisions.chosen.values()):
-        parts.append("which way to send the gradients was in force, with the time of a step as last measured")
-    if _known(decisions.accumulation):
-        parts.append("how many batches were accumulated for one update")
-    text = "What the policy decided: " + "; ".join(parts)
+    if _has_values(*decisions.chosen.values()):
+        parts.append("the method in force, with the last measured time of its step")
+    if _has_values(decisions.accumulation):
+        parts.append("the number of batches accumulated for an update")
+    text = "Decisions of the policy: " + "; ".join(parts)
     falls = _falls(run)
     if 0 < falls.size <= _MOST_FALLS:
         text += ". Dashed lines: the learning rate falls"
@@ -92,15 +92,15 @@ def _panels(run: Run, decisions: Decisions) -> list[Panel]:
     if run.steps["step"].size:
         panels.append((partial(_draw_loss, run=run, decisions=decisions, end=end), _LOSS_HEIGHT))
     for table, label in ((decisions.levels, "level"), (decisions.factors, "compression factor")):
-        if _known(*table.values()):
+        if _has_values(*table.values()):
             draw = partial(_draw_heat_map, decisions=decisions, table=table, label=label, end=end)
             panels.append((draw, _heat_map_height(table)))
-    if _known(decisions.minimum):
+    if _has_values(decisions.minimum):
         panels.append((partial(_draw_factors, decisions=decisions, end=end), 2.6))
-    if _known(*decisions.chosen.values()):
+    if _has_values(*decisions.chosen.values()):
         height = 0.35 * len(decisions.chosen) + 0.4
         panels.append((partial(_draw_chosen, decisions=decisions, end=end), height))
-    if _known(decisions.accumulation):
+    if _has_values(decisions.accumulation):
         panels.append((partial(_draw_accumulation, decisions=decisions, end=end), 1.4))
     return panels
 
@@ -113,10 +113,10 @@ def _draw_loss(figure: Figure, axes: Axes, *, run: Run, decisions: Decisions, en
     axes.set_ylabel("training loss\n(higher values cut off)" if cut else "training loss")
     tidy(axes)
     axes.autoscale(False)
-    if _known(decisions.critical):
+    if _has_values(decisions.critical):
         edges, place = _grid(decisions, end)
         shades = LinearSegmentedColormap.from_list("critical", [(_CRITICAL, 0.0), (_CRITICAL, 0.4)])
-        # As an image it has no seams between neighbouring steps. It fills the panel's height, whatever the loss.
+        # An image has no seams between steps, and fills the panel's height.
         image = axes.imshow(
             decisions.critical[place][np.newaxis],
             cmap=shades,
@@ -138,7 +138,7 @@ def _draw_loss(figure: Figure, axes: Axes, *, run: Run, decisions: Decisions, en
 def _draw_heat_map(
     figure: Figure, axes: Axes, *, decisions: Decisions, table: dict[str, np.ndarray], label: str, end: int
 ) -> None:
-    """Tensors below each other in the order of the log, over the steps; a colour is a level or a factor."""
+    """Draws a row for each tensor, in the log's order, over the steps; colours are levels or factors."""
     edges, place = _grid(decisions, end)
     values = np.array([column[place] for column in table.values()])
     colours, norm, shown = _colours(values, label == "compression factor")
@@ -173,37 +173,37 @@ def _heat_map_height(table: dict[str, np.ndarray]) -> float:
 
 
 def _colours(values: np.ndarray, reverse: bool) -> tuple[Colormap, Normalize, list[str]]:
-    """A colour map and its scale, and the labels of its colours if it has one for each of the values.
+    """A colour map, its scale, and the labels of its colours; no labels if there are more values than colours.
 
-    `values` are replaced by their places among those that occur then.
+    With labels, `values` are replaced by their ranks among the distinct values.
     """
     viridis = colormaps["viridis_r" if reverse else "viridis"]
     known = np.isfinite(values)
-    found = np.unique(values[known])
-    if len(found) > _MOST_COLOURS:
-        positive = found[0] > 0
-        limits = {"vmin": found[0], "vmax": found[-1]}
+    present = np.unique(values[known])
+    if len(present) > _MOST_COLOURS:
+        positive = present[0] > 0
+        limits = {"vmin": present[0], "vmax": present[-1]}
         return viridis, LogNorm(**limits) if positive else Normalize(**limits), []
-    values[known] = np.searchsorted(found, values[known])
-    # One colour alone is the middle one. The darkest and the lightest would vanish on a dark or a light page.
-    places = np.linspace(0.12, 0.92, len(found)) if len(found) > 1 else [0.5]
-    norm = BoundaryNorm(np.arange(len(found) + 1) - 0.5, len(found))
-    return ListedColormap(viridis(places)), norm, [f"{value:g}" for value in found]
+    values[known] = np.searchsorted(present, values[known])
+    # A single colour is the middle of the map. The darkest and the lightest would vanish on a dark or a light page.
+    places = np.linspace(0.12, 0.92, len(present)) if len(present) > 1 else [0.5]
+    norm = BoundaryNorm(np.arange(len(present) + 1) - 0.5, len(present))
+    return ListedColormap(viridis(places)), norm, [f"{value:g}" for value in present]
 
 
 def _draw_chosen(figure: Figure, axes: Axes, *, decisions: Decisions, end: int) -> None:
-    """When each candidate was in force, and what its steps take."""
+    """Draws when each candidate was in force, labelled with its step times."""
     starts = decisions.steps
     widths = np.diff(np.append(starts, max(end, starts[-1])))
     labels = []
     for row, (name, chosen) in enumerate(decisions.chosen.items()):
-        spans = [(start, width) for start, width, one in zip(starts, widths, chosen, strict=True) if one == 1]
+        spans = [(start, width) for start, width, in_force in zip(starts, widths, chosen, strict=True) if in_force == 1]
         axes.broken_barh(spans, (row - 0.35, 0.7), color=COLOURS[row % len(COLOURS)])
         measured = decisions.measured.get(name, np.array([]))
         measured = measured[np.isfinite(measured)]
         predicted = decisions.predicted[name][np.isfinite(decisions.predicted[name])][-1]
-        taken = f"{1000 * measured[-1]:.4g} ms" if measured.size else "not tried"
-        labels.append(f"{name}: {taken} (predicted {1000 * predicted:.4g})")
+        time = f"{1000 * measured[-1]:.4g} ms" if measured.size else "not tried"
+        labels.append(f"{name}: {time} (predicted {1000 * predicted:.4g})")
     axes.set_yticks(range(len(labels)), labels, fontsize=8)
     axes.set_ylim(len(labels) - 0.5, -0.5)
     tidy(axes)
@@ -211,7 +211,7 @@ def _draw_chosen(figure: Figure, axes: Axes, *, decisions: Decisions, end: int) 
 
 
 def _draw_factors(figure: Figure, axes: Axes, *, decisions: Decisions, end: int) -> None:
-    """The factors that were compressed to, and what was sent, over the steps."""
+    """Draws the factors that the policy considered, and the sent factor, over the steps."""
     edges, place = _grid(decisions, end)
     sent = decisions.sent[place]
     marks: dict[str, Any] = {"color": COLOURS[5], "markersize": 11, "markeredgewidth": 1.5}
@@ -234,8 +234,8 @@ def _draw_accumulation(figure: Figure, axes: Axes, *, decisions: Decisions, end:
     values = decisions.accumulation[place]
     axes.stairs(values, edges, baseline=None, color=COLOURS[2], linewidth=1.8)
     axes.set_ylim(0, 1.15 * np.nanmax(values))
-    found = np.unique(values[np.isfinite(values)])
-    axes.yaxis.set_major_locator(FixedLocator(found.tolist()) if len(found) <= 5 else MaxNLocator(4, integer=True))
+    present = np.unique(values[np.isfinite(values)])
+    axes.yaxis.set_major_locator(FixedLocator(present.tolist()) if len(present) <= 5 else MaxNLocator(4, integer=True))
     axes.set_ylabel("batches\nper update")
     tidy(axes)
 
@@ -252,8 +252,8 @@ def _draw_gains(run: Run, decisions: Decisions, end: int) -> Figure:
     for factor in factors:
         if factor in decisions.gains:
             gain.plot(edges[:-1], decisions.gains[factor][place], linewidth=1.8, color=colours[factor])
-    known = [one[np.isfinite(one)].max(initial=0) for one in decisions.gains.values()]
-    gain.set_ylim(0, 1.05 * max(1, *known) if known else 1.05)  # a share, but of raw gains
+    highest = [gains[np.isfinite(gains)].max(initial=0) for gains in decisions.gains.values()]
+    gain.set_ylim(0, 1.05 * max(1, *highest) if highest else 1.05)  # gains above 1 only if they are not normalised
     gain.set_ylabel("smoothed gain")
     shares = _draw_shares(share, decisions, end, factors, colours)
     for axes in (gain, share):
@@ -278,18 +278,18 @@ def _draw_gains(run: Run, decisions: Decisions, end: int) -> Figure:
 def _draw_shares(
     axes: Axes, decisions: Decisions, end: int, factors: list[float], colours: Mapping[float, Any]
 ) -> dict[float, float]:
-    """Stack the shares of the factors that were sent, over the steps; return each factor's share of all steps."""
+    """Draws the stacked shares of the sent factors over the steps; returns each factor's share of all steps."""
     sent = decisions.sent[decisions.in_force(np.arange(end))]
     edges = np.unique(np.linspace(0, end, min(_BINS, end) + 1).astype(int))
     counted = np.maximum(1, np.add.reduceat(np.isfinite(sent).astype(float), edges[:-1]))
     bottom = np.zeros(len(edges) - 1)
     shares = {}
     for factor in factors:
-        those = sent == factor
-        top = bottom + np.add.reduceat(those.astype(float), edges[:-1]) / counted
+        is_factor = sent == factor
+        top = bottom + np.add.reduceat(is_factor.astype(float), edges[:-1]) / counted
         axes.stairs(top, edges, baseline=bottom, fill=True, color=colours[factor], alpha=0.85)
         bottom = top
-        shares[factor] = float(those.sum() / max(1, np.isfinite(sent).sum()))
+        shares[factor] = float(is_factor.sum() / max(1, np.isfinite(sent).sum()))
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_ylabel("share of the steps, by factor sent")
@@ -300,7 +300,7 @@ def _draw_throughput(axes: Axes, decisions: Decisions, colours: Mapping[float, A
     factors = sorted(decisions.throughput)
     for place, factor in enumerate(factors):
         values = decisions.throughput[factor]
-        # The table keeps an entry until its factor is sent again.
+        # The log repeats a factor's entry until that factor is sent again.
         entered = np.flatnonzero(np.isfinite(values) & (np.diff(values, prepend=np.nan) != 0))
         p5, median, p95 = np.percentile(values[entered], (5, 50, 95))
         axes.barh(place, median, color=colours[factor], height=0.6, alpha=0.85)
@@ -313,25 +313,25 @@ def _draw_throughput(axes: Axes, decisions: Decisions, colours: Mapping[float, A
 
 
 def _end(run: Run, decisions: Decisions) -> int:
-    """The number of steps that are known to have ended."""
+    """The number of completed steps, as far as known."""
     steps = run.steps["step"]
     return max(decisions.end, int(np.nanmax(steps)) if np.isfinite(steps).any() else 0)
 
 
 def _grid(decisions: Decisions, end: int) -> tuple[np.ndarray, np.ndarray]:
-    """The edges of at most _COLUMNS equal spans of steps, and the place of the decision that each span begins with."""
+    """The edges of at most _COLUMNS equal spans of steps, and the index of the decision at the start of each."""
     edges = np.linspace(0, end, min(end, _COLUMNS) + 1)
     return edges, decisions.in_force(np.floor(edges[:-1]))
 
 
 def _falls(run: Run) -> np.ndarray:
-    """Steps that had ended when the learning rate fell."""
+    """The numbers of completed steps at each fall of the learning rate."""
     rates = run.steps["learning_rate"]
     return run.steps["step"][1:][rates[1:] < rates[:-1]] - 1
 
 
 def _factors(decisions: Decisions) -> list[float]:
-    """All the compression factors of the whole model that occur, ascending."""
+    """All compression factors of the whole model in the log, ascending."""
     used = np.concatenate([decisions.minimum, decisions.candidate, decisions.sent])
     return sorted({*used[np.isfinite(used)].tolist(), *decisions.gains, *decisions.throughput})
 
@@ -345,19 +345,19 @@ def _percent(share: float) -> str:
 
 
 def _epsilon(decisions: Decisions) -> float | None:
-    """The gain from which on a factor may be sent, if the policy has such a setting."""
+    """The least gain at which a factor may be sent; None if the policy has no such setting."""
     try:
         return getattr(parse_policy(decisions.policy), "epsilon", None)
-    except SpecError:  # of another version
+    except SpecError:  # a policy of another version
         return None
 
 
-def _known(*columns: np.ndarray) -> bool:
+def _has_values(*columns: np.ndarray) -> bool:
     return any(np.isfinite(column).any() for column in columns)
 
 
 def _short_name(name: str, width: int = 34) -> str:
-    """A tensor's name; of a long one the end, which tells it from others."""
+    """A tensor's name; of a long name the end, which distinguishes it."""
     name = printable(name)
     return name if len(name) <= width else "…" + name[1 - width :]
 
@@ -369,7 +369,7 @@ def _title(figure: Figure, run: Run, decisions: Decisions) -> None:
 
 
 def _draw_bar(figure: Figure, axes: Axes, image: AxesImage, label: str, height: float, **options: Any) -> Colorbar:
-    """A colour bar beside a panel of some inches' height, as wide as those of other panels."""
+    """A colour bar beside a panel of `height` inches, as wide as those of other panels."""
     bar = figure.colorbar(image, ax=axes, aspect=8 * height, **options)
     bar.set_label(label, color=INK, fontsize=9)
     bar.ax.tick_params(colors=INK, which="both", labelsize=8)

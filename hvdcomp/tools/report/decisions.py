@@ -1,7 +1,7 @@
 """Reads the decisions of a run's policy, which `hvdcomp train` writes to decisions.jsonl, into arrays over time.
 
-A decision counts from the first step that obeys it. A run that was resumed from an earlier step made some decisions
-twice; the later ones count.
+A decision counts from the first step that obeys it. A resumed run may have made some decisions twice; the later ones
+count.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ from hvdcomp.adaptation.decision_log import (
 from hvdcomp.policies import decision_from_json
 
 _COLUMNS = ("minimum", "candidate", "sent", "accumulation", "critical")
-MOST_STEPS = 2**53  # whole numbers up to here are told apart in an array of numbers
+MOST_STEPS = 2**53  # larger whole numbers are not exact as floats
 _TABLES = ("levels", "factors", "gains", "throughput", "chosen", "predicted", "measured")
 
 
 @dataclass(frozen=True, eq=False)
 class Decisions:
-    """The decisions of one run, n of which came into force, each until the next one does.
+    """The decisions of a run: n decisions came into force, each until the next.
 
-    Every array has n elements, NaN where a decision does not say it, and is all NaN for other kinds of policies.
+    Every array has n elements; NaN for a value that a decision does not have. Arrays of other kinds of policies are all
+    NaN.
 
     Attributes:
-        policy, compressor: their spec strings, as last started.
+        policy, compressor: the spec strings of the last start.
         tensors: names of the compressed tensors.
-        made: how many decisions were written down; None if it is not known.
-        steps: the first step, counted from 0, that obeys each.
-        end: steps that had ended at the last line.
+        made: the number of logged decisions; None if it is not known.
+        steps: the first step, counted from 0, that obeys each decision.
+        end: completed steps at the last line.
         levels, factors: by tensor name, its level or its compression factor.
         minimum, candidate, sent: the compression factors of the whole model, 1 for dense.
         accumulation: batches accumulated for one update.
         critical: share of the tensors whose regime is critical, 0 to 1.
         gains, throughput: by compression factor, the smoothed gain and the samples/s times gain.
         chosen, predicted, measured: by candidate of `auto`, whether it was in force (1 or 0), and seconds of a step.
-        left_out: why nothing of the decisions is known, as of a policy that was taken out; empty if all is.
+        left_out: why the decisions are unknown, as of a removed policy; empty if they are known.
     """
 
     policy: str
@@ -69,17 +70,17 @@ class Decisions:
     left_out: str = ""
 
     def in_force(self, steps: np.ndarray) -> np.ndarray:
-        """For each of some steps, counted from 0, the place of the decision that it obeys; at least 0."""
+        """The index of the decision that each of some steps, counted from 0, obeys; at least 0."""
         return np.maximum(np.searchsorted(self.steps, steps, side="right") - 1, 0)
 
 
 def load_decisions(path: Path) -> Decisions | None:
-    """Read a decision log, with the files that were put aside of it. None if it has no line yet; a last line that was
-    cut short is left out. If a policy in it was taken out, no decision is read.
+    """Read a decision log with its older parts. None if it has no line yet; an incomplete last line is left out. No
+    decision is read if a policy in the log has been removed from hvdcomp.
 
     Raises:
-        DecisionLogError: the file is damaged, or holds decisions that cannot be shown; names the line.
-        OSError: it cannot be read.
+        DecisionLogError: the file is damaged, or contains decisions that cannot be shown; names the line.
+        OSError: the file cannot be read.
     """
     try:
         return _read(path)
@@ -95,9 +96,9 @@ def _read(path: Path) -> Decisions | None:
     for line in read_decisions(path):
         where = f"{line.file}, line {line.line}"
         if isinstance(line, Start):
-            told = start is not None and line.continues
+            continues = start is not None and line.continues
             start = line
-            if told:
+            if continues:
                 continue
         else:
             made += 1
@@ -112,7 +113,7 @@ def _read(path: Path) -> Decisions | None:
             rows.append(_row(with_numbers(line.decision), with_numbers(line.state), tuple(start.tensors)))
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise DecisionLogError(
-                f"{where}: its decision and state are not as hvdcomp writes them: {error!r}"
+                f"{where}: its decision and state do not have hvdcomp's form: {error!r}"
             ) from None
         steps.append(first)
         end = line.step
@@ -138,14 +139,14 @@ def _decisions(
 
 
 def _row(decision: Mapping[str, Any], state: Mapping[str, Any], tensors: tuple[str, ...]) -> dict[str, Any]:
-    """The numbers of one line, by the names of the attributes of `Decisions`.
+    """The numbers of a line, by the attributes of `Decisions`.
 
     Raises:
-        LookupError, TypeError, ValueError, AttributeError, OverflowError: if something is not there or is no number.
+        LookupError, TypeError, ValueError, AttributeError, OverflowError: a value is missing or is not a number.
     """
     row = decision_from_json(decision).row(state, tensors)
     return {
-        key: {name: _number(one) for name, one in value.items()} if key in _TABLES else _number(value)
+        key: {name: _number(entry) for name, entry in value.items()} if key in _TABLES else _number(value)
         for key, value in row.items()
     }
 
@@ -155,6 +156,6 @@ def _number(value: Any) -> float:
 
 
 def _table(rows: list[dict[Any, float]]) -> dict[Any, np.ndarray]:
-    """One array for each key, in the order in which they appear."""
+    """An array for each key, in order of appearance."""
     keys = dict.fromkeys(key for row in rows for key in row)
     return {key: np.array([row.get(key, np.nan) for row in rows], dtype=float) for key in keys}

@@ -1,4 +1,4 @@
-"""Runs that differ in nothing but the seed: a group in the code, a series to those who read the report."""
+"""Runs that differ only in their seed: a group in the code, a series in the report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WORK_OPTIONS = (
 
 @dataclass(eq=False)
 class Group:
-    """Runs of one experiment, one for each seed. `label` names it in legends."""
+    """Runs of an experiment, one for each seed. `label` names the group in legends."""
 
     runs: list[Run]
     label: str = ""
@@ -27,24 +27,24 @@ class Group:
 
     @property
     def turns_ms(self) -> float | None:
-        """Median of a step that was measured in turns with the other methods, or None."""
+        """Median step time, measured in turns with the other methods; None if it was not."""
         return None if self.turns is None or self.spec is None else self.turns.ms.get(self.spec)
 
     @property
     def compared_ms(self) -> float | None:
-        """The time of a step that is compared with that of another group."""
+        """The step time by which groups are compared."""
         return self.ms_per_step if self.turns_ms is None else self.turns_ms
 
     def columns(self) -> dict[str, float | None]:
-        """What is known of a step in turns and on other networks."""
-        known = {"turns_ms": self.turns_ms}
+        """Step times measured in turns, and those predicted and measured for other networks."""
+        columns = {"turns_ms": self.turns_ms}
         for rate in RATES:
             predicted = measured = None
             if self.turns is not None and self.spec is not None:
                 predicted = self.turns.predicted_ms.get(self.spec, {}).get(rate)
                 measured = self.turns.measured_ms.get(rate, {}).get(self.spec)
-            known |= {f"predicted_ms_{rate}": predicted, f"measured_ms_{rate}": measured}
-        return known
+            columns |= {f"predicted_ms_{rate}": predicted, f"measured_ms_{rate}": measured}
+        return columns
 
     @property
     def setting(self) -> tuple[str | None, ...]:
@@ -53,14 +53,14 @@ class Group:
 
     @property
     def work(self) -> tuple[str | None, ...]:
-        """What two groups must share for the times of their steps to be compared."""
+        """The values that two groups must share to compare their step times."""
         options = self.runs[0].compared_options
-        # What an earlier version did not have, its runs did without.
+        # Runs of earlier versions lack newer options.
         return (*self.setting, *(options.get(key, "None") for key in _WORK_OPTIONS))
 
     @property
     def is_plain(self) -> bool:
-        """Whether all that compresses is the compressor of the spec."""
+        """Whether nothing but the spec's compressor compresses."""
         return self.runs[0].policy is None and self.runs[0].options.get("optimizer") != "compressed-adam"
 
     @property
@@ -74,7 +74,7 @@ class Group:
 
     @property
     def target(self) -> Target | None:
-        """The quality at which each of the runs was to end, if any."""
+        """The quality at which each run ends; None without a target."""
         return self.runs[0].target
 
     @property
@@ -88,22 +88,22 @@ class Group:
 
     @property
     def ms_per_step(self) -> float | None:
-        known = [run.ms_per_step for run in self.runs if run.ms_per_step is not None]
-        return float(np.mean(known)) if known else None
+        times = [run.ms_per_step for run in self.runs if run.ms_per_step is not None]
+        return float(np.mean(times)) if times else None
 
     @property
     def quality(self) -> float | None:
         """The mean of the runs' last accuracies (0 to 1) or perplexities."""
-        known = [run.quality for run in self.runs if run.quality is not None]
-        return float(np.mean(known)) if known else None
+        qualities = [run.quality for run in self.runs if run.quality is not None]
+        return float(np.mean(qualities)) if qualities else None
 
     @property
     def factor(self) -> float | None:
         """The mean of the runs' compression factors."""
-        known = [run.compression_factor for run in self.runs if run.compression_factor is not None]
-        return float(np.mean(known)) if known else None
+        factors = [run.compression_factor for run in self.runs if run.compression_factor is not None]
+        return float(np.mean(factors)) if factors else None
 
     def phase(self, phase: str) -> float | None:
-        """Mean over the runs of the median milliseconds of one of PHASES, or None if it was not measured."""
-        known = [ms for run in self.runs if (ms := run.median(f"{phase}_ms")) is not None]
-        return float(np.mean(known)) if known else None
+        """Mean over the runs of the median milliseconds of one of PHASES; None if it was not measured."""
+        times = [ms for run in self.runs if (ms := run.median(f"{phase}_ms")) is not None]
+        return float(np.mean(times)) if times else None

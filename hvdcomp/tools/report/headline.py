@@ -1,4 +1,4 @@
-"""What came out of the runs of one section, in a few sentences: to be read before any table."""
+"""The results of a section in a few sentences."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from hvdcomp.tools.report.table import Section
 from hvdcomp.tools.report.turns import RATES
 
 _AS_GOOD = {"accuracy": "within one point of", "perplexity": "within 10% of"}
-_POINT, _PERPLEXITY = 0.01, 1.1  # what is as good as dense training, as in docs/convergence.md
-_MORE = 1.1  # times fewer bytes: what is worth a sentence
+_POINT, _PERPLEXITY = 0.01, 1.1  # limits for "as good as dense training", as in docs/convergence.md
+_MORE = 1.1  # least factor of fewer bytes that is worth a sentence
 
 
 def headline(section: Section) -> list[str]:
-    """The sentences: who was first at a target, who won in bytes and in quality, and what is predicted for the slowest
-    link; none of one run."""
-    known = [group for group in section.groups if group.quality is not None and group.factor is not None]
-    if len(known) < 2 or section.metric is None:
+    """The sentences: the series that reached a target first or won in bytes and quality, and the times for the slowest
+    link; empty for a single run."""
+    measured_groups = [group for group in section.groups if group.quality is not None and group.factor is not None]
+    if len(measured_groups) < 2 or section.metric is None:
         return []
-    ended = _at_target(section) if section.has_targets else _bytes_and_quality(section, known)
-    return [*ended, *_slow_link(section)]
+    sentences = _at_target(section) if section.has_targets else _bytes_and_quality(section, measured_groups)
+    return [*sentences, *_slow_link(section)]
 
 
 def _at_target(section: Section) -> Iterator[str]:
-    """Which series reached the target first, and with fewest bytes, if all did the same work for the same one."""
+    """The series that reached the target first and with the fewest bytes, if all share work and target."""
     groups = [group for group in section.groups if group.target is not None]
-    there = [group for group in groups if group.always_reached]
-    if len({(group.work, group.target) for group in groups}) != 1 or len(there) < 2:
+    reached = [group for group in groups if group.always_reached]
+    if len({(group.work, group.target) for group in groups}) != 1 or len(reached) < 2:
         return
-    times = {group: mean_to_target(group, "trained_seconds") or 0.0 for group in there}
-    sent = {group: mean_to_target(group, "bytes_sent") or 0.0 for group in there}
-    fastest, fewest = min(there, key=lambda group: times[group]), min(there, key=lambda group: sent[group])
-    dense = section.reference if section.reference in there else None
-    said = f"{_name(fastest)} reached {fastest.target} first, in {three_digits(times[fastest])} seconds of training"
+    times = {group: mean_to_target(group, "trained_seconds") or 0.0 for group in reached}
+    sent = {group: mean_to_target(group, "bytes_sent") or 0.0 for group in reached}
+    fastest, fewest = min(reached, key=lambda group: times[group]), min(reached, key=lambda group: sent[group])
+    dense = section.reference if section.reference in reached else None
+    sentence = f"{_name(fastest)} reached {fastest.target} first, in {three_digits(times[fastest])} seconds of training"
     if dense is not None and dense is not fastest and times[fastest]:
-        said += f", {times[dense] / times[fastest]:.1f} times as fast as {_name(dense)}"
-    yield f"{said}." if section.simulated is None else f"{said} ({section.simulated})."
-    said = f"{_name(fewest)} sent fewest bytes to get there, {filesize.decimal(round(sent[fewest]))}"
+        sentence += f", {times[dense] / times[fastest]:.1f} times as fast as {_name(dense)}"
+    yield f"{sentence}." if section.simulated is None else f"{sentence} ({section.simulated})."
+    sentence = f"{_name(fewest)} sent fewest bytes to get there, {filesize.decimal(round(sent[fewest]))}"
     if dense is not None and dense is not fewest and sent[fewest]:
-        said += f", {sent[dense] / sent[fewest]:.1f} times fewer than {_name(dense)}"
-    yield f"{said}."
+        sentence += f", {sent[dense] / sent[fewest]:.1f} times fewer than {_name(dense)}"
+    yield f"{sentence}."
 
 
-def _bytes_and_quality(section: Section, known: list[Group]) -> Iterator[str]:
-    best = _best(section, known)
-    reference = next((group for group in known if group is section.reference), best)
-    good = [group for group in known if _as_good(section, group, reference)]
-    fewest, most = _fewest_bytes(section, good), _fewest_bytes(section, known)
+def _bytes_and_quality(section: Section, measured_groups: list[Group]) -> Iterator[str]:
+    best = _best(section, measured_groups)
+    reference = next((group for group in measured_groups if group is section.reference), best)
+    good = [group for group in measured_groups if _as_good(section, group, reference)]
+    fewest, most = _fewest_bytes(section, good), _fewest_bytes(section, measured_groups)
     if fewest is reference:
         as_good = _AS_GOOD[section.metric or "accuracy"]
         yield f"No method with fewer bytes ended {as_good} {_name(reference)} ({_quality(section, reference)})."
@@ -74,10 +74,10 @@ def _slow_link(section: Section) -> Iterator[str]:
     measured = rate in turns.measured_ms
     kind, noise = ("measured", 0.0) if measured else ("predicted", turns.noise)
     was, took = ("was", "took") if measured else ("is predicted to be", "is predicted to take")
-    there = ((group, group.columns()[f"{kind}_ms_{rate}"]) for group in section.groups)
-    times = {group: ms for group, ms in there if ms is not None}
+    times_of = ((group, group.columns()[f"{kind}_ms_{rate}"]) for group in section.groups)
+    times = {group: ms for group, ms in times_of if ms is not None}
     if not times:
-        yield f"For a link of {words} nothing is predicted: this machine was too busy to measure what that takes."
+        yield f"There is no prediction for a link of {words}: this machine was too busy to calibrate."
         return
     fastest = min(times, key=lambda group: times[group])
     reference = section.reference
@@ -96,10 +96,12 @@ def _slow_link(section: Section) -> Iterator[str]:
 
 
 def _as_good(section: Section, group: Group, reference: Group) -> bool:
-    mine, its = group.quality, reference.quality
-    assert mine is not None
-    assert its is not None
-    return mine >= its - _POINT if section.metric == "accuracy" else mine <= its * _PERPLEXITY
+    own_quality, reference_quality = group.quality, reference.quality
+    assert own_quality is not None
+    assert reference_quality is not None
+    if section.metric == "accuracy":
+        return own_quality >= reference_quality - _POINT
+    return own_quality <= reference_quality * _PERPLEXITY
 
 
 def _best(section: Section, groups: list[Group]) -> Group:
@@ -108,7 +110,7 @@ def _best(section: Section, groups: list[Group]) -> Group:
 
 
 def _fewest_bytes(section: Section, groups: list[Group]) -> Group:
-    """The one that sends least; of several such, the best."""
+    """The group that sends the fewest bytes; of several, that of the best quality."""
     least = max(map(_saved, groups))
     return _best(section, [group for group in groups if _saved(group) >= least])
 

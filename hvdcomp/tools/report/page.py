@@ -1,5 +1,5 @@
-"""Writes a report to a folder: report.html, which needs no other file and no network; report.json, report.csv and
-series.csv; and every figure as PNG and SVG."""
+"""Writes a report to a folder: report.html, which needs neither other files nor a network; report.json, report.csv and
+series.csv; and each figure as PNG and SVG."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from hvdcomp.tools.report.table import Section, cells, policy_line
 
 
 def write_report(folder: Path, sections: list[Section]) -> Path:
-    """Write the report into `folder`, made if missing, and return the path of report.html.
+    """Write the report into `folder`, which is created if missing; returns the path of report.html.
 
     Raises:
-        OSError: a file cannot be written; those of an earlier report are then as they were.
+        OSError: a file cannot be written; an earlier report then stays unchanged.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = [row for section in sections for row in section.rows]
@@ -46,9 +46,9 @@ def write_report(folder: Path, sections: list[Section]) -> Path:
 
 
 def _render(files: dict[str, bytes], section: Section, number: int) -> dict[str, Any]:
-    """What the page shows of a section, whose figures are added to `files`.
+    """The page's content of a section, whose figures are added to `files`.
 
-    A policy's decisions are shown of one run in each group, and with the details of the others.
+    Each group's figures show the policy's decisions of one run; those of its other runs are in the details.
     """
     figures = _add_figures(files, f"{number}", draw_section(section))
     places = {run: place for place, run in enumerate(section.runs, start=1)}
@@ -86,7 +86,7 @@ def _add_figures(
         svg = _image(figure, "svg", transparent=True)
         files[f"{stem}-{name}.png"] = _image(figure, "png", facecolor="white")
         files[f"{stem}-{name}.svg"] = svg
-        # As an image, unlike as inline SVG, nothing in it can run or clash with the ids of another figure.
+        # Unlike inline SVG, an image runs no scripts, and its ids do not clash with those of other figures.
         source = "data:image/svg+xml;base64," + base64.b64encode(svg).decode()
         half = figure.get_figwidth() <= HALF_WIDTH
         figures.append({"caption": caption, "source": source, "half": half})
@@ -100,7 +100,7 @@ def _image(figure: Figure, kind: str, **options: Any) -> bytes:
 
 
 def _details(run: Run) -> dict[str, Any]:
-    """Everything the summary says, with one more table for each nested value (options, versions)."""
+    """All values of the summary, with a further table for each nested value (options, versions)."""
     nested = {key: value for key, value in run.summary.items() if isinstance(value, dict)}
     plain = {key: value for key, value in run.summary.items() if key not in nested}
     plain = {"folder": run.folder, "status": run.status, "steps recorded": run.steps["step"].size, **plain}
@@ -112,7 +112,7 @@ def _details(run: Run) -> dict[str, Any]:
 
 
 def as_text(value: Any) -> str:
-    """A value for the page: six digits of a number, a dash for nothing."""
+    """A value as text for the page: numbers with six digits, a dash for a missing value."""
     if value is None:
         return "-"
     if isinstance(value, bool):

@@ -1,6 +1,6 @@
-"""Makes the decisions of a decision log again, from the logged statistics, and compares.
+"""Repeats the decisions of a decision log from the logged statistics, and compares them.
 
-Policies read no clock and no file, so that the same state and statistics give the same decision on any machine.
+Policies read neither clocks nor files: the same state and statistics give the same decision on any machine.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from hvdcomp.adaptation.decision_log import Decided, DecisionLogError, Start, re
 from hvdcomp.policies import Policy, parse_policy
 
 ABSENT = object()
-"""In place of a value that one of the two sides does not have."""
+"""Stands for a value that only the other side has."""
 
 _REFUSALS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
-"""What a policy may raise if a damaged log gives it a state whose fields hold what they cannot."""
+"""Errors that a policy may raise for a state with wrong values, as of a damaged log."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Something small that differs, as JSON.
+    """A value that differs, as JSON.
 
     Attributes:
-        place: the keys that lead to it, "decision" or "state" first, or "statistics" where the policy refuses these.
-        logged, recomputed: the values; `ABSENT` where there is none.
+        place: the keys of the value, which begin with "decision" or "state".
+        logged, recomputed: the two values; `ABSENT` for a missing value.
     """
 
     place: tuple[str, ...]
@@ -36,13 +36,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first line whose decision or state is not what the policy makes.
+    """The first line whose decision or state differs from the policy's.
 
     Attributes:
-        file, line: where it stands; lines are counted from 1.
+        file, line: its place; lines are counted from 1.
         step: as logged.
-        parts: what differs; or empty where the policy refuses the statistics.
-        refusal: what the policy says to the logged statistics, if it refuses them.
+        parts: the values that differ; empty if the policy refuses the statistics.
+        refusal: the policy's error, if it refuses the logged statistics.
     """
 
     file: Path
@@ -54,14 +54,14 @@ class Difference:
 
 @dataclass
 class Replay:
-    """What came of a replay.
+    """The result of a replay.
 
     Attributes:
-        policies: of the start lines, each named once.
-        starts: number of start lines, without those of new files in which a run goes on.
-        decisions: number of decision lines that were made again, the differing one not counted.
-        first_step, last_step: of these; None if there are none.
-        difference: where the log and the policy part, and the replay ended; None if they agree.
+        policies: of the start lines, without duplicates.
+        starts: number of start lines, without those that only begin a further file.
+        decisions: number of repeated decisions, without a differing decision.
+        first_step, last_step: of these decisions; None if there are none.
+        difference: the first difference, at which the replay ended; None if log and policy agree.
     """
 
     policies: list[str] = field(default_factory=list)
@@ -73,49 +73,50 @@ class Replay:
 
 
 def replay(path: Path) -> Replay:
-    """Makes all decisions of a log again, up to the first that differs.
+    """Repeats all decisions of a log, up to the first difference.
 
     Args:
-        path: as for `read_decisions`. Where the first files are gone, the state that the next begins with is believed.
+        path: as for `read_decisions`. If the first files are missing, the replay begins with the state at the start of
+            the next file.
 
     Raises:
-        DecisionLogError: if it is not a decision log, or a line is damaged, or names an unknown policy.
-        OSError: if the file cannot be read.
+        DecisionLogError: the file is not a decision log, or a line is damaged or names an unknown policy.
+        OSError: the file cannot be read.
     """
-    done = Replay()
+    result = Replay()
     policy: Policy[Any] | None = None
     state: Any = None
     for record in read_decisions(path):
         if isinstance(record, Start):
             before = state
             policy, state = _begin(record)
-            if record.continues and done.starts:
+            if record.continues and result.starts:
                 state = before
             else:
-                done.starts += 1
+                result.starts += 1
             if record.step == 0 and not record.continues:
                 state = policy.initial_state(tuple(record.tensors))
-            if record.policy not in done.policies:
-                done.policies.append(record.policy)
-            done.difference = _compare(policy, state, policy.decision(state), record)
+            if record.policy not in result.policies:
+                result.policies.append(record.policy)
+            result.difference = _compare(policy, state, policy.decision(state), record)
         else:
             assert policy is not None
             try:
                 state, decision = policy.decide(state, record.statistics)
             except _REFUSALS as error:
                 refusal = f"{type(error).__name__}: {error}"
-                done.difference = Difference(record.file, record.line, record.step, refusal=refusal)
+                result.difference = Difference(record.file, record.line, record.step, refusal=refusal)
             else:
-                done.difference = _compare(policy, state, decision, record)
-        if done.difference is not None:
-            return done
+                result.difference = _compare(policy, state, decision, record)
+        if result.difference is not None:
+            return result
         if isinstance(record, Decided):
-            done.decisions += 1
-            done.first_step = record.step if done.first_step is None else done.first_step
-            done.last_step = record.step
+            result.decisions += 1
+            result.first_step = record.step if result.first_step is None else result.first_step
+            result.last_step = record.step
     if policy is None:
-        raise DecisionLogError(f"{path} holds no whole line of a decision log")
-    return done
+        raise DecisionLogError(f"{path} contains no complete line of a decision log")
+    return result
 
 
 def _begin(start: Start) -> tuple[Policy[Any], Any]:
@@ -136,16 +137,16 @@ def _compare(policy: Policy[Any], state: Any, decision: Any, record: Start | Dec
         "decision": (record.decision, to_json(decision.to_json())),
         "state": (record.state, to_json(policy.to_json(state))),
     }
-    parts = [part for name, (logged, made) in pairs.items() for part in _parts((name,), logged, made)]
+    parts = [part for name, (logged, recomputed) in pairs.items() for part in _parts((name,), logged, recomputed)]
     return Difference(record.file, record.line, record.step, tuple(parts)) if parts else None
 
 
-def _parts(place: tuple[str, ...], logged: Any, made: Any) -> list[Part]:
-    """What differs between two JSON values. True is not 1, but 1.0 is."""
-    if isinstance(logged, Mapping) and isinstance(made, Mapping):
-        keys = [*logged, *(key for key in made if key not in logged)]
+def _parts(place: tuple[str, ...], logged: Any, recomputed: Any) -> list[Part]:
+    """The differences of two JSON values. True differs from 1, but 1.0 does not."""
+    if isinstance(logged, Mapping) and isinstance(recomputed, Mapping):
+        keys = [*logged, *(key for key in recomputed if key not in logged)]
         return [
-            part for key in keys for part in _parts((*place, key), logged.get(key, ABSENT), made.get(key, ABSENT))
+            part for key in keys for part in _parts((*place, key), logged.get(key, ABSENT), recomputed.get(key, ABSENT))
         ]
-    same = logged == made and isinstance(logged, bool) == isinstance(made, bool)
-    return [] if same else [Part(place, logged, made)]
+    same = logged == recomputed and isinstance(logged, bool) == isinstance(recomputed, bool)
+    return [] if same else [Part(place, logged, recomputed)]

@@ -1,7 +1,7 @@
-"""Reads the folders that `hvdcomp train` writes: steps.jsonl, evaluations.jsonl, epochs.jsonl, with a policy
-decisions.jsonl and, at a run's end, summary.json.
+"""Reads the folders of `hvdcomp train`: steps.jsonl, evaluations.jsonl, epochs.jsonl, with a policy decisions.jsonl,
+and after the end of a run summary.json.
 
-A run that is still going, or was killed, has no summary and perhaps half a last line; what there is, is read.
+An unfinished or killed run has no summary, and perhaps an incomplete last line; the rest is read.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ RUN_FILES = ("steps.jsonl", "evaluations.jsonl", "epochs.jsonl", "decisions.json
 REPORT_FILES = ("report.html", "report.json", "report.csv")  # written by `page`; never taken for runs
 SERIES_FILE = "series.csv"  # beside them, but for reports of earlier versions
 METRICS = ("accuracy", "perplexity")
-PARTS = ("test", "validation")  # of the data, that an evaluation is of
+PARTS = ("test", "validation")  # of the data, for evaluations
 PHASES = ("encode", "communicate", "decode")
-_HINT = "remove it to have the run read as unfinished"
+_HINT = "remove it to read the run as unfinished"
 _TEXTS = ("status", "model", "data", "spec")
 _NUMBERS = (
     *METRICS, "loss", "ms_per_step", "bytes_sent", "bytes_sent_per_step", "bytes_in_node_per_step",
@@ -37,7 +37,7 @@ _NUMBERS = (
 )  # fmt: skip
 _TARGET_NUMBERS = ("step", "bytes_sent", "trained_seconds")
 _LONGEST = 60  # characters of a value in a message
-# Options that say where and with which seed a run went; what was run is told by the others and by the spec.
+# Options of a run's place and seed; the other options and the spec tell what was run.
 _NOT_COMPARED = {
     "checkpoint_folder", "compression", "data_dir", "elastic", "metrics_address", "metrics_port", "output", "overwrite",
     "progress", "residuals", "seed", "tensorboard",
@@ -45,21 +45,20 @@ _NOT_COMPARED = {
 
 
 class RunError(ValueError):
-    """A path given as a run cannot be used; the message says which and why."""
+    """A path cannot be read as a run; the message names it and the reason."""
 
 
 def printable(value: Any) -> str:
-    """`value` as text without control characters, which would upset a terminal or an SVG file."""
+    """`value` as text without control characters, which would disturb a terminal or an SVG file."""
     return "".join(char if char.isprintable() else "\ufffd" for char in str(value))
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """One training run: what `hvdcomp train` left in `folder`.
+    """A training run, from the files of `hvdcomp train` in `folder`.
 
-    `steps` and `evaluations` hold one float array per field, NaN where a value is missing; `part` of an evaluation is
-    the place in PARTS. `summary` is empty for an unfinished run; `decisions` is None without a policy that decides
-    anything.
+    `steps` and `evaluations` hold a float array for each field, NaN where a value is missing; `part` of an evaluation
+    is an index into PARTS. `summary` is empty for an unfinished run; `decisions` is None without a policy that decides.
     """
 
     name: str
@@ -109,12 +108,12 @@ class Run:
 
     @property
     def compared_options(self) -> dict[str, str]:
-        """The options in which two runs of one experiment agree, whatever their seeds."""
+        """The options that all runs of an experiment share, whatever their seeds."""
         return {key: printable(value) for key, value in self.options.items() if key not in _NOT_COMPARED}
 
     @property
     def metric(self) -> str | None:
-        """Which of METRICS the run was evaluated by, or None before the first evaluation."""
+        """The metric of the evaluations, of METRICS; None before the first evaluation."""
         for metric in METRICS:
             if self.summary.get(metric) is not None or np.isfinite(self.evaluations[metric]).any():
                 return metric
@@ -130,25 +129,25 @@ class Run:
 
     @property
     def part(self) -> str | None:
-        """Which of PARTS the run was evaluated on while it went on, or None before the first evaluation."""
-        known = last(self.evaluations["part"])
-        return None if known is None else PARTS[int(known)]
+        """The part of the data of the evaluations, of PARTS; None before the first evaluation."""
+        part = last(self.evaluations["part"])
+        return None if part is None else PARTS[int(part)]
 
     @property
     def target(self) -> Target | None:
-        """The quality at which the run was to end, if any."""
+        """The quality at which the run ends; None without a target."""
         until = self.summary.get("until")
         return None if until is None else Target.parse(until["target"])
 
     @property
     def reached(self) -> dict[str, float] | None:
-        """The step, the bytes sent and the seconds of training at which the target was reached, or None."""
+        """The step, the sent bytes and the seconds of training at which the target was reached; None if it was not."""
         until = self.summary.get("until") or {}
         return {key: as_number(until.get(key)) for key in _TARGET_NUMBERS} if until.get("reached") else None
 
     @property
     def simulated_link(self) -> str | None:
-        """For which link the exchanges of simulated ranks were predicted, in words; None of real ranks."""
+        """The link for which the exchanges of simulated ranks were predicted, in words; None for real ranks."""
         if self.text("backend") != SIMULATED:
             return None
         link = self.options.get("link")
@@ -166,22 +165,22 @@ class Run:
 
     @property
     def bytes_in_node_per_step(self) -> float | None:
-        """Of `bytes_sent_per_step`, those that stay within a node; None in files that do not tell."""
+        """The part of `bytes_sent_per_step` that stays within a node; None if the files do not contain it."""
         reported = self.number("bytes_in_node_per_step")
         return reported if reported is not None else mean(self.steps["bytes_in_node"])
 
     @property
     def compression_factor(self) -> float | None:
-        """Dense bytes over the sent bytes that may leave the node, of all steps together."""
+        """Dense bytes divided by the sent bytes that may leave the node, over all steps."""
         reported = self.number("compression_factor")
         if reported is not None:
             return reported
         means = (mean(self.steps[key]) for key in ("dense_bytes", "bytes_sent", "bytes_in_node"))
-        return compression_factor(*(each or 0 for each in means))
+        return compression_factor(*(bytes_per_step or 0 for bytes_per_step in means))
 
     @property
     def shares_one_machine(self) -> bool:
-        """Whether it is known that several ranks were all on one machine."""
+        """Whether the run has several ranks, which are known to share a machine."""
         return (self.count("ranks_per_host") or 0) == (self.count("world_size") or 0) > 1
 
     @property
@@ -191,9 +190,9 @@ class Run:
         return value if isinstance(value, bool) else None
 
     def times(self, key: str) -> np.ndarray:
-        """The known values of a field of steps.jsonl in milliseconds, without the first epoch if there are more.
+        """The finite values of a field of steps.jsonl in milliseconds, without the first epoch if there are more.
 
-        `hvdcomp train` leaves out these slower steps of the start too.
+        `hvdcomp train` also leaves out these slower first steps.
         """
         settled = self.steps["epoch"] > 1
         values = self.steps[key][settled] if settled.any() else self.steps[key]
@@ -206,11 +205,11 @@ class Run:
 
 
 def as_number(value: Any) -> float:
-    """A number of parsed JSON, NaN for null.
+    """A number of parsed JSON; NaN for null.
 
     Raises:
-        TypeError: it is something else, such as a text.
-        ValueError: it is too large.
+        TypeError: the value is not a number.
+        ValueError: the number is too large.
     """
     if value is None:
         return np.nan
@@ -223,18 +222,18 @@ def as_number(value: Any) -> float:
 
 
 def finite(value: float) -> float | None:
-    """`value`, or None where it is not finite."""
+    """`value`, or None if it is not finite."""
     return float(value) if np.isfinite(value) else None
 
 
 def shortened(value: Any) -> str:
-    """A value of a message, which may be a whole file."""
+    """A value for a message, shortened if it is long."""
     text = printable(json.dumps(value))
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def three_digits(value: float) -> str:
-    """Three significant digits but at most two decimals; without an exponent below a million."""
+    """Three significant digits, but at most two decimals; without an exponent below a million."""
     if value == 0:
         return "0"
     decimals = max(0, 2 - int(np.floor(np.log10(abs(value)))))
@@ -251,13 +250,13 @@ def mean(values: np.ndarray) -> float | None:
 
 
 def find_runs(paths: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
-    """Read every run in `paths`: run folders, or folders searched for run folders.
+    """Read every run in `paths`: run folders, or folders that contain run folders.
 
     Returns:
-        The runs, in the order given, each once; and notes on what was left out (files of an earlier report).
+        The runs in the given order, without duplicates; and notes on paths that were left out (of an earlier report).
 
     Raises:
-        RunError: a path does not exist, is not a run or holds none, or a run's file cannot be read.
+        RunError: a path does not exist, is not a run and contains none, or a run's file cannot be read.
     """
     folders: list[Path] = []
     notes = []
@@ -267,13 +266,13 @@ def find_runs(paths: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
         if _is_report(path):
             notes.append(f"left out {path}: it belongs to a report, not to a run")
             continue
-        found = [Path(root) for root, _, files in sorted(os.walk(path)) if set(files) & set(RUN_FILES)]
-        if not found:
+        run_folders = [Path(root) for root, _, files in sorted(os.walk(path)) if set(files) & set(RUN_FILES)]
+        if not run_folders:
             raise RunError(
-                f"no training run in {path}: it holds none of {', '.join(RUN_FILES)}, nor does a folder below it; "
-                "give a folder written by `hvdcomp train`"
+                f"no training run in {path}: neither it nor a folder below it has one of {', '.join(RUN_FILES)}; give "
+                "a folder written by `hvdcomp train`"
             )
-        folders += [path] if path in found else found
+        folders += [path] if path in run_folders else run_folders
     folders = list(dict.fromkeys(folder.resolve() for folder in folders))
     if not folders:
         raise RunError("no training runs among the paths given")
@@ -296,7 +295,7 @@ def _read_run(folder: Path, name: str) -> Run:
         except ValueError as error:
             raise RunError(f"{path} is not JSON ({error}); {_HINT}") from None
         if not isinstance(summary, dict):
-            raise RunError(f"{path} holds {shortened(summary)}, not an object of named values; {_HINT}")
+            raise RunError(f"{path} contains {shortened(summary)} instead of a JSON object; {_HINT}")
         _check_summary(path, summary)
     phases = (f"{phase}_ms" for phase in PHASES)
     sent = ("bytes_sent", "bytes_in_node", "dense_bytes")
@@ -306,7 +305,7 @@ def _read_run(folder: Path, name: str) -> Run:
 
 
 def _read_evaluations(folder: Path) -> dict[str, np.ndarray]:
-    """The evaluations of a run; of one of an earlier version those at the ends of epochs, all on the test part."""
+    """The evaluations of a run; in files of earlier versions those at the ends of epochs, all on the test part."""
     fields = ("step", "part", "loss", "bytes_sent", "trained_seconds", *METRICS)
     if (folder / "evaluations.jsonl").exists():
         return _read_columns(folder / "evaluations.jsonl", fields)
@@ -317,7 +316,7 @@ def _read_evaluations(folder: Path) -> dict[str, np.ndarray]:
 
 
 def _check_summary(path: Path, summary: dict[str, Any]) -> None:
-    """Refuses here what could not be shown later."""
+    """Refuses a summary with values that a report could not show."""
     for key in _NUMBERS:
         try:
             as_number(summary.get(key))
@@ -333,7 +332,7 @@ def _check_summary(path: Path, summary: dict[str, Any]) -> None:
 
 
 def _check_target(until: Mapping[str, Any] | None) -> None:
-    """Raises TypeError or ValueError if what a summary says of a target is not what it can be."""
+    """Raises TypeError or ValueError if a summary's target is wrong."""
     if until is None:
         return
     Target.parse(typed(str, until.get("target"), "until: target"))
@@ -350,7 +349,7 @@ def _read_decisions(path: Path) -> Decisions | None:
 
 
 def _read_columns(path: Path, fields: Iterable[str]) -> dict[str, np.ndarray]:
-    """Read a JSON-lines file into one float array per field; the last line may be cut short."""
+    """Read a JSON-lines file into a float array for each field; the last line may be incomplete."""
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     records = []
     for number, line in enumerate(lines, start=1):
@@ -373,7 +372,7 @@ def _read_columns(path: Path, fields: Iterable[str]) -> dict[str, np.ndarray]:
 
 
 def _field(record: dict[str, Any], field: str) -> float:
-    """Raises TypeError or ValueError if a field of a record is not what it can be."""
+    """The value of a field of a record; raises TypeError or ValueError for a wrong value."""
     if field == "part" and field in record:
         if record[field] not in PARTS:
             raise ValueError(f"{shortened(record[field])} is not a part of the data: {' or '.join(PARTS)}")

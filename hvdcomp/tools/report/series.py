@@ -1,4 +1,4 @@
-"""What the runs of each series came to: means over the seeds with their 95% intervals, and what a target took."""
+"""The results of each series: means over the seeds with their 95% intervals, and the costs of a target."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdcomp.tools.report.runs import Run, finite, printable, three_digits
 from hvdcomp.tools.train.spread import Estimate, estimate
 
 REFERENCES = ("none", "fp16")
-"""Specs of the series whose time to a target others are compared with."""
+"""Specs of the series with whose time to a target the others are compared."""
 
 _FINAL: dict[str, Callable[[Run], float | None]] = {
     "loss": lambda run: run.number("loss"),
@@ -27,12 +27,12 @@ _TO_TARGET = {"steps_to_target": "step", "bytes_to_target": "bytes_sent", "secon
 
 
 def series_rows(groups: Iterable[Group]) -> list[dict[str, Any]]:
-    """A row for each series, of numbers rather than texts. Its means are over the runs that finished."""
+    """A row of numbers for each series. Means are over the finished runs."""
     groups = list(groups)
     return [_row(group, groups) for group in groups]
 
 
-def _row(group: Group, others: list[Group]) -> dict[str, Any]:
+def _row(group: Group, groups: list[Group]) -> dict[str, Any]:
     first = group.runs[0]
     target = None if group.target is None else str(group.target)
     reached = [run for run in group.runs if run.reached is not None]
@@ -56,26 +56,27 @@ def _row(group: Group, others: list[Group]) -> dict[str, Any]:
     for key, name in _TO_TARGET.items():
         row |= _columns(key, _to_target(group, name))
     for spec in REFERENCES:
-        row |= _speed(group, spec, others)
+        row |= _speed(group, spec, groups)
     return row
 
 
-def _columns(key: str, known: Estimate | None) -> dict[str, float | None]:
-    return {key: None, f"{key}_ci95": None} if known is None else {key: known.mean, f"{key}_ci95": known.half}
+def _columns(key: str, estimated: Estimate | None) -> dict[str, float | None]:
+    mean, half = (None, None) if estimated is None else (estimated.mean, estimated.half)
+    return {key: mean, f"{key}_ci95": half}
 
 
 def _by_seed(runs: Iterable[Run], get: Callable[[Run], float | None]) -> list[float]:
-    """A value for each seed. That of a seed that was run again is a mean: it is no further sample."""
+    """A value for each seed; the mean of several runs of a seed, as they are no further samples."""
     values: dict[Any, list[float]] = {}
     for run in runs:
         value, seed = get(run), run.count("seed")
         if value is not None:
             values.setdefault(run.folder if seed is None else seed, []).append(value)
-    return [statistics.fmean(those) for those in values.values()]
+    return [statistics.fmean(seed_values) for seed_values in values.values()]
 
 
 def _unfinished(group: Group) -> list[str]:
-    """How many runs ended in which way other than by finishing."""
+    """The number of runs with each status other than finished."""
     counts: dict[str, int] = {}
     for run in group.runs:
         if run.status != "finished":
@@ -84,38 +85,38 @@ def _unfinished(group: Group) -> list[str]:
 
 
 def mean_to_target(group: Group, name: str) -> float | None:
-    """What the target took ("step", "bytes_sent" or "trained_seconds"), over the runs that reached it; None of none."""
-    known = _to_target(group, name)
-    return None if known is None else known.mean
+    """The mean cost of the target ("step", "bytes_sent", "trained_seconds") over the runs that reached it, or None."""
+    estimated = _to_target(group, name)
+    return None if estimated is None else estimated.mean
 
 
 def _to_target(group: Group, name: str) -> Estimate | None:
-    """What the target took, over the runs that reached it."""
+    """The cost of the target, over the runs that reached it."""
     return estimate(_by_seed(group.runs, lambda run: None if run.reached is None else finite(run.reached[name])))
 
 
-def _speed(group: Group, spec: str, others: Iterable[Group]) -> dict[str, Any]:
-    """How many times as fast the target was reached as by the series of `spec` that did the same work, and over what.
+def _speed(group: Group, spec: str, groups: Iterable[Group]) -> dict[str, Any]:
+    """The speed-up to the target over the series of `spec` with the same work, and the runs that it is computed from.
 
-    Of several such the fastest counts, but one that always reached the target before one that did not.
+    Of several such series the fastest counts, but series that always reached the target come first.
     """
-    mine = mean_to_target(group, "trained_seconds")
-    rivals = [other for other in others if other.spec == spec and other.is_plain and other.work == group.work]
+    own_seconds = mean_to_target(group, "trained_seconds")
+    rivals = [other for other in groups if other.spec == spec and other.is_plain and other.work == group.work]
     times = {
         rival: seconds
         for rival in rivals
         if rival.target == group.target and (seconds := mean_to_target(rival, "trained_seconds")) is not None
     }
     column = f"speed_to_target_vs_{spec}"
-    if not mine or not times:
+    if not own_seconds or not times:
         return {column: None, f"{column}_over": None}
     rival = min(times, key=lambda rival: (not rival.always_reached, times[rival]))
-    every = group.always_reached and rival.always_reached
-    return {column: times[rival] / mine, f"{column}_over": "all runs" if every else "runs that reached it"}
+    always = group.always_reached and rival.always_reached
+    return {column: times[rival] / own_seconds, f"{column}_over": "all runs" if always else "runs that reached it"}
 
 
 def series_headings(groups: Iterable[Group]) -> list[str]:
-    """The headings of `series_cells`: those of a target only if any series has one."""
+    """The headings of `series_cells`; those of a target only if a series has one."""
     groups = list(groups)
     metric = next((group.metric for group in groups if group.metric), None)
     quality = {"accuracy": "Accuracy %", "perplexity": "Perplexity", None: "Quality"}[metric]
@@ -128,26 +129,26 @@ def series_headings(groups: Iterable[Group]) -> list[str]:
 
 
 def series_notes(groups: Iterable[Group]) -> list[str]:
-    """What has to be said of series for their numbers to be read rightly."""
+    """Notes that explain the numbers of series."""
     groups = list(groups)
     notes = []
     if any(len(group.runs) > 1 for group in groups):
         notes.append(
-            "Series: runs that differ in nothing but the seed. The numbers are means over the seeds, of the runs that "
-            "finished; ± is half the width of the 95% interval, by Student's t. Loss and quality are those at the end, "
-            "seconds those of training without evaluations."
+            "Series: runs that differ only in their seed. The numbers are means over the seeds of the finished runs; ± "
+            "is half the width of the 95% interval, by Student's t. Loss and quality are those at the end, seconds "
+            "those of training without evaluations."
         )
     if any(group.target is not None for group in groups):
         notes.append(
             "Steps, bytes and seconds to a target are means over the runs that reached it. Speed to it compares the "
             "seconds with those of the fastest series of that spec with the same target, ranks, batch size and link. "
-            "With an asterisk: some of the runs compared did not reach it."
+            "Asterisk: some of the compared runs did not reach it."
         )
     return notes
 
 
 def series_cells(row: dict[str, Any], headings: Sequence[str]) -> list[str]:
-    """The texts of one row, one for each of `series_headings`; a dash where nothing is known."""
+    """The texts of a row, by `series_headings`; a dash for a missing value."""
 
     def number(key: str, show: Callable[[float], str]) -> str:
         if row[key] is None:
@@ -155,11 +156,11 @@ def series_cells(row: dict[str, Any], headings: Sequence[str]) -> list[str]:
         half = row[f"{key}_ci95"]
         return show(row[key]) + ("" if half is None or show(half) == show(0.0) else f" (±{show(half)})")
 
-    more = [f"{row['runs']} runs"] if row["runs"] != row["seeds"] else []
-    more += [row["unfinished"]] if row["unfinished"] else []
+    remarks = [f"{row['runs']} runs"] if row["runs"] != row["seeds"] else []
+    remarks += [row["unfinished"]] if row["unfinished"] else []
     texts = [
         row["series"],
-        str(row["seeds"]) + (f" ({', '.join(more)})" if more else ""),
+        str(row["seeds"]) + (f" ({', '.join(remarks)})" if remarks else ""),
         number("loss", lambda v: f"{v:.3f}"),
         number("quality", lambda v: f"{100 * v:.2f}" if row["metric"] == "accuracy" else f"{v:.2f}"),
         number("bytes_sent", lambda v: filesize.decimal(round(v))),

@@ -1,5 +1,5 @@
-"""Turns runs into the rows of the report. Runs that differ in nothing but the seed make one group, shown by
-its mean and spread; groups of one model and data set make a section, with its table and curves."""
+"""Turns runs into the rows of the report. Runs that differ only in their seed are a group, shown by its mean and
+spread; the groups of a model and data set are a section, with its table and curves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvdcomp.tools.report.runs import PHASES, Run, RunError, printable, three_di
 from hvdcomp.tools.report.series import series_headings, series_notes, series_rows
 from hvdcomp.tools.report.turns import RATES, Turns
 
-_NO_BREAK = "\u00a0"  # space within a line of a heading
+_NO_BREAK = "\u00a0"  # a space at which headings do not break
 _AVERAGED = (
     *("quality", "ms_per_step", "bytes_sent_per_step", "bytes_in_node_per_step"),
     *("compression_factor", "speed_vs_baseline"),
@@ -25,8 +25,8 @@ _AVERAGED = (
 
 @dataclass(eq=False)
 class Section:
-    """The groups that share model and data, and so a table and curves. `reference` is the one that others are compared
-    with, of dense training if nothing else was asked for."""
+    """The groups that share model and data, and so a table and curves. The others are compared with the group
+    `reference`, which by default is dense training."""
 
     model: str | None
     data: str | None
@@ -62,7 +62,7 @@ class Section:
 
     @property
     def has_series(self) -> bool:
-        """Whether any series has several runs or a target, so that there is more to say of it than of a run."""
+        """Whether a series has several runs or a target, and so a row of its own."""
         return self.has_targets or any(len(group.runs) > 1 for group in self.groups)
 
     @property
@@ -71,7 +71,7 @@ class Section:
 
     @property
     def series(self) -> list[dict[str, Any]]:
-        """A row for each series: what its runs came to."""
+        """A row for each series, with its means."""
         return series_rows(self.groups)
 
     @property
@@ -80,7 +80,7 @@ class Section:
 
     @property
     def simulated(self) -> str | None:
-        """What the times of simulated ranks are, if there are such."""
+        """The origin of simulated ranks' times, in words; None without simulated ranks."""
         links = [run.simulated_link for run in self.runs if run.simulated_link is not None]
         if not links:
             return None
@@ -88,7 +88,7 @@ class Section:
 
     @property
     def turns(self) -> Turns | None:
-        """Where the steps that were measured in turns are from, if any were."""
+        """The steps measured in turns; None if there are none."""
         return next((group.turns for group in self.groups if group.turns_ms is not None), None)
 
     @property
@@ -98,8 +98,7 @@ class Section:
 
     @property
     def on_links(self) -> dict[str, list[str]]:
-        """For which keys of RATES steps were "measured", and for which others they are "predicted" and can be
-        trusted."""
+        """The keys of RATES for which steps were "measured", and the others for which they are reliably "predicted"."""
         if self.turns is None:
             return {}
         measured = [rate for rate in RATES if rate in self.turns.measured_ms]
@@ -107,18 +106,18 @@ class Section:
         return {kind: rates for kind, rates in (("measured", measured), ("predicted", predicted)) if rates}
 
     def notes(self) -> list[str]:
-        """What has to be said of the table for its times to be read rightly, and what could not be shown."""
+        """Notes that explain the table's times, and what could not be shown."""
         notes = []
         real = [run for run in self.runs if run.summary and run.simulated_link is None]
         if real and all(run.shares_one_machine for run in real):
             sizes = sorted({run.count("world_size") or 0 for run in real})
             ranks = " or ".join(map(str, sizes)) + (" real" if self.simulated else "")
             notes.append(
-                f"The {ranks} ranks of a run share one machine: they take its cores from each other, and what they "
-                "exchange passes through its memory. Compression has little to gain here, and may be slower."
+                f"The {ranks} ranks of a run share one machine: they compete for its cores, and exchange through its "
+                "memory. Compression gains little here, and may be slower."
             )
         if self.simulated:
-            notes.append(f"Simulated ranks: {self.simulated}. What packets and sockets cost a processor is left out.")
+            notes.append(f"Simulated ranks: {self.simulated}. The processor time of packets and sockets is left out.")
         notes += series_notes(self.groups)
         notes += [
             f"The decisions of {run.name} are not drawn: {printable(run.decisions.left_out)}."
@@ -127,9 +126,9 @@ class Section:
         ]
         if self.turns is not None:
             notes.append(
-                "ms per step: the methods took turns, a few steps at a time, so that whatever else the machine did "
-                "fell on all alike; medians, and those of none and fp16 are Horovod's own. With an asterisk: of its "
-                "own training alone, not to be compared."
+                "ms per step: medians; the methods took turns, a few steps at a time, so that other work on the "
+                "machine disturbed all alike. none and fp16 are Horovod's own. Asterisk: from the method's training "
+                "alone, not comparable."
             )
             if measured := self.on_links.get("measured"):
                 notes.append(
@@ -141,47 +140,48 @@ class Section:
 
 
 def _predicted_note(turns: Turns) -> str:
-    """What predictions rest on, or why there are none."""
+    """The basis of the predictions, or why there are none."""
     links = " or ".join(words for rate, words in RATES.items() if rate not in turns.measured_ms)
     worst = next(iter(turns.noisy), None)
-    why = ""
+    cause = ""
     if worst is not None:
-        why = (
-            f"Measurements of the calibration that differed by more than {NOISY:.0%} when they were repeated: "
-            f"{len(turns.noisy)}. What counts most is {worst}: {turns.noisy[worst]:.0%}. "
+        cause = (
+            f"Measurements of the calibration that differed by more than {NOISY:.0%} when repeated: "
+            f"{len(turns.noisy)}. The most important is {worst}: {turns.noisy[worst]:.0%}. "
         )
     if turns.calibrations > 1:
-        why += f"So it was calibrated {turns.calibrations} times, and the predictions are compared. "
+        cause += f"So it was calibrated {turns.calibrations} times, and the predictions are compared. "
     if not any(turns.predicted_ms.values()):
         return (
-            f"No step is predicted for links of {links}, as the performance model could not be calibrated here. {why}"
-            f"A prediction could be wrong by {turns.doubt:.0%}. Try it while nothing else is running."
+            f"There are no predictions for links of {links}, as the performance model could not be calibrated here. "
+            f"{cause}A prediction could be wrong by {turns.doubt:.0%}. Repeat it while nothing else is running."
         )
-    said = (
+    note = (
         f"Predicted, not measured: a step of {turns.world_size} such ranks with a link of {links} between them, by "
-        f"the performance model, which was calibrated in the same minutes. {why}Predictions may be wrong by "
+        f"the performance model, which was calibrated in the same minutes. {cause}Predictions may be wrong by "
         f"{turns.noise:.0%}; smaller differences mean nothing."
     )
     if turns.doubt > NOISY:
-        said += f" A dash is in place of those that may be wrong by more than {NOISY:.0%}."
-    return said
+        note += f" Predictions that may be wrong by more than {NOISY:.0%} are left out."
+    return note
 
 
 def make_sections(runs: Iterable[Run], baseline: str | None = None, turns: Turns | None = None) -> list[Section]:
     """Group the runs, find each group's baseline and sort them into sections.
 
     Args:
-        baseline: name or spec of the run that the others' speed is compared with; the spec "none" by default.
-        turns: steps of these runs that were measured in turns, and then count for their speed.
+        runs: of any models and data.
+        baseline: name or spec of the run with whose speed the others are compared; by default the spec "none".
+        turns: steps measured in turns, which replace the step times of matching runs.
 
     Raises:
-        RunError: no run is called `baseline`, or `turns` are of none of the runs.
+        RunError: no run is called `baseline`, or `turns` matches no run.
     """
     grouped: dict[Any, Group] = {}
     for run in runs:
         group = Group([run])
         same = (*group.setting, group.spec, frozenset(run.compared_options.items()))
-        # Without a summary it is not known what a run was, so it stays alone.
+        # Without a summary a run's options are unknown, so it is a group by itself.
         grouped.setdefault(same if run.summary else run.folder, Group([])).runs.append(run)
     groups = list(grouped.values())
     _set_labels(groups)
@@ -201,22 +201,26 @@ def make_sections(runs: Iterable[Run], baseline: str | None = None, turns: Turns
 
 
 def _set_labels(groups: list[Group]) -> None:
-    """Label each group with its spec, its policy and the options that tell it from others of that spec."""
+    """Label each group with its spec, its policy, and the options that distinguish it from others of that spec."""
     for group in groups:
         rivals = [g for g in groups if g.spec == group.spec and g.setting[:2] == group.setting[:2]]
         described = {id(g): _described(g) for g in rivals}
-        own = described[id(group)]
-        telling = [k for k in own if k != "policy" and any(other.get(k) != own[k] for other in described.values())]
+        options = described[id(group)]
+        differing = [
+            key
+            for key in options
+            if key != "policy" and any(other.get(key) != options[key] for other in described.values())
+        ]
         run = group.runs[0]
         group.label = ", ".join(part for part in (run.spec, run.policy) if part)
         if not run.summary or not run.spec:
             group.label = f"{run.name} ({run.status})" + (f": {group.label}" if group.label else "")
-        elif telling:
-            group.label += " (" + ", ".join(f"{key}={own[key]}" for key in telling) + ")"
+        elif differing:
+            group.label += " (" + ", ".join(f"{key}={options[key]}" for key in differing) + ")"
 
 
 def _described(group: Group) -> dict[str, str | None]:
-    """What a label may tell of a group: its options, and its ranks, which are an option only if they are simulated."""
+    """The values of a group for labels: its options and its ranks, which are an option only if they are simulated."""
     options = {key: value for key, value in group.runs[0].compared_options.items() if key != "simulate_ranks"}
     ranks = group.setting[2]
     return {**options, "ranks": ranks if group.runs[0].simulated_link is None else f"{ranks} simulated"}
@@ -228,31 +232,31 @@ def _set_turns(groups: list[Group], turns: Turns) -> None:
             group.turns = turns
     if not any(group.turns_ms is not None for group in groups):
         raise RunError(
-            f"the steps measured in turns are of {turns.model} on {turns.data}, {turns.world_size} ranks and batches "
-            f"of {turns.batch_size}, with {', '.join(turns.ms)}, and none of the runs is"
+            f"no run matches the steps measured in turns: {turns.model} on {turns.data}, {turns.world_size} ranks, "
+            f"batches of {turns.batch_size}, with {', '.join(turns.ms)}"
         )
 
 
-def _set_baselines(groups: list[Group], wanted: str | None) -> list[Group]:
-    """Gives each group the time that it is compared with, and returns those groups that are baselines."""
+def _set_baselines(groups: list[Group], name: str | None) -> list[Group]:
+    """Sets the baseline time of each group; returns the groups that are baselines."""
 
-    def answers(group: Group) -> bool:
-        if wanted is None:
+    def is_baseline(group: Group) -> bool:
+        if name is None:
             return group.spec == "none"
-        return wanted in (group.spec, group.label, *(run.name for run in group.runs))
+        return name in (group.spec, group.label, *(run.name for run in group.runs))
 
-    if wanted is not None and not any(map(answers, groups)):
+    if name is not None and not any(map(is_baseline, groups)):
         names = ", ".join(run.name for group in groups for run in group.runs)
-        raise RunError(f"no run or spec is called {wanted!r}, to be the baseline; the runs are: {names}")
+        raise RunError(f"no run or spec for the baseline is called {name!r}; the runs are: {names}")
     for group in groups:
         if group.runs[0].summary:
-            same_work = (other for other in groups if answers(other) and other.work == group.work)
-            group.baseline_ms = next((other.compared_ms for other in same_work), None)
-    return list(filter(answers, groups))
+            same_work = (baseline for baseline in groups if is_baseline(baseline) and baseline.work == group.work)
+            group.baseline_ms = next((baseline.compared_ms for baseline in same_work), None)
+    return list(filter(is_baseline, groups))
 
 
 def _rows(group: Group) -> list[dict[str, Any]]:
-    """One row for the group, of numbers rather than texts; and one for each run if it has several."""
+    """A row of numbers for the group; and one for each run if it has several."""
     if len(group.runs) == 1:
         return [_row("run", group.runs[0].name, group.runs, group)]
     average = _row("mean", f"mean of {len(group.runs)} runs", group.runs, group)
@@ -260,7 +264,8 @@ def _rows(group: Group) -> list[dict[str, Any]]:
 
 
 def _row(kind: str, name: str, runs: list[Run], group: Group) -> dict[str, Any]:
-    """The numbers of `runs`, of a group; `kind` is "run", or "mean" of several or "seed" for one of these."""
+    """The numbers of `runs` of a group; `kind` is "run" for a single run, "mean" for several, "seed" for one of them.
+    """
     first = runs[0]
 
     def agreed(get: Callable[[Run], Any]) -> Any:
@@ -302,11 +307,12 @@ def _value(run: Run, key: str, group: Group) -> float | None:
 
 
 def cells(row: dict[str, Any], in_turns: bool = False, on_links: Mapping[str, list[str]] | None = None) -> list[str]:
-    """The texts of one row in the order of `Section.headings`; a dash where nothing is known.
+    """The texts of a row in the order of `Section.headings`; a dash for a missing value.
 
     Args:
-        in_turns: of the section: times of single trainings are then marked.
-        on_links: of the section: its kinds of times have a place of their own.
+        row: of `Section.rows`.
+        in_turns: of the section; if true, times of separate trainings are marked.
+        on_links: of the section; each kind of times has a cell.
     """
 
     def number(key: str, show: Callable[[float], str]) -> str:
@@ -321,11 +327,11 @@ def cells(row: dict[str, Any], in_turns: bool = False, on_links: Mapping[str, li
     phases = [plain(row[f"{phase}_ms"], three_digits) for phase in PHASES]
     times = [number("ms_per_step", three_digits)]
     if in_turns:
-        alone = f"{times[0]}*" if row["ms_per_step"] is not None else "-"
-        times = [alone if row["turns_ms"] is None else three_digits(row["turns_ms"])]
+        own_time = f"{times[0]}*" if row["ms_per_step"] is not None else "-"
+        times = [own_time if row["turns_ms"] is None else three_digits(row["turns_ms"])]
     for kind, rates in (on_links or {}).items():
-        there = [plain(row[f"{kind}_ms_{rate}"], three_digits) for rate in rates]
-        times.append("-" if row["turns_ms"] is None else " / ".join(there))
+        link_times = [plain(row[f"{kind}_ms_{rate}"], three_digits) for rate in rates]
+        times.append("-" if row["turns_ms"] is None else " / ".join(link_times))
     return [
         row["run"] + ("" if row["status"] == "finished" else f" ({row['status']})"),
         plain(row["spec"]),
@@ -341,13 +347,13 @@ def cells(row: dict[str, Any], in_turns: bool = False, on_links: Mapping[str, li
 
 
 def _within_nodes(row: dict[str, Any]) -> str:
-    """How much of what is sent stays within a node, where anything does for certain."""
+    """The sent bytes that stay within a node; "" if there are none, or they are unknown."""
     sent = row["bytes_in_node_per_step"]
     return f" ({filesize.decimal(round(sent))} in the node)" if sent else ""
 
 
 def policy_line(row: dict[str, Any]) -> str | None:
-    """A row's policy and the number of its decisions, to stand below the spec; None without a policy."""
+    """A row's policy and the number of its decisions; None without a policy."""
     if row["policy"] is None or row["decisions"] is None:
         return row["policy"]
     return f"{row['policy']} ({row['decisions']} decision{'' if row['decisions'] == 1 else 's'})"

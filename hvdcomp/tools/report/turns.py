@@ -1,8 +1,8 @@
-"""Times of steps that were measured in turns, beside what the performance model predicts for other networks.
+"""Step times that were measured in turns, and the performance model's predictions for other networks.
 
-The file is what `python -m hvdcomp.tools.bench.compare_worker` writes: a calibration of one model, and real steps of it
-with several compressors. All of them took turns, a few steps at a time, so that a machine that is busy for a while is
-busy for all of them. Trainings one after the other cannot be compared so.
+`python -m hvdcomp.tools.bench.compare_worker` writes the file: a calibration of a model, and real steps of it with
+several compressors. The compressors took turns, a few steps at a time, so that other work on the machine disturbs all of
+them alike. Trainings one after the other are not comparable.
 """
 
 from __future__ import annotations
@@ -32,25 +32,24 @@ from hvdcomp.perfmodel.network import ALGORITHMS
 from hvdcomp.tools.report.runs import RunError, printable
 
 RATES = {"100mbit": "100 Mb/s", "1gbit": "1 Gb/s"}
-"""Bandwidths that steps are predicted for, and how they are written."""
+"""Bandwidths for which steps are predicted, with their names."""
 _SPEEDS = {"100mbit": 1.25e7, "1gbit": 1.25e8}  # bytes/s
 
 
 @dataclass(frozen=True)
 class Turns:
-    """What such a file says of one model, data set, number of ranks and batch size.
+    """Steps measured in turns, of a model, data set, number of ranks and batch size.
 
     Attributes:
-        model, data, world_size, batch_size: whose steps they are.
-        ms: measured median of a step, by spec.
-        predicted_ms: by spec, then by key of RATES, where it can be trusted: the median over all calibrations.
-        calibrations: how many there are, one after the other.
-        noise: relative difference of predictions below which no method is to be called faster than another.
-        doubt: the same, of the prediction that can be trusted least.
-        noisy: of the measurements that a calibration calls too noisy, how far the repetitions differ, the one that
-            counts most in a step first.
-        link: key of RATES, if the ranks were on emulated hosts with such links; None for what connects them here.
-        measured_ms: by key of RATES, what `ms` is on such links.
+        model, data, world_size, batch_size: of the steps.
+        ms: measured median step time, by spec.
+        predicted_ms: reliable predictions by spec, then by key of RATES: medians over all calibrations.
+        calibrations: the number of successive calibrations.
+        noise: relative error of the reliable predictions; smaller differences mean nothing.
+        doubt: relative error of the least reliable prediction.
+        noisy: relative difference of the repetitions of each noisy measurement, the most important first.
+        link: key of RATES, if the ranks were on emulated hosts with such links; None for this machine's connections.
+        measured_ms: `ms` on such links, by key of RATES.
     """
 
     model: str
@@ -68,11 +67,11 @@ class Turns:
 
     @property
     def work(self) -> tuple[str, str, int, int]:
-        """What two such files must share to be shown together."""
+        """The values that two files must share to be shown together."""
         return self.model, self.data, self.world_size, self.batch_size
 
     def fits(self, setting: tuple[str | None, ...], options: Mapping[str, str]) -> bool:
-        """Whether steps of a run with this (model, data, ranks) and these options are such steps."""
+        """Whether the steps of a run with this (model, data, ranks) and these options match."""
         plain = options.get("framework", "torch") == "torch" and options.get("backward_passes_per_step", "1") == "1"
         real = options.get("simulate_ranks", "None") == "None"
         constant = options.get("policy", "None") == "None"
@@ -81,27 +80,27 @@ class Turns:
 
 
 def load_all_turns(files: Sequence[Path]) -> Turns:
-    """Reads such files: one of steps on this machine as it is, and others of the same steps on emulated links.
+    """Reads files of steps measured in turns: one of steps on this machine, others of the same steps on emulated links.
 
     Raises:
-        RunError: as of `load_turns`; or they do not belong together.
+        RunError: as of `load_turns`; or the files do not belong together.
     """
-    every = [load_turns(file) for file in files]
-    here = [point for point in every if point.link is None]
-    there = {point.link: point.ms for point in every if point.link is not None}
-    if len(here) != 1 or len(there) != len(every) - 1 or len({point.work for point in every}) != 1:
+    all_turns = [load_turns(file) for file in files]
+    local = [point for point in all_turns if point.link is None]
+    on_links = {point.link: point.ms for point in all_turns if point.link is not None}
+    if len(local) != 1 or len(on_links) != len(all_turns) - 1 or len({point.work for point in all_turns}) != 1:
         raise RunError(
-            f"{', '.join(map(str, files))}: steps measured in turns are shown of one model, data set, number of ranks "
-            "and batch size, in one file without --rate and one for each --rate"
+            f"{', '.join(map(str, files))}: steps measured in turns must be of one model, data set, number of ranks "
+            "and batch size, in a file without --rate and at most a file for each --rate"
         )
-    return replace(here[0], measured_ms=there)
+    return replace(local[0], measured_ms=on_links)
 
 
 def load_turns(file: Path) -> Turns:
-    """Reads one such file.
+    """Reads a file of steps measured in turns.
 
     Raises:
-        RunError: it is none, or of a model without its data, such as "cnn" instead of "cnn@digits".
+        RunError: the file has another form, or a model without its data, such as "cnn" instead of "cnn@digits".
     """
     try:
         content = parse_json(file.read_bytes())
@@ -110,11 +109,11 @@ def load_turns(file: Path) -> Turns:
         (name,) = calibration.models
         model, at, data = name.partition("@")
         if not at:
-            raise RunError(f"{file} is of {name!r}, which does not say on which data: measure it as {name}@digits")
-        left = (content["alone"], content["auto"])
-        # Trainings send during the backward pass, as far as a method can.
+            raise RunError(f"{file} has the model {name!r} without its data: measure it as {name}@digits")
+        left_out = (content["alone"], content["auto"])
+        # Trainings overlap with the backward pass if the method can.
         methods = [
-            name for name, step in content["steps"].items() if name not in left and step.get("overlap_bytes") != 0
+            name for name, step in content["steps"].items() if name not in left_out and step.get("overlap_bytes") != 0
         ]
         specs = {str(parse_compressor(STOCK_SPECS.get(method, method))): method for method in methods}
         ms = {spec: float(content["steps"][method]["median_ms"]) for spec, method in specs.items()}
@@ -122,9 +121,9 @@ def load_turns(file: Path) -> Turns:
         batch_size = calibration.models[name].compute.batch_size
         link = content.get("rate")
         if link not in (None, *RATES):
-            raise RunError(f"{file} is of links of {link!r}, and a report shows those of {' or '.join(RATES)}")
-        noisy = _noisy(content.get("noisy", {}))  # files of earlier versions have none
-        early = content.get("early_bytes") or 0  # files of earlier versions are of steps that send all at the end
+            raise RunError(f"{file} has links of {link!r}; a report can only show {' or '.join(RATES)}")
+        noisy = _noisy(content.get("noisy", {}))  # missing in files of earlier versions
+        early = content.get("early_bytes") or 0  # steps of earlier versions send all gradients after the backward pass
         advisers = {
             rate: [Adviser(_with_links(calibration, speed), name, list(specs), early) for calibration in calibrations]
             for rate, speed in _SPEEDS.items()
@@ -133,16 +132,16 @@ def load_turns(file: Path) -> Turns:
         if isinstance(error, RunError):
             raise
         raise RunError(
-            f"{file} holds no steps measured in turns ({type(error).__name__}: {error}); "
+            f"{file} does not contain steps measured in turns ({type(error).__name__}: {error}); "
             "python -m hvdcomp.tools.bench.compare_worker writes such files"
         ) from None
     if batch_size is None or not all(math.isfinite(value) and value > 0 for value in ms.values()):
-        raise RunError(f"{file}: it has no batch size, or a time that cannot be")
+        raise RunError(f"{file}: the batch size is missing, or a time is not a positive number")
     predicted: dict[str, dict[str, float]] = {spec: {} for spec in ms}
     doubts = []
     for spec in ms:
-        for rate, those in advisers.items():
-            steps_s = [float(adviser.step_s(spec, Setting(ranks))) for adviser in those]
+        for rate, rate_advisers in advisers.items():
+            steps_s = [float(adviser.step_s(spec, Setting(ranks))) for adviser in rate_advisers]
             doubts.append(_doubt(steps_s, calibration.noise, noisy))
             if doubts[-1] <= NOISY:
                 predicted[spec][rate] = 1e3 * statistics.median(steps_s)
@@ -156,17 +155,17 @@ def load_turns(file: Path) -> Turns:
         calibrations=len(calibrations),
         noise=max((doubt for doubt in doubts if doubt <= NOISY), default=0.0),
         doubt=max(doubts, default=0.0),
-        noisy={what: noisy[what]["spread"] for what in uncertain_shares(noisy, 1.0)},
+        noisy={measurement: noisy[measurement]["spread"] for measurement in uncertain_shares(noisy, 1.0)},
         link=link,
     )
 
 
 def _doubt(steps_s: Sequence[float], noise: float, noisy: Mapping[str, Mapping[str, float]]) -> float:
-    """How far a prediction can be wrong, as a share of it.
+    """The relative error of a prediction: the spread of several calibrations, or the noise of a single calibration.
 
     Args:
         steps_s: the prediction of each calibration.
-        noise, noisy: of the only calibration; several say more by how far their predictions differ.
+        noise, noisy: of a single calibration.
     """
     if len(steps_s) > 1:
         return (max(steps_s) - min(steps_s)) / statistics.median(steps_s)
@@ -174,19 +173,19 @@ def _doubt(steps_s: Sequence[float], noise: float, noisy: Mapping[str, Mapping[s
 
 
 def _noisy(content: Any) -> dict[str, dict[str, float]]:
-    """What the calibration calls too noisy, as `uncertain_shares` takes it."""
+    """The noisy measurements of a calibration, in the form of `uncertain_shares`."""
     keys = ("seconds", "spread")
-    noisy = {printable(what): {key: float(number[key]) for key in keys} for what, number in content.items()}
+    noisy = {printable(name): {key: float(number[key]) for key in keys} for name, number in content.items()}
     if not all(math.isfinite(value) and value >= 0 for number in noisy.values() for value in number.values()):
-        raise ValueError("noisy: a time or a spread that cannot be")
+        raise ValueError("noisy: a time or a spread is negative or not finite")
     return noisy
 
 
 def _with_links(calibration: Calibration, bytes_per_s: float) -> Calibration:
-    """The same computers with links of this bandwidth between all ranks.
+    """The calibration with links of this bandwidth between all ranks.
 
-    The measured table of transfers goes: between ranks of one machine it tells how fast that copies, and how long a
-    rank waits for a core, which does not grow where a link is slower.
+    The measured table of transfers is dropped: between ranks of a machine it contains copying and waiting for a core,
+    which a slower link does not prolong.
     """
     network = calibration.network
     costs: dict[str, Any] = {

@@ -1,6 +1,6 @@
-"""Counterparts that follow from the shapes of models: parameters, and the floats that a whole training sends.
+"""Counterparts from the shapes of models: parameters, and the floats that a whole training sends.
 
-No training is needed: a compressor's payload depends on shapes alone.
+They need no training, as a compressor's payload only depends on shapes.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from hvdcomp.tools.reproduce.outcome import Outcome, Row, within
 from hvdcomp.tools.reproduce.published import Artefact
 
 WIKITEXT_WORDS = 34_069
-"""Words of WikiText-2 as Accordion's authors cut it, which they do not state: what their number of parameters says of
-an LSTM of 650 units whose output has the weights of its embedding."""
+"""The number of words in the Accordion paper's WikiText-2, which it does not state: computed from its number of
+parameters, for an LSTM of 650 units whose output shares the weights of its embedding."""
 EPOCHS = 300
 STEPS_OF_AN_EPOCH = 98
-"""Of CIFAR's 50,000 images in batches of 512, 128 from each of 4 ranks; the last one is not full."""
+"""Steps of an epoch of CIFAR's 50,000 images, in batches of 512, 128 from each of 4 ranks; the last is not full."""
 STEPS_BY_BATCH = {("cifar10", "512"): 98, ("cifar100", "512"): 97, ("cifar10", "4096"): 12, ("cifar100", "4096"): 12}
-"""The same in tables 5 and 6, whose numbers say that batches that are not full were left out in three of four."""
+"""Steps of an epoch in tables 5 and 6, whose numbers imply that three of four leave out the last, incomplete batch."""
 TOPK_WORKERS, TOPK_PARTS = 4, 2
-"""The authors count what all four ranks gather of TopK, values and indices."""
+"""The authors count TopK's values and indices of all four ranks."""
 
 
 def _size(tensors: tuple[TensorInfo, ...]) -> int:
@@ -33,7 +33,7 @@ def _size(tensors: tuple[TensorInfo, ...]) -> int:
 
 
 def floats_of_a_step(tensors: tuple[TensorInfo, ...], spec: str) -> float:
-    """Numbers of 32 bits that a rank hands to the collectives, every matrix compressed, indices counted too."""
+    """The 32-bit numbers, indices included, that a rank hands to the collectives, with every matrix compressed."""
     return exchange_of(parse_compressor(spec), tensors, 4, min_numel=0).bytes / 4
 
 
@@ -69,8 +69,8 @@ def sizes(artefact: Artefact) -> Outcome:
 
 
 def floats_sent(artefact: Artefact) -> list[Row]:
-    """Of Accordion's tables 1 to 6: what fixed levels send in a whole training, which the numbers of steps and the
-    shapes determine. What Accordion sends is between them, and only a training says where."""
+    """The floats that fixed levels send in a whole training, from the number of steps and the shapes, for Accordion's
+    tables 1 to 6. Accordion's own floats lie between them, and need a training."""
     data, compressor = str(artefact.settings.get("data")), artefact.settings.get("compressor")
     chosen = artefact.settings.get("network")
     rows = []

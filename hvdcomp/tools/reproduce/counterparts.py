@@ -1,4 +1,4 @@
-"""Calls the counterpart of a table or figure, and notes what made it."""
+"""Runs the counterpart of a table or figure, and notes its command and commit."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from hvdcomp.tools.reproduce.trainings import commit
 
 
 def run(artefact: Artefact, quick: bool, runs: Path) -> Outcome:
-    """Finds ours.
+    """The outcome of an artefact's counterpart.
 
     Args:
-        quick: in about a minute, with fewer seeds.
-        runs: folder for trainings, which are not made twice.
+        artefact: a table or figure.
+        quick: use fewer seeds, for about a minute.
+        runs: folder of trainings, which are not repeated.
     """
     start = time.monotonic()
     name = artefact.counterpart
@@ -27,18 +28,18 @@ def run(artefact: Artefact, quick: bool, runs: Path) -> Outcome:
         return Outcome(name=artefact.name, why=artefact.why)
     commits: list[str] = []
     if name in predicted.COUNTERPARTS or name in counted.COUNTERPARTS:
-        found = {**predicted.COUNTERPARTS, **counted.COUNTERPARTS}[name](artefact)
+        outcome = {**predicted.COUNTERPARTS, **counted.COUNTERPARTS}[name](artefact)
     else:
         from hvdcomp.tools.reproduce import timed, trained
 
         if name in timed.COUNTERPARTS:
-            found = timed.COUNTERPARTS[name](artefact, quick)
+            outcome = timed.COUNTERPARTS[name](artefact, quick)
         else:
             trainings = trained.Trainings(runs, quick)
-            found = trained.COUNTERPARTS[name](artefact, trainings)
+            outcome = trained.COUNTERPARTS[name](artefact, trainings)
             commits = sorted(trainings.commits)
     about = _about(artefact, quick, commits or [commit()], time.monotonic() - start)
-    return dataclasses.replace(found, about={**found.about, **about})
+    return dataclasses.replace(outcome, about={**outcome.about, **about})
 
 
 def _about(artefact: Artefact, quick: bool, commits: Sequence[str], seconds: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What is looked at in the gradients of one training by itself: critical regimes, and what two gradients share."""
+"""Counterparts from the gradients of a single training: critical regimes, and common coordinates of gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvdcomp.tools.train.data import epoch_shard, load_data
 from hvdcomp.tools.train.frameworks import build_model
 from hvdcomp.tools.train.options import TrainingOptions
 
-_SAMPLES, _PASS = 256, 256  # of the Hessian, and of one pass for it
+_SAMPLES, _PASS = 256, 256  # of the Hessian, and of a pass for it
 
 
 class _Training:
@@ -35,7 +35,7 @@ class _Training:
         self.labels = torch.from_numpy(data.train_y)
 
     def epoch(self, number: int) -> list[torch.Tensor]:
-        """Trains; the gradient of each step, flat."""
+        """Trains an epoch; returns the flat gradient of each step."""
         assert self.options.batch_size is not None
         rate = self.options.learning_rate(number - 1, self.options.epochs)
         for group in self._optimizer.param_groups:
@@ -52,40 +52,40 @@ class _Training:
 
 
 def common_of_largest(training: Mapping[str, Any], share: float = 0.1) -> float:
-    """Percent of the largest coordinates of a gradient that are among those of another one of the same epoch, on the
-    average over pairs in the third epoch."""
-    at_work = _Training(TrainingOptions(**training))
+    """The percentage of a gradient's largest coordinates that are also among those of another gradient, averaged over
+    pairs of steps of the third epoch."""
+    training_run = _Training(TrainingOptions(**training))
     gradients: list[torch.Tensor] = []
     for number in (1, 2, 3):
-        gradients = at_work.epoch(number)
+        gradients = training_run.epoch(number)
     count = int(share * gradients[0].numel())
     largest = [set(gradient.abs().topk(count).indices.tolist()) for gradient in gradients[:12]]
     return 100 * statistics.fmean(len(a & b) / count for a, b in itertools.combinations(largest, 2))
 
 
 def regimes(artefact: Artefact, quick: bool) -> Outcome:
-    """Accordion's figure 3: spans that are critical by the norm of the gradient, and by the Hessian's eigenvalue."""
+    """Accordion's figure 3: critical spans by the norm of the gradient, and by the Hessian's eigenvalue."""
     epochs, seeds = 20, range(1 if quick else 5)
     agreements, both = [], False
     curves: dict[str, list[Curve]] = {}
     for seed in seeds:
-        at_work = _Training(
+        training_run = _Training(
             TrainingOptions(model="cnn", data="digits", label_noise=0.2, epochs=epochs, milestones=(10.0,), seed=seed)
         )
         record = RegimeRecord(interval=2, eta=0.5)
-        batches = [(at_work.inputs[:_SAMPLES], at_work.labels[:_SAMPLES])]
+        batches = [(training_run.inputs[:_SAMPLES], training_run.labels[:_SAMPLES])]
         for number in range(1, epochs + 1):
-            total = torch.stack(at_work.epoch(number)).sum(dim=0)
-            found = largest_hessian_eigenvalue(
-                at_work.model, nn.CrossEntropyLoss(), batches, iterations=100, tolerance=1e-2
+            total = torch.stack(training_run.epoch(number)).sum(dim=0)
+            curvature = largest_hessian_eigenvalue(
+                training_run.model, nn.CrossEntropyLoss(), batches, iterations=100, tolerance=1e-2
             )
-            record.note(eigenvalue=found.value, gradient_norm=float(torch.linalg.vector_norm(total)))
+            record.note(eigenvalue=curvature.value, gradient_norm=float(torch.linalg.vector_norm(total)))
         agreements.append(100 * float(record.as_json()["agreement"]))
         if seed == 0:
             shown = record.as_json()
             curves = {
-                what: [Curve(label=what, x=list(range(1, epochs + 1)), y=shown[key]["values"])]
-                for what, key in (("largest eigenvalue", "eigenvalue"), ("norm of the gradient", "gradient_norm"))
+                name: [Curve(label=name, x=list(range(1, epochs + 1)), y=shown[key]["values"])]
+                for name, key in (("largest eigenvalue", "eigenvalue"), ("norm of the gradient", "gradient_norm"))
             }
             both = all(bool(record.critical(key)[10]) for key in ("eigenvalue", "gradient_norm"))
     share = statistics.fmean(agreements)

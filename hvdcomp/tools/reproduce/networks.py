@@ -1,7 +1,7 @@
-"""Shapes of the Accordion paper's networks, which are those of two collections: kuangliu/pytorch-cifar for CIFAR-10 and
-weiaicunzai/pytorch-cifar100 for CIFAR-100, as the paper's parameter counts (tables 8 and 9) confirm to the last one.
+"""Shapes of the Accordion paper's networks, which come from two collections: kuangliu/pytorch-cifar for CIFAR-10 and
+weiaicunzai/pytorch-cifar100 for CIFAR-100. They match the paper's parameter counts (tables 8 and 9) exactly.
 
-ResNet-18 and the layers of VGG-19 are models of `hvdcomp train`; the others exist as shapes alone.
+ResNet-18 and the layers of VGG-19 are models of `hvdcomp train`; the other networks exist only as shapes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hvdcomp.compressors import TensorInfo
 
 CLASSES = {"cifar10": 10, "cifar100": 100}
 _VGG_HEAD = {"cifar10": (512, 512), "cifar100": (4096, 4096)}
-"""Widths of two layers that the authors' VGG-19 has before its last one; that of `hvdcomp train` has none."""
+"""Widths of two layers before the last layer of the authors' VGG-19, which `hvdcomp train`'s lacks."""
 
 
 class _Shapes:
@@ -40,11 +40,11 @@ class _Shapes:
 
 
 def tensors_of(network: str, data: str) -> tuple[TensorInfo, ...] | None:
-    """The parameters of a network for a data set of `CLASSES`; None for one whose shapes are not known here."""
+    """The parameters of a network for a data set of `CLASSES`; None if its shapes are unknown."""
     if network in _TRAINED:
         return _trained(network, data)
     if network not in _OTHERS or (network == "SENet" and data != "cifar10"):
-        return None  # another SENet, which has other shapes
+        return None  # CIFAR-100's SENet has other shapes
     shapes = _Shapes()
     _OTHERS[network](shapes, CLASSES[data])
     return tuple(shapes.tensors)
@@ -88,7 +88,7 @@ def _densenet(shapes: _Shapes, classes: int) -> None:
             shapes.norm(4 * growth)
             shapes.convolution(growth, 4 * growth, 3)
             width += growth
-        shapes.norm(width)  # of the transition, and at the end
+        shapes.norm(width)  # of the transition, or of the end
         if block < 3:
             shapes.convolution(width // 2, width, 1)
             width //= 2
@@ -96,7 +96,7 @@ def _densenet(shapes: _Shapes, classes: int) -> None:
 
 
 def _googlenet(shapes: _Shapes, classes: int) -> None:
-    """Szegedy et al. 2015, with normalization, and two convolutions of 3 in place of one of 5."""
+    """Szegedy et al. 2015, with normalization, and two convolutions of 3 in place of a convolution of 5."""
 
     def unit(outputs: int, inputs: int, kernel: int) -> None:
         shapes.convolution(outputs, inputs, kernel, bias=True)
@@ -104,7 +104,7 @@ def _googlenet(shapes: _Shapes, classes: int) -> None:
 
     unit(192, 3, 3)
     inputs = 192
-    for one, reduce3, three, reduce5, five, pool in (
+    for conv1, reduce3, three, reduce5, five, pool in (
         (64, 96, 128, 16, 32, 32),
         (128, 128, 192, 32, 96, 64),
         (192, 96, 208, 16, 48, 64),
@@ -115,14 +115,14 @@ def _googlenet(shapes: _Shapes, classes: int) -> None:
         (256, 160, 320, 32, 128, 128),
         (384, 192, 384, 48, 128, 128),
     ):
-        unit(one, inputs, 1)
+        unit(conv1, inputs, 1)
         unit(reduce3, inputs, 1)
         unit(three, reduce3, 3)
         unit(reduce5, inputs, 1)
         unit(five, reduce5, 3)
         unit(five, five, 3)
         unit(pool, inputs, 1)
-        inputs = one + three + five + pool
+        inputs = conv1 + three + five + pool
     shapes.linear(classes, inputs)
 
 

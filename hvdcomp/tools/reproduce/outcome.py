@@ -1,4 +1,4 @@
-"""What came of a table or figure: the published numbers beside ours, and what is to be said of them."""
+"""The result for a table or figure: the published numbers beside hvdcomp's, and a verdict."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ VERDICTS = (REVERSED, IN_PART, AS_PUBLISHED, NOT_SHOWN)
 
 
 CONTROL = "the control"
-"""With this begins the note of a row that is one."""
+"""The beginning of a control row's note."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A number of the paper beside ours.
+    """A number of the paper beside hvdcomp's.
 
     Attributes:
-        what: of which it is, with its unit.
-        published: the paper's; None if it states none.
-        ours: None if we have none.
-        half: half of the 95 % interval of ours, over seeds; None of what has no spread.
-        holds: whether ours says what the paper says; None if it does not say, or if the paper says nothing of it.
-        open: the paper says something of it, and the spread of ours leaves it open.
-        main: it is what the paper draws from the table or figure.
-        note: how ours was found, or why there is none.
+        what: the quantity, with its unit.
+        published: the paper's number; None if it states none.
+        ours: hvdcomp's number; None if there is none.
+        half: half of the 95 % interval of `ours` over seeds; None without a spread.
+        holds: whether `ours` confirms the paper's claim; None if it is open, or if there is no claim.
+        open: there is a claim, which the spread of `ours` leaves open.
+        main: the claim is the paper's main conclusion from the table or figure.
+        note: how `ours` was found, or why there is none.
     """
 
     what: str
@@ -45,19 +45,14 @@ class Row:
     note: str = ""
 
     @property
-    def is_control(self) -> bool:
-        """Whether it is the control of another row."""
-        return self.note.startswith(CONTROL)
-
-    @property
     def difference(self) -> float | None:
-        """Ours less the paper's."""
+        """`ours` minus `published`."""
         return None if self.published is None or self.ours is None else self.ours - self.published
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """A line of a plot, or bars where `x` are texts."""
+    """A line of a plot, or bars if `x` are texts."""
 
     label: str
     x: Sequence[Any]
@@ -67,14 +62,15 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a counterpart found.
+    """The result of a counterpart.
 
     Attributes:
         name: of the artefact.
-        rows: what is compared.
-        curves: of the plot, by the label of its y axis; with `x` of the x axis.
-        why: nothing could be shown, if so.
-        ours: what ours is of, in a sentence.
+        rows: the compared numbers.
+        curves: of the plots, by the label of the y axis.
+        x: the label of the x axis.
+        why: why nothing could be shown; None if something was.
+        ours: the origin of hvdcomp's numbers, in a sentence.
         about: command, commit, seconds, seeds and the like.
     """
 
@@ -88,20 +84,20 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """One of `VERDICTS`, by the rows that say whether they hold.
+        """The verdict, of `VERDICTS`, by the rows that hold or do not.
 
-        Reversed is a result of which no row holds or, where some are main ones, none of these. Where a published number
-        has none of ours, or the spread leaves a row open, a result is in part at most.
+        A result is reversed if no row holds or, if there are main rows, no main row. It is at most in part if a
+        published number has no counterpart, or a row is open.
         """
-        said = [row.holds for row in self.rows if row.holds is not None]
-        if not said:
+        verdicts = [row.holds for row in self.rows if row.holds is not None]
+        if not verdicts:
             return NOT_SHOWN
         main = [row for row in self.rows if row.main]
         decided = [row.holds for row in main or self.rows if row.holds is not None]
         if decided and not any(decided):
             return REVERSED
         whole = not any(row.open or (row.ours is None and row.published is not None) for row in self.rows)
-        return AS_PUBLISHED if all(said) and whole else IN_PART
+        return AS_PUBLISHED if all(verdicts) and whole else IN_PART
 
     @property
     def reason(self) -> str:
@@ -110,12 +106,12 @@ class Outcome:
 
 
 def within(ours: float, published: float, share: float) -> bool:
-    """Whether ours is the published number, to a share of it."""
+    """Whether `ours` equals the published number up to a relative difference of `share`."""
     return math.isclose(ours, published, rel_tol=share)
 
 
 def write(outcome: Outcome, folder: Path) -> Path:
-    """Writes it to NAME.json in a folder. Raises OSError if that cannot be written."""
+    """Writes the outcome to NAME.json in a folder; raises OSError if the file cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{outcome.name}.json"
     content = {"verdict": outcome.verdict, **asdict(outcome)}
@@ -124,7 +120,7 @@ def write(outcome: Outcome, folder: Path) -> Path:
 
 
 def read(file: Path) -> Outcome:
-    """What `write` wrote."""
+    """Reads a file of `write`."""
     content = json.loads(file.read_text())
     del content["verdict"]
     content["rows"] = [Row(**row) for row in content["rows"]]
@@ -133,9 +129,9 @@ def read(file: Path) -> Outcome:
 
 
 def _finite(value: Any) -> Any:
-    """With None for what JSON cannot hold, and no more digits than mean anything."""
+    """The value with six digits, and None for numbers that are not finite."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

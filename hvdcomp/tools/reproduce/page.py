@@ -1,4 +1,4 @@
-"""The page of all tables and figures, whose reversed results come first, and the CSV of all their rows."""
+"""The page of all tables and figures, with reversed results first, and the CSV of all rows."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ ten; that has not been run yet.
 """
 
 
-def page(found: Mapping[str, Outcome]) -> str:
-    """The page, from outcomes by name."""
-    groups = _groups(found)
-    quick = sum(str(one.about.get("command", "")).endswith("--quick") for one in found.values())
+def page(outcomes: Mapping[str, Outcome]) -> str:
+    """The page, from the outcomes by name."""
+    groups = _groups(outcomes)
+    quick = sum(str(outcome.about.get("command", "")).endswith("--quick") for outcome in outcomes.values())
     lines = [_HEAD, *([_QUICK.format(quick=quick)] if quick else []), *_counts(groups), ""]
     for verdict, names in groups.items():
         if not names:
@@ -60,25 +60,25 @@ def page(found: Mapping[str, Outcome]) -> str:
         lines += [f"## {_HEADINGS[verdict]}", ""]
         if verdict == REVERSED:
             lines += ["| result | the paper shows | decided by | published | found |", "|---|---|---|--:|--:|"]
-            lines += [line for name in names for line in _decided(artefacts()[name], found[name])]
+            lines += [line for name in names for line in _decided(artefacts()[name], outcomes[name])]
         elif verdict == IN_PART:
             lines += ["| result | rows that hold | do not | open |", "|---|--:|--:|--:|"]
-            lines += [_summed(found[name]) for name in names]
+            lines += [_summed(outcomes[name]) for name in names]
         else:
             lines += [", ".join(f"`{name}`" for name in names) + "."]
         lines += [""]
     return "\n".join(lines[:-1]) + "\n"
 
 
-def rows_as_csv(found: Mapping[str, Outcome]) -> str:
-    """All rows of all results; a table or figure that has none gets a line that says why."""
+def rows_as_csv(outcomes: Mapping[str, Outcome]) -> str:
+    """All rows of all results as CSV; a result without rows has a line with the reason."""
     target = io.StringIO()
     columns = ["name", "place", "shows", "verdict", "why", "trained", *Row.__dataclass_fields__, "command", "commit"]
     writer = csv.DictWriter(target, columns, lineterminator="\n")
     writer.writeheader()
-    for verdict, names in _groups(found).items():
+    for verdict, names in _groups(outcomes).items():
         for name in names:
-            artefact, outcome = artefacts()[name], found.get(name, Outcome(name=name))
+            artefact, outcome = artefacts()[name], outcomes.get(name, Outcome(name=name))
             why = artefact.why or (outcome.reason if verdict == NOT_SHOWN else "")
             of_all = {"name": name, "place": artefact.place, "shows": artefact.shows, "verdict": verdict, "why": why}
             made = {"trained": outcome.ours, **{key: outcome.about.get(key) for key in ("command", "commit")}}
@@ -86,14 +86,14 @@ def rows_as_csv(found: Mapping[str, Outcome]) -> str:
     return target.getvalue()
 
 
-def _groups(found: Mapping[str, Outcome]) -> dict[str, list[str]]:
+def _groups(outcomes: Mapping[str, Outcome]) -> dict[str, list[str]]:
     """The names of all tables and figures by verdict, in the order of the page."""
     groups: dict[str, list[str]] = {verdict: [] for verdict in (*VERDICTS[:3], NOT_RUN, NOT_SHOWN)}
     for name, artefact in artefacts().items():
         if artefact.counterpart is None:
             groups[NOT_SHOWN].append(name)
         else:
-            groups[found[name].verdict if name in found else NOT_RUN].append(name)
+            groups[outcomes[name].verdict if name in outcomes else NOT_RUN].append(name)
     return groups
 
 
@@ -105,18 +105,18 @@ def _counts(groups: Mapping[str, list[str]]) -> list[str]:
     return lines
 
 
-def _decided(artefact: Artefact, found: Outcome) -> Iterator[str]:
+def _decided(artefact: Artefact, outcomes: Outcome) -> Iterator[str]:
     """A line for each row that decides a reversed result."""
-    main = [row for row in found.rows if row.main]
+    main = [row for row in outcomes.rows if row.main]
     head = (_link(artefact.name), artefact.shows)
-    for row in main or [row for row in found.rows if row.holds is False]:
+    for row in main or [row for row in outcomes.rows if row.holds is False]:
         yield _line(*head, row.what, number(row.published), with_half(row) + " (open)" * row.open)
         head = ("", "")
 
 
-def _summed(found: Outcome) -> str:
-    told = [said(row) for row in found.rows]
-    return _line(_link(found.name), *(str(told.count(word)) for word in ("yes", "no", "open")))
+def _summed(outcomes: Outcome) -> str:
+    answers = [holds_text(row) for row in outcomes.rows]
+    return _line(_link(outcomes.name), *(str(answers.count(word)) for word in ("yes", "no", "open")))
 
 
 def _link(name: str) -> str:
@@ -128,7 +128,7 @@ def _line(*cells: str) -> str:
 
 
 def number(value: float | None, sign: bool = False) -> str:
-    """With four digits that mean something; "-" for none."""
+    """The value with at most four significant digits; "-" for None."""
     if value is None or not math.isfinite(value):
         return "-"
     size = abs(value)
@@ -142,5 +142,5 @@ def with_half(row: Row) -> str:
     return number(row.ours) + ("" if row.half is None else f" ± {number(row.half)}")
 
 
-def said(row: Row) -> str:
+def holds_text(row: Row) -> str:
     return "open" if row.open else {True: "yes", False: "no", None: "-"}[row.holds]

@@ -1,4 +1,4 @@
-"""Draws what a counterpart found, in the paper's kind of plot. Needs matplotlib."""
+"""Draws the curves of an outcome. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdcomp.tools.reproduce.outcome import Curve, Outcome
 
 
 def draw(outcome: Outcome, title: str, file: Path) -> None:
-    """Writes a PNG with a plot for each group of curves. Raises OSError if it cannot be written."""
+    """Writes a PNG with a plot for each group of curves; raises OSError if it cannot be written."""
     figure = new_figure(5.2 * len(outcome.curves) + 2, 4)
     (all_axes,) = figure.subplots(1, len(outcome.curves), squeeze=False)
     for axes, (label, curves) in zip(all_axes, outcome.curves.items(), strict=True):
@@ -35,7 +35,7 @@ def _bars(axes: Axes, curves: list[Curve]) -> None:
         places = [place + (number - (len(curves) - 1) / 2) * width for place in range(len(curve.x))]
         heights = [float("nan") if value is None else value for value in curve.y]
         axes.bar(places, heights, width, label=curve.label, color=COLOURS[number % len(COLOURS)])
-    axes.set_xticks(range(len(curves[0].x)), [str(each) for each in curves[0].x], fontsize=7)
+    axes.set_xticks(range(len(curves[0].x)), [str(label) for label in curves[0].x], fontsize=7)
 
 
 def _lines(axes: Axes, curves: list[Curve]) -> None:

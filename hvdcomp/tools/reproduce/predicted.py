@@ -1,7 +1,7 @@
-"""Counterparts by the performance model, from what was published of V100s: On the Utility of Gradient Compression.
+"""Counterparts by the performance model, from published times of V100s: On the Utility of Gradient Compression.
 
-The preset `v100-p3.8xlarge` has the paper's own times for ResNet-50 and estimates for the others, so its figures can be
-made again on no GPU at all, but not tested: they say what follows from the paper's numbers.
+The preset `v100-p3.8xlarge` has the paper's own times for ResNet-50, and estimates for the other models. So the paper's
+figures can be computed without a GPU, but not tested: the results follow from the paper's numbers.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def _outcome(
 
 
 def collectives(artefact: Artefact) -> Outcome:
-    """Table 1: latency in alpha, and bytes over a link in n, of 64 machines."""
+    """Table 1: latency in units of alpha, and bytes over a link in units of n, for 64 machines."""
     rows = []
     for name, (latency, size) in artefact.published.items():
-        found = ALGORITHMS["allreduce"][name](np.array(1.0), np.array(64.0))
+        cost = ALGORITHMS["allreduce"][name](np.array(1.0), np.array(64.0))
         for what, published, ours in (
-            ("messages one after the other", latency, float(found.messages)),
-            ("bytes over a link, times n", size, float(found.bytes)),
+            ("messages one after the other", latency, float(cost.messages)),
+            ("bytes over a link, times n", size, float(cost.bytes)),
         ):
             row = f"{name.replace('_', ' ')}, 64 machines: {what}"
             rows.append(Row(what=row, published=published, ours=ours, holds=within(ours, published, 1e-9)))
@@ -57,7 +57,7 @@ def collectives(artefact: Artefact) -> Outcome:
 
 
 def overlap(artefact: Artefact) -> Outcome:
-    """Figure 2: a step whose allreduce overlaps with the backward pass, and one that computes and then sends."""
+    """Figure 2: a step whose allreduce overlaps with the backward pass, and a step without overlap."""
     rows = []
     bars: dict[str, list[float]] = {"one after the other": [], "overlapped": []}
     for model in MODELS:
@@ -79,7 +79,7 @@ def overlap(artefact: Artefact) -> Outcome:
 
 
 def bandwidth(artefact: Artefact) -> Outcome:
-    """Figures 3 and 19: the bandwidth from which on dense gradients are faster than PowerSGD rank 4."""
+    """Figures 3 and 19: the least bandwidth at which dense gradients are faster than PowerSGD rank 4."""
     rows, curves = [], []
     for model in artefact.settings["models"]:
         adviser = _adviser(model)
@@ -101,39 +101,39 @@ def bandwidth(artefact: Artefact) -> Outcome:
 
 
 def order(artefact: Artefact) -> Outcome:
-    """Figure 4: what 64 ranks take to exchange a model's gradients, each way. A gathered byte is one of a gradient."""
+    """Figure 4: the times in which 64 ranks exchange a model's gradients, by collective."""
     rows = []
     bars: dict[str, list[float]] = {"allreduce": [], "allgather": [], "parameter server": []}
     for model in MODELS:
         adviser = _adviser(model)
         size, network = adviser.exchange("none", 64).bytes, adviser.calibration.network
         server = CollectiveCost("parameter_server", network.allreduce.latency_s, network.allreduce.bytes_per_s)
-        found = {
+        seconds_of = {
             "allreduce": float(network.seconds("allreduce", size, 64, TEN).total),
             "allgather": float(network.seconds("allgather", size, 64, TEN).total),
             "parameter server": float(server.seconds("allreduce", size, 64).total),
         }
-        for way, seconds in found.items():
+        for way, seconds in seconds_of.items():
             bars[way].append(1e3 * seconds)
-        slower = found["allgather"] / found["allreduce"]
+        slower = seconds_of["allgather"] / seconds_of["allreduce"]
         rows.append(Row(what=f"{model}: allgather / allreduce", ours=slower, holds=slower > 1))
-        slower = found["parameter server"] / found["allgather"]
+        slower = seconds_of["parameter server"] / seconds_of["allgather"]
         rows.append(Row(what=f"{model}: parameter server / allgather", ours=slower, holds=slower > 1))
     curves = [Curve(label=way, x=MODELS, y=values) for way, values in bars.items()]
     return _outcome(artefact, rows, {"ms of an exchange, 64 ranks": curves})
 
 
 def scaling(artefact: Artefact) -> Outcome:
-    """Figures 6 to 8: a step over the number of ranks, at the models' own batch sizes."""
+    """Figures 6 to 8: step time over the number of ranks, at the models' own batch sizes."""
     rows: list[Row] = []
     curves = []
     pays: dict[tuple[str, str], list[int]] = {}
     for model in MODELS:
         adviser = _adviser(model)
-        known = [spec for spec in artefact.settings["specs"] if spec in adviser.encode]
+        known_specs = [spec for spec in artefact.settings["specs"] if spec in adviser.encode]
         dense = _ms(adviser, "none", np.array(RANKS))
         curves.append(Curve(label=f"{model}, syncSGD", x=RANKS, y=dense.tolist()))
-        for spec in known:
+        for spec in known_specs:
             times = _ms(adviser, spec, np.array(RANKS))
             curves.append(Curve(label=f"{model}, {spec}", x=RANKS, y=times.tolist()))
             pays[model, spec] = [ranks for ranks, slow, fast in zip(RANKS, dense, times, strict=True) if fast < slow]
@@ -143,10 +143,10 @@ def scaling(artefact: Artefact) -> Outcome:
                 rows.append(Row(what=ends, published=artefact.published[ends], ours=ours, holds=ours > 0))
             rows += _milliseconds(artefact, model, spec, float(times[-1]))
         rows += _milliseconds(artefact, model, "none", float(dense[-1]))
-        for spec in set(artefact.settings["specs"]) - set(known):
+        for spec in set(artefact.settings["specs"]) - set(known_specs):
             rows.append(Row(what=f"{model}, {spec}", note="no encode time of this model is published or estimated"))
     for (model, spec), where in pays.items():
-        # Published: of ResNets none is faster, of BERT PowerSGD ranks 4 and 8 above 32 ranks.
+        # Published: no method is faster for ResNets, PowerSGD ranks 4 and 8 are for BERT above 32 ranks.
         faster = model == "bert-base" and spec in (RANK_4, "powersgd:rank=8")
         text = f"{model}, {spec}: numbers of ranks (of {len(RANKS)}) at which it is faster"
         rows.append(Row(what=text, published=None if faster else 0, ours=len(where), holds=bool(where) == faster))
@@ -184,7 +184,7 @@ def batches(artefact: Artefact) -> Outcome:
 
 
 def distance(artefact: Artefact) -> Outcome:
-    """Figure 10: what dense steps of 96 ranks take beyond the passes alone."""
+    """Figure 10: the time of dense steps of 96 ranks beyond that of the passes."""
     rows, curves = [], []
     most = artefact.published["ms, at most"]
     for model in MODELS:
@@ -199,17 +199,17 @@ def distance(artefact: Artefact) -> Outcome:
 
 
 def needed(artefact: Artefact) -> Outcome:
-    """Figures 12 and 18: the factor of a compressor that costs nothing, for 95 % of linear scaling on 64 ranks."""
+    """Figures 12 and 18: the factor that an ideal compressor needs for 95 % of linear scaling on 64 ranks."""
     rows, curves = [], []
     most = artefact.published["times, at 10 Gb/s"]
     for model in artefact.settings["models"]:
         adviser = _adviser(model)
-        own = adviser.facts.compute.batch_size or 1
+        own_batch_size = adviser.facts.compute.batch_size or 1
         for share in (0.25, 0.5, 1):
-            batch = max(1, round(own * share))
+            batch = max(1, round(own_batch_size * share))
             ours = float(adviser.least_factor(Setting(64, TEN, batch_size=batch)))
             what = f"{model}, batch {batch}: needed factor at 10 Gb/s, about"
-            # The paper's few times is of what can hide; 93 % of linear scaling is reached with much less.
+            # The paper's small factor is for an exchange that can hide; 93 % of linear scaling needs much less.
             rows.append(Row(what=what, published=most, ours=ours, holds=ours <= 1.5 * most))
             factors = adviser.least_factor(Setting(64, BANDWIDTHS * GBPS, batch_size=batch))
             curves.append(Curve(label=f"{model}, batch {batch}", x=BANDWIDTHS.tolist(), y=factors.tolist()))
@@ -217,7 +217,7 @@ def needed(artefact: Artefact) -> Outcome:
 
 
 def computers(artefact: Artefact) -> Outcome:
-    """Figure 20: computing and encoding get faster, and the link stays at 10 Gb/s."""
+    """Figure 20: faster computing and encoding, with a link of 10 Gb/s."""
     rows, curves = [], []
     faster = np.linspace(1, 4, 25)
     for model in MODELS:
@@ -237,7 +237,7 @@ def computers(artefact: Artefact) -> Outcome:
 
 
 def tradeoff(artefact: Artefact) -> Outcome:
-    """Figure 21: encoding k times faster, and l k times the bytes."""
+    """Figure 21: k times faster encoding, with l k times the bytes."""
     rows, curves, faster = [], [], (1, 2, 3, 4)
     for model in MODELS:
         adviser = _adviser(model)
@@ -252,20 +252,20 @@ def tradeoff(artefact: Artefact) -> Outcome:
 
 
 def setups(artefact: Artefact) -> Outcome:
-    """The abstract's count: the methods, models, ranks and batch sizes whose times are published or estimated here."""
+    """The abstract's count of set-ups: methods, models, ranks and batch sizes with published or estimated times."""
     counts = {share: [0, 0, 0] for share in (0.25, 0.5, 1.0)}  # all, faster, faster by more than the model's error
     for model in MODELS:
         adviser = _adviser(model)
-        own = adviser.facts.compute.batch_size or 1
+        own_batch_size = adviser.facts.compute.batch_size or 1
         for spec in adviser.compressors:
             if not spec.startswith(("powersgd", "mstopk", "signsgd")):
                 continue
             for share, count in counts.items():
-                batch = max(1, round(own * share))
-                dense, there = (_ms(adviser, one, np.array(RANKS), batch_size=batch) for one in ("none", spec))
+                batch = max(1, round(own_batch_size * share))
+                dense, compressed = (_ms(adviser, s, np.array(RANKS), batch_size=batch) for s in ("none", spec))
                 count[0] += len(RANKS)
-                count[1] += int(np.sum(there < dense))
-                count[2] += int(np.sum(dense / there - 1 > adviser.error))
+                count[1] += int(np.sum(compressed < dense))
+                count[2] += int(np.sum(dense / compressed - 1 > adviser.error))
     total, faster, clearly = (sum(count[number] for count in counts.values()) for number in range(3))
     published = 100 * artefact.published["set-ups"] / artefact.published["of"]
     whole, own_faster, own_clearly = counts[1.0]
@@ -287,7 +287,7 @@ def _share(what: str, published: float, ours: float, note: str) -> Row:
 
 
 def scaling_efficiency(model: str) -> Curve:
-    """Of dense gradients at 10 Gb/s, the share of linear scaling over the number of ranks, in percent."""
+    """The percentage of linear scaling of dense gradients at 10 Gb/s, over the number of ranks."""
     adviser = _adviser(model)
     ranks = (1, *RANKS)
     alone = 1e3 * adviser.facts.compute.backward_s
@@ -295,7 +295,7 @@ def scaling_efficiency(model: str) -> Curve:
 
 
 def factors(artefact: Artefact) -> Outcome:
-    """GraVAC's figure 3: what 32 ranks take to gather values and indices of every layer by itself, by factor."""
+    """GraVAC's figure 3: the time in which 32 ranks gather values and indices of each layer by itself, by factor."""
     names = {"ResNet101": "resnet101", "VGG16": "vgg16", "LSTM": "gravac-lstm"}
     network, candidates = load(PRESET).network, (10, 50, 100, 500, 1000, 2000)
     rows, curves = [], []
@@ -308,7 +308,7 @@ def factors(artefact: Artefact) -> Outcome:
         speedups = [seconds[0] / second for second in seconds]
         curves.append(Curve(label=name, x=candidates, y=speedups))
         published = artefact.published[f"{name}: saturates at factor"]
-        # Where twice the factor makes the exchange less than a tenth faster.
+        # Factors whose next factor makes the exchange less than a tenth faster.
         ends = [low for low, (a, b) in zip(candidates, pairwise(seconds), strict=False) if a / b < 1.1]
         ours = ends[0] if ends else candidates[-1]
         what = f"{name}: factor from which a larger one is hardly faster"
@@ -321,8 +321,8 @@ def factors(artefact: Artefact) -> Outcome:
 
 
 COUNTERPARTS: Mapping[str, Callable[[Artefact], Outcome]] = {
-    one.__name__: one
-    for one in (
+    counterpart.__name__: counterpart
+    for counterpart in (
         factors, collectives, overlap, bandwidth, order, scaling, batches, distance, needed, computers, tradeoff,
         setups,
     )

@@ -1,4 +1,4 @@
-"""Counterparts that are measured on this machine, which has none of the papers' GPUs: of its processor."""
+"""Counterparts that are measured on this machine's processor, in place of the papers' GPUs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from hvdcomp.tools.reproduce.published import Artefact
 
 POWERSGD = "powersgd:rank=4"
 FASTER = 1.05
-"""Times as fast from which on it counts: less is within what the same work takes from turn to turn."""
+"""The least speed-up that counts: a smaller one is within the spread of repeated measurements."""
 
 
 def _encode_ms(specs: Sequence[str], quick: bool) -> tuple[str, dict[str, float]]:
-    """Milliseconds of a step without a network, by method, as `hvdcomp bench encode` measures them on one thread."""
+    """The model, and the milliseconds of a step without a network, by method, from `hvdcomp bench encode`."""
     model = "resnet20" if quick else "resnet50"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "encode.json"
@@ -36,10 +36,10 @@ def _encode_ms(specs: Sequence[str], quick: bool) -> tuple[str, dict[str, float]
         words += ["--seconds", "0.3", "--json", str(file)]
         for spec in specs:
             words += ["--method", spec]
-        # What cannot be compared by a few percent, because the machine was not alone, still tells an order.
+        # Measurements that other work disturbed by a few percent still give the order.
         subprocess.run([sys.executable, "-m", "hvdcomp", *words], check=False, capture_output=True)
         measured = json.loads(file.read_text())["measurements"]
-    return model, {one["method"]: one["step_ms"] for one in measured}
+    return model, {measurement["method"]: measurement["step_ms"] for measurement in measured}
 
 
 def _outcome(artefact: Artefact, model: str, rows: list[Row], bars: Mapping[str, Mapping[str, float]]) -> Outcome:
@@ -49,41 +49,42 @@ def _outcome(artefact: Artefact, model: str, rows: list[Row], bars: Mapping[str,
 
 
 def encoding(artefact: Artefact, quick: bool) -> Outcome:
-    """Table 2 of On the Utility: times relative to PowerSGD rank 4, because a processor is no V100."""
+    """Table 2 of On the Utility: times relative to PowerSGD rank 4, as a processor is no V100."""
     published: Mapping[str, float] = artefact.published
     model, ours = _encode_ms(list(published), quick)
     rows = [Row(what=f"{spec}: ms", published=published[spec], ours=ours.get(spec)) for spec in published]
     for spec in published:
         if spec != POWERSGD and spec in ours:
-            there, here = published[spec] / published[POWERSGD], ours[spec] / ours[POWERSGD]
+            published_ratio, own_ratio = published[spec] / published[POWERSGD], ours[spec] / ours[POWERSGD]
             what = f"{spec} / {POWERSGD}"
-            rows.append(Row(what=what, published=there, ours=here, holds=(here > 1) == (there > 1)))
+            holds = (own_ratio > 1) == (published_ratio > 1)
+            rows.append(Row(what=what, published=published_ratio, ours=own_ratio, holds=holds))
     return _outcome(artefact, model, rows, {"V100, ResNet-50": published, f"here, {model}": ours})
 
 
 def ratios(artefact: Artefact, quick: bool) -> Outcome:
-    """Table 3 of On the Utility: factors are counted of ResNet-50, times are relative to those of PowerSGD rank 4."""
+    """Table 3 of On the Utility: factors for ResNet-50, and times relative to PowerSGD rank 4."""
     published: Mapping[str, Sequence[float]] = artefact.published
     model, ours = _encode_ms(list(published), quick)
     adviser = Adviser(load("v100-p3.8xlarge"), "resnet50", list(published))
     rows = []
     for spec, (factor, _) in published.items():
         exchange = adviser.exchange(spec, 64)
-        found, note = exchange.compression_factor, ""
+        own_factor, note = exchange.compression_factor, ""
         if spec.startswith("mstopk"):
-            found, note = 2 * found, "counted without indices, as the paper does; with them half of it"
-        holds = within(found, factor, 0.1)
-        rows.append(Row(what=f"{spec}: compression ratio", published=factor, ours=found, holds=holds, note=note))
-    for spec, (_, there) in published.items():
+            own_factor, note = 2 * own_factor, "counted without indices, as the paper does; with them half of it"
+        holds = within(own_factor, factor, 0.1)
+        rows.append(Row(what=f"{spec}: compression ratio", published=factor, ours=own_factor, holds=holds, note=note))
+    for spec, (_, published_ms) in published.items():
         if spec != POWERSGD:
-            here, before = ours[spec] / ours[POWERSGD], there / published[POWERSGD][1]
-            holds = (here > 1) == (before > 1)
-            rows.append(Row(what=f"{spec}: time / {POWERSGD}", published=before, ours=here, holds=holds))
+            own_ratio, published_ratio = ours[spec] / ours[POWERSGD], published_ms / published[POWERSGD][1]
+            holds = (own_ratio > 1) == (published_ratio > 1)
+            rows.append(Row(what=f"{spec}: time / {POWERSGD}", published=published_ratio, ours=own_ratio, holds=holds))
     return _outcome(artefact, model, rows, {f"here, {model}": ours})
 
 
 def multilevel(artefact: Artefact, quick: bool) -> Outcome:
-    """GraVAC's table 3: to 10x and to 1000x, each of the whole gradient, or the second of what the first has left."""
+    """GraVAC's table 3: selection at 10x and at 1000x, each from the whole gradient, or the second from the first's."""
     sizes = {"ResNet101": "resnet101", "VGG16": "vgg16", "LSTM": "gravac-lstm"}
     rows, xp = [], arrays_for(np.zeros(1, np.float32))
     share = 16 if quick else 1
@@ -93,11 +94,12 @@ def multilevel(artefact: Artefact, quick: bool) -> Outcome:
         vector = np.random.default_rng(0).standard_normal(size, dtype=np.float32)
         compressor: Any = parse_compressor(f"{method}:ratio=0.1")
         first = _seconds(lambda: _choose(xp, compressor, vector, 10))  # noqa: B023
-        kept = vector[_choose(xp, compressor, vector, 10)]
+        chosen = vector[_choose(xp, compressor, vector, 10)]
         again = _seconds(lambda: _choose(xp, compressor, vector, 1000))  # noqa: B023
-        second = _seconds(lambda: _choose(xp, compressor, kept, 100))  # noqa: B023
-        ours, there = (first + again) / (first + second), direct / levels
-        rows.append(Row(what=f"{name}: times as fast in levels", published=there, ours=ours, holds=ours > FASTER))
+        second = _seconds(lambda: _choose(xp, compressor, chosen, 100))  # noqa: B023
+        ours, published_ratio = (first + again) / (first + second), direct / levels
+        what = f"{name}: times as fast in levels"
+        rows.append(Row(what=what, published=published_ratio, ours=ours, holds=ours > FASTER))
     part = "" if share == 1 else f" a {share}th of"
     ours_text = f"Measured on this machine's processor, on{part} as many random numbers as the model has parameters."
     return Outcome(name=artefact.name, rows=rows, ours=ours_text)
@@ -111,14 +113,14 @@ def _choose(xp: Any, compressor: Any, vector: np.ndarray, factor: int) -> np.nda
 
 
 def _seconds(work: Callable[[], object], turns: int = 3) -> float:
-    found = []
+    samples = []
     for _ in range(turns):
         start = time.perf_counter()
         work()
-        found.append(time.perf_counter() - start)
-    return statistics.median(found)
+        samples.append(time.perf_counter() - start)
+    return statistics.median(samples)
 
 
 COUNTERPARTS: Mapping[str, Callable[[Artefact, bool], Outcome]] = {
-    one.__name__: one for one in (encoding, ratios, multilevel, regimes)
+    counterpart.__name__: counterpart for counterpart in (encoding, ratios, multilevel, regimes)
 }

@@ -1,7 +1,7 @@
 """Counterparts by small trainings on simulated ranks, whose times are predicted for a link.
 
-Two trainings stand for the papers': a convolutional network on MNIST-1D (Greydanus and Kobak 2020), and an LSTM on
-text. In both low compression ends better than high compression, as in the papers; all else about them is smaller.
+Two trainings replace the papers': a convolutional network on MNIST-1D (Greydanus and Kobak 2020), and an LSTM on text.
+Both are smaller, but as in the papers, low compression ends better than high compression.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ RANKS, LINK = 2, "100mbit"
 QUICK_SEEDS, SEEDS = 3, 10
 EPOCHS, DECAY, LAST_DECAY = 8, 5, 7
 STEPS_OF_AN_EPOCH, WINDOW_STEPS = 80, 20
-"""Accordion's authors compare norms every 10 of 300 epochs, a thirtieth of the training, as 20 of 640 steps are."""
+"""Accordion's authors compare norms every 10 of 300 epochs, a thirtieth of the training, like 20 of 640 steps."""
 CHANCE = 10.0
-"""Accuracy in percent of a training of images that was lost: that of guessing among ten classes."""
+"""Accuracy in percent of a diverged training on images: that of guessing among ten classes."""
 MARGIN = 1.0
-"""Points of accuracy, or percent of perplexity, up to which nothing counts as lost."""
+"""Loss in points of accuracy, or percent of perplexity, that does not count as a loss."""
 SMALL, LARGE, EXTREME = 50, 200, 800
-"""Samples of a step of all ranks together, of 4,000: 80 steps an epoch, 20, and 5."""
+"""Samples of a step, over all ranks, of 4,000 samples: 80, 20 or 5 steps an epoch."""
 
 IMAGES = {
     "model": "cnn1d", "data": "mnist1d", "epochs": EPOCHS, "lr": 0.1, "warm_up": 1.0,
     "milestones": (float(DECAY), float(LAST_DECAY)),
 }  # fmt: skip
-# Trained for longer, the text is learned by heart, and low compression ends better than none.
+# In a longer training the model would memorise the text, and low compression would end better than none.
 TEXT = {
     "model": "lstm", "data": "stdlib-text", "text_size": 40_000, "sequence_length": 32, "batch_size": 16, "epochs": 6,
     "milestones": (4.0, 5.0),
@@ -50,8 +50,8 @@ WORKLOADS: dict[str, dict[str, Any]] = {"images": IMAGES, "text": TEXT}
 SHOWN = {"images": "a small convolutional network on MNIST-1D", "text": "an LSTM on text of Python's library"}
 LEVELS = {"powersgd": (4, 1), "topk": (0.05, 0.002)}
 KNOB = {"powersgd": "rank", "topk": "ratio"}
-# At Accordion's threshold of 0.5 the LSTM's norms, which change by less than a fifth, would leave nearly all of it at
-# high compression.
+# The LSTM's norms change by less than a fifth: with Accordion's threshold of 0.5 nearly all would stay at high
+# compression.
 RULE = {"images": f"steps={WINDOW_STEPS}", "text": "steps=7,eta=0.1"}
 WINDOW = {"images": "window=30,smoothing=0.2", "text": "window=10,smoothing=0.2"}
 # With factors of elements and the gain of the authors' code, large factors pass as in the paper's tables.
@@ -60,13 +60,14 @@ GRAVAC = "factor=elements,gain=raw"
 
 @dataclass(frozen=True)
 class Trained:
-    """What one training came to.
+    """The result of a training.
 
     Attributes:
         quality: accuracy in percent, or perplexity, of the test part.
-        floats: that a rank sent, as the papers count them; `seconds` of training on the link.
-        epochs: its quality, and the floats up to then, at the ends of epochs.
-        sent: the floats up to the end of each step.
+        floats: sent by a rank, by the papers' count.
+        seconds: of training on the link.
+        epochs: quality and sent floats at the end of each epoch.
+        sent: sent floats up to the end of each step.
         decisions: of the policy, in order.
     """
 
@@ -80,7 +81,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class _Training(Run):
-    """Of a workload with these options beside its own."""
+    """A training of a workload, with options that change its own."""
 
     changes: Mapping[str, Any]
 
@@ -90,11 +91,11 @@ class _Training(Run):
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        own = {"simulate_ranks": RANKS, "link": LINK, "seed": self.seed}
-        return {**WORKLOADS[self.workload], **self.changes, **own}
+        fixed = {"simulate_ranks": RANKS, "link": LINK, "seed": self.seed}
+        return {**WORKLOADS[self.workload], **self.changes, **fixed}
 
     def trained(self) -> Trained:
-        """What the complete training in the folder came to."""
+        """The result of the complete training in the folder."""
         assert self.summary is not None
         sent = list(itertools.accumulate(step["floats_sent"] for step in self.records("steps.jsonl")))
         return Trained(
@@ -108,14 +109,15 @@ class _Training(Run):
 
 
 class Trainings:
-    """Trains, or finds what it has trained with the same options.
+    """Trains, or reads earlier trainings with the same options.
 
     Args:
         folder: of all trainings.
-        quick: with `QUICK_SEEDS` seeds in place of `SEEDS`.
+        quick: use `QUICK_SEEDS` seeds in place of `SEEDS`.
 
     Attributes:
-        commits: of the trainings that were asked for.
+        seeds: the number of seeds.
+        commits: of the trainings that were used.
     """
 
     def __init__(self, folder: Path, quick: bool) -> None:
@@ -126,16 +128,16 @@ class Trainings:
     def train(
         self, workload: str, compression: str, policy: str | None = None, seeds: int | None = None, **changes: Any
     ) -> list[Trained]:
-        """A training of each seed.
+        """A training for each seed.
 
         Raises:
-            RunRefused: if one fails.
+            RunRefused: a training fails.
         """
         chosen = {"compression": compression, **({} if policy is None else {"policy": policy}), **changes}
         runs = [_Training(workload, seed, self._folder, chosen) for seed in range(seeds or self.seeds)]
         if any(run.summary is None for run in runs):
             for run in train_missing(runs, make_console(stderr=True)):
-                raise RunRefused(f"{run}: {run.about['error']} (all of it is in {run.folder / 'log.txt'})")
+                raise RunRefused(f"{run}: {run.about['error']} (full log: {run.folder / 'log.txt'})")
         self.commits |= {run.about.get("commit", "unknown") for run in runs}
         return [run.trained() for run in runs]
 
@@ -148,7 +150,7 @@ def _quality(record: Mapping[str, Any]) -> float:
 
 @dataclass(frozen=True)
 class Compared:
-    """Trainings that are compared, by label, of one workload."""
+    """Trainings of a workload that are compared, by label."""
 
     workload: str
     runs: Mapping[str, Sequence[Trained]]
@@ -157,11 +159,11 @@ class Compared:
     def _text(self) -> bool:
         return self.workload == "text"
 
-    def mean(self, label: str, what: Callable[[Trained], float]) -> float:
-        return statistics.fmean(what(run) for run in self.runs[label])
+    def mean(self, label: str, value: Callable[[Trained], float]) -> float:
+        return statistics.fmean(value(run) for run in self.runs[label])
 
     def gains(self, label: str, base: str) -> list[float]:
-        """By seed: points of accuracy, or percent of perplexity, by which one is better than another."""
+        """The advantage of `label` over `base` for each seed, in points of accuracy or percent of perplexity."""
         pairs = zip(self.runs[label], self.runs[base], strict=False)
         return [100 * (b.quality / a.quality - 1) if self._text else a.quality - b.quality for a, b in pairs]
 
@@ -175,11 +177,14 @@ class Compared:
         margin: float = MARGIN,
         main: bool = False,
     ) -> Row:
-        """How much better one ends than another.
+        """The row for the advantage of `label` over `base` at the end.
 
         Args:
-            claim: "worse" or "better"; "no loss", up to the margin; "" if the paper says nothing of it.
-            main: as of `Row`.
+            label, base: of the compared trainings.
+            claim: "worse" or "better"; "no loss", up to the margin; "" without a claim.
+            published: the paper's number.
+            note, main: of the row.
+            margin: loss that "no loss" allows.
         """
         estimated = estimate(self.gains(label, base))
         assert estimated is not None
@@ -206,7 +211,7 @@ class Compared:
         )
 
     def quality(self, label: str, published: float | None = None) -> Row:
-        """How one ends, which other data end otherwise: nothing to be compared by."""
+        """The row for the final quality of `label`, which has no claim, as the data differ."""
         estimated = estimate([run.quality for run in self.runs[label]])
         assert estimated is not None
         what = f"{label}: {'perplexity' if self._text else 'accuracy (%)'}"
@@ -239,7 +244,7 @@ class Compared:
         )
 
     def curves(self) -> dict[str, list[Curve]]:
-        """Quality over epochs and over floats, means over the seeds."""
+        """Curves of quality over epochs and over floats, averaged over the seeds."""
         name = "perplexity" if self._text else "accuracy (%)"
         over_epochs, over_floats = [], []
         for label, runs in self.runs.items():
@@ -277,7 +282,7 @@ def _fixed_and_accordion(t: Trainings, compressor: str, workload: str) -> dict[s
 
 
 def _control(t: Trainings, compressor: str, compared: Compared) -> tuple[str, str, str | None]:
-    """What sends as many floats as Accordion, and looks at no gradient: its label, spec and policy."""
+    """The control, which sends as many floats as Accordion without adaptation: its label, spec and policy."""
     low, high = LEVELS[compressor]
     sent = {label: compared.mean(label, lambda run: run.floats) for label in ("low", "high", "Accordion")}
     share = (sent["Accordion"] - sent["high"]) / (sent["low"] - sent["high"])
@@ -291,26 +296,26 @@ def _control(t: Trainings, compressor: str, compared: Compared) -> tuple[str, st
 
 
 def _table(artefact: Artefact) -> tuple[dict[str, float], str]:
-    """Accuracies, floats and seconds of the network that ours stands beside, at low, high and Accordion."""
+    """The published accuracies, floats and seconds at low, high and Accordion, and the network they belong to."""
     networks = artefact.published
     name = artefact.settings.get("network", "ResNet-18")
     if name not in networks:
         return {}, name
     values: dict[str, float] = {}
     for label, (_, numbers) in zip(("low", "high", "Accordion"), networks[name].items(), strict=True):
-        values |= {f"{label} {what}": value for what, value in numbers.items()}
+        values |= {f"{label} {quantity}": value for quantity, value in numbers.items()}
     return values, name
 
 
-def _of(numbers: Mapping[str, float], what: str, a: str, b: str, ratio: bool = False) -> float | None:
+def _of(numbers: Mapping[str, float], quantity: str, a: str, b: str, ratio: bool = False) -> float | None:
     if not numbers:
         return None
-    first, second = numbers[f"{a} {what}"], numbers[f"{b} {what}"]
+    first, second = numbers[f"{a} {quantity}"], numbers[f"{b} {quantity}"]
     return second / first if ratio else first - second
 
 
 def levels(artefact: Artefact, t: Trainings) -> Outcome:
-    """Accordion's tables 1 to 4 and their curves: fixed levels beside Accordion, and a control of as many floats."""
+    """Accordion's tables 1 to 4 and their curves: fixed levels, Accordion, and a control with as many floats."""
     compressor, workload = artefact.settings["compressor"], artefact.settings.get("workload", "images")
     compared = Compared(workload, _fixed_and_accordion(t, compressor, workload))
     label, spec, policy = _control(t, compressor, compared)
@@ -353,11 +358,11 @@ def logs(artefact: Artefact, t: Trainings) -> Outcome:
 
 
 def schedule(artefact: Artefact, t: Trainings) -> Outcome:
-    """Accordion's figures 1 and 2: low compression in critical regimes alone, and there alone not."""
+    """Accordion's figures 1 and 2: low compression only in critical regimes, or only outside them."""
     compressor = artefact.settings["compressor"]
     low, high = LEVELS[compressor]
     fall = DECAY * STEPS_OF_AN_EPOCH
-    first, after = 2 * WINDOW_STEPS, WINDOW_STEPS  # of 300 epochs these are 20 and 10, as in the paper
+    first, after = 2 * WINDOW_STEPS, WINDOW_STEPS  # as 20 and 10 of the paper's 300 epochs
     ends = f"{first}|{fall}|{fall + after}"
     runs = _fixed_and_accordion(t, compressor, "images")
     critical = "low in critical regimes"
@@ -381,7 +386,7 @@ def schedule(artefact: Artefact, t: Trainings) -> Outcome:
             Curve(label=tensor, x=list(range(1, len(values) + 1)), y=values) for tensor, values in norms.items()
         ]
         for tensor, values in norms.items():
-            at = fall // WINDOW_STEPS  # of the first window that is after the fall
+            at = fall // WINDOW_STEPS  # the first window after the fall
             change = 100 * (1 - values[at] / values[at - 1])
             what = f"{tensor}: fall of the norm in the {WINDOW_STEPS} steps after the learning rate's (%)"
             note = "critical by Accordion's rule from 50 % on"
@@ -391,7 +396,7 @@ def schedule(artefact: Artefact, t: Trainings) -> Outcome:
 
 
 def _norms(run: Trained) -> dict[str, list[float]]:
-    """By tensor, the norms of accumulated gradients that Accordion saw."""
+    """The norms of accumulated gradients that Accordion used, by tensor."""
     names = list(run.decisions[0]["tensors"])
     lists = [
         decision["statistics"]["norms"]["by_tensor"]
@@ -402,7 +407,7 @@ def _norms(run: Trained) -> dict[str, list[float]]:
 
 
 def _levels_chosen(run: Trained) -> dict[str, list[float]]:
-    """By tensor, the level of each window of Accordion."""
+    """The level of each of Accordion's windows, by tensor."""
     names = list(run.decisions[0]["tensors"])
     now = list(run.decisions[0]["decision"]["levels"]["by_tensor"])
     chosen = [list(now)]
@@ -412,11 +417,11 @@ def _levels_chosen(run: Trained) -> dict[str, list[float]]:
         for number, level in new.get("changed", {}).items():
             now[int(number)] = level
         chosen.append(list(now))
-    return {name: [float(each[number]) for each in chosen] for number, name in enumerate(names)}
+    return {name: [float(windows[number]) for windows in chosen] for number, name in enumerate(names)}
 
 
 def ranks(artefact: Artefact, t: Trainings) -> Outcome:
-    """Accordion's figures 18 to 20: low compression early and after the learning rate falls, and else high."""
+    """Accordion's figures 18 to 20: low compression early and after the learning rate falls, high elsewhere."""
     compressor = artefact.settings["compressor"]
     low, high = LEVELS[compressor]
     runs = t.train("images", _spec(compressor, low), _accordion(compressor, "images"))
@@ -426,13 +431,13 @@ def ranks(artefact: Artefact, t: Trainings) -> Outcome:
     name = names[{"first": 0, "middle": len(names) // 2, "last": -1}[artefact.settings["part"]]]
     rows = []
     fall = DECAY * STEPS_OF_AN_EPOCH // WINDOW_STEPS
-    for what, those, at in (
+    for when, windows, at in (
         (f"the first {2 * WINDOW_STEPS} steps", range(2), low),
         (f"the {2 * WINDOW_STEPS} steps after the learning rate falls", range(fall, fall + 2), low),
         (f"the {fall * WINDOW_STEPS // 2} steps before", range(fall // 2, fall), high),
     ):
-        share = statistics.fmean(float(levels[name][window] == at) for levels in chosen for window in those)
-        text = f"{name}, {what}: share at {'low' if at == low else 'high'} compression (%)"
+        share = statistics.fmean(float(levels[name][window] == at) for levels in chosen for window in windows)
+        text = f"{name}, {when}: share at {'low' if at == low else 'high'} compression (%)"
         rows.append(Row(what=text, ours=100 * share, holds=share > 0.5))
     steps = [WINDOW_STEPS * window for window in range(len(chosen[0][name]))]
     curves = {"rank": [Curve(label=name, x=steps, y=chosen[0][name]) for name in names]}
@@ -475,15 +480,15 @@ def batch(artefact: Artefact, t: Trainings) -> Outcome:
         rows.append(compared.times_as_fast("Accordion", "small", faster))
     if settings.get("smith"):
         rows.append(compared.times_fewer_floats("Smith et al.", "small", published["Smith et al.: times fewer floats"]))
-        theirs, ours = (compared.mean(label, lambda run: run.floats) for label in ("Smith et al.", "Accordion"))
-        more = theirs / ours
+        floats = {label: compared.mean(label, lambda run: run.floats) for label in ("Smith et al.", "Accordion")}
+        more = floats["Smith et al."] / floats["Accordion"]
         rows.append(Row(what="floats of Smith et al. / floats of Accordion", ours=more, holds=more > 1))
     if settings.get("overlap"):
         from hvdcomp.tools.reproduce.gradients import common_of_largest
 
-        ours, name = common_of_largest(IMAGES), "common to two gradients (%)"
+        common, name = common_of_largest(IMAGES), "common to two gradients (%)"
         least = published[name]
-        rows.append(Row(what=f"largest 10 %: {name}, more than", published=least, ours=ours, holds=ours >= least))
+        rows.append(Row(what=f"largest 10 %: {name}, more than", published=least, ours=common, holds=common >= least))
     note = f"Batches of {SMALL} and {large}, and the learning rate goes with them."
     return compared.outcome(artefact, rows, note)
 
@@ -504,7 +509,7 @@ def adaqs(artefact: Artefact, t: Trainings) -> Outcome:
 
 
 def longer(artefact: Artefact, t: Trainings) -> Outcome:
-    """Accordion's figure 8: high compression for so many epochs that it sends as much as low compression."""
+    """Accordion's figure 8: high compression for more epochs, which sends as much as low compression."""
     compressor = artefact.settings["compressor"]
     runs = _fixed_and_accordion(t, compressor, "images")
     compared = Compared("images", runs)
@@ -523,7 +528,7 @@ def longer(artefact: Artefact, t: Trainings) -> Outcome:
 
 
 def limits(artefact: Artefact, t: Trainings) -> Outcome:
-    """Accordion's figure 9: what high compression may be."""
+    """Accordion's figure 9: limits of high compression."""
     runs = {f"rank {rank}": t.train("images", _spec("powersgd", rank)) for rank in (4, 2, 1)}
     for high in (1, 2):
         policy = _accordion("powersgd", "images", (4, high))
@@ -545,11 +550,11 @@ def _gravac(epsilon: float, workload: str, largest: int = 1000, least: float = 1
 
 
 def _momentum(compressor: str) -> dict[str, Any]:
-    return {"momentum": 0.0} if compressor == "dgc" else {}  # it has momentum of its own
+    return {"momentum": 0.0} if compressor == "dgc" else {}  # DGC has its own momentum
 
 
 def static(artefact: Artefact, t: Trainings) -> Outcome:
-    """GraVAC's table 2 and figure 2, of ResNet101: fixed factors of four compressors, and GraVAC on DGC."""
+    """GraVAC's table 2 and figure 2 for ResNet101: fixed factors of four compressors, and GraVAC on DGC."""
     runs: dict[str, Sequence[Trained]] = {}
     for compressor in ("topk", "dgc", "redsync", "randomk"):
         for factor in (10, 1000):
@@ -586,13 +591,13 @@ def gain(artefact: Artefact, t: Trainings) -> Outcome:
         "1000x": t.train(workload, "topk:ratio=0.001"),
     }
     compared = Compared(workload, runs)
-    # A window that does not end, so that the gain of 10x is looked at all along.
+    # The window never ends, so that the gain of 10x is measured in every step.
     looking = "gravac:min=10,max=1000,epsilon=0.99,window=100000,smoothing=1,factor=elements"
     log = t.train(workload, "topk:ratio=0.1", looking, seeds=1)[0]
     gains = [
         decision["statistics"]["gains"] for decision in log.decisions if decision.get("statistics", {}).get("gains")
     ]
-    robust = artefact.settings["network"] == "VGG16"  # which loses nothing at 1000x in the paper
+    robust = artefact.settings["network"] == "VGG16"  # it loses nothing at 1000x in the paper
     rows = [
         compared.gain("10x", "dense", "no loss"),
         compared.gain("1000x", "dense", "no loss" if robust else "worse"),
@@ -633,7 +638,7 @@ def gravac(artefact: Artefact, t: Trainings) -> Outcome:
 
 
 def beside_accordion(artefact: Artefact, t: Trainings) -> Outcome:
-    """GraVAC's table 4, of ResNet101 and LSTM: GraVAC on DGC beside Accordion on PowerSGD of ranks 4 and 1."""
+    """GraVAC's table 4 for ResNet101 and LSTM: GraVAC on DGC, and Accordion on PowerSGD of ranks 4 and 1."""
     rows = []
     for network, workload in (("ResNet101", "images"), ("LSTM", "text")):
         compared = Compared(
@@ -673,7 +678,7 @@ def randomk(artefact: Artefact, t: Trainings) -> Outcome:
 
 
 def early(artefact: Artefact, t: Trainings) -> Outcome:
-    """GraVAC's figure 1: scaling over workers, predicted, and how the gradient changes in the first steps, trained."""
+    """GraVAC's figure 1: predicted scaling over workers, and the trained gradient's change in the first steps."""
     curve = scaling_efficiency("resnet101")
     falls = list(curve.y) == sorted(curve.y, key=float, reverse=True)  # type: ignore[arg-type]
     what = f"ResNet101, predicted: share of linear scaling on {curve.x[-1]} GPUs (%), falling all the way"

@@ -1,8 +1,8 @@
 """Trainings for figures: each a process of `hvdcomp train`, with a folder of its own.
 
-A training that is there already, complete and with the same options, is not trained again, so that what was interrupted
-goes on where it stopped. Benchmarks keep the figures that their pages are made of in one file too, `trainings.csv`,
-which is a part of the repository: a training in it counts as there, on any machine, and the folders can go.
+A complete training with the same options is not repeated, so that an interrupted series of trainings continues. The
+benchmarks also store the figures of their pages in `trainings.csv`, which is part of the repository: a training in it
+is not repeated on any machine, and its folder is not needed.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ ROOT = Path(__file__).parents[3]
 
 @dataclass(frozen=True)
 class Run:
-    """One training. A subclass says with which options, and where.
+    """A training. Subclasses set its options.
 
     Attributes:
         workload: name of the model with its training.
-        seed: of it.
-        runs: the folder of all trainings, with the file of their records.
+        seed: of the training.
+        runs: the folder of all trainings and of the file of their records.
     """
 
     workload: str
@@ -48,12 +48,12 @@ class Run:
 
     @property
     def label(self) -> str:
-        """What tells this training from others of the same workload and seed."""
+        """The label that distinguishes the training from others of the same workload and seed."""
         raise NotImplementedError
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """Of `hvdcomp train`, but for where it writes."""
+        """Options of `hvdcomp train`, without those of the output."""
         raise NotImplementedError
 
     @property
@@ -78,62 +78,62 @@ class Run:
 
     @property
     def command(self) -> str:
-        """What a user would write."""
+        """The command line of the training."""
         settings = [f"{name}={value}" for name, value in self.environment.items()]
         return " ".join([*settings, "hvdcomp", shlex.join(self.words)])
 
     @property
     def summary(self) -> dict[str, Any] | None:
-        """Of the run in the folder, if it is complete and was trained with these options."""
-        found = _json(self.folder / "summary.json") or {}
-        wanted = json.loads(json.dumps(self.options))
-        same = all(found.get("options", {}).get(name) == value for name, value in wanted.items())
-        return found if same and found.get("status") in ("finished", "diverged") else None
+        """The summary of the run in the folder; None if it is incomplete or was trained with other options."""
+        summary = _json(self.folder / "summary.json") or {}
+        options = json.loads(json.dumps(self.options))
+        same = all(summary.get("options", {}).get(name) == value for name, value in options.items())
+        return summary if same and summary.get("status") in ("finished", "diverged") else None
 
     def figures(self) -> dict[str, Any]:
-        """Numbers of the complete training in the folder that are to be kept in the file of records."""
+        """Numbers of the complete training in the folder, for the file of records."""
         return {}
 
     @property
     def target(self) -> str:
-        """Of the validation part, to which figures count; none if it is an option of the training, or there is none."""
+        """The target on the validation part for the figures; "" without one, or if it is an option of the training."""
         return ""
 
     @property
     def settings(self) -> str:
-        """A digest of all that the training's figures depend on, but for the code."""
+        """A hash of all that the training's figures depend on, except the code."""
         everything = json.dumps([self.options, dict(self.environment), self.target], sort_keys=True)
         return hashlib.sha256(everything.encode()).hexdigest()[:12]
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """What the training came to: its figures, commit and seconds; None if it is neither in its folder nor kept."""
+        """The training's figures, commit and seconds; None if it is neither in its folder nor in the records."""
         if self.summary is None:
-            kept = kept_records(self.runs).get((self.workload, self.label, self.seed))
-            return kept if kept is not None and kept["settings"] == self.settings else None
+            stored = kept_records(self.runs).get((self.workload, self.label, self.seed))
+            return stored if stored is not None and stored["settings"] == self.settings else None
         head = {"workload": self.workload, "label": self.label, "seed": self.seed, "settings": self.settings}
-        noted = {"commit": self.about.get("commit", "unknown"), "seconds": self.about.get("seconds")}
-        return {**head, **noted, **self.figures()}
+        origin = {"commit": self.about.get("commit", "unknown"), "seconds": self.about.get("seconds")}
+        return {**head, **origin, **self.figures()}
 
     @property
     def about(self) -> dict[str, Any]:
-        """What was noted beside the run: its commit, its seconds, and what went wrong."""
+        """The notes of the run: its command, commit, seconds and error."""
         return _json(self.folder / "run.json") or {}
 
     def begin(self) -> None:
-        """Makes the folder, without what an earlier training left."""
+        """Creates the folder, and removes the results of an earlier training."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in ("summary.json", "run.json"):
             (self.folder / name).unlink(missing_ok=True)
 
     @property
     def variables(self) -> dict[str, str]:
-        """What its process has in its environment beside this one's."""
+        """Environment variables that are added for the training's process."""
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         return {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, **self.environment}
 
     def end(self, at_commit: str, seconds: float, code: int) -> dict[str, Any]:
-        """Notes how it went, whose output is in log.txt, as `about`, and returns that."""
+        """Writes and returns the notes `about`, with the error from log.txt if the training failed."""
         error = None
         if self.summary is None:
             lines = (self.folder / "log.txt").read_text(errors="replace").split("\n")
@@ -150,7 +150,7 @@ RECORDS = "trainings.csv"
 
 
 def kept_records(runs: Path) -> Mapping[tuple[str, str, int], dict[str, Any]]:
-    """Records that are kept in the folder of all trainings, by workload, label and seed."""
+    """The stored records of the folder of all trainings, by workload, label and seed."""
     file = runs / RECORDS
     return _records(file, file.stat().st_mtime_ns) if file.exists() else {}
 
@@ -191,9 +191,10 @@ def _json(file: Path) -> Any:
 
 
 class Trainer:
-    """Trains runs, some at a time, each in a process of its own.
+    """Trains runs, several at a time, each in a process of its own.
 
     Args:
+        workers: trainings at a time.
         say: shows a line.
     """
 
@@ -206,32 +207,33 @@ class Trainer:
         self._commit = commit()
 
     def train(self, todo: Sequence[Run], took: Mapping[str, Sequence[float]]) -> list[Run]:
-        """Trains them all; returns those that failed.
+        """Trains all runs; returns those that failed.
 
         Args:
-            took: seconds of runs that are there already, by workload.
+            todo: the runs.
+            took: seconds of earlier runs, by workload.
         """
         seconds = {name: list(values) for name, values in took.items()}
-        failed, left = [], list(todo)
+        failed, waiting = [], list(todo)
         with ThreadPoolExecutor(self._workers) as pool:
-            futures = {pool.submit(self._one, run): run for run in todo}
+            futures = {pool.submit(self._train, run): run for run in todo}
             try:
                 for number, future in enumerate(as_completed(futures), 1):
                     run, about = futures[future], future.result()
-                    left.remove(run)
+                    waiting.remove(run)
                     seconds.setdefault(run.workload, []).append(about["seconds"])
                     if about["error"] is not None:
                         failed.append(run)
                     line = f"[{number}/{len(todo)}] {run}: {_outcome(run, about)}, {about['seconds']:.0f} s"
-                    self._say(f"{line}; {_left(left, seconds, self._workers)}")
+                    self._say(f"{line}; {_remaining_time(waiting, seconds, self._workers)}")
             except BaseException:
                 self._stop()
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
         return failed
 
-    def _one(self, run: Run) -> dict[str, Any]:
-        """Trains one run, and notes how that went. What a stopped one leaves counts as unfinished."""
+    def _train(self, run: Run) -> dict[str, Any]:
+        """Trains a run, and returns its notes. A stopped run counts as unfinished."""
         run.begin()
         start = time.monotonic()
         with (run.folder / "log.txt").open("wb") as log:
@@ -244,7 +246,7 @@ class Trainer:
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # Ctrl-C is for this process, which ends the others
+                    start_new_session=True,  # Ctrl-C reaches this process only, which ends the others
                 )
                 self._processes.add(process)
             code = process.wait()
@@ -268,7 +270,7 @@ def commit() -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        if (ROOT / ".git").exists():  # else it is below another checkout
+        if (ROOT / ".git").exists():  # else the folder is in another checkout
             changed = git("status", "--porcelain", "--", "hvdcomp", "benchmarks", ":!benchmarks/measured")
             return git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
     return f"hvdcomp {VERSION}"
@@ -282,11 +284,11 @@ def _outcome(run: Run, about: Mapping[str, Any]) -> str:
     return f"{run.summary['status']}, loss {'-' if loss is None else format(loss, '.4f')}"
 
 
-def _left(left: Sequence[Run], seconds: Mapping[str, Sequence[float]], workers: int) -> str:
-    """About how long the rest takes, by the runs of the same workload so far, or of all."""
+def _remaining_time(waiting: Sequence[Run], seconds: Mapping[str, Sequence[float]], workers: int) -> str:
+    """The approximate remaining time, from earlier runs of the same workload, or of all workloads."""
     everything = statistics.mean(value for values in seconds.values() for value in values)
-    total = sum(statistics.mean(seconds.get(run.workload) or [everything]) for run in left)
-    minutes = total / max(1, min(workers, len(left))) / 60
+    total = sum(statistics.mean(seconds.get(run.workload) or [everything]) for run in waiting)
+    minutes = total / max(1, min(workers, len(waiting))) / 60
     return f"about {minutes:.0f} min left" if minutes < 90 else f"about {minutes / 60:.1f} h left"
 
 
@@ -297,12 +299,13 @@ def _interrupt(*_: Any) -> None:
 def train_missing(
     runs: Sequence[Run], console: Any, *, workers: int | None = None, dry_run: bool = False
 ) -> list[Run]:
-    """Trains those that are not there yet; returns those that failed. Ends the process if it is stopped.
+    """Trains the runs without a record; returns those that failed. Ends the process if it is stopped.
 
     Args:
-        console: of `rich`, that shows how it goes.
-        workers: trainings at a time; None for as many as there are cores.
-        dry_run: show the commands instead.
+        runs: of any workloads.
+        console: of `rich`, for the progress.
+        workers: trainings at a time; None for a training on each core.
+        dry_run: only print the commands.
     """
     todo = [run for run in runs if run.record is None]
     workers = workers or len(os.sched_getaffinity(0))
@@ -313,8 +316,8 @@ def train_missing(
     if dry_run:
         for run in todo:
             console.print(run.command)
-    left = f"; {_left(todo, took, workers)}" if todo and took else ""
-    console.print(f"{len(runs) - len(todo)} of {len(runs)} runs are there already, {len(todo)} to train{left}")
+    remaining_time = f"; {_remaining_time(todo, took, workers)}" if todo and took else ""
+    console.print(f"{len(runs) - len(todo)} of {len(runs)} runs are complete, {len(todo)} to train{remaining_time}")
     if dry_run or not todo:
         return []
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -323,5 +326,5 @@ def train_missing(
     try:
         return Trainer(workers, console.print).train(todo, took)
     except KeyboardInterrupt:
-        console.print("stopped; what is finished is kept, and the same command goes on from there")
+        console.print("stopped; finished trainings are kept: continue with the same command")
         sys.exit(130)

@@ -1,4 +1,4 @@
-"""The libraries that connect the ranks of a run; one is imported when it is chosen."""
+"""The libraries that connect the ranks of a run; only the chosen library is imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvdcomp.tools.train.options import SetupError
 from hvdcomp.tools.train.ranks import Ranks
 
 TORCHRUN = "TORCHELASTIC_RUN_ID"
-"""In the environment of a process that torchrun has started."""
+"""A variable that torchrun sets for its processes."""
 
 
 def choose(
@@ -20,31 +20,32 @@ def choose(
     elastic: bool = False,
     timeout: float | None = None,
 ) -> str:
-    """The backend that is meant: "auto" is what the launcher is for.
+    """The backend; "auto" follows the launcher.
 
     Args:
         backend: one of `options.BACKENDS`.
         framework: one of `options.FRAMEWORKS`.
-        elastic: whether ranks are to come and go while they train.
-        timeout: seconds that a rank waits for another; None for PyTorch's own.
+        environment: variables of the process.
+        elastic: whether the number of ranks may change during the training.
+        timeout: seconds that a rank waits for another; None for PyTorch's default.
 
     Returns:
         "horovod" or "ddp".
 
     Raises:
-        SetupError: TensorFlow cannot be trained that way, or ranks cannot come and go, or wait that long.
+        SetupError: the backend does not support the framework, elastic training or the timeout.
     """
     by_torchrun = TORCHRUN in environment
     chosen = backend if backend != "auto" else "ddp" if by_torchrun else "horovod"
     if framework != "torch" and chosen == "ddp":
-        said = f"--backend {backend}" if backend != "auto" else "torchrun"
+        launcher = f"--backend {backend}" if backend != "auto" else "torchrun"
         raise SetupError(
-            f"{said} is for PyTorch, and --framework {framework} trains through Horovod: start it with horovodrun, and "
-            "leave out --backend"
+            f"{launcher} is for PyTorch, and --framework {framework} trains through Horovod: start it with horovodrun, "
+            "and leave out --backend"
         )
     if chosen == "horovod" and by_torchrun:
         raise SetupError(
-            "--backend horovod: torchrun has started these processes, and Horovod does not know it: start them with "
+            "--backend horovod: torchrun has started these processes, which Horovod does not support: start them with "
             "horovodrun, or leave out --backend"
         )
     if chosen == "ddp" and elastic:
@@ -63,7 +64,7 @@ def choose(
 
 
 def reach(backend: str, framework: str, timeout: float | None = None) -> Ranks:
-    """Connect to all ranks. To be called on every rank.
+    """Connect to all ranks. Every rank must call it.
 
     Args:
         backend, framework, timeout: as for `choose`.

@@ -1,7 +1,7 @@
-"""What can be told of a run before its framework is imported and its ranks are connected, which takes long.
+"""Checks of a run before its framework is imported and its ranks are connected, which takes long.
 
-What does not depend on the rank is refused on each of them. Files are looked at on rank 0, which uses them, and only
-where the others do not wait for it in vain; elsewhere the ranks hear of it together, when they are connected.
+Errors that do not depend on the rank are raised on each rank. Rank 0 checks the files, which only it uses, if the
+launcher then ends the other ranks; otherwise the files are checked after the ranks are connected.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from hvdcomp.tools.train.options import TrainingOptions
 
 _ELASTIC = "HOROVOD_ELASTIC"
 _END_ALL = ("HOROVOD_RANK", "TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK")  # of horovodrun, torchrun and mpirun
-_STEPS = 2**31 - 1  # of an epoch, whose number is not known yet: more than any policy asks for
-_SECONDS = 10.0  # in which rank 0 starts too
+_STEPS = 2**31 - 1  # of an epoch, whose number is not known yet: more than any policy needs
+_SECONDS = 10.0  # for rank 0 to start
 
 
 def check(options: TrainingOptions) -> None:
-    """Checks the options, the specs among them, and on rank 0 the output and the policy's calibration.
+    """Checks the options with their specs, and on rank 0 the output and the policy's calibration.
 
-    Ranks that are connected already hear of it together, which takes no longer then.
+    Does nothing if the ranks are connected already, as they then check all of it together.
 
     Raises:
-        SetupError, SpecError, ConfigurationError: say what is wrong.
+        SetupError, SpecError, ConfigurationError: an option, a spec or a file is wrong.
     """
     if connected_rank() is not None:
         return
@@ -44,16 +44,16 @@ def check(options: TrainingOptions) -> None:
 
 
 def uses_files() -> bool:
-    """Whether this is rank 0, and the other ranks, if there are any, are ended by the launcher when it ends."""
-    ended = any(name in os.environ for name in _END_ALL) and _ELASTIC not in os.environ
-    return rank_so_far() == 0 and (ended or not environment.launched())
+    """Whether this is rank 0, and its end ends the other ranks, if there are any."""
+    ended_by_launcher = any(name in os.environ for name in _END_ALL) and _ELASTIC not in os.environ
+    return rank_so_far() == 0 and (ended_by_launcher or not environment.launched())
 
 
 def let_rank_0_speak() -> None:
-    """To be called before a rank says what all of them have found, and ends: it is to be said once.
+    """Lets only rank 0 print an error that all ranks have found; call it before the error is raised.
 
-    A launcher ends all ranks with the first that ends. So the others give rank 0 some seconds. The launcher then ends
-    them; if it does not, they speak too. Elastic Horovod ends none, and waits for all.
+    A launcher ends all ranks when the first rank ends, so the other ranks wait some seconds for rank 0. If the launcher
+    does not end them, they print the error, too. Elastic Horovod ends no ranks, and waits for all.
     """
     if rank_so_far() == 0:
         return

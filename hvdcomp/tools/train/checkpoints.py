@@ -1,12 +1,12 @@
-"""Saving a run in the middle and going on from there, as if it had never stopped.
+"""Saves a run, and resumes it as if it had never stopped.
 
-A checkpoint is a folder `step-N` of files from all ranks: what the learner writes of the model, the optimizer and the
-compression, and where the run was. It is written under another name and renamed when all ranks have written their part,
-so that a folder of this name is complete; only then is all but it and the one before it removed. A file SHA256SUMS, as
-`sha256sum` writes and checks it, holds the digests of all others. They are checked before a run goes on: if the newest
-checkpoint is damaged, all ranks go on from the one before it.
+A checkpoint is a folder `step-N` of files from all ranks: the learner's model, optimizer and compression, and the
+position of the run. It is written under another name, and renamed when all ranks have written their part, so that a
+folder of this name is complete; only then are older checkpoints removed, except the previous one. The file SHA256SUMS,
+in the format of `sha256sum`, contains the digests of all other files. They are checked before a run resumes: if the
+newest checkpoint is damaged, all ranks use the previous one.
 
-A run may go on with another number of ranks. Each then goes on from the files of the old ranks that `sources` names.
+A run may resume with another number of ranks. Each rank then uses the files of the old ranks in `sources`.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from hvdcomp.tools.train.options import SetupError, TrainingOptions
 from hvdcomp.tools.train.ranks import Ranks
 
 _FORMAT = 2
-_FORMATS = (1, _FORMAT)  # the first one had no digests
+_FORMATS = (1, _FORMAT)  # format 1 had no digests
 _COMPLETE = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
-_PART = ".part"  # after such a name: of one that is not complete
+_PART = ".part"  # suffix of an incomplete checkpoint
 _DIGESTS = "SHA256SUMS"
-# What a run may go on with changed: where things are and are shown, how long it is and waits, when gradients are sent,
-# and what becomes of residuals. So may the number of ranks, which is among the facts.
+# Options that a resumed run may change: outputs, length, timeouts, overlap and residuals. The number of ranks, which is
+# among the facts, may change, too.
 _MAY_CHANGE = {
     *("epochs", "overwrite", "progress", "tensorboard", "checkpoint_every", "overlap", "bucket_bytes", "residuals"),
     *("elastic", "metrics_port", "metrics_address", "timeout", "steps", "until", "evaluate_every"),
     *("simulate_ranks", "link"),
 }
 _RANKS = "ranks"
-# Options that earlier versions did not have, and what they did.
+# Options that earlier versions lacked, with the values that describe their behaviour.
 _BEFORE = {
     **{"optimizer": "sgd", "schedule": "step", "betas": [0.9, 0.95], "validation_samples": 0},
     **{"freeze_after": None, "freeze_compression": "int4", "local_steps": 1, "refreshes_per_gap": None},
@@ -52,11 +52,11 @@ _BEFORE = {
 }
 
 KEPT = ("step", "epoch", "taken", "losses", "times", "epochs")
-"""What of a run a checkpoint keeps as it is."""
+"""Fields of a run that a checkpoint stores unchanged."""
 
-_POSITION = {*KEPT, "augmenting", "resumed_at", "seconds", "epoch_seconds", "sizes"}  # all that a run goes on from
+_POSITION = {*KEPT, "augmenting", "resumed_at", "seconds", "epoch_seconds", "sizes"}  # all fields of a run's position
 
-# What reading a file raises that is damaged, of another program, or made to do harm.
+# Errors of reading a file that is damaged, malicious or of another program.
 _UNREADABLE = (
     OSError,
     RuntimeError,
@@ -68,25 +68,25 @@ _UNREADABLE = (
     pickle.UnpicklingError,
 )
 
-Done = TypeVar("Done")
+Result = TypeVar("Result")
 
 
 class Warnings:
-    """Notes, while it is entered, that this process was told to stop: SIGUSR1, SIGTERM or SIGUSR2 no longer end it.
+    """A context that notes signals to stop: within it SIGUSR1, SIGTERM and SIGUSR2 do not end this process.
 
     Attributes:
-        told: whether it was.
-        all_told: whether that is meant for all ranks, by SIGUSR2; else the others of an elastic job go on.
+        warned: whether a signal came.
+        all_warned: whether SIGUSR2 came, which stops all ranks; other signals only stop this rank of an elastic job.
     """
 
     SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2)
 
     def __init__(self) -> None:
-        self.told = self.all_told = False
+        self.warned = self.all_warned = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Warnings:
-        if threading.current_thread() is threading.main_thread():  # Python lets no other thread do this
+        if threading.current_thread() is threading.main_thread():  # Python allows this in the main thread only
             self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
         return self
 
@@ -97,20 +97,21 @@ class Warnings:
             signal.signal(number, handler)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        self.told = True
-        self.all_told |= number == signal.SIGUSR2
+        self.warned = True
+        self.all_warned |= number == signal.SIGUSR2
 
 
 class Checkpoints:
-    """The checkpoints of one run.
+    """The checkpoints of a run.
 
     Args:
-        options: which name the folder, the same on all hosts.
-        facts: in which a run that goes on must agree with the one that was saved, as JSON.
+        options: with the folder, which all hosts share.
+        facts: values, for JSON, in which a resumed run must agree with the saved run.
+        ranks: of the run.
 
     Attributes:
-        damaged: what is wrong with checkpoints newer than the one that was found, the same on all ranks.
-        old_ranks: how many ranks saved the one that was found.
+        damaged: errors of checkpoints newer than the one that was found, the same on all ranks.
+        old_ranks: the number of ranks that saved the checkpoint that was found.
     """
 
     def __init__(self, options: TrainingOptions, facts: Mapping[str, Any], ranks: Ranks) -> None:
@@ -119,36 +120,37 @@ class Checkpoints:
         self._every = options.checkpoint_every
         self._residuals = options.residuals
         self._ranks = ranks
-        kept = {name: value for name, value in facts.items() if name not in _MAY_CHANGE}
-        self._facts = json.loads(json.dumps({**kept, _RANKS: ranks.size}))
-        self._saved = -1  # the step of the newest that is not damaged
+        compared = {name: value for name, value in facts.items() if name not in _MAY_CHANGE}
+        self._facts = json.loads(json.dumps({**compared, _RANKS: ranks.size}))
+        self._saved = -1  # the step of the newest checkpoint that is not damaged
         self.damaged: list[str] = []
         self.old_ranks = ranks.size
 
     def due(self, step: int) -> bool:
-        """Whether there is to be one after this step."""
+        """Whether to save after this step."""
         return self._every is not None and step % self._every == 0
 
     @property
     def due_each_epoch(self) -> bool:
-        """Whether there is to be one at the end of each epoch."""
+        """Whether to save at the end of each epoch."""
         return self._every is None
 
     def find(self) -> dict[str, Any] | None:
-        """What `save` was given for the newest checkpoint that is not damaged; None if there is no checkpoint.
+        """The saved position of the newest undamaged checkpoint, as given to `save`; None if there is no checkpoint.
 
-        A rank that the run did not have gets what another one saved. Call it on every rank.
+        A rank that the saved run did not have gets the position of another rank. Call it on every rank.
 
         Raises:
-            RunRefused: on every rank, if it is of another run, or all are damaged, or none could be written.
+            RunRefused: on every rank, if the checkpoint is of another run, all are damaged, or the folder is not
+                writable.
         """
         ranks = self._ranks
         steps = ranks.together(self._steps)
         ranks.together(self._check_writable)
-        if any(others != steps for others in ranks.gather(steps, "checkpoint")):
+        if any(other_steps != steps for other_steps in ranks.gather(steps, "checkpoint")):
             ranks.together(self._refuse_different)
         for step in steps:
-            # Each rank looks at a part of the files; all hear of the same damage.
+            # Each rank checks a part of the files; all get the same errors.
             damages = [damage for damage in ranks.gather(self._damage(step), "checkpoint") if damage is not None]
             if not damages:
                 self._saved = step
@@ -163,16 +165,16 @@ class Checkpoints:
         try:
             if self._ranks.rank == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                for left in self.folder.glob(f"*{_PART}"):
-                    if _COMPLETE.fullmatch(left.stem):
-                        _remove(left)
+                for leftover in self.folder.glob(f"*{_PART}"):
+                    if _COMPLETE.fullmatch(leftover.stem):
+                        _remove(leftover)
             names = os.listdir(self.folder) if self.folder.is_dir() else []
         except OSError as error:
             raise self._cannot_use(error) from None
         return sorted((int(match[1]) for match in map(_COMPLETE.fullmatch, names) if match), reverse=True)
 
     def _check_writable(self) -> None:
-        """Sees that this rank can write to the folder, which rank 0 has made where all hosts share it."""
+        """Checks that this rank can write to the folder, which rank 0 has created."""
         if self.folder.is_dir():
             try:
                 tempfile.TemporaryFile(dir=self.folder).close()
@@ -195,7 +197,7 @@ class Checkpoints:
         )
 
     def _damage(self, step: int) -> str | None:
-        """What is wrong with this rank's share of the files of a checkpoint, or None."""
+        """The error of this rank's share of a checkpoint's files; None without an error."""
         place, ranks = self._place(step), self._ranks
         try:
             digests = _read_digests(place)
@@ -209,10 +211,10 @@ class Checkpoints:
         return None
 
     def _record(self, place: Path) -> dict[str, Any]:
-        """What `save` wrote of this rank's run, or of rank 0's, where the run had fewer ranks.
+        """The record that `save` wrote for this rank, or for rank 0 if the run had fewer ranks.
 
         Raises:
-            OSError, ValueError: if it cannot be read, or is something else.
+            OSError, ValueError: the file cannot be read, or has another form.
         """
         file = place / self._run_file(self._ranks.rank)
         if not file.exists():
@@ -237,10 +239,10 @@ class Checkpoints:
         self.old_ranks = record["facts"].get(_RANKS, self._ranks.size)
         facts = _BEFORE | record["facts"]
         names = sorted({*facts, *self._facts} - {_RANKS})
-        # All of them: where the user asked for another model, its own learning rate is another one too.
-        if others := [name for name in names if facts.get(name) != self._facts.get(name)]:
-            then = " and ".join(f"{name}={facts.get(name)!r}" for name in others)
-            now = " and ".join(repr(self._facts.get(name)) for name in others)
+        # All differences are listed: another model, for example, also has another default learning rate.
+        if differing := [name for name in names if facts.get(name) != self._facts.get(name)]:
+            then = " and ".join(f"{name}={facts.get(name)!r}" for name in differing)
+            now = " and ".join(repr(self._facts.get(name)) for name in differing)
             raise SetupError(
                 f"{place} is of a run with {then}, and this one has {now}: start it as that one was, or name another "
                 "--checkpoint-folder"
@@ -249,30 +251,30 @@ class Checkpoints:
 
     @property
     def sources(self) -> Sequence[int]:
-        """The old ranks whose files this rank goes on from; the first is this rank itself, if it was there."""
+        """The old ranks whose files this rank uses; the first is this rank itself, if the saved run had it."""
         rank = self._ranks.rank
         return range(rank, self.old_ranks, self._ranks.size) or [rank % self.old_ranks]
 
     @property
     def change(self) -> str | None:
-        """What happens to what the ranks had left to send, for the user; None if nothing does."""
+        """A message about the fate of the saved residuals; None if each rank keeps its own."""
         then, now = self.old_ranks, self._ranks.size
         if self._residuals == "drop":
-            kept = "is dropped, as --residuals drop says"
+            kept_names = "is dropped, as --residuals drop says"
         elif then == now:
             return None
         elif then < now:
-            kept = f"is kept, by rank{' 0' if then == 1 else f's 0 to {then - 1}'}"
+            kept_names = f"is kept, by rank{' 0' if then == 1 else f's 0 to {then - 1}'}"
         else:
             most = -(-then // now)
-            kept = f"is kept, {'' if then % now == 0 else 'up to '}{most} old ranks in each"
-        return f"checkpoint of {_counted(then)}, this run has {_counted(now)}: what was left to be sent {kept}"
+            kept_names = f"is kept, {'' if then % now == 0 else 'up to '}{most} old ranks in each"
+        return f"checkpoint of {_counted(then)}, this run has {_counted(now)}: what was left to be sent {kept_names}"
 
     def restore(self, learner: Learner) -> None:
-        """Puts the checkpoint that was found into the learner. Call it on every rank.
+        """Loads the checkpoint that was found into the learner. Call it on every rank.
 
         Raises:
-            RunRefused: on every rank, if any cannot read it.
+            RunRefused: on every rank, if any rank cannot read it.
         """
         place = self._place(self._saved)
 
@@ -286,15 +288,17 @@ class Checkpoints:
         self._ranks.together(restored)
 
     def save(self, step: int, learner: Learner, run: Callable[[], dict[str, Any]]) -> None:
-        """Saves all ranks after this step; returns on each when it is complete. Call it on every rank.
+        """Saves all ranks after this step; returns when the checkpoint is complete. Call it on every rank.
 
-        A step that was saved before is not saved again.
+        A saved step is not saved again.
 
         Args:
-            run: tells, as JSON and after the learner was saved, what `find` is to return on this rank.
+            step: completed steps.
+            learner: of this rank.
+            run: returns this rank's position for `find`, for JSON; called after the learner was saved.
 
         Raises:
-            ConfigurationError: on every rank, if any could not write. The checkpoint before it is still there.
+            ConfigurationError: on every rank, if any rank could not write. The previous checkpoint still exists.
         """
         if step == self._saved:
             return
@@ -309,11 +313,11 @@ class Checkpoints:
             record = {"format": _FORMAT, "facts": self._facts, "run": run()}
             file = part / self._run_file(self._ranks.rank)
             write_file(file, json.dumps(record).encode())
-            return {each.name: _sha256(each) for each in (*files, file)}
+            return {path.name: _sha256(path) for path in (*files, file)}
 
         def complete() -> None:
             if self._ranks.rank == 0:
-                self._complete(part, place, {name: text for each in digests for name, text in each.items()})
+                self._complete(part, place, {name: text for path in digests for name, text in path.items()})
 
         try:
             digests = self._on_all(write)
@@ -332,31 +336,31 @@ class Checkpoints:
         write_file(part / _DIGESTS, "".join(lines).encode())
         for file in (*part.iterdir(), part):
             _to_disk(file)
-        if os.path.lexists(place):  # damaged, or the run would have gone on from there
+        if os.path.lexists(place):  # it is damaged, or the run would have resumed from it
             _remove(place)
         part.rename(place)
         _to_disk(self.folder)
-        kept = {place.name, self._place(self._saved).name}
+        kept_names = {place.name, self._place(self._saved).name}
         for name in os.listdir(self.folder):
-            if _COMPLETE.fullmatch(name) and name not in kept:
+            if _COMPLETE.fullmatch(name) and name not in kept_names:
                 _remove(self.folder / name)
 
-    def _on_all(self, do: Callable[[], Done]) -> list[Done]:
-        """Like `Ranks.together`, for what can go wrong in the middle of a run. Returns what it gave on each rank."""
-        done: Any = None
+    def _on_all(self, do: Callable[[], Result]) -> list[Result]:
+        """Like `Ranks.together`, for errors in the middle of a run. Returns the results of all ranks."""
+        result: Any = None
         problem = None
         try:
-            done = do()
+            result = do()
         except (OSError, RuntimeError) as error:
             problem = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        answers = self._ranks.gather((problem, done), "checkpoint")
+        answers = self._ranks.gather((problem, result), "checkpoint")
         for rank, (failure, _) in enumerate(answers):
             if failure is not None:
                 raise ConfigurationError(
                     f"the checkpoint in {self.folder} cannot be written on rank {rank}: {failure}; the one before it, "
                     "if any, is complete"
                 )
-        return [each for _, each in answers]
+        return [path for _, path in answers]
 
     def _place(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
@@ -371,7 +375,7 @@ def _counted(ranks: int) -> str:
 
 
 def _remove(place: Path) -> None:
-    """Removes what has the name of a folder of ours, whatever it is; of a link not what it leads to."""
+    """Removes a folder, file or link; not the target of a link."""
     if place.is_dir() and not place.is_symlink():
         shutil.rmtree(place)
     else:
@@ -395,10 +399,10 @@ def _sha256(file: Path) -> str:
 
 
 def _read_digests(place: Path) -> dict[str, str]:
-    """The digests of a checkpoint's files, by name; none if a version of hvdcomp without them wrote it.
+    """The digests of a checkpoint's files, by name; empty for a checkpoint of a version without digests.
 
     Raises:
-        OSError, ValueError: if they cannot be read.
+        OSError, ValueError: the digests cannot be read.
     """
     file = place / _DIGESTS
     if not file.exists():

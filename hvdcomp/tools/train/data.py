@@ -1,7 +1,7 @@
-"""The data of the reference training program, held in memory, and how each epoch deals it to the ranks.
+"""The data of the reference training program, in memory, and their distribution to the ranks in each epoch.
 
-All of it is NumPy, so that every framework trains on the same batches in the same order. Which samples are for training
-and which for testing never depends on the seed.
+All of it is NumPy, so that every framework trains on the same batches in the same order. The split into training and
+test samples does not depend on the seed.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from hvdcomp.tools.train import data_cifar, data_clicks, data_mnist1d, data_text
 from hvdcomp.tools.train.dataset import DataSet, Part, labelled_data
 from hvdcomp.tools.train.options import SetupError, TrainingOptions
 
-# Numbers of what is drawn at random from one seed; the shuffles of the epochs take those that follow.
+# Numbers of the random streams of a seed; the shuffles of the epochs use the following numbers.
 _PATTERNS, _IMAGES, _NOISE, _SHUFFLES = 0, 1, 2, 3
 
 
 def load_data(options: TrainingOptions) -> DataSet:
-    """Load the data named in `options`, cut to `samples`, with its validation part and its label noise.
+    """Load the data of `options`, cut to `samples`, with their validation part and label noise.
 
     Raises:
-        SetupError: a file is missing or damaged, or there are fewer samples than asked for.
+        SetupError: a file is missing or damaged, or there are fewer samples than `samples`.
     """
     loaders = {
         "digits": lambda: digits(),
@@ -55,7 +55,7 @@ def load_data(options: TrainingOptions) -> DataSet:
 
 
 def digits() -> DataSet:
-    """The 1797 scanned 8x8 digits that come with scikit-learn, one fifth of each class kept for testing.
+    """The 1797 scanned 8x8 digits of scikit-learn, with a fifth of each class for testing.
 
     Raises:
         SetupError: scikit-learn is not installed.
@@ -72,7 +72,7 @@ def digits() -> DataSet:
 
 
 def synthetic(size: int, seed: int, train: int = 2000, test: int = 500, classes: int = 10) -> DataSet:
-    """RGB images of noise, each with the smooth pattern of its class in it, too faint for one pixel to tell.
+    """RGB images of noise, each with the smooth pattern of its class, too faint to be seen in a single pixel.
 
     The patterns are the same for every seed; the seed draws the images.
     """
@@ -87,7 +87,7 @@ def synthetic(size: int, seed: int, train: int = 2000, test: int = 500, classes:
 
 
 def _interpolation(coarse: int, fine: int) -> np.ndarray:
-    """Weights (fine, coarse) that interpolate between the centres of pixels; beyond the outer ones is no change."""
+    """Weights (fine, coarse) that interpolate between the centres of pixels, constant beyond the outer centres."""
     centres = (np.arange(fine) + 0.5) * coarse / fine - 0.5
     distances = np.abs(np.clip(centres, 0, coarse - 1)[:, None] - np.arange(coarse))
     return np.maximum(0, 1 - distances)
@@ -106,17 +106,17 @@ def _held_back(data: DataSet, count: int) -> DataSet:
 
 
 def _noisy(data: DataSet, fraction: float, seed: int) -> np.ndarray:
-    """Training labels of which this fraction was replaced by labels drawn at random."""
+    """The training labels, with this fraction replaced by random labels."""
     draws = np.random.default_rng([seed, _NOISE])
     replaced = draws.random(len(data.train_y)) < fraction
     return np.where(replaced, draws.integers(data.classes, size=data.train_y.shape), data.train_y)
 
 
 def steps_per_epoch(samples: int, world_size: int, batch_size: int, passes: int) -> int:
-    """Optimizer steps of an epoch, the same on every rank; what does not fill a last step is left out.
+    """Optimizer steps of an epoch, the same on every rank; an incomplete last step is left out.
 
     Raises:
-        SetupError: not even one step's batches can be filled.
+        SetupError: the samples do not suffice for a step.
     """
     steps = samples // world_size // (batch_size * passes)
     if steps == 0:
@@ -130,8 +130,8 @@ def steps_per_epoch(samples: int, world_size: int, batch_size: int, passes: int)
 def epoch_shard(samples: int, world_size: int, rank: int, batch: int, seed: int, epoch: int) -> np.ndarray:
     """The samples that `rank` sees in `epoch`, step by step: indices of shape (steps, batch).
 
-    One shuffle, the same on every rank, is dealt out in turn: the ranks' shards do not overlap, and with
-    other ranks the same samples come in nearly the same order.
+    The ranks take the samples of a common shuffle in turn: their shards do not overlap, and with another number of
+    ranks the same samples come in nearly the same order.
     """
     shard = _shuffle(samples, seed, _SHUFFLES + epoch)[rank::world_size]
     steps = samples // world_size // batch
@@ -139,12 +139,12 @@ def epoch_shard(samples: int, world_size: int, rank: int, batch: int, seed: int,
 
 
 def evaluation_shard(samples: int, world_size: int, rank: int) -> np.ndarray:
-    """The test samples that `rank` evaluates: together the ranks see each exactly once."""
+    """The test samples that `rank` evaluates; together the ranks evaluate each sample exactly once."""
     return np.arange(samples)[rank::world_size]
 
 
 def _shuffle(count: int, seed: int, stream: int) -> np.ndarray:
-    """The numbers below `count` in random order: the one of `torch.randperm`, with which results were published.
+    """The numbers below `count` in the random order of `torch.randperm`, which the published results used.
 
     References: Durstenfeld, Algorithm 235: Random permutation, 1964, with the 32-bit numbers of a Mersenne twister.
     """
@@ -152,6 +152,6 @@ def _shuffle(count: int, seed: int, stream: int) -> np.ndarray:
     draws = np.random.RandomState(key % 2**32).randint(2**32, size=count, dtype=np.uint32)
     order = np.arange(count)
     for place, draw in enumerate(draws.tolist()):
-        other = place + draw % (count - place)
-        order[place], order[other] = order[other], order[place]
+        chosen = place + draw % (count - place)
+        order[place], order[chosen] = order[chosen], order[place]
     return order

@@ -1,7 +1,7 @@
-"""CIFAR-10 and CIFAR-100 from a folder, in the Python form or the binary form in which they are published.
+"""CIFAR-10 and CIFAR-100 from a folder, in the published Python or binary form.
 
-The Python form is a set of pickles. They are read by an unpickler that knows NumPy arrays and bytes and
-refuses all else, so that a file from a stranger can do no harm.
+The Python form is a set of pickles. They are read by an unpickler that only accepts NumPy arrays and bytes, so that a
+malicious file does no harm.
 
 References: Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009.
 """
@@ -19,7 +19,7 @@ import numpy as np
 from hvdcomp.tools.train.dataset import DataSet, labelled_data
 from hvdcomp.tools.train.options import SetupError
 
-_PIXELS = 3 * 32 * 32  # one image: all red values row by row, then green, then blue
+_PIXELS = 3 * 32 * 32  # of an image: all red values row by row, then green, then blue
 
 try:
     from numpy._core.multiarray import _reconstruct  # type: ignore[import-not-found, unused-ignore]
@@ -29,7 +29,7 @@ except ImportError:  # NumPy 1
 
 @dataclass(frozen=True)
 class _Archive:
-    """Where an archive keeps what. In the binary form `label_bytes` precede each image, the wanted one last."""
+    """The files of an archive. In the binary form `label_bytes` precede each image; the last is the label."""
 
     title: str
     classes: int
@@ -66,14 +66,14 @@ _ARCHIVES = {
 
 
 def load(folder: Path | None, name: str) -> DataSet:
-    """Read CIFAR from its unpacked archive, or from the folder that holds the unpacked archive.
+    """Read CIFAR from its unpacked archive, or from the folder that contains it.
 
     Args:
         folder: the value of --data-dir.
         name: "cifar10" or "cifar100" (its 100 fine labels).
 
     Raises:
-        SetupError: a file is missing or is not what the archive holds.
+        SetupError: a file is missing or damaged.
     """
     assert folder is not None
     archive = _ARCHIVES[name]
@@ -85,7 +85,7 @@ def load(folder: Path | None, name: str) -> DataSet:
         for place in (folder / subfolder, folder):
             names = (*train_files, *test_files)
             present = [file for file in names if (place / file).is_file()]
-            # The second folder is only a guess, and "train" or "test" may be anything there.
+            # In the second folder, "train" or "test" may be something else.
             if not present:
                 continue
             missing = [file for file in names if file not in present]
@@ -107,7 +107,7 @@ def _join(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.nd
 
 
 def _read_python(path: Path, archive: _Archive) -> tuple[np.ndarray, np.ndarray]:
-    """One pickled batch: images (n, 3072) as uint8 and labels (n,)."""
+    """Reads a pickled batch: images (n, 3072) as uint8, and labels (n,)."""
     expected = f"a pickled dictionary with b'data', uint8 (n, {_PIXELS}), and {archive.label_key!r}, n labels"
     try:
         batch = _ArrayUnpickler(io.BytesIO(path.read_bytes()), encoding="bytes").load()
@@ -122,7 +122,7 @@ def _read_python(path: Path, archive: _Archive) -> tuple[np.ndarray, np.ndarray]
 
 
 def _read_binary(path: Path, archive: _Archive) -> tuple[np.ndarray, np.ndarray]:
-    """One binary batch: rows of label bytes and pixels. Images (n, 3072) as uint8 and labels (n,)."""
+    """Reads a binary batch of rows of label bytes and pixels: images (n, 3072) as uint8, and labels (n,)."""
     row = archive.label_bytes + _PIXELS
     expected = f"rows of {row} bytes: {archive.label_bytes} of labels, {_PIXELS} of pixels"
     content = np.frombuffer(path.read_bytes(), dtype=np.uint8)
@@ -142,9 +142,9 @@ def _checked(labels: np.ndarray, path: Path, archive: _Archive, expected: str) -
     return labels
 
 
-def _damaged(path: Path, archive: _Archive, found: str, expected: str) -> SetupError:
+def _damaged(path: Path, archive: _Archive, problem: str, expected: str) -> SetupError:
     return SetupError(
-        f"{path} is not a file of {archive.title}, or is damaged: {found}; expected {expected}. "
+        f"{path} is not a file of {archive.title}, or is damaged: {problem}; expected {expected}. "
         "Unpack the archive again"
     )
 
@@ -154,14 +154,14 @@ def _describe(value: Any) -> str:
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """How Python 3 writes bytes in pickle protocol 2; other encodings have no place in an array."""
+    """Decodes bytes of pickle protocol 2, which Python 3 writes as latin1; refuses other encodings."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"it encodes text as {encoding!r}: refused")
     return text.encode(encoding)
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-    """Reads plain Python values, bytes and NumPy arrays; calls nothing else that a pickle may name."""
+    """Reads plain Python values, bytes and NumPy arrays; refuses all other functions and classes in a pickle."""
 
     _ALLOWED = {  # noqa: RUF012 - a constant
         ("numpy.core.multiarray", "_reconstruct"): _reconstruct,

@@ -1,8 +1,8 @@
-"""Clicks: synthetic samples of dense features and ids of tables, of which few are looked up often.
+"""Clicks: synthetic samples of dense features and of ids into tables, of which few are frequent.
 
-As in Criteo's data, a sample has 13 numbers, and an id of each of some tables, here 8. Ids follow Zipf's law: 1 % of
-the rows are about 90 % of the accesses. Each row has a score, and a sample is clicked on with a probability that grows
-with the sum of its scores and of its weighted numbers. All of it is the same for every seed of a run.
+As in Criteo's data, a sample has 13 numbers, and an id for each table, here 8. Ids follow Zipf's law: 1 % of the rows
+get about 90 % of the accesses. Each row has a score, and the probability of a click grows with the sum of the sample's
+scores and weighted numbers. The data are the same for every seed of a run.
 
 References: Naumov et al., Deep Learning Recommendation Model for Personalization and Recommendation Systems, 2019.
 """
@@ -20,20 +20,17 @@ _EXPONENT = 1.3  # of Zipf's law
 
 
 def load() -> DataSet:
-    """Samples (N, 13 + 8), float32: the numbers, and then the ids, which are small enough to be exact; labels 0 or 1.
-
-    The loss of a model is the log loss.
-    """
+    """Samples (N, 13 + 8) of float32, the numbers before the ids, which are exact as floats; labels are 0 or 1."""
     size = DLRM_SIZE
     draws, count = np.random.default_rng(_SEED), TRAIN + VALIDATION + TEST
-    often = np.cumsum(1 / np.arange(1, size.rows + 1) ** _EXPONENT)
-    ids = np.searchsorted(often / often[-1], draws.random((count, size.tables)))
+    frequencies = np.cumsum(1 / np.arange(1, size.rows + 1) ** _EXPONENT)
+    ids = np.searchsorted(frequencies / frequencies[-1], draws.random((count, size.tables)))
     dense = draws.standard_normal((count, size.dense))
     scores = draws.standard_normal((size.tables, size.rows))
     logits = dense @ draws.standard_normal(size.dense) / 3 + scores[np.arange(size.tables), ids].sum(1) / 2
     y = (draws.random(count) < 1 / (1 + np.exp(-logits))).astype(np.int64)
     x = np.concatenate([dense, ids], 1).astype(np.float32)
-    train, rest = slice(TRAIN), slice(TRAIN, TRAIN + VALIDATION)
+    train, validation = slice(TRAIN), slice(TRAIN, TRAIN + VALIDATION)
     columns = x.shape[1]
     return DataSet(
         x[train],
@@ -43,5 +40,5 @@ def load() -> DataSet:
         classes=2,
         mean=np.zeros(columns, np.float32),
         std=np.ones(columns, np.float32),
-        validation=Part(x[rest], y[rest]),
+        validation=Part(x[validation], y[validation]),
     )

@@ -1,6 +1,6 @@
-"""MNIST-1D: signals of 40 points, each a digit drawn as a line, moved, stretched and covered with noise.
+"""MNIST-1D: signals of 40 points, each a digit drawn as a line, shifted, stretched and covered with noise.
 
-The package `mnist1d` draws them, so nothing is downloaded, and there can be as many test items as a comparison needs.
+The package `mnist1d` generates them, without a download and with as many test samples as a comparison needs.
 
 References: Greydanus and Kobak, Scaling Down Deep Learning with MNIST-1D, 2024, section 2.
 """
@@ -16,12 +16,12 @@ from hvdcomp.tools.train.dataset import DataSet, labelled_data
 from hvdcomp.tools.train.options import SetupError
 
 TRAIN, VALIDATION, TEST = 4000, 2000, 10_000
-_SEED = 42  # of the published set; the split never depends on the seed of a run
+_SEED = 42  # of the published set; the split does not depend on the seed of a run
 
 
 @functools.cache  # drawing takes some seconds
 def load() -> DataSet:
-    """The signals (N, 1, 40) with their labels: 4,000 to train on as published, and larger other parts.
+    """The signals (N, 1, 40) with their labels: the published 4,000 for training, and larger other parts.
 
     Raises:
         SetupError: the package is not installed.
@@ -33,7 +33,7 @@ def load() -> DataSet:
     settings = get_dataset_args()
     settings.num_samples, settings.seed = TRAIN + VALIDATION + TEST, _SEED
     settings.train_split = TRAIN / settings.num_samples
-    before = random.getstate(), np.random.get_state()  # the package draws from the generators that all share
+    before = random.getstate(), np.random.get_state()  # the package uses the global generators
     try:
         drawn = make_dataset(settings)
     finally:

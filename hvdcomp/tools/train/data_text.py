@@ -1,8 +1,8 @@
 """Text for language models: WikiText-2 or the Penn Treebank from a folder, or Python's standard library.
 
-A text becomes token ids by a vocabulary taken from its training part; what that part lacks is the token
-`<unk>`. The ids are cut into sequences of equal length, each predicting its ids one further. Every sequence
-is a sample of its own, so that an epoch can be shuffled and dealt to the ranks as images are.
+The vocabulary of the training part turns a text into token ids; unknown tokens become `<unk>`. The ids are cut into
+sequences of equal length, whose targets are the ids one position further. Every sequence is a sample, so that an epoch
+is shuffled and distributed to the ranks like images.
 
 References: Merity et al., Pointer Sentinel Mixture Models, 2017 (WikiText-2); Mikolov et al., Recurrent
 neural network based language model, 2010 (the Penn Treebank as prepared there).
@@ -23,32 +23,32 @@ from hvdcomp.tools.train.options import SetupError
 
 _UNKNOWN = "<unk>"
 _END_OF_LINE = "<eos>"
-_MOST_WORDS = 10_000  # of the standard library; the published texts come with a limited vocabulary
+_MOST_WORDS = 10_000  # of the standard library; the published texts already have a limited vocabulary
 
-# Per data set: its title, where its archive puts the files, and those for training, testing and validation.
+# For each data set: title, the archive's folder, and the files for training, testing and validation.
 _TEXTS = {
     "wikitext2": ("WikiText-2", "wikitext-2", "wiki.train.tokens", "wiki.test.tokens", "wiki.valid.tokens"),
     "ptb": ("the Penn Treebank", "simple-examples/data", "ptb.train.txt", "ptb.test.txt", "ptb.valid.txt"),
 }
-# Of each this number of files of the standard library, one is for validation and one for testing.
+# Of this number of files of the standard library, one is for validation and one for testing.
 _FILES_PER_PART = 16
-_HELD_OUT_BYTES = 65_536  # at most, of either part: an evaluation is not to take longer than the training
+_HELD_OUT_BYTES = 65_536  # of each part, at most, so that evaluations are short
 _HELD_OUT_BYTES_OF_A_FILE = 8_192
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 def load(folder: Path | None, name: str, length: int | None) -> DataSet:
-    """Read WikiText-2 or the Penn Treebank: words separated by spaces, one sentence or paragraph a line.
+    """Read WikiText-2 or the Penn Treebank: words separated by spaces, a sentence or paragraph in each line.
 
-    The file for validation may be missing: the set then has no validation part.
+    Without the file for validation there is no validation part.
 
     Args:
-        folder: the value of --data-dir: the folder of the files, or that in which their archive was unpacked.
+        folder: the value of --data-dir: the folder of the files, or the folder of their unpacked archive.
         name: "wikitext2" or "ptb".
         length: tokens of a sequence.
 
     Raises:
-        SetupError: a file is missing, empty or not UTF-8 text, or a text is shorter than one sequence.
+        SetupError: a file is missing, empty or not UTF-8 text, or a text is shorter than a sequence.
     """
     assert folder is not None
     title, subfolder, *files, validation = _TEXTS[name]
@@ -79,10 +79,10 @@ def _read_words(path: Path, title: str, files: list[str]) -> list[str]:
 
 
 def standard_library(size: int | None, unit: str, length: int | None) -> DataSet:
-    """The source of the running Python's standard library: real text that is there without a download.
+    """The source of the running Python's standard library: real text without a download.
 
-    Files come in the order of their names until `size` characters are read; the last tenth of each file is for
-    testing. The text, and so any result, belongs to the version of Python.
+    Files are read in the order of their names up to `size` characters; the last tenth of each file is for testing. The
+    text, and so every result, depends on the version of Python.
 
     Args:
         size: characters to read, training and test together.
@@ -90,7 +90,7 @@ def standard_library(size: int | None, unit: str, length: int | None) -> DataSet
         length: tokens of a sequence.
 
     Raises:
-        SetupError: this Python comes without that much source.
+        SetupError: the source of this Python's standard library is shorter.
     """
     assert size is not None
     root = Path(sysconfig.get_path("stdlib"))
@@ -111,18 +111,18 @@ def standard_library(size: int | None, unit: str, length: int | None) -> DataSet
 
 
 def bytes_of_standard_library(size: int | None, length: int | None) -> DataSet:
-    """The source of the running Python's standard library, byte by byte, with validation and test parts.
+    """The bytes of the running Python's standard library, with validation and test parts.
 
-    Of each 16 files, in the order of their names, one is for validation and one for testing: 64 KiB of each part, and
-    of a file no more than 8 KiB, from its middle, so that no single file decides. No file is in two parts. The text,
-    and so any result, belongs to the version of Python.
+    Of each 16 files, in the order of their names, one is for validation and one for testing: 64 KiB for each part, and
+    at most 8 KiB of a file, from its middle, so that no file dominates. No file is in two parts. The text, and so every
+    result, depends on the version of Python.
 
     Args:
         size: bytes to train on.
         length: bytes of a sequence.
 
     Raises:
-        SetupError: this Python comes without that much source.
+        SetupError: the source of this Python's standard library is shorter.
     """
     assert size is not None
     assert length is not None
@@ -142,11 +142,11 @@ def bytes_of_standard_library(size: int | None, length: int | None) -> DataSet:
         raise SetupError(f"--text-size {size}: the standard library in {root} has {len(train)} bytes; take no more")
     source = f"--text-size {size}"
     ends = (size, _HELD_OUT_BYTES, _HELD_OUT_BYTES)
-    (x, y), (test_x, test_y), on_the_way = (
+    (x, y), (test_x, test_y), validation_part = (
         _cut(np.frombuffer(part[:end], np.uint8).astype(np.int64), length, source)
         for part, end in zip((train, test, validation), ends, strict=True)
     )
-    return DataSet(x, y, test_x, test_y, classes=256, validation=on_the_way)
+    return DataSet(x, y, test_x, test_y, classes=256, validation=validation_part)
 
 
 def _source_files(root: Path) -> list[Path]:
@@ -155,7 +155,7 @@ def _source_files(root: Path) -> list[Path]:
 
 
 def _text_data(parts: list[list[str]], length: int | None, limit: int | None, sources: list[str]) -> DataSet:
-    """A data set of the tokens to train on, to test on and, where there is a third part, to validate on."""
+    """A data set of the tokens for training, testing and, if there is a third part, validation."""
     assert length is not None
     ids = {token: number for number, token in enumerate(_vocabulary(parts[0], limit))}
     train, test, *validation = (
@@ -166,7 +166,7 @@ def _text_data(parts: list[list[str]], length: int | None, limit: int | None, so
 
 
 def _vocabulary(tokens: Iterable[str], limit: int | None) -> list[str]:
-    """`<unk>`, then the tokens from the most to the least frequent, and else by their characters."""
+    """`<unk>`, then the tokens by decreasing frequency, and those of equal frequency in order of characters."""
     counts = Counter(tokens)
     del counts[_UNKNOWN]
     ordered = sorted(counts, key=lambda token: (-counts[token], token))
@@ -174,7 +174,7 @@ def _vocabulary(tokens: Iterable[str], limit: int | None) -> list[str]:
 
 
 def _cut(tokens: np.ndarray, length: int, source: str) -> Part:
-    """Inputs and targets, (N, length) each; a last piece that is shorter is left out."""
+    """Inputs and targets, (N, length) each; an incomplete last sequence is left out."""
     count = (len(tokens) - 1) // length
     if count < 1:
         raise SetupError(

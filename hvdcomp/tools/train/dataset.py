@@ -1,7 +1,7 @@
-"""A data set in memory: NumPy arrays of training, validation and test samples, and what a model must know of them.
+"""A data set in memory: NumPy arrays of training, validation and test samples, and their properties for models.
 
 Images are (N, channels, size, size), signals (N, channels, size) and rows of features (N, channels), with integer
-labels (N,). Text is token ids (N, length); its targets are the same ids one position further, (N, length).
+labels (N,). Text is token ids (N, length); its targets are the ids one position further, (N, length).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class DataSet:
-    """Training and test arrays, and what a model must know of them.
+    """Training and test arrays, and their properties for models.
 
     Attributes:
-        classes: labels, or the tokens of the vocabulary.
-        validation: by which settings are chosen and runs are ended; None where no samples are held back for it.
+        classes: the number of labels, or of tokens in the vocabulary.
+        validation: samples to choose settings and to end runs; None if none are held back.
         mean, std: per channel, in the units of the stored images; None for text.
         augment: whether training images are flipped and shifted.
     """
@@ -54,14 +54,14 @@ class DataSet:
         return self.train_x.shape[-1]
 
     def model_input(self, x: np.ndarray) -> np.ndarray:
-        """Stored samples as models want them: float, mean 0, standard deviation 1 per channel. Text as it is."""
+        """Stored samples as models need them: floats of mean 0 and standard deviation 1 per channel; text unchanged."""
         if self.mean is None or self.std is None:
             return x
         per_channel = (-1, *[1] * (x.ndim - 2))
         return (x.astype(np.float32) - self.mean.reshape(per_channel)) / self.std.reshape(per_channel)
 
     def training_batch(self, samples: np.ndarray, draws: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets of these training samples, augmented by `draws` where the data set is."""
+        """Inputs and targets of these training samples, augmented with `draws` if the data set is."""
         x = self.train_x[samples]
         return self.model_input(augment(x, draws) if self.augment else x), self.train_y[samples]
 
@@ -95,7 +95,7 @@ def labelled_data(
 
 
 def augment(images: np.ndarray, draws: np.random.Generator) -> np.ndarray:
-    """Flip each image left to right at random and shift it by up to 4 pixels, filling up with zeros.
+    """Flip each image left to right at random, and shift it by up to 4 pixels, with zeros at the edges.
 
     References: He et al., Deep Residual Learning for Image Recognition, 2016, section 4.2.
     """
@@ -105,6 +105,6 @@ def augment(images: np.ndarray, draws: np.random.Generator) -> np.ndarray:
     padded = np.pad(images, ((0, 0), (0, 0), (4, 4), (4, 4)))
     top, left = draws.integers(9, size=(count, 1)), draws.integers(9, size=(count, 1))
     rows, columns = top + np.arange(height), left + np.arange(width)
-    which = np.arange(count)[:, None, None]
-    # Indexing with the channels in a slice moves them last.
-    return padded[which, :, rows[:, :, None], columns[:, None, :]].transpose(0, 3, 1, 2)
+    images_index = np.arange(count)[:, None, None]
+    # Indexing moves the channels, which are in a slice, to the end.
+    return padded[images_index, :, rows[:, :, None], columns[:, None, :]].transpose(0, 3, 1, 2)

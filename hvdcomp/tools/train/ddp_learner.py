@@ -16,23 +16,23 @@ from hvdcomp.tools.train.torch_learner import TorchLearner, loss_of
 _NAMES = inspect.signature(DistributedDataParallel.__init__).parameters
 _LEAVES_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _NAMES else "broadcast_buffers"
 OWN_BUFFERS: dict[str, Any] = {_LEAVES_BUFFERS: False}
-"""The option with which a forward pass leaves buffers alone. Its older name warns where there is the newer one."""
+"""The option that stops forward passes from synchronising buffers. The older name warns in newer versions."""
 
 
 class DDPLearner(TorchLearner):
     """See `Learner`."""
 
     def broadcast(self) -> None:
-        # Each rank's normalization layers keep statistics of their own until the end of an epoch, as under Horovod.
+        # Each rank's normalization layers keep their own statistics until the end of an epoch, as with Horovod.
         options: dict[str, Any] = {**OWN_BUFFERS}
         if self._options.bucket_bytes is not None:
             options["bucket_cap_mb"] = self._options.bucket_bytes / 2**20
         self._serve_tables()
-        self._ddp = DistributedDataParallel(self._model, **options)  # takes rank 0's weights and buffers
+        self._ddp = DistributedDataParallel(self._model, **options)  # copies rank 0's weights and buffers
         self._begin()
 
     def compression(self, spec: str, **options: Any) -> Compression:
-        return super().compression(spec, **{**options, "bucket_bytes": None})  # they are DistributedDataParallel's
+        return super().compression(spec, **{**options, "bucket_bytes": None})  # buckets are DistributedDataParallel's
 
     def distribute(self, compression: Compression) -> None:
         if self._steps_alone:

@@ -1,8 +1,8 @@
-"""Runs whose ranks come and go, in elastic Horovod.
+"""Runs with a changing number of ranks, in elastic Horovod.
 
-The checkpoint is all that goes on. After a change every rank sets the run up anew, and goes on from the newest
-checkpoint as a run with another number of ranks does. Before a change that is announced the ranks save, so that nothing
-is lost; after a failure they make the steps since the last checkpoint again.
+After a change every rank sets up the run again, and resumes from the newest checkpoint like a run with another number
+of ranks. Before an announced change the ranks save, so that nothing is lost; after a failure they repeat the steps
+since the last checkpoint.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from hvdcomp.tools.train.trainer import train
 
 
 def train_elastic(options: TrainingOptions) -> tuple[dict[str, Any], Ranks]:
-    """As `trainer.train`, while ranks come and go. Every rank calls it, also one that comes later.
+    """Like `trainer.train`, with a changing number of ranks. Every rank calls it, also a rank that joins later.
 
     Returns:
-        The summary, and the ranks that there were in the end.
+        The summary, and the ranks at the end.
     """
     hvd = importlib.import_module(f"horovod.{options.framework}")
     elastic = importlib.import_module(f"horovod.{options.framework}.elastic")

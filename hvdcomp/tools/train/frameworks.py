@@ -1,4 +1,4 @@
-"""The parts of the training program that exist once for each framework; a framework is imported when it is chosen."""
+"""The parts of the training program that differ between frameworks; only the chosen framework is imported."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def build_model(name: str, *, channels: int, size: int, classes: int, framework:
     """Build a model for data of this shape: a `torch.nn.Module` or a `tf_keras.Model`.
 
     Args:
-        name: one of `options.MODELS`; those of `options.TORCH_MODELS` in PyTorch alone.
-        channels, size: of the images, `size` pixels high and wide; not used by the language model.
-        classes: labels, or the tokens of the vocabulary.
+        name: one of `options.MODELS`; those of `options.TORCH_MODELS` only in PyTorch.
+        channels, size: of the images, `size` pixels high and wide; language models ignore them.
+        classes: the number of labels, or of tokens in the vocabulary.
         framework: one of `options.FRAMEWORKS`.
 
     Raises:

@@ -17,15 +17,15 @@ class HorovodLearner(TorchLearner):
 
     def __init__(self, options: TrainingOptions, data: DataSet, ranks: Ranks) -> None:
         super().__init__(options, data, ranks)
-        if self._tables:  # Horovod's optimizer would want an optimizer of their own for them
+        if self._tables:  # Horovod would need a separate optimizer for them
             raise SetupError(
-                f"--model {options.model}: its tables are served under torchrun, with --backend ddp, and with "
-                "--simulate-ranks, and not under Horovod"
+                f"--model {options.model}: Horovod does not support its tables; use torchrun (--backend ddp) or "
+                "--simulate-ranks"
             )
 
     def broadcast(self) -> None:
-        # Without hvd.broadcast_optimizer_state: the optimizer has no state yet, and Horovod would make some by a step
-        # of its own, which AdamW would count.
+        # Without hvd.broadcast_optimizer_state: the optimizer has no state yet, and Horovod would create it by a step,
+        # which AdamW would count.
         hvd.broadcast_parameters(self._model.state_dict(), root_rank=0)
         self._begin()
 
@@ -50,7 +50,7 @@ class HorovodLearner(TorchLearner):
         if self._steps_alone:
             super()._update()
         elif self._clips:
-            self._optimizer.synchronize()  # the averaged gradient is there only after it
+            self._optimizer.synchronize()  # the averaged gradient exists only afterwards
             self._clip()
             with self._optimizer.skip_synchronize():
                 self._optimizer.step()

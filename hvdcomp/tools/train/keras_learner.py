@@ -1,7 +1,7 @@
-"""Trains in TensorFlow with tf_keras; what connects the ranks is a subclass's.
+"""Trains in TensorFlow with tf_keras; subclasses connect the ranks.
 
-What is traced is traced once, whatever the policy does: a batch may have any length. tf_keras is imported by its own
-name, so that TF_USE_LEGACY_KERAS need not be set.
+Functions are traced once, whatever the policy does, as a batch may have any length. tf_keras is imported by its own
+name, so that TF_USE_LEGACY_KERAS is not needed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# Else TensorFlow tells of processors and missing GPUs while it is imported. What goes wrong raises an exception.
+# Otherwise TensorFlow prints notes on processors and missing GPUs during the import. Errors raise exceptions.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
@@ -32,12 +32,12 @@ _ADAM_EPSILON = 1e-8  # that of PyTorch
 
 
 class KerasLearner(Learner):
-    """See `Learner`. On a GPU if there is one: each rank of a host takes its own.
+    """See `Learner`. On a GPU if there is one; each rank of a host uses another GPU.
 
-    It does as its PyTorch twin, but for two things. SGD is Keras's, which multiplies gradients by the learning rate
-    before momentum adds them up: after a change of the rate, earlier gradients go on at theirs. And where a policy
-    makes the batch larger, each backward pass takes a larger batch, instead of there being more of them;
-    normalization layers see the difference.
+    It differs from its PyTorch counterpart in two ways. Keras's SGD multiplies gradients by the learning rate before
+    momentum accumulates them: after a change of the rate, earlier gradients keep theirs. And if a policy makes the
+    batch larger, each backward pass gets a larger batch, instead of more backward passes; this changes normalization
+    layers.
     """
 
     first_step = "tracing the graph, which takes some seconds, or more on a busy machine ..."
@@ -51,7 +51,7 @@ class KerasLearner(Learner):
         self._compression: Compression | None = None
         inputs = tf.TensorSpec((None, *data.train_x.shape[1:]), tf.int64 if data.is_text else tf.float32)
         targets = tf.TensorSpec((None, *data.train_y.shape[1:]), tf.int64)
-        self._batch = (inputs, targets)  # what traced functions take
+        self._batch = (inputs, targets)  # of traced functions
         self._evaluation = tf.function(self._evaluation_step, input_signature=self._batch)
 
     @staticmethod
@@ -66,13 +66,13 @@ class KerasLearner(Learner):
             tf.config.threading.set_intra_op_parallelism_threads(threads)
             tf.config.threading.set_inter_op_parallelism_threads(max(2, threads))  # hvdcomp needs two
         except RuntimeError:
-            pass  # TensorFlow runs already, in a program that calls `train`: what it chose stays
+            pass  # TensorFlow runs already, in a program that calls `train`, and keeps its settings
 
     def _begin(self) -> None:
-        """Makes the optimizer; to be called at the end of `broadcast`."""
+        """Creates the optimizer; call it at the end of `broadcast`."""
         self._optimizer = self._new_optimizer()
         self._optimizer.build(self._model.trainable_variables)
-        tf.random.set_seed(self._options.seed + self._rank * 2**31)  # of what is traced from here on
+        tf.random.set_seed(self._options.seed + self._rank * 2**31)  # for functions that are traced from here on
 
     def _new_optimizer(self) -> Any:
         options = self._options
@@ -124,7 +124,7 @@ class KerasLearner(Learner):
         try:
             self._checkpoint(compression=CompressionState(self._compression)).write(str(folder / prefix))
         except tf.errors.OpError as error:
-            raise OSError(error.message.rpartition("}} ")[2]) from None  # without the place in TensorFlow's graph
+            raise OSError(error.message.rpartition("}} ")[2]) from None  # without the node in TensorFlow's graph
         return list(folder.glob(f"{prefix}.*"))
 
     def restore(self, folder: Path, sources: Sequence[int], ranks: int) -> None:
@@ -138,10 +138,10 @@ class KerasLearner(Learner):
         self._compression.load_state_dict(state)
 
     def _checkpoint(self, **more: Any) -> tf.train.Checkpoint:
-        """Draws of dropout start anew: TensorFlow counts them where no checkpoint reaches."""
+        """A checkpoint without the random state of dropout, which TensorFlow does not expose."""
         return tf.train.Checkpoint(model=self._model, optimizer=self._optimizer, **more)
 
-    # Traced.
+    # Traced functions.
 
     def _mean_loss(self, inputs: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
         """The mean loss of all backward passes of a step."""
@@ -150,13 +150,13 @@ class KerasLearner(Learner):
         return tf.add_n([_loss(self._model(x, training=True), y) for x, y in parts]) / passes
 
     def _apply(self, gradients: Sequence[tf.Tensor]) -> None:
-        """The optimizer's step with the averaged gradients, clipped if that is asked for."""
+        """The optimizer's step with the averaged gradients, clipped if `clip_norm` is set."""
         options, variables = self._options, self._model.trainable_variables
         if options.clip_norm:
             clipped, _ = tf.clip_by_global_norm(gradients, options.clip_norm)
-            if options.optimizer == "compressed-adam":  # not where it would see the noise of a compressed momentum
+            if options.optimizer == "compressed-adam":  # not a compressed momentum, whose norm is noise
                 noisy = self._optimizer.sends_momenta()
-                clipped = [tf.where(noisy, own, other) for own, other in zip(gradients, clipped, strict=True)]
+                clipped = [tf.where(noisy, *pair) for pair in zip(gradients, clipped, strict=True)]
             gradients = clipped
         if options.weight_decay and options.optimizer == "sgd":
             decay = options.weight_decay

@@ -1,7 +1,7 @@
-"""What the training loop asks of a framework: a model, an optimizer and a step, and nothing else.
+"""The interface of the training loop to a framework: a model, an optimizer and a step.
 
-The loop, the data, the ranks and the files are the same for all frameworks; `torch_learner` and `tensorflow_learner`
-hold what differs. Arguments and results are NumPy arrays.
+The loop, the data, the ranks and the files are the same for all frameworks; `torch_learner` and `keras_learner`
+implement the rest. Arguments and results are NumPy arrays.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ Arrays = dict[str, np.ndarray]
 class Learner(ABC):
     """A model in training on one rank.
 
-    In this order: `prepare`, the constructor, `broadcast`, `compression`, `distribute`, and then steps.
+    The order of calls is `prepare`, the constructor, `broadcast`, `compression`, `distribute`, and then steps.
 
     Args:
         options: resolved.
-        data: whose shapes the model is built for.
-        ranks: that this one is among; random choices of the model (dropout) differ between them.
+        data: with the shapes for the model.
+        ranks: of the run; random choices of the model (dropout) differ between ranks.
 
     Raises:
         SetupError: the model does not suit the data.
     """
 
     first_step: str | None = None
-    """What to tell the user before the first step, if it takes much longer than the others; None: nothing."""
+    """A message before the first step, if it takes much longer than later steps; or None."""
 
     @abstractmethod
     def __init__(self, options: TrainingOptions, data: DataSet, ranks: Ranks) -> None: ...
@@ -45,11 +45,11 @@ class Learner(ABC):
     @staticmethod
     @abstractmethod
     def prepare(local_rank: int, local_size: int) -> None:
-        """Choose this rank's device and threads; to be called after Horovod's init and before all else."""
+        """Choose this rank's device and threads; call it after Horovod's init, before all other methods."""
 
     @abstractmethod
     def broadcast(self) -> None:
-        """Put rank 0's weights on every rank, and make an optimizer that starts there."""
+        """Copy rank 0's weights to every rank, and create the optimizer."""
 
     @abstractmethod
     def compression(self, spec: str, **options: Any) -> Compression:
@@ -57,11 +57,11 @@ class Learner(ABC):
 
     @abstractmethod
     def distribute(self, compression: Compression) -> None:
-        """Exchange gradients through Horovod from now on, compressed so."""
+        """Exchange gradients with this compression from now on."""
 
     @property
     def row_ledger(self) -> Any:
-        """The ledger of the tables whose rows are exchanged beside the compression; None without any."""
+        """The ledger of tables whose rows are exchanged separately from the compression; None without such tables."""
         return None
 
     @abstractmethod
@@ -70,11 +70,11 @@ class Learner(ABC):
 
     @abstractmethod
     def step(self, inputs: np.ndarray, targets: np.ndarray, accumulation: int) -> float:
-        """Make one optimizer step on this rank's share of its samples; returns their mean loss before the step.
+        """Make an optimizer step on this rank's share of the samples; returns their mean loss before the step.
 
         Args:
             inputs, targets: as `DataSet` gives them, (accumulation * backward_passes_per_step * batch_size, ...).
-            accumulation: how many batches of the usual size they are.
+            accumulation: the number of batches of the usual size.
         """
 
     def end(self) -> None:
@@ -87,7 +87,7 @@ class Learner(ABC):
 
     @abstractmethod
     def evaluate(self, inputs: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
-        """Mean loss (of text: per token) and number of right answers of the model as it is."""
+        """Mean loss (of text: per token) and number of right answers of the present model."""
 
     @abstractmethod
     def parameters(self) -> Arrays:
@@ -105,23 +105,23 @@ class Learner(ABC):
     def save(self, folder: Path) -> list[Path]:
         """Write this rank's part of the training state: weights, optimizer, compression, random generators.
 
-        Call it between two steps. Every rank writes to the same folder; a file of one rank has its number in its name.
+        Call it between two steps. Every rank writes to the same folder; names of a rank's files contain its number.
 
         Returns:
             The files that this rank wrote.
 
         Raises:
-            OSError: one cannot be written.
+            OSError: a file cannot be written.
         """
 
     @abstractmethod
     def restore(self, folder: Path, sources: Sequence[int], ranks: int) -> None:
-        """Load what `save` wrote, with any number of ranks; after `distribute` and before the first step.
+        """Load the files of `save`, with any number of ranks; call it after `distribute`, before the first step.
 
         Args:
-            sources: the ranks of then from whose files this rank goes on: in all by the first, and by the others in
-                what was left to be sent.
-            ranks: of now.
+            folder: of the files.
+            sources: the saved ranks whose files this rank loads: all state of the first, the residuals of the others.
+            ranks: the present number of ranks.
 
         Raises:
             ConfigurationError: the files are those of another model or compression.

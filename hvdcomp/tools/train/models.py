@@ -1,11 +1,10 @@
-"""The models of the reference training program: small ones for a laptop, and those of the compression papers.
+"""The models of the reference training program: small models for a laptop, and those of the compression papers.
 
-Image models take float batches of shape (N, channels, size, size), and the signal model (N, channels, size), and give
-logits (N, classes), as does the click model for features (N, dense + tables). Language models take token ids
-(N, length) and give logits (N, length, classes). The convolutional networks have their CIFAR form: no early
-downsampling, one linear layer at the end. Here is what all frameworks share; `models_torch` and `models_tensorflow`
-build the same networks, with the same parameters under the same names; the vision transformer and the click model are
-PyTorch's alone.
+Image models map float batches of shape (N, channels, size, size) to logits (N, classes); the signal model has inputs
+(N, channels, size), and the click model (N, dense + tables). Language models map token ids (N, length) to logits
+(N, length, classes). The convolutional networks have their CIFAR form: no early downsampling, and one linear layer at
+the end. This module has the parts that all frameworks share; `models_torch` and `models_tensorflow` build the same
+networks, with the same parameters under the same names. Only PyTorch has the vision transformer and the click model.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from hvdcomp.tools.train.options import SetupError
 
 _SMALLEST_IMAGE = {"mlp": 1, "cnn": 4, "resnet20": 4, "resnet18": 8, "vgg16": 32, "vgg19_bn": 32, "vit": 4}
 
-# Convolutions by width, "M" a max-pooling: configurations D and E of Simonyan and Zisserman (2015), Table 1.
+# Widths of convolutions, and "M" for max-pooling: configurations D and E of Simonyan and Zisserman (2015), Table 1.
 VGG16: tuple[int | str, ...] = (64, 64, "M", 128, 128, "M", 256, 256, 256, "M", 512, 512, 512, "M", 512, 512, 512, "M")
 VGG19: tuple[int | str, ...] = (64, 64, "M", 128, 128, "M", *[256] * 4, "M", *[512] * 4, "M", *[512] * 4, "M")
 
 
 class LSTMSize(NamedTuple):
-    """Widths of the language model, and the fraction of what is dropped out."""
+    """Widths and dropout rate of the LSTM language model."""
 
     embedding: int
     hidden: int
@@ -30,7 +29,7 @@ class LSTMSize(NamedTuple):
 
     @classmethod
     def for_tokens(cls, tokens: int) -> LSTMSize:
-        """Characters need little; words get the width of the LSTM in PowerSGD (Vogels et al., 2019)."""
+        """A small LSTM for characters; for words the widths of the LSTM in PowerSGD (Vogels et al., 2019)."""
         return cls(64, 128, 0.0) if tokens < 1000 else cls(650, 650, 0.5)
 
 
@@ -50,7 +49,7 @@ GPT_SIZES = {
     "gpt-mini": TransformerSize(6, 384, 6),
     "gpt-small": TransformerSize(12, 768, 12),
 }
-"""By model; of bytes and 128 tokens they have 0.37, 10.8 and 85 million parameters."""
+"""Sizes by model; for bytes and 128 tokens they have 0.37, 10.8 and 85 million parameters."""
 
 VIT_SIZE = TransformerSize(4, 64, 4)
 
@@ -69,12 +68,12 @@ DLRM_SIZE = DLRMSize(13, 8, 20_000, 16, 64)
 
 
 def patch_side(size: int) -> int:
-    """Pixels on a side of the patches that the vit reads: the digits make 16, images of CIFAR 64."""
+    """Side of the vit's patches, in pixels: 16 patches for the digits, 64 for images of CIFAR."""
     return 4 if size >= 16 else 2
 
 
 def pooling(size: int) -> tuple[int, int]:
-    """By how much the two poolings of the cnn make an image smaller: those of 8x8 cannot spare much."""
+    """Factors of the cnn's two poolings; images of 8x8 pixels are pooled once."""
     return (2, 2) if size >= 16 else (1, 2)
 
 

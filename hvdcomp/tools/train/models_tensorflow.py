@@ -1,8 +1,8 @@
-"""The models of the reference training program in TensorFlow (tf_keras); `models` says what they are.
+"""The models of the reference training program in TensorFlow (tf_keras); `models` describes them.
 
-They compute what their PyTorch twins compute: layers are named by the paths of the twin's modules, so that
-`stem.0/kernel:0` is `stem.0.weight` transposed, and images come as (N, channels, size, size). Inside they are
-(N, size, size, channels), as TensorFlow's convolutions need it on a CPU. Initial weights are drawn from the same
+They compute the same as their PyTorch counterparts: layers have the names of PyTorch's modules, so that
+`stem.0/kernel:0` is `stem.0.weight` transposed, and images have the shape (N, channels, size, size). Inside the models
+they are (N, size, size, channels), which TensorFlow's convolutions need on a CPU. Initial weights have the same
 distributions.
 """
 
@@ -67,7 +67,7 @@ def cnn(images: Any, classes: int) -> Any:
 
 
 def cnn1d(signals: Any, classes: int) -> Any:
-    """Three convolutions over a signal, of which two halve its length, and two linear layers."""
+    """Three convolutions over a signal, two of which halve its length, and two linear layers."""
     x = layers.Permute((2, 1))(signals)
     for name, size, stride in (("0", 5, 1), ("2", 3, 2), ("4", 3, 2)):
         initializers = _default_initializers(size * x.shape[-1])
@@ -93,7 +93,7 @@ def gpt(tokens: Any, classes: int, length: int, size: TransformerSize) -> Any:
 
 
 class TokenEmbedding(layers.Layer):
-    """Vectors of tokens, or logits of all tokens from vectors."""
+    """Maps tokens to vectors, or vectors to logits of all tokens."""
 
     def __init__(self, tokens: int, width: int) -> None:
         super().__init__(name="embedding")
@@ -188,7 +188,7 @@ def lstm(tokens: Any, classes: int, size: LSTMSize) -> Any:
 
 
 class LSTMCell(layers.Layer):
-    """An LSTM with the parameters that PyTorch gives it: one bias for the input and one for the state.
+    """An LSTM with PyTorch's parameters: a bias for the input, and a bias for the state.
 
     State: (hidden, cell), each (N, units). Gates are in PyTorch's order: input, forget, cell, output.
     """
@@ -227,7 +227,7 @@ def _gpt_linear(path: str, x: Any, width: int, onto_shortcut: int = 0) -> Any:
     """A linear layer with GPT-2's initial weights.
 
     Args:
-        onto_shortcut: layers of a model in which each adds the output of such a layer to its shortcut; 0 for others.
+        onto_shortcut: the number of layers of the model, for a layer whose output is added to a shortcut; 0 for others.
     """
     deviation = 0.02 / math.sqrt(2 * onto_shortcut) if onto_shortcut else 0.02
     return layers.Dense(width, kernel_initializer=RandomNormal(0, deviation), name=path)(x)
@@ -244,14 +244,14 @@ def _default_convolution(path: str, x: Any, width: int) -> Any:
 
 
 def _default_initializers(inputs: int) -> dict[str, Any]:
-    """How PyTorch draws the weights of layers with this number of inputs to each output."""
+    """PyTorch's initializers for layers with this number of inputs to each output."""
     bound = 1 / math.sqrt(inputs)
     return {"kernel_initializer": RandomUniform(-bound, bound), "bias_initializer": RandomUniform(-bound, bound)}
 
 
 def _convolution(path: str, x: Any, width: int, stride: int = 1, kernel: int = 3, bias: bool = False) -> Any:
     if kernel > 1:
-        # TensorFlow's own padding is at other sides where the stride is 2.
+        # TensorFlow's own padding is at other sides for a stride of 2.
         x = layers.ZeroPadding2D(kernel // 2)(x)
     return layers.Conv2D(
         width, kernel, strides=stride, use_bias=bias, kernel_initializer=VarianceScaling(**_HE), name=path
@@ -267,5 +267,5 @@ def _channels_last(images: Any) -> Any:
 
 
 def _flattened(x: Any) -> Any:
-    """All of an image in one row, channel by channel."""
+    """Images as rows, channel by channel."""
     return layers.Flatten()(layers.Permute((3, 1, 2))(x))

@@ -1,4 +1,4 @@
-"""The models of the reference training program in PyTorch; `models` says what they are."""
+"""The models of the reference training program in PyTorch; `models` describes them."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def build_model(name: str, *, channels: int, size: int, classes: int) -> nn.Modu
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The matrices of linear and LSTM layers, without the head, which gives the logits.
+    """The matrices of linear and LSTM layers, without the head that gives the logits.
 
-    Kernels of convolutions and embeddings are not among them. The head of a GPT is its embedding.
+    Kernels of convolutions and embeddings are excluded. The head of a GPT is its embedding.
     """
     layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.LSTM)]
     if not isinstance(model, GPT):
@@ -68,7 +68,7 @@ def mlp(inputs: int, classes: int) -> nn.Sequential:
 
 
 def cnn(channels: int, size: int, classes: int) -> nn.Sequential:
-    """Two convolutions and two linear layers; no normalization, so no buffers that differ between ranks."""
+    """Two convolutions and two linear layers, without normalization, whose buffers would differ between ranks."""
     first_pool, second_pool = pooling(size)
     side = size // first_pool // second_pool
     return nn.Sequential(
@@ -86,7 +86,7 @@ def cnn(channels: int, size: int, classes: int) -> nn.Sequential:
 
 
 def cnn1d(channels: int, size: int, classes: int) -> nn.Sequential:
-    """Three convolutions over a signal, of which two halve its length, and two linear layers."""
+    """Three convolutions over a signal, two of which halve its length, and two linear layers."""
     side = -(-size // 4)
     return nn.Sequential(
         nn.Conv1d(channels, 64, 5, padding=2),
@@ -129,7 +129,7 @@ class _Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A residual network for small images: a 3x3 stem, then one stage of basic blocks per width.
+    """A residual network for small images: a 3x3 stem, then a stage of basic blocks for each width.
 
     `widths=(16, 32, 64), blocks=3` is ResNet-20, `widths=(64, 128, 256, 512), blocks=2` is ResNet-18 in its
     CIFAR form.
@@ -179,7 +179,7 @@ def vgg(layers: tuple[int | str, ...], channels: int, size: int, classes: int, n
 
 
 def _initialize_convolutions(model: nn.Module) -> None:
-    """Weights as in He et al., Delving Deep into Rectifiers, 2015, equation 14; else VGG-16 does not learn."""
+    """Sets weights as in He et al., Delving Deep into Rectifiers, 2015, equation 14; VGG-16 needs them."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -206,7 +206,8 @@ class _TransformerBlock(nn.Module):
     """Attention, then two linear layers, each after a layer norm and around a shortcut.
 
     Args:
-        causal: whether a token attends to itself and earlier ones alone, and not to all.
+        size: of the transformer.
+        causal: whether a token attends only to itself and to earlier tokens.
     """
 
     def __init__(self, size: TransformerSize, causal: bool) -> None:
@@ -253,10 +254,10 @@ class GPT(nn.Module):
 
 
 class ViT(nn.Module):
-    """A vision transformer: patches and their positions embedded, blocks, a layer norm, and a linear layer on the mean.
+    """A vision transformer: embeddings of patches and positions, blocks, a layer norm, and a linear layer on the mean.
 
-    What is left of an image at its right and lower edge, less than a patch, is not read. Weights begin as PyTorch draws
-    them: from GPT-2's, much smaller, so narrow a network learned the digits far slower.
+    Incomplete patches at the right and lower edges are ignored. Weights have PyTorch's initialization: with GPT-2's
+    much smaller weights, a network of this width learned the digits far slower.
 
     References: Dosovitskiy et al., An Image is Worth 16x16 Words, 2021, section 3.1. Beyer et al., Better plain ViT
     baselines for ImageNet-1k, 2022 (the mean in place of a class token).
@@ -277,9 +278,9 @@ class ViT(nn.Module):
 
 
 class DLRM(nn.Module):
-    """A click model: a row of each table and the dense features meet in their products.
+    """A click model: products of a row of each table and the dense features.
 
-    Inputs are rows (N, dense + tables): the dense features, and then an id for each table.
+    Inputs have the shape (N, dense + tables): the dense features, and an id for each table.
 
     References: Naumov et al., Deep Learning Recommendation Model for Personalization and Recommendation Systems, 2019.
     """

@@ -1,4 +1,4 @@
-"""Muon for the hidden matrices of a model and AdamW for all else, in one optimizer."""
+"""Muon for the hidden matrices of a model and AdamW for all other parameters, in one optimizer."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ def require_muon() -> None:
     """Raises SetupError if this PyTorch has no Muon."""
     if not hasattr(torch.optim, "Muon"):
         raise SetupError(
-            f"--optimizer muon needs PyTorch 2.9 or later, and this is {torch.__version__}; take --optimizer adamw"
+            f"--optimizer muon needs PyTorch 2.9 or later, and this is {torch.__version__}; use --optimizer adamw"
         )
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """`torch.optim.Muon` for the groups that say `use_muon`, and `torch.optim.AdamW` for the others.
+    """`torch.optim.Muon` for the groups with `use_muon`, and `torch.optim.AdamW` for the others.
 
-    One optimizer, since Horovod wraps one, and learning rates, checkpoints and policies are of one: PyTorch's two step
-    its groups, with its state. The steps of Muon are as large as AdamW's (`match_rms_adamw`), so that one learning rate
-    serves both.
+    It is a single optimizer, because Horovod, learning rates, checkpoints and policies expect one. PyTorch's two
+    optimizers share its groups and its state. Muon's steps are as large as AdamW's (`match_rms_adamw`), so that both
+    use the same learning rate.
 
     Args:
-        params: groups. Each may have the options of its optimizer; what it does not have gets PyTorch's default.
-        lr: the learning rate of the groups that have none.
+        params: groups, with options of their optimizer; missing options get PyTorch's defaults.
+        lr: the learning rate of groups without their own.
 
     Raises:
         ValueError: a parameter of Muon is not a matrix.
@@ -43,12 +43,12 @@ class MuonWithAdamW(torch.optim.Optimizer):
         self._share()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of `torch.optim.Optimizer`."""
+        """See `torch.optim.Optimizer`."""
         super().add_param_group(param_group)
         self._share()
 
     def _share(self) -> None:
-        """Lets PyTorch's two step the groups that there are now, with the state that there is now."""
+        """Creates PyTorch's two optimizers, with the present groups and the present state."""
         by_muon = [group for group in self.param_groups if group.get("use_muon", False)]
         by_adamw = [group for group in self.param_groups if not group.get("use_muon", False)]
         self._parts: list[torch.optim.Optimizer] = []
@@ -60,7 +60,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             part.state = self.state
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As of `torch.optim.Optimizer`."""
+        """See `torch.optim.Optimizer`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

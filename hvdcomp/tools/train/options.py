@@ -1,9 +1,7 @@
-"""What one training run is: every option of `hvdcomp train`, its default, and the checks that need no
-framework.
+"""The options of a training run: every option of `hvdcomp train`, its default, and the checks that need no framework.
 
-Options left out get a value that suits the model and the data, so that `--model cnn --data digits` alone
-trains well. The learning rate is used as given: whoever adds ranks, and so enlarges the global batch, scales
-it by hand.
+Missing options get a value that suits the model and the data, so that `--model cnn --data digits` alone trains well.
+The learning rate is used as given: scale it by hand if you add ranks, and so enlarge the global batch.
 """
 
 from __future__ import annotations
@@ -20,13 +18,13 @@ from hvdcomp.policies import Policy, parse_policy
 from hvdcomp.tools.train.target import Target
 
 FRAMEWORKS = ("torch", "tensorflow")
-BACKENDS = ("auto", "horovod", "ddp")  # what connects the ranks; auto: what the launcher is for
+BACKENDS = ("auto", "horovod", "ddp")  # libraries that connect the ranks; auto: by the launcher
 SIMULATED = "simulated"  # the backend of simulated ranks
-NO_TIME = "none"  # a link on which an exchange takes none
-RESIDUALS = ("keep", "drop")  # of what the ranks of a checkpoint had left to send
-OVERLAP: dict[str, bool | str] = {"auto": "auto", "on": True, "off": False}  # --overlap, and what `Compression` takes
+NO_TIME = "none"  # a link on which an exchange takes no time
+RESIDUALS = ("keep", "drop")  # what happens to the residuals of a checkpoint
+OVERLAP: dict[str, bool | str] = {"auto": "auto", "on": True, "off": False}  # --overlap, for `Compression`
 
-DECISIONS = "decisions.jsonl"  # below --output; written by the compression, which puts full files aside
+DECISIONS = "decisions.jsonl"  # in --output; written by the compression, which starts new files when one is full
 
 IMAGE_MODELS = ("mlp", "cnn", "resnet20", "resnet18", "vgg16", "vgg19_bn", "vit")
 SIGNAL_MODELS = ("cnn1d",)
@@ -35,7 +33,7 @@ GPT_MODELS = ("gpt", "gpt-mini", "gpt-small")
 TEXT_MODELS = ("lstm", *GPT_MODELS)
 MODELS = IMAGE_MODELS + SIGNAL_MODELS + CLICK_MODELS + TEXT_MODELS
 TRANSFORMERS = (*GPT_MODELS, "vit")
-TORCH_MODELS = ("vit", *CLICK_MODELS)  # which TensorFlow has not
+TORCH_MODELS = ("vit", *CLICK_MODELS)  # not in TensorFlow
 
 IMAGE_DATA = ("digits", "synthetic", "cifar10", "cifar100")
 SIGNAL_DATA = ("mnist1d",)
@@ -46,7 +44,7 @@ FOLDER_DATA = ("cifar10", "cifar100", "wikitext2", "ptb")  # read from --data-di
 VALIDATED_DATA = ("mnist1d", "clicks", "text", "wikitext2", "ptb")  # with a validation part of their own
 
 OPTIMIZERS = ("sgd", "adamw", "compressed-adam", "muon")
-MUON_MODELS = ("mlp", "cnn", "cnn1d", "vit", "dlrm", *TEXT_MODELS)  # those with hidden matrices
+MUON_MODELS = ("mlp", "cnn", "cnn1d", "vit", "dlrm", *TEXT_MODELS)  # models with hidden matrices
 SCHEDULES = ("step", "cosine")
 
 _SGD_RATES = {
@@ -64,8 +62,8 @@ _SGD_RATES = {
     "gpt-mini": 0.1,
     "gpt-small": 0.1,
 }
-FREEZE_AFTER = 0.15  # of a run, where AdamW's second moment is frozen
-_ADAMW_RATES = {"gpt": 2e-3, "gpt-small": 6e-4}  # the others: 1e-3; muon has the same
+FREEZE_AFTER = 0.15  # fraction of a run after which AdamW's second moment is frozen
+_ADAMW_RATES = {"gpt": 2e-3, "gpt-small": 6e-4}  # others: 1e-3; muon has the same rates
 # Others: 32.
 _BATCH_SIZES = {"digits": 16, "synthetic": 32, "cifar10": 128, "cifar100": 128, "mnist1d": 25, "clicks": 128, "text": 8}
 _SEQUENCES = {"text": 128, "stdlib-text": 64}  # tokens; others: 35
@@ -74,16 +72,16 @@ _CLIP_NORMS = {"lstm": 0.25, **dict.fromkeys(TRANSFORMERS, 1.0)}  # others: none
 
 
 class SetupError(ValueError):
-    """A run that cannot be started as asked; the message names the option, what is allowed and the way out."""
+    """A run cannot start; the message names the option, the allowed values and the way out."""
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """The options of one run. None means "choose for me" until `resolved` has filled it in."""
+    """The options of a run. None means "choose a value", which `resolved` does."""
 
     framework: str = "torch"
     backend: str = "auto"
-    timeout: float | None = None  # seconds that ranks of torch.distributed wait for another
+    timeout: float | None = None  # seconds that a rank of torch.distributed waits for another
     fsdp: bool = False  # whether each rank of torch.distributed has a shard of the model
     model: str = "cnn"
     data: str = "digits"
@@ -102,7 +100,7 @@ class TrainingOptions:
     lr: float | None = None
     momentum: float = 0.9
     nesterov: bool = False
-    betas: tuple[float, float] = (0.9, 0.95)  # adamw, and what muon leaves to it
+    betas: tuple[float, float] = (0.9, 0.95)  # of adamw, also within muon
     freeze_after: int | None = None  # compressed-adam: steps; None: `FREEZE_AFTER` of the run
     freeze_compression: str = "int4"  # compressed-adam, before that
     local_steps: int | str = 1  # from one exchange to the next, or as `LocalSteps`; with compressed-adam after freezing
@@ -111,7 +109,7 @@ class TrainingOptions:
     local_share: float = 0.0  # of a rank's own weights after an exchange
     outer_lr: float | None = None  # of the step after local steps; None: that of `LocalSteps`
     outer_momentum: float | None = None
-    refreshes_per_gap: int | None = None  # compressed-adam, after that: of the second moment; None for no refresh
+    refreshes_per_gap: int | None = None  # compressed-adam, of the frozen second moment; None for no refresh
     weight_decay: float | None = None
     schedule: str = "step"
     milestones: tuple[float, ...] = ()  # epochs after which the learning rate is multiplied by gamma
@@ -120,7 +118,7 @@ class TrainingOptions:
     clip_norm: float | None = None  # 0: no clipping
     backward_passes_per_step: int = 1
     simulate_ranks: int | None = None  # threads of this process that are ranks
-    link: str | None = None  # of each simulated rank, or several between commas; None: one that takes no time
+    link: str | None = None  # of simulated ranks, or several, separated by commas; None: exchanges take no time
     seed: int = 0
     output: Path | None = None
     overwrite: bool = False
@@ -132,7 +130,7 @@ class TrainingOptions:
     residuals: str = "keep"
     elastic: bool = False
     samples: int | None = None
-    validation_samples: int = 0  # of the training data, where the data set has no validation part
+    validation_samples: int = 0  # of the training data, if the data set has no validation part
     label_noise: float = 0.0
     image_size: int = 32  # synthetic
     text_size: int | None = None  # text: bytes to train on; stdlib-text: characters
@@ -141,10 +139,10 @@ class TrainingOptions:
     progress: bool = True
 
     def resolved(self) -> TrainingOptions:
-        """These options with every "choose for me" replaced by a value, checked.
+        """These options with a value for every None, checked.
 
         Raises:
-            SetupError: a value, or a combination of values, that cannot be trained.
+            SetupError: a value, or a combination of values, is not allowed.
         """
         self._check_names()
         optimizer = _either(self.optimizer, "adamw" if self.model in TRANSFORMERS else "sgd")
@@ -165,7 +163,7 @@ class TrainingOptions:
         return chosen
 
     def _check_names(self) -> None:
-        for option, value, known in (
+        for option, value, choices in (
             ("--framework", self.framework, FRAMEWORKS),
             ("--backend", self.backend, BACKENDS if self.simulate_ranks is None else ("auto", SIMULATED)),
             ("--model", self.model, MODELS),
@@ -175,8 +173,8 @@ class TrainingOptions:
             ("--overlap", self.overlap, OVERLAP),
             ("--residuals", self.residuals, RESIDUALS),
         ):
-            if value not in known:
-                raise SetupError(f"{option} {value!r} is unknown; choose one of {', '.join(known)}")
+            if value not in choices:
+                raise SetupError(f"{option} {value!r} is unknown; choose one of {', '.join(choices)}")
         families = (
             (IMAGE_MODELS, IMAGE_DATA),
             (SIGNAL_MODELS, SIGNAL_DATA),
@@ -192,7 +190,7 @@ class TrainingOptions:
             raise SetupError(f"--data {self.data} needs no --data-dir; leave it out")
 
     def check_values(self) -> None:
-        """Refuses numbers that are out of range."""
+        """Refuses values that are out of range or do not fit together."""
         assert self.lr is not None
         assert self.weight_decay is not None
         assert self.clip_norm is not None
@@ -201,7 +199,7 @@ class TrainingOptions:
         checks = (
             (
                 overlaps or self.overlap != "on",
-                f"--overlap on: {at_once}; leave it at auto, or take --framework torch",
+                f"--overlap on: {at_once}; use --overlap auto, or use --framework torch",
             ),
             (
                 self.bucket_bytes is None or self.bucket_bytes >= 1,
@@ -209,7 +207,7 @@ class TrainingOptions:
             ),
             (
                 overlaps or self.bucket_bytes is None,
-                f"--bucket-bytes {self.bucket_bytes}: {at_once}; leave it out, or take --framework torch",
+                f"--bucket-bytes {self.bucket_bytes}: {at_once}; leave it out, or use --framework torch",
             ),
             (self.epochs >= 1, f"--epochs {self.epochs}: at least 1"),
             (self.steps is None or self.steps >= 1, f"--steps {self.steps}: at least 1"),
@@ -256,21 +254,21 @@ class TrainingOptions:
             ),
             (
                 self.model not in TORCH_MODELS or self.framework == "torch",
-                f"--model {self.model}: --framework torch has it alone",
+                f"--model {self.model}: only --framework torch has it",
             ),
             (
                 self.optimizer != "muon" or self.framework == "torch",
-                "--optimizer muon: --framework torch has it alone; take --optimizer adamw with --framework "
+                "--optimizer muon: only --framework torch has it; use --optimizer adamw with --framework "
                 f"{self.framework}",
             ),
             (
                 self.optimizer != "compressed-adam" or self.model not in CLICK_MODELS,
                 f"--optimizer compressed-adam sends momenta of all parameters, and --model {self.model} has tables of "
-                "which rows are sent; take --optimizer sgd or adamw",
+                "which rows are sent; use --optimizer sgd or adamw",
             ),
             (
                 self.optimizer != "muon" or self.model in MUON_MODELS,
-                f"--optimizer muon is for hidden matrices, of which --model {self.model} has none; take --optimizer "
+                f"--optimizer muon is for hidden matrices, of which --model {self.model} has none; use --optimizer "
                 f"sgd or adamw, or one of {', '.join(MUON_MODELS)}",
             ),
             (
@@ -329,11 +327,11 @@ class TrainingOptions:
             ),
             (
                 not self.elastic or self.checkpoint_folder is not None,
-                "--elastic needs --checkpoint-folder, from where the run goes on when ranks come and go",
+                "--elastic needs --checkpoint-folder, from which the run resumes when the ranks change",
             ),
             (
                 self.checkpoint_every is None or self.checkpoint_folder is not None,
-                "--checkpoint-every writes to --checkpoint-folder DIR: give one",
+                "--checkpoint-every needs --checkpoint-folder DIR",
             ),
             (
                 self.metrics_port is None or 1 <= self.metrics_port <= 65535,
@@ -342,7 +340,7 @@ class TrainingOptions:
             (bool(self.metrics_address), "--metrics-address '': an address of rank 0's host, or 0.0.0.0 for all"),
             (
                 not self.tensorboard or self.output is not None,
-                "--tensorboard writes below --output DIR: give one",
+                "--tensorboard needs --output DIR",
             ),
         )
         for right, message in checks:
@@ -365,29 +363,29 @@ class TrainingOptions:
         return (self.fragments, self.delay, self.local_share) != (1, 0, 0.0)
 
     def _checks_of_local_steps(self) -> Iterator[tuple[bool, str]]:
-        what, every = f"--local-steps {self.local_steps}", self.common_every
+        shown, every = f"--local-steps {self.local_steps}", self.common_every
         if isinstance(self.local_steps, int):
-            yield self.local_steps >= 1, f"{what}: at least 1"
+            yield self.local_steps >= 1, f"{shown}: at least 1"
         else:
-            yield self.local_steps.partition(":")[0] == "auto", f"{what}: a number, auto, or such as auto:share=0.05"
-            yield self.optimizer != "compressed-adam", f"{what}: --optimizer compressed-adam takes a number"
+            yield self.local_steps.partition(":")[0] == "auto", f"{shown}: a number, auto, or such as auto:share=0.05"
+            yield self.optimizer != "compressed-adam", f"{shown}: --optimizer compressed-adam takes a number"
         if not self.steps_alone:
             return
-        yield self.framework == "torch", f"{what}: --framework torch has it alone"
+        yield self.framework == "torch", f"{shown}: --framework torch has it alone"
         if every is None:
-            yield self.steps is not None, f"{what}: give --steps N too, after which the ranks exchange once more"
+            yield self.steps is not None, f"{shown}: give --steps N too, after which the ranks exchange once more"
         else:
             yield (
                 self.steps is not None and self.steps % every == 0,
-                f"{what}: give --steps N too, a multiple of {every}, after which all ranks have the same weights",
+                f"{shown}: give --steps N too, a multiple of {every}, after which all ranks have the same weights",
             )
             yield (
                 (self.evaluate_every or 0) % every == 0,
-                f"{what}: --evaluate-every {self.evaluate_every} has to be a multiple of {every}",
+                f"{shown}: --evaluate-every {self.evaluate_every} has to be a multiple of {every}",
             )
         yield (
             self.optimizer != "compressed-adam" or self.checkpoint_folder is None,
-            f"{what} of compressed-adam saves no checkpoints; leave out --checkpoint-folder {self.checkpoint_folder}",
+            f"{shown} of compressed-adam saves no checkpoints; leave out --checkpoint-folder {self.checkpoint_folder}",
         )
 
     def _checks_of_streaming(self) -> Iterator[tuple[bool, str]]:
@@ -412,50 +410,50 @@ class TrainingOptions:
     def _checks_of_outer_step(self) -> Iterator[tuple[bool, str]]:
         has_outer = self.steps_alone and self.optimizer != "compressed-adam"
         for name, value in (("--outer-lr", self.outer_lr), ("--outer-momentum", self.outer_momentum)):
-            what = f"{name} {value}"
-            yield value is None or has_outer, f"{what} is of --local-steps with another optimizer than compressed-adam"
-            yield value is None or 0 <= value <= 1, f"{what}: from 0 to 1"
+            shown = f"{name} {value}"
+            yield value is None or has_outer, f"{shown} needs --local-steps, without compressed-adam"
+            yield value is None or 0 <= value <= 1, f"{shown}: from 0 to 1"
 
     def _checks_of_refreshes(self) -> list[tuple[bool, str]]:
-        refreshes, what = self.refreshes_per_gap, f"--refreshes-per-gap {self.refreshes_per_gap}"
+        refreshes, shown = self.refreshes_per_gap, f"--refreshes-per-gap {self.refreshes_per_gap}"
         return [
-            (refreshes is None or refreshes >= 1, f"{what}: at least 1"),
+            (refreshes is None or refreshes >= 1, f"{shown}: at least 1"),
             (
                 refreshes is None or self.optimizer == "compressed-adam",
-                f"{what} is of --optimizer compressed-adam; leave it out with --optimizer {self.optimizer}",
+                f"{shown} is of --optimizer compressed-adam; leave it out with --optimizer {self.optimizer}",
             ),
             (
                 refreshes is None or not self.steps_alone,
-                f"{what} does not go with --local-steps {self.local_steps}, whose exchanges have no gradient of all "
+                f"{shown} does not go with --local-steps {self.local_steps}, whose exchanges have no gradient of all "
                 "ranks; leave one of the two out",
             ),
         ]
 
     def _checks_of_simulation(self) -> list[tuple[bool, str]]:
         ranks, simulated = self.simulate_ranks, self.simulate_ranks is not None
-        what, links = f"--simulate-ranks {ranks}", links_of(self.link)
+        shown, links = f"--simulate-ranks {ranks}", links_of(self.link)
         return [
-            (ranks is None or ranks >= 1, f"{what}: at least 1"),
+            (ranks is None or ranks >= 1, f"{shown}: at least 1"),
             (
                 self.link is None or simulated,
-                f"--link {self.link} is that of simulated ranks; give --simulate-ranks N too, or leave it out",
+                f"--link {self.link} needs simulated ranks; give --simulate-ranks N too, or leave it out",
             ),
             *(
                 (
                     link == NO_TIME or _is_rate(link),
-                    f"--link {link!r} is not a rate: 100mbit, 1gbit, 10gbit, or {NO_TIME} for one that takes no time; "
-                    "put commas between several",
+                    f"--link {link!r} is not a rate: give 100mbit, 1gbit, 10gbit, or {NO_TIME} for a link that takes "
+                    "no time; separate several by commas",
                 )
                 for link in links
             ),
             (len(set(links)) == len(links), f"--link {self.link}: each rate once"),
             (
                 not simulated or self.checkpoint_folder is None,
-                f"{what} saves no checkpoints; leave out --checkpoint-folder {self.checkpoint_folder}",
+                f"{shown} saves no checkpoints; leave out --checkpoint-folder {self.checkpoint_folder}",
             ),
             (
                 not simulated or self.overlap != "on",
-                f"--overlap on: {what} sends what is compressed after the backward pass; leave it at auto",
+                f"--overlap on: {shown} sends compressed gradients after the backward pass; use --overlap auto",
             ),
         ]
 
@@ -489,21 +487,21 @@ class TrainingOptions:
         ]
 
     def check_target(self) -> None:
-        """Refuses a target of what is not measured."""
+        """Refuses a target of a metric that is not measured."""
         if self.until is None:
             return
         try:
             target = Target.parse(self.until)
         except ValueError as error:
             raise SetupError(f"--until {error}") from None
-        other = "accuracy" if self.data in TEXT_DATA else "perplexity"
-        if target.metric == other:
-            known = "loss, perplexity" if self.data in TEXT_DATA else "loss, accuracy"
-            raise SetupError(f"--until {self.until}: --data {self.data} is measured by {known}")
+        unmeasured = "accuracy" if self.data in TEXT_DATA else "perplexity"
+        if target.metric == unmeasured:
+            metrics = "loss, perplexity" if self.data in TEXT_DATA else "loss, accuracy"
+            raise SetupError(f"--until {self.until}: --data {self.data} is measured by {metrics}")
 
     @property
     def has_validation(self) -> bool:
-        """Whether there are samples that are neither trained nor tested on."""
+        """Whether there are samples for validation."""
         return self.data in VALIDATED_DATA or self.validation_samples > 0
 
     def learning_rate(self, epochs_done: float, epochs: float) -> float:
@@ -513,8 +511,8 @@ class TrainingOptions:
         falls to `gamma` times `lr` along half a period of a cosine.
 
         Args:
-            epochs_done: before this step; a fraction too.
-            epochs: of the run; a fraction too.
+            epochs_done: before this step; may be fractional.
+            epochs: of the run; may be fractional.
 
         References: Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, 2017, equation 5.
         """
@@ -527,17 +525,17 @@ class TrainingOptions:
         return self.lr * self.gamma ** sum(epochs_done >= milestone for milestone in self.milestones)
 
     def for_steps(self, steps_per_epoch: int) -> TrainingOptions:
-        """These options, resolved, with what depends on the length of the run.
+        """These resolved options, with the values that depend on the length of the run.
 
         Raises:
-            SetupError: an epoch ends where the ranks have no common weights.
+            SetupError: an epoch ends while the weights of the ranks differ.
         """
         evaluated = self.evaluate_every is not None or (self.steps or 0) <= steps_per_epoch
         every = self.common_every or 1
         if not evaluated and steps_per_epoch % every:
             raise SetupError(
                 f"--local-steps {self.local_steps}: an epoch of {steps_per_epoch} steps would end while the ranks have "
-                f"weights of their own; give --evaluate-every N, a multiple of {every}"
+                f"different weights; give --evaluate-every N, a multiple of {every}"
             )
         if self.optimizer != "compressed-adam" or self.freeze_after is not None:
             return self
@@ -545,10 +543,10 @@ class TrainingOptions:
         return dataclasses.replace(self, freeze_after=max(1, round(FREEZE_AFTER * steps)))
 
     def of_compression(self) -> dict[str, Any]:
-        """The arguments of `hvdcomp.Compression.from_spec`, but for those that the data or the framework say.
+        """The arguments of `hvdcomp.Compression.from_spec`, without those of the data and the framework.
 
         Raises:
-            SpecError: the policy is none.
+            SpecError: the policy is not a policy.
         """
         decides = self.policy is not None and isinstance(parse_policy(self.policy), Policy)
         return {

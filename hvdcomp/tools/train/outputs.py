@@ -1,8 +1,8 @@
-"""The files of a run, written by rank 0: steps.jsonl, evaluations.jsonl, epochs.jsonl, summary.json, and TensorBoard's
-if wanted.
+"""The files of a run, written by rank 0: steps.jsonl, evaluations.jsonl, epochs.jsonl, summary.json, and optionally
+TensorBoard's.
 
-Each line is written at once and whole, so that a run that is killed, or fills the disk, leaves all it did; summary.json
-appears when the run is over. JSON is strict: what is not a finite number is null.
+Each line is written at once and completely, so that a killed run, or a full disk, leaves the records of all its steps;
+summary.json is written at the end of the run. JSON is strict: numbers that are not finite are null.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from hvdcomp.tools.train.options import DECISIONS, SetupError
 STEPS, EPOCHS, SUMMARY, TENSORBOARD = "steps.jsonl", "epochs.jsonl", "summary.json", "tensorboard"
 EVALUATIONS = "evaluations.jsonl"
 RECORDS = (STEPS, EVALUATIONS, EPOCHS)
-_ASIDE = f"{DECISIONS} put aside"  # beside the sizes of files: the number of the last one that was
+_ASIDE = f"{DECISIONS} put aside"  # among the sizes: the number of the last older part
 
 
 def check_output(folder: Path, overwrite: bool, sizes: Mapping[str, int] | None = None) -> None:
-    """See that a run can be written to `folder`, before any training. Changes nothing.
+    """Check that a run can be written to `folder`, before any training. Changes nothing.
 
     Args:
-        sizes: of the files that a checkpoint goes on with, as `RunWriter.sizes` told; None for a run from its start.
+        folder: of the run.
+        overwrite: whether an earlier run may be replaced.
+        sizes: of the files of a checkpoint's run, from `RunWriter.sizes`; None for a new run.
 
     Raises:
-        SetupError: it holds a run already, or not the one of the checkpoint, or cannot be written to.
+        SetupError: the folder contains a run, or not that of the checkpoint, or is not writable.
     """
     try:
         _check_output(folder, overwrite, sizes)
@@ -49,7 +51,7 @@ def _check_output(folder: Path, overwrite: bool, sizes: Mapping[str, int] | None
         for name in filter(sizes.__contains__, (*RECORDS, DECISIONS)):
             file = folder / name
             if name == DECISIONS and put_aside_before(file).keys() - range(sizes.get(_ASIDE, 0) + 1):
-                file = aside(file, sizes.get(_ASIDE, 0) + 1)  # where it is since then
+                file = aside(file, sizes.get(_ASIDE, 0) + 1)  # the file was renamed since then
             if not file.is_file() or file.stat().st_size < sizes[name]:
                 raise SetupError(
                     f"--output {folder}: {name} is not that of the run that was saved in --checkpoint-folder; name the "
@@ -84,23 +86,27 @@ def check_tensorboard() -> None:
 
 
 class RunWriter:
-    """Writes one run to a folder, in place of one that is there, or going on with it.
+    """Writes a run to a folder, in place of an earlier run, or as its continuation.
 
-    What cannot be written while the run goes on raises nothing, as the other ranks would wait for this one: it is kept
-    in `problem`, to be told to all. Nothing is written after it.
+    An error of writing during the run raises nothing, as the other ranks would wait for this rank: it is stored in
+    `problem`, for all ranks. Nothing is written after it.
 
     Args:
-        sizes: None for a new run; else of the files at the step `done`: what was written after it goes.
-        done: steps.
+        folder: of the run.
+        tensorboard: whether to write TensorBoard's files.
+        sizes: None for a new run; else of the files after `steps_done` steps, to which they are cut.
+        steps_done: completed steps of a resumed run.
 
     Attributes:
-        problem: what could not be written, and why; None if all was.
+        problem: the first error of writing; None without an error.
 
     Raises:
-        SetupError: the files cannot be made.
+        SetupError: the files cannot be created.
     """
 
-    def __init__(self, folder: Path, tensorboard: bool, sizes: Mapping[str, int] | None = None, done: int = 0) -> None:
+    def __init__(
+        self, folder: Path, tensorboard: bool, sizes: Mapping[str, int] | None = None, steps_done: int = 0
+    ) -> None:
         self.problem: str | None = None
         self._folder = folder
         self._board: _Board | None = None
@@ -117,19 +123,19 @@ class RunWriter:
                 shutil.rmtree(folder / TENSORBOARD, ignore_errors=True)
             self._files = {name: RecordFile(folder / name) for name in RECORDS}
             if tensorboard:
-                self._board = _Board(folder / TENSORBOARD, done)
+                self._board = _Board(folder / TENSORBOARD, steps_done)
         except OSError as error:
             raise _cannot_write(folder, error) from None
 
     def step(
         self, record: dict[str, Any], cost: dict[str, float | None], metrics: Callable[[], Mapping[str, float]]
     ) -> None:
-        """Add a line to steps.jsonl; its `step` is TensorBoard's step too.
+        """Add a line to steps.jsonl; its `step` is also TensorBoard's step.
 
         Args:
-            record: what the step did.
-            cost: what it cost, for the line.
-            metrics: say for TensorBoard what it cost.
+            record: values of the step.
+            cost: bytes and times of the step, for the line.
+            metrics: returns bytes and times of the step, for TensorBoard.
         """
         scalars = {} if self._board is None else {**_tagged("step", record), **metrics()}
         self._write(STEPS, {**record, **cost}, scalars)
@@ -156,14 +162,14 @@ class RunWriter:
                 self._note(TENSORBOARD, error)
 
     def _note(self, name: str, error: OSError) -> None:
-        if self.problem is None:  # the first is the cause
+        if self.problem is None:  # the first error is the cause
             self.problem = f"{self._folder / name} cannot be written: {error.strerror or error}"
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of the files so far, which are then on the disk, and what else is needed to go on with them.
+        """The present sizes of the files in bytes, and the number of older parts, after writing them to the disk.
 
         Raises:
-            OSError: if they cannot be brought there.
+            OSError: the files cannot be written to the disk.
         """
         sizes = {_ASIDE: max(put_aside_before(self._folder / DECISIONS), default=0)}
         for name in (*RECORDS, DECISIONS):
@@ -174,7 +180,7 @@ class RunWriter:
         return sizes
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Write summary.json, whole or not at all, and close everything."""
+        """Write summary.json atomically, and close all files."""
         text = json.dumps(strict(summary), indent=2, allow_nan=False) + "\n"
         try:
             replace_text(self._folder / SUMMARY, text)
@@ -187,26 +193,26 @@ class RunWriter:
 
 
 class _Board:
-    """Writes scalars for TensorBoard, as TensorBoard writes records: no framework is needed.
+    """Writes scalars in TensorBoard's record format, without a framework.
 
-    Its `EventFileWriter` would write in a thread of its own, where a full disk ends in a traceback.
+    TensorBoard's `EventFileWriter` would write in a thread, where a full disk ends in a traceback.
     """
 
-    def __init__(self, folder: Path, done: int) -> None:
+    def __init__(self, folder: Path, steps_done: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         folder.mkdir(exist_ok=True)
-        # TensorBoard reads files of this name, in the order of the time in it.
+        # TensorBoard reads files with names of this form, in the order of the time in them.
         self._file = RecordFile(folder / f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}")
         self._records = RecordWriter(self._file)
         self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
-        if done:  # TensorBoard forgets what earlier files hold from this step on
+        if steps_done:  # TensorBoard then drops the scalars of earlier files from this step on
             start = SessionLog(status=SessionLog.START)
-            self._add(Event(wall_time=time.time(), step=done + 1, session_log=start))
+            self._add(Event(wall_time=time.time(), step=steps_done + 1, session_log=start))
 
     def scalars(self, step: int, scalars: Mapping[str, float | None]) -> None:
-        """Those that are known, at their step."""
+        """Writes the scalars of a step that are not None."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -221,12 +227,12 @@ class _Board:
 
 
 def _tagged(kind: str, record: Mapping[str, Any]) -> dict[str, float | None]:
-    """The numbers of a line, as TensorBoard's scalars."""
+    """The values of a line as TensorBoard's scalars."""
     return {f"{kind}/{key}": value for key, value in record.items() if key not in ("step", "epoch")}
 
 
 def strict(value: Any) -> Any:
-    """`value` with None for every number that JSON cannot hold (infinities, not-a-number)."""
+    """`value` with None for every number that is not finite, which JSON cannot represent."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

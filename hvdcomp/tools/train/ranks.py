@@ -1,5 +1,4 @@
-"""The ranks of a run, and setting it up on all of them: what is wrong on one stops them all, with one message and
-without a hang."""
+"""The ranks of a run and its setup: an error on one rank stops all ranks, with one message and without a hang."""
 
 from __future__ import annotations
 
@@ -16,22 +15,22 @@ from hvdcomp.tools.train.options import SetupError
 Built = TypeVar("Built")
 
 
-class RunRefused(Exception):  # noqa: N818 - the run ends by it, in good order
+class RunRefused(Exception):  # noqa: N818 - an orderly end of the run
     """A run that cannot start; raised on every rank with the same message."""
 
 
 class Ranks(ABC):
-    """All ranks of a run, through the library that connects them. `hvdcomp.tools.train.backends.reach` makes one.
+    """All ranks of a run, through the library that connects them; see `hvdcomp.tools.train.backends.reach`.
 
     Attributes:
         backend: "horovod" or "ddp".
-        rank, size: of this process, and of all together.
-        local_rank, local_size: the same, on this host.
-        controller: what carries the library's own messages: "mpi" or "gloo".
-        restarts: how often the launcher has started these ranks again, after one had failed.
-        elastic: whether the run goes on when ranks come and go.
-        note: what a reader of the results must know of these ranks; None for nothing.
-        links: of simulated ranks, those on which steps are timed.
+        rank, size: the number of this process, and the number of ranks.
+        local_rank, local_size: the same on this host.
+        controller: the carrier of the library's own messages: "mpi" or "gloo".
+        restarts: how often the launcher has restarted these ranks after a failure.
+        elastic: whether the run continues when the ranks change.
+        note: a remark on these ranks for readers of the results, or None.
+        links: the links on which steps of simulated ranks are timed.
     """
 
     backend: ClassVar[str]
@@ -47,10 +46,10 @@ class Ranks(ABC):
 
     @abstractmethod
     def gather(self, value: Any, name: str) -> list[Any]:
-        """The value of each rank, by rank; anything that can be pickled.
+        """The values of all ranks, by rank; a value can be any object that can be pickled.
 
         Args:
-            name: the same on every rank; ranks must not call it twice at once with one name.
+            name: the same on every rank, and of no other call at the same time.
         """
 
     @abstractmethod
@@ -58,42 +57,41 @@ class Ranks(ABC):
         """Rank 0's value."""
 
     def now(self) -> float:
-        """Seconds on the clock by which this rank's steps are timed."""
+        """Seconds on the clock that times this rank's steps."""
         return time.perf_counter()
 
     def on_links(self) -> np.ndarray:
-        """Seconds on this rank's clock of each of the `links`."""
+        """Seconds on this rank's clock for each of the `links`."""
         return np.zeros(len(self.links))
 
     @property
     def changed(self) -> bool:
-        """Whether this rank has heard that there are to be other ranks, as some rank does in an elastic job."""
+        """Whether this rank knows of a coming change of the ranks, in an elastic job."""
         return False
 
     def meet_anew(self, without_me: bool) -> None:
-        """Ends the run on all ranks of an elastic job, which go on from its checkpoint with those that there are then.
+        """Ends the run on all ranks of an elastic job, which then resume from its checkpoint with the new ranks.
 
         Args:
-            without_me: whether this rank ends with the exit code of one that has saved.
+            without_me: whether this rank ends, with the exit code of a saved run.
         """
         raise NotImplementedError
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait for all ranks."""
         self.gather(None, "barrier")
 
     def leave(self, code: int) -> None:
-        """End the connection at the end of a program, which exits with `code` afterwards: the library may do that at
-        once. A launcher ends all ranks as soon as one is gone: so each waits until all are here, and what rank 0 has to
-        say is said."""
+        """End the connection at the end of a program, which then exits with `code`, perhaps already in here. As a
+        launcher ends all ranks when one ends, each rank first waits for all, until rank 0 has printed its output."""
         self.barrier()
 
     def sum(self, values: Any, name: str) -> np.ndarray:
-        """The sum over the ranks of arrays of one shape: the same bits on every rank, in the arrays' own precision."""
+        """The sum of the ranks' arrays of one shape; identical on every rank, in the arrays' precision."""
         return np.sum(self.gather(values, name), axis=0)
 
     def together(self, build: Callable[[], Built]) -> Built:
-        """Call `build`, which must not communicate, on every rank, and go on only if all ranks could.
+        """Call `build`, which must not communicate, on every rank; returns only if it succeeded on all ranks.
 
         Raises:
             RunRefused: on every rank, if `build` raised SetupError, SpecError or ConfigurationError on any.
@@ -112,17 +110,16 @@ class Ranks(ABC):
         return built
 
     def check_same(self, facts: dict[str, Any]) -> None:
-        """See that every rank has the same facts, by name; different options or data would make ranks wait for
-        ever.
+        """Check that every rank has the same facts, by name; with different options or data ranks would wait for ever.
 
         Raises:
-            RunRefused: on every rank, naming the first fact that differs.
+            RunRefused: on every rank; the message names the first fact that differs.
         """
         everywhere = self.gather(facts, "facts")
-        for rank, others in enumerate(everywhere):
+        for rank, rank_facts in enumerate(everywhere):
             for name, value in everywhere[0].items():
-                if others[name] != value:
+                if rank_facts[name] != value:
                     raise RunRefused(
-                        f"the ranks differ in {name}: {value!r} on rank 0, {others[name]!r} on rank {rank}; "
+                        f"the ranks differ in {name}: {value!r} on rank 0, {rank_facts[name]!r} on rank {rank}; "
                         "start all with the same command, Python and data"
                     )

@@ -14,14 +14,14 @@ from hvdcomp.tools.train.ranks import Ranks
 
 
 class Changes(State):
-    """What Horovod tells of changes of the ranks. It keeps nothing: the checkpoint does.
+    """Horovod's notices of changes of the ranks. It stores no state of the training, which the checkpoint does.
 
     Args:
         hvd: Horovod's module for the framework.
 
     Attributes:
-        due: whether this rank has heard of a change since the last one.
-        met: how often the ranks have met anew.
+        due: whether a change was announced since the last change.
+        met: the number of changes.
     """
 
     def __init__(self, hvd: Any) -> None:
@@ -38,16 +38,17 @@ class Changes(State):
         self.met += 1
 
     def save(self) -> None:
-        """Nothing: `Checkpoints` does."""
+        """Does nothing, as `Checkpoints` saves."""
 
     restore = sync = save
 
 
 class HorovodRanks(Ranks):
-    """All ranks, reached through the Horovod of one framework, which is initialized if it was not.
+    """All ranks, through Horovod for a framework, which is initialized if necessary.
 
     Args:
-        changes: of the ranks, in an elastic job; else None.
+        framework: "torch" or "tensorflow".
+        changes: of the ranks of an elastic job; else None.
 
     Raises:
         ImportError: Horovod was not built for this framework.
@@ -75,10 +76,10 @@ class HorovodRanks(Ranks):
     def meet_anew(self, without_me: bool) -> None:
         if without_me:
             raise SystemExit(EXIT_SAVED)
-        raise HostsUpdatedInterrupt(skip_sync=True)  # there is nothing but the checkpoint
+        raise HostsUpdatedInterrupt(skip_sync=True)  # the checkpoint has all state
 
     def gather(self, value: Any, name: str) -> list[Any]:
-        # Named, as Horovod's own choice of name depends on the value's type.
+        # Horovod's default name would depend on the value's type.
         return self._hvd.allgather_object(value, name=f"hvdcomp.tools.train.{name}")
 
     def broadcast(self, value: Any, name: str) -> Any:

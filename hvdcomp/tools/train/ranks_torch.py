@@ -18,14 +18,14 @@ _PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class TorchRanks(Ranks):
-    """All ranks that torchrun has started, or another launcher that sets the same variables; without one, this process
-    alone. torch.distributed is started if it was not: with NCCL for CUDA devices where there are any, and with Gloo.
+    """All ranks of torchrun, or of another launcher that sets the same variables; without a launcher, this process.
+    torch.distributed is initialized if necessary: with Gloo, and with NCCL if there are CUDA devices.
 
     Args:
-        timeout: seconds after which a rank that waits for another gives up; None for PyTorch's own.
+        timeout: seconds that a rank waits for another; None for PyTorch's default.
 
     Raises:
-        SetupError: a launcher's variable is missing, or a restart of this job could only wait.
+        SetupError: a launcher's variable is missing, or the job would hang after a restart.
     """
 
     backend = "ddp"
@@ -52,8 +52,8 @@ class TorchRanks(Ranks):
     def leave(self, code: int) -> None:
         super().leave(code)
         dist.destroy_process_group()
-        # PyTorch 2.13 does not end Gloo's threads with the group. One that still drops a tensor while the interpreter
-        # ends would take the process with it, by SIGABRT, and torchrun would call a finished training failed
+        # PyTorch 2.13 does not end Gloo's threads with the group. A thread that frees a tensor while the interpreter
+        # ends would abort the process, and torchrun would report a failure of a finished training
         # (https://github.com/pytorch/pytorch/pull/179291).
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -61,28 +61,29 @@ class TorchRanks(Ranks):
 
 
 def _start(timeout: timedelta | None) -> None:
-    """`init_process_group`, after a restart by torchrun too."""
+    """Calls `init_process_group`, also after a restart by torchrun."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    given = [name for name in _PLACE if name in os.environ]
-    if not given:
+    present = [name for name in _PLACE if name in os.environ]
+    if not present:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
-    if len(given) < len(_PLACE):
-        missing = ", ".join(name for name in _PLACE if name not in given)
-        raise SetupError(f"{given[0]} is set and {missing} is not: start the ranks with torchrun, or unset {given[0]}")
+    if len(present) < len(_PLACE):
+        missing = ", ".join(name for name in _PLACE if name not in present)
+        first = present[0]
+        raise SetupError(f"{first} is set and {missing} is not: start the ranks with torchrun, or unset {first}")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         dist.init_process_group(backend, timeout=timeout)
         return
-    # torchrun keeps one store for all its restarts, where the ranks before have left their addresses.
+    # torchrun's store, which all its restarts share, contains addresses of earlier ranks.
     nodes, restarts = os.environ["GROUP_WORLD_SIZE"], os.environ["TORCHELASTIC_MAX_RESTARTS"]
     if nodes != "1" and restarts != "0":
         raise SetupError(
             f"--max-restarts {restarts} of torchrun on {nodes} nodes: the ranks would wait for ever after a restart, "
-            "because torchrun hands them the addresses of those before; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for "
+            "because torchrun gives them the addresses of earlier ranks; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for "
             "torchrun on every node, or give --max-restarts 0"
         )
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False)
-    own = dist.PrefixStore(f"hvdcomp/{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-    dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
+    restart_store = dist.PrefixStore(f"hvdcomp/{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    dist.init_process_group(backend, store=restart_store, rank=rank, world_size=size, timeout=timeout)
 

@@ -1,6 +1,6 @@
-"""What the user of a run sees, from rank 0: a bar on a terminal, else a line now and then; a table at the end.
+"""The terminal output of a run, from rank 0: a progress bar, or on other outputs occasional lines; a table at the end.
 
-Under a launcher there is no bar: what it passes on may get a prefix to each line, or go to a file.
+Under a launcher there is no bar, as it may prefix each line, or write to a file.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Reporter:
-    """Shows a run as it goes. `visible` is false on ranks other than 0, which show nothing."""
+    """Shows the progress of a run. `visible` is false on ranks other than 0, which show nothing."""
 
     def __init__(self, steps: int, epochs: int, *, visible: bool, progress: bool) -> None:
-        # mpirun gives each rank a terminal, whatever it then does with what is written there.
+        # Under mpirun each rank has a terminal, even if its output does not go there.
         terminal = False if environment.launched() else None
         self._console = make_console(quiet=not visible, soft_wrap=True, force_terminal=terminal)
         self._visible = visible and progress
@@ -60,16 +60,16 @@ class Reporter:
             self._bar.stop()
 
     def say(self, text: str) -> None:
-        """A line that is shown with --no-progress too."""
+        """Prints a line, also with --no-progress."""
         self._console.print(text)
 
     def note(self, text: str) -> None:
-        """A line that is left out with --no-progress."""
+        """Prints a line, except with --no-progress."""
         if self._visible:
             self._line(text)
 
     def step(self, step: int, epoch: int, loss: float, ms: float) -> None:
-        """`step` counts batches of the starting size: where batches grow, there are fewer steps."""
+        """Shows a step. `step` counts batches of the initial size; larger batches make fewer steps."""
         if self._bar is not None:
             self._bar.update(self._task, completed=step, epoch=epoch, loss=loss, ms=ms)
         elif self._visible and time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES:
@@ -91,7 +91,7 @@ class Reporter:
         self._console.print(text)
 
     def summary(self, summary: dict[str, Any], output: str | None) -> None:
-        """The table at the end."""
+        """Prints the table at the end."""
         metric = "accuracy" if "accuracy" in summary else "perplexity"
         best = f"best_{metric}"
         table = make_table("", "")
@@ -122,7 +122,7 @@ class Reporter:
 
 
 def _target(until: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """The row about the target, where the run had one."""
+    """The row for the target, if the run had one."""
     if until is None:
         return []
     if not until["reached"]:
@@ -135,12 +135,12 @@ def _quality(metric: str, value: float | None) -> str:
 
 
 def _within_nodes(sent: float | None) -> list[tuple[str, str]]:
-    """The row that says how much of what is sent stays within a node, where anything does for certain."""
+    """The row for the sent bytes that stay within a node, if there are any."""
     return [("of that within a node", _bytes(sent))] if sent else []
 
 
 def _tables(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """The row about tables whose rows were exchanged, where there are any."""
+    """The row for tables whose rows were exchanged, if there are any."""
     tables = summary["tables"]
     if tables is None or not summary["steps"]:
         return []
@@ -149,7 +149,7 @@ def _tables(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _factor(summary: dict[str, Any]) -> str:
-    """The compression factor, which leaves out what `_within_nodes` tells."""
+    """The compression factor, without the bytes of `_within_nodes`."""
     counted = " (without what stays within a node)" if summary["bytes_in_node_per_step"] else ""
     return _or_none(summary["compression_factor"], "{:.1f}") + counted
 

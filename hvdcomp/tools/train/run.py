@@ -1,7 +1,7 @@
-"""The training loop, the same for every framework and backend; a `Learner` is what differs.
+"""The training loop, which all frameworks and backends share; a `Learner` implements the rest.
 
-Every rank starts from rank 0's weights, sees its own part of each epoch's common shuffle, and ends with the same
-weights. The digest of each rank's weights in the summary says whether the weights are the same.
+Every rank starts from rank 0's weights, trains on its part of each epoch's common shuffle, and ends with the same
+weights. The summary has the digest of each rank's weights, as a check.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from hvdcomp.tools.train.ranks import Ranks
 from hvdcomp.tools.train.reporter import Reporter
 from hvdcomp.tools.train.target import Target
 
-_STEPS_BETWEEN_CHECKS = 20  # how often the ranks ask each other for a non-finite loss, or whether one was told to stop
-_SECONDS_BETWEEN_CHECKS = 2.0  # where they could be told to stop, and steps are slow
-_MOST_TIMES = 10_000  # of the latest steps that are kept, and saved in checkpoints
+_STEPS_BETWEEN_CHECKS = 20  # in which the ranks look for a non-finite loss, or a signal to stop, on any rank
+_SECONDS_BETWEEN_CHECKS = 2.0  # the same, for slow steps with checkpoints
+_MOST_TIMES = 10_000  # step times that are kept, and saved in checkpoints
 _FIRST_STEPS = 5  # not counted in the time per step of a run of one epoch
 _EVALUATION_BATCH = 256
 
 
 class Run:
-    """One run, ready to start: the same on every rank but for its shard. Rank 0 writes and shows."""
+    """A run that is ready to start. Each rank has its own shard of the data; rank 0 writes and shows."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class Run:
         self._augmenting = np.random.default_rng([options.seed, ranks.rank])
         self._metric = "perplexity" if data.is_text else "accuracy"
         self._step = 0
-        self._epoch = 1  # the one that is trained
-        self._taken = 0  # batches of the starting size, in this epoch
+        self._epoch = 1  # the present epoch
+        self._taken = 0  # batches of the initial size that were used in this epoch
         self._losses: list[float] = []  # of the steps of this epoch
         self._rate = 0.0
         self._finite = True  # on this rank
@@ -79,23 +79,23 @@ class Run:
         self._trained_on_links = np.zeros(len(ranks.links))  # the same, by link
         self._reached: dict[str, Any] | None = None  # the evaluation that reached the target
         self._evaluated_at = 0  # the step of the latest evaluation
-        self._quality: dict[str, float] = {}  # that it found
+        self._quality: dict[str, float] = {}  # of the latest evaluation
         self._stepped = False  # in this process
-        self._resumed_at: list[int] = []  # steps after which the run went on from a checkpoint
+        self._resumed_at: list[int] = []  # steps at which the run was resumed from a checkpoint
         self._next_check = _STEPS_BETWEEN_CHECKS if checkpoints is None else 1
         self._start = self._epoch_start = ranks.now()
 
     def go_on_from(self, saved: dict[str, Any]) -> None:
-        """Go on from where `_position` told when this was saved."""
+        """Resume from a position that `_position` returned."""
         assert self._checkpoints is not None
         for name in KEPT:
             setattr(self, f"_{name}", saved[name])
         self._taken = self._taken_of(self._checkpoints.old_ranks)
-        if self._checkpoints.sources[0] == self._ranks.rank:  # else another rank draws so
+        if self._checkpoints.sources[0] == self._ranks.rank:  # else this is another rank's random state
             self._augmenting.bit_generator.state = saved["augmenting"]
         self._resumed_at = [*saved["resumed_at"], self._step]
         self._next_check = self._step + 1
-        # A checkpoint of an earlier version lacks them.
+        # Checkpoints of earlier versions lack these fields.
         self._trained_seconds, self._reached = saved.get("trained_seconds", 0.0), saved.get("reached")
         now = self._ranks.now()
         self._start, self._epoch_start = now - saved["seconds"], now - saved["epoch_seconds"]
@@ -106,8 +106,7 @@ class Run:
             self._reporter.say(self._checkpoints.change)
 
     def _taken_of(self, old_ranks: int) -> int:
-        """The batches that are the same share of an epoch as those that the old ranks took, or a part of one less: as
-        policies that count epochs go on."""
+        """The number of batches that is the same share of an epoch as the old ranks' batches, rounded down."""
         options = self._options
         assert options.batch_size is not None
         samples = len(self._data.train_x)
@@ -115,7 +114,7 @@ class Run:
         return self._taken * self._steps_per_epoch // then
 
     def _position(self) -> dict[str, Any]:
-        """Where this rank is in the run, as JSON."""
+        """The position of this rank in the run, for JSON."""
         now = self._ranks.now()
         return {
             **{name: getattr(self, f"_{name}") for name in KEPT},
@@ -141,7 +140,7 @@ class Run:
                 self._writer.finish(summary)
             self._refuse_unwritten(self._ranks.gather(self._unwritten, "written"))
         except BaseException as error:
-            # The other ranks may be gone: nothing is asked of them.
+            # Other ranks may have ended: no communication here.
             if self._writer is not None:
                 self._writer.finish({**self._summary("failed", [], {}), "error": f"{type(error).__name__}: {error}"})
             raise
@@ -151,18 +150,18 @@ class Run:
 
     @property
     def _unwritten(self) -> str | None:
-        """What this rank could not write."""
+        """The error of this rank's writer, or None."""
         return None if self._writer is None else self._writer.problem
 
     def _refuse_unwritten(self, problems: Sequence[str | None]) -> None:
-        """Ends the run on every rank, if any of them could not write."""
+        """Ends the run on every rank if a rank could not write."""
         for problem in filter(None, problems):
             raise ConfigurationError(
                 f"{problem}; what was written before is whole. Make room, or name another --output, and start again"
             )
 
     def _train(self) -> str:
-        """Train what is left; "finished", or "diverged" or "stopped" as soon as the ranks know of it."""
+        """Train the rest of the run; returns "finished", or early "diverged" or "stopped"."""
         while not self._over:
             if ended := self._train_epoch():
                 return ended
@@ -170,13 +169,13 @@ class Run:
 
     @property
     def _over(self) -> bool:
-        """Whether all that was asked for has been trained."""
+        """Whether the run has reached its end or its target."""
         steps = self._options.steps
         trained = self._epoch > self._options.epochs if steps is None else self._step >= steps
         return trained or self._reached is not None
 
     def _train_epoch(self) -> str | None:
-        """Train what is left of this epoch; "diverged" or "stopped" if the run ends by it."""
+        """Train the rest of this epoch; returns "diverged" or "stopped" if the run ends, else None."""
         options, data = self._options, self._data
         assert options.batch_size is not None
         shard = epoch_shard(
@@ -206,14 +205,17 @@ class Run:
         return None
 
     def _agree(self, save: bool = False) -> str | None:
-        """Ask all ranks whether to go on; what ends the run, or None. Saves if asked to, and before it stops."""
+        """Agree with all ranks whether to continue; returns the status that ends the run, or None.
+
+        A checkpoint is saved if `save` is true, and before a stop.
+        """
         warnings = self._warnings
-        told, all_told = (False, False) if warnings is None else (warnings.told, warnings.all_told)
-        anew = self._ranks.changed
-        # The loss of a step is older than its weights, and a checkpoint of weights that are lost would be of no use.
-        lost = (save or told or all_told or anew) and self._weights_are_lost()
-        own = (self._finite and not lost, told, all_told, anew, self._steps_to_next_check(), self._unwritten)
-        finite, stop, stop_all, changed, steps, unwritten = zip(*self._ranks.gather(own, "agree"), strict=True)
+        warned, all_warned = (False, False) if warnings is None else (warnings.warned, warnings.all_warned)
+        change = self._ranks.changed
+        # A step's loss is older than its weights, and a checkpoint of weights that are not finite would be useless.
+        lost = (save or warned or all_warned or change) and self._weights_are_lost()
+        state = (self._finite and not lost, warned, all_warned, change, self._steps_to_next_check(), self._unwritten)
+        finite, stop, stop_all, changed, steps, unwritten = zip(*self._ranks.gather(state, "agree"), strict=True)
         self._refuse_unwritten(unwritten)
         self._next_check = self._step + min(steps)
         if not all(finite):
@@ -223,11 +225,11 @@ class Run:
                 self._checkpoints.save(self._step, self._learner, self._position)
         some_leave = self._ranks.elastic and any(stop) and not all(stop)
         if (any(changed) or some_leave) and not any(stop_all):
-            self._ranks.meet_anew(without_me=told)
+            self._ranks.meet_anew(without_me=warned)
         return "stopped" if any(stop) else None
 
     def _weights_are_lost(self) -> bool:
-        """Whether any of them is not a finite number; the same on every rank."""
+        """Whether a weight is not finite; the same on every rank."""
         return not all(np.isfinite(parameter).all() for parameter in self._learner.parameters().values())
 
     def _steps_to_next_check(self) -> int:
@@ -238,20 +240,20 @@ class Run:
 
     @property
     def _batches(self) -> int:
-        """Of the starting size, that were taken."""
+        """The number of batches of the initial size that were used."""
         return (self._epoch - 1) * self._steps_per_epoch + self._taken
 
     def _next_accumulation(self) -> int:
-        """How many batches the next step takes: more than one only where a policy has made them larger.
+        """The number of batches of the next step: above 1 only if a policy has enlarged it.
 
-        The learning rate is set before, as a scheduler would do it, because policies look at it.
+        The learning rate is set first, as by a scheduler, because policies use it.
         """
         self._rate = self._options.learning_rate(self._batches / self._steps_per_epoch, self._epochs_in_all)
         self._learner.set_learning_rate(self._rate)
         return self._compression.accumulation
 
     def _timed_step(self, samples: np.ndarray, accumulation: int) -> None:
-        """One optimizer step on these samples of this rank."""
+        """An optimizer step on these samples of this rank, with its time."""
         if not self._stepped and self._learner.first_step is not None:
             self._reporter.note(self._learner.first_step)
         self._stepped = True
@@ -306,11 +308,11 @@ class Run:
 
     @property
     def _watched(self) -> str:
-        """Which part of the data is evaluated while the run goes on: the test part only where there is no other."""
+        """The part of the data that is evaluated during the run: validation, or else test."""
         return "test" if self._data.validation is None else "validation"
 
     def _evaluate(self) -> dict[str, float]:
-        """The quality of the weights as they are, on the watched part; whether it reaches the target is noted."""
+        """The quality of the present weights on the watched part; notes whether it reaches the target."""
         if self._evaluated_at == self._step:
             return self._quality
         with self._compression.paused():
@@ -335,26 +337,25 @@ class Run:
 
     @property
     def _on_links(self) -> dict[str, dict[str, float]]:
-        """What of a record is of simulated links, by link."""
+        """The training seconds on simulated links, for a record."""
         seconds = dict(zip(self._ranks.links, self._trained_on_links.tolist(), strict=True))
         return {"trained_seconds_on_links": seconds} if seconds else {}
 
     def _final_quality(self, status: str) -> dict[str, Any]:
-        """The quality on the test part, which is looked at once where there is a validation part."""
+        """The quality on the test part, which is evaluated once if there is a validation part."""
         if self._data.validation is None or status != "finished" or not self._epochs:
             last = self._epochs[-1] if self._epochs else {}
             return {"loss": last.get("test_loss"), self._metric: last.get(self._metric)}
         return self._quality_on(self._data.test)
 
     def _average_buffers(self) -> None:
-        """Average the running statistics of normalization layers, which each rank takes from its own shard."""
+        """Average the running statistics of normalization layers over the ranks, which have different shards."""
         everywhere = self._ranks.gather(self._learner.buffers(), "buffers")
-        means = {name: np.mean([own[name] for own in everywhere], axis=0) for name in everywhere[0]}
+        means = {name: np.mean([state[name] for state in everywhere], axis=0) for name in everywhere[0]}
         self._learner.set_buffers(means)
 
     def _quality_on(self, part: Part) -> dict[str, float]:
-        """Mean loss (of text: per token), and accuracy or perplexity, over a part of the data, each rank doing its
-        share."""
+        """Mean loss (of text: per token), and accuracy or perplexity, on a part of the data, shared by the ranks."""
         totals = np.zeros(3)  # loss, right answers, answers
         shard = evaluation_shard(len(part.x), self._ranks.size, self._ranks.rank)
         with self._learner.common_weights():
@@ -419,29 +420,29 @@ class Run:
 
     @property
     def _totals(self) -> Any:
-        """What was sent so far, of layers and tables."""
+        """Totals of the sent bytes so far, for layers and tables."""
         totals, rows = replace(self._compression.ledger.totals), self._learner.row_ledger
         if rows is not None:
             totals.add(rows.totals)
         return totals
 
     def _of_tables(self) -> dict[str, Any] | None:
-        """What of the bytes is of rows of tables; None without any."""
+        """The bytes of rows of tables; None without tables."""
         rows = self._learner.row_ledger
         names = ("bytes_sent", "dense_bytes", "compression_factor")
         return None if rows is None else {name: getattr(rows.totals, name) for name in names}
 
     def _until(self) -> dict[str, Any] | None:
-        """What the target took, or that it was not reached; None without a target."""
+        """The target with its cost, or the note that it was not reached; None without a target."""
         if self._target is None:
             return None
         if self._reached is None:
             return {"target": str(self._target), "reached": False}
-        kept = ("step", "trained_seconds", *self._on_links, "bytes_sent", "loss", self._metric)
-        return {"target": str(self._target), "reached": True, **{key: self._reached[key] for key in kept}}
+        stored = ("step", "trained_seconds", *self._on_links, "bytes_sent", "loss", self._metric)
+        return {"target": str(self._target), "reached": True, **{key: self._reached[key] for key in stored}}
 
     def _time_per_step(self) -> tuple[float | None, str]:
-        """Median time of a step in ms, and the steps it is of: those of the start are slower."""
+        """Median step time in ms, and the counted steps in words; the slower first steps are left out."""
         skipped = self._steps_per_epoch if self._step > self._steps_per_epoch else _FIRST_STEPS
         if self._step <= skipped:
             return None, f"no more than {skipped} steps were made"

@@ -1,11 +1,11 @@
-"""Trains in TensorFlow on simulated ranks: a model of each in this process."""
+"""Trains in TensorFlow on simulated ranks, each with a model in this process."""
 
 from __future__ import annotations
 
 import os
 from typing import cast
 
-from hvdcomp.tools.train.keras_learner import KerasLearner  # first: it sets up what TensorFlow tells
+from hvdcomp.tools.train.keras_learner import KerasLearner  # first: it configures TensorFlow's logging
 
 import numpy as np  # isort: skip
 import tensorflow as tf
@@ -19,7 +19,7 @@ from hvdcomp.tools.train.simulation import SimulatedRanks
 
 
 class SimulatedKerasLearner(KerasLearner):
-    """See `Learner`. A step is two functions in TensorFlow, and the exchange between them in Python."""
+    """See `Learner`. A step is two TensorFlow functions, with the exchange in Python between them."""
 
     def __init__(self, options: TrainingOptions, data: DataSet, ranks: Ranks) -> None:
         super().__init__(options, data, ranks)
@@ -27,16 +27,16 @@ class SimulatedKerasLearner(KerasLearner):
 
     @staticmethod
     def prepare(local_rank: int, local_size: int) -> None:
-        KerasLearner.prepare(local_rank, os.cpu_count() or 1)  # one thread, as real ranks have it
+        KerasLearner.prepare(local_rank, os.cpu_count() or 1)  # one thread, as for real ranks
 
     def broadcast(self) -> None:
-        self._begin()  # all ranks have drawn the same weights
+        self._begin()  # all ranks have the same initial weights
 
     def distribute(self, compression: Compression) -> None:
         self._compression = compression
         variables = self._model.trainable_variables
         self._exchange = serve_simulated(compression, variables, self._communicator, self._optimizer)
-        # Traced now: the seed of what is dropped out is TensorFlow's own, which the next rank sets anew.
+        # Traced now: dropout uses TensorFlow's global seed, which the next rank sets again.
         tf.random.set_seed(self._options.seed + self._rank * 2**31)
         self._gradients = tf.function(self._gradients_of_step, input_signature=self._batch).get_concrete_function()
         self._update = tf.function(

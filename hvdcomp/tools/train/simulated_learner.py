@@ -1,4 +1,4 @@
-"""Trains in PyTorch on simulated ranks: a model of each in this process."""
+"""Trains in PyTorch on simulated ranks, each with a model in this process."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class SimulatedLearner(TorchLearner):
 
     @staticmethod
     def prepare(local_rank: int, local_size: int) -> None:
-        torch.set_num_threads(1)  # as real ranks have it, and the clock of a rank counts no other thread
+        torch.set_num_threads(1)  # as for real ranks; a rank's clock counts no other thread
 
     def broadcast(self) -> None:
-        self._begin()  # all ranks have drawn the same weights
-        self._random = self._drawn()
+        self._begin()  # all ranks have the same initial weights
+        self._random = self._random_state()
 
     def distribute(self, compression: Compression) -> None:
         if self._steps_alone:
@@ -41,17 +41,17 @@ class SimulatedLearner(TorchLearner):
             self._exchange = serve_simulated(compression, self._model, self._communicator, self._optimizer)
 
     def _backward(self, inputs: Tensor, targets: Tensor, passes: int, last: bool) -> Tensor:
-        # All ranks share PyTorch's generators, and each has states of its own.
+        # All ranks share PyTorch's generators, so each restores its own state.
         torch.set_rng_state(self._random[0])
         if self._device.type == "cuda":
             torch.cuda.set_rng_state(self._random[1], self._device)
         loss = loss_of(self._model(inputs), targets) / passes
         loss.backward()
-        self._random = self._drawn()
+        self._random = self._random_state()
         return loss.detach()
 
-    def _drawn(self) -> list[Tensor]:
-        """States of PyTorch's generators: that of the CPU, and that of the GPU if there is one."""
+    def _random_state(self) -> list[Tensor]:
+        """The states of PyTorch's generators: of the CPU, and of the GPU if there is one."""
         of_gpu = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
         return [torch.get_rng_state(), *of_gpu]
 

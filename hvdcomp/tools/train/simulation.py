@@ -1,4 +1,4 @@
-"""Ranks of a run that are threads of one process: `hvdcomp train --simulate-ranks`."""
+"""Simulated ranks, which are threads of a process: `hvdcomp train --simulate-ranks`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from hvdcomp.tools.train.options import NO_TIME, SIMULATED, TrainingOptions, lin
 from hvdcomp.tools.train.ranks import Ranks
 
 LATENCY_S = 1e-4
-"""Seconds from one rank to the next over a simulated link: what small messages take in an Ethernet."""
+"""Seconds of latency of a simulated link, as for small messages in an Ethernet."""
 
 
 class SimulatedRanks(Ranks):
-    """All ranks of a simulation, as one of them sees them."""
+    """All ranks of a simulation, from the view of one rank."""
 
     backend = SIMULATED
     controller = "threads"
@@ -51,10 +51,10 @@ class SimulatedRanks(Ranks):
 
 
 def on_simulated_ranks(options: TrainingOptions, run: Callable[[Ranks], Any]) -> Any:
-    """Calls a function on each of the simulated ranks; returns what rank 0's call does.
+    """Calls a function on each of the simulated ranks; returns the result of rank 0.
 
     Raises:
-        ConfigurationError: for nodes that these ranks cannot have, as the environment asks for them.
+        ConfigurationError: the environment sets a wrong number of ranks per node.
     """
     assert options.simulate_ranks is not None
     links = links_of(options.link)
@@ -63,15 +63,15 @@ def on_simulated_ranks(options: TrainingOptions, run: Callable[[Ranks], Any]) ->
     check_ranks_per_node(ranks_per_node)
     group = SimulatedGroup(options.simulate_ranks, costs, *_clock(options.framework), ranks_per_node or None)
 
-    def run_one(communicator: Any) -> Any:
-        # Where nobody has asked for nodes, each rank counts as on a host of its own.
+    def run_rank(communicator: Any) -> Any:
+        # By default each rank has its own host.
         return run(SimulatedRanks(communicator, links, ranks_per_node or 1))
 
-    return group.run(run_one)[0]
+    return group.run(run_rank)[0]
 
 
 def _clock(framework: str) -> tuple[Callable[[], float], Callable[[], None]]:
-    """Seconds for which the ranks have computed, of which one does so at a time, and a wait for their device."""
+    """The clock of the ranks, which compute one after the other, and a function that waits for their device."""
     if framework != "torch":
         return time.perf_counter, lambda: None  # TensorFlow computes in threads of its own
     import torch
@@ -87,7 +87,7 @@ def _cost(link: str) -> LinkCost | None:
     network = network_of_link(parse_rate(link), LATENCY_S)
 
     def cost(kind: str, size: int, ranks: int) -> float:
-        known, size = ("allgather", size // ranks) if kind == "broadcast" else (kind, size)
-        return float(network.seconds(known, size, ranks).total)
+        modelled_kind, size = ("allgather", size // ranks) if kind == "broadcast" else (kind, size)
+        return float(network.seconds(modelled_kind, size, ranks).total)
 
     return cost

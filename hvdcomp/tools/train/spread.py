@@ -1,4 +1,4 @@
-"""Means over seeds, and how far they can be trusted."""
+"""Means over seeds, with their intervals."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _T_QUANTILES = (
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds, and half the width of its 95% interval, which one value does not have."""
+    """A mean over seeds, and half the width of its 95% interval; None for a single value."""
 
     mean: float
     half: float | None
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
-    """The mean of some values and its interval by Student's t, or None without a value.
+    """The mean of some values with its interval by Student's t; None without a value.
 
-    Beyond 30 values the quantile is that of 30, with which the interval is a little too wide.
+    More than 30 values use the quantile of 30, so that the interval is a little too wide.
     """
     if not values:
         return None

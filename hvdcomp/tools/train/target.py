@@ -11,7 +11,7 @@ METRICS = ("accuracy", "loss", "perplexity")
 
 @dataclass(frozen=True)
 class Target:
-    """A value of a metric that is to be reached: an accuracy from below, a loss or a perplexity from above.
+    """A value of a metric to reach: an accuracy from below, a loss or a perplexity from above.
 
     Example:
         >>> Target.parse("accuracy=0.93").is_reached({"loss": 0.2, "accuracy": 0.94})
@@ -26,7 +26,7 @@ class Target:
         """A target from its text, such as "loss=2.2".
 
         Raises:
-            ValueError: the text is not a metric, "=" and a number; says what is allowed.
+            ValueError: the text is not a metric, "=" and a number; the message names the allowed form.
         """
         metric, _, number = text.partition("=")
         try:
@@ -34,13 +34,13 @@ class Target:
         except ValueError:
             value = math.nan
         if metric not in METRICS or not math.isfinite(value) or value <= 0:
-            raise ValueError(f"{text!r} is no target; give one of {', '.join(METRICS)} and a value: accuracy=0.93")
+            raise ValueError(f"{text!r} is not a target; give one of {', '.join(METRICS)} and a value: accuracy=0.93")
         if metric == "accuracy" and value > 1:
             raise ValueError(f"{text!r} cannot be reached; an accuracy is at most 1: accuracy=0.93")
         return cls(metric, value)
 
     def is_reached(self, quality: dict[str, Any]) -> bool:
-        """Whether an evaluation, a value for each metric, is as good as that or better."""
+        """Whether an evaluation, given as a value for each metric, is as good as the target or better."""
         reached = quality[self.metric]
         return bool(reached >= self.value if self.metric == "accuracy" else reached <= self.value)
 

@@ -1,13 +1,13 @@
 """Trains in TensorFlow under Horovod: stock `hvd.DistributedGradientTape` with `compression=hvdcomp.Compression`.
 
-A step is one tf.function.
+A step is a tf.function.
 """
 
 from __future__ import annotations
 
 import re
 
-from hvdcomp.tools.train.keras_learner import KerasLearner  # first: it sets up what TensorFlow tells
+from hvdcomp.tools.train.keras_learner import KerasLearner  # first: it configures TensorFlow's logging
 
 import horovod.tensorflow as hvd  # isort: skip
 import numpy as np
@@ -49,7 +49,7 @@ class TensorFlowLearner(KerasLearner):
 
 
 def _cause(error: tf.errors.OpError) -> Exception | None:
-    """The error of hvdcomp that was raised in a callback of the graph, of which TensorFlow passes on the text only."""
+    """The error that hvdcomp raised in a callback of the graph, from its text, which is all that TensorFlow keeps."""
     for kind in (ConfigurationError, RankMismatchError):
         match = re.search(rf"\b{kind.__name__}: (.*?)\s*Traceback", error.message, re.DOTALL)
         if match:

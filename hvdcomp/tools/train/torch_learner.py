@@ -1,4 +1,4 @@
-"""Trains in PyTorch; what connects the ranks is a subclass's.
+"""Trains in PyTorch; subclasses connect the ranks.
 
 On a CPU with two ranks the same seed gives the same weights, bit for bit; with more ranks the order of additions in a
 fused allreduce may change the last bits.
@@ -36,7 +36,7 @@ _SHARED, _OWN = "model.pt", "rank-{}.pt"  # the files of a checkpoint
 
 
 class TorchLearner(Learner):
-    """See `Learner`. On a GPU if there is one: each rank of a host takes its own."""
+    """See `Learner`. On a GPU if there is one; each rank of a host uses another GPU."""
 
     def __init__(self, options: TrainingOptions, data: DataSet, ranks: Ranks) -> None:
         if options.optimizer == "muon":
@@ -60,12 +60,12 @@ class TorchLearner(Learner):
         environment.use_device("auto", local_rank)
 
     def _begin(self) -> None:
-        """Makes the optimizer; to be called at the end of `broadcast`."""
+        """Creates the optimizer; call it at the end of `broadcast`."""
         self._optimizer = self._new_optimizer()
         torch.manual_seed(self._options.seed + self._rank * 2**31)
 
     def _new_optimizer(self) -> torch.optim.Optimizer:
-        """An optimizer of all parameters, which has no state yet; each step sets its learning rate before."""
+        """An optimizer of all parameters, without state; its learning rate is set before each step."""
         options, model = self._options, self._model
         decay = options.weight_decay or 0.0
         if options.optimizer == "sgd":
@@ -73,10 +73,10 @@ class TorchLearner(Learner):
                 model.parameters(), lr=0.0, momentum=options.momentum, nesterov=options.nesterov, weight_decay=decay
             )
         matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-        others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+        vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
         groups: list[dict[str, Any]] = [
             {"params": matrices, "weight_decay": decay},
-            {"params": others, "weight_decay": 0.0},
+            {"params": vectors, "weight_decay": 0.0},
         ]
         if options.optimizer == "adamw":
             return torch.optim.AdamW(groups, lr=0.0, betas=options.betas)
@@ -96,17 +96,17 @@ class TorchLearner(Learner):
         )
 
     def compression(self, spec: str, **options: Any) -> Compression:
-        layers = [(name, one) for name, one in self._model.named_parameters() if name not in self._tables]
+        layers = [(name, parameter) for name, parameter in self._model.named_parameters() if name not in self._tables]
         return Compression.from_spec(spec, named_parameters=layers, **options)
 
     def _serve_tables(self, **options: Any) -> None:
-        """Lets the rows of the model's tables be exchanged, where it has any; options as of `RowExchange`."""
+        """Exchanges the rows of the model's tables, if it has any; options as of `RowExchange`."""
         if self._tables:
             self._rows = RowExchange(self._model, self._tables, **options)
 
     @contextmanager
     def _without_tables(self) -> Iterator[None]:
-        """Hides them from what exchanges the gradients of all parameters."""
+        """A context in which the tables require no gradients, so that the compression does not exchange them."""
         tables = [self._model.get_parameter(name) for name in self._tables]
         for table in tables:
             table.requires_grad_(False)
@@ -135,30 +135,31 @@ class TorchLearner(Learner):
         if self._rows is not None:
             self._rows.exchange()
         self._update()
-        return total.item()  # on an accelerator this waits for the step to be done
+        return total.item()  # on an accelerator this waits for the step
 
     @abstractmethod
     def _backward(self, inputs: Tensor, targets: Tensor, passes: int, last: bool) -> Tensor:
-        """One of the passes of a step, whose gradients are added up; returns its share of the loss.
+        """A forward and backward pass, which accumulates gradients; returns its share of the loss.
 
         Args:
-            passes: of the step.
-            last: whether the gradients of all passes are exchanged after it.
+            inputs, targets: of the pass.
+            passes: the number of passes of the step.
+            last: whether this is the last pass, after which the gradients are exchanged.
         """
 
     def _update(self) -> None:
-        """The optimizer's step with the averaged gradients, clipped if that is asked for."""
+        """The optimizer's step with the averaged gradients, clipped if `clip_norm` is set."""
         if self._clips:
             self._clip()
         self._optimizer.step()
 
     @property
     def _steps_alone(self) -> bool:
-        """Whether the ranks exchange weights after several steps, and no gradients."""
+        """Whether the ranks exchange weights after several steps, instead of gradients."""
         return self._options.steps_alone and self._options.optimizer != "compressed-adam"
 
     def _distribute_steps(self, compression: Compression, **options: Any) -> None:
-        """`distribute` where the ranks exchange no gradients; options as of `LocalSteps`."""
+        """`distribute` for local steps; options as of `LocalSteps`."""
         self._compression = compression
         own = self._options
         for name in ("outer_lr", "outer_momentum"):
@@ -176,9 +177,9 @@ class TorchLearner(Learner):
 
     @property
     def _clips(self) -> bool:
-        """Whether the norm of the averaged gradient is limited: not where compressed momenta have left noise in it."""
-        own = self._optimizer
-        noisy = isinstance(own, CompressedAdam) and own.frozen and not own.refreshes
+        """Whether the norm of the averaged gradient is limited: not if compressed momenta have added noise to it."""
+        optimizer = self._optimizer
+        noisy = isinstance(optimizer, CompressedAdam) and optimizer.frozen and not optimizer.refreshes
         return bool(self._options.clip_norm) and not noisy
 
     def _clip(self) -> None:
@@ -209,11 +210,11 @@ class TorchLearner(Learner):
     def save(self, folder: Path) -> list[Path]:
         assert self._compression is not None
         contents: dict[Path, Any] = {}
-        if not self._steps_alone:  # else weights are others on each rank
+        if not self._steps_alone:  # else they differ between ranks
             shared = self._shared_state()
             if self._rank == 0:
                 contents[folder / _SHARED] = shared
-        own: dict[str, Any] = {
+        rank_content: dict[str, Any] = {
             "buffers": dict(self._model.named_buffers()),
             "random": torch.get_rng_state(),
             "cuda_random": torch.cuda.get_rng_state() if self._device.type == "cuda" else None,
@@ -221,11 +222,11 @@ class TorchLearner(Learner):
             "rows": None if self._rows is None else (asdict(self._rows.ledger.totals), self._rows.ledger.steps),
         }
         if self._steps_alone:
-            own |= self._shared_state()
-            own["optimizer"].get("local_steps", {}).pop("compression", None)  # kept above, by itself
-        contents[folder / _OWN.format(self._rank)] = own
+            rank_content |= self._shared_state()
+            rank_content["optimizer"].get("local_steps", {}).pop("compression", None)  # kept above, by itself
+        contents[folder / _OWN.format(self._rank)] = rank_content
         for file, content in contents.items():
-            # PyTorch's own writer forgets why it failed.
+            # PyTorch's rank_content writer drops the reason of a failure.
             buffer = io.BytesIO()
             torch.save(content, buffer)
             write_file(file, buffer.getbuffer())
@@ -237,23 +238,24 @@ class TorchLearner(Learner):
         def read(name: str) -> dict[str, Any]:
             return dict(torch.load(folder / name, map_location=self._device, weights_only=True))
 
-        first, *others = sources
-        own = read(_OWN.format(first))
-        shared = own if self._steps_alone else read(_SHARED)
+        first, *other_sources = sources
+        rank_content = read(_OWN.format(first))
+        shared = rank_content if self._steps_alone else read(_SHARED)
         if isinstance(self._optimizer, LocalSteps) and first != self._rank:
             self._model.load_state_dict(shared["model"])
             self._optimizer.join(shared["optimizer"])
         else:
             self._load_shared(shared)
-        self._model.load_state_dict(own["buffers"], strict=False)
-        if self._rows is not None and own["rows"] is not None:
-            totals, steps = own["rows"]
+        self._model.load_state_dict(rank_content["buffers"], strict=False)
+        if self._rows is not None and rank_content["rows"] is not None:
+            totals, steps = rank_content["rows"]
             self._rows.ledger.go_on_from(replace(self._rows.ledger.totals, **totals), steps)
-        if first == self._rank:  # else another rank draws so
-            torch.set_rng_state(own["random"].cpu())
-            if own["cuda_random"] is not None and self._device.type == "cuda":
-                torch.cuda.set_rng_state(own["cuda_random"].cpu())
-        states = itertools.chain([own["compression"]], (read(_OWN.format(other))["compression"] for other in others))
+        if first == self._rank:  # else this is another rank's random state
+            torch.set_rng_state(rank_content["random"].cpu())
+            if rank_content["cuda_random"] is not None and self._device.type == "cuda":
+                torch.cuda.set_rng_state(rank_content["cuda_random"].cpu())
+        other_states = (read(_OWN.format(source))["compression"] for source in other_sources)
+        states = itertools.chain([rank_content["compression"]], other_states)
         state = hvdcomp.state_for(states, self._rank, ranks, self._options.residuals)
         self._compression.load_state_dict(state, optimizer=self._optimizer)
 

@@ -1,4 +1,4 @@
-"""Making a run ready on all ranks: what one rank cannot do is refused on all of them, before any could wait."""
+"""The setup of a run on all ranks: an error on one rank is raised on all of them, before any rank waits."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from hvdcomp.tools.train.run import Run
 
 
 def train(options: TrainingOptions, ranks: Ranks | None = None) -> dict[str, Any]:
-    """Train as `options` say, writing and showing what they ask for. Call it on every rank.
+    """Train with these options. Call it on every rank.
 
     Args:
-        ranks: as `backends.reach` returns them; None to reach them here.
+        options: of the run.
+        ranks: from `backends.reach`; None to connect here.
 
     Returns:
-        The summary, as in summary.json; the same on every rank but for what is rank 0's own (its loss and
-        times). Its status is "finished", "diverged", or "stopped" if a rank was told to save and stop.
+        The summary, as in summary.json; the same on every rank, except for a rank's own loss and times. Its status is
+        "finished", "diverged", or "stopped" if a rank was told to save and stop.
 
     Raises:
-        RunRefused: on every rank, if the run cannot start as asked.
-        SetupError: the ranks cannot be reached as asked.
+        RunRefused: on every rank, if the run cannot start.
+        SetupError: the ranks cannot be connected.
         ImportError: the framework, or Horovod for it, is not installed.
     """
     with ExitStack() as stack:
@@ -47,7 +48,7 @@ def _set_up(options: TrainingOptions, ranks: Ranks | None, stack: ExitStack) -> 
     make_learner = learner_class(options.framework, ranks.backend, options.fsdp)
     make_learner.prepare(ranks.local_rank, ranks.local_size)
     options = ranks.together(lambda: _checked(options, ranks))
-    # Now, or some would look for a checkpoint, and others not.
+    # Now, because otherwise only some ranks might look for a checkpoint.
     folder = None if options.checkpoint_folder is None else "given"
     facts = _comparable(options)
     ranks.check_same({**facts, "checkpoint_folder": folder})
@@ -74,7 +75,7 @@ def _set_up(options: TrainingOptions, ranks: Ranks | None, stack: ExitStack) -> 
 
 
 def _checked(options: TrainingOptions, ranks: Ranks) -> TrainingOptions:
-    if not ranks.elastic:  # what the launcher has set was true at the start
+    if not ranks.elastic:  # an elastic launcher's variables are those of the start
         environment.check_world_size(ranks.size)
     return options.resolved()
 
@@ -82,8 +83,8 @@ def _checked(options: TrainingOptions, ranks: Ranks) -> TrainingOptions:
 def _check_outputs(options: TrainingOptions, ranks: Ranks, saved: dict[str, Any] | None) -> None:
     if options.output is not None and ranks.rank == 0:
         if saved is not None and saved["sizes"] is None:
-            raise SetupError("--output: the run in --checkpoint-folder had none, and its first steps would be missing")
-        overwrite = options.overwrite or ranks.restarts > 0  # of what this run wrote before it had a checkpoint
+            raise SetupError("--output: the run in --checkpoint-folder had none, so its first steps would be missing")
+        overwrite = options.overwrite or ranks.restarts > 0  # of the time before the first checkpoint
         outputs.check_output(options.output, overwrite, None if saved is None else saved["sizes"])
     if options.tensorboard:
         outputs.check_tensorboard()
@@ -96,7 +97,7 @@ def _data(options: TrainingOptions, ranks: Ranks) -> tuple[DataSet, int]:
     if data.validation is None and not (options.until is None and options.evaluate_every is None):
         raise SetupError(
             f"--data-dir {options.data_dir} has no file of the validation part of --data {options.data}, which --until "
-            "and --evaluate-every need: put it there, as it is published"
+            "and --evaluate-every need: add the published file"
         )
     return data, steps_per_epoch(
         len(data.train_x), ranks.size, options.batch_size, options.backward_passes_per_step
@@ -104,7 +105,7 @@ def _data(options: TrainingOptions, ranks: Ranks) -> tuple[DataSet, int]:
 
 
 def _comparable(options: TrainingOptions) -> dict[str, Any]:
-    """The options in which all ranks must agree: all but places, which each host may name its own way."""
+    """The options in which all ranks must agree: all except paths, which may differ between hosts."""
     places = ("data_dir", "output", "checkpoint_folder")
     return {key: value for key, value in options.as_json().items() if key not in places}
 
@@ -114,7 +115,7 @@ def _compression(options: TrainingOptions, learner: Learner, steps: int) -> Comp
 
 
 def _metrics(options: TrainingOptions, ranks: Ranks, compression: Compression) -> AbstractContextManager[object]:
-    """What answers Prometheus, on rank 0."""
+    """The server for Prometheus, on rank 0."""
     if options.metrics_port is None or ranks.rank != 0:
         return nullcontext()
     try:
@@ -126,5 +127,5 @@ def _metrics(options: TrainingOptions, ranks: Ranks, compression: Compression) -
 def _writer(options: TrainingOptions, ranks: Ranks, saved: dict[str, Any] | None) -> outputs.RunWriter | None:
     if options.output is None or ranks.rank != 0:
         return None
-    sizes, done = (None, 0) if saved is None else (saved["sizes"], saved["step"])
-    return outputs.RunWriter(options.output, options.tensorboard, sizes, done)
+    sizes, steps_done = (None, 0) if saved is None else (saved["sizes"], saved["step"])
+    return outputs.RunWriter(options.output, options.tensorboard, sizes, steps_done)

@@ -1,7 +1,7 @@
-"""Training that goes on when workers come and go: Horovod's elastic mode, with compressed gradients.
+"""A training that continues when workers come and go: Horovod's elastic mode, with compressed gradients.
 
-After every change Horovod calls `train` again, on what was committed last. The compression is part of the state:
-levels, policy and warm starts go on, and what a rank had not sent yet stays with it.
+After every change Horovod calls `train` again, with the last committed state. The compression is part of the state:
+levels, policy and warm starts are kept, and so is each rank's residual.
 """
 
 import os
@@ -16,7 +16,7 @@ import hvdcomp
 
 STEPS = int(os.environ.get("STEPS", "2000"))
 BATCH = 32  # of one rank
-COMMIT = 20  # steps between commits: what a change may cost at most
+COMMIT = 20  # steps between commits, which a change loses at most
 
 images, digits = load_digits(return_X_y=True)
 images, digits = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(digits)
@@ -38,11 +38,11 @@ def train(state):
     if hvd.rank() == 0:
         print(f"step {state.step}: {hvd.size()} ranks", flush=True)
     while state.step < STEPS:
-        # Every rank draws the same order and takes its own part, however many ranks there are.
+        # Every rank draws the same order and takes its own part, with any number of ranks.
         order = np.random.default_rng(state.step).permutation(len(digits))
-        mine = order[hvd.rank() * BATCH : (hvd.rank() + 1) * BATCH]
+        batch = order[hvd.rank() * BATCH : (hvd.rank() + 1) * BATCH]
         optimizer.zero_grad()
-        loss = torch.nn.functional.cross_entropy(model(images[mine].to(device)), digits[mine].to(device))
+        loss = torch.nn.functional.cross_entropy(model(images[batch].to(device)), digits[batch].to(device))
         loss.backward()
         optimizer.step()
         state.step += 1
@@ -54,6 +54,6 @@ def train(state):
 
 train(hvd.elastic.TorchState(model=model, optimizer=optimizer, compression=compression, step=0))
 with torch.no_grad():
-    right = (model(images.to(device)).argmax(1).cpu() == digits).float().mean().item()
+    accuracy = (model(images.to(device)).argmax(1).cpu() == digits).float().mean().item()
 if hvd.rank() == 0:
-    print(f"step {STEPS}: {right:.1%} of the training digits right", flush=True)
+    print(f"step {STEPS}: {accuracy:.1%} of the training digits right", flush=True)

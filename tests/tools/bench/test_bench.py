@@ -127,7 +127,7 @@ def test_what_fails_in_the_process_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(MeasurementError, match="topq: SpecError: unknown compressor 'topq'"):
         measure(Request("topq", "resnet20", "numpy"))
     monkeypatch.setattr(measurement, "measure_here", die)
-    with pytest.raises(MeasurementError, match="measured topk was ended from outside, perhaps because memory ran out"):
+    with pytest.raises(MeasurementError, match="measured topk was killed, perhaps because memory ran out"):
         measure(Request("topk", "resnet20", "numpy"))
 
 

@@ -223,7 +223,7 @@ def test_what_is_no_earlier_comparison_is_refused(tmp_path: Path, monkeypatch: p
     (tmp_path / "old.json").write_text(text)
     result = encode("--before", str(tmp_path / "old.json"))
     assert result.exit_code == 2
-    assert "is nothing that --json wrote: " in " ".join(result.stderr.split())
+    assert "is not a file written by --json: " in " ".join(result.stderr.split())
     assert not machine.asked
 
 
@@ -248,9 +248,9 @@ def test_rows_that_were_measured_before_one_failed_are_kept(tmp_path: Path, monk
     ("words", "said"),
     [
         (["--method", "topq"], "unknown compressor 'topq'"),
-        (["--threads", "1,none"], "'1,none' is not one or more positive integers with commas between them"),
-        (["--threads", "0"], "'0' is not one or more positive integers"),
-        (["--framework", "numpy", "--device", "cuda"], "--device cuda is measured with --framework torch only"),
+        (["--threads", "1,none"], "'1,none': expected positive integers, separated by commas"),
+        (["--threads", "0"], "'0': expected positive integers"),
+        (["--framework", "numpy", "--device", "cuda"], "--device cuda does not work with --framework numpy"),
         (["--json", "/proc/nowhere/rows.json"], "/proc/nowhere/rows.json cannot be written"),
     ],
 )
@@ -269,7 +269,7 @@ def test_cuda_is_refused_where_pytorch_has_none(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     result = encode("--device", "cuda")
     assert result.exit_code == 2
-    assert "needs a GPU that PyTorch can use" in result.stderr
+    assert "needs a GPU, and torch.cuda.is_available() is False" in result.stderr
     assert not machine.asked
 
 

@@ -12,7 +12,7 @@ def test_models_without_random_data_are_refused_before_anything_is_measured() ->
     left_out = set(MODELS) - set(TIMED)
     assert left_out == {"cnn1d", "dlrm"}
     for model in left_out:
-        with pytest.raises(SetupError, match=f"the model '{model}' is not known; there are: mlp, "):
+        with pytest.raises(SetupError, match=f"the model '{model}' is not known; give one of mlp, "):
             split_model(model)
 
 

@@ -130,15 +130,15 @@ def test_failures_are_noted_a_stop_ends_all_and_the_next_start_goes_on(
     words = ["--workload", "mnist1d", "--seeds", "4", "--runs", str(tmp_path), "--table", str(page_file)]
     done = CliRunner().invoke(benchmark_file.main, words)
     assert done.exit_code == 0, done.output
-    assert "0 of 1 runs are there already, 1 to train" in done.output
+    assert "0 of 1 runs are complete, 1 to train" in done.output
     assert "[1/1] mnist1d topk:ratio=0.01 seed 4: finished, loss " in done.output
     page = page_file.read_text()
     assert re.search(r"\| `topk:ratio=0.01` \| \d+\.\d \| - \| - \| - \|", page), page
     assert page_file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     again = CliRunner().invoke(benchmark_file.main, [*words, "--times"])
-    assert "0 of 1 runs are there already, 1 to train" in again.output
+    assert "0 of 1 runs are complete, 1 to train" in again.output
     again = CliRunner().invoke(benchmark_file.main, words)
-    assert "1 of 1 runs are there already, 0 to train" in again.output
+    assert "1 of 1 runs are complete, 0 to train" in again.output
     page = page_file.read_text()
     assert re.search(r"\| - \| \d+\.\d \| \d+\.\d \|", page), page
 
@@ -146,7 +146,7 @@ def test_failures_are_noted_a_stop_ends_all_and_the_next_start_goes_on(
         shutil.rmtree(place / "mnist1d")  # what is left is the file of records
     page_file.unlink()
     from_records = CliRunner().invoke(benchmark_file.main, words)
-    assert "1 of 1 runs are there already, 0 to train" in from_records.output
+    assert "1 of 1 runs are complete, 0 to train" in from_records.output
     assert page_file.read_text() == page
     workload = benchmark_file.WORKLOADS["mnist1d"]
     for changed in ({"target": "loss=98"}, {"options": {**workload.options, "lr": 0.06}}):
@@ -157,8 +157,8 @@ def test_failures_are_noted_a_stop_ends_all_and_the_next_start_goes_on(
 
 def test_what_is_given_is_checked(benchmark_file: ModuleType, tmp_path: Path) -> None:
     for words, said in (
-        (["--only", "zip*"], "'zip*' fits no method"),
-        (["--seeds", "0,x"], "'0,x' is no list of seeds"),
+        (["--only", "zip*"], "'zip*' matches no method"),
+        (["--seeds", "0,x"], "'0,x' is not a list of seeds"),
         (["--compute-ms", "gpt"], "'gpt': give a workload of mnist1d, gpt"),
         (["--compute-ms", "gpt=0"], "'gpt=0': give a workload"),
     ):

@@ -241,7 +241,7 @@ def test_what_a_cast_takes_beside_is_its_own_and_grows_with_its_bytes(
     """Steps as the thread makes them, in which the ranks take some time from each other for each byte: what is then
     predicted is what was measured, of dense gradients and of float16."""
     pytest.importorskip("torch")
-    from hvdcomp.tools.bench.probe_model import time_beside
+    from hvdcomp.tools.bench.probe_model import unpredicted_time
 
     tensors = [TensorInfo(str(place), (size, 500)) for place, size in enumerate(sizes)]
     total, ends = sum(sizes), np.cumsum(sizes)
@@ -253,13 +253,14 @@ def test_what_a_cast_takes_beside_is_its_own_and_grows_with_its_bytes(
         exchange, sent = exchange_of(parse_compressor(spec), tensors, p), 500.0 * width * total
         slowed = 1.2 * backward
         step = 0.01 + max(slowed, thread(ready, slowed, most, sent, p)) + 0.002 + 0.003 + lost * sent
-        found[spec] = time_beside(network, compute, exchange, most, p, step)
+        found[spec] = unpredicted_time(network, compute, exchange, most, p, step)
         for encode_speed in (1.0, 10.0) if spec == "none" else (1.0,):  # nothing is encoded there
             there = Setting(p, encode_speed=encode_speed)
             parts = predict(network, compute, exchange, most, there, found[spec])
             assert float(parts.total) == pytest.approx(step, rel=1e-6)
             assert float(parts.encode) == (0 if spec == "none" else found[spec].encode_s)
-        assert time_beside(network, compute, exchange, most, p, 0.01).encode_s == 0  # a step quicker than predicted
+        # a step quicker than predicted
+        assert unpredicted_time(network, compute, exchange, most, p, 0.01).encode_s == 0
     fp16 = encode_time_of(parse_compressor("fp16"), {"none": found["none"]})
     assert fp16 is not None
     assert fp16.estimated
@@ -538,7 +539,7 @@ def test_one_rank_is_told_how_to_start() -> None:
     [
         ("mlpp", "fp16", "x.json", ("'mlpp'", "resnet20", "module:function")),
         ("mlp", "topkk:ratio=0.01", "x.json", ("topkk", "topk")),
-        ("mlp", "fp16", "no-such-folder/x.json", ("no-such-folder", "make it first")),
+        ("mlp", "fp16", "no-such-folder/x.json", ("no-such-folder", "create it first")),
         ("os.path:join", "fp16", "x.json", ("os.path:join(batch_size) has to return", "TypeError")),
         ("builtins:divmod_", "fp16", "x.json", ("builtins:divmod_", "cannot be imported")),
         ("builtins:range", "fp16", "x.json", ("has to return (torch.nn.Module", "not range")),

@@ -339,7 +339,7 @@ def test_a_training_that_cannot_be_profiled_ends_with_the_reason_and_is_watched_
     script.write_text(_ALONE)
     backward = torch.autograd.backward
     for argument, said in (
-        ("plain", "ended after 11 steps of its optimizer, and 10 + 5 were to be watched: give it more"),
+        ("plain", "ended after 11 optimizer steps; 10 + 5 are needed: train longer"),
         ("sharded", "the parameters are sharded"),
     ):
         words = [*_QUICK, "--output", str(tmp_path / "p.json"), str(script), argument]
@@ -356,4 +356,4 @@ def test_one_rank_has_no_network(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "hvdcomp", "profile", *_QUICK, "--output", str(tmp_path / "p.json"), str(script)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stderr
-    assert "with one rank there is no network to measure; start several" in done.stderr
+    assert "one rank has no network to measure; start several" in done.stderr

@@ -137,7 +137,7 @@ def test_a_healthy_environment_has_no_problem() -> None:
         (changed(variables={**TORCHRUN, "MASTER_PORT": "0"}), "MASTER_PORT=0 is not a port", "1 to 65535", True),
         (
             changed(variables=TORCHRUN, master_error="Name or service not known"),
-            "MASTER_ADDR=first is no host that this one knows: Name or service not known",
+            "MASTER_ADDR=first does not resolve on this host: Name or service not known",
             "getent hosts NAME",
             True,
         ),
@@ -196,14 +196,14 @@ def test_a_healthy_environment_has_no_problem() -> None:
         ),
         (
             changed(bindings={"torch": BUILT, "tensorflow": dataclasses.replace(BUILT, keras_callbacks=False)}),
-            "callbacks for metrics and learning rates ask Keras 3",
+            "callbacks for metrics and learning rates use Keras 3",
             "hvdcomp build-horovod",
             False,
         ),
         (changed(torch=FOR_CUDA, toolkit=TOOLKIT), "is 13.0, torch's CUDA is 12.6", "toolkit of CUDA 12.6", False),
         (
             changed(torch=FOR_CUDA, toolkit=CudaToolkit("/cuda/bin/nvcc", "12.4", None)),
-            "without cudart",
+            "lacks cudart",
             "point CUDA_HOME to it",
             False,
         ),
@@ -215,14 +215,14 @@ def test_a_healthy_environment_has_no_problem() -> None:
         ),
         (
             changed(kernels=Kernels(why_not="no C compiler found", way_out="python -m hvdcomp.kernels.build")),
-            "without its kernels, and compresses several times as slowly: no C compiler found.",
+            "no compiled kernels, and compresses several times slower: no C compiler found.",
             "python -m hvdcomp.kernels.build",
             False,
         ),
         (changed(kernels=Kernels(error="HVDCOMP_KERNELS='x' is unknown")), "'x' is unknown", "unset", True),
         (
             changed(**ON_V100, device_kernels=DeviceKernels("3.4.0", "3.4.0 is installed", "Install PyTorch 2.13")),
-            "no kernels for this GPU: PyTorch's gradients are compressed one tensor after the other",
+            "no kernels for this GPU: it compresses PyTorch's gradients tensor by tensor",
             "Install PyTorch 2.13",
             False,
         ),

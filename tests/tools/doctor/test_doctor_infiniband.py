@@ -28,7 +28,7 @@ def _card(folder: Path, name: str, state: str) -> None:
     ("found", "what", "remedy"),
     [
         (InfiniBand(("mlx5_0", "mlx5_1"), error="cannot open"), "(mlx5_0, mlx5_1), but libibverbs does", "libibverbs1"),
-        (InfiniBand(("mlx5_0",)), "libibverbs finds none that this process may use", "/dev/infiniband"),
+        (InfiniBand(("mlx5_0",)), "libibverbs finds no card that this process may use", "/dev/infiniband"),
         (InfiniBand(("mlx5_0",), usable=1, locked_memory=65536), "lock 64 KiB of memory only", "ulimit -l unlimited"),
     ],
 )

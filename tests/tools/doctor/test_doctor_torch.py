@@ -89,6 +89,6 @@ def test_what_torch_distributed_has_and_is_told_is_looked_at() -> None:
     assert facts["started"] is None
     assert facts["variables"].items() >= told.items()
     wrong = " ".join(problem["what"] for problem in report["problems"] if problem["stops"])
-    assert "MASTER_ADDR=nowhere.invalid is no host that this one knows" in wrong
+    assert "MASTER_ADDR=nowhere.invalid does not resolve on this host" in wrong
     assert "not set: MASTER_PORT." in wrong
     assert "no network interface none-such" in wrong

@@ -126,7 +126,7 @@ def test_an_edit_of_a_missing_file_is_an_error(tmp_path: Path) -> None:
     [
         (changed(torch=None, tensorflow=None), CPU, r"pip install 'hvdcomp\[torch\]'"),
         (changed(compiler=None), CPU, "install g\\+\\+"),
-        (changed(mpi=dataclasses.replace(OPEN_MPI, version="5.0.6")), CPU, r"Open MPI 5\.0\.6.*does not suit"),
+        (changed(mpi=dataclasses.replace(OPEN_MPI, version="5.0.6")), CPU, r"Open MPI 5\.0\.6.*does not work"),
         (ENVIRONMENT, GPU, "CUDA toolkit"),
         (changed(nvcc="12.4"), GPU, "CPU build"),
         (with_cuda(nvcc="13.0"), GPU, "major versions must agree"),
@@ -214,7 +214,7 @@ def test_cache_folder_can_be_chosen(tmp_path: Path) -> None:
 
 def test_a_source_with_another_content_is_refused(tmp_path: Path) -> None:
     (tmp_path / source.ARCHIVE).write_bytes(b"not the release")
-    with pytest.raises(BuildError, match="not Horovod"):
+    with pytest.raises(BuildError, match="differs from the published Horovod"):
         source.fetch_source(tmp_path)
 
 

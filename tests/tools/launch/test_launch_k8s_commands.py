@@ -66,7 +66,7 @@ def test_an_answer_that_does_not_come_leaves_it_open_whether_the_job_exists(
     result = invoke(*SUBMIT, *PROGRAM)
     assert result.exit_code == 125
     assert "no answer from http://127.0.0.1" in result.stderr
-    assert "may have been created all the same: see `hvdcomp launch k8s status mnist`" in result.stderr
+    assert "may have been created nevertheless: see `hvdcomp launch k8s status mnist`" in result.stderr
 
 
 def test_a_connection_that_is_refused_has_created_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_detached_status_logs_and_delete(api: KubernetesApi) -> None:
     result = invoke(*SUBMIT, "--detach", *PROGRAM)
     assert result.exit_code == 0
     assert api.objects["mpijobs", "mnist"]["spec"]["slotsPerWorker"] == 1
-    assert "has written nothing yet" in invoke("launch", "k8s", "logs", "mnist").stderr
+    assert "has no output yet" in invoke("launch", "k8s", "logs", "mnist").stderr
 
     started(api)
     assert "team/mnist: running" in invoke("launch", "k8s", "status", "mnist").stdout

@@ -99,7 +99,7 @@ def test_the_operator_s_warnings_are_shown_while_a_job_waits(api: KubernetesApi)
     forbidden = 'worker pod created failed: pods "mnist-worker-0" is forbidden: exceeded quota: cpu'
     expected = [
         "waiting: 0 of 1 workers ready",
-        f"waiting: 0 of 1 workers ready; the mpi-operator says MPIJobFailed: {forbidden}",
+        f"waiting: 0 of 1 workers ready; mpi-operator: MPIJobFailed: {forbidden}",
         "waiting: 0 of 1 workers ready",
         "deleted: the MPIJob is gone",
     ]
@@ -154,7 +154,7 @@ def test_what_several_workers_lack_is_said_once(api: KubernetesApi) -> None:
     ("retries", "code", "said"),
     [
         (0, 3, f"stopped: {LAUNCHER} ended with exit code 3\n"),
-        (2, 3, f"stopped: {LAUNCHER} ended with exit code 3; it starts again while retries are left\n"),
+        (2, 3, f"stopped: {LAUNCHER} ended with exit code 3; it restarts while retries are left\n"),
         (2, 0, "stopped\n"),
     ],
 )
@@ -182,7 +182,7 @@ def test_what_a_running_job_lacks_is_said(api: KubernetesApi) -> None:
     result = play(api, cluster)
     assert result.exit_code == 213
     assert said in result.stderr
-    assert result.stderr.splitlines()[-1].endswith("; it has saved: submitted again, it goes on from there")
+    assert result.stderr.splitlines()[-1].endswith("; it has saved: submit it again to continue from there")
 
 
 def test_dropped_watches_and_logs_lose_and_repeat_nothing(api: KubernetesApi) -> None:
@@ -289,7 +289,7 @@ def test_a_log_that_is_denied_is_told_and_asked_for_again(api: KubernetesApi) ->
     )
     result = play(api, succeeds(api, lambda: api.asked("list", "/log$") >= 4))
     assert (result.exit_code, result.stdout) == (0, "epoch 1\nepoch 2\n")
-    assert result.stderr.count("ask for that right in namespace team, or take another --namespace; asking again") == 1
+    assert result.stderr.count("ask for that right in namespace team, or use another --namespace; asking again") == 1
 
 
 def test_a_log_that_stays_denied_does_not_keep_the_end_from_being_told(api: KubernetesApi) -> None:

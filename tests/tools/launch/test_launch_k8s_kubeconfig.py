@@ -48,11 +48,11 @@ def written(tmp_path: Path, content: Any, monkeypatch: pytest.MonkeyPatch) -> Pa
 @pytest.mark.parametrize(
     ("content", "options", "said"),
     [
-        ("a: b: c", [], "is not a kubeconfig that can be used (ScannerError: mapping values are not allowed here"),
-        ("- a", [], "is not a kubeconfig that can be used"),
-        ("text", [], "is not a kubeconfig that can be used"),
-        ("", [], "is not a kubeconfig that can be used (ConfigException: Invalid kube-config."),
-        (config(contexts=[{"name": "here"}]), [], "is not a kubeconfig that can be used (KeyError: 'context')"),
+        ("a: b: c", [], "is not a usable kubeconfig (ScannerError: mapping values are not allowed here"),
+        ("- a", [], "is not a usable kubeconfig"),
+        ("text", [], "is not a usable kubeconfig"),
+        ("", [], "is not a usable kubeconfig (ConfigException: Invalid kube-config."),
+        (config(contexts=[{"name": "here"}]), [], "is not a usable kubeconfig (KeyError: 'context')"),
         (config(clusters=[]), [], "Expected object with name c in"),
         (config(clusters=[UNKNOWN_AUTHORITY]), [], "File does not exist: /nowhere"),
         (config(**{"current-context": None}), [], "no current context: name one with --context; it has: here, bare"),

@@ -50,12 +50,12 @@ def _waits(launch: Launcher, reason: str, *arguments: str) -> str:
 
 def test_a_time_limit_that_the_partition_does_not_allow_is_said(launch: Launcher) -> None:
     said = _waits(launch, "PartitionTimeLimit", "--time", "2:00:00")
-    assert "it never starts so: the time limit (--time) is longer than the partition" in said
+    assert "it never starts: the time limit (--time) is longer than the partition" in said
 
 
 def test_an_account_that_the_partition_does_not_allow_is_said(launch: Launcher) -> None:
     said = _waits(launch, "Job's_account_not", "--partition", "physics", "--account", "art")
-    assert "it never starts so: the account (--account) may not use the partition (--partition)" in said
+    assert "it never starts: the account (--account) may not use the partition (--partition)" in said
 
 
 def test_more_nodes_than_the_cluster_has_is_said(launch: Launcher) -> None:
@@ -69,11 +69,11 @@ def test_more_nodes_than_the_partition_allows_is_said(launch: Launcher) -> None:
         said = _waits(launch, "PartitionNodeLimit", "--nodes", "2")
     finally:
         launch.cluster.command("scontrol", "update", "PartitionName=tests", "MaxNodes=UNLIMITED")
-    assert "it never starts so: the partition allows more or fewer nodes (--nodes)" in said
+    assert "it never starts: the partition allows more or fewer nodes (--nodes)" in said
 
 
 _REFUSED = {
-    "partition": (["--partition", "none"], "Invalid partition name specified", "(--partition none): take another"),
+    "partition": (["--partition", "none"], "Invalid partition name specified", "(--partition none): use another"),
     "GPUs": (["--gpus-per-node", "3"], "Requested node configuration is not available", "--gpus-per-node 3"),
     "memory": (["--memory", "1T"], "is not available", "--memory 1T"),
     "constraint": (["--constraint", "v100"], "Invalid feature specification", "(--constraint v100): take features"),
@@ -92,12 +92,12 @@ _REFUSED_AT_ONCE = {
     "time": (
         ["--time", "2:00:00"],
         "Requested time limit is invalid (missing or exceeds some limit)",
-        "(--time 2:00:00): take less time, or another partition",
+        "(--time 2:00:00): use less time, or another partition",
     ),
     "account": (
         ["--partition", "physics", "--account", "art"],
         "Invalid account or account/partition combination specified",
-        "(--account art, --partition physics): take an account",
+        "(--account art, --partition physics): use an account",
     ),
 }
 
@@ -125,7 +125,7 @@ def test_commands_without_a_configuration_say_where_to_run(launch: Launcher) -> 
         done = launch.run(*arguments)
         assert done.returncode == 125
         (line,) = done.stderr.splitlines()
-        assert "run this on a login node of the cluster, or name its slurm.conf in SLURM_CONF" in line
+        assert "run this on a login node of the cluster, or set SLURM_CONF to its slurm.conf" in line
 
 
 def test_a_script_that_is_submitted_as_an_array_ends_with_the_reason(launch: Launcher) -> None:

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hvdcomp.tools.cli import main
-from hvdcomp.tools.launch.slurm.errors import what_keeps
+from hvdcomp.tools.launch.slurm.errors import explain_reason
 
 _JOB = ["--name", "a", "--ranks", "4", "--nodes", "2", "--partition", "gpu", "--time", "9-0"]
 _PROGRAM = ["--", "true"]
@@ -39,26 +39,26 @@ def _launch(*arguments: str) -> Result:
 
 
 _REFUSED = {
-    "Invalid partition name specified": ("(--partition gpu): take another", "sinfo --summarize"),
+    "Invalid partition name specified": ("(--partition gpu): use another", "sinfo --summarize"),
     "Invalid account or account/partition combination specified": (
-        "(no --account, --partition gpu): take an account",
+        "(no --account, --partition gpu): use an account",
         "sacctmgr show associations",
     ),
     "Requested time limit is invalid (missing or exceeds some limit)": (
-        "(--time 9-0, --partition gpu): take less time",
+        "(--time 9-0, --partition gpu): use less time",
         "sinfo --format='%P %l'",
     ),
     "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)": (
         "(no --account, --time 9-0, --nodes 2, --tasks-per-node 2, --cpus-per-task 1): ask for less",
         "sacctmgr show qos",
     ),
-    "Invalid qos specification": ("(no --qos, --partition gpu): take a QOS", "sacctmgr show associations"),
-    "User's group not permitted to use this partition": ("(--partition gpu): take one", "scontrol show partition"),
+    "Invalid qos specification": ("(no --qos, --partition gpu): use a QOS", "sacctmgr show associations"),
+    "User's group not permitted to use this partition": ("(--partition gpu): use one", "scontrol show partition"),
     "Required partition not available (inactive or drain)": ("(--partition gpu): it takes no jobs now", "sinfo"),
-    "Access denied to requested reservation": ("(no --reservation): take one that is yours", "scontrol show res"),
+    "Access denied to requested reservation": ("(no --reservation): use one that is yours", "scontrol show res"),
     "Memory required by task is not available": ("(no --memory, --partition gpu): ask for less", "sinfo"),
     "More processors requested than permitted": ("(--partition gpu, --nodes 2,", "scontrol show partition"),
-    "Node count specification invalid": ("(--nodes 2, --partition gpu): take a number", "scontrol show partition"),
+    "Node count specification invalid": ("(--nodes 2, --partition gpu): use a number", "scontrol show partition"),
 }
 
 
@@ -91,7 +91,7 @@ def test_a_controller_that_does_not_answer_may_have_the_job(folder: Path) -> Non
     done = _launch(*_JOB, *_PROGRAM)
     assert done.exit_code == 125
     (line,) = done.stderr.splitlines()
-    assert f"{text}: see with `squeue --me` whether it has the job all the same" in line
+    assert f"{text}: `squeue --me` shows whether it has the job nevertheless" in line
 
 
 def test_a_job_has_nothing_of_another_one_that_it_is_submitted_in(
@@ -130,16 +130,16 @@ def test_what_is_asked_of_slurm_is_said_also_where_nobody_gave_it(folder: Path) 
     ],
 )
 def test_a_job_that_can_never_start_is_said_so(reason: str) -> None:
-    assert what_keeps(reason).startswith("it never starts so: ")
+    assert explain_reason(reason).startswith("it never starts: ")
 
 
 @pytest.mark.parametrize("reason", ["Priority", "Resources", "None", "QOSMaxJobsPerUserLimit", "AssocGrpCpuLimit"])
 def test_of_a_job_that_waits_for_its_turn_nothing_is_said(reason: str) -> None:
-    assert what_keeps(reason) == ""
+    assert explain_reason(reason) == ""
 
 
 def test_other_things_that_keep_a_job_are_said() -> None:
-    assert "scontrol release" in what_keeps("JobHeldUser")
-    assert "scontrol release" in what_keeps("launch_failed_requeued_held")
-    assert "takes no jobs now" in what_keeps("PartitionDown")
-    assert "down or reserved" in what_keeps("ReqNodeNotAvail,_UnavailableNodes:node3")
+    assert "scontrol release" in explain_reason("JobHeldUser")
+    assert "scontrol release" in explain_reason("launch_failed_requeued_held")
+    assert "takes no jobs now" in explain_reason("PartitionDown")
+    assert "down or reserved" in explain_reason("ReqNodeNotAvail,_UnavailableNodes:node3")

@@ -121,7 +121,7 @@ def test_a_rank_gets_the_variables_of_torchrun(environment: dict[str, str], expe
         (SLURM, "MASTER_ADDR is not set, and the ranks are on several hosts"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "x"}, "OMPI_COMM_WORLD_LOCAL_RANK='x' is not a number"),
         ({"SLURM_PROCID": "0"}, "SLURM_STEP_NUM_TASKS=None is not a number"),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, "SLURM_STEP_TASKS_PER_NODE='2(x3)' does not say"),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, "SLURM_STEP_TASKS_PER_NODE='2(x3)' has no number of ranks"),
         (OPEN_MPI | AT | {EXPECTED_SIZE: "16"}, "HVDCOMP_EXPECTED_SIZE=16, but the training found 8 ranks"),
     ],
 )

@@ -192,7 +192,7 @@ def test_value_that_is_no_number_is_an_error(tmp_path, key):
     folder = write_run(tmp_path / "run", **{key: "high"})
     result = report(folder, "--output", tmp_path / "out")
     assert result.exit_code == 1
-    assert f'{key}: "high" is not a number; remove it to have the run read as unfinished' in result.output
+    assert f'{key}: "high" is not a number; remove it to read the run as unfinished' in result.output
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_value_that_is_no_number_is_an_error(tmp_path, key):
         ("steps.jsonl", [1, 2], "line 2 is not a record of a run: [1, 2]"),
         ("steps.jsonl", {"step": 1e308}, "1e+308 is not the number of a step"),
         ("summary.json", {"until": "accuracy=0.9"}, "until: 'accuracy=0.9' must be a table"),
-        ("summary.json", {"until": {"target": "speed=2", "reached": False}}, "'speed=2' is no target"),
+        ("summary.json", {"until": {"target": "speed=2", "reached": False}}, "'speed=2' is not a target"),
         ("summary.json", {"until": {"target": "loss=2", "reached": 1}}, "until: reached: 1 must be"),
         ("summary.json", {"until": {"target": "loss=2", "reached": True, "step": "9"}}, '"9" is not a number'),
         ("epochs.jsonl", {"accuracy": {}}, "line 2 is not a record of a run: {} is not a number"),

@@ -410,7 +410,7 @@ def test_what_auto_chose_is_drawn_with_the_times_that_it_chose_by(tmp_path):
     assert log.measured["dense"][-1] == pytest.approx(1.0)
     (one,), _ = find_runs([folder])
     ((_, caption, figure),) = draw_decisions(one)
-    assert "which way to send the gradients was in force" in caption
+    assert "the method in force" in caption
     figure.canvas.draw()
     labels = [text.get_text() for text in figure.axes[1].get_yticklabels()]
     assert "fp16: 500 ms (predicted 950)" in labels

@@ -130,9 +130,9 @@ def test_steps_that_were_measured_on_a_link_take_the_place_of_its_predictions(tm
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({}, "in one file without --rate and one for each --rate"),
-        ({"rate": "100mbit", "model": "cnn@digits"}, "are shown of one model, data set"),
-        ({"rate": "10mbit"}, "is of links of '10mbit', and a report shows those of 100mbit or 1gbit"),
+        ({}, "in a file without --rate and at most a file for each --rate"),
+        ({"rate": "100mbit", "model": "cnn@digits"}, "must be of one model, data set"),
+        ({"rate": "10mbit"}, "has links of '10mbit'; a report can only show 100mbit or 1gbit"),
     ],
 )
 def test_files_that_do_not_belong_together_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -160,9 +160,9 @@ def test_predictions_from_noise_are_withheld(tmp_path: Path) -> None:
     place = next(place for place, heading in enumerate(section.headings) if heading.startswith("Predicted"))
     assert (dense[place], topk[place]) == ("540 / -", "- / -")
     note = section.notes()[-1]
-    assert "that differed by more than 15% when they were repeated: 2. " in note
-    assert "What counts most is network, allreduce of 64 bytes: 2130%." in note
-    assert "A dash is in place of those that may be wrong by more than 15%" in note
+    assert "that differed by more than 15% when repeated: 2. " in note
+    assert "The most important is network, allreduce of 64 bytes: 2130%." in note
+    assert "Predictions that may be wrong by more than 15% are left out" in note
     assert "time" in [name for name, _, _ in draw_section(section)]
 
 
@@ -175,9 +175,9 @@ def test_without_a_prediction_that_can_be_trusted_there_is_no_column(tmp_path: P
     page = (tmp_path / "out" / "report.html").read_text()
     for text in (" ".join(result.output.split()), " ".join(page.split())):
         assert "Predicted" not in text
-        assert "For a link of 100 Mb/s nothing is predicted: this machine was too busy" in text
-        assert "No step is predicted for links of 100 Mb/s or 1 Gb/s" in text
-        assert "What counts most is cnn@digits, passes: 200%." in text
+        assert "There is no prediction for a link of 100 Mb/s: this machine was too busy" in text
+        assert "There are no predictions for links of 100 Mb/s or 1 Gb/s" in text
+        assert "The most important is cnn@digits, passes: 200%." in text
         assert "smaller differences mean nothing" not in text
     rows = json.loads((tmp_path / "out" / "report.json").read_text())["rows"]
     assert {row["predicted_ms_1gbit"] for row in rows} == {None}
@@ -200,13 +200,13 @@ def test_calibrations_that_were_repeated_are_compared_by_what_they_predict(tmp_p
     ("changes", "message"),
     [
         ({"model": "mlp"}, "measure it as mlp@digits"),
-        ({"model": "cnn@digits"}, "none of the runs is"),
-        ({"steps": {}}, "none of the runs is"),
-        ({"calibration": {}}, "holds no steps measured in turns"),
-        ({"noisy": {"passes": {"seconds": 1.0}}}, "holds no steps measured in turns"),
-        ({"noisy": {"passes": {"seconds": 1.0, "spread": float("nan")}}}, "holds no steps measured in turns"),
-        ({"steps": {"none": {"median_ms": None}}}, "holds no steps measured in turns"),
-        ({"steps": {"none": {"median_ms": -1}}}, "a time that cannot be"),
+        ({"model": "cnn@digits"}, "no run matches the steps measured in turns"),
+        ({"steps": {}}, "no run matches the steps measured in turns"),
+        ({"calibration": {}}, "does not contain steps measured in turns"),
+        ({"noisy": {"passes": {"seconds": 1.0}}}, "does not contain steps measured in turns"),
+        ({"noisy": {"passes": {"seconds": 1.0, "spread": float("nan")}}}, "does not contain steps measured in turns"),
+        ({"steps": {"none": {"median_ms": None}}}, "does not contain steps measured in turns"),
+        ({"steps": {"none": {"median_ms": -1}}}, "a time is not a positive number"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -280,7 +280,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
         "steps.jsonl is not that of the run that was saved": [*base, "--output", str(tmp_path / "elsewhere")],
         "run-0.json cannot be read": [*_TOPK, "--checkpoint-folder", str(tmp_path / "damaged")],
         "file: File exists; name another": [*_TOPK, "--checkpoint-folder", str(tmp_path / "file")],
-        "--checkpoint-every writes to --checkpoint-folder DIR": [*_TOPK, "--checkpoint-every", "5"],
+        "--checkpoint-every needs --checkpoint-folder DIR": [*_TOPK, "--checkpoint-every", "5"],
         "--checkpoint-every 0: at least 1": [*base, "--checkpoint-every", "0"],
     }
     runs: list[dict[str, Any]] = [{"options": one} for one in ([*base, "--output", output], *refused.values())]

@@ -90,7 +90,7 @@ def test_elastic_ranks_that_lack_a_folder_end_and_say_so(tmp_path: Path) -> None
     hosts.chmod(0o755)
     done = run_ranks(2, "gloo", [str(command), "train", "--elastic"], {"COLUMNS": "200"}, timeout=100, hosts=hosts)
     assert done.returncode != 0
-    assert done.stdout.count("Error: --elastic needs --checkpoint-folder, from where the run goes on") == 1, done.stdout
+    assert done.stdout.count("Error: --elastic needs --checkpoint-folder, from which the run resumes") == 1, done.stdout
     assert done.stdout.count("exit with status code 2") == 2, done.stdout
 
 

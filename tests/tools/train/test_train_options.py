@@ -93,7 +93,7 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
         ({"metrics_port": 0}, "--metrics-port 0: from 1 to 65535"),
         ({"metrics_port": 65536}, "--metrics-port 65536: from 1 to 65535"),
         ({"metrics_address": ""}, "--metrics-address '': an address of rank 0's host"),
-        ({"tensorboard": True}, "--tensorboard writes below --output"),
+        ({"tensorboard": True}, "--tensorboard needs --output"),
         ({"optimizer": "lamb"}, "--optimizer 'lamb' is unknown; choose one of sgd, adamw, compressed-adam"),
         ({"freeze_after": 5}, "--freeze-after 5 is of --optimizer compressed-adam; leave it out with --optimizer sgd"),
         ({"optimizer": "compressed-adam", "freeze_after": 0}, "--freeze-after 0: at least 1 step"),
@@ -116,13 +116,13 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
         ({"local_steps": 4, "steps": 9, "fragments": 5}, "--fragments 5: from 1 to --local-steps 4"),
         ({"local_steps": 4, "steps": 9, "fragments": 2, "delay": 2}, "--delay 2: from 0 to 1 steps"),
         ({"local_steps": 4, "steps": 9, "local_share": 1.0}, "--local-share 1.0: from 0 up to, not including, 1"),
-        ({"outer_lr": 0.5}, "--outer-lr 0.5 is of --local-steps"),
+        ({"outer_lr": 0.5}, "--outer-lr 0.5 needs --local-steps"),
         ({"local_steps": 2, "steps": 4, "outer_momentum": 1.5}, "--outer-momentum 1.5: from 0 to 1"),
         ({"local_steps": 2}, "--local-steps 2: give --steps N too, a multiple of 2"),
         ({"optimizer": "compressed-adam", "local_steps": 2}, "--local-steps 2: give --steps N too, a multiple of 2"),
         (
             {"optimizer": "compressed-adam", "local_steps": 2, "steps": 4, "framework": "tensorflow"},
-            "--local-steps 2: --framework torch has it alone",
+            "--local-steps 2: only --framework torch has it",
         ),
         (
             {
@@ -139,14 +139,14 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
             "--local-steps 2 of compressed-adam saves no checkpoints; leave out --checkpoint-folder saved",
         ),
         ({"optimizer": "adamw", "nesterov": True}, "--nesterov is a form of SGD's momentum"),
-        ({"model": "vit", "framework": "tensorflow"}, "--model vit: --framework torch has it alone"),
+        ({"model": "vit", "framework": "tensorflow"}, "--model vit: only --framework torch has it"),
         (
             {"optimizer": "muon", "framework": "tensorflow"},
-            "--optimizer muon: --framework torch has it alone; take --optimizer adamw with --framework tensorflow",
+            "--optimizer muon: only --framework torch has it; use --optimizer adamw with --framework tensorflow",
         ),
         (
             {"optimizer": "muon", "model": "resnet20"},
-            "--optimizer muon is for hidden matrices, of which --model resnet20 has none; take --optimizer sgd or",
+            "--optimizer muon is for hidden matrices, of which --model resnet20 has none; use --optimizer sgd or",
         ),
         ({"optimizer": "muon", "nesterov": True}, "leave it out with --optimizer muon"),
         ({"optimizer": "muon", "freeze_after": 5}, "leave it out with --optimizer muon"),
@@ -159,11 +159,11 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
         ({"evaluate_every": 5}, "--evaluate-every 5: --data digits has no validation part of its own"),
         ({"evaluate_every": 0, "validation_samples": 9}, "--evaluate-every 0: at least 1 step"),
         ({"model": "gpt", "data": "text", "validation_samples": 9}, "--data text has a validation part of its own"),
-        ({"until": "accuracy", "validation_samples": 9}, "--until 'accuracy' is no target; give one of accuracy, loss"),
+        ({"until": "accuracy", "validation_samples": 9}, "--until 'accuracy' is not a target; give one of accuracy"),
         ({"until": "perplexity=9", "validation_samples": 9}, "--data digits is measured by loss, accuracy"),
         ({"until": "accuracy=93", "validation_samples": 9}, "--until 'accuracy=93' cannot be reached"),
         ({"simulate_ranks": 0}, "--simulate-ranks 0: at least 1"),
-        ({"link": "1gbit"}, "--link 1gbit is that of simulated ranks; give --simulate-ranks"),
+        ({"link": "1gbit"}, "--link 1gbit needs simulated ranks; give --simulate-ranks"),
         ({"simulate_ranks": 2, "link": "1 gig"}, "--link '1 gig' is not a rate"),
         ({"simulate_ranks": 2, "link": "1gbit,"}, "--link '' is not a rate"),
         ({"simulate_ranks": 2, "link": "1gbit, 1gbit"}, "--link 1gbit, 1gbit: each rate once"),
@@ -239,7 +239,7 @@ def test_help_needs_no_framework_and_names_every_option() -> None:
 def test_milestones_that_are_no_numbers() -> None:
     result = CliRunner().invoke(main, ["train", "--milestones", "3,x"])
     assert result.exit_code == 2
-    assert "'3,x' is not a list of epochs, such as 3,4" in result.output
+    assert "'3,x': expected epochs, such as 3,4" in result.output
 
 
 def test_a_checkpoint_is_of_the_options_by_which_it_was_made() -> None:

@@ -21,8 +21,8 @@ from hvdcomp.tools.bench.cluster.records import STANDING
 from hvdcomp.tools.bench.cluster.throughput import measure
 
 _hosts = click.option("--hosts", type=int, metavar="N", help="Number of hosts, at least 2.")
-_rate = click.option("--rate", metavar="RATE", help="Of each host's link, both ways, as tc spells it: 100mbit, 1gbit.")
-RATES = ("100mbit", "1gbit", "10gbit")  # what is measured where nothing else is asked for
+_rate = click.option("--rate", metavar="RATE", help="Bandwidth of each host's link, as tc writes it: 100mbit, 1gbit.")
+RATES = ("100mbit", "1gbit", "10gbit")  # measured by default
 _SAY = Console(stderr=True, highlight=False, soft_wrap=True).print
 
 
@@ -37,40 +37,40 @@ def _errors() -> Iterator[None]:
 
 
 def _cluster(hosts: int | None, rate: str | None) -> Cluster:
-    """A cluster for one command: of its own where both options are given, else the standing one."""
+    """The cluster of a command: a new cluster if both options are given, else the standing cluster."""
     if hosts is not None and rate is not None:
         namespaces.become_root()
         return Cluster(hosts, rate)
     if hosts is None and rate is None:
         return Cluster.standing()
-    raise click.UsageError("give both --hosts and --rate for a cluster of its own, or neither for the one that is up")
+    raise click.UsageError("give both --hosts and --rate for a new cluster, or neither for the cluster that is up")
 
 
 @click.group()
 def main() -> None:
     """Run Horovod or torch.distributed on several emulated hosts of this machine, joined by links of a chosen rate.
 
-    Needs root, or for hosts that end with the command a kernel that lets users make user namespaces.
+    Needs root, or a kernel that lets users make user namespaces, for hosts that end with the command.
     """
 
 
 @main.command(context_settings={"ignore_unknown_options": True})
 @_hosts
 @_rate
-@click.option("--ranks", type=int, metavar="N", help="A multiple of the number of hosts. Default: one on each.")
+@click.option("--ranks", type=int, metavar="N", help="Number of ranks. [default: a rank on each host]")
 @click.option(
     "--backend",
     type=click.Choice(list(BACKENDS)),
     default="horovod",
     show_default=True,
-    help="What the ranks find each other by: as horovodrun does it, or for torch.distributed as torchrun does.",
+    help="Variables that the ranks get: those of horovodrun, or of torchrun.",
 )
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
 def run(hosts: int | None, rate: str | None, ranks: int | None, backend: str, command: tuple[str, ...]) -> None:
     """Run a command on every rank; write it after `--`. Returns its exit code.
 
-    With --hosts and --rate the hosts are made for this run and removed after it, otherwise it runs on those that `up`
-    made.
+    With --hosts and --rate the hosts are created for this run, and removed after it; otherwise the hosts of `up` are
+    used.
     """
     with _errors(), _cluster(hosts, rate) as cluster:
         _SAY(f"{cluster.hosts} hosts, links of {cluster.rate}, {ranks or cluster.hosts} ranks")
@@ -80,16 +80,16 @@ def run(hosts: int | None, rate: str | None, ranks: int | None, backend: str, co
 
 @main.command()
 @click.option("--hosts", type=int, required=True, metavar="N", help="Number of hosts, at least 2.")
-@click.option("--rate", required=True, metavar="RATE", help="Of each host's link: 100mbit, 1gbit.")
+@click.option("--rate", required=True, metavar="RATE", help="Bandwidth of each host's link: 100mbit, 1gbit.")
 def up(hosts: int, rate: str) -> None:
-    """Make hosts that stay until `down`."""
+    """Create hosts that stay until `down`."""
     with _errors(), Cluster(hosts, rate, standing=True) as cluster:
         _SAY(f"{hosts} hosts are up: {namespaces.namespace(cluster.name, 0)}, ...; links of {rate}")
 
 
 @main.command()
 def down() -> None:
-    """Remove the hosts that `up` made, and what killed runs left behind."""
+    """Remove the hosts of `up`, and the remains of killed runs."""
     with _errors():
         namespaces.check_machine()
         facts = records.read(STANDING)
@@ -111,12 +111,12 @@ def status() -> None:
     with _errors():
         namespaces.check_machine()
         with records.exclusive():
-            found = {name: (records.read(name), records.in_use(name)) for name in records.names()}
-    if not found:
+            clusters = {name: (records.read(name), records.in_use(name)) for name in records.names()}
+    if not clusters:
         print("no cluster is up")
         return
     table = Table("cluster", "hosts", "rate", "state")
-    for name, (facts, used) in found.items():
+    for name, (facts, used) in clusters.items():
         if used and facts is not None:
             state = f"in use by process {facts.owner}"
         else:
@@ -126,11 +126,11 @@ def status() -> None:
 
 
 @main.command()
-@click.option("--rate", "rates", multiple=True, metavar="RATE", default=RATES, show_default=True, help="Repeat.")
-@click.option("--seconds", type=click.FloatRange(0.5, 60), default=3.0, show_default=True, help="For each rate.")
-@click.option("--output", type=click.Path(path_type=Path), help="A JSON file for the result.")
+@click.option("--rate", "rates", multiple=True, metavar="RATE", default=RATES, show_default=True, help="Repeatable.")
+@click.option("--seconds", type=click.FloatRange(0.5, 60), default=3.0, show_default=True, help="Time for each rate.")
+@click.option("--output", type=click.Path(path_type=Path), help="JSON file for the result.")
 def throughput(rates: tuple[str, ...], seconds: float, output: Path | None) -> None:
-    """Measure what one TCP connection between two hosts really carries."""
+    """Measure the throughput of a TCP connection between two hosts."""
     measured = {}
     with _errors():
         namespaces.become_root()

@@ -1,4 +1,4 @@
-"""`Cluster`: the emulated cluster as a context manager, which leaves nothing behind however its block ends."""
+"""`Cluster`: the emulated cluster as a context manager, which always removes it at the end of its block."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _numbers = itertools.count(1)  # of this process's clusters, for their names
 class Cluster:
     """Emulated hosts, from `with` to the end of its block.
 
-    The hosts are removed, and what runs on them ended, when the block ends: also by an exception, by Ctrl-C, and by
-    SIGTERM or SIGHUP, which raise SystemExit in the block (in a program's main thread). What a killed process left is
-    removed when the next cluster is made.
+    At the end of the block, the hosts' processes are ended and the hosts removed: also after an exception, Ctrl-C,
+    SIGTERM or SIGHUP, which raise SystemExit in the block (in a program's main thread). The next cluster removes the
+    remains of a killed process.
 
     Args:
         hosts: 2 to 64.
-        rate: of each host's link, in both directions, as `tc` spells it: "100mbit", "1gbit".
-        standing: the hosts stay when the block ends, for `Cluster.standing()`, until `remove` is called. There can be
-            one such cluster on a machine.
+        rate: of each host's link, in both directions, as `tc` writes it: "100mbit", "1gbit".
+        standing: keep the hosts after the block, for `Cluster.standing()`, until `remove` is called. A machine can have
+            one standing cluster.
 
     Raises:
-        ClusterError: for wrong values, without root, or without the programs that it needs; when entering, if the
-            hosts cannot be made or, for a standing cluster, if there is one.
+        ClusterError: for wrong values, without root, or without the needed programs; when entering, if the hosts cannot
+            be created or, for a standing cluster, if there is one already.
     """
 
     def __init__(self, hosts: int, rate: str, *, standing: bool = False) -> None:
@@ -55,16 +55,16 @@ class Cluster:
 
     @classmethod
     def standing(cls) -> Cluster:
-        """The cluster that was made to stay, for use in a `with` block.
+        """The standing cluster, for use in a `with` block.
 
         Raises:
-            ClusterError: if there is none; when entering, if another process uses it.
+            ClusterError: there is none; when entering, if another process uses it.
         """
         facts = records.read(STANDING)
         if facts is None or not facts.standing:
             raise ClusterError(
-                "no cluster is up; make one with `python -m hvdcomp.tools.bench.cluster up --hosts 4 --rate 1gbit`, or "
-                "give --hosts and --rate for one that lasts as long as the run"
+                "no cluster is up; create one with `python -m hvdcomp.tools.bench.cluster up --hosts 4 --rate 1gbit`, "
+                "or give --hosts and --rate for a cluster of this run"
             )
         cluster = cls(facts.hosts, facts.rate, standing=True)
         cluster._made_before = True
@@ -94,7 +94,7 @@ class Cluster:
         self._leave()
 
     def remove(self) -> None:
-        """Within the block of a standing cluster: has it removed when the block ends."""
+        """Within the block of a standing cluster: removes the cluster at the end of the block."""
         self._stays = False
 
     def run(
@@ -111,8 +111,8 @@ class Cluster:
 
         Args:
             command: program and arguments, run by every rank.
-            ranks: a multiple of the number of hosts; by default one for each.
-            backend: what helps the ranks find each other: "horovod" or "torch", which is torch.distributed.
+            ranks: a multiple of the number of hosts; by default a rank on each host.
+            backend: the library that connects the ranks: "horovod" or "torch" (torch.distributed).
             env: variables added to this process's environment.
             output: called with each line as it comes (stdout and stderr, with its line end), in another thread; by
                 default the lines go to this process's own stdout and stderr.
@@ -140,13 +140,13 @@ class Cluster:
             namespaces.stop_processes(self.name)
 
     def start(self, host: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-        """Starts a command alone on one host; `options` are of subprocess.Popen."""
+        """Starts a command on a single host; `options` are those of subprocess.Popen."""
         self._held()
         return subprocess.Popen(launch.host_command(self.name, host, command), text=True, **options)
 
     def _held(self) -> Record:
         if self._record is None:
-            raise ClusterError("the cluster is not there: use it within its `with` block")
+            raise ClusterError("the cluster does not exist: use it within its `with` block")
         return self._record
 
     def _take_record(self) -> Record:
@@ -189,7 +189,7 @@ class Cluster:
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
         if self._leaving:
-            return  # what the signal asks for is being done
+            return  # the cluster is being removed already
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + number)

@@ -1,5 +1,5 @@
-"""What stops a cluster, told to its user."""
+"""Errors of the emulated cluster."""
 
 
 class ClusterError(Exception):
-    """The cluster cannot be set up, used or removed as asked; the message says why and what to do."""
+    """The cluster cannot be created, used or removed; the message gives the cause and the remedy."""

@@ -1,10 +1,9 @@
-"""Starting a program under Horovod or torch.distributed on the hosts of a cluster, with Gloo.
+"""Starts a program under Horovod or torch.distributed on the hosts of a cluster, with Gloo.
 
-Horovod can use Gloo or MPI between hosts. Gloo is taken because its allreduce is the ring by which bandwidth-bound
-step times are usually computed (each host sends 2(n-1)/n times the gradient), and because a rank that waits sleeps
-instead of spinning, which matters where all ranks share a few cores. The ranks are started here rather than by
-horovodrun, which would want an ssh server on every host, or by a torchrun on each; `ranks` runs on host0 and starts
-them.
+Horovod can use Gloo or MPI between hosts. Gloo is used because its allreduce is the usual ring (each host sends
+2(n-1)/n times the gradient), and because a waiting rank sleeps instead of spinning, which matters if all ranks share a
+few cores. horovodrun would need an ssh server on every host, and torchrun a process on each; instead `ranks` runs on
+host0 and starts the ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from hvdcomp.tools.bench.cluster.namespaces import hosts_file, namespace
 
-_GRACE_SECONDS = 5  # for the ranks to end when asked to
+_GRACE_SECONDS = 5  # for the ranks to end after SIGTERM
 _RANKS = "hvdcomp.tools.bench.cluster.ranks"
 
 _VARIABLES = {
@@ -35,17 +34,16 @@ def variables(extra: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def cores_of(host: int, hosts: int) -> set[int]:
-    """The machine's cores that are a host's own; with more hosts than cores, the one that it shares.
+    """The machine's cores of a host; with more hosts than cores, a core that it shares.
 
-    Left to move between cores, ranks get in each other's way by chance, and the same step takes now once, now twice
-    its time.
+    Without pinning, ranks disturb each other by chance, and step times vary by a factor of two.
     """
     cores = sorted(os.sched_getaffinity(0))
     return set(cores[host::hosts]) if len(cores) >= hosts else {cores[host % len(cores)]}
 
 
 def host_command(cluster: str, host: int, command: Sequence[str]) -> list[str]:
-    """The command that becomes `command` on one host, which has a host name of its own, and knows those of all."""
+    """The command that runs `command` on a host, with the host's own name and the names of all hosts."""
     set_name = f'mount --bind {hosts_file(cluster)} /etc/hosts && hostname "$0" && exec "$@"'
     return [
         *("ip", "netns", "exec", namespace(cluster, host)),
@@ -55,7 +53,7 @@ def host_command(cluster: str, host: int, command: Sequence[str]) -> list[str]:
 
 
 def ranks_command(backend: str, cluster: str, hosts: int, ranks: int, command: Sequence[str]) -> list[str]:
-    """The command that runs `command` on every rank, and ends with the exit code of the first that fails."""
+    """The command that runs `command` on every rank, and returns the exit code of the first rank that fails."""
     starter = [sys.executable, "-m", _RANKS, backend, cluster, str(hosts), str(ranks // hosts), *command]
     return host_command(cluster, 0, starter)
 
@@ -69,14 +67,15 @@ def stream(
     """Runs a command to its end; returns its exit code, 128 + N after signal N, as a shell does.
 
     Args:
-        output: gets each line of stdout and stderr as it comes, with its line end. None: they go where this
-            process's go.
+        command: to run.
+        environment: of the command.
+        output: called with each line of stdout and stderr, with its line end; None to inherit stdout and stderr.
         timeout: seconds.
 
     Raises:
         subprocess.TimeoutExpired: after the timeout.
     """
-    # A session of its own: at Ctrl-C this process decides in which order things end.
+    # In its own session: at Ctrl-C this process controls the order of the ends.
     process = subprocess.Popen(
         command,
         env=environment,
@@ -100,7 +99,7 @@ def stream(
         process.kill()
         raise
     if reader is not None:
-        reader.join(_GRACE_SECONDS)  # a program that a rank left behind may hold the pipe open
+        reader.join(_GRACE_SECONDS)  # a child of a rank may still hold the pipe open
     return code if code >= 0 else 128 - code
 
 

@@ -1,8 +1,8 @@
-"""Network namespaces: making the hosts of a cluster and the switch between them, and removing them.
+"""Creates and removes the network namespaces of a cluster: its hosts and the switch between them.
 
-Each host has a namespace with one interface, eth0; its cable ends in a bridge that is in a namespace of its own, so
-nothing of a cluster is among the machine's own interfaces, and clusters do not see each other. Removing the namespaces
-removes all. A token bucket filter at both ends of a cable limits what the host sends and what it receives.
+Each host has a namespace with the interface eth0; its cable ends in a bridge in a further namespace, so that clusters
+are isolated from the machine's interfaces and from each other. Removing the namespaces removes everything. A token
+bucket filter at both ends of a cable limits the host's traffic in both directions.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from hvdcomp.tools.bench.cluster.errors import ClusterError
 from hvdcomp.tools.bench.cluster.rates import QUEUE_MILLISECONDS, bucket_bytes, parse_rate
 
 MOST_HOSTS = 64
-_GRACE_SECONDS = 5  # between asking processes to end and ending them
+_GRACE_SECONDS = 5  # between SIGTERM and SIGKILL
 
 
 def check_machine() -> None:
-    """Sees that this process may make namespaces, and that the programs for it are there.
+    """Checks that this process may create namespaces, and that the needed programs are installed.
 
     Raises:
-        ClusterError: says what to do.
+        ClusterError: root or a program is missing; the message gives the remedy.
     """
     if os.geteuid() != 0:
         raise ClusterError(
-            "an emulated cluster needs root if its hosts are to stay, or if another program makes it: run it with sudo"
+            "an emulated cluster needs root if its hosts stay, or if another program creates it: run it with sudo"
         )
     _check_programs()
 
 
 def become_root() -> None:
-    """Starts this program anew as root of a user namespace of its own, unless it is root already.
+    """Restarts this program as root of its own user namespace, unless it is root already.
 
-    That root can make network namespaces, which end with the program. /run, where `ip` keeps their names, is empty.
+    That root can create network namespaces, which end with the program. /run, where `ip` stores their names, is empty.
 
     Raises:
-        ClusterError: if this kernel does not let users make user namespaces.
+        ClusterError: this kernel does not let users create user namespaces.
     """
     if os.geteuid() == 0:
         return
@@ -52,7 +52,7 @@ def become_root() -> None:
     tried = subprocess.run([*enter, "mount -t tmpfs none /run"], capture_output=True, text=True)
     if tried.returncode != 0:
         raise ClusterError(
-            "the emulated cluster makes network namespaces, which needs root, or a kernel that lets users make user "
+            "the emulated cluster needs network namespaces, and so root, or a kernel that lets users make user "
             f"namespaces ({tried.stderr.strip()}): run it with sudo"
         )
     os.execvp(enter[0], [*enter, 'mount -t tmpfs none /run && exec "$@"', "sh", *sys.orig_argv])
@@ -75,17 +75,17 @@ def namespace(cluster: str, host: int) -> str:
 
 
 def address(host: int) -> str:
-    """The IPv4 address of a host: the same in every cluster, as they are separate networks."""
+    """The IPv4 address of a host, the same in every cluster, as clusters are separate networks."""
     return f"10.77.0.{host + 1}"
 
 
 def hosts_file(cluster: str) -> Path:
-    """What stands in place of /etc/hosts on every host of a cluster."""
+    """The file that replaces /etc/hosts on every host of a cluster."""
     return records.FOLDER / f"{cluster}.hosts"
 
 
 def make(cluster: str, hosts: int, rate: str) -> None:
-    """Makes the switch and the hosts. What is there when it fails is left to `remove`."""
+    """Creates the switch and the hosts. After a failure, call `remove`."""
     switch = f"hvdcomp-{cluster}-switch"
     _ip(f"netns add {switch}")
     _ip(f"-n {switch} link add bridge type bridge")
@@ -93,14 +93,14 @@ def make(cluster: str, hosts: int, rate: str) -> None:
     names = "".join(f"{address(host)} host{host}\n" for host in range(hosts))
     hosts_file(cluster).write_text(f"127.0.0.1 localhost\n{names}")
     for host in range(hosts):
-        own, port = namespace(cluster, host), f"port{host}"
-        _ip(f"netns add {own}")
-        _ip(f"-n {switch} link add {port} type veth peer name eth0 netns {own}")
+        host_namespace, port = namespace(cluster, host), f"port{host}"
+        _ip(f"netns add {host_namespace}")
+        _ip(f"-n {switch} link add {port} type veth peer name eth0 netns {host_namespace}")
         _ip(f"-n {switch} link set {port} master bridge up")
-        _ip(f"-n {own} address add {address(host)}/24 dev eth0")
-        _ip(f"-n {own} link set eth0 up")
-        _ip(f"-n {own} link set lo up")
-        _shape(own, "eth0", rate)
+        _ip(f"-n {host_namespace} address add {address(host)}/24 dev eth0")
+        _ip(f"-n {host_namespace} link set eth0 up")
+        _ip(f"-n {host_namespace} link set lo up")
+        _shape(host_namespace, "eth0", rate)
         _shape(switch, port, rate)
 
 
@@ -113,7 +113,7 @@ def _shape(where: str, interface: str, rate: str) -> None:
 
 
 def remove(cluster: str) -> None:
-    """Ends what runs on a cluster's hosts and removes them, however much of them there is."""
+    """Ends the processes of a cluster's hosts and removes the hosts, complete or not."""
     stop_processes(cluster)
     for name in existing(cluster):
         _ip(f"netns delete {name}")
@@ -121,14 +121,14 @@ def remove(cluster: str) -> None:
 
 
 def stop_processes(cluster: str) -> None:
-    """Ends all processes on a cluster's hosts: asks them first, and ends them if they do not."""
+    """Ends all processes on a cluster's hosts: first by SIGTERM, later by SIGKILL."""
     deadline = time.monotonic() + _GRACE_SECONDS
-    asked: set[int] = set()
+    warned: set[int] = set()
     while processes := _processes(cluster):
         late = time.monotonic() > deadline
         for process in processes:
-            if late or process not in asked:
-                asked.add(process)
+            if late or process not in warned:
+                warned.add(process)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL if late else signal.SIGTERM)
         time.sleep(0.02)
@@ -140,16 +140,16 @@ def _processes(cluster: str) -> set[int]:
 
 
 def existing(cluster: str | None = None) -> list[str]:
-    """The network namespaces that are there, of one cluster or of all."""
-    found = [line.split()[0] for line in _ip("netns list").splitlines() if line]
-    owners = {name: records.name_in(name) for name in found}
+    """The existing network namespaces, of a cluster or of all clusters."""
+    all_names = [line.split()[0] for line in _ip("netns list").splitlines() if line]
+    owners = {name: records.name_in(name) for name in all_names}
     return [name for name, owner in owners.items() if owner is not None and cluster in (None, owner)]
 
 
 def remove_leftovers() -> list[str]:
-    """Removes the clusters whose process ended without removing them (kill -9, a crash); returns their names.
+    """Removes clusters whose process ended without removing them (kill -9, a crash); returns their names.
 
-    To be called within `records.exclusive()`.
+    Call it within `records.exclusive()`.
     """
     of_namespaces = {records.name_in(name) for name in existing()} - {None}
     removed = []
@@ -169,14 +169,14 @@ def _ip(arguments: str) -> str:
 
 
 def _command(command: str) -> str:
-    # In a session of its own: Ctrl-C in a terminal goes to all processes of the session's foreground group.
-    done = subprocess.run(command.split(), capture_output=True, text=True, start_new_session=True)
-    if done.returncode == 0:
-        return done.stdout
-    said = (done.stderr or done.stdout).strip()
+    # In its own session, as Ctrl-C goes to all processes of the session's foreground group.
+    process = subprocess.run(command.split(), capture_output=True, text=True, start_new_session=True)
+    if process.returncode == 0:
+        return process.stdout
+    message = (process.stderr or process.stdout).strip()
     hint = ""
-    if "not permitted" in said or "Permission denied" in said:
-        hint = "; this root may not do it, as in most containers: start the container with --privileged"
-    elif any(words in said.lower() for words in ("unknown", "not supported", "no such file")):
-        hint = "; this kernel seems to lack it: bridges, veth, network namespaces and the qdisc tbf are needed"
-    raise ClusterError(f"{command!r} failed: {said}{hint}")
+    if "not permitted" in message or "Permission denied" in message:
+        hint = "; this root lacks the right, as in most containers: start the container with --privileged"
+    elif any(words in message.lower() for words in ("unknown", "not supported", "no such file")):
+        hint = "; the kernel seems to lack a feature: bridges, veth, network namespaces and the qdisc tbf are needed"
+    raise ClusterError(f"{command!r} failed: {message}{hint}")

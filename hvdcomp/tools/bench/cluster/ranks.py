@@ -1,9 +1,9 @@
-"""Runs on host0: starts a program's ranks on all hosts, helps them find each other, and waits for them.
+"""The program on host0: starts a program's ranks on all hosts, connects them, and waits for them.
 
     python -m hvdcomp.tools.bench.cluster.ranks BACKEND CLUSTER HOSTS RANKS_PER_HOST COMMAND...
 
-Ends with 0 if all ranks did, else with the exit code of the first that failed; the others then get some seconds to
-say what they have to say, and are ended.
+The exit code is 0 if all ranks succeed, else that of the first rank that fails; the others then get some seconds for
+their output, and are killed.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
     running = {os.pidfd_open(process.pid): process for process in processes}
     code, deadline = 0, float("inf")
     while running:
-        left = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
-        ended = [descriptor for descriptor in wait(list(running), left) if isinstance(descriptor, int)]
+        timeout = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
+        ended = [descriptor for descriptor in wait(list(running), timeout) if isinstance(descriptor, int)]
         if not ended:
             for process in running.values():
                 process.kill()
@@ -59,7 +59,7 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
 
 
 def _interrupted(number: int, frame: object) -> None:
-    os._exit(128 + number)  # the ranks are ended by whoever ends this
+    os._exit(128 + number)  # the caller ends the ranks
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Rates of links as `tc` spells them, and how a token bucket is to be sized for them."""
+"""Rates of links as `tc` writes them, and the sizes of their token buckets."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from hvdcomp.tools.bench.cluster.errors import ClusterError
 
 _SLOWEST, _FASTEST = 10**6, 10**11  # bits per second
 
-# A bucket that has filled up lets this much time's worth of bytes pass at once. Short messages of less than that are
-# not slowed down, so it has to be small; the timer that refills the bucket comes late by some ten microseconds, and
-# what would not fit into the bucket until then is lost, so it cannot be smaller for 10 Gb/s to be reached.
+# A full bucket passes the bytes of this time at once. Shorter messages are not slowed down, so it must be small; but
+# the timer that refills the bucket is late by about ten microseconds, and the overflow is lost, so a smaller bucket
+# would not reach 10 Gb/s.
 _BUCKET_SECONDS = 200e-6
-_SMALLEST_BUCKET = 3200  # bytes: two Ethernet frames of 1514, as one must always fit
+_SMALLEST_BUCKET = 3200  # bytes: two Ethernet frames of 1514, as a frame must always fit
 
-# How long a frame may wait for its turn. Long, so that frames of several senders to one receiver are seldom dropped.
+# The longest wait of a frame. Long, so that frames of several senders to a receiver are seldom dropped.
 QUEUE_MILLISECONDS = 50
 
 
@@ -21,7 +21,7 @@ def parse_rate(rate: str) -> int:
     """Bits per second of a rate such as "100mbit", "2.5gbit".
 
     Raises:
-        ClusterError: if it is not one, or not between 1mbit and 100gbit.
+        ClusterError: the text is not a rate, or not between 1mbit and 100gbit.
     """
     try:
         bits = round(hvdcomp.perfmodel.rates.parse_rate(rate))

@@ -1,8 +1,8 @@
-"""Which clusters there are on this machine, and whether somebody still uses them.
+"""The clusters of this machine, and whether a process uses them.
 
-Each cluster has a record in /run, made before its first namespace and removed after its last one. Whoever builds or
-uses a cluster holds a lock on its record; the kernel lets go of the lock when that process ends, however it ends. So
-what a killed process left behind is known for certain, and a cluster in use is never taken for a leftover.
+Each cluster has a record in /run, which is created before its first namespace and removed after its last. A process
+that creates or uses a cluster holds a lock on the record, which the kernel releases when the process ends in any way.
+So the remains of a killed process are recognised, and a cluster in use is never removed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pathlib import Path
 from hvdcomp.tools.bench.cluster.errors import ClusterError
 
 FOLDER = Path("/run/hvdcomp-cluster")
-STANDING = "standing"  # the name of the one cluster that `up` leaves for later runs
+STANDING = "standing"  # the name of the cluster that `up` creates for later runs
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a record tells of a cluster. `standing`: complete, and to be kept when its maker ends."""
+    """The content of a cluster's record. `standing`: the cluster is complete, and stays when its creator ends."""
 
     hosts: int
     rate: str
@@ -33,16 +33,16 @@ class Facts:
 
 
 class Record:
-    """The locked record of a cluster, in the hands of this process until `release` or `remove`.
+    """The record of a cluster, which this process locks until `release` or `remove`.
 
-    To be made within `exclusive()`.
+    Create it within `exclusive()`.
     """
 
     def __init__(self, name: str) -> None:
-        """Makes the record, or takes over the one that is there.
+        """Creates the record, or locks the existing record.
 
         Raises:
-            ClusterError: if another process holds it.
+            ClusterError: another process holds the lock.
         """
         self.path = FOLDER / f"{name}.json"
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -51,17 +51,17 @@ class Record:
         except BlockingIOError:
             os.close(self._descriptor)
             facts = read(name)
-            who = "another process" if facts is None else f"process {facts.owner}"
-            raise ClusterError(f"the cluster {name!r} is in use by {who}; wait for it, or end it") from None
+            owner = "another process" if facts is None else f"process {facts.owner}"
+            raise ClusterError(f"the cluster {name!r} is in use by {owner}; wait for it, or end it") from None
 
     def write(self, facts: Facts) -> None:
-        """Replaces what the record says."""
+        """Replaces the content of the record."""
         content = json.dumps(asdict(facts)).encode()
         os.pwrite(self._descriptor, content, 0)
         os.ftruncate(self._descriptor, len(content))
 
     def release(self) -> None:
-        """Lets go of the record; the cluster stays."""
+        """Unlocks the record; the cluster stays."""
         os.close(self._descriptor)
 
     def remove(self) -> None:
@@ -72,7 +72,7 @@ class Record:
 
 @contextlib.contextmanager
 def exclusive() -> Iterator[None]:
-    """While records are looked through and taken; waits until no other process does so."""
+    """A lock for reading and creating records, which one process can hold at a time."""
     FOLDER.mkdir(mode=0o755, exist_ok=True)
     descriptor = os.open(FOLDER / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -83,7 +83,7 @@ def exclusive() -> Iterator[None]:
 
 
 def read(name: str) -> Facts | None:
-    """What the record says; None if there is none, or its maker was killed while writing."""
+    """The content of a record; None if there is none, or its creator was killed while writing."""
     try:
         return Facts(**json.loads((FOLDER / f"{name}.json").read_text()))
     except (FileNotFoundError, ValueError, TypeError):
@@ -96,7 +96,7 @@ def names() -> list[str]:
 
 
 def in_use(name: str) -> bool:
-    """Whether a living process holds the record; to be asked within `exclusive()`."""
+    """Whether a living process holds the record; call it within `exclusive()`."""
     try:
         descriptor = os.open(FOLDER / f"{name}.json", os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -111,6 +111,6 @@ def in_use(name: str) -> bool:
 
 
 def name_in(namespace: str) -> str | None:
-    """The name of the cluster that a network namespace belongs to; None if it is nobody's here."""
+    """The name of the cluster that a network namespace belongs to; None if it belongs to none."""
     match = re.fullmatch(r"hvdcomp-([a-z0-9]+)-(?:host\d+|switch)", namespace)
     return None if match is None else match[1]

@@ -1,6 +1,6 @@
-"""What one TCP connection between two hosts of a cluster really carries, to see that its links are what they should be.
+"""The throughput of a TCP connection between two hosts of a cluster, as a check of its links.
 
-Run as a program it is one end of the connection: `throughput.py receive SECONDS` or `throughput.py send ADDRESS`.
+As a program it is an end of the connection: `throughput.py receive SECONDS` or `throughput.py send ADDRESS`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the two ends are started often, and need nothing of it
+if TYPE_CHECKING:  # the two ends do not need it, and must start quickly
     from hvdcomp.tools.bench.cluster.cluster import Cluster
 
 _PORT = 5001
@@ -24,15 +24,15 @@ def measure(cluster: Cluster, seconds: float = 3.0) -> float:
     """Sends from host0 to host1 for some seconds; returns the bits of payload per second that arrived.
 
     Raises:
-        RuntimeError: if one of the two ends failed.
+        RuntimeError: an end of the connection failed.
     """
     from hvdcomp.tools.bench.cluster.namespaces import address
 
-    here = [sys.executable, __file__]
-    with cluster.start(1, [*here, "receive", str(seconds)], stdout=subprocess.PIPE) as receiver:
+    program = [sys.executable, __file__]
+    with cluster.start(1, [*program, "receive", str(seconds)], stdout=subprocess.PIPE) as receiver:
         assert receiver.stdout is not None
         receiver.stdout.readline()  # it listens
-        with cluster.start(0, [*here, "send", address(1)]):
+        with cluster.start(0, [*program, "send", address(1)]):
             answer = receiver.stdout.readline()
     if not answer:
         raise RuntimeError("the receiving end of the connection failed; see its message above")
@@ -40,7 +40,7 @@ def measure(cluster: Cluster, seconds: float = 3.0) -> float:
 
 
 def receive(seconds: float) -> None:
-    """Says that it listens; then takes what one sender sends and prints the bits per second."""
+    """Prints that it listens; then receives from a sender, and prints the bits per second."""
     with socket.create_server(("", _PORT)) as server:
         print("listening", flush=True)
         server.settimeout(_TIMEOUT)
@@ -62,7 +62,7 @@ def _drain(connection: socket.socket, seconds: float) -> int:
 
 
 def send(address: str) -> None:
-    """Sends zeros until the other end has enough."""
+    """Sends zeros until the other end closes the connection."""
     piece = bytes(_PIECE)
     with socket.create_connection((address, _PORT), timeout=_TIMEOUT) as connection:
         try:

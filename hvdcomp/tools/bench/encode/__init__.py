@@ -1,6 +1,6 @@
-"""What compressing costs: the time of a whole engine step without a network, beside one copy of the same gradients and
-beside PyTorch's own hooks.
+"""The cost of compression: the time of an engine step without a network, beside a copy of the same gradients and
+PyTorch's own hooks.
 
-`measurement` times one method in a process of its own, `gradients` says what gradients, copies and operations are in
-each framework, `peers` runs PyTorch's hooks, `comparison` says which rows may be compared, and `output` shows them.
+`measurement` times a method in a process of its own, `gradients` has the gradients, copies and operations of each
+framework, `peers` runs PyTorch's hooks, `comparison` decides which rows may be compared, and `output` shows them.
 """

@@ -1,4 +1,4 @@
-"""How long a CUDA device takes for some work, without the time that the host takes to hand it over."""
+"""The time of a CUDA device for some work, without the time of the host for launching it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 _HEAD_START = 0.02
-"""Seconds that the device is kept busy, while the host hands the work over."""
+"""Seconds for which the device is kept busy while the host launches the work."""
 _CYCLES = 10_000_000
 
 
 @functools.cache
 def _cycles_a_ms() -> float:
-    """Of the device's clock, while nothing else runs."""
+    """Cycles of the idle device's clock in a millisecond."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(_CYCLES)  # the first launch takes longer
     start.record()
@@ -25,14 +25,14 @@ def _cycles_a_ms() -> float:
 
 
 def head_start() -> None:
-    """Lets the host get ahead: waits until the device has done everything, and then keeps it busy for a while."""
+    """Lets the host run ahead: waits for the device, and then keeps it busy for a while."""
     cycles = int(_cycles_a_ms() * 1000 * _HEAD_START)
     torch.cuda.synchronize()
     torch.cuda._sleep(cycles)
 
 
 class Stopwatch:
-    """Times what the current device is given within a block.
+    """Times the work that the current device gets within a block.
 
     Attributes:
         ms: milliseconds, after the block.

@@ -1,4 +1,4 @@
-"""What the results depend on beside the options: this machine, and the versions of what was measured."""
+"""The properties of this machine and the versions of the software, on which the results depend."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _DISTRIBUTIONS = ("hvdcomp", "numpy", "torch", "triton", "tensorflow", "tensorfl
 
 
 def facts(device: str) -> dict[str, object]:
-    """Plain data: the processor's name, its cores, those that this process may use, the accelerator, versions.
+    """Plain data: the processor's name, its cores, the cores that this process may use, the accelerator, versions.
 
-    With "cuda", `gpu` says more of the accelerator: memory and second cache in bytes, multiprocessors, compute
+    With "cuda", `gpu` has details of the accelerator: memory and second cache in bytes, multiprocessors, compute
     capability, and the versions of CUDA, NCCL and the driver.
     """
     return {
@@ -26,7 +26,7 @@ def facts(device: str) -> dict[str, object]:
         "accelerator": _accelerator() if device == "cuda" else None,
         **({"gpu": _gpu()} if device == "cuda" else {}),
         "python": platform.python_version(),
-        "versions": {name: found for name in _DISTRIBUTIONS if (found := _version(name)) is not None},
+        "versions": {name: version for name in _DISTRIBUTIONS if (version := _version(name)) is not None},
     }
 
 
@@ -35,8 +35,8 @@ def _cpu() -> str:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         text = ""
-    named = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
-    return named[1].strip() if named else platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 def _accelerator() -> str:
@@ -48,12 +48,12 @@ def _accelerator() -> str:
 def _gpu() -> dict[str, object]:
     import torch
 
-    known = torch.cuda.get_device_properties(torch.cuda.current_device())
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
-        "compute_capability": f"{known.major}.{known.minor}",
-        "memory": known.total_memory,
-        "second_cache": getattr(known, "L2_cache_size", None),  # not in every version of PyTorch
-        "multiprocessors": known.multi_processor_count,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "memory": properties.total_memory,
+        "second_cache": getattr(properties, "L2_cache_size", None),  # not in every version of PyTorch
+        "multiprocessors": properties.multi_processor_count,
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "driver": _driver(),
@@ -62,13 +62,13 @@ def _gpu() -> dict[str, object]:
 
 def _driver() -> str | None:
     try:
-        said = subprocess.run(
+        process = subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
             capture_output=True, text=True, timeout=30,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return said.stdout.strip().partition("\n")[0] or None if said.returncode == 0 else None
+    return process.stdout.strip().partition("\n")[0] or None if process.returncode == 0 else None
 
 
 def _version(name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""A model's gradients in each framework: made once, restored before each step, copied, and counted operations on."""
+"""A model's gradients in each framework: made once, restored before each step, and copied."""
 
 from __future__ import annotations
 
@@ -13,58 +13,58 @@ import numpy as np
 from hvdcomp.compressors import TensorInfo
 
 PEER_FRAMEWORK = "torch"
-"""The framework of the hooks that methods are compared with."""
+"""The framework of the hooks with which methods are compared."""
 
 
 Work = Callable[[Mapping[str, Any], bool], Mapping[str, Any]]
-"""A step: takes gradients by name, and whether the results may take their place; returns the results by name."""
+"""A step: takes gradients by name, and whether it may write the results into them; returns the results by name."""
 
 
 class Gradients(ABC):
     """The gradients of one model, normally distributed, the same values in each framework.
 
     Attributes:
-        arrays: by the tensor's name; what a step is given. A step may write into them.
+        arrays: the gradients that a step gets, by the tensor's name. A step may write into them.
     """
 
     arrays: dict[str, Any]
 
     @abstractmethod
     def restore(self) -> None:
-        """Makes `arrays` what they were at first, so that no step works on the output of the one before."""
+        """Restores the original values of `arrays`, so that no step works on the output of the step before."""
 
     @abstractmethod
     def copy(self) -> None:
-        """Copies all original gradients at once into memory that is there from the beginning.
+        """Copies all original gradients at once into memory that was allocated at the beginning.
 
-        Fresh memory would cost more or less by what a method has freed before. A copy of each tensor by itself would
+        The cost of fresh memory would depend on what a method has freed before. A copy of each single tensor would
         depend on how a framework's threads wait for each other, which PyTorch's hooks change.
         """
 
     def through(self, work: Work) -> None:
-        """Has a step made of `arrays` as the framework's binding does it."""
+        """Makes a step with `arrays`, as the framework's binding does."""
         work(self.arrays, True)
 
     def synchronize(self) -> None:
-        """Waits until the device has done its work; a CPU has."""
+        """Waits until the device has done its work; does nothing on a CPU."""
         return
 
     def device_ms(self, work: Callable[[], Any]) -> float | None:
-        """Milliseconds that an accelerator takes for `work`, which the host has handed to it before it begins: as in a
-        training, where the host is ahead. None on a CPU."""
+        """Milliseconds of an accelerator for `work` that the host has launched before it begins, because in a training
+        the host is ahead. None on a CPU."""
         return None
 
     def operations(self, work: Callable[[], Any]) -> int | None:
-        """How many of the framework's operations on arrays `work` calls; None where they cannot be counted."""
+        """The number of the framework's operations on arrays that `work` calls; None if they cannot be counted."""
         return None
 
     def kernel_launches(self, work: Callable[[], Any]) -> int | None:
-        """How many kernels `work` launches on an accelerator; None on a CPU, and where no profiler sees them."""
+        """The number of kernels that `work` launches on an accelerator; None on a CPU, or if no profiler sees them."""
         return None
 
 
 def _values(tensors: Sequence[TensorInfo]) -> np.ndarray:
-    """Two vectors, (2, elements): the first holds all gradients, the second is what they are copied into."""
+    """Two vectors, (2, elements): the first holds all gradients, the second is the target of copies."""
     values = np.zeros((2, sum(tensor.size for tensor in tensors)), np.float32)
     np.random.default_rng(0).standard_normal(dtype=np.float32, out=values[0])
     values[0] *= 1e-3
@@ -81,11 +81,11 @@ def _parts(flat: Any, tensors: Sequence[TensorInfo]) -> dict[str, Any]:
 
 
 class NumpyGradients(Gradients):
-    """NumPy's operations are not counted: arithmetic on arrays leaves no trace that would show them all."""
+    """Gradients in NumPy, whose operations cannot be counted."""
 
     def __init__(self, tensors: Sequence[TensorInfo], threads: int, device: str) -> None:
         if tensors[0].dtype == "bfloat16":
-            import ml_dtypes  # noqa: F401  # makes it a type of NumPy
+            import ml_dtypes  # noqa: F401  # registers bfloat16 as a type of NumPy
         self._flat, self._target = _values(tensors).astype(tensors[0].dtype, copy=False)
         self._originals = _parts(self._flat, tensors)
         self.arrays = {name: original.copy() for name, original in self._originals.items()}
@@ -99,7 +99,7 @@ class NumpyGradients(Gradients):
 
 
 class TorchGradients(Gradients):
-    """Operations are those that reach PyTorch's dispatcher, views included."""
+    """Gradients in PyTorch. Its operations are the calls that reach the dispatcher, including views."""
 
     def __init__(self, tensors: Sequence[TensorInfo], threads: int, device: str) -> None:
         import torch
@@ -111,7 +111,7 @@ class TorchGradients(Gradients):
         self.arrays = {name: original.clone() for name, original in self._originals.items()}
 
     def join(self) -> Any:
-        """Moves all gradients into one vector, which is returned, and of which `arrays` are views from now on."""
+        """Moves all gradients into one vector, and returns it; `arrays` become views of it."""
         import torch
 
         flat = torch.cat([array.reshape(-1) for array in self.arrays.values()])
@@ -165,21 +165,21 @@ class TorchGradients(Gradients):
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             work()
             self.synchronize()
-        # What CPU code calls: cudaLaunchKernel, cuLaunchKernel, cudaLaunchKernelExC and the like.
+        # Calls of the CPU code: cudaLaunchKernel, cuLaunchKernel, cudaLaunchKernelExC and the like.
         return sum(event.count for event in profiler.key_averages() if "LaunchKernel" in event.key) or None
 
 
 @contextmanager
 def _entered_by_callbacks(mode: Any) -> Iterator[None]:
-    """Has what waits for a collective run in a mode that this thread is in, whatever thread it runs in."""
+    """Has callbacks that wait for a collective run in this thread's mode, whichever thread runs them."""
     from torch._C import Future
 
-    here, then = threading.get_ident(), Future.then
+    own_thread, then = threading.get_ident(), Future.then
 
     def then_in_mode(future: Any, callback: Callable[[Any], Any]) -> Any:
-        def in_mode(done: Any) -> Any:
-            with nullcontext() if threading.get_ident() == here else mode:
-                return callback(done)
+        def in_mode(future: Any) -> Any:
+            with nullcontext() if threading.get_ident() == own_thread else mode:
+                return callback(future)
 
         return then(future, in_mode)
 
@@ -191,11 +191,11 @@ def _entered_by_callbacks(mode: Any) -> Iterator[None]:
 
 
 class TensorFlowGradients(NumpyGradients):
-    """Tensors. They cannot be written to, so restoring makes them anew, as a backward pass does. A step takes them out
-    of a graph and brings results back into it.
+    """Gradients in TensorFlow. Its tensors are immutable, so restoring makes new ones, as a backward pass does. A step
+    takes them out of a graph and brings the results back into it.
 
-    Copies are NumPy's, on one thread: TensorFlow has no operation that copies into memory that is there. Operations are
-    not counted: the step is one in TensorFlow's eyes.
+    Copies are NumPy's, on one thread, because TensorFlow has no operation that copies into existing memory. Operations
+    are not counted, because the step is a single operation of TensorFlow.
     """
 
     def __init__(self, tensors: Sequence[TensorInfo], threads: int, device: str) -> None:
@@ -235,4 +235,4 @@ FRAMEWORKS: dict[str, Callable[[Sequence[TensorInfo], int, str], Gradients]] = {
     "tensorflow": TensorFlowGradients,
     "numpy": NumpyGradients,
 }
-"""How gradients are made: `FRAMEWORKS[name](tensors, threads, device)`."""
+"""By framework, the function that makes gradients: `FRAMEWORKS[name](tensors, threads, device)`."""

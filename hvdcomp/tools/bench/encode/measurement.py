@@ -1,7 +1,8 @@
-"""One method, timed in a process of its own, so that its peak memory is its own too.
+"""Times one method in a separate process, which shows the method's peak memory too.
 
-A step is all that compression adds to training but the network: error feedback, the check for non-finite gradients,
-encoding, packing, decoding. Step and copy take turns, so that their ratio holds when the machine's speed drifts.
+A step is all work that compression adds to a training, without the network: error feedback, the check for non-finite
+gradients, encoding, packing, decoding. Step and copy take turns, so that the machine's changing speed does not change
+their ratio.
 """
 
 from __future__ import annotations
@@ -27,27 +28,27 @@ from hvdcomp.perfmodel.shapes import tensors_of
 from hvdcomp.tools.bench.encode.gradients import FRAMEWORKS, Gradients, TorchGradients
 from hvdcomp.tools.bench.encode.peers import PEERS, peer
 
-# What the libraries beneath a framework read when they are loaded: OpenMP, OpenBLAS, MKL.
+# OpenMP, OpenBLAS and MKL, which a framework uses, read these when they are loaded.
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-# After two copies of a small model the next one finds the same in the caches, whatever the method left there.
+# After two copies of a small model the caches hold the same data for every method.
 _WARM_COPIES = 2
 _DEVICE_TURNS = 20
 
 
 class MeasurementError(Exception):
-    """A method could not be measured; the message says which, and why."""
+    """A method could not be measured; the message names it, and the reason."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure, in words that travel to another process.
+    """What to measure, as plain data that can be sent to another process.
 
     Attributes:
         method: the spec of a compressor, or one of `PEERS`.
-        repeats: turns of copy and step, at least.
-        seconds: turns are added until they have taken this long together.
-        ranks: whose payloads are decoded.
-        threads: of the framework, and of what it calls.
+        repeats: least number of turns of copy and step.
+        seconds: least duration of all turns together.
+        ranks: number of ranks whose payloads are decoded.
+        threads: of the framework, and of the libraries that it calls.
         dtype: element type of the gradients.
     """
 
@@ -63,13 +64,13 @@ class Request:
 
     @property
     def is_peer(self) -> bool:
-        """Whether it is one of PyTorch's hooks."""
+        """Whether the method is one of PyTorch's hooks."""
         return self.method in PEERS
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of all turns, between their quartiles."""
+    """The median and the quartiles of all turns."""
 
     low: float
     median: float
@@ -77,7 +78,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """Of at least one value."""
+        """The spread of values, of which there must be at least one."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
         return cls(*statistics.quantiles(values, n=4, method="inclusive"))
@@ -85,24 +86,24 @@ class Spread:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One method on one model.
+    """The results of one method on one model.
 
     Attributes:
-        turns: of copy and step that were timed.
+        turns: number of timed turns of copy and step.
         step_ms, copy_ms: over all turns.
         ratio_to_copy: step / copy, turn by turn.
-        cpu_ms: the processor time of all threads of the process in a step, over all turns; where other work takes cores
-            away, it says more than `step_ms`.
-        encode_ms, decode_ms: medians of the part of compressors and memories; None for a peer.
+        cpu_ms: the processor time of all threads of the process in a step, over all turns; it is more reliable than
+            `step_ms` if other work takes cores away.
+        encode_ms, decode_ms: medians of the time of compressors and memories; None for a peer.
         peak_mb: the rise of the process's peak memory over having the gradients and two copies of them, in MiB.
-        kept_bytes: for each parameter, what is kept from step to step where the gradients are, on the host or on the
-            accelerator: residuals, velocities and warm starts; None for a peer.
-        bytes_sent: by one rank in a step; None for a peer.
+        kept_bytes: bytes of state for each parameter, on the device of the gradients: residuals, velocities and warm
+            starts; None for a peer.
+        bytes_sent: bytes that one rank sends in a step; None for a peer.
         operations: the framework's operations on arrays in one step; None where they cannot be counted.
         kernel_launches: on the accelerator in one step; None on a CPU.
-        device_ms, device_copy_ms: what an accelerator takes for a step and for a copy when the host is ahead of it;
-            None on a CPU.
-        native_kernels: the instruction set of hvdcomp's compiled kernels; None where there are none.
+        device_ms, device_copy_ms: an accelerator's time for a step and for a copy when the host is ahead of it; None on
+            a CPU.
+        native_kernels: the instruction set of hvdcomp's compiled kernels; None without them.
     """
 
     request: Request
@@ -136,7 +137,7 @@ def measure(request: Request) -> Measurement:
             return pool.submit(measure_here, request).result()
         except BrokenProcessPool:
             raise MeasurementError(
-                f"the process that measured {request.method} was ended from outside, perhaps because memory ran out"
+                f"the process that measured {request.method} was killed, perhaps because memory ran out"
             ) from None
         except Exception as error:
             raise MeasurementError(f"{request.method}: {type(error).__name__}: {error}") from error
@@ -144,7 +145,7 @@ def measure(request: Request) -> Measurement:
 
 @contextmanager
 def _variables(values: dict[str, str]) -> Iterator[None]:
-    """Environment variables for processes that are started meanwhile."""
+    """Sets environment variables for processes that are started within the block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -160,7 +161,7 @@ def _variables(values: dict[str, str]) -> Iterator[None]:
 def measure_here(request: Request) -> Measurement:
     """Measures one method in this process.
 
-    Its libraries keep the number of threads that they have, and on a CPU the peak memory is that of all that it did.
+    Its libraries keep their number of threads, and on a CPU the peak memory is the peak since the process began.
     """
     tensors = [dataclasses.replace(tensor, dtype=request.dtype) for tensor in tensors_of(request.model)]
     gradients = FRAMEWORKS[request.framework](tensors, request.threads, request.device)
@@ -220,9 +221,9 @@ def measure_here(request: Request) -> Measurement:
 
 
 def _kept_bytes(engine: Engine) -> float:
-    """For each parameter."""
-    by_themselves = sum(state.own_bytes for state in engine.states.values())
-    return (engine.buckets.kept_bytes + by_themselves) / sum(tensor.size for tensor in engine.tensors.values())
+    """Bytes of state for each parameter."""
+    unbucketed = sum(state.own_bytes for state in engine.states.values())
+    return (engine.buckets.kept_bytes + unbucketed) / sum(tensor.size for tensor in engine.tensors.values())
 
 
 def _engine_step(engine: Engine, gradients: Gradients) -> Callable[[], Any]:
@@ -234,7 +235,7 @@ def _engine_step(engine: Engine, gradients: Gradients) -> Callable[[], Any]:
 
 
 def _timed(work: Callable[[], Any], gradients: Gradients) -> float:
-    """Milliseconds."""
+    """The milliseconds that `work` takes."""
     gradients.synchronize()
     start = time.perf_counter()
     work()
@@ -243,7 +244,7 @@ def _timed(work: Callable[[], Any], gradients: Gradients) -> float:
 
 
 def _on_device(step: Callable[[], Any], gradients: Gradients, turns: int) -> tuple[list[float], list[float]]:
-    """Milliseconds of an accelerator for steps and for copies, in turns; none on a CPU."""
+    """The milliseconds of an accelerator for steps and for copies, in turns; empty lists on a CPU."""
     steps, copies = [], []
     for _ in range(turns):
         for _ in range(_WARM_COPIES):
@@ -266,7 +267,7 @@ def _counted(
 
 
 def _peak_memory(device: str, forget: bool = False) -> int:
-    """Bytes: the highest so far. forget: what an accelerator held before does not count."""
+    """The peak memory so far in bytes; on an accelerator, with `forget`, the peak begins anew."""
     if device == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     import torch

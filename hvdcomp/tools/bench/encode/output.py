@@ -1,4 +1,4 @@
-"""How a comparison is shown: a table on the screen and in Markdown, a plot, and JSON."""
+"""Shows a comparison: as a table on the screen and in Markdown, as a plot, and as JSON."""
 
 from __future__ import annotations
 
@@ -25,17 +25,16 @@ def title(options: Mapping[str, Any]) -> str:
 
 
 def table(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The headings, and the cells of each row; with a device's own time and an earlier comparison beside it, if any row
-    has them."""
+    """The headings, and the cells of each row; with a device's time and an earlier comparison, if any row has them."""
     headings, cells = HEADINGS, [_cells(row) for row in rows]
-    more: list[tuple[bool, tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = [
+    optional: list[tuple[bool, tuple[str, ...], Callable[[Row], tuple[str, ...]]]] = [
         (any(row.measurement.device_ms is not None for row in rows), DEVICE, _device),
         (any(row.before_ms is not None for row in rows), BEFORE, _before),
     ]
-    for wanted, names, cells_of in more:
-        if wanted:
+    for has_values, names, cells_of in optional:
+        if has_values:
             headings += names
-            cells = [(*those, *cells_of(row)) for those, row in zip(cells, rows, strict=True)]
+            cells = [(*row_cells, *cells_of(row)) for row_cells, row in zip(cells, rows, strict=True)]
     return headings, cells
 
 
@@ -74,7 +73,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def number(value: float | None) -> str:
-    """Two significant digits, or all before the point."""
+    """A number with two significant digits, or with all digits before the decimal point."""
     if value is None:
         return "-"
     places = next((places for places, least in enumerate((10, 1, 0.1, 0.01)) if value >= least), 4)
@@ -82,14 +81,14 @@ def number(value: float | None) -> str:
 
 
 def markdown(rows: Sequence[Row], options: Mapping[str, Any]) -> str:
-    """The same table for the manual."""
+    """The table in Markdown."""
     headings, cells = table(rows)
     lines = [headings, ("---",) + ("--:",) * (len(headings) - 1), *cells]
     return "\n".join([f"{title(options)}.", "", *(f"| {' | '.join(line)} |" for line in lines), ""])
 
 
 def as_json(rows: Sequence[Row], options: Mapping[str, Any], facts: Mapping[str, Any], refused: str | None) -> str:
-    """All rows, with what they depend on.
+    """All rows, with the options and the machine's facts.
 
     Args:
         refused: why the rows may not be compared with each other; None if they may.
@@ -104,7 +103,7 @@ def as_json(rows: Sequence[Row], options: Mapping[str, Any], facts: Mapping[str,
 
 
 def plot(rows: Sequence[Row], options: Mapping[str, Any]) -> bytes:
-    """A PNG.
+    """A bar chart of the rows, as PNG.
 
     Raises:
         ImportError: without matplotlib.

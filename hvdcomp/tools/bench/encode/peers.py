@@ -1,4 +1,4 @@
-"""PyTorch's own communication hooks, on the same gradients as one bucket, in a world of one rank."""
+"""PyTorch's communication hooks, on the same gradients in one bucket, with one rank."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class _Bucket:
 
 
 def peer(name: str, gradients: TorchGradients, device: str) -> Callable[[], Any]:
-    """One step of a peer, which writes its result into the gradients.
+    """A function that makes one step of a peer, which writes its result into the gradients.
 
-    A hook is not charged for gathering gradients: DistributedDataParallel has them in buckets already. The PowerSGD
+    The time excludes gathering gradients, because DistributedDataParallel keeps them in buckets. The PowerSGD
     hook has error feedback and warm start, which are its defaults.
 
     Args:

@@ -1,5 +1,5 @@
 """A training on Kubernetes: an MPIJob (v2beta1) of the Kubeflow mpi-operator.
 
-`settings` is what can be asked for, `manifest` makes the MPIJob of it, `cluster` speaks with the API server, `state`
-tells where the job is, and `follow` watches it to its end. `scheduler` puts them together.
+`settings` describes a job, `manifest` makes its MPIJob, `cluster` is the client of the API server, `state` reads the
+job's state, and `follow` watches it to its end. `scheduler` puts them together.
 """

@@ -1,7 +1,7 @@
-"""The API server, through the official client: what the launcher asks of it.
+"""The launcher's requests to the API server, through the official client.
 
-Objects are plain dicts as in the API's JSON. Everything here asks once; what is worth asking again is said by
-`KubernetesError.transient`, and `follow` does so.
+Objects are plain dicts as in the API's JSON. Each request is sent once; `follow` repeats those that fail with
+`KubernetesError.transient`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ ANSWER_WITHIN = (10.0, 30.0)
 """Seconds to connect, and to wait for an answer."""
 
 WATCH_FOR = 240
-"""Seconds after which the server ends a watch by itself, and another one is begun."""
+"""Seconds after which the server ends a watch, and a new watch begins."""
 
 LOG_SILENCE = 60.0
-"""Seconds without a line after which a log is asked for anew: a dead connection looks like a silent program."""
+"""Seconds without a line after which a log is requested again: a dead connection looks like a silent program."""
 
 OPENED = "OPENED"
-"""What a watch gives first, with an empty object: the server has granted it."""
+"""The first event of a watch, with an empty object: the server has accepted the watch."""
 
 Call = Callable[..., Any]
 
@@ -36,7 +36,7 @@ class Cluster:
     """One namespace of a cluster.
 
     Arguments:
-        namespace: None for the kubeconfig's, or "default".
+        namespace: None: the kubeconfig's, or else "default".
         context: of the kubeconfig; None for its current one.
 
     Raises:
@@ -57,7 +57,7 @@ class Cluster:
         self._server: str = client.configuration.host
 
     def create(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-        """Create the MPIJob; returns it as the server has it."""
+        """Create the MPIJob; returns the server's copy."""
         name = manifest["metadata"]["name"]
         with self._explained(f"MPIJob {self.namespace}/{name} cannot be created", creating=name):
             return self._jobs.create_namespaced_custom_object(
@@ -65,13 +65,14 @@ class Cluster:
             )
 
     def delete(self, name: str, uid: str | None = None) -> None:
-        """Delete the MPIJob that is there now; its pods go with it.
+        """Delete the MPIJob and its pods.
 
-        The request names the job that was found and its uid: a job made anew under the same name is left alone, and
-        no name can stand for anything but a job.
+        The request contains the uid of the job that has the name now: a job created later under the same name is not
+        deleted.
 
         Arguments:
-            uid: of the only job that may be deleted; None for whichever has the name.
+            name: of the job.
+            uid: of the only job that may be deleted; None for any job of the name.
         """
         jobs = [job["metadata"] for job in self.list_jobs(name)[1] if uid in (None, job["metadata"]["uid"])]
         if not jobs:
@@ -86,24 +87,24 @@ class Cluster:
             )
 
     def end(self, threads: Iterable[threading.Thread]) -> None:
-        """Cut what these threads wait for, and return when they have ended; see `Connections.end`."""
+        """Cut all connections, and return when these threads have ended; see `Connections.end`."""
         self._connections.end(threads)
 
     def list_jobs(self, name: str | None = None) -> tuple[str, list[dict[str, Any]]]:
-        """The MPIJob of that name, if there is one, or all, and the version from which to watch."""
+        """The version from which to watch, and the MPIJob of that name, if it exists, or all MPIJobs."""
         return self._list("MPIJobs cannot be listed", *self._named(name))
 
     def list_pods(self, name: str | None = None) -> tuple[str, list[dict[str, Any]]]:
-        """The pods of the MPIJob, or of all, and the version from which to watch."""
+        """The version from which to watch, and the pods of the MPIJob, or of all MPIJobs."""
         return self._list("pods cannot be listed", *self._labelled(name))
 
     def list_events(self, name: str) -> tuple[str, list[dict[str, Any]]]:
-        """What the operator said about the MPIJob in the last hour or so, and the version from which to watch."""
+        """The version from which to watch, and the operator's events about the MPIJob in the last hour or so."""
         return self._list("events cannot be listed", *self._about(name))
 
     def watch_jobs(self, name: str, version: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """OPENED, then the changes of the MPIJob since `version`, as ("ADDED" and so on, object), until the server ends
-        it."""
+        the watch."""
         return self._watch("MPIJobs cannot be watched", version, *self._named(name))
 
     def watch_pods(self, name: str, version: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -111,7 +112,7 @@ class Cluster:
         return self._watch("pods cannot be watched", version, *self._labelled(name))
 
     def watch_events(self, name: str, version: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """What the operator says since `version`, as above."""
+        """The operator's events since `version`, as above."""
         return self._watch("events cannot be watched", version, *self._about(name))
 
     def _named(self, name: str | None) -> tuple[Call, dict[str, str]]:
@@ -150,12 +151,12 @@ class Cluster:
                 yield event["type"], event["object"]
 
     def log(self, pod: str, container: str, *, follow: bool, since: int | None = None) -> Iterator[bytes]:
-        """The lines of a container's log, each with the time it was written in front, without their ends.
+        """The lines of a container's log, each after its time, without their ends.
 
-        A line that a broken connection cut off is not returned.
+        A line cut off by a broken connection is not returned.
 
         Arguments:
-            follow: go on until the container ends.
+            follow: continue until the container ends.
             since: only lines of the last `since` seconds.
         """
         options: dict[str, Any] = {"container": container, "follow": follow, "timestamps": True}
@@ -172,7 +173,7 @@ class Cluster:
 
     @contextlib.contextmanager
     def _answer(self, call: Call, **arguments: Any) -> Iterator[Any]:
-        """The answer as it comes. The client's own models of objects refuse what another version of the API has."""
+        """The raw answer. The client's models of objects refuse fields of other versions of the API."""
         response = call(**arguments, _preload_content=False)
         try:
             if not 200 <= response.status <= 299:
@@ -182,8 +183,8 @@ class Cluster:
             response.close()
             response.release_conn()
 
-    def _explained(self, what: str, creating: str | None = None) -> contextlib.AbstractContextManager[None]:
-        return explained(what, self._server, self.namespace, creating)
+    def _explained(self, failed: str, creating: str | None = None) -> contextlib.AbstractContextManager[None]:
+        return explained(failed, self._server, self.namespace, creating)
 
 
 class _Read:
@@ -198,13 +199,13 @@ class _Read:
 
 
 def _lines(response: Any) -> Iterator[bytes]:
-    """The lines of an answer, without their ends; the last one also if it has no end."""
-    rest = b""
+    """The lines of an answer, without their ends; the last line may lack its end."""
+    partial = b""
     for piece in response.stream(65536):
-        *lines, rest = (rest + piece).split(b"\n")
+        *lines, partial = (partial + piece).split(b"\n")
         yield from lines
-    if rest:
-        yield rest
+    if partial:
+        yield partial
 
 
 def is_role(pod: Mapping[str, Any], role: str) -> bool:

@@ -1,7 +1,7 @@
 """Ending threads that wait for the API server.
 
-Python cannot end a thread that waits in C, and must not exit beside one either: the Kubernetes client's calls run
-inside Rust (pydantic), and a thread that Python ends there aborts the process. A cut connection ends the wait.
+Python cannot end a thread that waits in C, and must not exit beside such a thread: the Kubernetes client runs inside
+Rust (pydantic), where the end of a thread aborts the process. A cut connection ends the wait.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Connections:
     def end(self, threads: Iterable[threading.Thread]) -> None:
         """Cut all connections, and return when these threads have ended.
 
-        They get an error from what they wait for, and must not try again for ever. A thread that is just connecting
-        may take as long as it was given to connect.
+        The threads' waits fail with an error, and the threads must not retry for ever. A thread that is connecting may
+        take until the end of its timeout.
         """
         with self._lock:
             self._refusing = True
@@ -44,7 +44,7 @@ class Connections:
             self._refusing = False
 
     def _noting(self, pool: Any) -> Any:
-        """The same class of pools, whose connections are noted."""
+        """A subclass of the pool's class, which notes its connections."""
 
         class Connection(pool.ConnectionCls):
             def connect(connection: Any) -> None:  # noqa: N805 - self is that of Connections
@@ -63,4 +63,4 @@ class Connections:
 
     def _refuse(self) -> None:
         if self._refusing:
-            raise ConnectionAbortedError("it is no longer waited for")
+            raise ConnectionAbortedError("the job is no longer followed")

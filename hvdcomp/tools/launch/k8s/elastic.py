@@ -1,11 +1,13 @@
-"""What the launcher's container of an elastic job starts: `python3 -m hvdcomp.tools.launch.k8s.elastic PORT LIST
-WORKERS [OPTION]... PROGRAM [ARGUMENT]...`, with horovodrun's options.
+"""The program of the launcher's container in an elastic job.
 
-LIST is the operator's program that prints the hosts of the workers that run. This waits until so many WORKERS answer on
-the port. Then it runs horovodrun, which follows the list from then on, and ends with the exit code of the ranks.
+`python3 -m hvdcomp.tools.launch.k8s.elastic PORT LIST WORKERS [OPTION]... PROGRAM [ARGUMENT]...`, with horovodrun's
+options.
 
-A pod that is to end gets SIGTERM, at which horovodrun would end the ranks. This sends SIGUSR2 to the ranks of all
-workers instead: ranks that know it all save and end with code 213.
+LIST is the operator's program that prints the hosts of the running workers. The launcher waits until WORKERS of them
+answer on the port. Then it runs horovodrun, which follows the list, and returns the exit code of the ranks.
+
+A pod that is to end gets SIGTERM, at which horovodrun would end the ranks. The launcher instead sends SIGUSR2 to the
+ranks of all workers: ranks that handle it save and end with code 213.
 """
 
 from __future__ import annotations
@@ -28,32 +30,32 @@ _SSH = """#!/bin/sh
 exec {ssh} -o BatchMode=yes -o ConnectTimeout=10 -o ConnectionAttempts=5 -o ServerAliveInterval=10 \
 -o ServerAliveCountMax=3 -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR "$@"
 """
-"""What horovodrun finds as `ssh`, which it gives no such options. With them a rank whose node is lost has failed after
-half a minute; without, the others would wait for it for hours."""
+"""The `ssh` that horovodrun finds. Its options make a rank on a lost node fail after half a minute; without them, the
+other ranks would wait for hours."""
 
 _FOR_PYTHON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
-"""Variables that sessions of sshd do not have, and that `python3 -m` may need."""
+"""Variables that sessions of sshd lack, and that `python3 -m` may need."""
 
 
 class _Workers:
-    """The workers that run."""
+    """The running workers."""
 
     def __init__(self, port: str, program: str) -> None:
         self._port, self._program = port, program
         self._warning: threading.Thread | None = None
 
     def hosts(self) -> list[str]:
-        """Their hosts; none where the program cannot say."""
-        done = subprocess.run([self._program], stdout=subprocess.PIPE, text=True, check=False)
-        return done.stdout.split() if done.returncode == 0 else []
+        """The workers' hosts; empty if the program fails."""
+        listing = subprocess.run([self._program], stdout=subprocess.PIPE, text=True, check=False)
+        return listing.stdout.split() if listing.returncode == 0 else []
 
     def wait_for(self, count: int) -> None:
-        """Return when so many answer, as long as it takes to place their pods."""
-        said = False
+        """Return when `count` workers answer, without a time limit, as placing pods may take long."""
+        announced = False
         while (ready := sum(answers(host, int(self._port)) for host in self.hosts())) < count:
-            if not said:
+            if not announced:
                 print(f"hvdcomp: waiting for workers: {ready} of {count} answer", file=sys.stderr, flush=True)
-                said = True
+                announced = True
             time.sleep(1)
 
     def warn(self, _process: subprocess.Popen[bytes]) -> None:
@@ -86,7 +88,7 @@ def _main() -> NoReturn:
 
 
 def _make_ssh(folder: Path) -> None:
-    """Put ssh with its options before all others."""
+    """Put a script that runs ssh with its options first in PATH."""
     ssh = shutil.which("ssh")
     if ssh is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "ssh")

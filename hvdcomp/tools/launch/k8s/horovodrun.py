@@ -1,4 +1,4 @@
-"""horovodrun, which ends with the exit code of the rank that failed first; by itself it says the code, and ends with 1.
+"""horovodrun with the exit code of the rank that failed first; horovodrun itself prints that code, and returns 1.
 
 `python3 -m hvdcomp.tools.launch.k8s.horovodrun [OPTION]... PROGRAM [ARGUMENT]...`
 """
@@ -12,7 +12,7 @@ _CODE = re.compile(r"^Exit code: (-?\d+)$", re.MULTILINE)
 
 
 def exit_code(message: str) -> int:
-    """The exit code that Horovod's message names, as a shell would say it; 1 if it names none."""
+    """The exit code in Horovod's message, as a shell counts it; 1 if there is none."""
     match = _CODE.search(message)
     code = 1 if match is None else int(match[1])
     return code if code > 0 else 128 - code
@@ -21,7 +21,7 @@ def exit_code(message: str) -> int:
 def _main() -> None:
     from horovod.runner import launch
 
-    # The ranks find out by themselves. The launcher would import the frameworks for it, for which its memory is small.
+    # Horovod would import the frameworks to find out, for which the launcher's memory is too small. The ranks check.
     launch.gloo_built = lambda verbose=False: True
     try:
         launch.run_commandline()

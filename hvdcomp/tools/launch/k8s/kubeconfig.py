@@ -1,4 +1,4 @@
-"""Which cluster is meant, and a client for it, from the kubeconfig or from inside a pod."""
+"""The configured cluster and a client for it, from the kubeconfig or from inside a pod."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _IN_CLUSTER = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 def connect(kubernetes: Any, context: str | None) -> tuple[Any, str]:
-    """A client, and the namespace that is taken where none is named. Nothing is sent yet.
+    """A client, and the default namespace. Nothing is sent yet.
 
     Arguments:
         kubernetes: the module.
-        context: of the kubeconfig; None for its current one.
+        context: of the kubeconfig; None for its current context.
 
     Raises:
-        KubernetesError: no cluster is configured, or what configures it cannot be used.
+        KubernetesError: no cluster is configured, or its configuration cannot be used.
     """
     import yaml
 
@@ -37,13 +37,13 @@ def connect(kubernetes: Any, context: str | None) -> tuple[Any, str]:
     except (
         kubernetes.config.ConfigException, yaml.YAMLError, OSError, ValueError, TypeError, KeyError, AttributeError,
     ) as error:  # fmt: skip
-        # The client takes the form of the file for granted.
-        said = " ".join(str(error).split())
+        # The client does not check the form of the file.
+        reason = " ".join(str(error).split())
         raise KubernetesError(
-            f"{place} is not a kubeconfig that can be used ({type(error).__name__}: {said}): mend it, or set "
-            "KUBECONFIG to another; `kubectl config view` shows what it holds"
+            f"{place} is not a usable kubeconfig ({type(error).__name__}: {reason}): correct it, or set "
+            "KUBECONFIG to another; `kubectl config view` shows its content"
         ) from None
-    # The one who asks decides what is asked again; urllib3 would do so too, with a warning each time.
+    # The caller decides about retries; urllib3 would retry too, with a warning each time.
     client.rest_client.pool_manager.connection_pool_kw["retries"] = False
     return client, namespace
 
@@ -63,26 +63,26 @@ def _from_file(kubernetes: Any, file: str, context: str | None) -> tuple[Any, st
         raise KubernetesError(f"context: {file} has no current context: name one with --context; it has: {names}")
     if chosen not in contexts:
         raise KubernetesError(f"context: the kubeconfig has no {chosen!r}; it has: {names}")
-    heard = _Errors()
-    logging.getLogger().addHandler(heard)
+    errors = _Errors()
+    logging.getLogger().addHandler(errors)
     try:
         client = config.new_client_from_config(config_file=file, context=chosen)
     finally:
-        logging.getLogger().removeHandler(heard)
-    if heard.said:
+        logging.getLogger().removeHandler(errors)
+    if errors.messages:
         raise KubernetesError(
-            f"context {chosen!r} of {file} logs in through a program that did not work ({heard.said[0]}): install it, "
-            "or log in with it by hand; `kubectl auth whoami` uses it too"
+            f"context {chosen!r} of {file} logs in through a program that did not work ({errors.messages[0]}): install "
+            "it, or log in with it by hand; `kubectl auth whoami` uses it too"
         )
     return client, contexts[chosen].get("namespace") or "default"
 
 
 class _Errors(logging.Handler):
-    """Keeps errors that the client logs: for a user without credentials it goes on as nobody."""
+    """Keeps the errors that the client logs: without credentials it continues as an anonymous user."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said.append(" ".join(record.getMessage().split()))
+        self.messages.append(" ".join(record.getMessage().split()))

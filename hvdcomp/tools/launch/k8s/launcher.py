@@ -1,10 +1,11 @@
-"""What the launcher's container starts: `python3 -m hvdcomp.tools.launch.k8s.launcher PORT mpirun [ARGUMENT]...`.
+"""The program of the launcher's container: `python3 -m hvdcomp.tools.launch.k8s.launcher PORT mpirun [ARGUMENT]...`.
 
-A launcher that is started again, after a worker was lost, does not wait for the new worker by itself; so this waits
-until the sshd of every worker answers on the port. Then it runs mpirun, and ends with its exit code.
+mpirun in a launcher that restarts after the loss of a worker would not wait for the new worker; so the launcher waits
+until the sshd of every worker answers on the port. Then it runs mpirun, and returns its exit code.
 
-A pod that is to end, by a drain, a preemption or a deletion, gets SIGTERM, at which mpirun would kill the ranks. This
-passes SIGUSR1 on to them instead, as the batch script does under Slurm: ranks that know it save and end with code 213.
+A pod that is to end, by a drain, a preemption or a deletion, gets SIGTERM, at which mpirun would kill the ranks. The
+launcher instead sends them SIGUSR1, as the batch script does under Slurm: ranks that handle it save and end with code
+213.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from typing import Any, NoReturn
 from hvdcomp.tools.launch.promise import EXIT_SAVED
 
 HOSTS = "OMPI_MCA_orte_default_hostfile"
-"""The variable by which the operator names a file with a line for each worker, its host first."""
+"""The operator's variable that names a file with a line for each worker, which begins with its host."""
 
 WORKERS_WITHIN = 1800.0
-"""Seconds to wait for a worker. One that its node gave up is never made again."""
+"""Seconds to wait for a worker. A worker that its node evicted is never replaced."""
 
 WARN_EVERY = 15
-"""Seconds between two warnings: a program that is only just starting takes no notice yet."""
+"""Seconds between two warnings: a program that is still starting ignores them."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM)
 
@@ -44,7 +45,7 @@ def answers(host: str, port: int) -> bool:
     try:
         with socket.create_connection((host, port), timeout=5):
             return True
-    except OSError:  # also while the name is not known yet
+    except OSError:  # also while the name does not resolve yet
         return False
 
 
@@ -52,67 +53,67 @@ def wait_for(host: str, port: int, seconds: float = WORKERS_WITHIN) -> None:
     """Return when something answers on a host's port.
 
     Raises:
-        TimeoutError: nothing did.
+        TimeoutError: nothing answered.
     """
     until = time.monotonic() + seconds
-    said = False
+    announced = False
     while True:
         try:
             with socket.create_connection((host, port), timeout=5):
                 return
-        except OSError as error:  # also while the name is not known yet
+        except OSError as error:  # also while the name does not resolve yet
             if time.monotonic() > until:
                 raise TimeoutError(f"no answer from worker {host} in {seconds:g} seconds ({error})") from None
-            if not said:
+            if not announced:
                 print(f"hvdcomp: waiting for worker {host} ({error})", file=sys.stderr, flush=True)
-                said = True
+                announced = True
         time.sleep(1)
 
 
 def _pass_on(process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGUSR1)  # mpirun passes it on to all ranks
+    process.send_signal(signal.SIGUSR1)  # mpirun passes it to all ranks
 
 
 class Ranks:
-    """The ranks of a command that starts them. `run` runs it, and warns them when this process is told to end.
+    """The ranks of a command such as mpirun. `run` runs it, and warns the ranks when this process is told to end.
 
     Arguments:
-        warn: warns them, given the process of the command; it may be called again and again, and must not wait.
+        warn: warns the ranks, given the process of the command; it may be called repeatedly, and must not wait.
     """
 
     def __init__(self, warn: Callable[[subprocess.Popen[bytes]], None] = _pass_on) -> None:
         self._warn_ranks = warn
         self._process: subprocess.Popen[bytes] | None = None
-        self._told = False
+        self._warned = False
 
     def run(self, command: list[str]) -> int:
-        """The exit code of the command; 128 and the number of the signal, if one ended it."""
+        """The exit code of the command; 128 plus the number of the signal, if a signal ended it."""
         for number in _SIGNALS:
             signal.signal(number, self._warn)
         self._process = subprocess.Popen(command)
-        if self._told:
+        if self._warned:
             self._warn()
         code = self._process.wait()
-        for number in _SIGNALS:  # an alarm that is still set must not end this process in place of its code
+        for number in _SIGNALS:  # a pending alarm must not end this process
             signal.signal(number, signal.SIG_IGN)
         return code if code >= 0 else 128 - code
 
     def _warn(self, *_: Any) -> None:
-        self._told = True
+        self._warned = True
         if self._process is not None:
             self._warn_ranks(self._process)
             signal.alarm(WARN_EVERY)
 
 
 def end_while_waiting() -> None:
-    """Let SIGTERM end this process: the first one of a container is not ended by a signal that it does not handle."""
+    """Let SIGTERM end this process, as the first process of a container ignores signals that it does not handle."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def finish(code: int) -> NoReturn:
     """End with the exit code of the ranks."""
     if code == EXIT_SAVED:
-        print("hvdcomp: the ranks have saved and stopped; started again, they go on from there", file=sys.stderr)
+        print("hvdcomp: the ranks have saved and stopped; the next start continues from there", file=sys.stderr)
     sys.exit(code)
 
 

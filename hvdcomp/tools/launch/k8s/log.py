@@ -11,11 +11,11 @@ from hvdcomp.tools.launch.k8s.errors import KubernetesError
 from hvdcomp.tools.launch.k8s.state import LAUNCHER
 
 PAUSES = (0.5, 1.0, 2.0, 5.0, 10.0)
-"""Seconds before asking the API server again, growing while there is no answer."""
+"""Seconds before the next request to the API server, growing while there is no answer."""
 
 
 def pause(failures: int) -> float:
-    """Seconds before asking again after so many failures without a success between them."""
+    """Seconds before the next request after so many consecutive failures."""
     return PAUSES[min(failures, len(PAUSES) - 1)]
 
 
@@ -23,12 +23,13 @@ class Log:
     """Reads the log of one attempt after the other, each to its end.
 
     Arguments:
-        write: is given each line, in another thread.
-        lost: is told why, in that thread, if the log is denied; it is asked for again.
-        patience: seconds for which a log that is denied is asked for again.
+        cluster: of the job.
+        write: called with each line, in another thread.
+        lost: called with the reason, in that thread, if the log is denied; the request is repeated.
+        patience: seconds for which the request of a denied log is repeated.
 
     Attributes:
-        thread: which reads; None while there is nothing to read.
+        thread: the reading thread; None while there is nothing to read.
     """
 
     def __init__(
@@ -42,21 +43,21 @@ class Log:
         self._lines = NewLines()
 
     def read(self, attempt: tuple[str, int] | None) -> None:
-        """Read this attempt, if it is not the one that is read already."""
+        """Read the log of this attempt, if it is not being read already."""
         if attempt is None or attempt == self._attempt:
             return
         self.finish()
         if self._attempt is None or self._attempt[0] != attempt[0]:
-            self._lines = NewLines()  # a container that restarts in its pod goes on by the same clock
+            self._lines = NewLines()  # a container that restarts in its pod keeps its clock
         self._attempt, self._ended = attempt, threading.Event()
         self.thread = threading.Thread(target=self._run, args=(attempt[0], self._ended), daemon=True, name="log")
         self.thread.start()
 
     def finish(self, seconds: float | None = None) -> None:
-        """After the end of the attempt: return when everything that it wrote has been passed on.
+        """After the end of the attempt: return when all its lines have been written.
 
         Arguments:
-            seconds: after which it returns all the same, for an attempt that may not have ended; None for no bound.
+            seconds: the longest wait, for an attempt that may not have ended; None for no limit.
         """
         self._ended.set()
         if self.thread is not None:
@@ -65,14 +66,14 @@ class Log:
                 self.thread = None
 
     def stop(self) -> None:
-        """Pass on no line after the one that is being passed on, if any, and try nothing again."""
+        """Write no further line, and repeat no request."""
         self._stopped.set()
         self._ended.set()
 
     def _run(self, pod: str, ended: threading.Event) -> None:
         failures, since = 0, 0.0
         while not self._stopped.is_set():
-            last = ended.is_set()  # asked before reading: a reading that begins after the end is complete
+            last = ended.is_set()  # before reading: a log read after the end is complete
             try:
                 log = self._cluster.log(pod, LAUNCHER, follow=not last, since=self._lines.seconds())
                 for line in self._lines.of(log):
@@ -88,9 +89,9 @@ class Log:
                 if failures == 0:
                     since = time.monotonic()
                     if error.denied:
-                        # What to do about a missing right is of use only if it was never there.
-                        self._lost(str(error) if self._lines.seconds() is None else error.said)
-                # 400: the node of the pod does not answer.
+                        # The remedy for a missing right only helps if the right was never there.
+                        self._lost(str(error) if self._lines.seconds() is None else error.reason)
+                # 400: the pod's node does not answer.
                 worth = error.transient or error.denied or error.status == 400
                 waited = time.monotonic() - since
                 more = failures < len(PAUSES) if last else not error.denied or waited <= self._patience
@@ -102,9 +103,9 @@ class Log:
 
 
 class NewLines:
-    """Of a log that is read several times, the lines that were not seen before.
+    """The new lines of a log that is read several times.
 
-    Each line begins with its time. Several may have the same, so those of the last time seen are counted.
+    Each line begins with its time. Several lines may have the same time, so those of the last time are counted.
     """
 
     def __init__(self) -> None:
@@ -113,12 +114,12 @@ class NewLines:
         self._received: float | None = None
 
     def seconds(self) -> int | None:
-        """How many last seconds of the log hold everything new, by a margin; None before the first line."""
+        """Seconds of the log's end that contain all new lines, with a margin; None before the first line."""
         return None if self._received is None else int(time.monotonic() - self._received) + 30
 
     def of(self, lines: Iterable[bytes]) -> Iterator[str]:
-        """The new ones of these lines, without their times."""
-        border, known, repeated = self._time, self._count, 0
+        """The new lines of `lines`, without their times."""
+        border, counted, repeated = self._time, self._count, 0
         for line in lines:
             stamp, _, text = line.decode(errors="replace").partition(" ")
             moment = _sortable(stamp)
@@ -126,7 +127,7 @@ class NewLines:
                 continue
             if moment == border:
                 repeated += 1
-                if repeated <= known:
+                if repeated <= counted:
                     continue
             if moment > self._time:
                 self._time, self._count = moment, 0

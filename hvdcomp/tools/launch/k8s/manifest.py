@@ -1,6 +1,6 @@
-"""The MPIJob of a job, as plain dicts: what no template can be tricked into.
+"""The MPIJob of a job, as plain dicts: unlike a template, they cannot be tricked by text in the settings.
 
-Kubernetes starts containers without a shell, but replaces `$(NAME)` in arguments and variables; `literal` keeps it from
+Kubernetes starts containers without a shell, but replaces `$(NAME)` in arguments and variables; `literal` prevents
 that. The manifests in the folder `k8s/` explain the same fields in comments.
 """
 
@@ -20,7 +20,7 @@ GROUP, VERSION, PLURAL, KIND = "kubeflow.org", "v2beta1", "mpijobs", "MPIJob"
 
 JOB_LABEL = "training.kubeflow.org/job-name"
 ROLE_LABEL = "training.kubeflow.org/job-role"
-"""Set on pods by the operator; the role is "launcher" or "worker"."""
+"""Labels that the operator sets on pods; the role is "launcher" or "worker"."""
 
 USER = 1000
 
@@ -46,12 +46,12 @@ number, then later and later, up to the second. Its pod may be made again under 
 may still hold it."""
 
 _ELASTIC_COMMUNICATION = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "60"}
-"""By default 30: too little for a new rank to start in a new pod, and all ranks would fail with it."""
+"""The default, 30, is too short for a new rank to start in a new pod, and all ranks would fail with it."""
 _GPU_COMMUNICATION = {"NCCL_DEBUG": "WARN"}
 
 
 def literal(text: str) -> str:
-    """The text as `args` and `env` must have it to pass it on as it is: `$$` is a dollar that begins no reference."""
+    """The text as `args` and `env` must contain it to be passed unchanged: `$$` is a dollar sign."""
     return text.replace("$", "$$")
 
 
@@ -78,7 +78,7 @@ def render(settings: KubernetesSettings) -> dict[str, Any]:
             "slotsPerWorker": settings.slots_per_worker,
             "sshAuthMountPath": f"{settings.home}/.ssh",
             "mpiImplementation": "OpenMPI",
-            # The launcher of an elastic job waits itself, for fewer workers than are asked for.
+            # The launcher of an elastic job waits itself, for the least number of workers.
             "launcherCreationPolicy": "AtStartup" if settings.elastic else "WaitForWorkersReady",
             "runPolicy": _run_policy(settings),
             "mpiReplicaSpecs": {
@@ -89,7 +89,7 @@ def render(settings: KubernetesSettings) -> dict[str, Any]:
                 },
                 "Worker": {
                     "replicas": settings.workers,
-                    # A pod that failed is never made again; a container that is ended, as for memory, starts again.
+                    # A failed pod is never replaced; a container that is killed, as for its memory, restarts.
                     "restartPolicy": "OnFailure",
                     "template": _template(settings, _worker(settings), _scraped(settings)),
                 },
@@ -100,8 +100,8 @@ def render(settings: KubernetesSettings) -> dict[str, Any]:
 
 
 def _run_policy(settings: KubernetesSettings) -> dict[str, Any]:
-    # By default a gang is the workers and the launcher, which is made only when all workers run: it would never start.
-    # That of an elastic job is made at once, and begins with as few workers as may be.
+    # The default gang is the workers and the launcher, which is created only when all workers run: it would never
+    # start. The launcher of an elastic job is created at once, and starts with the least number of workers.
     least = settings.workers if settings.elastic is None else settings.bounds[0] // settings.slots_per_worker + 1
     gang: dict[str, Any] = {"minAvailable": least}
     if settings.queue is not None:
@@ -125,8 +125,8 @@ def _template(settings: KubernetesSettings, spec: dict[str, Any], annotations: M
 
 
 def _scraped(settings: KubernetesSettings) -> dict[str, str]:
-    """What tells Prometheus to scrape rank 0, which mpirun starts in the first worker. All workers have one template,
-    so all get it."""
+    """Annotations that make Prometheus scrape rank 0, which mpirun starts in the first worker. All workers have them,
+    as they share a template."""
     if settings.metrics_port is None:
         return {}
     return {"prometheus.io/scrape": "true", "prometheus.io/port": str(settings.metrics_port)}
@@ -158,7 +158,7 @@ def _launcher(settings: KubernetesSettings) -> dict[str, Any]:
 
 
 def _variables(settings: KubernetesSettings) -> dict[str, str]:
-    """Of the launcher's container, from where mpirun or horovodrun takes them to the ranks. The job's own win."""
+    """Variables of the launcher's container, which mpirun or horovodrun passes to the ranks; the job's come first."""
     if settings.elastic is not None:
         needed = _ELASTIC_COMMUNICATION
     else:
@@ -174,8 +174,8 @@ def _variables(settings: KubernetesSettings) -> dict[str, str]:
 
 
 def _rendezvous(settings: KubernetesSettings) -> dict[str, str]:
-    """Where torch.distributed's ranks find each other: mpirun starts rank 0 in the first worker. It is named as seen
-    from the job's own namespace, in the headless Service that the operator makes under the job's name."""
+    """The address at which torch.distributed's ranks meet: mpirun starts rank 0 in the first worker, whose name is that
+    in the headless Service that the operator creates under the job's name."""
     name = settings.job.name
     return {"MASTER_ADDR": f"{name}-worker-0.{name}", "MASTER_PORT": DEFAULT_PORT, "TORCHELASTIC_RUN_ID": name}
 
@@ -187,24 +187,24 @@ def _secret(source: str) -> dict[str, Any]:
 
 def _mpirun(settings: KubernetesSettings, variables: list[str]) -> list[str]:
     arguments = ["-np", str(settings.job.ranks), "--bind-to", "none", "--map-by", "slot"]
-    # The operator sets OMPI_MCA_plm_rsh_args too, without the port; an argument wins over a variable.
+    # The operator sets OMPI_MCA_plm_rsh_args too, without the port; an argument overrides a variable.
     ssh = (
         f"-p {SSH_PORT} -o ConnectionAttempts=10 -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null "
         "-o LogLevel=ERROR"
     )
     arguments += ["--mca", "plm_rsh_args", ssh]
-    own = (name for name in variables if not name.startswith("OMPI_MCA_"))  # those go to the ranks anyway
-    for name in dict.fromkeys([*settings.forward, *own]):
+    job_names = (name for name in variables if not name.startswith("OMPI_MCA_"))  # Open MPI passes those itself
+    for name in dict.fromkeys([*settings.forward, *job_names]):
         arguments += ["-x", name]
     return [*arguments, *_RANK]
 
 
 def _horovodrun(settings: KubernetesSettings) -> list[str]:
-    """Its options, but for those that `hvdcomp.tools.launch.k8s.elastic` knows, and what each rank starts with."""
+    """The options of horovodrun that `hvdcomp.tools.launch.k8s.elastic` does not add itself, and the ranks' program."""
     least, most = settings.bounds
     return [
         *("-np", str(least), "--min-np", str(least), "--max-np", str(most)),
-        *("--slots-per-host", str(settings.slots_per_worker)),  # the operator's list names none
+        *("--slots-per-host", str(settings.slots_per_worker)),  # the operator's list contains none
         *("--network-interfaces", settings.interface),
         *("--elastic-timeout", str(_WORKERS_WITHIN)),
         *("--blacklist-cooldown-range", *map(str, _USED_AGAIN)),
@@ -255,8 +255,8 @@ def _worker(settings: KubernetesSettings) -> dict[str, Any]:
 
 
 def _sshd(settings: KubernetesSettings) -> list[str]:
-    """As a user without rights, and with no configuration from the image. The key is mounted as root's, hence
-    StrictModes=no; and each readiness probe is an error to sshd, hence the LogLevel."""
+    """Arguments of sshd, for a user without rights and without the image's configuration. StrictModes=no, because root
+    owns the mounted key; LogLevel, because each readiness probe is an error to sshd."""
     options = ("PidFile=none", "StrictModes=no", "UsePAM=no", "PasswordAuthentication=no", "LogLevel=FATAL")
     arguments = ["-D", "-e", "-f", "/dev/null", "-p", str(SSH_PORT), "-h", f"{settings.home}/.ssh/id_rsa"]
     return arguments + [word for option in options for word in ("-o", option)]
@@ -280,7 +280,7 @@ def _placement(settings: KubernetesSettings) -> dict[str, Any]:
 
 
 def _pod(settings: KubernetesSettings) -> dict[str, Any]:
-    """What launcher and workers share: user 1000, no rights, no credentials of the cluster."""
+    """The specification that launcher and workers share: user 1000, no rights, no credentials of the cluster."""
     pod: dict[str, Any] = {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,

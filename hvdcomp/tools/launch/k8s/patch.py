@@ -1,4 +1,4 @@
-"""A file that is merged into the MPIJob, for all that no setting says."""
+"""A file that is merged into the MPIJob, for fields without a setting."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from hvdcomp.errors import ConfigurationError
 
 _FIXED = (("apiVersion",), ("kind",), ("metadata", "name"), ("metadata", "namespace"))
-"""By which the job is found again."""
+"""Fields that identify the job."""
 
 
 def read_patch(path: Path) -> dict[str, Any]:
     """The content of a patch file, in YAML or JSON.
 
     Raises:
-        ConfigurationError: it cannot be read, or says something other than an MPIJob's fields.
+        ConfigurationError: the file cannot be read, or has other content than an MPIJob's fields.
     """
     try:
         import yaml
@@ -35,16 +35,16 @@ def read_patch(path: Path) -> dict[str, Any]:
         for key in place:
             value = value.get(key) if isinstance(value, Mapping) else None
         if value is not None:
-            raise ConfigurationError(f"patch: {path} sets {'.'.join(place)}, which the settings say: leave it out")
+            raise ConfigurationError(f"patch: {path} sets {'.'.join(place)}, which the settings set: leave it out")
     return patch
 
 
 def merged(base: Any, patch: Any) -> Any:
-    """The base with the patch in it.
+    """The base, merged with the patch.
 
-    Tables are merged field by field, and null takes a field out. Lists of containers, volumes, variables and others
-    whose items have a `name` are merged item by item, and new ones come last; what is mounted is known by its
-    `mountPath`. Any other value replaces the base's.
+    Tables are merged field by field, and null removes a field. Lists of items with a `name`, such as containers,
+    volumes and variables, are merged item by item, and new items come last; mounts are matched by their `mountPath`.
+    Any other value replaces the base's.
     """
     if isinstance(base, Mapping) and isinstance(patch, Mapping):
         result = {key: value for key, value in base.items() if patch.get(key, value) is not None}

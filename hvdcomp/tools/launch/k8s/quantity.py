@@ -1,4 +1,4 @@
-"""Amounts as Kubernetes writes them."""
+"""Kubernetes quantities."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def quantity(name: str, text: str) -> Decimal:
     """A Kubernetes quantity as a number, "1500m" as 1.5 and "1Ki" as 1024.
 
     Raises:
-        ConfigurationError: it is not a quantity; `name` is the setting's.
+        ConfigurationError: the text is not a quantity; the message begins with the setting's `name`.
     """
     match = _QUANTITY.fullmatch(text)
     if match is None:

@@ -18,7 +18,7 @@ from hvdcomp.tools.launch.scheduler import Scheduler
 
 @dataclass(frozen=True)
 class MPIJob:
-    """A job by its name, and by its uid if only the very job is meant that has it."""
+    """A job's name, and its uid to exclude other jobs of the same name."""
 
     name: str
     uid: str | None = None
@@ -52,7 +52,7 @@ class Kubernetes(Scheduler[KubernetesSettings, MPIJob]):
                 f"there is no MPIJob {place}: see `hvdcomp launch k8s list --namespace {self.namespace}`", 404
             )
         events: list[dict[str, Any]] = []
-        with contextlib.suppress(KubernetesError):  # they only explain, and not everybody may read them
+        with contextlib.suppress(KubernetesError):  # events only explain, and reading them needs a right
             _, events = self._cluster.list_events(job.name)
         return read_state(jobs[0], pods, events), pods
 
@@ -80,7 +80,7 @@ class Kubernetes(Scheduler[KubernetesSettings, MPIJob]):
     def log(self, job: MPIJob) -> Iterator[str]:
         launcher = attempt(newest_launcher(self._cluster.list_pods(job.name)[1]))
         if launcher is None:
-            raise KubernetesError(f"{job.name} has written nothing yet: see `hvdcomp launch k8s status {job.name}`")
+            raise KubernetesError(f"{job.name} has no output yet: see `hvdcomp launch k8s status {job.name}`")
         for line in self._cluster.log(launcher[0], LAUNCHER, follow=False):
             yield line.partition(b" ")[2].decode(errors="replace")
 

@@ -1,7 +1,7 @@
-"""What can be asked of a job on Kubernetes, checked as the API server and the mpi-operator would check it.
+"""The settings of a job on Kubernetes, checked as the API server and the mpi-operator would check them.
 
-The operator refuses a bad MPIJob only after it was accepted, with an event on an object that then does nothing; so
-everything that it looks at is looked at here, before anything is sent.
+The operator refuses a wrong MPIJob only after the API server accepted it, by an event on an object that then does
+nothing; so all its checks are made here, before anything is sent.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _LABEL_VALUE = re.compile(rf"(?:{_LABEL_NAME})?")
 _DNS_NAME = re.compile(r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?")
 _PATH = re.compile(r"/[\w./+-]*", re.ASCII)
 TOLERATION = re.compile(rf"({_LABEL_KEY.pattern})(?:=({_LABEL_NAME}))?(?::(NoSchedule|PreferNoSchedule|NoExecute))?")
-"""A taint, as kubectl writes it: key, value, effect."""
+"""A taint in kubectl's form: key, value, effect."""
 
 SSH_PORT = 2222
-"""Of sshd in the workers. Ports below 1024 are root's."""
+"""The port of sshd in the workers. Ports below 1024 need root."""
 
 _METRICS_PORT, _METRICS_ADDRESS = "--metrics-port", "--metrics-address"
 
@@ -46,31 +46,31 @@ _MPI_PARAMETER = re.compile(r"[\w.,:^/@=+-]*", re.ASCII)
 
 @dataclass(frozen=True)
 class KubernetesSettings:
-    """One MPIJob. Each worker pod runs `slots_per_worker` ranks; the launcher pod runs `mpirun` alone.
+    """An MPIJob. Each worker pod runs `slots_per_worker` ranks; the launcher pod runs only `mpirun`.
 
     Attributes:
         job: the program; its ranks must be a multiple of slots_per_worker.
-        image: of launcher and workers, with the program, Horovod or PyTorch, Open MPI 4.1 and sshd in it.
-        slots_per_worker: ranks in one pod.
-        namespace, context: where; None is what the kubeconfig says.
-        gpu_resource: the extended resource of which every rank gets one, as "nvidia.com/gpu"; None for CPU.
-        worker_cpu, worker_memory: of one worker pod, requested; the memory is its limit too, the CPU if cpu_limit.
-        cpu_limit: whether workers may not use idle cores beyond what they requested.
-        shared_memory: of /dev/shm, which ranks of one pod exchange through; it counts as the pod's memory.
+        image: of launcher and workers, which contains the program, Horovod or PyTorch, Open MPI 4.1 and sshd.
+        slots_per_worker: ranks in each worker pod.
+        namespace, context: of the cluster; None: the kubeconfig's.
+        gpu_resource: extended resource, of which every rank gets one, as "nvidia.com/gpu"; None for CPU.
+        worker_cpu, worker_memory: requests of each worker pod. The memory is also its limit; the CPU is with cpu_limit.
+        cpu_limit: whether workers are limited to the cores that they requested.
+        shared_memory: size of /dev/shm, through which ranks of a pod exchange; it counts as the pod's memory.
         launcher_cpu, launcher_memory: of the launcher pod.
-        checkpoint_claim: a PersistentVolumeClaim that exists, mounted in every worker.
-        checkpoint_path: where.
-        home: of user 1000 in the image; the operator's ssh key is mounted in `.ssh` below it.
+        checkpoint_claim: an existing PersistentVolumeClaim, mounted in every worker.
+        checkpoint_path: the folder where it is mounted.
+        home: home folder of user 1000 in the image; the operator's ssh key is mounted in its `.ssh`.
         node_selector: labels that the workers' nodes must have.
         spread: put workers on different nodes ("hosts"), close together ("zone": in one zone), or let the scheduler
             choose ("none").
-        restart_policy: of the launcher: "Never" makes a new pod for another attempt, "OnFailure" restarts in place.
-        retries: how often the launcher is started again after it failed, or saved because its job was to make room.
-        grace_period: seconds that the pods have to save, once they are to end, before they are killed.
-        clean_pods: which pods the operator deletes at the end.
-        time_limit: seconds since the launcher was made, over all its attempts, after which the job is stopped; None for
-            no limit. The launcher is made when all workers are ready, so a job that waits for them waits without a
-            limit. That of an elastic job is made at once, and there waiting counts.
+        restart_policy: of the launcher: "Never" creates a new pod for another attempt, "OnFailure" restarts in place.
+        retries: how often the launcher restarts after it failed, or after it saved because the job was preempted.
+        grace_period: seconds in which the pods can save before they are killed.
+        clean_pods: the pods that the operator deletes at the end.
+        time_limit: seconds from the creation of the launcher, over all its attempts, to the end of the job; None for no
+            limit. The launcher is created when all workers are ready, so waiting for workers has no limit. The launcher
+            of an elastic job is created at once, so there waiting counts.
         keep_finished: seconds after which a finished launcher is deleted; None to keep it.
         pull_secret: name of the Secret for a private registry.
         pull_policy: when nodes fetch the image.
@@ -79,18 +79,16 @@ class KubernetesSettings:
         pod_labels, pod_annotations: of launcher and workers.
         queue: of a gang scheduler.
         priority_class: of launcher and workers.
-        tolerations: taints of nodes on which launcher and workers may run all the same, as "KEY=VALUE:EFFECT", or a
-            part of that from the left.
+        tolerations: taints that launcher and workers tolerate, as "KEY=VALUE:EFFECT"; VALUE and EFFECT may be missing.
         service_account: of launcher and workers. Its token is not mounted.
-        secrets: variables for every rank from Secrets, each as "SECRET/KEY".
-        volumes: PersistentVolumeClaims that exist, by the folder of every worker where they are mounted; "CLAIM:ro"
-            cannot be written.
-        resources: extended resources of one worker pod, besides gpu_resource, as for RDMA.
-        patch: a file of YAML that is merged into the MPIJob, for all else; see `patch.merged`.
-        elastic: "MIN:MAX": ranks come and go, in elastic Horovod. Training begins and goes on with at least MIN ranks,
-            and takes at most MAX. The job's ranks, between them, are those that the cluster is asked for at first. None
-            for a job whose ranks stay as they are.
-        interface: of the pods' network, over which the ranks of an elastic job find each other.
+        secrets: variables of every rank from Secrets, each as "SECRET/KEY".
+        volumes: existing PersistentVolumeClaims, by the folder of every worker where they are mounted; "CLAIM:ro" is
+            read-only.
+        resources: extended resources of each worker pod besides gpu_resource, as for RDMA.
+        patch: a YAML file that is merged into the MPIJob, for other fields; see `patch.merged`.
+        elastic: "MIN:MAX": elastic Horovod. Training needs at least MIN ranks, and uses at most MAX. The job begins
+            with `job.ranks`, between them. None: the number of ranks is fixed.
+        interface: network interface of the pods, over which the ranks of an elastic job find each other.
     """
 
     job: Job
@@ -142,7 +140,7 @@ class KubernetesSettings:
         self._check_environment()
         self._check_mounts()
         self._check_labels()
-        _ = self.metrics_port  # refuses a wrong one
+        _ = self.metrics_port  # raises if the port is wrong
         for name, number, least in (
             ("retries", self.retries, 0),
             ("grace_period", self.grace_period, 1),
@@ -159,13 +157,13 @@ class KubernetesSettings:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """The fewest and the most ranks."""
+        """The least and the largest number of ranks."""
         least, _, most = (self.elastic or f"{self.job.ranks}:{self.job.ranks}").partition(":")
         return int(least), int(most)
 
     @property
     def program(self) -> tuple[str, ...]:
-        """What is started on each rank: `hvdcomp train` of an elastic job is told so, and where it is to be scraped."""
+        """The command of each rank: `hvdcomp train` gets the options for an elastic job and for Prometheus."""
         words = self.job.program
         if not _trains(words):
             return words
@@ -179,26 +177,26 @@ class KubernetesSettings:
 
     @property
     def metrics_port(self) -> int | None:
-        """Where Prometheus finds rank 0: at the port of the option `--metrics-port`, if the program has it."""
-        given = None
+        """The port at which Prometheus scrapes rank 0, of the program's option `--metrics-port`; None without it."""
+        port = None
         for word, following in zip(self.job.command, [*self.job.command[1:], ""], strict=True):
             if word == _METRICS_PORT:
-                given = following
+                port = following
             elif word.startswith(f"{_METRICS_PORT}="):
-                given = word.partition("=")[2]
-        if given is None:
+                port = word.partition("=")[2]
+        if port is None:
             return None
-        if not re.fullmatch(r"[0-9]{1,5}", given) or not 1 <= int(given) <= 65535 or int(given) == SSH_PORT:
+        if not re.fullmatch(r"[0-9]{1,5}", port) or not 1 <= int(port) <= 65535 or int(port) == SSH_PORT:
             raise ConfigurationError(
-                f"command: {_METRICS_PORT} {given!r} is not a port for metrics: take a number from 1 to 65535 other "
+                f"command: {_METRICS_PORT} {port!r} is not a port for metrics: use a number from 1 to 65535 other "
                 f"than {SSH_PORT}, which is sshd's, as 9400"
             )
-        return int(given)
+        return int(port)
 
     def _check_names(self) -> None:
         check_job_name(self.job.name)
         if not self.image:
-            raise ConfigurationError("image: it is empty: name the image to run, as registry.example.org/hvdcomp:cpu")
+            raise ConfigurationError("image: it is empty: give the image to run, as registry.example.org/hvdcomp:cpu")
         if not _IMAGE.fullmatch(self.image):
             raise ConfigurationError(
                 f"image: {self.image!r} is not an image's name: write it as registry.example.org/path/name:tag"
@@ -243,16 +241,16 @@ class KubernetesSettings:
         for name, folder in folders:
             if not _PATH.fullmatch(folder) or folder == "/" or ".." in folder.split("/"):
                 raise ConfigurationError(
-                    f"{name}: {folder!r} is not a folder that can be mounted: take an absolute path of letters, digits "
+                    f"{name}: {folder!r} is not a folder to mount at: use an absolute path of letters, digits "
                     "and ._+- other than /"
                 )
-        taken = {"/dev/shm", f"{self.home}/.ssh"}
+        occupied = {"/dev/shm", f"{self.home}/.ssh"}
         if self.checkpoint_claim is not None:
-            taken.add(self.checkpoint_path)
+            occupied.add(self.checkpoint_path)
         for folder, claim in self.volumes.items():
-            if folder.rstrip("/") in {mount.rstrip("/") for mount in taken}:
-                raise ConfigurationError(f"volumes: something else is mounted at {folder!r}: take another folder")
-            taken.add(folder)
+            if folder.rstrip("/") in {mount.rstrip("/") for mount in occupied}:
+                raise ConfigurationError(f"volumes: something else is mounted at {folder!r}: use another folder")
+            occupied.add(folder)
             _check_object(f"volumes.{folder}", claim.removesuffix(":ro"))
 
     def _check_ranks(self) -> None:
@@ -260,8 +258,8 @@ class KubernetesSettings:
             raise ConfigurationError(f"slots_per_worker: {self.slots_per_worker} must be 1 or more")
         if self.job.ranks % self.slots_per_worker:
             raise ConfigurationError(
-                f"ranks: {self.job.ranks} do not fill pods of slots_per_worker={self.slots_per_worker}: take a "
-                "multiple of it, or other slots"
+                f"ranks: {self.job.ranks} do not fill pods of slots_per_worker={self.slots_per_worker}: use a multiple "
+                "of it, or another slots_per_worker"
             )
         self._check_last(self.workers)
 
@@ -270,7 +268,7 @@ class KubernetesSettings:
         if len(last) > HOST_NAME_LENGTH:
             raise ConfigurationError(
                 f"name: the last worker would be {last!r}, longer than the {HOST_NAME_LENGTH} characters of a host "
-                "name: take a shorter name"
+                "name: use a shorter name"
             )
 
     def _check_elastic(self) -> None:
@@ -278,56 +276,56 @@ class KubernetesSettings:
         if self.elastic is None:
             if trains and "--elastic" in self.job.command:
                 raise ConfigurationError(
-                    "command: `hvdcomp train --elastic` belongs in an elastic job: give elastic, as 2:8, or leave it "
+                    "command: `hvdcomp train --elastic` needs an elastic job: set elastic, as 2:8, or leave --elastic "
                     "out"
                 )
             return
         if not re.fullmatch(r"[1-9][0-9]*:[1-9][0-9]*", self.elastic, re.ASCII):
             raise ConfigurationError(
-                f"elastic: {self.elastic!r} must be MIN:MAX, the fewest and the most ranks, as 2:8, of 1 or more"
+                f"elastic: {self.elastic!r} must be MIN:MAX, the least and the largest number of ranks, as 2:8"
             )
         least, most = self.bounds
         if not least <= self.job.ranks <= most:
             raise ConfigurationError(
-                f"elastic: {self.elastic} must hold ranks={self.job.ranks}, which the cluster is asked for at first: "
-                "take MIN <= ranks <= MAX"
+                f"elastic: {self.elastic} must contain ranks={self.job.ranks}, with which the job begins: use MIN <= "
+                "ranks <= MAX"
             )
         if least % self.slots_per_worker or most % self.slots_per_worker:
             raise ConfigurationError(
-                f"elastic: {self.elastic} do not fill pods of slots_per_worker={self.slots_per_worker}: take multiples "
-                "of it"
+                f"elastic: {self.elastic} does not fill pods of slots_per_worker={self.slots_per_worker}: use "
+                "multiples of it"
             )
         self._check_last(most // self.slots_per_worker)
         if self.job.backend != "horovod":
             raise ConfigurationError(
-                f"elastic: ranks come and go in Horovod alone, and backend is {self.job.backend}: leave elastic out. "
-                "With retries a job that lost a worker starts again, and goes on from its checkpoint"
+                f"elastic: only Horovod is elastic, and backend is {self.job.backend}: leave elastic out. With "
+                "retries, a job that lost a worker restarts from its checkpoint"
             )
         if not re.fullmatch(r"[\w.-]{1,15}", self.interface, re.ASCII):
             raise ConfigurationError(
-                f"interface: {self.interface!r} is not a network's interface: write one name, as eth0"
+                f"interface: {self.interface!r} is not a network interface: use one name, as eth0"
             )
         memory = 128 + 32 * most
         if quantity("launcher_memory", self.launcher_memory) < memory * 2**20:
             raise ConfigurationError(
                 f"launcher_memory: {self.launcher_memory} is too little for elastic={self.elastic}, as the launcher "
-                f"has processes of its own for each rank: take {memory}Mi or more"
+                f"has processes for each rank: use {memory}Mi or more"
             )
         if trains:
             self._check_training()
 
     def _check_training(self) -> None:
-        """What `hvdcomp train --elastic` would refuse, or find out too late."""
+        """Check the conditions of `hvdcomp train --elastic`."""
         words = self.job.command
         if not any(word.partition("=")[0] == "--checkpoint-folder" for word in words):
             raise ConfigurationError(
-                "elastic: `hvdcomp train` goes on from its checkpoint when ranks come and go: add --checkpoint-folder, "
-                "in a volume that all workers share"
+                "elastic: `hvdcomp train` continues from its checkpoint when the ranks change: add "
+                "--checkpoint-folder, in a volume that all workers share"
             )
         if self.checkpoint_claim is None and not self.volumes and self.patch is None:
             raise ConfigurationError(
-                "elastic: no volume is mounted, so workers would not find the checkpoints of others: name a claim that "
-                "all of them can mount as checkpoint_claim, with --checkpoint-folder in checkpoint_path"
+                "elastic: no volume is mounted, so workers would not find each other's checkpoints: set "
+                "checkpoint_claim to a claim that all of them can mount, with --checkpoint-folder in checkpoint_path"
             )
         if "--backend=ddp" in words or ("--backend", "ddp") in itertools.pairwise(words):
             raise ConfigurationError("elastic: `hvdcomp train --backend ddp` is not Horovod: leave --backend out")
@@ -357,13 +355,13 @@ class KubernetesSettings:
             if name in (COMMAND, EXPECTED_SIZE):
                 raise ConfigurationError(f"environment: {name} is set by the launcher itself: leave it out")
             if name.startswith("OMPI_MCA_") and not _MPI_PARAMETER.fullmatch(value):
-                # mpirun writes these on a command line that a shell reads on every host.
+                # mpirun puts them on a command line that a shell reads on every host.
                 raise ConfigurationError(
-                    f"environment: {name}={value!r}: Open MPI's parameters may have letters, digits and _.,:^/@=+- only"
+                    f"environment: {name}={value!r}: Open MPI's parameters may only have letters, digits and _.,:^/@=+-"
                 )
         for name, source in self.secrets.items():
             if name in self.job.environment or name in (COMMAND, EXPECTED_SIZE) or name.startswith("OMPI_MCA_"):
-                raise ConfigurationError(f"secrets: {name} is set otherwise, or Open MPI's own: take another name")
+                raise ConfigurationError(f"secrets: {name} is set elsewhere, or is Open MPI's own: use another name")
             if not VARIABLE.fullmatch(name):
                 raise ConfigurationError(f"secrets: {name!r} is not the name of a variable: write the name alone")
             secret, _, key = source.partition("/")
@@ -382,31 +380,31 @@ def _trains(command: tuple[str, ...]) -> bool:
 
 
 def check_job_name(name: str) -> None:
-    """Refuse what no MPIJob of `hvdcomp launch k8s` can be called.
+    """Check the name of an MPIJob.
 
     Raises:
-        ConfigurationError: it is no name for a job, or none for a Service.
+        ConfigurationError: it is not a name for a job, or not for a Service.
     """
     check_name(name)
-    # The operator makes a Service of the name too, and Services may not begin with a digit (DNS-1035).
+    # The operator also creates a Service of this name, which must not begin with a digit (DNS-1035).
     if name[0].isdigit():
-        raise ConfigurationError(f"name: {name!r} must begin with a letter: a Service gets it too")
+        raise ConfigurationError(f"name: {name!r} must begin with a letter: a Service has this name, too")
 
 
 def _check_object(name: str, value: str | None) -> None:
     if value is not None and not _DNS_NAME.fullmatch(value):
         raise ConfigurationError(
-            f"{name}: {value!r} is not an object's name: at most 253 small letters, digits, dots, hyphens"
+            f"{name}: {value!r} is not an object's name: use at most 253 lower-case letters, digits, dots, hyphens"
         )
 
 
 def check_namespace(namespace: str) -> None:
-    """Refuse what no namespace can be called.
+    """Check the name of a namespace.
 
     Raises:
         ConfigurationError: it is not a DNS-1123 label.
     """
     if not DNS_LABEL.fullmatch(namespace) or len(namespace) > 63:
         raise ConfigurationError(
-            f"namespace: {namespace!r} is not a namespace: at most 63 small letters, digits and hyphens"
+            f"namespace: {namespace!r} is not a namespace: use at most 63 lower-case letters, digits and hyphens"
         )

@@ -1,4 +1,4 @@
-"""Where a job is, told from its MPIJob and its pods; and what keeps it, in the words of the scheduler and the nodes."""
+"""The state of a job, from its MPIJob and its pods, with the messages of the scheduler and the nodes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from hvdcomp.tools.launch.promise import EXIT_SAVED
 Phase = Literal["waiting", "suspended", "starting", "running", "stopped", "succeeded", "failed", "deleted"]
 
 LAUNCHER = "launcher"
-"""Of the launcher's container."""
+"""The name of the launcher's container."""
 
 
 @dataclass(frozen=True)
 class MPIJobState:
-    """Where an MPIJob is.
+    """The state of an MPIJob.
 
     Attributes:
-        phase: "waiting" for workers, "starting" the launcher, "running", "stopped" while the launcher has ended and the
-            cluster has not yet said whether the job has, or how it ended.
-        detail: what it waits for, or why it failed; may be empty.
-        exit_code: the launcher's, once the job has ended.
+        phase: "waiting" for workers, "starting" the launcher, "running", "stopped" after the end of the launcher and
+            before that of the job, or how the job ended.
+        detail: what the job waits for, or why it failed; may be empty.
+        exit_code: the launcher's, after the end of the job.
     """
 
     phase: Phase
@@ -42,50 +42,51 @@ class MPIJobState:
 def read_state(
     job: Mapping[str, Any] | None, pods: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]] = ()
 ) -> MPIJobState:
-    """The state of a job; None for one that is gone.
+    """The state of a job; `job` is None if it was deleted.
 
-    The MPIJob decides whether it has ended; the launcher's exit code and all that it waits for come from the pods, and
-    why there are no pods from the operator's events.
+    The MPIJob tells whether the job has ended, the pods give its exit code and what it waits for, and the operator's
+    events tell why pods are missing.
     """
     if job is None:
         return MPIJobState("deleted", "the MPIJob is gone")
     pods = list(pods)
     conditions = {condition["type"]: condition for condition in (job.get("status") or {}).get("conditions") or ()}
-    holding = {kind for kind, condition in conditions.items() if condition.get("status") == "True"}
+    true_conditions = {kind for kind, condition in conditions.items() if condition.get("status") == "True"}
     launcher = newest_launcher(pods)
-    if "Succeeded" in holding:
+    if "Succeeded" in true_conditions:
         return MPIJobState("succeeded", "", 0)
-    if "Failed" in holding:
+    if "Failed" in true_conditions:
         code = _exit_code(launcher)
-        said = ": ".join(filter(None, (conditions["Failed"].get("reason"), conditions["Failed"].get("message"))))
-        saved = "it has saved: submitted again, it goes on from there" if code == EXIT_SAVED else ""
+        message = ": ".join(filter(None, (conditions["Failed"].get("reason"), conditions["Failed"].get("message"))))
+        saved = "it has saved: submit it again to continue from there" if code == EXIT_SAVED else ""
         trouble = "; ".join(_troubles([] if launcher is None else [launcher]))
-        return MPIJobState("failed", "; ".join(filter(None, (said.strip(": "), trouble, saved))), code or 1)
-    if "Suspended" in holding:
-        return MPIJobState("suspended", "by its runPolicy, or by a queue that has no room yet")
+        return MPIJobState("failed", "; ".join(filter(None, (message.strip(": "), trouble, saved))), code or 1)
+    if "Suspended" in true_conditions:
+        return MPIJobState("suspended", "by its runPolicy, or by a full queue")
     workers = [pod for pod in pods if is_role(pod, "worker")]
-    wanted = job["spec"]["mpiReplicaSpecs"].get("Worker", {}).get("replicas", 0)
+    replicas = job["spec"]["mpiReplicaSpecs"].get("Worker", {}).get("replicas", 0)
     ready = sum(_is_ready(pod) for pod in workers)
-    missing = "; ".join([f"{ready} of {wanted} workers ready", *_troubles(workers)])
+    missing = "; ".join([f"{ready} of {replicas} workers ready", *_troubles(workers)])
     if launcher is not None:
         phase = launcher["status"].get("phase")
         if phase == "Running":
-            return MPIJobState("running", "" if ready == wanted else missing)
+            return MPIJobState("running", "" if ready == replicas else missing)
         retries = (job["spec"].get("runPolicy") or {}).get("backoffLimit")
-        again = ["it starts again while retries are left"] if phase == "Failed" and retries else []
+        again = ["it restarts while retries are left"] if phase == "Failed" and retries else []
         ended = phase in ("Succeeded", "Failed")
         return MPIJobState("stopped" if ended else "starting", "; ".join([*_troubles([launcher]), *again]))
-    # The operator warns of what keeps it from making pods. Once there are all, that is over, though events stay.
-    warning = "" if ready < len(workers) == wanted else _warning(job, events)
+    # The operator warns if it cannot create pods. Once all exist, its warnings are obsolete, though they stay.
+    warning = "" if ready < len(workers) == replicas else _warning(job, events)
     return MPIJobState("waiting", "; ".join(filter(None, (missing, warning))))
 
 
 def _warning(job: Mapping[str, Any], events: Iterable[Mapping[str, Any]]) -> str:
     """The operator's last warning about the job; empty if there is none."""
     uid = job["metadata"]["uid"]
-    own = [event for event in events if event.get("type") == "Warning" and event["involvedObject"].get("uid") == uid]
-    last = max(own, key=lambda event: event.get("lastTimestamp") or event.get("eventTime") or "", default=None)
-    return "" if last is None else f"the mpi-operator says {last.get('reason')}: {last.get('message')}"
+    about = [event for event in events if event["involvedObject"].get("uid") == uid]
+    warnings = [event for event in about if event.get("type") == "Warning"]
+    last = max(warnings, key=lambda event: event.get("lastTimestamp") or event.get("eventTime") or "", default=None)
+    return "" if last is None else f"mpi-operator: {last.get('reason')}: {last.get('message')}"
 
 
 def newest_launcher(pods: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
@@ -102,13 +103,13 @@ def is_active(pod: Mapping[str, Any]) -> bool:
 
 
 def remaining(pods: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The names of the pods of an ended job that nobody will end; none once its launcher ends.
+    """The names of an ended job's pods that continue to run; none after the end of its launcher.
 
-    The operator then removes workers as `cleanPodPolicy` says. When workers were evicted it calls the job failed, and
-    leaves all others to go on.
+    At the launcher's end, the operator deletes workers by `cleanPodPolicy`. After an eviction of workers, the operator
+    marks the job as failed, and leaves the other pods running.
     """
-    going_on = [pod for pod in pods if is_active(pod) and "deletionTimestamp" not in pod["metadata"]]
-    return sorted(pod["metadata"]["name"] for pod in going_on) if newest_launcher(going_on) is not None else []
+    active = [pod for pod in pods if is_active(pod) and "deletionTimestamp" not in pod["metadata"]]
+    return sorted(pod["metadata"]["name"] for pod in active) if newest_launcher(active) is not None else []
 
 
 def attempt(launcher: Mapping[str, Any] | None) -> tuple[str, int] | None:
@@ -136,20 +137,19 @@ def _is_ready(pod: Mapping[str, Any]) -> bool:
 
 
 def _troubles(pods: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What is wrong with pods, or how they ended: each thing once, with the first pod that has it and how many more."""
+    """Problems of pods, or how they ended: each once, with the first pod that has it and the number of others."""
     names: dict[str, list[str]] = {}
     for pod in pods:
         if trouble := _trouble(pod):
             names.setdefault(trouble, []).append(pod["metadata"]["name"])
     return [
-        f"{having[0]}{f' and {len(having) - 1} more' if len(having) > 1 else ''}{trouble}"
-        for trouble, having in names.items()
+        f"{pod_names[0]}{f' and {len(pod_names) - 1} more' if len(pod_names) > 1 else ''}{trouble}"
+        for trouble, pod_names in names.items()
     ]
 
 
 def _trouble(pod: Mapping[str, Any]) -> str:
-    """Why a pod does not run, or how its container ended, to be read after its name; empty if nothing is known or
-    wrong."""
+    """Why a pod does not run, or how its container ended, as a text after the pod's name; empty if neither is known."""
     status = pod["status"]
     for condition in status.get("conditions") or ():
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
@@ -157,7 +157,7 @@ def _trouble(pod: Mapping[str, Any]) -> str:
     container = _container(pod)
     state = container.get("state", {})
     waiting, terminated = state.get("waiting", {}), state.get("terminated", {})
-    if waiting.get("reason") == "CrashLoopBackOff":  # what it waits for is to be started again
+    if waiting.get("reason") == "CrashLoopBackOff":  # it waits for its restart
         terminated = container.get("lastState", {}).get("terminated", {})
     if waiting and not terminated and waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
         return ": " + ": ".join(filter(None, (waiting["reason"], waiting.get("message"))))

@@ -1,11 +1,11 @@
-"""What a worker's container does before it is ended (its preStop): `python3 -m hvdcomp.tools.launch.k8s.warn`.
+"""The preStop hook of a worker's container: `python3 -m hvdcomp.tools.launch.k8s.warn`.
 
-Kubernetes would send SIGTERM to sshd alone, and with it end all ranks of the pod at once. This warns them with SIGUSR1,
-and returns when they have ended; Kubernetes gives it as long as the pod's grace period. Ranks agree on when to save, so
-those of other pods need no warning.
+Kubernetes would send SIGTERM to sshd, and so end all ranks of the pod at once. The hook warns them by SIGUSR1, and
+returns when they have ended, within the pod's grace period. Ranks agree on when to save, so those of other pods need no
+warning.
 
-`python3 -m hvdcomp.tools.launch.k8s.warn all` sends SIGUSR2 once. It tells the ranks of an elastic job that all of them
-are to end; at SIGUSR1 those of other pods go on.
+`python3 -m hvdcomp.tools.launch.k8s.warn all` sends SIGUSR2 once, which tells the ranks of an elastic job that all of
+them must end; at SIGUSR1 those of other pods continue.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from hvdcomp.tools.launch.k8s.launcher import WARN_EVERY
 
 _LOOK_EVERY = 0.5
 _HOROVODRUN = b"HOROVOD_RANK="
-"""A variable that horovodrun gives to ranks, which ssh starts in a shell."""
+"""A variable that horovodrun sets for ranks, which ssh starts in a shell."""
 
 
 def ranks(processes: Path = Path("/proc")) -> list[int]:
-    """The processes that Open MPI's daemon or horovodrun has started in this container."""
+    """The numbers of the processes that Open MPI's daemon or horovodrun started in this container."""
     names: dict[int, str] = {}
     parents: dict[int, int] = {}
     started: set[int] = set()
     for folder in processes.glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has just ended, or is sshd's own
-            # "12 (the name) S 1 ...", where the name may have anything in it
+        with contextlib.suppress(OSError):  # the process has just ended, or belongs to sshd
+            # "12 (the name) S 1 ...", where the name may contain anything
             before, _, after = (folder / "stat").read_text(errors="replace").rpartition(")")
             state, parent = after.split()[:2]
             if state != "Z":
@@ -39,12 +39,12 @@ def ranks(processes: Path = Path("/proc")) -> list[int]:
                 names[number], parents[number] = before.partition("(")[2], int(parent)
                 if any(variable.startswith(_HOROVODRUN) for variable in (folder / "environ").read_bytes().split(b"\0")):
                     started.add(number)
-    first = {number for number in started if parents[number] not in started}  # the others are what ranks have started
+    first = {number for number in started if parents[number] not in started}  # the others are children of ranks
     return sorted(first | {number for number, parent in parents.items() if names.get(parent) == "orted"})
 
 
 def warn() -> None:
-    """Warn the ranks, again and again, until there are none."""
+    """Warn the ranks repeatedly until all have ended."""
     warned = -float(WARN_EVERY)
     while processes := ranks():
         if time.monotonic() - warned >= WARN_EVERY:

@@ -1,3 +1,3 @@
-"""Training under Slurm: `settings` is what a user may ask for, `script` makes the batch script of it from `job.sh`,
-`client` speaks to Slurm's own commands, and `follow` stays with a job to its end. `scheduler` puts them together.
+"""Training under Slurm: `settings` describes a job, `script` makes its batch script from `job.sh`, `client` runs the
+commands of Slurm, and `follow` follows a job to its end. `scheduler` puts them together.
 """

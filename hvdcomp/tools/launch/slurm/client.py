@@ -1,7 +1,7 @@
-"""Slurm's own commands: submitting, asking for the state, cancelling.
+"""Slurm's own commands: submit, state, cancel.
 
-What a job is doing is asked of the controller (`scontrol show job`), which forgets a job some minutes after its end;
-then the accounting (`sacct`) is asked, where the cluster keeps one.
+The state comes from the controller (`scontrol show job`), which forgets a job some minutes after its end; then from the
+accounting (`sacct`), if the cluster has it.
 """
 
 from __future__ import annotations
@@ -38,36 +38,36 @@ _ENDED = {
 
 
 class SchedulerUnavailableError(SchedulerError):
-    """Slurm's controller did not answer; it may in a minute."""
+    """Slurm's controller did not answer; it may answer later."""
 
 
 class UnknownJobError(SchedulerError):
-    """Slurm knows no such job, or no longer."""
+    """Slurm does not know the job, or no longer knows it."""
 
 
 class RefusedError(SchedulerError):
-    """A command of Slurm's failed for good.
+    """A command of Slurm failed for good.
 
     Attributes:
-        said: what it wrote, on one line.
+        message: the command's error message, on one line.
     """
 
-    def __init__(self, name: str, code: int, said: str) -> None:
-        super().__init__(f"{name} failed with exit code {code}: {said or 'it says nothing'}")
-        self.said = said
+    def __init__(self, name: str, code: int, message: str) -> None:
+        super().__init__(f"{name} failed with exit code {code}: {message or 'no error message'}")
+        self.message = message
 
 
 @dataclass(frozen=True)
 class SlurmJobState:
-    """What Slurm says of a job.
+    """The state of a job, as Slurm shows it.
 
     Attributes:
         state: Slurm's word, such as PENDING, RUNNING, COMPLETED.
-        reason: why it is pending or ended so; "None" if there is nothing to say.
-        nodes: on which it runs or ran; "" before.
-        restarts: how often it was queued again.
-        code, signal: with which its script ended.
-        output: the file it writes to; None where Slurm does not say.
+        reason: why the job is pending, or ended in this state; "None" without a reason.
+        nodes: the job's nodes; "" before it starts.
+        restarts: the number of requeues.
+        code, signal: of the end of its script.
+        output: the file of its output; None if Slurm does not know it.
     """
 
     job_id: int
@@ -86,8 +86,8 @@ class SlurmJobState:
 
     @property
     def exit_code(self) -> int:
-        """For a shell: that of the job's script, 128 and the number of the signal that ended it, or 1 for a job that
-        Slurm ended and that had none of its own."""
+        """The exit code for a shell: that of the job's script, or 128 plus the number of the signal that ended it, or 1
+        for a job that Slurm ended without either."""
         if self.code:
             return self.code
         if self.signal:
@@ -96,33 +96,33 @@ class SlurmJobState:
 
 
 def submit(script: str) -> int:
-    """Hands the script to sbatch and returns the job's number.
+    """Submits the script by sbatch, and returns the job's number.
 
     Raises:
         RefusedError: sbatch refused it.
-        SchedulerUnavailableError: Slurm does not answer now; it may have the job all the same.
+        SchedulerUnavailableError: Slurm does not answer; it may have the job nevertheless.
     """
-    # The first would win over the script's own options, unseen; the second are of a job that this runs in, if any.
-    others = ("SBATCH_", "SLURM_ARRAY_")
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(others)}
+    # SBATCH_ variables would override the script's options; SLURM_ARRAY_ variables belong to a surrounding job.
+    left_out = ("SBATCH_", "SLURM_ARRAY_")
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
     try:
         output = _run(["sbatch", "--parsable"], text=script, variables=variables)
     except SchedulerUnavailableError as error:
         raise SchedulerUnavailableError(
-            f"{error}: see with `squeue --me` whether it has the job all the same, and submit again if not"
+            f"{error}: `squeue --me` shows whether it has the job nevertheless; if not, submit again"
         ) from None
     match = re.match(r"(\d+)(;|$)", output.strip().splitlines()[-1] if output.strip() else "")
     if match is None:
-        raise SchedulerError(f"sbatch did not say which job it made, but {output!r}; `squeue --me` lists yours")
+        raise SchedulerError(f"sbatch printed no job number, but {output!r}; `squeue --me` lists your jobs")
     return int(match[1])
 
 
 def state_of(job_id: int) -> SlurmJobState:
-    """What a job is doing.
+    """The state of a job.
 
     Raises:
-        UnknownJobError: Slurm does not know it, or forgot it.
-        SchedulerUnavailableError: Slurm does not answer now.
+        UnknownJobError: Slurm does not know the job, or forgot it.
+        SchedulerUnavailableError: Slurm does not answer.
     """
     try:
         return _parse_job(job_id, _run(["scontrol", "show", "job", str(job_id)]))
@@ -131,29 +131,29 @@ def state_of(job_id: int) -> SlurmJobState:
 
 
 def my_jobs() -> list[SlurmJobState]:
-    """This user's jobs that Slurm's controller knows, ended ones too, the newest first."""
+    """This user's jobs that Slurm's controller knows, also ended ones, the newest first."""
     output = _run(["squeue", "--me", "--states=all", "--noheader", "--format=%A"])
     jobs = []
     for number in sorted({int(line) for line in output.split()}, reverse=True):
         try:
             jobs.append(state_of(number))
         except UnknownJobError:
-            continue  # forgotten since
+            continue  # Slurm forgot it meanwhile
     return jobs
 
 
 def cancel(job_id: int) -> None:
-    """Cancels a job; one that has ended stays as it is.
+    """Cancels a job; an ended job stays as it is.
 
     Raises:
-        SchedulerError: Slurm refused, such as for another user's job.
+        SchedulerError: Slurm refused, as for another user's job.
         UnknownJobError: there is no such job.
     """
     _run(["scancel", str(job_id)])
 
 
 def _parse_job(job_id: int, text: str) -> SlurmJobState:
-    """Of `scontrol show job`, in which the values looked at here stand at known places of their lines."""
+    """Parses the output of `scontrol show job`."""
 
     def value(pattern: str) -> str:
         match = re.search(pattern, text, re.MULTILINE)
@@ -176,7 +176,7 @@ def _parse_job(job_id: int, text: str) -> SlurmJobState:
 
 
 def _accounted(job_id: int) -> SlurmJobState:
-    """The same from the accounting, which has no file of the output and no restarts."""
+    """The state from the accounting, which knows neither the file of the output nor the restarts."""
     forgotten = f"Slurm knows no job {job_id}, or forgot it after its end"
     try:
         output = _run(
@@ -187,7 +187,7 @@ def _accounted(job_id: int) -> SlurmJobState:
     except SchedulerError as error:
         raise UnknownJobError(f"{forgotten}, and this cluster keeps no accounting ({error})") from None
     if not output.strip():
-        raise UnknownJobError(f"{forgotten}; `squeue --me` lists yours")
+        raise UnknownJobError(f"{forgotten}; `squeue --me` lists your jobs")
     name, state, nodes, codes = output.strip().splitlines()[-1].split("|")
     code, _, signal = codes.partition(":")
     word = state.split()[0]  # "CANCELLED by 1000"
@@ -195,10 +195,10 @@ def _accounted(job_id: int) -> SlurmJobState:
 
 
 def _run(command: list[str], text: str | None = None, variables: dict[str, str] | None = None) -> str:
-    """What a command of Slurm's writes."""
+    """The output of a command of Slurm."""
     name = command[0]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             input=text,
             env=variables,
@@ -206,7 +206,7 @@ def _run(command: list[str], text: str | None = None, variables: dict[str, str] 
             text=True,
             timeout=_COMMAND_SECONDS,
             check=False,
-            # Ctrl-C is for this program to answer, not for a question in flight.
+            # Ctrl-C must reach this program only.
             start_new_session=True,
         )
     except FileNotFoundError:
@@ -215,22 +215,22 @@ def _run(command: list[str], text: str | None = None, variables: dict[str, str] 
         ) from None
     except subprocess.TimeoutExpired:
         raise SchedulerUnavailableError(f"{name} did not answer in {_COMMAND_SECONDS} s") from None
-    if done.returncode == 0:
-        return done.stdout
-    said = _one_line(name, done.stderr or done.stdout)
-    if _NO_CONFIGURATION.search(said):
+    if process.returncode == 0:
+        return process.stdout
+    message = _one_line(name, process.stderr or process.stdout)
+    if _NO_CONFIGURATION.search(message):
         raise SchedulerError(
-            f"{name} finds no configuration of Slurm ({said}): run this on a login node of the cluster, or name its "
-            "slurm.conf in SLURM_CONF"
+            f"{name} finds no configuration of Slurm ({message}): run this on a login node of the cluster, or set "
+            "SLURM_CONF to its slurm.conf"
         )
-    if _UNKNOWN.search(said):
-        raise UnknownJobError(f"{name}: {said}")
-    if _NOT_NOW.search(said):
-        raise SchedulerUnavailableError(f"{name}: {said}")
-    raise RefusedError(name, done.returncode, said)
+    if _UNKNOWN.search(message):
+        raise UnknownJobError(f"{name}: {message}")
+    if _NOT_NOW.search(message):
+        raise SchedulerUnavailableError(f"{name}: {message}")
+    raise RefusedError(name, process.returncode, message)
 
 
 def _one_line(name: str, text: str) -> str:
-    """What a command wrote, without its name and the word error at the start of each line."""
+    """A command's output on one line, without its name and the word error at the start of each line."""
     lines = (re.sub(rf"^{name}: ((error|fatal): )?", "", line.strip()) for line in text.splitlines())
     return "; ".join(line for line in lines if line)

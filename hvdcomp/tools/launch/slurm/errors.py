@@ -1,7 +1,6 @@
-"""What Slurm refuses, and what keeps a job waiting, in words: which settings it is about, and what to do.
+"""Explanations of Slurm's refusals and of the reasons for which a job waits: the settings concerned, and the way out.
 
-Refusals are known by Slurm's own texts for its errors (src/common/slurm_errno.c of its source), which have been the
-same for many versions.
+Refusals are recognised by Slurm's texts for its errors (src/common/slurm_errno.c), which many versions share.
 """
 
 from __future__ import annotations
@@ -16,39 +15,39 @@ _LIMITS = "`sinfo --format='%P %l'` lists the longest of each partition"
 _SIZE = ("nodes", "tasks_per_node", "cpus_per_task", "gpus_per_node", "gres", "memory")
 
 _REFUSALS: dict[str, tuple[tuple[str, ...], str]] = {
-    "Invalid partition name specified": (("partition",), f"take another ({_PARTITIONS})"),
+    "Invalid partition name specified": (("partition",), f"use another ({_PARTITIONS})"),
     "No partition specified or system default partition": (
         ("partition",),
         f"the cluster has no default, so name one ({_PARTITIONS})",
     ),
     "User's group not permitted to use this partition": (
         ("partition",),
-        "take one whose AllowGroups has a group of yours (`scontrol show partition`)",
+        "use one whose AllowGroups has a group of yours (`scontrol show partition`)",
     ),
     "Required partition not available": (
         ("partition",),
-        f"it takes no jobs now, so take another, or wait ({_PARTITIONS})",
+        f"it takes no jobs now, so use another, or wait ({_PARTITIONS})",
     ),
     "Invalid account or account/partition combination specified": (
         ("account", "partition"),
-        f"take an account that may use the partition ({_ACCOUNTS})",
+        f"use an account that may use the partition ({_ACCOUNTS})",
     ),
     "Invalid qos specification": (
         ("qos", "account", "partition"),
-        f"take a QOS that the account may use ({_ACCOUNTS})",
+        f"use a QOS that the account may use ({_ACCOUNTS})",
     ),
     "Requested time limit is invalid": (
         ("time", "partition"),
-        f"take less time, or another partition ({_LIMITS}); a job that saves is queued again and goes on",
+        f"use less time, or another partition ({_LIMITS}); a job that saves is requeued and continues",
     ),
     "Job violates accounting/QOS policy": (
         ("account", "qos", "time", *_SIZE),
-        "ask for less, wait until other jobs of yours have ended, or take another account or QOS "
+        "ask for less, wait until other jobs of yours have ended, or use another account or QOS "
         "(`sacctmgr show associations user=$USER`, `sacctmgr show qos`)",
     ),
     "Requested node configuration is not available": (
         ("partition", "constraint", "reservation", *_SIZE),
-        "not so many nodes have all of that, so ask for less, or in another partition "
+        "too few nodes have all of this, so ask for less, or use another partition "
         "(`sinfo --format='%P %D %c %m %G %f'` lists nodes, cores, memory, GPUs and features)",
     ),
     "Invalid generic resource (gres) specification": (
@@ -57,20 +56,20 @@ _REFUSALS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "Invalid feature specification": (
         ("constraint",),
-        "take features that nodes have (`sinfo --format='%P %f'` lists them)",
+        "use features that nodes have (`sinfo --format='%P %f'` lists them)",
     ),
-    "Requested reservation is invalid": (("reservation",), "take one that `scontrol show reservation` lists"),
+    "Requested reservation is invalid": (("reservation",), "use one that `scontrol show reservation` lists"),
     "Access denied to requested reservation": (
         ("reservation", "account"),
-        "take one that is yours (`scontrol show reservation` lists Users and Accounts)",
+        "use one that is yours (`scontrol show reservation` lists Users and Accounts)",
     ),
     "Node count specification invalid": (
         ("nodes", "partition"),
-        "take a number that the partition allows (`scontrol show partition` lists MinNodes and MaxNodes)",
+        "use a number that the partition allows (`scontrol show partition` lists MinNodes and MaxNodes)",
     ),
     "More processors requested than permitted": (
         ("partition", *_SIZE),
-        "ask for fewer nodes, ranks or cores, or take another partition (`scontrol show partition`)",
+        "ask for fewer nodes, ranks or cores, or use another partition (`scontrol show partition`)",
     ),
     "Memory required by task is not available": (
         ("memory", "partition"),
@@ -78,7 +77,7 @@ _REFUSALS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
 }
 
-_NEVER = "it never starts so"
+_NEVER = "it never starts"
 _REASONS: dict[str, str] = {
     r"PartitionTimeLimit|(Assoc|QOS)MaxWallDurationPerJobLimit": (
         f"{_NEVER}: the time limit (--time) is longer than the partition, account or QOS allows; {_LIMITS}"
@@ -104,26 +103,27 @@ _REASONS: dict[str, str] = {
         "nodes that it needs are down or reserved, and it waits for them; `sinfo --list-reasons` says why"
     ),
     r"JobHeldUser|JobHeldAdmin|launch_failed_requeued_held": (
-        "it is held, and starts once `scontrol release` lets it; `scontrol show job` says more"
+        "it is held until `scontrol release`; `scontrol show job` says more"
     ),
 }
 
 
-def refusal(said: str, settings: SlurmJob) -> str | None:
-    """Why Slurm does not take a job: what it said, the flags that this is about with their values, and the way out.
+def refusal(message: str, settings: SlurmJob) -> str | None:
+    """Why Slurm refuses a job: its message, the flags concerned with their values, and the way out.
 
     Args:
-        said: what sbatch wrote, on one line.
+        message: the output of sbatch, on one line.
+        settings: of the job.
 
     Returns:
-        one line; None if nothing is known about what Slurm said.
+        one line; None for an unknown message.
     """
     for text, (names, way_out) in _REFUSALS.items():
-        if text in said:
-            return f"Slurm refuses the job: {said} ({settings.flags(names)}): {way_out}"
+        if text in message:
+            return f"Slurm refuses the job: {message} ({settings.flags(names)}): {way_out}"
     return None
 
 
-def what_keeps(reason: str) -> str:
-    """What keeps a pending job that Slurm gives this reason for; "" if it waits for its turn, or nothing is known."""
+def explain_reason(reason: str) -> str:
+    """Why a job is pending, by Slurm's reason; "" if it waits for its turn, or the reason is unknown."""
     return next((words for pattern, words in _REASONS.items() if re.fullmatch(pattern, reason)), "")

@@ -1,4 +1,4 @@
-"""Staying with a job: its state when it changes, what it writes as it writes it, and its exit code at the end."""
+"""Follows a job: changes of its state, its output while it is written, and its exit code at the end."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import BinaryIO
 
 from hvdcomp.tools.launch.slurm import client
 from hvdcomp.tools.launch.slurm.client import SchedulerUnavailableError, SlurmJobState
-from hvdcomp.tools.launch.slurm.errors import what_keeps
+from hvdcomp.tools.launch.slurm.errors import explain_reason
 
-_LOG_SECONDS = 0.5  # between two looks at the log, on which nobody else waits
-_PATIENCE_SECONDS = 900.0  # how long Slurm's controller may not answer, as while it is restarted
+_LOG_SECONDS = 0.5  # between two reads of the log
+_PATIENCE_SECONDS = 900.0  # how long Slurm's controller may be silent, as during a restart
 
 
 class Log:
@@ -22,25 +22,25 @@ class Log:
         self.path = path
         self._show = show
         self._file: BinaryIO | None = None
-        self._rest = b""
+        self._partial = b""
 
     def read(self) -> None:
-        """Shows the lines that came since."""
+        """Shows the new lines."""
         if self._file is None:
             try:
                 self._file = self.path.open("rb")
             except FileNotFoundError:
                 return
-        *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
+        *lines, self._partial = (self._partial + self._file.read()).split(b"\n")
         for line in lines:
             self._show(line.decode(errors="replace"))
 
     def close(self) -> None:
-        """Shows what is left, a last line without an end too."""
+        """Shows the remaining lines, also a last line without an end."""
         self.read()
-        if self._rest:
-            self._show(self._rest.decode(errors="replace"))
-            self._rest = b""
+        if self._partial:
+            self._show(self._partial.decode(errors="replace"))
+            self._partial = b""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -52,7 +52,7 @@ class Follower:
     Args:
         say: shows a line about the state.
         show: shows a line of the log.
-        poll_seconds: between two questions to Slurm's controller.
+        poll_seconds: between two queries to Slurm's controller.
     """
 
     def __init__(
@@ -67,19 +67,19 @@ class Follower:
         self._say = say
         self._log = None if log is None else Log(log, show)
         self._poll_seconds = poll_seconds
-        self._said = ""
+        self._last_line = ""
 
     def until_ended(self) -> SlurmJobState:
-        """Returns the state of the job when it has ended for good.
+        """Follows the job until it has ended for good; returns its last state.
 
         Raises:
-            UnknownJobError: Slurm forgot the job before it was seen to end.
+            UnknownJobError: Slurm forgot the job before its end was seen.
             SchedulerUnavailableError: Slurm did not answer for a quarter of an hour.
         """
         try:
             while True:
                 state = self._ask()
-                self._tell(state)
+                self._show_state(state)
                 if state.ended:
                     return state
                 self._read_log_for(self._poll_seconds)
@@ -98,19 +98,19 @@ class Follower:
                 self._say_once(f"job {self._job_id}: Slurm does not answer, asking again ({error})")
             self._read_log_for(self._poll_seconds)
 
-    def _tell(self, state: SlurmJobState) -> None:
+    def _show_state(self, state: SlurmJobState) -> None:
         details = [] if state.reason in ("None", "") else [state.reason]
         if state.nodes:
             details.append(f"on {state.nodes}")
         if state.restarts:
             details.append(f"start {state.restarts + 1}")
-        keeps = what_keeps(state.reason) if state.state == "PENDING" else ""
+        cause = explain_reason(state.reason) if state.state == "PENDING" else ""
         line = f"job {self._job_id}: {state.state}" + (f" ({', '.join(details)})" if details else "")
-        self._say_once(f"{line}: {keeps}. `hvdcomp launch slurm delete {self._job_id}` ends it" if keeps else line)
+        self._say_once(f"{line}: {cause}. `hvdcomp launch slurm delete {self._job_id}` ends it" if cause else line)
 
     def _say_once(self, text: str) -> None:
-        if text != self._said:
-            self._said = text
+        if text != self._last_line:
+            self._last_line = text
             self._say(text)
 
     def _read_log_for(self, seconds: float) -> None:
@@ -118,7 +118,7 @@ class Follower:
         while True:
             if self._log is not None:
                 self._log.read()
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 return
-            time.sleep(min(_LOG_SECONDS, left))
+            time.sleep(min(_LOG_SECONDS, remaining))

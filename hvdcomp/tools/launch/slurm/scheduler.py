@@ -17,7 +17,7 @@ from hvdcomp.tools.launch.slurm.settings import SlurmJob
 
 @dataclass(frozen=True)
 class BatchJob:
-    """A job by Slurm's number, and the file that it writes to."""
+    """A job's number in Slurm, and the file of its output."""
 
     number: int
     log: Path
@@ -27,8 +27,8 @@ class Slurm(Scheduler[SlurmJob, BatchJob]):
     """The jobs of one cluster, through the commands of this login node.
 
     Args:
-        poll_seconds: between two questions to Slurm's controller while a job is followed.
-        log_folder: where to look for a job's output if Slurm forgot where it is.
+        poll_seconds: between two queries to Slurm's controller while a job is followed.
+        log_folder: folder of the output of a job that Slurm no longer knows.
     """
 
     def __init__(self, poll_seconds: float = 5.0, log_folder: Path = Path()) -> None:
@@ -45,11 +45,11 @@ class Slurm(Scheduler[SlurmJob, BatchJob]):
         try:
             number = client.submit(script)
         except RefusedError as error:
-            raise SchedulerError(refusal(error.said, settings) or str(error)) from None
+            raise SchedulerError(refusal(error.message, settings) or str(error)) from None
         return BatchJob(number, folder / log_name(settings.job.name, number))
 
     def find(self, number: int) -> BatchJob:
-        """A job that was submitted before: it writes where Slurm says, or to the file of its number in the folder."""
+        """A submitted job; its output is the file that Slurm names, or the file of its number in `log_folder`."""
         try:
             output = client.state_of(number).output
         except UnknownJobError:
@@ -72,7 +72,7 @@ class Slurm(Scheduler[SlurmJob, BatchJob]):
 
     def log(self, job: BatchJob) -> Iterator[str]:
         if not job.log.exists():
-            raise SchedulerError(f"job {job.number} has written nothing yet to {job.log}; wait for it with --follow")
+            raise SchedulerError(f"job {job.number} has not written to {job.log} yet; wait for it with --follow")
         with job.log.open("rb") as file:
             for line in file:
                 yield line.decode(errors="replace").removesuffix("\n")

@@ -1,8 +1,8 @@
 """The batch script of a job: the template `job.sh` with the job's own lines in it.
 
-A line of the template that is a mark, such as `#@options`, is replaced by lines made here. What a user wrote enters the
-script through `quoted` alone, after the first line that is no comment, where sbatch looks for no options any more; what
-stands before it was checked by `SlurmJob`.
+A line of the template that is a mark, such as `#@options`, is replaced by lines made here. User text enters the script
+only through `quoted`, after the first line that is no comment, where sbatch reads no options; `SlurmJob` checked the
+values before that line.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from hvdcomp.tools.launch.promise import EXIT_SAVED
 from hvdcomp.tools.launch.slurm.settings import SlurmJob
 
 _TEMPLATE = Path(__file__).with_name("job.sh")
-# srun returns the largest code of all ranks, and those that it kills because one failed have large ones: the first that
-# fails notes its own. Where srun cannot start a rank at all it may return 0: one that ended well notes that too. srun's
-# signals reach the program itself, whatever started it.
+# srun returns the largest code of all ranks, and ranks that it kills after a failure have large codes: so the first
+# rank that fails notes its code. If srun cannot start a rank it may return 0: so a rank that succeeds leaves a note,
+# too. srun's signals reach the program itself.
 _SRUN_RANK: tuple[str, ...] = (
     'notes="$PWD/.job-$SLURM_JOB_ID"',
     'rm -rf "$notes"',
@@ -37,28 +37,28 @@ _SRUN_CODE = (
     "fi",
     'rm -rf "$notes"',
 )
-# srun itself would call its option unknown, and not say what is missing.
+# srun's own message would not name the missing plugin.
 _PYXIS = (
     "if ! srun --help | grep -q -e --container-image; then",
     '  echo "job $SLURM_JOB_ID: srun has no --container-image here: enroot needs the plugin pyxis. Ask for it,'
-    ' or take container = apptainer"',
+    ' or set container to apptainer"',
     "  exit 1",
     "fi",
 )
 # mpirun returns the code of the rank that failed first, and signals the process that it started.
 _MPIRUN_RANK: tuple[str, ...] = ("rank=\"trap '' USR1; exec $program\"",)
-# srun's --gpu-bind=none is no way: under it Slurm 22.05 sets no CUDA_VISIBLE_DEVICES, so that ranks may see the GPUs of
-# other jobs.
+# srun's --gpu-bind=none does not help: with it Slurm 22.05 sets no CUDA_VISIBLE_DEVICES, so that ranks may see the GPUs
+# of other jobs.
 _ALL_GPUS = (
-    "# Each rank sees all GPUs of its job on its node, which is Slurm's default, and takes that of its local rank.",
-    "# With --gpus-per-task or --gpu-bind it would see its own alone, as number 0: a program that takes the GPU of its",
-    "# local rank would find none, and NCCL might not reach the neighbours' GPUs directly, as over NVLink.",
+    "# Each rank sees all GPUs of its job on its node, which is Slurm's default, and uses that of its local rank.",
+    "# With --gpus-per-task or --gpu-bind it would see one GPU, as number 0: a program that uses the GPU of its local",
+    "# rank would find none, and NCCL might not reach the neighbours' GPUs directly, as over NVLink.",
     "unset SLURM_GPU_BIND SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU SLURM_TRES_BIND SLURM_TRES_PER_TASK",
 )
-# A node may run ranks of several jobs, so each job has a port by its number. It lies below those that Linux hands out.
+# A node may run ranks of several jobs, so a job's number sets its port, below Linux's ephemeral ports.
 _TORCH = (
     "",
-    "# Where torch.distributed's ranks find each other: the first node, which has rank 0.",
+    "# torch.distributed's ranks meet at rank 0, which runs on the first node.",
     'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
     "MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))",
     'export MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID="$SLURM_JOB_ID"',
@@ -67,7 +67,7 @@ _PLAIN_BYTES = set(range(0x20, 0x7F)) - set(b"'\\")
 
 
 def batch_script(settings: SlurmJob) -> str:
-    """The script that sbatch is given."""
+    """The batch script of a job."""
     job = settings.job
     lines_of = {
         "#@options": [f"#SBATCH --{option}" for option in _options(settings)],
@@ -79,7 +79,7 @@ def batch_script(settings: SlurmJob) -> str:
         "#@launch": _launch(settings),
         "#@code": list(_SRUN_CODE if settings.launcher == "srun" else ()),
         "#@constants": [
-            f"saved={EXIT_SAVED}  # the exit code of ranks that saved a checkpoint and stopped when they were warned",
+            f"saved={EXIT_SAVED}  # the exit code of ranks that were warned, saved a checkpoint and stopped",
             f"max_requeues={settings.max_requeues if settings.requeue else 0}",
         ],
     }
@@ -88,14 +88,14 @@ def batch_script(settings: SlurmJob) -> str:
 
 
 def quoted(text: str) -> str:
-    """One word of bash that stands for this text, without a line end in it: sbatch refuses carriage returns."""
+    """The text as one word of bash, without line ends, as sbatch refuses carriage returns."""
     if text.isprintable():
         return shlex.quote(text)
     return "$'" + "".join(chr(byte) if byte in _PLAIN_BYTES else f"\\{byte:03o}" for byte in text.encode()) + "'"
 
 
 def log_name(name: str, job_id: int | str = "%j") -> str:
-    """The file in `log_folder` that a job writes to, over all its starts."""
+    """The name of a job's output file in `log_folder`, for all its starts."""
     return f"{name}-{job_id}.log"
 
 
@@ -128,13 +128,13 @@ def _options(settings: SlurmJob) -> list[str]:
 
 
 def _variables(settings: SlurmJob) -> dict[str, str]:
-    """Of every rank. The job's own win."""
+    """The variables of every rank; the job's environment overrides the defaults."""
     on_gpus = bool(settings.gpus_per_node) and settings.job.backend == "horovod"
     return (HOROVOD_ON_GPUS if on_gpus else {}) | dict(settings.job.environment)
 
 
 def _launch(settings: SlurmJob) -> list[str]:
-    """Lines that set the array `launch`, of words as bash reads them."""
+    """Lines of bash that set the array `launch`."""
     if settings.launcher == "srun":
         words = [
             "srun",
@@ -153,7 +153,7 @@ def _launch(settings: SlurmJob) -> list[str]:
 
 
 def _apptainer(settings: SlurmJob) -> str:
-    """The words that stand before the program."""
+    """The words before the program; "" without Apptainer."""
     if settings.container != "apptainer":
         return ""
     assert settings.image is not None
@@ -166,7 +166,7 @@ def _pyxis(settings: SlurmJob) -> list[str]:
     if settings.container != "enroot":
         return []
     assert settings.image is not None
-    # The folder that the job was submitted from is mounted too, as Apptainer does by itself.
+    # Apptainer mounts the folder of the submission by itself; enroot needs an option.
     mounts = "".join(f",{mount if ':' in mount else f'{mount}:{mount}'}" for mount in settings.mounts)
     return [
         f"--container-image={quoted(settings.image)}",

@@ -1,4 +1,4 @@
-"""What Slurm must be told of a job beside the program, checked before anything is submitted."""
+"""The settings of a job for Slurm, checked before anything is submitted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MEMORY = re.compile(r"[1-9]\d*[KMGT]?")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 _MODULE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]*")
 _FEATURES = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:&|*()\[\],-]*")
-# A generic resource: its name, maybe a type of it, and how many.
+# A generic resource: name, optional type, optional count.
 _RESOURCE = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9_-]*)(?::[A-Za-z_][A-Za-z0-9_.-]*)?(?::[1-9]\d*[KMG]?)?")
 
 
@@ -29,29 +29,28 @@ class SlurmJob:
 
     Attributes:
         job: the program, its ranks and its environment.
-        nodes, tasks_per_node: their product must be `job.ranks`. One of them follows from the other and the ranks;
-            without both it is one node. The ranks follow from them, or from nodes and GPUs: see `ranks_of`.
+        nodes, tasks_per_node: their product must be `job.ranks`. Each of them follows from the other and the ranks;
+            without both there is one node. The ranks follow from them, or from nodes and GPUs: see `ranks_of`.
         cpus_per_task: cores for each rank.
-        gpus_per_node: 0 for none.
+        gpus_per_node: GPUs of each node; 0 for none.
         gres: other generic resources of each node, as for `sbatch --gres`, such as "nic:1".
         memory: of each node, such as "64G"; None leaves it to the cluster.
-        time: the limit of each start, in any form of `sbatch --time`; the warning comes before it ends. Time in which
-            the job waits does not count.
-        warning_seconds: how long before the limit the ranks are told to save and stop. Slurm may tell them up to a
-            minute earlier.
-        requeue: whether a job that saved and stopped is queued again.
-        max_requeues: after which it is not.
-        launcher: srun starts the ranks, or Open MPI's mpirun.
-        mpi: srun's plugin; see `srun --mpi=list`. None is pmix for Horovod, and none for torch.distributed.
-        partition, account, qos, constraint, reservation: as for sbatch.
+        time: the limit of each start, in any form of `sbatch --time`. Waiting time does not count.
+        warning_seconds: before the limit, when the ranks are told to save and stop. Slurm may tell them up to a minute
+            earlier.
+        requeue: whether a job that saved and stopped is requeued.
+        max_requeues: the largest number of requeues.
+        launcher: the program that starts the ranks: srun, or Open MPI's mpirun.
+        mpi: srun's MPI plugin; see `srun --mpi=list`. None is pmix for Horovod, and none for torch.distributed.
+        partition, account, qos, constraint, reservation: as in sbatch.
         modules: environment modules to load first.
-        container: what runs `image`: Apptainer, or enroot through srun's plugin pyxis.
-        image: its file or name.
+        container: the program that runs `image`: Apptainer, or enroot through srun's plugin pyxis.
+        image: file or name of the container's image.
         mounts: folders of the node that the container sees, "/outside:/inside" or "/both".
-        log_folder: where the job's output goes, seen from all nodes.
+        log_folder: folder of the job's output, which all nodes share.
 
     Raises:
-        ConfigurationError: names the field and the way out.
+        ConfigurationError: a field has a wrong value; the message names the field and the way out.
     """
 
     job: Job
@@ -83,8 +82,8 @@ class SlurmJob:
         self._check_time()
         if self.memory is not None and not _MEMORY.fullmatch(self.memory):
             raise ConfigurationError(
-                f"memory: {self.memory!r} is not an amount for Slurm: take a whole number and K, M, G or T, such as "
-                '"64G"; without a letter it is megabytes'
+                f"memory: {self.memory!r} is not an amount for Slurm: use a whole number and K, M, G or T, such as "
+                '"64G"; without a letter it means megabytes'
             )
         for field in ("mpi", "partition", "account", "qos", "reservation"):
             self._check_word(field, getattr(self, field), _NAME, "letters, digits and _ . + -")
@@ -96,12 +95,12 @@ class SlurmJob:
         self._check_log_folder()
 
     @staticmethod
-    def ranks_of(given: Mapping[str, Any]) -> int | None:
-        """The ranks of a job of which only these fields are given: as many as `tasks_per_node` says on each node, or
-        one for each GPU. None if neither is given."""
-        on_each = given.get("tasks_per_node") or given.get("gpus_per_node")
-        # What is below 1 is refused later, by the name of the field that says so.
-        return max(1, on_each) * max(1, given.get("nodes") or 1) if on_each else None
+    def ranks_of(settings: Mapping[str, Any]) -> int | None:
+        """The number of ranks that follows from some settings: `tasks_per_node` on each node, or one for each GPU. None
+        if neither is given."""
+        on_each = settings.get("tasks_per_node") or settings.get("gpus_per_node")
+        # Values below 1 are refused later, by the name of their field.
+        return max(1, on_each) * max(1, settings.get("nodes") or 1) if on_each else None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -113,9 +112,9 @@ class SlurmJob:
         return nodes, self.tasks_per_node
 
     def flags(self, names: Iterable[str]) -> str:
-        """Fields, or "ranks", as flags with what Slurm is told: also where that is a default, or follows from others.
+        """Fields, or "ranks", as flags with the values that Slurm gets, defaults and computed values included.
 
-        Of those that are not set the first alone is named.
+        Only the first is also named if it is not set.
         """
         nodes, tasks = self.shape
         values: dict[str, Any] = {**vars(self), "ranks": self.job.ranks, "nodes": nodes, "tasks_per_node": tasks}
@@ -132,26 +131,26 @@ class SlurmJob:
         for field in ("nodes", "tasks_per_node", "cpus_per_task"):
             value = getattr(self, field)
             if value is not None and value < 1:
-                raise ConfigurationError(f"{field}: {value} is too few: take 1 or more")
+                raise ConfigurationError(f"{field}: {value} is too few: use 1 or more")
         for field in ("gpus_per_node", "max_requeues"):
             if getattr(self, field) < 0:
-                raise ConfigurationError(f"{field}: {getattr(self, field)} is below 0: take 0 for none")
+                raise ConfigurationError(f"{field}: {getattr(self, field)} is below 0: use 0 for none")
         nodes, tasks = self.shape
         if self.job.ranks != nodes * tasks:
             raise ConfigurationError(f"ranks: {self.job.ranks} ranks do not fill {self._misfit()}")
         if self.gpus_per_node and tasks > self.gpus_per_node:
             raise ConfigurationError(
-                f"gpus_per_node: {self.gpus_per_node} GPUs are too few for {tasks} ranks on each node, of which each "
-                "takes its own: ask for as many, or share the ranks out over more nodes (nodes)"
+                f"gpus_per_node: {self.gpus_per_node} GPUs are too few for {tasks} ranks on each node, one for each: "
+                "ask for more GPUs, or use more nodes (nodes)"
             )
 
     def _misfit(self) -> str:
-        """What the ranks do not fill, and the way out."""
+        """The nodes that the ranks do not fill, and the way out."""
         if self.tasks_per_node is None:
-            return f"{self.nodes} nodes evenly: take a multiple of {self.nodes} (ranks), or other nodes (nodes)"
+            return f"{self.nodes} nodes evenly: use a multiple of {self.nodes} (ranks), or another number (nodes)"
         if self.nodes is None:
             return (
-                f"nodes of {self.tasks_per_node} tasks (tasks_per_node): take a multiple of {self.tasks_per_node}, or "
+                f"nodes of {self.tasks_per_node} tasks (tasks_per_node): use a multiple of {self.tasks_per_node}, or "
                 "leave tasks_per_node out"
             )
         return (
@@ -173,13 +172,15 @@ class SlurmJob:
     def _check_time(self) -> None:
         seconds = seconds_of(self.time)
         if seconds < 60:
-            raise ConfigurationError(f"time: {self.time!r} is less than the minute in which Slurm counts: take more")
+            raise ConfigurationError(f"time: {self.time!r} is less than a minute, Slurm's unit of time: use more")
         if not 1 <= self.warning_seconds <= 65535:
-            raise ConfigurationError(f"warning_seconds: {self.warning_seconds} is not from 1 to 65535: take some")
+            raise ConfigurationError(
+                f"warning_seconds: {self.warning_seconds} is not between 1 and 65535: use such a number"
+            )
         if self.warning_seconds >= seconds:
             raise ConfigurationError(
                 f"warning_seconds: {self.warning_seconds} s before the end of time {self.time!r} ({seconds} s) is "
-                "before the start: take a longer time or a shorter warning"
+                "before the start: use a longer time or a shorter warning"
             )
 
     def _check_container(self) -> None:
@@ -189,7 +190,7 @@ class SlurmJob:
                     raise ConfigurationError(f'{field}: it needs a container: set container to "apptainer" or "enroot"')
             return
         if not self.image:
-            raise ConfigurationError(f'image: container "{self.container}" needs one: give its file or name')
+            raise ConfigurationError(f'image: container "{self.container}" needs an image: give its file or name')
         _check_plain("image", self.image)
         if self.image.startswith("-"):
             raise ConfigurationError(f"image: {self.image!r} starts with a hyphen: write ./{self.image}")
@@ -207,23 +208,23 @@ class SlurmJob:
 
     def _check_log_folder(self) -> None:
         _check_plain("log_folder", self.log_folder)
-        # Slurm replaces %j and the like in this name, and its scripts know no sure way to escape quotes and blanks.
+        # Slurm replaces %j and the like in this name, and has no way to escape quotes and blanks.
         if not self.log_folder or re.search(r"[%\s\"'\\]", self.log_folder):
             raise ConfigurationError(
-                f"log_folder: {self.log_folder!r} is empty or has a blank, a quote, a backslash or %, which Slurm does "
-                "not take as it is: name another folder"
+                f"log_folder: {self.log_folder!r} is empty or has a blank, a quote, a backslash or %, which Slurm "
+                "would change: use another folder"
             )
 
     def _check_word(self, field: str, value: str | None, pattern: re.Pattern[str], allowed: str) -> None:
         if value is not None and not pattern.fullmatch(value):
-            raise ConfigurationError(f"{field}: {value!r} is not such a name: take {allowed}")
+            raise ConfigurationError(f"{field}: {value!r} is not a valid name: use {allowed}")
 
 
 def seconds_of(time: str) -> int:
     """A time limit in seconds.
 
     Raises:
-        ConfigurationError: it is in none of the forms that sbatch takes.
+        ConfigurationError: the limit has none of the forms of sbatch.
     """
     match = _TIME.fullmatch(time)
     if match is None:
@@ -238,4 +239,4 @@ def seconds_of(time: str) -> int:
 
 def _check_plain(field: str, value: str) -> None:
     if not value.isprintable():
-        raise ConfigurationError(f"{field}: {value!r} has characters that cannot be printed: take them out")
+        raise ConfigurationError(f"{field}: {value!r} has characters that cannot be printed: remove them")

@@ -1,10 +1,11 @@
-"""What the papers published, and which counterpart finds ours.
+"""The published numbers of the papers, and the counterpart of each table and figure.
 
-An entry of a JSON file here, by the name of a table or figure:
+A JSON file has an entry for each table or figure, by its name:
 
-- `place`, `shows`: where it is in the paper, and what it says.
-- `published`: its numbers, as far as the paper states them; `as` names the entry whose numbers it draws.
-- `counterpart`: the function that finds ours, with `settings`; null where there is none, and `why` says why.
+- `place`, `shows`: its place in the paper, and its subject.
+- `published`: its numbers, as far as the paper states them; `as` names another entry with the same numbers.
+- `counterpart`: the function that computes hvdcomp's numbers, with `settings`; null if there is none, with the reason
+  in `why`.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ class Artefact:
     """A table or a figure of a paper.
 
     Attributes:
-        name: by which it is asked for, such as "accordion-table1".
-        place, shows: where it is in the paper, and what it says.
+        name: such as "accordion-table1".
+        place, shows: its place in the paper, and its subject.
         published: its numbers.
-        counterpart: name of the function that finds ours; None if there is none.
+        counterpart: name of the function that computes hvdcomp's numbers; None if there is none.
         settings: of that function.
-        why: there is no counterpart.
+        why: why there is no counterpart.
     """
 
     name: str
@@ -57,11 +58,11 @@ class Artefact:
 @cache
 def artefacts() -> dict[str, Artefact]:
     """All tables and figures, by name, in the order of the papers."""
-    found: dict[str, Artefact] = {}
+    by_name: dict[str, Artefact] = {}
     for paper in PAPERS:
         entries = json.loads((files(__package__) / f"{paper}.json").read_text())
         for name, entry in entries.items():
             numbers = entries[entry.get("as", name)].get("published", {})
-            others = {key: value for key, value in entry.items() if key not in ("as", "published")}
-            found[name] = Artefact(name, published=numbers, **others)
-    return found
+            fields = {key: value for key, value in entry.items() if key not in ("as", "published")}
+            by_name[name] = Artefact(name, published=numbers, **fields)
+    return by_name
