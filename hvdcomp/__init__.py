@@ -1,9 +1,8 @@
 """Gradient compression for Horovod, and for PyTorch's DistributedDataParallel and FSDP.
 
 `hvdcomp.Compression` goes into the `compression=` argument of `hvd.DistributedOptimizer`, or into
-`hvdcomp.ddp.register` or `hvdcomp.fsdp.register`. The compressors and memories named here are frozen descriptions:
-method and parameters, no tensors. Importing this package imports no framework; PyTorch is imported when its first
-gradient arrives.
+`hvdcomp.ddp.register` or `hvdcomp.fsdp.register`. Compressors and memories are frozen descriptions: method and
+parameters, no tensors. Importing this package imports no framework; PyTorch is imported with its first gradient.
 """
 
 from __future__ import annotations
@@ -68,8 +67,7 @@ from hvdcomp.policies.schedules import WarmUp as WarmUp
 
 __version__ = VERSION
 
-# What is imported above under its own name is for type checkers. A class that registration found is offered without a
-# line here.
+# The imports above under their own names are for type checkers; registered classes need no line here.
 globals().update({kind.__name__: kind for kind in (*COMPRESSORS.values(), *MEMORIES.values(), *POLICIES.values())})
 __all__ = [
     "__version__",
@@ -82,7 +80,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The modules that are of a framework, when they are asked for."""
+    """Imports modules of a framework when they are first used."""
     if name in ("dcp", "ddp", "fsdp", *NAMES):
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`python -m hvdcomp` does what the command `hvdcomp` does."""
+"""`python -m hvdcomp`: the command `hvdcomp`."""
 
 from hvdcomp.tools.cli import main
 

@@ -1,4 +1,4 @@
-"""`Compression`: the one object that a user makes and gives to Horovod."""
+"""`Compression`: the object that a user makes and gives to Horovod."""
 
 from __future__ import annotations
 
@@ -35,40 +35,40 @@ class Compression:
         )
 
     Args:
-        compressor: how to compress, the same on every rank.
-        named_parameters: PyTorch: as given to Horovod, pairs of name and parameter, or a function that returns them.
+        compressor: the compressor, the same on every rank.
+        named_parameters: PyTorch: pairs of name and parameter as given to Horovod, or a function that returns them.
             State is kept by these names. Default: those of Horovod's optimizer.
-        variables: TensorFlow: all that are trained, `model.trainable_variables`, or a function that returns them. State
-            is kept by their names. Default: those of the first step.
+        variables: TensorFlow: all trained variables, `model.trainable_variables`, or a function that returns them.
+            State is kept by their names. Default: those of the first step.
         optimizer: TensorFlow: the Keras optimizer, for policies that follow its learning rate; needed with tapes only.
-        memory: what to do with what was not sent. Default: `ErrorFeedback()` for biased compressors, nothing for
+        memory: the memory of elements that were not sent. Default: `ErrorFeedback()` for biased compressors, none for
             unbiased ones and casts. `NoMemory()` turns error feedback off.
-        policy: when, and how hard, to compress, such as `Accordion(low=4, high=1)`; with it rank 0 decides for all. Or
-            a schedule of levels, such as `WarmUp(levels=(0.25, 0.05), epochs=1)`. Default: the compressor's own level
-            throughout.
+        policy: a policy that decides when, and how hard, to compress, such as `Accordion(low=4, high=1)`; rank 0
+            decides for all ranks. Or a schedule of levels, such as `WarmUp(levels=(0.25, 0.05), epochs=1)`. Default:
+            always the compressor's own level.
         steps_per_epoch: optimizer steps per epoch, `len(loader)`, for policies that count epochs.
-        seed: of the random choices of compressors.
+        seed: seed of the compressors' random numbers.
         min_numel, min_ndim: tensors with fewer elements or dimensions (biases, norm layers) are sent dense, fused.
-        overlap: PyTorch: whether gradients are compressed and sent while the backward pass makes others (`True`), or at
-            its end (`False`); `"auto"`: early, if possible and on the CPU. It changes no more than last bits of sums.
-        bucket_bytes: of gradients, the least that is sent by itself, with overlap. Smaller models are sent at once.
-            Default: what the calibration of the policy `Auto` finds best, or else 25 MiB.
+        overlap: PyTorch: whether gradients are compressed and sent during the backward pass (`True`), or at its end
+            (`False`); `"auto"`: early, if possible and on the CPU. It changes at most the last bits of sums.
+        bucket_bytes: least bytes of gradients in a bucket, with overlap; a smaller model is one bucket. Default: the
+            best size by the calibration of the policy `Auto`, or else 25 MiB.
         process_set: the Horovod process set of the optimizer, if it is not the global one.
-        decision_log: a file to which rank 0 adds each decision of the policy, with the statistics that it was made
-            from, for `hvdcomp replay` and `hvdcomp report`. Default: none.
-        decision_log_bytes, decision_log_files: the size from which on the log goes on in a new file, and how many stay.
-        grad_scaler: the `torch.amp.GradScaler` or Keras `LossScaleOptimizer` in use, if any; when it changes the loss
-            scale, residuals follow. `hvd.DistributedOptimizer` in a LossScaleOptimizer finds it by itself.
+        decision_log: file to which rank 0 adds each decision of the policy with its statistics, for `hvdcomp replay`
+            and `hvdcomp report`. Default: none.
+        decision_log_bytes, decision_log_files: size at which the log continues in a new file, and number of files kept.
+        grad_scaler: the `torch.amp.GradScaler` or Keras `LossScaleOptimizer` in use, if any; residuals follow its loss
+            scale. `hvd.DistributedOptimizer` in a LossScaleOptimizer finds it by itself.
 
     Attributes:
         ledger: bytes, floats and times of each step (`hvdcomp.exchange.ledger`). With one rank of Horovod it is empty.
 
     Raises:
-        ConfigurationError: with both `named_parameters` and `variables`, if the first are not unique pairs, or for
-            variables of Keras 3, with which Horovod does not work; for an optimizer or a scaler that is none. On rank
-            0, if a file of the policy cannot be used.
-        SpecError: for a compressor, a memory, an overlap or a number that is none, or if the first two would let
-            residuals grow without end (error feedback of unbiased methods of high variance).
+        ConfigurationError: with both `named_parameters` and `variables`; for names that are not unique pairs; for
+            variables of Keras 3, with which Horovod does not work; for an invalid optimizer or scaler. On rank 0, if a
+            file of the policy cannot be used.
+        SpecError: for an invalid compressor, memory, overlap or number, or if residuals would grow without end (error
+            feedback of unbiased methods of high variance).
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Compression:
         self._process_set = process_set
         self._grad_scaler = grad_scaler
         self._level: Level | None = None
-        self._restored: dict[str, Any] | None = None  # to be put into the binding
+        self._restored: dict[str, Any] | None = None  # state for the binding once it is made
         self._binding: Any = None
 
     @classmethod
@@ -120,13 +120,13 @@ class Compression:
         policy: str | LevelSchedule | Policy[Any] | None = None,
         **options: Any,
     ) -> Compression:
-        """Makes one from spec strings, as a command line gives them.
+        """Makes a compression from spec strings, as on a command line.
 
         Args:
-            spec: of the compressor, such as "topk:ratio=0.01".
-            memory: of the memory ("error_feedback", "none"), or None for the default.
-            policy: of the policy ("accordion:low=4,high=1"), or None for none.
-            options: as for `Compression`.
+            spec: spec of the compressor, such as "topk:ratio=0.01".
+            memory: spec of the memory ("error_feedback", "none"), or None for the default.
+            policy: spec of the policy ("accordion:low=4,high=1"), or None for none.
+            options: other arguments of `Compression`.
 
         Raises:
             SpecError: for a wrong name or value; lists what exists.
@@ -142,7 +142,7 @@ class Compression:
 
     @property
     def level(self) -> Level | None:
-        """The level in force from the next step on; None for a compressor without one."""
+        """The level of the next step; None for a compressor without a level."""
         return self.settings.compressor.level if self._level is None else self._level
 
     @property
@@ -152,7 +152,7 @@ class Compression:
 
     @property
     def levels(self) -> dict[str, Level]:
-        """The level of each tensor in the latest step, by name; without those that are sent dense."""
+        """The level of each tensor in the latest step, by name; without tensors that are sent dense."""
         return {name: compressor.level for name, compressor in self.plan.items() if compressor.level is not None}
 
     def metrics(self) -> dict[str, float]:
@@ -161,9 +161,10 @@ class Compression:
             wandb.log(compression.metrics(), step=step)
 
         Returns:
-            Each after "hvdcomp/": `bytes_sent`, `bytes_in_node`, `dense_bytes`, `compression_factor`, `encode_seconds`,
-            `communicate_seconds` and `decode_seconds` as the ledger has them, and the mean over the tensors that have a
-            level: `mean_ratio`, `mean_rank` or `mean_bits`. What is not known, or means nothing, is left out.
+            The metrics, named "hvdcomp/" followed by: `bytes_sent`, `bytes_in_node`, `dense_bytes`,
+            `compression_factor`, `encode_seconds`, `communicate_seconds` and `decode_seconds` of the ledger, and the
+            mean level over the tensors with a level: `mean_ratio`, `mean_rank` or `mean_bits`. Unknown values are left
+            out.
         """
         return metrics_of(self.ledger, self.plan)
 
@@ -172,8 +173,8 @@ class Compression:
         between the same two steps.
 
         Raises:
-            SpecError: if the compressor has no level, or not this one, if residuals would grow without end at it, or
-                if a policy sets the levels.
+            SpecError: if the compressor has no level or does not allow this one, if residuals would grow without end,
+                or if a policy sets the levels.
         """
         if self.settings.policy is not None:
             raise SpecError(f"the policy {self.settings.policy} sets the levels; leave them to it, or give no policy")
@@ -184,38 +185,39 @@ class Compression:
 
     @property
     def accumulation(self) -> int:
-        """By how much the batch of the next step is larger than at the start: 1 without a policy of the batch size.
+        """The factor of the next step's batch size relative to the start; 1 without a policy of the batch size.
 
-        With such a policy every rank reads it before each step, makes this number of times the usual backward passes,
-        and divides their losses by it. Horovod's `backward_passes_per_step` and the learning rate follow.
+        With such a policy every rank reads it before each step, multiplies the number of backward passes by it, and
+        divides their losses by it. Horovod's `backward_passes_per_step` and the learning rate follow.
         """
         return 1 if self._binding is None else self._binding.accumulation
 
     def paused(self) -> AbstractContextManager[None]:
-        """A context for work between two steps, such as evaluation: its time counts for no step.
+        """A context for work between two steps, such as evaluation, whose time is not counted.
 
-        Some policies (GraVAC, Auto) decide by the time that steps take.
+        Some policies (GraVAC, Auto) decide by step times.
         """
         coordinator = None if self._binding is None else self._binding.coordinator
         return nullcontext() if coordinator is None else coordinator.clock.paused()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that later steps need of earlier ones, for a checkpoint between two steps.
+        """The state of the training's compression, for a checkpoint between two steps.
 
-        It holds the policy, levels and warm starts, which are the same on all ranks, and residuals, which are not: to
-        lose nothing, save it on every rank, with `torch.save` to a file of its own, or through `hvdcomp.dcp`.
+        It has the policy, levels and warm starts, which are the same on all ranks, and residuals, which are not.
+        Every rank must therefore save it, with `torch.save` to its own file or by `hvdcomp.dcp`.
         """
         return (self._restored or {}) if self._binding is None else self._binding.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], optimizer: Any = None) -> None:
-        """Goes on from what `state_dict` returned, before the first step; to be called on every rank.
+        """Restores a state of `state_dict` before the first step; to be called on every rank.
 
-        Each rank gives what it saved itself, or every rank what rank 0 saved. In the second case, and on another
-        number of ranks than before, residuals start at zero, with a warning.
+        Each rank loads the state that it saved, or every rank that of rank 0. In the second case, and with another
+        number of ranks, residuals start at zero, with a warning.
 
         Args:
-            optimizer: what hvd.DistributedOptimizer returned; needed by a policy that changes the batch size, and to
-                have errors at once instead of in the first step.
+            state: the state.
+            optimizer: the optimizer from hvd.DistributedOptimizer; needed by a policy that changes the batch size, and
+                to get errors at once instead of in the first step.
 
         Raises:
             ConfigurationError: if the state is damaged, or of another model, compressor or policy; or after a step.
@@ -231,13 +233,13 @@ class Compression:
                 "compression.load_state_dict(state, optimizer=optimizer) with what hvd.DistributedOptimizer returned"
             )
 
-    # What elastic Horovod asks for, whose ranks change while a training runs.
+    # Methods for elastic Horovod, whose ranks change during a training.
 
     def roll_back(self, state: Mapping[str, Any]) -> None:
-        """Goes back to what `state_dict` returned at an earlier time; to be called on every rank.
+        """Restores an earlier state of `state_dict` after steps; to be called on every rank.
 
-        `hvd.elastic.TorchState(..., compression=compression)` calls it after a failure. The next step is then as the
-        first of a training: all ranks wait for each other, and have of what they share what rank 0 has.
+        `hvd.elastic.TorchState(..., compression=compression)` calls it after a failure. In the next step all ranks wait
+        for each other, and agree on rank 0's shared state, as in a training's first step.
         """
         if self._binding is None:
             self._restored = dict(state) or None
@@ -245,14 +247,14 @@ class Compression:
             self._binding.roll_back(state)
 
     def meet_ranks_early(self, optimizer: Any = None) -> None:
-        """Makes all ranks agree now, if the first step would be too late: a training loop reads `accumulation` before
-        it. To be called on every rank.
+        """Makes all ranks agree on a state before the first step, as a training loop reads `accumulation` before it; to
+        be called on every rank.
 
         Args:
-            optimizer: what hvd.DistributedOptimizer returned, if that is known.
+            optimizer: the optimizer from hvd.DistributedOptimizer, if known.
 
         Raises:
-            ConfigurationError: if the optimizer is needed and not known, or the ranks cannot go on together.
+            ConfigurationError: if the optimizer is needed and unknown, or the ranks' states do not fit.
         """
         if not changes_batch_size(self.settings.policy):
             return
@@ -268,10 +270,10 @@ class Compression:
         self._binding.meet_elastic_ranks()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies. A copy serves another model, so it takes the names of parameters from Horovod's optimizer.
+        """The state of a copy. As a copy is for another model, it takes parameter names from Horovod's optimizer.
 
         Raises:
-            ConfigurationError: after the first step, because two copies could not both send what was left to be sent.
+            ConfigurationError: after the first step, because both copies would send the same residuals.
         """
         if self._binding is not None:
             raise ConfigurationError(
@@ -288,7 +290,7 @@ class Compression:
     @HorovodMethod
     @frameworks.left_as_written
     def compress(self, tensor: Any) -> tuple[Any, Any]:
-        """Called by Horovod for each gradient that is ready; returns what Horovod itself is to allreduce."""
+        """Called by Horovod for each ready gradient; returns the tensor that Horovod allreduces, and a context."""
         if self._binding is None:
             self._framework = frameworks.of_gradient(tensor, self._framework)
             self.serve(frameworks.maker(self._framework, tensor), self._optimizer)
@@ -301,11 +303,11 @@ class Compression:
         return tensor if ctx is None else self._binding.decompress(tensor, ctx)
 
     def serve(self, make_binding: Callable[[Setup], Any], optimizer: Any = None) -> Any:
-        """Ties this to one training, and returns its binding. Raises ConfigurationError if it serves one already."""
+        """Makes and returns the binding of one training. Raises ConfigurationError if there is one already."""
         if self._binding is not None:
             raise ConfigurationError("this hvdcomp.Compression serves a training already; make one for each model")
         binding = make_binding(Setup(self, self._parameters, self._process_set, self._grad_scaler, optimizer))
-        restored, self._restored = self._restored, None  # once: if it is refused, there is none any more
+        restored, self._restored = self._restored, None  # once, also if it is refused
         if restored is not None:
             binding.load_state_dict(restored)
         if self._level is not None:
@@ -314,10 +316,10 @@ class Compression:
         return binding
 
     def _bind(self, optimizer: Any) -> bool:
-        """Makes the binding before the first gradient, if what is known is enough for it; says whether it did.
+        """Makes the binding before the first gradient if possible; returns whether it did.
 
         Args:
-            optimizer: as for `load_state_dict`.
+            optimizer: as in `load_state_dict`.
         """
         if self._framework is None and optimizer is not None:
             self._framework = frameworks.of_optimizer(optimizer)

@@ -1,4 +1,4 @@
-"""What each rank has left to send, in checkpoints of `torch.distributed.checkpoint`.
+"""Residuals of each rank in checkpoints of `torch.distributed.checkpoint`.
 
     import torch.distributed.checkpoint as dcp
 
@@ -24,12 +24,12 @@ __all__ = ["by_rank", "load"]
 
 
 def by_rank(compression: Compression) -> dict[str, bytes]:
-    """The state of this rank, under a name that only this rank has.
+    """The state of this rank under a name of its own; to be called on every rank.
 
-    Of what has one name, `torch.distributed.checkpoint` keeps one rank's. To be called on every rank.
+    Of values with the same name, `torch.distributed.checkpoint` would keep only one rank's.
 
     Returns:
-        One part of what is given to `torch.distributed.checkpoint.save` or `async_save`. Nothing changes it any more.
+        An entry for the argument of `torch.distributed.checkpoint.save` or `async_save`. Later steps do not change it.
     """
     return {_name(dist.get_rank()): packed(compression.state_dict())}
 
@@ -40,19 +40,20 @@ def load(
     key: str = "compression",
     optimizer: Any = None,
 ) -> None:
-    """Goes on from what `by_rank` returned on each rank, before the first step; to be called on every rank.
+    """Restores the states of `by_rank` before the first step; to be called on every rank.
 
-    On another number of ranks each takes over what it has to of what the ranks before had left to send, as
-    `hvdcomp.state_for` says; of FSDP's shards it reads the states of all of them, one by one.
+    With another number of ranks, each rank takes over its share of the old ranks' residuals, as in `hvdcomp.state_for`;
+    for FSDP's shards it reads the states of all old ranks, one by one.
 
     Args:
-        saved: the folder of the checkpoint, or what reads it.
-        key: under which it was saved.
-        optimizer: as of `Compression.load_state_dict`.
+        compression: the compression.
+        saved: the folder of the checkpoint, or a reader.
+        key: the key under which the states were saved.
+        optimizer: as in `Compression.load_state_dict`.
 
     Raises:
-        ConfigurationError: if the checkpoint has no such states, or if they were saved by ranks in groups (hybrid
-            sharding, process groups) and the number of ranks is another one; and as of `Compression.load_state_dict`.
+        ConfigurationError: if the checkpoint has no such states, or if the number of ranks has changed and the ranks
+            exchange in groups (hybrid sharding, process groups); and as in `Compression.load_state_dict`.
     """
     reader = torch.distributed.checkpoint.FileSystemReader(saved) if isinstance(saved, str | os.PathLike) else saved
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -63,11 +64,11 @@ def load(
             f"the checkpoint {str(saved)!r} has no states of ranks under the key {key!r}; give "
             f"torch.distributed.checkpoint.save {{{key!r}: hvdcomp.dcp.by_rank(compression)}} on every rank"
         )
-    wanted = [rank] if count == ranks else list(range(rank, count, ranks)) or [0]
-    states = _read(reader, key, wanted)
+    needed = [rank] if count == ranks else list(range(rank, count, ranks)) or [0]
+    states = _read(reader, key, needed)
     if states[0] and "shards" in states[0]["shared"]:
-        # Of other shards, a rank needs what all had. They are read as far as they are needed.
-        states = [{**states[0], "every": (_read(reader, key, [one])[0] for one in range(count))}]
+        # For other shards, a rank may need the states of all old ranks, which are read only if needed.
+        states = [{**states[0], "every": (_read(reader, key, [other])[0] for other in range(count))}]
     elif count != ranks:
         for state in filter(None, states):
             if state["own"]["size"] != count:
@@ -81,9 +82,9 @@ def load(
 
 def _read(reader: torch.distributed.checkpoint.StorageReader, key: str, ranks: Sequence[int]) -> list[dict[str, Any]]:
     """The states of some ranks."""
-    content = {key: {_name(one): b"" for one in ranks}}
+    content = {key: {_name(rank): b"" for rank in ranks}}
     torch.distributed.checkpoint.load(content, storage_reader=reader)
-    return [unpacked(content[key][_name(one)]) for one in ranks]
+    return [unpacked(content[key][_name(rank)]) for rank in ranks]
 
 
 def _name(rank: int | str) -> str:

@@ -20,23 +20,21 @@ def register(model: DistributedDataParallel, compression: UsedCompression, optim
         model = torch.nn.parallel.DistributedDataParallel(model)
         hvdcomp.ddp.register(model, hvdcomp.Compression(hvdcomp.TopK(ratio=0.01)))
 
-    To be called on every rank, before the first backward pass. The rest of the training stays as it is. What
-    `Compression` offers (`ledger`, `set_level`, `state_dict`, ...) works as with Horovod, and tensors have the names
-    that they have in the module, without what wrappers put in front ("module.", "_orig_mod." and others).
+    To be called on every rank, before the first backward pass. The rest of the training does not change. Members of
+    `Compression` (`ledger`, `set_level`, `state_dict`, ...) work as with Horovod. Tensors have their names in the
+    module, without the prefixes of wrappers ("module.", "_orig_mod." and others).
 
     Args:
-        model: with no other communication hook; also in torch.compile.
-        compression: of this model alone. A state that `load_state_dict` was given before, or is given between
-            `register` and the first step, holds from the first step on.
-        optimizer: that steps with the gradients; needed by policies that follow the learning rate or change the batch
-            size.
+        model: a model in DistributedDataParallel without another communication hook; also in torch.compile.
+        compression: a compression of this model only. Its `load_state_dict` may be called before `register`, or between
+            `register` and the first step.
+        optimizer: the model's optimizer; needed by policies that follow the learning rate or change the batch size.
 
     Raises:
-        ConfigurationError: if the model is not in DistributedDataParallel, or the compression serves another one.
-        RankMismatchError: on every rank, if some cannot take part. Whether all were told the same is compared in the
-            first step.
+        ConfigurationError: if the model is not in DistributedDataParallel, or the compression serves another model.
+        RankMismatchError: on every rank, if some ranks cannot take part. Settings are compared in the first step.
     """
-    model = getattr(model, "_orig_mod", model)  # of torch.compile
+    model = getattr(model, "_orig_mod", model)  # under torch.compile
     if not isinstance(model, DistributedDataParallel):
         raise ConfigurationError(
             f"hvdcomp.ddp.register was given a {type(model).__name__}; give it what "

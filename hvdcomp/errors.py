@@ -1,5 +1,4 @@
-"""The errors that hvdcomp raises on purpose, and how it warns. Each message names the value, what is allowed, and the
-way out."""
+"""hvdcomp's errors and warnings. Each message names the value, the allowed values, and the way out."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ import warnings
 class SpecError(ValueError):
     """A compressor, memory or spec string with a wrong name or value."""
 
-    ag_pass_through = True  # while TensorFlow traces a step, it stays this error instead of becoming one of AutoGraph's
+    ag_pass_through = True  # TensorFlow's AutoGraph then re-raises this class instead of its own
 
 
 class ConfigurationError(RuntimeError):
@@ -20,7 +19,7 @@ class ConfigurationError(RuntimeError):
 
 
 class UnevenNodesError(ConfigurationError):
-    """Nodes with different numbers of ranks, where two levels need as many on each."""
+    """Nodes with different numbers of ranks; two levels need equal numbers."""
 
 
 class RankMismatchError(RuntimeError):
@@ -30,10 +29,11 @@ class RankMismatchError(RuntimeError):
 
 
 def warn_alone(message: str, stacklevel: int = 2) -> None:
-    """Warns on this rank alone: made an error by `python -W error`, a warning would leave the others waiting.
+    """Warns on this rank only, and never raises: with `python -W error`, an error would leave other ranks waiting.
 
     Args:
-        stacklevel: as of `warnings.warn`, of the caller.
+        message: the warning.
+        stacklevel: as in `warnings.warn`, for the caller.
     """
     with contextlib.suppress(Warning):
         warnings.warn(message, stacklevel=stacklevel + 1)

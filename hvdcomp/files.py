@@ -1,7 +1,6 @@
-"""Files that stay whole on a disk that fills up: replaced by renaming, or added to by whole lines; and what a file of
-JSON holds.
+"""Files that stay complete on a full disk: replaced by renaming, or extended by whole records; and JSON parsing.
 
-What goes wrong is raised as it first was: closing a file raises nothing after that.
+The first error is raised: closing a file raises no other error after it.
 """
 
 from __future__ import annotations
@@ -21,28 +20,27 @@ from typing import Any
 _PART = ".part"
 
 DEEPEST_JSON = 100
-"""How deep lists and objects may be nested in a file of JSON: far deeper than hvdcomp nests them, and not so deep that
-what looks through them would run out of stack."""
+"""Largest depth of nested lists and objects in a JSON file: far more than hvdcomp uses, and not too deep for recursive
+functions."""
 
 try:
     VERSION = version("hvdcomp")
-except PackageNotFoundError:  # a checkout on the path that nobody has installed
+except PackageNotFoundError:  # a checkout that is not installed
     VERSION = "0+checkout"
-"""Of hvdcomp, as the files say that it writes."""
+"""hvdcomp's version, as in the files that it writes."""
 
 
 def replace_files(contents: Mapping[Path, bytes]) -> None:
-    """Writes files, each of which is afterwards there whole, or is what it was before.
+    """Writes files, each of which is afterwards complete, or unchanged.
 
-    All are written under other names before the first is renamed, so that on a full disk none is replaced. Nobody can
-    know these names before, and none is written to that is there already: in a folder that others may write to, a link
-    of theirs would lead elsewhere.
+    All are written under other names before the first is renamed, so that on a full disk none is replaced. These names
+    are unpredictable, and must not exist: in a folder that other users can write to, a link could lead elsewhere.
 
     Args:
-        contents: by place. A link is followed; what is no file, such as a pipe or /dev/stdout, is written to.
+        contents: contents by path. A link is followed; a pipe or device, such as /dev/stdout, is written to directly.
 
     Raises:
-        OSError: what went wrong first. Nothing that was half written is left.
+        OSError: the first error. No incomplete file is left.
     """
     places = {Path(os.path.realpath(path)): content for path, content in contents.items()}
     parts: dict[Path, Path] = {}
@@ -52,7 +50,7 @@ def replace_files(contents: Mapping[Path, bytes]) -> None:
                 write_file(place, content)
             else:
                 part = place.with_name(f"{place.name}.{secrets.token_hex(8)}{_PART}")
-                with part.open("xb", buffering=0) as file:  # which follows no link
+                with part.open("xb", buffering=0) as file:  # follows no link
                     parts[place] = part
                     _write_all(file, content)
         for place, part in parts.items():
@@ -65,15 +63,15 @@ def replace_files(contents: Mapping[Path, bytes]) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """The same for one file of text, in UTF-8; what UTF-8 cannot hold becomes a question mark."""
+    """`replace_files` for a text file in UTF-8; characters that UTF-8 cannot encode become question marks."""
     replace_files({path: text.encode("utf-8", errors="replace")})
 
 
 def csv_of(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """A CSV file of some rows, at least one, with a heading.
+    """A CSV file with a heading, of one or more rows.
 
-    Numbers stay numbers. A text that a spreadsheet would compute, as it begins like a formula, gets an apostrophe: the
-    names of runs and models are whatever somebody called them.
+    Numbers stay numbers. A text that a spreadsheet would take for a formula gets an apostrophe, as names of runs and
+    models may be any text.
     """
     stream = io.StringIO()
     writer = csv.DictWriter(stream, fieldnames=list(rows[0]))
@@ -88,13 +86,14 @@ def _is_formula(cell: Any) -> bool:
 
 
 def parse_json(text: str | bytes, **options: Any) -> Any:
-    """The content of a text of JSON. Every file of JSON is read through this: it may come from anywhere.
+    """The content of a JSON text; used for every JSON file, as files may be untrusted.
 
     Args:
-        options: of `json.loads`.
+        text: the text.
+        options: options of `json.loads`.
 
     Raises:
-        ValueError: if it is no JSON, or lists and objects are nested more than `DEEPEST_JSON` deep.
+        ValueError: if the text is no JSON, or nested deeper than `DEEPEST_JSON`.
     """
     with contextlib.suppress(RecursionError):
         content = json.loads(text, **options)
@@ -108,18 +107,18 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
 
 
 def write_file(path: Path, content: bytes | memoryview) -> None:
-    """Writes a file where it is to stay; for folders that are renamed as a whole."""
+    """Writes a file in place, for folders that are renamed as a whole."""
     with path.open("wb", buffering=0) as file:
         _write_all(file, content)
 
 
 def aside(path: Path, number: int) -> Path:
-    """Where a file is put aside under a number: "log.2.jsonl" of "log.jsonl"."""
+    """The path of a file put aside under a number: "log.2.jsonl" for "log.jsonl"."""
     return path.with_name(f"{path.stem}.{number}{path.suffix}")
 
 
 def put_aside_before(path: Path) -> dict[int, Path]:
-    """The files that `put_aside` left of one, by number, the oldest first; none if its folder is not there."""
+    """The files that `put_aside` made of a file, by number, the oldest first; empty if the folder is missing."""
     form = re.compile(re.escape(path.stem) + r"\.([1-9][0-9]*)" + re.escape(path.suffix))
     names = os.listdir(path.parent) if path.parent.is_dir() else []
     numbers = [int(match[1]) for match in map(form.fullmatch, names) if match]
@@ -127,13 +126,14 @@ def put_aside_before(path: Path) -> dict[int, Path]:
 
 
 def put_aside(path: Path, most: int) -> None:
-    """Renames a file, to make way for a new one, to the number after those that are there.
+    """Puts a file aside under the next number, so that a new one can begin.
 
     Args:
-        most: files to keep under a number. Of more, the oldest are removed.
+        path: the file.
+        most: number of files to keep under a number; older files are removed.
 
     Raises:
-        OSError: if that cannot be done.
+        OSError: if renaming fails.
     """
     path.rename(aside(path, max(put_aside_before(path), default=0) + 1))
     for old in list(put_aside_before(path).values())[:-most]:
@@ -141,12 +141,12 @@ def put_aside(path: Path, most: int) -> None:
 
 
 def bring_back(path: Path, number: int) -> None:
-    """Undoes what `put_aside` did after the file of a number was put aside; what was written since is lost.
+    """Undoes `put_aside` for files with numbers above `number`; later content is lost.
 
-    It may be killed, and called again.
+    If interrupted, it can be called again.
 
     Raises:
-        OSError: if that cannot be done.
+        OSError: if renaming fails.
     """
     for later, file in reversed(put_aside_before(path).items()):
         if later > number:
@@ -154,13 +154,13 @@ def bring_back(path: Path, number: int) -> None:
 
 
 class RecordFile:
-    """A file to which records, such as lines, are added: at once, and each of them whole or not at all."""
+    """A file to which records, such as lines, are added without buffering, each completely or not at all."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the file, and makes it if it is not there.
+        """Opens the file, and creates it if it is missing.
 
         Raises:
-            OSError: if that cannot be done.
+            OSError: if it cannot be opened.
         """
         self._file = path.open("ab", buffering=0)
 
@@ -169,7 +169,7 @@ class RecordFile:
         """Bytes of the file.
 
         Raises:
-            OSError: if that cannot be told.
+            OSError: if the size is not available.
         """
         return os.fstat(self._file.fileno()).st_size
 
@@ -177,7 +177,7 @@ class RecordFile:
         """Adds a record.
 
         Raises:
-            OSError: if it cannot be written. What was written of it is taken back.
+            OSError: if it cannot be written; a partial record is removed.
         """
         before = self.size
         try:

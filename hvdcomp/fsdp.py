@@ -1,4 +1,4 @@
-"""Gradient compression in FSDP2: of its reduce-scatter between nodes, or between the replicas of a model."""
+"""Gradient compression in FSDP2: in its reduce-scatter between nodes, or between replicas of a model."""
 
 from __future__ import annotations
 
@@ -20,34 +20,35 @@ __all__ = ["register"]
 def register(
     model: torch.nn.Module, compression: UsedCompression, mesh: DeviceMesh | None = None, optimizer: Any = None
 ) -> None:
-    """Lets a model that is sharded by `fully_shard` send its gradients between nodes compressed.
+    """Lets a model sharded by `fully_shard` send its gradients between nodes compressed.
 
-    Sharded over all ranks, it has its reduce-scatter replaced: exact within a node, quantized between nodes.
+    If sharded over all ranks, its reduce-scatter is replaced: exact within a node, quantized between nodes.
 
         fully_shard(model)
         hvdcomp.fsdp.register(model, hvdcomp.Compression(hvdcomp.Int4()))
 
-    Sharded over the ranks of a node, with replicas on the others (HSDP), it has its shards exchanged:
+    If sharded over the ranks of a node, with replicas on other nodes (HSDP), its shards are exchanged:
 
         mesh = init_device_mesh("cuda", (nodes, 8), mesh_dim_names=("replicate", "shard"))
         fully_shard(model, mesh=mesh["shard"])
         hvdcomp.fsdp.register(model, hvdcomp.Compression(hvdcomp.TopK(ratio=0.01)), mesh["replicate"])
 
-    To be called on every rank, before the first backward pass; docs/fsdp.md has both. With replicas, shards are
-    exchanged while the backward pass goes on; with a policy the ranks of each shard decide for themselves, and the
-    decision log has the decisions of rank 0's shard.
+    To be called on every rank, before the first backward pass; docs/fsdp.md documents both. With replicas, shards are
+    exchanged during the backward pass; with a policy the ranks of each shard decide for themselves, and the decision
+    log has the decisions of rank 0's shard.
 
     Args:
-        model: sharded over one dimension of a mesh.
-        compression: of this model alone. Without replicas its compressor is a quantizer, and it has no policy.
-        mesh: the replicas, ranks that have the same shards: the other dimension. None for a model without replicas.
-        optimizer: that steps with the gradients; needed by policies that follow the learning rate or change the batch
-            size.
+        model: a model sharded over one dimension of a mesh.
+        compression: a compression of this model only. Without replicas its compressor must be a quantizer, without a
+            policy.
+        mesh: the other dimension, of replicas: the ranks with the same shards. None for a model without replicas.
+        optimizer: the model's optimizer; needed by policies that follow the learning rate or change the batch size.
 
     Raises:
-        ConfigurationError: if the model is not sharded so, or the compression serves another one, or does not suit it.
-        RankMismatchError: on every rank, if some cannot take part. With replicas, whether all were told the same is
-            compared in the first step.
+        ConfigurationError: if the model is not sharded in this way, or the compression serves another model or is not
+            suitable.
+        RankMismatchError: on every rank, if some ranks cannot take part. With replicas, settings are compared in the
+            first step.
     """
     if mesh is not None and getattr(mesh, "ndim", None) != 1:
         raise ConfigurationError(

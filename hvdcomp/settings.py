@@ -1,4 +1,4 @@
-"""Settings of a user, checked as far as that can be done before a training begins."""
+"""A user's settings, and their checks before a training begins."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hvdcomp.policies import LevelSchedule, Policy
 from hvdcomp.specs.described import is_whole
 from hvdcomp.specs.levels import Level
 
-# The hardest level is asked for with a factor and a tensor beyond all that is in use.
+# The hardest level is that of a factor and a tensor beyond all real ones.
 _HARDEST_FACTOR = 1e12
 _LARGEST_TENSOR = (2**20, 2**20)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a user that must be the same on every rank."""
+    """The user's settings that must be the same on every rank."""
 
     compressor: Compressor
     memory: Memory | None
@@ -38,7 +38,7 @@ class Settings:
     bucket_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises SpecError for an overlap or a number that cannot be."""
+        """Raises SpecError for an invalid overlap or number."""
         if self.overlap not in (True, False, "auto"):
             raise SpecError(f'overlap={self.overlap!r} is not possible; give True, False or "auto"')
         _require_whole("bucket_bytes", self.bucket_bytes, 1, or_none=True)
@@ -53,21 +53,21 @@ class Settings:
 
     @property
     def compressors(self) -> tuple[Compressor, ...]:
-        """All that tensors may get: the compressor, and those that the policy may choose beside it."""
-        others = self.policy.compressors if isinstance(self.policy, Policy) else ()
-        return (self.compressor, *map(parse_compressor, others))
+        """All compressors that tensors may get: the training's own, and those that the policy may choose."""
+        specs = self.policy.compressors if isinstance(self.policy, Policy) else ()
+        return (self.compressor, *map(parse_compressor, specs))
 
     def require_matches(self, names: Collection[str]) -> None:
-        """`hvdcomp.compressors.routing.require_matches` for all that tensors may get."""
+        """`hvdcomp.compressors.routing.require_matches` for all compressors that tensors may get."""
         for compressor in self.compressors:
             require_matches(compressor, names)
 
     def require_momenta(self, warm_up: str, local_steps: int) -> None:
-        """Raises SpecError if the ranks cannot send momenta in place of gradients after a warm-up.
+        """Raises SpecError if the ranks cannot send momenta instead of gradients after a warm-up.
 
         Args:
-            warm_up: the spec of the warm-up's compressor.
-            local_steps: from one exchange to the next.
+            warm_up: spec of the warm-up's compressor.
+            local_steps: number of steps between exchanges.
         """
         if local_steps > 1 and isinstance(self.policy, Policy):
             raise SpecError(
@@ -85,7 +85,7 @@ class Settings:
             require_bounded_turns(methods)
 
     def describe(self) -> dict[str, Any]:
-        """The settings in words, for comparing ranks and for messages."""
+        """The settings in words, for comparisons between ranks and for messages."""
         return {
             **vars(self),
             "compressor": str(self.compressor),
@@ -94,11 +94,11 @@ class Settings:
         }
 
 
-def _require_whole(name: str, given: object, least: int | None = None, or_none: bool = False) -> None:
-    if (given is None and or_none) or is_whole(given, -math.inf if least is None else least):
+def _require_whole(name: str, value: object, least: int | None = None, or_none: bool = False) -> None:
+    if (value is None and or_none) or is_whole(value, -math.inf if least is None else least):
         return
     allowed = "a whole number" + ("" if least is None else f" from {least} on") + (", or None" if or_none else "")
-    raise SpecError(f"{name}={given!r} is not possible; give {allowed}")
+    raise SpecError(f"{name}={value!r} is not possible; give {allowed}")
 
 
 def check(
@@ -107,11 +107,10 @@ def check(
     policy: LevelSchedule | Policy[Any] | None,
     steps_per_epoch: int | None,
 ) -> LevelSchedule | Policy[Any] | None:
-    """Checks what a `Compression` is made of, and returns the policy as `check_policy` does.
+    """Checks the arguments of a `Compression`, and returns the policy from `check_policy`.
 
     Raises:
-        SpecError: for a compressor, a memory or a policy that is none, or that does not work with the others; for steps
-            that are no number of steps.
+        SpecError: for an invalid compressor, memory, policy or number of steps, or if they do not work together.
     """
     _require_whole("steps_per_epoch", steps_per_epoch, 1, or_none=True)
     if not isinstance(compressor, Compressor):
@@ -138,11 +137,10 @@ def check(
 def check_policy(
     policy: LevelSchedule | Policy[Any], steps_per_epoch: int | None, compressor: Compressor, memory: Memory | None
 ) -> LevelSchedule | Policy[Any]:
-    """The policy's own `check`, and of its compressors and of all levels that it may set, whether residuals stay
-    bounded.
+    """Checks a policy, and that residuals stay bounded with all its compressors and levels.
 
     Returns:
-        The policy, with the specs of its compressors as compressors print, and without that of the training.
+        The policy, with its compressors' specs in canonical form, and without the training's own compressor.
 
     Raises:
         SpecError: if the policy cannot work with this compressor, memory or run.
@@ -163,35 +161,35 @@ def check_policy(
         )
     if not policy.compressors:
         return policy
-    others: dict[str, Any] = {"compressors": _checked_others(policy, compressor, memory)}
-    return dataclasses.replace(policy, **others)
+    changes: dict[str, Any] = {"compressors": _checked_choices(policy, compressor, memory)}
+    return dataclasses.replace(policy, **changes)
 
 
-def _checked_others(policy: Policy[Any], compressor: Compressor, memory: Memory | None) -> tuple[str, ...]:
-    """Specs of what a policy may choose beside the compressor."""
-    others = [parse_compressor(spec) for spec in policy.compressors]
-    specs = list(map(str, others))
+def _checked_choices(policy: Policy[Any], compressor: Compressor, memory: Memory | None) -> tuple[str, ...]:
+    """Specs of a policy's compressors, without the training's own."""
+    choices = [parse_compressor(spec) for spec in policy.compressors]
+    specs = list(map(str, choices))
     if twice := sorted({spec for spec in specs if specs.count(spec) > 1}):
         raise SpecError(f"{policy.name}: compressors has {', '.join(twice)} more than once; name each once")
     if memory is not None:
-        for other in others:
-            require_bounded_residuals(other, memory)
+        for choice in choices:
+            require_bounded_residuals(choice, memory)
     else:
         own = [leaf.default_memory for leaf in compressor.leaves() if leaf.default_memory.is_momentum]
-        for leaf in (leaf for other in others for leaf in other.leaves()):
+        for leaf in (leaf for choice in choices for leaf in choice.leaves()):
             if leaf.default_memory.is_momentum and leaf.default_memory not in own[:1]:
                 raise SpecError(
                     f"{policy.name}: {leaf} is not allowed in compressors: its momentum takes the place of the "
                     "optimizer's, and cannot come and go. Make it the training's own compressor, whose momentum then "
                     "goes with all others too, or leave it out"
                 )
-        require_bounded_turns([compressor, *others])
+        require_bounded_turns([compressor, *choices])
     return tuple(spec for spec in specs if spec != str(compressor))
 
 
 @dataclass(frozen=True)
 class _Watched:
-    """A compressor as a policy sees it: each level that it asks for is checked."""
+    """A compressor whose levels are checked for bounded residuals when a policy tries them."""
 
     compressor: Compressor
     memory: Memory | None

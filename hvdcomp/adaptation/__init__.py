@@ -1,1 +1,1 @@
-"""Rank 0 decides, every rank obeys in the same step: what is measured, how a decision travels, what it changes."""
+"""Policies at work: measurement of their statistics, broadcast of rank 0's decisions, and change of the plan."""

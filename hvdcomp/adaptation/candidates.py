@@ -1,11 +1,10 @@
 """Candidates for the policy `auto`: other ways to send a training's gradients, with the predicted time of a step.
 
-The performance model predicts a step's time for a handful of ways to send this training's gradients on this many ranks:
-everything dense, everything in half precision, everything compressed, and the most worthwhile tensors compressed with
-the rest dense or in half precision. There may be several compressors; if one leaves its exchange open, it is gathered
-in some of these ways and scattered in others. Some are proposed here, if the policy asks for that. Only the two fastest
-of all compressed ways are mixed with others, so that candidates stay few. Rank 0 alone reads the calibration; the other
-ranks receive the result.
+The performance model predicts a step's time for a few candidates: all tensors dense, all in half precision, all
+compressed, and the most worthwhile tensors compressed with the others dense or in half precision. There may be several
+compressors; one that leaves its exchange open is both gathered and scattered. More compressors are proposed here if the
+policy asks for them. Only the two fastest compressed candidates are mixed with others, so that candidates stay few.
+Only rank 0 reads the calibration; the other ranks receive the result.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import warn_alone
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.perfmodel import UNCOMPRESSED, Asked, EncodeTime, propose
+from hvdcomp.perfmodel import UNCOMPRESSED, Criteria, EncodeTime, propose
 from hvdcomp.perfmodel.advice import BUCKET_SIZES
 from hvdcomp.perfmodel.ways import WAYS, encode_time_of, in_each_way
 from hvdcomp.policies.auto import DENSE_CANDIDATE
@@ -29,18 +28,18 @@ from hvdcomp.policies.request import Candidate, Candidates
 
 FP16, COMPRESSED = "fp16", "compressed"
 
-_RESTS = ((DENSE_CANDIDATE, "none"), (FP16, "fp16"))
-"""How tensors travel that are not compressed: the candidate's name and the method."""
+_OTHER_METHODS = ((DENSE_CANDIDATE, "none"), (FP16, "fp16"))
+"""The candidates without compression: name and method, which tensors that are not compressed get too."""
 
 _STARTING = 2**16
-"""Elements that a tensor seems to have beside its own, for the time to start the operations that encode it.
+"""Elements added to a tensor's own in the estimate of its encode time, for the overhead of its operations.
 
-The calibration knows the time of the whole model alone. This says how it is shared out among its tensors, and so only
-which mixtures are worth a trial; what they really take is measured.
+The calibration has the encode time of the whole model only. This constant divides it among the tensors, which decides
+the mixtures worth a trial; their real times are measured.
 """
 
-_MIXED = 2  # compressed ways, the fastest by the model, that are mixed with others
-_CUTS = 16  # mixtures that are predicted for each way to send the rest
+_MIXED = 2  # number of compressed candidates, the fastest by the model, that are mixed with others
+_CUTS = 16  # number of mixtures predicted for each other method
 
 
 def candidates_of(
@@ -50,36 +49,36 @@ def candidates_of(
     batch: int | None = None,
     overlaps: bool = True,
     others: Sequence[str] = (),
-    asked: Asked | None = None,
+    criteria: Criteria | None = None,
 ) -> Candidates:
     """The candidates of a training, with their predicted times.
 
     Args:
-        engine: with the training's tensors, compressor, memory and ranks.
+        engine: the engine, with the training's tensors, compressor, memory and ranks.
         source: a calibration file, or the name of a preset.
-        model: of the calibration; None for the one whose tensors have the shapes of the training's.
-        batch: size on one rank; None for the calibration's.
+        model: model of the calibration; None for the model whose tensors have the training's shapes.
+        batch: batch size of one rank; None for the calibration's.
         overlaps: whether Horovod carries casts itself, during the backward pass.
-        others: specs of compressors beside that of the training.
-        asked: what more compressors are to be proposed by; None for none. What cannot be proposed is said in a warning.
+        others: specs of compressors beside the training's own.
+        criteria: criteria of proposed compressors; None for no proposals. A warning says what cannot be proposed.
 
     Raises:
-        CalibrationError: if the calibration cannot be read, is of another model, or lacks what is needed.
+        CalibrationError: if the calibration cannot be read, is of another model, or lacks a needed time.
     """
     with errors_of(source):
-        made = _Model(StepModel(engine, source, model, batch, overlaps))
-        if asked is not None:
-            others = (*others, *made.proposed(others, asked))
-        return made.candidates(others)
+        candidates = _CandidateModel(StepModel(engine, source, model, batch, overlaps))
+        if criteria is not None:
+            others = (*others, *candidates.proposed(others, criteria))
+        return candidates.all(others)
 
 
-class _Way(NamedTuple):
-    """One compressor for all tensors.
+class _SingleMethod(NamedTuple):
+    """A candidate with one compressor for all tensors.
 
     Attributes:
-        candidate: that it is.
-        encode: time to encode all that it compresses; None if that is nothing.
-        weights: by name the share of that time of each tensor that it compresses, the most worth it first.
+        candidate: the candidate.
+        encode: time to encode all tensors that it compresses; None if it compresses none.
+        weights: weight of each compressed tensor in that time, by name, the most worthwhile first.
     """
 
     candidate: Candidate
@@ -87,7 +86,7 @@ class _Way(NamedTuple):
     weights: Mapping[str, float]
 
 
-class _Model:
+class _CandidateModel:
     """The candidates of one training, by its performance model."""
 
     def __init__(self, steps: StepModel) -> None:
@@ -95,9 +94,9 @@ class _Model:
         self._steps = steps
         self._plans = Plans(self.engine, levelled_tensors(self.engine))
 
-    def candidates(self, others: Sequence[str]) -> Candidates:
-        """All candidates. Those that are another one under a second name are left out."""
-        self._choose_buckets(others)
+    def all(self, specs: Sequence[str]) -> Candidates:
+        """All candidates, without duplicates under a second name."""
+        self._choose_buckets(specs)
         candidates: dict[str, Candidate] = {}
         sent: list[dict[str, object]] = []
 
@@ -108,11 +107,11 @@ class _Model:
             sent.append(sends)
             return True
 
-        for name, rest in _RESTS:
-            plan = self._plans.with_methods({}, rest)
-            offer(name, Candidate(self._steps.seconds(plan, self._cast_time(rest, plan)), 0, rest), plan)
-        ways: dict[str, _Way] = {}
-        for name, method in self._methods(others).items():
+        for name, spec in _OTHER_METHODS:
+            plan = self._plans.with_methods({}, spec)
+            offer(name, Candidate(self._steps.seconds(plan, self._cast_time(spec, plan)), 0, spec), plan)
+        ways: dict[str, _SingleMethod] = {}
+        for name, method in self._methods(specs).items():
             plan = self._plans.with_methods({}, method)
             way = self._way(method, plan)
             if offer(name, way.candidate, plan) and way.encode is not None:
@@ -121,45 +120,45 @@ class _Model:
         order = tuple(dict.fromkeys(tensor for name in fastest for tensor in ways[name].weights))
         for name in (name for name in ways if name in fastest):
             method = ways[name].candidate.rest
-            for other, rest in _RESTS:
-                if (mixed := self._best_mixture(order, ways[name], rest)) is not None:
-                    plan = self._plans.with_methods(dict.fromkeys(order[: mixed.compressed], method), rest)
-                    offer(f"{name} and {other}", mixed, plan)
+            for other_name, other_method in _OTHER_METHODS:
+                if (mixed := self._best_mixture(order, ways[name], other_method)) is not None:
+                    plan = self._plans.with_methods(dict.fromkeys(order[: mixed.compressed], method), other_method)
+                    offer(f"{name} and {other_name}", mixed, plan)
         return Candidates((*order, *(name for name in self._plans.names if name not in order)), candidates)
 
-    def proposed(self, others: Sequence[str], asked: Asked) -> tuple[str, ...]:
-        """Specs of compressors that nobody named. Two levels are among them if they are among those that were named:
-        whether nodes have as many ranks is known only then."""
-        methods = self._methods(others).values()
+    def proposed(self, specs: Sequence[str], criteria: Criteria) -> tuple[str, ...]:
+        """Specs of proposed compressors. Two levels are proposed only if a named compressor has them, as only then
+        nodes are known to have equal numbers of ranks."""
+        methods = self._methods(specs).values()
         ways = [self._way(method, self._plans.with_methods({}, method)) for method in methods]
-        free = [(self._plans.with_methods({}, rest), rest) for _, rest in _RESTS]
-        times = [self._steps.seconds(plan, self._cast_time(rest, plan)) for plan, rest in free]
+        free = [(self._plans.with_methods({}, method), method) for _, method in _OTHER_METHODS]
+        times = [self._steps.seconds(plan, self._cast_time(method, plan)) for plan, method in free]
         least = min([*times, *(way.candidate.seconds for way in ways)])
-        fixed = [self.engine.compressor, *map(parse_compressor, others)]
+        fixed = [self.engine.compressor, *map(parse_compressor, specs)]
 
         def seconds_of(compressor: Compressor) -> float | None:
             encode = self._steps.known_encode(compressor)
             plan = self._plans.with_methods({}, str(compressor))
             return None if encode is None else self._steps.seconds(plan, encode)
 
-        proposals = propose(asked, fixed, seconds_of, least, any(map(needs_nodes, fixed)))
-        if (missing := proposals.missing(asked, self._steps.source)) is not None:
+        proposals = propose(criteria, fixed, seconds_of, least, any(map(needs_nodes, fixed)))
+        if (missing := proposals.missing(criteria, self._steps.source)) is not None:
             warn_alone(missing)
         return proposals.specs
 
-    def _methods(self, others: Sequence[str]) -> dict[str, str | None]:
-        """By name the compressors to look at, each that leaves its exchange open in both ways.
+    def _methods(self, specs: Sequence[str]) -> dict[str, str | None]:
+        """Specs of the compressors to consider, by name; a compressor that leaves its exchange open is there twice.
 
-        They have their specs for names. If the training has one compressor alone, the names say what is done with it.
+        The name is the spec, unless the training's own compressor is the only one.
         """
         own = self.engine.compressor
         methods: dict[str, str | None] = {str(compressor): str(compressor) for compressor in self._in_each_way(own)}
         if len(methods) == 1:
             methods = {str(own): None}
-        if not others:
+        if not specs:
             names = [COMPRESSED] if len(methods) == 1 else [f"{way}ed" for way in WAYS]
             return dict(zip(names, methods.values(), strict=True))
-        for spec in others:
+        for spec in specs:
             for compressor in self._in_each_way(parse_compressor(spec)):
                 methods.setdefault(str(compressor), str(compressor))
         return methods
@@ -169,31 +168,31 @@ class _Model:
         open_ = several and isinstance(compressor, Gathering) and compressor.exchange == "auto"
         return in_each_way(compressor) if open_ else (compressor,)
 
-    def _way(self, method: str | None, plan: Plan) -> _Way:
-        """A compressor for all tensors; `plan` is what comes of it."""
-        self._steps.exchange(plan, overlapped=False)  # refuses what the model does not know
+    def _way(self, method: str | None, plan: Plan) -> _SingleMethod:
+        """The candidate of one compressor, whose plan is `plan`."""
+        self._steps.exchange(plan, overlapped=False)  # refuses methods that the model does not know
         weights = self._worthwhile(plan)
         encode = self._steps.encode(self._compressor(method)) if weights else None
-        return _Way(Candidate(self._steps.seconds(plan, encode), 0, method), encode, weights)
+        return _SingleMethod(Candidate(self._steps.seconds(plan, encode), 0, method), encode, weights)
 
     def _sends(self, plan: Plan) -> dict[str, object]:
-        """By tensor what is sent: the element type of a cast, or the compressor."""
+        """For each tensor the element type of a cast, or the compressor."""
         tensors = self.engine.tensors
         return {name: method.wire_dtype(tensors[name].dtype) or method for name, method in plan.items()}
 
     def _cast_time(self, spec: str, plan: Plan) -> EncodeTime | None:
-        """The time of a cast of all tensors: estimated where the framework carries it, else as it was measured."""
+        """The time to cast all tensors: estimated if the framework does it, else as measured."""
         known = self._steps.facts.compute.encode
         if self._steps.carried(plan):
             return encode_time_of(parse_compressor(spec), known)
         return known.get(spec) if spec != UNCOMPRESSED else None
 
     def _compressor(self, method: str | None) -> Compressor:
-        """The compressor of a spec; that of the training for None."""
+        """The compressor of a spec; the training's own for None."""
         return self.engine.compressor if method is None else parse_compressor(method)
 
     def _worthwhile(self, plan: Plan) -> dict[str, float]:
-        """By name the weights of the tensors that a plan compresses, those first that save most bytes for it."""
+        """Weights of the tensors that a plan compresses, by name, those with most bytes saved per weight first."""
         savings = []
         uncompressed = self._plans.with_methods({}, "none")
         for name, compressor in plan.items():
@@ -205,8 +204,8 @@ class _Model:
                 savings.append((-saved / weight, name, weight))
         return {name: weight for _, name, weight in sorted(savings)}
 
-    def _best_mixture(self, order: Sequence[str], way: _Way, rest: str) -> Candidate | None:
-        """The fastest of some mixtures of compressed tensors and others; None if there are no two tensors to mix."""
+    def _best_mixture(self, order: Sequence[str], way: _SingleMethod, other_method: str) -> Candidate | None:
+        """The fastest of several mixtures of compressed and other tensors; None without two tensors to mix."""
         assert way.encode is not None
         places = [place for place, name in enumerate(order) if name in way.weights]
         first, count, total = places[0], places[-1] + 1, sum(way.weights.values())
@@ -215,19 +214,19 @@ class _Model:
             if not first < number < count:
                 continue
             share = sum(way.weights.get(name, 0) for name in order[:number]) / total
-            plan = self._plans.with_methods(dict.fromkeys(order[:number], way.candidate.rest), rest)
+            plan = self._plans.with_methods(dict.fromkeys(order[:number], way.candidate.rest), other_method)
             seconds = self._steps.seconds(plan, way.encode.part(share))
             if best is None or seconds < best.seconds:
-                best = Candidate(seconds, number, rest, way.candidate.rest)
+                best = Candidate(seconds, number, other_method, way.candidate.rest)
         return best
 
-    def _choose_buckets(self, others: Sequence[str]) -> None:
-        """Chooses how much of the gradients is sent by itself, where that is left to rank 0: what is best for the
-        compressor that is fastest by the model, if that makes a difference."""
+    def _choose_buckets(self, specs: Sequence[str]) -> None:
+        """Chooses the bucket size, if that is left to rank 0: the best for the compressor that is fastest by the model,
+        if the difference exceeds the calibration's noise."""
         overlap = self.engine.overlap
         if overlap.least_bytes is None or not overlap.from_rank_0 or self._steps.facts.early_bytes is not None:
             return
-        plans = [(self._plans.with_methods({}, method), method) for method in self._methods(others).values()]
+        plans = [(self._plans.with_methods({}, method), method) for method in self._methods(specs).values()]
         ways = [(self._way(method, plan), plan) for plan, method in plans]
         way, plan = min(ways, key=lambda entry: entry[0].candidate.seconds)
         times = {size: self._steps.seconds(plan, way.encode, size) for size in BUCKET_SIZES}

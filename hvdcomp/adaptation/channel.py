@@ -1,4 +1,4 @@
-"""Messages from rank 0 to all ranks, sent without waiting and received later; decisions of a policy above all."""
+"""Messages from rank 0 to all ranks, such as decisions of a policy, sent without waiting and received later."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class CommunicatorBroadcaster:
     """Broadcasts over the communicator that carries the gradients.
 
     Args:
-        communicator: of the ranks.
-        like: an array of the framework and place that it works on.
+        communicator: the communicator.
+        like: an array of the communicator's framework and device.
     """
 
     def __init__(self, communicator: Communicator, like: Array) -> None:
@@ -53,8 +53,8 @@ class MessageChannel:
     """Sends messages whose length only rank 0 knows.
 
     Args:
-        make_broadcaster: called before the first message; all ranks are then at the same point.
-        capacity: bytes that are sent at once. What does not fit follows in a second broadcast, for which all wait.
+        make_broadcaster: function that makes the broadcaster, called before the first message on all ranks.
+        capacity: bytes of the first broadcast. A longer message takes a second broadcast, for which all ranks wait.
     """
 
     def __init__(self, make_broadcaster: Callable[[], Broadcaster], capacity: int) -> None:
@@ -66,10 +66,10 @@ class MessageChannel:
         self._failed: Exception | None = None
 
     def start(self, message: bytes) -> None:
-        """Starts sending rank 0's message; what others give is not looked at.
+        """Starts sending rank 0's message; other ranks' messages are ignored.
 
-        What goes wrong is raised by `finish`. Nobody calls it after the last step of a training, when the others may
-        have ended and to send them anything is an error.
+        `finish` raises errors of sending. It is not called after the last step of a training, when other ranks may have
+        ended and sending fails.
         """
         self._message = message
         head = len(message).to_bytes(_HEADER_BYTES, "little") + message
@@ -83,8 +83,8 @@ class MessageChannel:
     def finish(self) -> bytes:
         """Rank 0's message; waits for it."""
         if self._failed is not None:
-            failed, self._failed = self._failed, None
-            raise failed
+            error, self._failed = self._failed, None
+            raise error
         assert self._broadcaster is not None
         head = self._broadcaster.wait(self._started).tobytes()
         length = int.from_bytes(head[:_HEADER_BYTES], "little")
@@ -92,29 +92,29 @@ class MessageChannel:
         missing = length - len(received)
         if not missing:
             return received
-        rest = self._broadcaster.start(_of_length(self._message[self._capacity :], missing))
-        return received + self._broadcaster.wait(rest).tobytes()
+        remainder = self._broadcaster.start(_of_length(self._message[self._capacity :], missing))
+        return received + self._broadcaster.wait(remainder).tobytes()
 
 
 def _of_length(message: bytes, length: int) -> np.ndarray:
-    """The beginning of a message, filled up with zeros, as an array of its own."""
+    """The start of a message, padded with zeros to a length, as a new array."""
     return np.frombuffer(bytearray(message[:length].ljust(length, b"\0")), np.uint8)
 
 
 class DecisionChannel:
-    """Carries what rank 0 decides to all ranks, as the policy's state in JSON, so that every rank can go on from it.
+    """Carries rank 0's decisions to all ranks, as the policy's state in JSON, so that every rank can go on from it.
 
     Args:
-        policy: the same on all ranks.
-        tensors: names of those whose level is decided.
+        policy: the policy, the same on all ranks.
+        tensors: names of the tensors whose level is decided.
         decides: whether this is rank 0.
         make_broadcaster: as in `MessageChannel`.
 
     Attributes:
-        state: the policy's, as all ranks know it.
-        request: what the policy asks for in it.
-        latest: on rank 0 ahead of `state` from a decision until all ranks have received it.
-        latest_request: what the policy asks for in that.
+        state: the policy's state that all ranks know.
+        request: the policy's request in `state`.
+        latest: the newest state; on rank 0 ahead of `state` from a decision until all ranks have received it.
+        latest_request: the policy's request in `latest`.
         in_flight: whether a state was sent and not yet received.
     """
 
@@ -133,17 +133,17 @@ class DecisionChannel:
         self._messages = MessageChannel(make_broadcaster, room)
 
     def enter(self, state: Any) -> None:
-        """Goes over to a state that all ranks know."""
-        # Every step asks for the request, so it is worked out once per state.
+        """Enters a state that all ranks know."""
+        # Every step reads the request, so it is computed once for each state.
         self.state, self.request = state, self.policy.request(state)
         self.latest, self.latest_request = state, self.request
 
     def be_ahead(self, state: Any) -> None:
-        """Goes over, on rank 0, to a state that the other ranks have yet to receive."""
+        """Enters, on rank 0, a state that the other ranks have yet to receive."""
         self.latest, self.latest_request = state, self.policy.request(state)
 
     def decide(self, statistics: Statistics) -> Decision:
-        """Makes a decision, on rank 0 alone."""
+        """Makes a decision; on rank 0 only."""
         state, decision = self.policy.decide(self.latest, statistics)
         self.be_ahead(state)
         return decision
@@ -154,7 +154,7 @@ class DecisionChannel:
         self.in_flight = True
 
     def receive(self) -> Decision:
-        """Waits for rank 0's state, goes over to it, and returns its decision."""
+        """Waits for rank 0's state, enters it, and returns its decision."""
         self.in_flight = False
         self.enter(self.policy.from_json(json.loads(self._messages.finish())))
         return self.policy.decision(self.state)

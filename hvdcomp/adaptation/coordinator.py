@@ -1,12 +1,12 @@
-"""Rank 0 decides, every rank obeys in the same step: the coordinator says when.
+"""The coordinator of a policy: rank 0 decides, and every rank obeys in the same step.
 
-Rank 0 runs the policy. What it decides travels over a `DecisionChannel`; what it decides by is measured by `Observers`,
-only while the policy asks for it. The coordinator counts steps and epochs, and puts decisions into the engine's plan.
+Rank 0 runs the policy. Its decisions travel over a `DecisionChannel`; `Observers` measure the statistics that the
+policy requests. The coordinator counts steps and epochs, and sets the engine's plan by the decisions.
 
-With `lag=1` a decision is made at the end of a step and taken up when the next one begins, so that its broadcast
-hides behind the optimizer's step and the forward pass. What depends on the learning rate of the step after a period is
-decided at the end of that step. With `lag=0` it is decided in that step itself, before anything is compressed; the
-ranks then wait for the broadcast.
+With `lag=1` a decision is made at the end of a step and takes effect when the next step begins, so that its broadcast
+overlaps with the optimizer's step and the forward pass. A decision that needs the learning rate of the step after a
+period is made at the end of that step. With `lag=0` it is made in that step, before compression, and the ranks wait for
+the broadcast.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ class Coordinator:
     """Drives one policy for one engine.
 
     Args:
-        policy: the same on all ranks.
-        engine: whose plan follows the decisions.
-        make_broadcaster: makes what carries the decisions, when the first one is to be sent.
-        like: an array of the framework and place that the engine's communicator works on.
-        steps_per_epoch: None if the policy counts no epochs.
-        log: where rank 0 writes decisions; None for nowhere.
-        candidates: that rank 0's policy is told of before the first exchange, if it asks for them.
-        clock: seconds, by which steps are timed.
-        exchange_seconds: that rank 0's policy is told of, if it asks for them; as in `Statistics`.
+        policy: the policy, the same on all ranks.
+        engine: the engine whose plan follows the decisions.
+        make_broadcaster: function that makes the broadcaster before the first decision is sent.
+        like: an array of the framework and device of the engine's communicator.
+        steps_per_epoch: number of steps of an epoch; None if the policy counts no epochs.
+        log: rank 0's decision log; None for no log.
+        candidates: candidates for the policy's first decision on rank 0, if it requests them.
+        clock: clock of the steps, in seconds.
+        exchange_seconds: `Statistics.exchange_seconds` of rank 0, if the policy requests it.
 
     Attributes:
-        channel: holds the policy's state, as of the decision in force.
-        decision: in force.
-        progress: steps and epochs that ended.
-        clock: that times the steps.
+        channel: the channel, which has the policy's state of the decision in force.
+        decision: the decision in force.
+        progress: numbers of steps and epochs that ended.
+        clock: the clock of the steps.
     """
 
     def __init__(
@@ -76,38 +76,38 @@ class Coordinator:
         self._log = RunLog(log, self.channel, self.progress)
         self._like = like
         self._candidates = candidates
-        self._ended: Statistics | None = None  # of a period that is over, and waits for the learning rate that follows
-        self._first_rates: Rates | None = None  # of the period under way, at its first step
-        self._rates: Rates = ()  # of the latest step
-        self._partial = False  # whether rank 0 has not seen all of the period under way, which then has no decision
+        self._ended: Statistics | None = None  # statistics of an ended period that await the next learning rate
+        self._first_rates: Rates | None = None  # rates at the first step of the present period
+        self._rates: Rates = ()  # rates of the latest step
+        self._partial = False  # whether rank 0 missed a part of the present period, which then gets no decision
         self.decision: Decision = BatchSize()
         self._obey(policy.decision(self.channel.state))
 
     @property
     def policy(self) -> Policy[Any]:
-        """The policy that is driven."""
+        """The policy."""
         return self.channel.policy
 
     @property
     def batch_size(self) -> BatchSize:
-        """The part of the decision in force that is about the batch."""
+        """The batch size of the decision in force."""
         return self.decision.batch()
 
     def start_log(self) -> None:
-        """Writes down, on rank 0, where this run begins or is resumed."""
+        """Logs on rank 0 that the run begins or is resumed."""
         self._log.start(self.plans)
 
-    # In the order in which a step goes through them.
+    # Calls of a step, in order.
 
     def settle(self, rates: Callable[[], Rates]) -> None:
-        """Takes up what was decided, before a step begins; with lag=0 a decision about the batch is made here."""
+        """Applies a decision before a step begins; with lag=0, makes decisions about the batch size."""
         self.receive()
         if self._decides_before_step and self.decision.sets_batch_size:
             self._decide_by(rates())
             self.receive()
 
     def give_up_decision(self) -> None:
-        """Forgets a decision that is on its way to ranks that are no longer there. Rank 0 goes over to it."""
+        """Drops a decision under way to ranks that are gone; rank 0 applies it."""
         if self.channel.in_flight:
             self.channel.in_flight = False
             if self.channel.decides:
@@ -115,12 +115,12 @@ class Coordinator:
                 self._obey(self.policy.decision(self.channel.state))
 
     def receive(self) -> None:
-        """Takes up a decision that is on its way, between two steps."""
+        """Receives and applies a decision under way, between two steps."""
         if self.channel.in_flight:
             self._obey(self.channel.receive())
 
     def begin_step(self, rates: Callable[[], Rates]) -> None:
-        """To be called when a step begins, before the engine's `begin`."""
+        """Begins a step; to be called before the engine's `begin`."""
         self.settle(rates)
         self.observers.begin_step(self._period_ends)
         self._rates = rates()
@@ -129,34 +129,36 @@ class Coordinator:
 
     @property
     def needs_engine(self) -> bool:
-        """Whether the step that has begun takes more than its plan says: a decision on the way, or measurements."""
+        """Whether the present step needs the engine for a decision or measurements, whatever its plan is."""
         return self.decides_before_exchange or self.decision.measures(self._period_ends)
 
     @property
     def decides_before_exchange(self) -> bool:
-        """Whether `before_exchange` makes a decision in the step that has begun; the same on all ranks."""
+        """Whether `before_exchange` makes a decision in the present step; the same on all ranks."""
         return self._decides_before_step or Statistic.CANDIDATES in self.channel.request.statistics
 
     def before_exchange(self) -> None:
-        """To be called when all gradients of a step are there, before the engine's step."""
+        """Makes the decision that this step waits for, if any; to be called between backward pass and exchange."""
         if self._decides_before_step:
             self._decide_by(self._rates)
         elif Statistic.CANDIDATES in self.channel.request.statistics:
-            # Not earlier: until the ranks have compared their settings, others may not know that there are candidates.
+            # Not earlier, as other ranks may not know of candidates until the ranks have compared their settings.
             self._decide(Statistics(self.progress.step, self.progress.epoch_or_none, candidates=self._candidates))
         else:
             return
         self.receive()
-        # The plan may be another one now: the ranks have compared the one that the step began with.
+        # The plan may have changed since the ranks compared their plans.
         self.engine.begin()
         require_same_levels(self.engine.communicator, self.engine.planner.digest, self._like)
 
     def observe(self, gradients: Mapping[str, Array], factor: float) -> None:
-        """Adds gradients of a step that does not go through the engine to what is accumulated: this rank's own, or the
-        aggregated ones, as `source` says. Left out are gradients of which one is not finite.
+        """Accumulates gradients of a step outside the engine: local or aggregated, as `source` says.
+
+        If any is not finite, none is added.
 
         Args:
-            factor: what they are multiplied with, beside the number of batches that they are the mean of.
+            gradients: gradients by tensor name.
+            factor: their factor, to which the number of accumulated batches is applied here.
         """
         if self.observes and gradients:
             arrays = list(gradients.values())
@@ -164,29 +166,29 @@ class Coordinator:
             self.observers.sums.add(gradients, factor * self.batch_size.accumulation, found_inf)
 
     def sums_of_step(self, factor: float) -> Sums | None:
-        """For `Engine.step`, if gradients are to be accumulated; `factor` is as in `observe`."""
+        """The accumulation that `Engine.step` is to make, or None; `factor` is as in `observe`."""
         if not self.observes:
             return None
         return self.observers.sums.of_step(factor * self.batch_size.accumulation, self.source == "aggregated")
 
     @property
     def observes(self) -> bool:
-        """Whether gradients are to be accumulated on this rank in this step."""
+        """Whether this rank accumulates gradients in this step."""
         request = self.channel.latest_request
-        # While a decision waits, nobody knows yet whether the next one asks for them.
-        asked = request.statistics if self._ended is None else request.ever
+        # While a decision is pending, the next request is not known yet.
+        statistics = request.statistics if self._ended is None else request.ever
         counts = self.progress.accumulates(request.period)
-        return self.channel.decides and counts and bool(self.observers.sums.tells & asked)
+        return self.channel.decides and counts and bool(self.observers.sums.measures & statistics)
 
     @property
     def source(self) -> str:
-        """Whose gradients are to be observed, as in `Request.source`."""
+        """The gradients to accumulate, as in `Request.source`."""
         return self.channel.latest_request.source
 
     def end_step(self) -> None:
-        """To be called at the end of a step, when its results are there."""
+        """Ends a step; to be called when its results are there."""
         request = self.channel.request
-        # Once a policy has made its last decision, nobody takes away what is noted.
+        # After a policy's last decision nothing reads, and so nothing clears, the observations.
         self.observers.end_step(request.ever if request.period is not None else frozenset())
         epoch_ended = self.progress.advance(self.batch_size.accumulation)
         if self._ended is not None and self.policy.lag:
@@ -194,7 +196,7 @@ class Coordinator:
         if request.period is None or not self.progress.ends(request.period, epoch_ended):
             return
         partial, self._partial = self._partial, False
-        if partial and AccumulatedGradients.tells & request.ever:
+        if partial and AccumulatedGradients.measures & request.ever:
             self.observers.clear()
             return
         statistics = self._period_statistics(request.period.steps)
@@ -203,10 +205,10 @@ class Coordinator:
         if self._ended is None:
             self._first_rates = None
 
-    # What outlives a restart.
+    # Checkpoints.
 
     def shared_state(self) -> dict[str, Any]:
-        """What all ranks know, between two steps, after `receive`."""
+        """The state that all ranks share, between two steps, after `receive`."""
         return {
             "policy": str(self.policy),
             "state": self.policy.to_json(self.channel.state),
@@ -214,11 +216,11 @@ class Coordinator:
             "steps_per_epoch": self.progress.steps_per_epoch,
             "ended": None if self._ended is None else [self._ended.step, self._ended.epoch],
             "period_rates": self._first_rates,
-            **({"partial": True} if self._partial else {}),  # where it is so: earlier versions know nothing of it
+            **({"partial": True} if self._partial else {}),  # only if true, as earlier versions do not know it
         }
 
     def own_state(self, copy: Callable[[Array], Array]) -> dict[str, Any]:
-        """What only rank 0 knows."""
+        """The state of rank 0 only."""
         return {
             "latest": self.policy.to_json(self.channel.latest),
             "ended": None if self._ended is None else self._ended.known(),
@@ -246,20 +248,19 @@ class Coordinator:
             self._ended = None if own["ended"] is None else Statistics(**own["ended"])
             self.observers.restore(own, place)
 
-    # What these are made of.
 
     @property
     def _period_ends(self) -> bool:
-        """Whether the step that has begun, or comes next, is the last of a period of steps; the same on all ranks."""
+        """Whether the present or next step is the last of a period of steps; the same on all ranks."""
         return self.progress.next_ends(self.channel.request.period)
 
     @property
     def _decides_before_step(self) -> bool:
-        """Whether the step that has begun, or comes next, waits for a decision by the period before it."""
+        """Whether the present or next step waits for the decision of the period before it."""
         return self.policy.lag == 0 and self._ended is not None
 
     def _period_statistics(self, steps: int) -> Statistics:
-        """The statistics of a period that ends; without numbers on ranks other than 0."""
+        """The statistics of a period that ends; only rank 0's have values."""
         known: dict[str, Any] = {}
         if self.channel.decides:
             known = self.observers.statistics(self.channel.latest_request, steps * self.batch_size.accumulation)
@@ -272,11 +273,11 @@ class Coordinator:
             self._ended = statistics
 
     def _decide_by(self, following: Rates) -> None:
-        """Makes a decision by a period that is over and the learning rates that follow it."""
+        """Makes the decision of an ended period, with the learning rates that follow it."""
         assert self._ended is not None
         assert self._first_rates is not None
         statistics, self._ended = self._ended, None
-        if following:  # nothing where no optimizer is known, which only a policy that follows no rate does without
+        if following:  # empty if no optimizer is known, allowed for policies without learning rates
             rates = LearningRates(self._first_rates, following)
             statistics = dataclasses.replace(statistics, learning_rates=rates)
         self._first_rates = following

@@ -1,11 +1,11 @@
-"""The decision log: each decision of a policy with the statistics it was made from, so that it can be made again.
+"""The decision log: each decision of a policy with its statistics, so that it can be replayed.
 
-One JSON object a line: a start line when a run begins or is resumed, and a decision line for each moment of decision.
-The JSON is strict; numbers that it cannot hold are the texts "NaN", "Infinity" and "-Infinity", and keys that are
-numbers are their repr. `hvdcomp.adaptation.log_lines` says how lines are kept short.
+One JSON object a line: a start line when a run begins or is resumed, and a line for each decision. The JSON is strict;
+numbers that it cannot hold are the texts "NaN", "Infinity" and "-Infinity", and numeric keys are their repr.
+`hvdcomp.adaptation.log_lines` describes the short form of lines.
 
-When a file has grown to its limit, it is put aside under a number, and a new one begins with a start line of its own.
-Each file can be read without the others.
+A file at its size limit is put aside under a number, and a new one begins with its own start line, so that each file
+can be read without the others.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from hvdcomp.specs.described import is_whole
 from hvdcomp.specs.typed import as_fields, typed
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-"""Numbers that JSON cannot hold, by the text that stands for them."""
+"""Numbers that JSON cannot hold, by their text."""
 
 _WRITTEN = {"candidates": "survey"}
-"""Fields of `Statistics` that a log has under another name, that of the first versions."""
+"""Names in the log of fields of `Statistics` that were renamed."""
 
 _FORMAT = 2
-"""Of start lines. Those without one, of earlier versions, and the decision lines that follow them, are not short."""
+"""Format number of start lines. Earlier versions wrote none, and no short lines after it."""
 
-_FIRST_BYTES = (b'{"kind":"start",', b'{"kind": "start", ')  # the second of earlier versions
+_FIRST_BYTES = (b'{"kind":"start",', b'{"kind": "start", ')  # the second in earlier versions
 _PARTS = ("statistics", "state", "decision")
-_NOT_WRITTEN = ("file", "line", *_PARTS)  # or written apart
+_NOT_WRITTEN = ("file", "line", *_PARTS)  # or written in another way
 
 FILE_BYTES = 64 * 2**20
-"""From this size on a file is put aside, if nothing else is said."""
+"""Default of the size at which a file is put aside."""
 
 FILES = 16
-"""How many files of a log there are at most, if nothing else is said."""
+"""Default of the largest number of files of a log."""
 
 
 class DecisionLogError(ValueError):
@@ -55,11 +55,11 @@ class DecisionLogError(ValueError):
 
 
 class RemovedPolicyError(DecisionLogError):
-    """A decision log of a policy that was taken out.
+    """A decision log of a removed policy.
 
     Attributes:
-        start: its start line.
-        reason: what is said of the policy, which it names.
+        start: the log's start line.
+        reason: the message about the policy.
     """
 
     def __init__(self, start: Start, reason: str) -> None:
@@ -73,15 +73,16 @@ class Start:
     """A start line.
 
     Attributes:
-        file, line: where it stands; lines are counted from 1.
-        step, epoch: that ended before; 0 unless the run was resumed, or goes on in a new file.
-        policy, compressor: their spec strings.
+        file, line: file and line number, from 1.
+        step, epoch: numbers of steps and epochs that ended before; 0 unless the run was resumed, or goes on in a new
+            file.
+        policy, compressor: spec strings.
         tensors: shapes of the compressed tensors, by name.
-        steps_per_epoch: None if epochs are not counted.
-        ranks: their number.
+        steps_per_epoch: number of steps of an epoch; None if epochs are not counted.
+        ranks: number of ranks.
         hvdcomp: version that wrote the line.
-        state, decision: those in force, as JSON.
-        continues: whether this is the first line of a new file, in which the run goes on without a break.
+        state, decision: state and decision in force, as JSON data.
+        continues: whether this is the first line of a new file of the same run.
     """
 
     file: Path
@@ -104,11 +105,11 @@ class Decided:
     """A decision line.
 
     Attributes:
-        file, line: where it stands; lines are counted from 1.
-        step, epoch: that ended when the statistics were taken.
-        from_step: the first step, counted from 0, that obeys the decision.
-        statistics: from which it was made.
-        state, decision: the new ones, as JSON.
+        file, line: file and line number, from 1.
+        step, epoch: numbers of steps and epochs that ended when the statistics were taken.
+        from_step: the first step, counted from 0, under the decision.
+        statistics: statistics of the decision.
+        state, decision: the new state and decision, as JSON data.
     """
 
     file: Path
@@ -122,31 +123,31 @@ class Decided:
 
 
 class DecisionLog:
-    """Writes a decision log, on rank 0. A log that is there already is continued, after a last line cut short.
+    """Writes a decision log, on rank 0. An existing log is continued; an incomplete last line is dropped.
 
-    The file is opened with the first line, and each line is written at once, so that a run that is killed leaves all it
-    did. On a full disk the file ends with the last whole line.
+    The file is opened with the first line, and each line is written at once, so that a killed run leaves all its lines.
+    On a full disk the file ends with the last whole line.
 
     Args:
-        path: of the newest file, which is the one that is written to.
-        file_bytes: a file that has this size gets no further line. It is put aside under the next number, as
-            "decisions.1.jsonl" of "decisions.jsonl", and a new one begins.
-        files: how many there are at most. Of more, the oldest is removed.
+        path: path of the newest file, which is written to.
+        file_bytes: size at which a file is put aside under the next number, as "decisions.1.jsonl" of
+            "decisions.jsonl", and a new file begins.
+        files: largest number of files; the oldest is removed beyond it.
     """
 
     def __init__(self, path: Path, file_bytes: int = FILE_BYTES, files: int = FILES) -> None:
         """Checks that the file can be written, and leaves no trace of that.
 
         Raises:
-            ConfigurationError: if it cannot, or if it is another kind of file.
+            ConfigurationError: if the file cannot be written, or is no decision log.
         """
         self.path = Path(path)
         self._file_bytes = file_bytes
         self._files = files
         self._file: RecordFile | None = None
-        self._header: Start | None = None  # what a new file would have to begin with now
-        self._shorthand = Shorthand(())  # of the lines after the latest start line
-        self._before: Parts = {}  # whole, of the line before
+        self._header: Start | None = None  # the start line of a new file at this point
+        self._shorthand = Shorthand(())  # for the lines after the latest start line
+        self._before: Parts = {}  # parts of the line before, not shortened
         try:
             _check_writable(self.path)
         except OSError as error:
@@ -166,29 +167,29 @@ class DecisionLog:
         Raises:
             ConfigurationError: if the file cannot be written any more.
         """
-        made = Decided(file=self.path, line=0, **fields)
+        decided = Decided(file=self.path, line=0, **fields)
         assert self._header is not None
         if self._header.continues and self._is_full():
             self._begin(self._header)
-        parts = to_json({**_parts(made), "statistics": _renamed(made.statistics.known(), _WRITTEN)})
-        self._write("decision", made, parts)
+        parts = to_json({**_parts(decided), "statistics": _renamed(decided.statistics.known(), _WRITTEN)})
+        self._write("decision", decided, parts)
         self._header = dataclasses.replace(
             self._header,
-            step=made.from_step,
-            epoch=made.epoch,
-            state=made.state,
-            decision=made.decision,
+            step=decided.from_step,
+            epoch=decided.epoch,
+            state=decided.state,
+            decision=decided.decision,
             continues=True,
         )
 
     def close(self) -> None:
-        """Closes the file. A line that follows opens it again."""
+        """Closes the file; the next line opens it again."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def _begin(self, start: Start) -> None:
-        """Adds a start line, to a new file if the one that is there is full."""
+        """Adds a start line, to a new file if the present one is full."""
         if self._is_full():
             self.close()
             try:
@@ -230,7 +231,7 @@ class DecisionLog:
 
 
 class LogFiles(NamedTuple):
-    """Where a decision log is to be written: the arguments of `DecisionLog`."""
+    """The arguments of `DecisionLog`."""
 
     path: Path
     file_bytes: int
@@ -238,18 +239,18 @@ class LogFiles(NamedTuple):
 
 
 def log_files(path: str | Path | None, file_bytes: int, files: int, policy: object) -> LogFiles | None:
-    """What a user asked for; None for no log.
+    """The files of the decision log that a user asked for; None for no log.
 
     Args:
-        policy: whose decisions are to be logged.
+        path, file_bytes, files: as in `DecisionLog`.
+        policy: the policy whose decisions are logged.
 
     Raises:
-        SpecError: if these cannot be the limits of a log, by the names that `hvdcomp.Compression` gives them; or if
-            nothing decides.
+        SpecError: for invalid limits, under their names in `hvdcomp.Compression`; or for a log without a policy.
     """
-    for name, given, least in (("decision_log_bytes", file_bytes, 1), ("decision_log_files", files, 2)):
-        if not is_whole(given, least):
-            raise SpecError(f"{name}={given!r} is not possible; give a whole number from {least} on")
+    for name, value, least in (("decision_log_bytes", file_bytes, 1), ("decision_log_files", files, 2)):
+        if not is_whole(value, least):
+            raise SpecError(f"{name}={value!r} is not possible; give a whole number from {least} on")
     if path is not None and not isinstance(policy, Policy):
         schedule = "" if policy is None else f" ({policy} is a schedule, which decides nothing)"
         raise SpecError(
@@ -260,22 +261,21 @@ def log_files(path: str | Path | None, file_bytes: int, files: int, policy: obje
 
 
 def read_decisions(path: Path) -> Iterator[Start | Decided]:
-    """The lines of a decision log, one by one. A last line that was cut short is left out.
+    """The lines of a decision log, one by one. An incomplete last line is left out.
 
     Args:
-        path: of the newest file; those that were put aside are read before it. Or of one of these, to read it alone.
+        path: path of the newest file, before which the files put aside are read; or of one of those, to read it alone.
 
     Raises:
-        DecisionLogError: at a line that is not as this module writes them, naming the file and the line; or if a file
-            between two others is not there.
-        RemovedPolicyError: at the start line of a policy that was taken out.
+        DecisionLogError: at an invalid line, naming the file and the line; or if a file between two others is missing.
+        RemovedPolicyError: at the start line of a removed policy.
         OSError: if a file cannot be read.
     """
     aside = put_aside_before(path)
-    for number, other in itertools.pairwise(aside):
-        if other != number + 1:
+    for number, following in itertools.pairwise(aside):
+        if following != number + 1:
             raise DecisionLogError(
-                f"{path}: of the files before it, {aside[number].name} and {aside[other].name} are there, but none "
+                f"{path}: of the files before it, {aside[number].name} and {aside[following].name} are there, but none "
                 "between them; bring it back, or remove those before it"
             )
     for file in (*aside.values(), path):
@@ -308,7 +308,7 @@ def _read_file(path: Path) -> Iterator[Start | Decided]:
 
 
 def _require_known(start: Start) -> None:
-    """Raises RemovedPolicyError if a start line is of a policy that was taken out."""
+    """Raises RemovedPolicyError for the start line of a removed policy."""
     try:
         refuse_removed(start.policy)
     except SpecError as error:
@@ -316,14 +316,14 @@ def _require_known(start: Start) -> None:
 
 
 def to_json(value: Any) -> Any:
-    """A value as strict JSON can hold it, dataclasses as objects.
+    """A value as strict JSON data; dataclasses become objects.
 
     Raises:
-        TypeError: for anything but numbers, texts, None, and mappings, sequences and dataclasses of these.
+        TypeError: for values other than numbers, texts, None, and mappings, sequences and dataclasses of these.
     """
     if value is None or isinstance(value, str | bool):
         return value
-    if isinstance(value, float) and math.isfinite(value):  # most are, and the tests below take long
+    if isinstance(value, float) and math.isfinite(value):  # the common case first, as the tests below are slow
         return float(value)
     if isinstance(value, int | numbers.Integral):
         return int(value)
@@ -342,9 +342,9 @@ def to_json(value: Any) -> Any:
 
 
 def with_numbers(value: Any) -> Any:
-    """A logged state, in which texts stand for numbers that are not finite, with these numbers.
+    """A logged state with texts for non-finite numbers replaced by these numbers.
 
-    Only the values of objects are looked at: a text in a list is a tensor's name.
+    Only values of objects are replaced: a text in a list is a tensor's name.
     """
     if isinstance(value, Mapping):
         return {
@@ -359,7 +359,7 @@ def _key_text(key: Any) -> str:
 
 
 def _check_writable(path: Path) -> None:
-    """Raises OSError if a decision log cannot be written there, ConfigurationError if another file is there."""
+    """Raises OSError if the path cannot be written, ConfigurationError if it is another kind of file."""
     if not path.exists():
         folder = next(place for place in path.absolute().parents if place.exists())
         tempfile.TemporaryFile(dir=folder).close()
@@ -368,12 +368,12 @@ def _check_writable(path: Path) -> None:
         raise OSError("it is not a file")
     with path.open("r+b") as file:
         first = file.read(max(map(len, _FIRST_BYTES)))
-    if not any(each.startswith(first) or first.startswith(each) for each in _FIRST_BYTES):
+    if not any(prefix.startswith(first) or first.startswith(prefix) for prefix in _FIRST_BYTES):
         raise ConfigurationError(f"{path} is there already and is not a decision log; name another file")
 
 
 def _mend(path: Path) -> None:
-    """Makes a file end with a whole line: completes its end, or drops a last line that was cut short."""
+    """Makes a file end with a whole line: adds the newline, or drops an incomplete last line."""
     with path.open("r+b") as file:
         for line in file:
             if not line.endswith(b"\n"):
@@ -386,7 +386,7 @@ def _mend(path: Path) -> None:
 
 
 def _is_whole(line: bytes) -> bool:
-    """Whether a line without its end is all there."""
+    """Whether a line without a newline is complete."""
     try:
         parse_json(line)
     except ValueError:
@@ -395,7 +395,7 @@ def _is_whole(line: bytes) -> bool:
 
 
 def _fields_of(line: bytes) -> dict[str, Any]:
-    """Raises ValueError if the line is not one of a decision log."""
+    """The fields of a line. Raises ValueError if the line is not of a decision log."""
     data = parse_json(line, parse_constant=_no_constant)
     if not isinstance(data, dict) or data.get("kind") not in ("start", "decision"):
         raise ValueError('this is not a line of a decision log, whose "kind" is "start" or "decision"')
@@ -403,10 +403,10 @@ def _fields_of(line: bytes) -> dict[str, Any]:
 
 
 def _shorthand_of(start: dict[str, Any]) -> Shorthand | None:
-    """That of the lines from a start line on; None for earlier versions. Takes the format out of the line.
+    """The shorthand of the lines after a start line; None for earlier versions. Removes the format from the line.
 
     Raises:
-        ValueError: if it is of a version to come.
+        ValueError: for the format of a later version.
     """
     form = start.pop("format", None)
     if form not in (None, _FORMAT):
@@ -415,7 +415,7 @@ def _shorthand_of(start: dict[str, Any]) -> Shorthand | None:
 
 
 def _record(file: Path, number: int, data: dict[str, Any]) -> Start | Decided:
-    """Raises ValueError if the fields are not those of a line of its kind."""
+    """The record of a line. Raises ValueError if its fields do not fit its kind."""
     kind = data.pop("kind")
     if isinstance(data.get("statistics"), dict):
         data["statistics"] = _renamed(data["statistics"], {written: name for name, written in _WRITTEN.items()})

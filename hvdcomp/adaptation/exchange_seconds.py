@@ -1,4 +1,4 @@
-"""What the performance model says of the time that exchanging takes, by how much is sent."""
+"""Predicted time of a step's exchange, by the bytes sent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvdcomp.adaptation.step_model import StepModel, errors_of
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.specs.levels import Level
 
-_DIGITS = 6  # of seconds: they stand in every line of the decision log
+_DIGITS = 6  # significant digits of seconds, which are in every line of the decision log
 
 
 def exchange_seconds_of(
@@ -22,38 +22,38 @@ def exchange_seconds_of(
     batch: int | None = None,
     overlaps: bool = True,
 ) -> dict[int, float]:
-    """The predicted time of the exchange of a step where all tensors are at so many times their own levels.
+    """The predicted time of a step's exchange with all tensors at each of several factors of their own levels.
 
-    That is by how much the step takes longer than without an exchange: encoding, exchanging and decoding, as far as
-    the backward pass does not hide them. A tensor whose method has no such level is at the nearest that there is.
+    The time is the step's excess over a step without an exchange: encoding, exchange and decoding, as far as they do
+    not overlap with the backward pass. A tensor whose method lacks a level gets the nearest.
 
     Args:
         around: factors of the own levels; 1.0 is one of them.
-        engine, source, model, batch, overlaps: as of `StepModel`.
+        engine, source, model, batch, overlaps: as in `StepModel`.
 
     Returns:
-        Seconds by the bytes that a rank sends in a step, both of all tensors; ascending.
+        Seconds by the bytes that a rank sends in a step for all tensors, ascending.
 
     Raises:
-        CalibrationError: if the calibration cannot be read, is of another model, or lacks what is needed.
+        CalibrationError: if the calibration cannot be read, is of another model, or lacks a needed time.
     """
     with errors_of(source):
         steps = StepModel(engine, source, model, batch, overlaps)
         plans = Plans(engine, levelled_tensors(engine))
-        steps.exchange(plans.own(), overlapped=False)  # refuses what the model does not know
-        own, *others = levels_around(engine, plans.names, around)
+        steps.exchange(plans.own(), overlapped=False)  # refuses methods that the model does not know
+        own, *other_levels = levels_around(engine, plans.names, around)
         levels: dict[str, list[Level]] = {name: [level] for name, level in own.items()}
-        for at_factor in others:
+        for at_factor in other_levels:
             for name, level in at_factor.items():
                 levels[name].append(level)
         seconds_by_bytes = {}
         for factor in around:
-            plan = plans.at_levels({name: _nearest(each, factor * own[name]) for name, each in levels.items()})
+            plan = plans.at_levels({name: _nearest(choices, factor * own[name]) for name, choices in levels.items()})
             sent = sum(bytes_of(engine, name, compressor) for name, compressor in plan.items())
             seconds = steps.seconds(plan, steps.encode_at(engine.compressor, factor)) - steps.alone_s()
             seconds_by_bytes[sent] = float(f"{seconds:.{_DIGITS}g}")
         return dict(sorted(seconds_by_bytes.items()))
 
 
-def _nearest(levels: Sequence[Level], wanted: float) -> Level:
-    return min(levels, key=lambda level: abs(math.log(level / wanted)))
+def _nearest(levels: Sequence[Level], target: float) -> Level:
+    return min(levels, key=lambda level: abs(math.log(level / target)))

@@ -1,8 +1,8 @@
-"""Measures how much of the gradients compression keeps, or would keep.
+"""Measures the share of the gradients' energy that compression keeps or would keep.
 
-x = g + r of every tensor is looked at before it is compressed. Where C(x) follows from this rank's x alone, a step
-shows by itself, when it ends, what its C(x) has lost. Everything else is compressed for measuring only: as if the rank
-were alone, so that no other rank takes part.
+The energy of x = g + r of every tensor is measured before compression. If C(x) follows from this rank's x alone, the
+residual at the end of the step gives the error of the C(x) that was sent. All other compressions are made for the
+measurement only, as if the rank were alone, so that no other rank takes part.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from hvdcomp.policies.gravac import error_gain, raw_gain
 from hvdcomp.policies.request import GravacGains, Request, Statistic, Timing
 
 
-class TwoLevels(Observer):
+class CompressionGains(Observer):
     """The two compressions of GraVAC (Tyagi and Swany 2023, arXiv:2305.12201, algorithm 1).
 
     Args:
-        plans: of the tensors that are compressed.
-        decision: to which factors, and what is sent.
-        measuring: whether this rank is to learn the gains.
-        clock: that times the steps.
+        plans: the plans of the training.
+        decision: the factors, and the result that is sent.
+        measuring: whether this rank measures the gains.
+        clock: clock of the steps.
 
     Attributes:
-        due: whether the gains of the step that comes next are asked for, where this rank measures.
+        due: whether the gains of the next step are to be measured, if this rank measures.
     """
 
-    tells: ClassVar[frozenset[Statistic]] = frozenset({Statistic.GAINS, Statistic.TIMING})
+    measures: ClassVar[frozenset[Statistic]] = frozenset({Statistic.GAINS, Statistic.TIMING})
 
     def __init__(self, plans: Plans, decision: MultiLevel, measuring: bool, clock: StepClock | None = None) -> None:
         self._plans = plans
@@ -49,9 +49,9 @@ class TwoLevels(Observer):
         self.due = True
         self._minimum = plans.at_factor(decision.minimum, decision.factor)
         self._candidate = decision.candidate and plans.at_factor(decision.candidate, decision.factor)
-        self._energies: list[Energies] = []  # of x, and of what each level loses
-        self._of_gradient = Energies()  # of g alone, where gains are raw
-        self._spent: Callable[[], float | None] = lambda: None  # seconds of what was done only to learn gains
+        self._energies: list[Energies] = []  # energies of x, and of the error of each level
+        self._of_gradient = Energies()  # energy of g, for raw gains
+        self._spent: Callable[[], float | None] = lambda: None  # seconds spent only on measuring gains
 
     def begin_step(self, period_ends: bool) -> None:
         self.due = period_ends
@@ -66,36 +66,36 @@ class TwoLevels(Observer):
             sources, start, between, end = self._measure(look, names)
             self._spent = partial(look.xp.seconds_between, between if sends_twice else start, end)
             return sources if sends_twice else {}
-        # What is sent was compressed twice, so every rank compresses a first time, unless that changes nothing.
+        # The result sent is compressed twice, so that every rank compresses a first time, unless that changes nothing.
         return self._once(look, self._kept(look, self._twice(names))) if sends_twice else {}
 
     def _twice(self, names: Sequence[str]) -> list[str]:
-        """Those of the tensors whose second compression takes the first: of the others it is that of x itself."""
+        """The tensors whose second compression needs the first; that of nested methods gives the same from x itself."""
         if not self._candidate:
             return []
-        both = {name: (self._minimum[name], self._candidate[name]) for name in names}
-        return [name for name, (first, second) in both.items() if not first.nested or type(first) is not type(second)]
+        pairs = {name: (self._minimum[name], self._candidate[name]) for name in names}
+        return [name for name, (first, second) in pairs.items() if not first.nested or type(first) is not type(second)]
 
     def _kept(self, look: Look, names: Sequence[str], lost: Energies | None = None) -> Kept:
         return self._plans.previews.kept(look, self._minimum, names, lost)
 
     @staticmethod
     def _once(look: Look, kept: Kept) -> dict[str, Array]:
-        """What the first compression keeps, for the second."""
+        """The result of the first compression, as input of the second."""
         return {name: densified(look.xp, look[name], vector) for name, vector in kept.items()}
 
     def _measure(self, look: Look, names: Sequence[str]) -> tuple[dict[str, Array], Any, Any, Any]:
-        """Notes what both compressions lose of some tensors.
+        """Measures the errors of both compressions of some tensors.
 
         Returns:
-            What is compressed a second time, of the tensors where that is something else than x; and marks before,
-            between and after the two compressions.
+            The input of the second compression, for tensors where it is not x; and marks before, between and after the
+            two compressions.
         """
         like, sends = look.like, self._decision.send
         start = look.xp.mark(like)
         minimum, candidate, twice = self._minimum, self._candidate, self._twice(names)
-        once = [name for name in names if name not in set(twice)]
-        self._energies = [look.energies(names), self._lost(look, minimum, once, {}, sends == "minimum")]
+        compressed_once = [name for name in names if name not in set(twice)]
+        self._energies = [look.energies(names), self._lost(look, minimum, compressed_once, {}, sends == "minimum")]
         sources = self._once(look, self._kept(look, twice, self._energies[1]))
         between = look.xp.mark(like)
         if self._decision.gain == "raw":
@@ -107,7 +107,7 @@ class TwoLevels(Observer):
     def _lost(
         self, look: Look, plan: Mapping[str, Compressor], names: Sequence[str], sources: Mapping[str, Array], sent: bool
     ) -> Energies:
-        """What compression loses of tensors; of those that show it when they are sent, not before."""
+        """The errors of compression; for tensors whose step shows the error, measured at the step's end."""
         energies, known = look.lost_when_sent(names) if sent else (Energies(), set())
         if len(known) < len(names):
             others = [name for name in names if name not in known]
@@ -117,25 +117,25 @@ class TwoLevels(Observer):
     def statistics(self, request: Request, batches: int) -> dict[str, Any]:
         values: dict[str, Any] = {}
         if Statistic.GAINS in request.statistics:
-            values["gains"] = self.gains()  # first, because it waits for the device: then times are known too
+            values["gains"] = self.gains()  # first, as it waits for the device, after which times are known too
         if Statistic.TIMING in request.statistics:
             samples = batches * self._engine.communicator.world_size
             values["timing"] = Timing(samples, self._clock.lap(), self.seconds())
         return values
 
     def gains(self) -> GravacGains:
-        """The gains of the whole model in the last step, which was due; 1.0 if there was nothing to compress.
+        """The gains of the whole model in the last step, which was `due`; 1.0 if nothing was compressed.
 
         Waits for the device.
         """
-        energy, *lost = [each.total() for each in self._energies] or [0.0] * (3 if self._candidate else 2)
+        energy, *lost = [energies.total() for energies in self._energies] or [0.0] * (3 if self._candidate else 2)
         if self._decision.gain == "raw":
             of_gradient = self._of_gradient.total()
-            first, *second = (raw_gain(energy, each, of_gradient) for each in lost)
+            first, *second = (raw_gain(energy, error, of_gradient) for error in lost)
         else:
-            first, *second = (error_gain(energy, each) for each in lost)
+            first, *second = (error_gain(energy, error) for error in lost)
         return GravacGains(first, second[0] if second else None, self._engine.communicator.world_size)
 
     def seconds(self) -> float:
-        """What the last step spent only to learn gains; 0.0 where the device has not come that far yet."""
+        """Seconds that the last step spent only on measuring gains; 0.0 if the device has not finished yet."""
         return self._spent() or 0.0

@@ -1,6 +1,6 @@
-"""What policies look at, gathered where the gradients are: sums of gradients.
+"""Sums of gradients for policies, on the gradients' device.
 
-Nothing here makes an accelerator wait but the functions that return numbers, once per decision.
+Only the functions that return numbers wait for an accelerator, once per decision.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class AccumulatedGradients(Observer):
     """Sums of the gradients of several steps, by tensor name, at least in single precision.
 
     Args:
-        names: of the tensors that have norms and ratios of their own.
-        level_errors: measures what compression loses of their mean.
+        names: names of the tensors that have norms and ratios of their own.
+        level_errors: measures errors of compressing their mean.
 
     Attributes:
-        sums: by tensor name, of the tensors that had a gradient.
+        sums: sum of each tensor that had a gradient, by name.
     """
 
-    tells: ClassVar[frozenset[Statistic]] = frozenset(
+    measures: ClassVar[frozenset[Statistic]] = frozenset(
         {Statistic.NORMS, Statistic.MODEL_NORM, Statistic.MEAN_TO_STD, Statistic.LEVEL_TABLE}
     )
 
@@ -50,17 +50,17 @@ class AccumulatedGradients(Observer):
         self.sums.update(zip(gradients, totals, strict=True))
 
     def of_step(self, factor: float, of_results: bool = False) -> Sums:
-        """For the engine, which adds `factor` times the gradients of a step, or if `of_results` the aggregated ones,
-        where it has them in hand anyway."""
+        """The accumulation for the engine's step: `factor` times the step's gradients, or with `of_results` the
+        aggregated ones."""
         add = lambda gradients, found_inf: self.add(gradients, factor, found_inf)  # noqa: E731
         return Sums(self._totals, add, factor, of_results)
 
     def _totals(self, gradients: Mapping[str, Array]) -> list[Array]:
-        """The sums of tensors, made if they are not there."""
+        """The sums of tensors, made as zeros if missing."""
         missing = {name: gradient for name, gradient in gradients.items() if name not in self.sums}
         if missing:
             zeros = _zeros_like(missing)
-            self.sums.update((name, zeros[name]) for name in missing)  # in their order, which that of additions follows
+            self.sums.update((name, zeros[name]) for name in missing)  # also the order of additions
         return [self.sums[name] for name in gradients]
 
     def statistics(self, request: Request, batches: int) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class AccumulatedGradients(Observer):
             Statistic.MODEL_NORM: self.model_norm,
             Statistic.MEAN_TO_STD: lambda: self.mean_to_std(self._names),
         }
-        values = {each.value: tell() for each, tell in measure.items() if each in request.statistics}
+        values = {statistic.value: value() for statistic, value in measure.items() if statistic in request.statistics}
         if Statistic.LEVEL_TABLE in request.statistics and self._level_errors is not None:
             values[Statistic.LEVEL_TABLE.value] = self._level_errors.of_sums(self.sums, request)
         return values
@@ -82,7 +82,7 @@ class AccumulatedGradients(Observer):
         return {name: copy(array) for name, array in self.sums.items()}
 
     def restore(self, state: Mapping[str, Array], place: Callable[[Array, str], Array]) -> None:
-        """Goes on from what `state` returned."""
+        """Restores the result of `state`."""
         self.sums = {name: place(array, name) for name, array in state.items()}
 
     def norms(self, names: Sequence[str]) -> dict[str, float]:
@@ -108,8 +108,7 @@ class AccumulatedGradients(Observer):
 
 
 def _zeros_like(gradients: Mapping[str, Array]) -> dict[str, Array]:
-    """Zeros in the shapes of gradients, at least in single precision; those of one type lie in one storage, which is
-    made at once."""
+    """Zeros in the shapes of gradients, at least in single precision; one storage for all zeros of a type."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for name, gradient in gradients.items():
         xp = arrays_for(gradient)

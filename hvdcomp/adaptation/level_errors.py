@@ -1,4 +1,4 @@
-"""Measures what compression loses of a mean gradient, at levels around that which each tensor has by itself."""
+"""Measures the errors of compressing a mean gradient, at levels around each tensor's own level."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from hvdcomp.exchange.engine import Engine
 from hvdcomp.policies.request import LevelTable, Request
 from hvdcomp.specs.levels import Level
 
-# Of a level, and of an error, which is none more exact in float32: each stands in every line of the decision log.
+# Significant digits of levels and of errors, which are in every line of the decision log.
 _LEVEL_DIGITS, _ERROR_DIGITS = 4, 6
 
 
 class LevelErrors:
-    """What each of several levels loses of each tensor, and how many bytes it sends.
+    """Error and bytes of several levels of each tensor.
 
-    Every tensor is compressed by its own method, whatever the others have. Nothing is sent, and nothing changes.
+    Every tensor is compressed by its own method. Nothing is sent, and no state changes.
 
     Args:
-        plans: of the tensors whose level is decided.
+        plans: the plans, with the tensors whose level is decided.
     """
 
     def __init__(self, plans: Plans) -> None:
@@ -33,18 +33,19 @@ class LevelErrors:
         self._engine = plans.engine
         self._names = plans.names
         self._around: tuple[float, ...] = ()
-        # Of `_around`, made when they are first asked for: previews are quickest for compressors that they know.
+        # For `_around`, made once, because previews are fastest for compressors that they have seen.
         self._levels: list[dict[str, Level]] = []
         self._compressors: list[dict[str, Compressor]] = []
         self._bytes: dict[str, dict[Level, int]] = {}
-        self._own_bytes: dict[str, int] = {}  # of all tensors, also of those without a level
+        self._own_bytes: dict[str, int] = {}  # all tensors, those without a level included
         self._dense_bytes = 0
 
     def of_sums(self, sums: Mapping[str, Array], request: Request) -> LevelTable:
-        """Errors and bytes. Waits for the device.
+        """The table of errors and bytes. Waits for the device.
 
         Args:
-            sums: of the gradients of the steps that `request.period` accumulates, by tensor name.
+            sums: sums of the gradients over the steps that `request.period` accumulates, by tensor name.
+            request: the policy's request.
         """
         self._look_around(request.around)
         period = request.period
@@ -57,7 +58,7 @@ class LevelErrors:
                 xs = {name: means[name] for name in levels if name in means}
                 lost = self._plans.previews.lost_alone(xp, xs, compressors, context).numbers()
                 for name, energy in lost.items():
-                    # Rounding may make a sum of differences negative. What is not finite is told as NaN.
+                    # Rounding may make a sum of differences negative. Non-finite energies become NaN.
                     error = math.sqrt(max(0.0, energy)) if math.isfinite(energy) else math.nan
                     errors[name][levels[name]] = float(f"{error:.{_ERROR_DIGITS}g}")
         return LevelTable(
@@ -69,7 +70,7 @@ class LevelErrors:
         )
 
     def _look_around(self, around: tuple[float, ...]) -> None:
-        """Makes the compressors of all levels, each level of a tensor once, its own first."""
+        """Makes the compressors of all levels, each level of a tensor once, and its own level first."""
         if around == self._around:
             return
         self._around, self._levels, self._compressors, self._bytes = around, [], [], {}
@@ -88,35 +89,36 @@ class LevelErrors:
 
 
 def bytes_of(engine: Engine, name: str, compressor: Compressor) -> int:
-    """The bytes that a rank sends of a tensor in a step."""
+    """Bytes that a rank sends for a tensor in a step."""
     tensor, ranks = engine.tensors[name], engine.communicator.world_size
     return compressor.payload_bytes(tensor.shape, dtype=tensor.dtype, ranks=ranks)
 
 
 def levels_around(engine: Engine, names: Iterable[str], around: Iterable[float]) -> list[dict[str, Level]]:
-    """For each of some factors the levels that are nearest to so many times the tensors' own.
+    """The tensors' levels nearest to each of several factors of their own levels.
 
-    Each level of a tensor is there once. Levels that its method does not have are left out.
+    Each level of a tensor is given once. Levels that its method does not have are left out.
 
     Args:
-        names: of the tensors whose level is decided.
-        around: the factors; the own levels, those at 1.0, come first.
+        engine: the engine.
+        names: names of the tensors whose level is decided.
+        around: the factors; in the result the own levels come first.
     """
     several: list[dict[str, Level]] = []
-    for factor in (1.0, *(each for each in around if each != 1.0)):
+    for factor in (1.0, *(other for other in around if other != 1.0)):
         levels: dict[str, Level] = {}
         for name in names:
             level = _level_at(engine, engine.compressor.method_for(engine.tensors[name]), factor)
-            if level is not None and not any(level == others.get(name) for others in several):
+            if level is not None and not any(level == chosen.get(name) for chosen in several):
                 levels[name] = level
         several.append(levels)
     return several
 
 
 def _level_at(engine: Engine, method: Compressor, factor: float) -> Level | None:
-    """The level of a method that is nearest to so many times its own; None where it has none there.
+    """The level of a method nearest to `factor` times its own; None if it has no such level.
 
-    A method has a level only if this number of ranks can use it, and residuals stay bounded with it.
+    A level must work with this number of ranks and keep residuals bounded.
     """
     own = method.level
     if own is None or factor == 1.0:

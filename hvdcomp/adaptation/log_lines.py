@@ -1,14 +1,14 @@
-"""What keeps the lines of a decision log short: the names of the tensors stand once, in the start line, and a state and
-a decision are told by what has changed since the line before.
+"""The short form of a decision log's lines: only the start line has the tensors' names, and states and decisions are
+written as changes from the line before.
 
-An object with one key that is a word of these stands for another one:
+An object whose only key is one of these words stands for another object:
 
     {"by_tensor": [0.5, 2.0]}              {"conv": 0.5, "fc": 2.0}, of the tensors of the start line
     {"by_tensor": {"4.0": [0.5, 0.1]}}     {"conv": {"4.0": 0.5}, "fc": {"4.0": 0.1}}
     {"as": "norms"}                        the same as the statistic of that name in the same line
-    {"changed": {"ends": 4}}               what stood in the line before, but "ends" is 4
-    {"changed": {"1": 2.0}}                where that is an object by tensor: but the second tensor has 2.0
-    {"plain": {"as": "norms"}}             {"as": "norms"}, as it stands
+    {"changed": {"ends": 4}}               the object of the line before, with "ends" set to 4
+    {"changed": {"1": 2.0}}                the object by tensor of the line before, with 2.0 for the second tensor
+    {"plain": {"as": "norms"}}             {"as": "norms"} itself
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ BY_TENSOR, AS, CHANGED, PLAIN = "by_tensor", "as", "changed", "plain"
 _WORDS = (BY_TENSOR, AS, CHANGED, PLAIN)
 
 Parts = Mapping[str, Any]
-"""The statistics, state and decision of a line, as JSON; a start line has no statistics."""
+"""The statistics, state and decision of a line, as JSON data; a start line has no statistics."""
 
 
 class Shorthand:
-    """Makes the parts of lines short, and whole again. Both come back as they were: 1 is not 1.0, and order counts.
+    """Shortens the parts of lines and restores them exactly: 1 is not 1.0, and the order of keys is kept.
 
     Args:
-        tensors: their names, in the order of the start line.
+        tensors: names of the tensors, in the order of the start line.
     """
 
     def __init__(self, tensors: Iterable[str]) -> None:
@@ -35,10 +35,11 @@ class Shorthand:
         self._places = {str(place): name for place, name in enumerate(self._names)}
 
     def short(self, parts: Parts, before: Parts) -> dict[str, Any]:
-        """The parts of a line as they are written.
+        """The short form of a line's parts.
 
         Args:
-            before: the whole parts of the line before, of which there are none at a start line.
+            parts: the parts of the line.
+            before: the parts of the line before; empty for a start line.
         """
         statistics = {name: value for name, value in parts.get("statistics", {}).items() if self._is_by_tensor(value)}
         return {
@@ -49,10 +50,10 @@ class Shorthand:
         }
 
     def whole(self, parts: Parts, before: Parts) -> dict[str, Any]:
-        """What `short` was given.
+        """The parts of a line from their short form.
 
         Raises:
-            ValueError: if it cannot have come from there.
+            ValueError: if they do not fit the lines before.
         """
         try:
             statistics = self._whole(parts.get("statistics", {}), None, {})

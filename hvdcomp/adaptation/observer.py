@@ -1,4 +1,4 @@
-"""What an observer is: it measures the statistics of one kind, as far as a policy asks for them."""
+"""The base class of observers, which measure statistics that a policy requests."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from hvdcomp.policies.request import Request, Statistic
 
 
 class Observer:
-    """Base of all observers. Each method does nothing here, for the observers that have nothing to do then.
+    """Base of all observers. Methods do nothing by default.
 
     Class attributes:
-        tells: the statistics that it measures.
+        measures: the statistics that it measures.
     """
 
-    tells: ClassVar[frozenset[Statistic]]
+    measures: ClassVar[frozenset[Statistic]]
 
     def begin_step(self, period_ends: bool) -> None:
-        """To be called when a step begins, which is the last of a period or not."""
+        """Begins a step; `period_ends` is whether it is the last of a period."""
 
     def before_compress(self, look: Look) -> Mapping[str, Array]:
-        """`Engine.before_compress`, if it observes the engine."""
+        """Called by `Engine.before_compress`, if the observer is set there."""
         return {}
 
     def statistics(self, request: Request, batches: int) -> dict[str, Any]:
-        """The measurements, by the fields of `Statistics`. It may wait for the device.
+        """The measurements, by field of `Statistics`. It may wait for the device.
 
         Args:
-            request: for some of `tells`, among others.
-            batches: of the starting size, that this rank took in since the period began.
+            request: the policy's request, for some of `measures`.
+            batches: number of batches of the starting size that this rank processed in the period.
         """
         raise NotImplementedError
 

@@ -1,11 +1,11 @@
-"""All that is measured in one training, on behalf of its policy."""
+"""All observers of one training."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
 from typing import Any, ClassVar
 
-from hvdcomp.adaptation.gains import TwoLevels
+from hvdcomp.adaptation.gains import CompressionGains
 from hvdcomp.adaptation.gradient_sums import AccumulatedGradients
 from hvdcomp.adaptation.level_errors import LevelErrors
 from hvdcomp.adaptation.observer import Observer
@@ -17,13 +17,13 @@ from hvdcomp.policies.request import Request, Statistic
 
 
 class Predicted(Observer):
-    """Predictions that were made before the training, and stay the same.
+    """Predictions made before the training, which do not change.
 
     Args:
         exchange_seconds: as in `Statistics`; None if the policy does not ask for it.
     """
 
-    tells: ClassVar[frozenset[Statistic]] = frozenset({Statistic.EXCHANGE_SECONDS})
+    measures: ClassVar[frozenset[Statistic]] = frozenset({Statistic.EXCHANGE_SECONDS})
 
     def __init__(self, exchange_seconds: Mapping[int, float] | None) -> None:
         self._exchange_seconds = exchange_seconds
@@ -36,15 +36,15 @@ class Observers:
     """The observers of one rank.
 
     Args:
-        plans: of the tensors whose level is decided.
-        measuring: whether this rank, 0, is to learn statistics.
-        clock: that times the steps.
-        exchange_seconds: as of `Predicted`.
+        plans: the plans, with the tensors whose level is decided.
+        measuring: whether this rank measures statistics, as rank 0 does.
+        clock: clock of the steps.
+        exchange_seconds: as in `Predicted`.
 
     Attributes:
-        sums: of gradients.
-        times: of steps.
-        gains: observes the engine while the decision in force wants to be measured; else None.
+        sums: observer of sums of gradients.
+        times: observer of step times.
+        gains: observer of the engine for the decision in force, or None.
     """
 
     def __init__(
@@ -63,37 +63,37 @@ class Observers:
         self.gains: Observer | None = None
 
     def follow(self, decision: Decision) -> None:
-        """Observes the engine as a decision wants it."""
+        """Sets the engine's observer for a decision."""
         self.gains = decision.observer(self)
         self._plans.engine.before_compress = None if self.gains is None else self.gains.before_compress
 
     def two_levels(self, decision: MultiLevel) -> Observer:
-        """Measures the gains of two compressions of the whole model, and sends as the decision says.
+        """The observer that compresses the whole model twice and measures the gains.
 
-        On every rank, because the first compression is part of what is sent.
+        Every rank has it, because the result sent may be that of two compressions.
         """
-        return TwoLevels(self._plans, decision, self._measuring, self._clock)
+        return CompressionGains(self._plans, decision, self._measuring, self._clock)
 
     @property
     def all(self) -> tuple[Observer, ...]:
-        """All observers, those first that wait for the device: then the times that others tell are known too."""
+        """All observers, those that wait for the device first, after which times are known too."""
         return (*([] if self.gains is None else [self.gains]), self.sums, self.times, self._predicted)
 
     def begin_step(self, period_ends: bool) -> None:
-        """To be called when a step begins, which is the last of a period or not."""
+        """Begins a step; `period_ends` is whether it is the last of a period."""
         for observer in self.all:
             observer.begin_step(period_ends)
 
     def end_step(self, ever: Set[Statistic]) -> None:
-        """To be called when a step ends; `ever` is what the policy may ask for."""
-        if self._measuring and self.times.tells & ever:
+        """Ends a step; `ever` are the statistics that the policy may request."""
+        if self._measuring and self.times.measures & ever:
             self.times.end_step()
 
     def statistics(self, request: Request, batches: int) -> dict[str, Any]:
         """The measurements of all observers, as in `Observer.statistics`."""
         values: dict[str, Any] = {}
         for observer in self.all:
-            if observer.tells & request.statistics:
+            if observer.measures & request.statistics:
                 values |= observer.statistics(request, batches)
         return values
 
@@ -107,6 +107,6 @@ class Observers:
         return {"sums": self.sums.state(copy), "step_times": self.times.state()}
 
     def restore(self, state: Mapping[str, Any], place: Callable[[Array, str], Array]) -> None:
-        """Goes on from what `state` returned."""
+        """Restores the result of `state`."""
         self.sums.restore(state["sums"], place)
         self.times.restore(state["step_times"])

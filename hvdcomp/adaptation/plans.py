@@ -1,4 +1,4 @@
-"""From a policy's decision to the compressor of each tensor."""
+"""The plan of a policy's decision: the compressor of each tensor."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def levelled_tensors(engine: Engine) -> tuple[str, ...]:
     )
 
 
-_MOST_KEPT = 64  # plans of a factor: more than any policy here comes back to
+_MOST_KEPT = 64  # number of cached plans, more than any policy here reuses
 
 
 class Plans:
-    """The plans that decisions ask for. Tensors that a decision does not name keep their own method.
+    """Makes the plans of decisions. Tensors that a decision does not name keep their own method.
 
     Args:
-        engine: whose plans they are.
-        names: of the tensors whose level is decided. All others are sent as they are without a policy.
+        engine: the engine.
+        names: names of the tensors whose level is decided; all others are sent as without a policy.
 
     Attributes:
-        previews: say what compression by a plan would keep and lose.
+        previews: computes what compression by a plan would keep and lose.
     """
 
     def __init__(self, engine: Engine, names: tuple[str, ...]) -> None:
@@ -48,7 +48,7 @@ class Plans:
         return self._own
 
     def at_levels(self, levels: Mapping[str, Level | None]) -> Plan:
-        """Each named tensor at a level of its own method. A routed method without a level stays as it is."""
+        """Each named tensor at a level of its own method; a routed method without a level does not change."""
         own = self.engine.compressor
         chosen = {}
         for name, level in levels.items():
@@ -61,7 +61,7 @@ class Plans:
         return self._with({name: at_factor(self.engine, name, factor) for name, factor in factors.items()})
 
     def at_factor(self, factor: float, of: Unit = "bytes") -> Plan:
-        """All of `names` at one compression factor. It is kept, because every step of GraVAC asks for it."""
+        """All of `names` at one compression factor. Cached, because GraVAC asks for it in every step."""
         key = factor, of
         if key not in self._at_factor:
             if len(self._at_factor) == _MOST_KEPT:
@@ -70,7 +70,7 @@ class Plans:
         return self._at_factor[key]
 
     def with_methods(self, methods: Mapping[str, str | None], others: str | None) -> Plan:
-        """Each named tensor with the compressor of a spec, all others with another; None for the engine's."""
+        """Each named tensor with the compressor of its spec, all others with `others`; None is the engine's own."""
         compressors = {
             spec: self.engine.compressor if spec is None else parse_compressor(spec)
             for spec in {others, *methods.values()}
@@ -87,8 +87,8 @@ class Plans:
 
 
 def at_factor(engine: Engine, name: str, factor: float, of: Unit = "bytes") -> Compressor:
-    """The compressor whose payload for a tensor is nearest to dense / `factor`, in bytes or elements; none at all for
-    1."""
+    """The compressor whose payload for a tensor is nearest to dense / `factor`, in bytes or elements; no compression
+    for factor 1."""
     if factor <= 1:
         return NoCompression()
     tensor = engine.tensors[name]

@@ -1,4 +1,4 @@
-"""What rank 0 writes down of a run: where it begins, and each decision."""
+"""Rank 0's records of a run in the decision log: its start and each decision."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hvdcomp.policies.request import Statistics
 
 
 class RunLog:
-    """Writes to a decision log, as long as it can: a full disk must not end the training, nor let the ranks wait.
+    """Writes to a decision log until writing fails: a full disk must not end the training or block the ranks.
 
     Args:
-        log: None for nowhere.
-        channel: whose decisions are written down.
-        progress: of the run.
+        log: the decision log, or None.
+        channel: the channel of the decisions.
+        progress: the progress of the run.
     """
 
     def __init__(self, log: DecisionLog | None, channel: DecisionChannel, progress: Progress) -> None:
@@ -30,7 +30,7 @@ class RunLog:
         self._progress = progress
 
     def start(self, plans: Plans) -> None:
-        """Writes down where a run begins or is resumed."""
+        """Logs that a run begins or is resumed."""
         engine, policy = plans.engine, self._channel.policy
         self._write(
             DecisionLog.start,
@@ -45,7 +45,7 @@ class RunLog:
         )
 
     def decision(self, statistics: Statistics, decision: Decision) -> None:
-        """Writes down a decision for the step that comes next or is under way."""
+        """Logs a decision for the present or next step."""
         self._write(
             DecisionLog.decision,
             decision,

@@ -1,4 +1,4 @@
-"""How far a training is, in steps and epochs, when batches may grow; its learning rates; how long its steps take."""
+"""A training's progress in steps and epochs, with growing batches, and its step times."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Rates = tuple[float, ...]
 class Progress:
     """Counts steps and epochs that ended.
 
-    An epoch is `steps_per_epoch` batches of the starting size. A step that accumulates several batches takes as many;
-    the rest of an epoch that does not fill a step is dropped, as data loaders do it.
+    An epoch is `steps_per_epoch` batches of the starting size. A step that accumulates several batches takes that many;
+    the end of an epoch that does not fill a step is dropped, as data loaders do.
 
     Attributes:
-        steps_per_epoch: None if epochs are not counted.
-        step, epoch: that ended.
-        taken: batches of the starting size that the present epoch's steps took.
+        steps_per_epoch: number of batches of an epoch; None if epochs are not counted.
+        step, epoch: numbers of steps and epochs that ended.
+        taken: number of batches of the starting size in the present epoch's steps.
     """
 
     steps_per_epoch: int | None
@@ -34,11 +34,11 @@ class Progress:
 
     @property
     def epoch_or_none(self) -> int | None:
-        """Epochs that ended; None if they are not counted."""
+        """Number of epochs that ended; None if epochs are not counted."""
         return self.epoch if self.steps_per_epoch else None
 
     def advance(self, accumulation: int) -> bool:
-        """Notes the end of a step of `accumulation` batches; returns whether an epoch ended with it."""
+        """Counts a step of `accumulation` batches; returns whether an epoch ended with it."""
         self.step += 1
         if not self.steps_per_epoch:
             return False
@@ -50,21 +50,20 @@ class Progress:
         return True
 
     def grow(self, accumulation: int) -> None:
-        """Notes that each step that follows takes `accumulation` batches, which the rest of an epoch may not have.
+        """Ends the epoch if its remaining batches do not fill a step of `accumulation` batches, the new number.
 
-        The epoch is then over without a decision at its end: there was one a step ago.
+        Its end then has no decision, as there was one a step before.
         """
         if self.steps_per_epoch and self.taken and self.steps_per_epoch - self.taken < accumulation:
             self.epoch += 1
             self.taken = 0
 
     def go_on_after(self, steps_per_epoch: int | None, accumulation: int) -> None:
-        """Notes that `taken` was counted where an epoch had another number of steps, as on other ranks it has: the same
-        share of the epoch is over, or a part of a step less.
+        """Converts `taken`, counted with another number of steps per epoch, to the same share of an epoch.
 
         Args:
-            steps_per_epoch: of then; None if that is not known.
-            accumulation: as of `grow`.
+            steps_per_epoch: the former number of steps per epoch; None if unknown.
+            accumulation: as in `grow`.
         """
         if steps_per_epoch and self.steps_per_epoch and steps_per_epoch != self.steps_per_epoch:
             self.taken = self.taken * self.steps_per_epoch // steps_per_epoch
@@ -79,19 +78,19 @@ class Progress:
         return epoch_ended and self.epoch % period.epochs == 0
 
     def accumulates(self, period: Period | None) -> bool:
-        """Whether the step that comes next, or is under way, is one of its period whose gradients are accumulated."""
+        """Whether gradients of the present or next step are accumulated for its period."""
         return period is None or not period.last or self.step % period.steps >= period.steps - period.last
 
     def next_ends(self, period: Period | None) -> bool:
-        """Whether a period of steps ends with the step that comes next."""
+        """Whether a period of steps ends with the next step."""
         return period is not None and period.steps > 0 and (self.step + 1) % period.steps == 0
 
 
 class StepClock:
-    """Times steps from end to end, without what a training does between them.
+    """Times steps from end to end, without the paused time between them.
 
     Args:
-        clock: seconds.
+        clock: function that returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -100,13 +99,13 @@ class StepClock:
 
     def lap(self) -> float:
         """Ends a step; returns the seconds since the end of the step before, NaN if there was none."""
-        now, before = self._clock(), self._ended
-        self._ended = now
-        return float("nan") if before is None else now - before
+        end, before = self._clock(), self._ended
+        self._ended = end
+        return float("nan") if before is None else end - before
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves the time that passes inside out of the step that follows."""
+        """Excludes the time inside from the next step."""
         start = self._clock()
         try:
             yield
@@ -116,16 +115,16 @@ class StepClock:
 
 
 class StepTimes(Observer):
-    """How long each step of a period took. By the host's clock: on an accelerator true on average."""
+    """The time of each step of a period by the host's clock, which on an accelerator is right on average."""
 
-    tells: ClassVar[frozenset[Statistic]] = frozenset({Statistic.STEP_TIMES})
+    measures: ClassVar[frozenset[Statistic]] = frozenset({Statistic.STEP_TIMES})
 
     def __init__(self, clock: StepClock) -> None:
         self._clock = clock
         self._seconds: list[float] = []
 
     def end_step(self) -> None:
-        """Notes how long the step that ends took."""
+        """Records the time of the step that ends."""
         self._seconds.append(self._clock.lap())
 
     def statistics(self, request: Request, batches: int) -> dict[str, Any]:
@@ -139,5 +138,5 @@ class StepTimes(Observer):
         return list(self._seconds)
 
     def restore(self, state: Sequence[float]) -> None:
-        """Goes on from what `state` returned."""
+        """Restores the result of `state`."""
         self._seconds = list(state)

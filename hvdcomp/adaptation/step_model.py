@@ -1,6 +1,6 @@
-"""The performance model of one training: how long a step takes with a plan of its engine, by a calibration.
+"""The performance model of one training: the predicted time of a step under a plan, by a calibration.
 
-Rank 0 alone reads the calibration; the other ranks hear what comes of it.
+Only rank 0 reads the calibration; the other ranks get the results.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ class StepModel:
     """Predicts the steps of one training.
 
     Args:
-        engine: with the training's tensors, compressor, memory and ranks.
+        engine: the engine, with the training's tensors, compressor, memory and ranks.
         source: a calibration file, or the name of a preset.
-        model: of the calibration; None for the one whose tensors have the shapes of the training's.
-        batch: size on one rank; None for the calibration's.
+        model: model of the calibration; None for the model whose tensors have the training's shapes.
+        batch: batch size of one rank; None for the calibration's.
         overlaps: whether Horovod carries casts itself, during the backward pass.
 
     Raises:
         CalibrationError: if the calibration cannot be read, or is of another model.
-        ValueError: for a batch size, if the calibration does not say of which one its times are.
+        ValueError: for a batch size, if the calibration does not give its own.
     """
 
     def __init__(
@@ -44,23 +44,23 @@ class StepModel:
         self._overlaps = overlaps
 
     def seconds(self, plan: Plan, encode: EncodeTime | None, early: int | None = None) -> float:
-        """A step's time.
+        """Predicted seconds of a step.
 
         Args:
-            plan: that it obeys.
-            encode: time to encode all that is compressed; None if that is nothing.
-            early: the least that is sent by itself in the backward pass; None for what the engine does.
+            plan: the step's plan.
+            encode: encode time of all compressed tensors; None without any.
+            early: least bytes of a bucket sent during the backward pass; None for the engine's setting.
         """
         exchange = self.exchange(plan, self.carried(plan))
         network, compute = self.calibration.network, self.facts.compute
         least: float | None = early or self.engine.overlap.least_bytes
-        if least is not None and self.facts.early_bytes is not None:  # buckets are the library's
+        if least is not None and self.facts.early_bytes is not None:  # the library's buckets
             least = self.facts.early_bytes
         parts = predict_step(network, compute, exchange, self.facts.bucket_bytes, self._setting, encode, least)
         return float(parts.total)
 
     def alone_s(self) -> float:
-        """A step's time without an exchange."""
+        """Predicted seconds of a step without an exchange."""
         step, _ = passes(self.facts.compute, self._setting)
         return float(step)
 
@@ -68,34 +68,34 @@ class StepModel:
         """The exchange of a plan; `overlapped` is as in `Exchange`.
 
         Raises:
-            SpecError: for what the model does not know.
+            SpecError: for methods that the model does not know.
         """
         tensors, ranks = self.engine.tensors.values(), self.engine.communicator.world_size
         return exchange_of_plan(tensors, plan, overlapped, ranks, self.ranks_per_node)
 
     def carried(self, plan: Plan) -> bool:
-        """Whether Horovod carries all that a plan sends itself."""
+        """Whether Horovod itself carries all tensors of a plan."""
         return self._overlaps and self.engine.planner.casts(plan)
 
     def encode(self, compressor: Compressor) -> EncodeTime:
-        """The time that a compressor needs for all tensors.
+        """The encode time of a compressor for all tensors.
 
         Raises:
-            CalibrationError: if it is not known.
+            CalibrationError: if it is unknown.
         """
         return self._known(self.known_encode(compressor), compressor)
 
     def encode_at(self, compressor: Compressor, factor: float) -> EncodeTime:
-        """The time that it needs at so many times its level.
+        """The encode time of a compressor at `factor` times its level.
 
         Raises:
-            CalibrationError: if that of no level is known.
+            CalibrationError: if it is unknown at every level.
         """
         tensors, known = list(self.engine.tensors.values()), self.facts.compute.encode
         return self._known(encode_time_at(compressor, factor, known, tensors, self.ranks_per_node), compressor)
 
     def known_encode(self, compressor: Compressor) -> EncodeTime | None:
-        """As `encode`; None if it is not known."""
+        """As `encode`; None if unknown."""
         tensors, known = list(self.engine.tensors.values()), self.facts.compute.encode
         return encode_time_of(compressor, known, tensors, self.ranks_per_node)
 
@@ -111,7 +111,7 @@ class StepModel:
 
 @contextmanager
 def errors_of(source: str) -> Iterator[None]:
-    """Has errors of a prediction name the calibration, as CalibrationError."""
+    """Turns errors of a prediction into CalibrationErrors that name the calibration."""
     try:
         yield
     except CalibrationError:

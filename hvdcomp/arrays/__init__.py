@@ -1,9 +1,9 @@
-"""The array operations that the maths of compression needs, once for each framework.
+"""The array operations of compression, once for each framework.
 
-`arrays_for(x)` gives the module of functions for the framework of `x`. The modules define the same functions with
-the same meaning; compressors call them as `xp.name(...)` and know no framework. A function that returns a changed
-array may reuse the storage of its first argument only where its docstring says so. What the frameworks' arrays do alike
-needs no function: operators, `abs`, and `x.T`, `x.sum(1, keepdims=True)`, `x.mean()`, `x.max()`, `x.any(1)`,
+`arrays_for(x)` gives the module of functions for the framework of `x`. All modules define the same functions;
+compressors call them as `xp.name(...)` and depend on no framework. A function that returns a changed array may reuse
+the storage of its first argument only if its docstring says so. Operations that are alike on the frameworks' arrays
+need no function: operators, `abs`, and `x.T`, `x.sum(1, keepdims=True)`, `x.mean()`, `x.max()`, `x.any(1)`,
 `x.clip(low, high)`, `x.cumsum(0)`.
 """
 
@@ -20,7 +20,7 @@ _MODULES = {
 
 
 def arrays_for(array: Any) -> ModuleType:
-    """The module of array functions for the framework that `array` belongs to.
+    """The module of array functions for the framework of `array`.
 
     Raises:
         TypeError: for anything but a NumPy array or a PyTorch tensor.
@@ -31,7 +31,7 @@ def arrays_for(array: Any) -> ModuleType:
     return _of_type[kind]
 
 
-_of_type: dict[type, ModuleType] = {}  # asked several times in each step
+_of_type: dict[type, ModuleType] = {}  # read several times in each step
 
 
 def _module_for(array_type: type) -> ModuleType:

@@ -1,9 +1,9 @@
-"""Questions about the largest magnitudes of a vector, wherever it is.
+"""Statistics and selection of the largest magnitudes of a vector, on any device.
 
-The threshold sparsifiers ask how many elements reach a threshold, and at last for the indices of k of them. No answer
-makes an accelerator wait, and all shapes follow from sizes known before: counts and thresholds are scalar arrays. On
-the host, where shapes may depend on elements, one pass sets the largest elements aside, and questions that concern no
-others go to these few.
+Threshold sparsifiers count the elements that reach a threshold, and finally choose the indices of k of them. No
+function makes the host wait for an accelerator, and all shapes follow from known sizes: counts and thresholds are
+scalar arrays. On the host, where shapes may depend on elements, one pass sets the largest elements aside, and functions
+that concern no other elements use only these.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy as np
 from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.types import Array, wide_dtype
 
-_SAMPLE_STRIDE = 97  # about one element in a hundred; a prime, so as not to fall in step with rows and channels
+_SAMPLE_STRIDE = 97  # samples about 1 %; a prime, to avoid the periods of rows and channels
 _SMALLEST_SAMPLE = 1024
-_PIECE = 1 << 16  # elements; what is made of them stays in a core's cache
+_PIECE = 1 << 16  # elements; intermediate results stay in a core's cache
 
 
 def sample_stride(size: int) -> int:
@@ -29,7 +29,7 @@ def sample_stride(size: int) -> int:
 
 
 def elements_of_sample(ratio: float, size: int) -> int:
-    """How many elements a share of a sample is: max(1, ceil(ratio size))."""
+    """Number of elements in a share of a sample: max(1, ceil(ratio size))."""
     return max(1, math.ceil(ratio * size))
 
 
@@ -38,8 +38,8 @@ class Magnitudes:
 
     Args:
         xp: the array functions of the vector.
-        x: of at least one element.
-        need: how many of the largest elements the questions are mostly about; these few are set aside.
+        x: a vector of at least one element.
+        need: number of largest elements to set aside.
 
     Attributes:
         xp: the array functions of thresholds and counts.
@@ -49,10 +49,10 @@ class Magnitudes:
         values = abs(xp.astype(x, wide_dtype(xp.dtype_name(x))))
         self._place = xp.from_numpy
         self._like = x
-        self._few: _Few | None = None
-        if not xp.waits(x):  # where NumPy is quicker, and all frameworks' choices are the same
+        self._set_aside: _LargestElements | None = None
+        if not xp.waits(x):  # NumPy is faster, and the choice is the same for all frameworks
             xp, values = numpy_arrays, xp.to_numpy(values)
-            self._few = _largest(values, min(need, values.shape[0]))
+            self._set_aside = _largest(values, min(need, values.shape[0]))
         self.xp, self._values = xp, values
         self._index = "int32" if x.shape[0] < 2**31 else "int64"
 
@@ -91,14 +91,14 @@ class Magnitudes:
         return sum(of(values[start : start + piece]) for start in range(0, values.shape[0], piece))
 
     def pick(self, low: Any, high: Any, k: int, limit: int) -> Array:
-        """Indices (k,) of the k largest among the first `limit` of the elements that matter.
+        """Indices (k,) of the k largest among `limit` elements.
 
-        In front, in index order, come the elements with |x| >= high, then, again in index order, those with
-        low <= |x| < high, or NaN. There must be `limit` of them; low = 0 is always enough.
+        These are, in index order, first the elements with |x| >= high, and then those with low <= |x| < high, or NaN.
+        There must be `limit` of them; low = 0 always suffices.
         """
         low, high = self._rounded(low), self._rounded(high)
         if self.xp is numpy_arrays and self.count(high) >= k:
-            low = high  # no others are needed
+            low = high  # no elements below are needed
         values, places = self._above(low)
         chosen = self.xp.first_places(values, low, high, limit)
         if chosen.shape[0] > k:
@@ -108,20 +108,22 @@ class Magnitudes:
     def top(self, k: int) -> Array:
         """Indices (k,), int32 where they fit, of the k largest elements, k <= `need`; NaN counts as largest.
 
-        Which of several equal elements is taken is left open; exactly k are.
+        The choice among equal elements is not specified.
         """
-        few = self._few
-        if few is None:
+        set_aside = self._set_aside
+        if set_aside is None:
             return self._placed(self.xp.top(self._values, k))
-        return self._placed(self.xp.top(few.values, k), few.places)
+        return self._placed(self.xp.top(set_aside.values, k), set_aside.places)
 
     def _above(self, threshold: Any) -> tuple[Array, Array | None]:
-        """Magnitudes, and their indices (None for all), among which are all that reach a threshold."""
-        few = self._few
-        return (self._values, None) if few is None or not threshold > few.level else (few.values, few.places)
+        """Magnitudes that include all that reach a threshold, and their indices (None if these are all)."""
+        set_aside = self._set_aside
+        if set_aside is None or not threshold > set_aside.level:
+            return self._values, None
+        return set_aside.values, set_aside.places
 
     def _rounded(self, number: Any) -> Any:
-        """A number in the vector's element type: NumPy takes several times as long to compute with a wider one."""
+        """A number in the vector's element type, as NumPy is several times slower with a wider one."""
         return number if type(number) is float else self.xp.astype(number, self.xp.dtype_name(self._values))
 
     def _placed(self, indices: Array, places: Array | None = None) -> Array:
@@ -129,7 +131,7 @@ class Magnitudes:
         return self._place(indices, like=self._like) if self.xp is numpy_arrays else indices
 
 
-class _Few(NamedTuple):
+class _LargestElements(NamedTuple):
     """The largest elements of a vector on the host, in index order: all above a level, and some that equal it."""
 
     level: float
@@ -137,15 +139,15 @@ class _Few(NamedTuple):
     values: np.ndarray
 
 
-def _largest(values: np.ndarray, need: int) -> _Few | None:
-    """At least the `need` largest, above a level seen in the sample; None where that is no few, or was misled."""
+def _largest(values: np.ndarray, need: int) -> _LargestElements | None:
+    """At least the `need` largest elements, above a level from the sample; None if they are not few, or too few."""
     sample = values[:: sample_stride(values.shape[0])]
     expected = need / values.shape[0] * len(sample)
     rank = math.ceil(1.5 * expected + 4 * math.sqrt(expected) + 4)
     if 3 * rank > len(sample):
         return None
     level = np.partition(sample, len(sample) - rank)[len(sample) - rank]
-    places = np.flatnonzero(~(values <= level))  # NaN is found too
-    if len(places) < need:  # as where most are zeros
+    places = np.flatnonzero(~(values <= level))  # includes NaN
+    if len(places) < need:  # for example if most elements are zero
         places = np.sort(np.concatenate([places, np.flatnonzero(values == level)[: need - len(places)]]))
-    return _Few(level, places, values[places]) if len(places) >= need else None
+    return _LargestElements(level, places, values[places]) if len(places) >= need else None

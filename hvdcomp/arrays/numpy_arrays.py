@@ -1,4 +1,4 @@
-"""Array operations in NumPy: the plain statement that the framework versions are held against."""
+"""Array operations in NumPy: the reference for the other frameworks' versions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from hvdcomp.arrays.types import Array
 
 _UNSIGNED_32 = np.dtype("uint32")
-_PIECE = 1 << 16  # elements; what is made of them stays in a core's cache
+_PIECE = 1 << 16  # elements; intermediate results stay in a core's cache
 
 
 def dtype_name(x: Array) -> str:
@@ -21,25 +21,25 @@ def dtype_name(x: Array) -> str:
     return _name_of(x.dtype)
 
 
-@functools.cache  # NumPy puts the name together anew each time
+@functools.cache  # NumPy composes the name on every access
 def _name_of(dtype: np.dtype) -> str:
     return dtype.name
 
 
 def device(x: Array) -> str:
-    """Where the array lives, as text."""
+    """The array's device, as text."""
     return "cpu"
 
 
 def waits(x: Array) -> bool:
-    """Whether who reads an element of the array has to wait for a device."""
+    """Whether reading an element of the array waits for a device."""
     return False
 
 
 def astype(x: Array, dtype: str) -> Array:
     """`x` with another element type; `x` itself if it has that type already.
 
-    Numbers become integers by leaving out their fraction; only those that fit do. What NaN becomes is left open.
+    Conversion to integers drops the fraction; the result for NaN and for numbers that do not fit is not specified.
     """
     if "int" not in dtype:
         return x.astype(dtype, copy=False)
@@ -58,17 +58,17 @@ def reshape(x: Array, shape: Sequence[int]) -> Array:
 
 
 def zeros(shape: Sequence[int], like: Array) -> Array:
-    """Zeros of `like`'s type and place."""
+    """Zeros of `like`'s type and device."""
     return np.zeros(tuple(shape), like.dtype)
 
 
 def arange(count: int, like: Array) -> Array:
-    """0, 1, ... (count,) in `like`'s type and place."""
+    """0, 1, ... (count,) of `like`'s type and device."""
     return np.arange(count, dtype=like.dtype)
 
 
 def from_numpy(x: np.ndarray, like: Array) -> Array:
-    """A NumPy array brought to the place of `like`, with its own element type."""
+    """A NumPy array on the device of `like`, with its own element type."""
     return x
 
 
@@ -81,8 +81,8 @@ def hosted(arrays: Sequence[Array], dtype: str = "float32") -> tuple[list[Array]
     """The arrays in row-major order, and the addresses of their first elements.
 
     Returns:
-        The arrays themselves, or copies of those that lie otherwise; None if an array is not of the element type, or
-        not where a NumPy array can share its storage.
+        The arrays, or row-major copies; None if an array is not of the element type, or on a device that cannot share
+        storage with NumPy.
     """
     if any(dtype_name(x) != dtype for x in arrays):
         return None
@@ -128,7 +128,7 @@ def first_places(x: Array, low: Any, high: Any, limit: int) -> Array:
     """The first `limit` places, int64, of the elements of a vector that reach `high`, and then of those that reach
     `low` only, or are NaN.
 
-    Where there are not as many, NumPy returns fewer; elsewhere there must be.
+    If there are fewer, NumPy returns fewer; in other frameworks there must be `limit`.
     """
     places = [np.flatnonzero(x >= high)[:limit]]
     missing = limit - len(places[0])
@@ -142,7 +142,7 @@ def first_places(x: Array, low: Any, high: Any, limit: int) -> Array:
 
 
 def count_nonzero(x: Array) -> Array:
-    """How many elements are not zero, an integer scalar."""
+    """Number of nonzero elements, an integer scalar."""
     return np.asarray(np.count_nonzero(x))
 
 
@@ -152,13 +152,13 @@ def sort(x: Array) -> Array:
 
 
 def block_counts(indices: Array, block: int, blocks: int) -> Array:
-    """How many, int32 (blocks,), of the ascending indices lie in each block of `block` elements."""
+    """Numbers, int32 (blocks,), of the ascending indices in each block of `block` elements."""
     ends = np.searchsorted(indices, np.arange(1, blocks, dtype=indices.dtype) * indices.dtype.type(block))
     return np.diff(ends, prepend=0, append=indices.shape[0]).astype(np.int32)
 
 
 def unique(x: Array) -> tuple[Array, Array]:
-    """The values of an integer vector in ascending order, each once, and the place of each element among them, int64.
+    """The unique values of an integer vector, ascending, and the place of each element among them, int64.
 
     Waits for an accelerator.
     """
@@ -167,7 +167,7 @@ def unique(x: Array) -> tuple[Array, Array]:
 
 
 def counts(x: Array, length: int) -> Array:
-    """How many elements of an integer vector are 0, 1, ... (length,), int64; none is larger or negative.
+    """Numbers, int64 (length,), of elements of an integer vector equal to 0, 1, ...; all are in [0, length).
 
     Waits for an accelerator.
     """
@@ -175,7 +175,7 @@ def counts(x: Array, length: int) -> Array:
 
 
 def repeat(x: Array, counts: Array, total: int) -> Array:
-    """Each element of the vector `x` as often as `counts` says, `total` elements in all."""
+    """Each element of the vector `x` repeated as in `counts`, `total` elements in all."""
     return np.repeat(x, counts)
 
 
@@ -187,7 +187,7 @@ def norms(arrays: Sequence[Array]) -> Array:
 def mean_to_std(arrays: Sequence[Array]) -> Array:
     """The magnitude of the mean over the standard deviation of each array's elements, a float64 vector.
 
-    Not finite for an array of one element; of equal ones not finite, or as large as rounding lets it be.
+    Not finite for an array of one element; not finite, or very large by rounding, if all elements are equal.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.array([np.abs(np.float64(x.mean(dtype=np.float64))) / x.std(dtype=np.float64) for x in arrays])
@@ -225,8 +225,8 @@ def finite_or_zero(x: Array) -> Array:
 def eigenvectors(x: Array) -> Array:
     """Orthonormal eigenvectors of a finite symmetric matrix, as rows, those of the largest eigenvalues first.
 
-    Waits for an accelerator. LAPACK's iteration may not converge, in single precision even for a gradient of a sound
-    training; then the unit vectors take their place, which are a basis too.
+    Waits for an accelerator. LAPACK's iteration may not converge, in single precision even for a normal gradient; the
+    result is then the unit vectors, which are a basis too.
     """
     try:
         return np.linalg.eigh(x)[1].T[::-1]
@@ -255,10 +255,10 @@ def floor(x: Array) -> Array:
 
 
 def row_norms(x: Array) -> Array:
-    """2-norms (r, 1) of the rows of a matrix; squares neither overflow nor vanish, being added in float64.
+    """2-norms (r, 1) of the rows of a matrix; sums are float64, so that squares neither overflow nor vanish.
 
-    They are added as in `hvd_sum_of_squares` (quant.h): every 16th one, and then these sums by halves. In another order
-    a norm halfway between two numbers of the element type might be rounded to the other one.
+    The order of additions is that of `hvd_sum_of_squares` (quant.h): every 16th square, and then these sums by halves.
+    Another order might round a norm halfway between two numbers of the element type to the other one.
     """
     rows, length = x.shape
     squares = np.zeros((rows, -(-length // 16), 16), np.float64)
@@ -298,7 +298,7 @@ def spoil(x: Array, found_inf: Array) -> Array:
 
 
 def read_later(x: Array) -> Callable[[], float]:
-    """A function that returns the one element of `x` as a number, and waits for the device: now nobody does."""
+    """A function that waits for the device and returns the only element of `x` as a number."""
     return x.item
 
 
@@ -320,7 +320,7 @@ def like_originals(arrays: Sequence[Array], originals: Sequence[Array]) -> list[
 
 
 def stream(x: Array) -> Any:
-    """The stream on which operations on `x` are queued now; None where nothing is queued."""
+    """The present stream of operations on `x`; None if there are no streams."""
     return None
 
 
@@ -328,11 +328,12 @@ def mark(like: Array, spare: float | None = None) -> float:
     """A point in time on the device of `like`.
 
     Args:
-        spare: a mark that nobody looks at any more, and that may be made this one.
+        like: an array on the device.
+        spare: a mark that is no longer used and may be reused.
     """
     return time.perf_counter()
 
 
 def seconds_between(start: float, end: float) -> float | None:
-    """Seconds between two marks; None while the device has not reached the second."""
+    """Seconds between two marks; None if the device has not reached the second one."""
     return end - start

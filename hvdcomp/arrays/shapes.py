@@ -1,8 +1,7 @@
-"""Array operations on shapes and element types alone: what a compressor sends is counted by running it on these.
+"""Array operations on shapes and element types only; payloads are counted by running a compressor on them.
 
-The functions are those of `numpy_arrays` that compressors call, and answer with the shape and the type that those would
-have; so do the methods of an array. Nothing is computed and no memory is taken, however large the arrays. An array has
-no elements to look at.
+The functions are those of `numpy_arrays` that compressors call. They and the methods of an array return the shape and
+the type of the result, without computation and memory. An array has no elements to read.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ import numpy as np
 
 from hvdcomp.arrays.types import DTYPE_BYTES, number_of_elements
 
-# Of two types, an operation results in the later one.
+# The result of an operation has the later of its operands' types.
 _WIDTH = {dtype: place for place, dtype in enumerate(DTYPE_BYTES)}
 
 
 class ShapeArray:
-    """An array that has a shape and an element type, and no elements.
+    """An array with a shape and an element type, but no elements.
 
     Attributes:
-        shape: its dimensions.
+        shape: the dimensions.
         dtype: the element type by its common name.
     """
 
     __slots__ = ("dtype", "shape")
-    __array_ufunc__ = None  # operators between NumPy's numbers and these arrays are those below
+    __array_ufunc__ = None  # lets the operators below serve NumPy scalars too
 
     def __init__(self, shape: Sequence[int], dtype: str) -> None:
         self.shape = tuple(shape)
@@ -56,7 +55,7 @@ class ShapeArray:
         )
 
     def itself(self, *_: Any, **__: Any) -> ShapeArray:
-        """An array of the shape and the type of this array."""
+        """This array, as the result of operations that keep shape and type."""
         return self
 
     __neg__ = __invert__ = __abs__ = clip = cumsum = itself
@@ -97,7 +96,7 @@ floor = finite_or_zero = sort = eigenvectors = add_at = reciprocal_or_zero = Sha
 
 
 def waits(x: ShapeArray) -> bool:
-    return True  # for ever: there are no elements
+    return True  # there are no elements to read
 
 
 def dtype_name(x: ShapeArray) -> str:
@@ -116,7 +115,7 @@ def flatten(x: ShapeArray) -> ShapeArray:
 
 
 def reshape(x: ShapeArray, shape: Sequence[int]) -> ShapeArray:
-    known = -number_of_elements(tuple(shape))  # where one of the dimensions is -1
+    known = -number_of_elements(tuple(shape))  # if a dimension is -1
     return ShapeArray([number_of_elements(x.shape) // known if length == -1 else length for length in shape], x.dtype)
 
 

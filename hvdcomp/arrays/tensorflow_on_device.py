@@ -1,15 +1,14 @@
-"""TensorFlow's tensors as PyTorch's on the same GPU, and back, in the same storage: DLPack describes it to the other.
+"""Conversion between TensorFlow's and PyTorch's tensors on a GPU without a copy, by DLPack.
 
-Each framework queues its kernels on a stream of its own, and takes memory for free as soon as nobody holds it, although
-a kernel of the other may still be about to read it. So two things are needed at each passage:
+Each framework queues its kernels on its own stream, and frees memory as soon as nothing refers to it, although a kernel
+of the other framework may still read it. So each conversion needs two measures:
 
-- To PyTorch: `to_dlpack` lets the host wait until TensorFlow's stream has come to its end. To TensorFlow: the host
-  waits for PyTorch's stream, once for all arrays that pass together. TensorFlow does not tell which stream is its own,
-  so no stream can wait for the other without the host.
-- What PyTorch reads of TensorFlow's is held until the step has ended, with such a wait. What TensorFlow reads of
-  PyTorch's is held until TensorFlow has let go of it, and its stream was waited for afterwards.
+- To PyTorch: in `to_dlpack` the host waits for TensorFlow's stream. To TensorFlow: the host waits for PyTorch's stream,
+  once for all arrays. TensorFlow does not expose its stream, so that streams cannot wait for each other.
+- TensorFlow's storage that PyTorch reads is referenced until the step has ended with such a wait. PyTorch's storage
+  that TensorFlow reads is referenced until TensorFlow has released it, and a later wait for its stream.
 
-All of it works on the CPU too, where tests run it: nothing is queued there, and nobody waits.
+All of it also works on the CPU, where tests run it without queues and waits.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from torch.utils import dlpack
 from hvdcomp.arrays.tensorflow_tensors import array_of
 from hvdcomp.arrays.types import Array
 
-_ALIGNMENT = 64  # bytes; TensorFlow ends the process when an operation meets a tensor that begins elsewhere
+_ALIGNMENT = 64  # bytes; TensorFlow aborts the process for operations on tensors with another alignment
 _CUDA = 2  # a device type of DLPack
 _DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL of CUDA's driver
 _pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
@@ -35,41 +34,40 @@ _pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char
 )
 
 
-class _Described(ctypes.Structure):
-    """How a DLManagedTensor of DLPack begins."""
+class _TensorHeader(ctypes.Structure):
+    """The first fields of DLPack's DLManagedTensor."""
 
     _fields_ = (("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32))
 
 
 class DeviceTensors:
-    """Hands tensors over between TensorFlow and PyTorch, on one device.
+    """Converts tensors between TensorFlow and PyTorch on one device.
 
     Args:
         tensor: an eager tensor on the device, with at least one element.
 
     Attributes:
-        name: of the device, in TensorFlow.
-        device: the same in PyTorch. The numbers differ where TensorFlow was shown some of the GPUs only, as Horovod's
-            examples do.
+        name: TensorFlow's name of the device.
+        device: PyTorch's device. Numbers differ if TensorFlow sees only some of the GPUs, as in Horovod's examples.
     """
 
     def __init__(self, tensor: tf.Tensor) -> None:
         self.name: str = tensor.device
         capsule = tf.experimental.dlpack.to_dlpack(tensor)
-        described = _described(capsule)
-        self._number = described.device_id
-        on_gpu = described.device_type == _CUDA
-        self.device = torch.device("cuda", _ordinal(described.data)) if on_gpu else torch.device("cpu")
+        header = _header_of(capsule)
+        self._number = header.device_id
+        on_gpu = header.device_type == _CUDA
+        self.device = torch.device("cuda", _ordinal(header.data)) if on_gpu else torch.device("cpu")
         self._of_tensorflow: list[torch.Tensor] = []
         self._of_torch: dict[int, torch.UntypedStorage] = {}
 
     def in_graph(
         self, function: Callable[..., Sequence[Array]], tensors: Sequence[tf.Tensor], name: str
     ) -> list[tf.Tensor]:
-        """As `tensorflow_tensors.in_graph`, with arrays of PyTorch."""
+        """As `tensorflow_tensors.in_graph`, with PyTorch arrays."""
 
         def called(*inside: tf.Tensor) -> list[tf.Tensor]:
-            # PyTorch would prepare its own first GPU too, if that were the current one.
+            # Otherwise PyTorch would initialise GPU 0 too.
             with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
                 try:
                     return self.tensors(function(*self.arrays(inside)))
@@ -83,7 +81,7 @@ class DeviceTensors:
         return list(results)
 
     def arrays(self, tensors: Sequence[tf.Tensor]) -> list[torch.Tensor]:
-        """The arrays of PyTorch that have the elements of eager tensors in their storage; waits for TensorFlow."""
+        """PyTorch arrays that share the storage of eager tensors; waits for TensorFlow."""
         done_with = [number for number, storage in self._of_torch.items() if _holders(storage) == 1]
         capsules = [_numbered(tf.experimental.dlpack.to_dlpack(tensor), self.device.index) for tensor in tensors]
         arrays = [dlpack.from_dlpack(capsule).to(self.device) for capsule in capsules]  # int32 may be on the host
@@ -93,9 +91,9 @@ class DeviceTensors:
         return arrays
 
     def tensors(self, arrays: Sequence[torch.Tensor]) -> list[tf.Tensor]:
-        """The tensors that have the elements of arrays in their storage; waits for PyTorch.
+        """TensorFlow tensors that share the storage of arrays; waits for PyTorch.
 
-        An array that is not row-major, or begins at no multiple of 64 bytes, is copied.
+        An array that is not row-major, or not aligned to 64 bytes, is copied.
         """
         ready = [
             array if array.is_contiguous() and array.data_ptr() % _ALIGNMENT == 0 else _copied(array)
@@ -110,30 +108,30 @@ class DeviceTensors:
         return [tf.experimental.dlpack.from_dlpack(capsule) for capsule in capsules]
 
     def to_host(self, array: torch.Tensor) -> np.ndarray:
-        """A copy in NumPy, of any element type."""
+        """A NumPy copy of an array of any element type."""
         return np.array(array_of(self.tensors([array])[0]))
 
     def from_host(self, array: np.ndarray) -> torch.Tensor:
-        """A copy on the device."""
+        """A copy of a NumPy array on the device."""
         with tf.device("CPU:0"):
             tensor = tf.constant(array)
         return dlpack.from_dlpack(tf.experimental.dlpack.to_dlpack(tensor)).to(self.device, copy=True)
 
 
 def _numbered(capsule: Any, number: int | None) -> Any:
-    """The capsule, with this number as that of its GPU."""
-    described = _described(capsule)
-    if described.device_type == _CUDA:
-        described.device_id = number
+    """The capsule with its GPU's number set."""
+    header = _header_of(capsule)
+    if header.device_type == _CUDA:
+        header.device_id = number
     return capsule
 
 
-def _described(capsule: Any) -> _Described:
-    return _Described.from_address(_pointer_of(capsule, b"dltensor"))
+def _header_of(capsule: Any) -> _TensorHeader:
+    return _TensorHeader.from_address(_pointer_of(capsule, b"dltensor"))
 
 
 def _ordinal(address: int) -> int:
-    """The number, to CUDA, of the device that memory is on."""
+    """CUDA's number of the device of an address."""
     number = ctypes.c_int()
     failed = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute(
         ctypes.byref(number), ctypes.c_int(_DEVICE_ORDINAL), ctypes.c_void_p(address)
@@ -144,7 +142,7 @@ def _ordinal(address: int) -> int:
 
 
 def _holders(storage: torch.UntypedStorage) -> int:
-    """How many hold a storage, this one included."""
+    """Number of references to a storage, this one included."""
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 

@@ -1,7 +1,7 @@
-"""TensorFlow's tensors as arrays that the engine works on, and back, without a copy on the host.
+"""Conversion between TensorFlow's tensors and the engine's arrays, on the host without a copy.
 
-On the host its tensors are NumPy's arrays, so the functions of `numpy_arrays` and the kernels serve it too. Tensors on
-a GPU are brought to the host, and results back, by TensorFlow itself, unless `tensorflow_on_device` takes them.
+On the host TensorFlow's tensors are NumPy arrays, which `numpy_arrays` and the kernels accept. TensorFlow itself copies
+tensors from a GPU to the host, and results back, unless `tensorflow_on_device` converts them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from hvdcomp.arrays.types import Array
 
 
 def in_graph(function: Callable[..., Sequence[Array]], tensors: Sequence[tf.Tensor], name: str) -> list[tf.Tensor]:
-    """Puts a call of a Python function into the graph that is being made.
+    """Adds a call of a Python function to the present graph.
 
     Args:
-        function: is given an array for each tensor, which it must not change, and returns as many. TensorFlow takes
-            over what it returns: without a copy where an array begins at a multiple of 64 bytes.
-        tensors: the results have their shapes and element types.
-        name: of the operation.
+        function: function from an array for each tensor, not to be changed, to as many arrays. TensorFlow takes over
+            the results, without a copy if an array is aligned to 64 bytes.
+        tensors: the inputs; the results have their shapes and element types.
+        name: name of the operation.
     """
 
     def called(*arrays: np.ndarray | np.generic) -> Sequence[Array]:
@@ -34,12 +34,12 @@ def in_graph(function: Callable[..., Sequence[Array]], tensors: Sequence[tf.Tens
 
 
 def tensor_of(array: Array) -> tf.Tensor:
-    """The tensor that has an array's elements in its storage; of an array that may not be changed, in its own."""
+    """A tensor that shares an array's storage; a copy if the array is read-only."""
     return tf.experimental.dlpack.from_dlpack(np.require(array, requirements=("C", "W")).__dlpack__())
 
 
 def array_of(tensor: tf.Tensor) -> Array:
-    """The array that has an eager tensor's elements in its storage, or in its own if the tensor is on a GPU.
+    """An array that shares an eager tensor's storage, or a copy if the tensor is on a GPU.
 
     It must not be changed.
     """
@@ -47,6 +47,6 @@ def array_of(tensor: tf.Tensor) -> Array:
 
 
 def _read_only(array: np.ndarray | np.generic) -> np.ndarray:
-    whole = np.asarray(array)  # a tensor without dimensions comes as a number
+    whole = np.asarray(array)  # a scalar tensor comes as a number
     whole.flags.writeable = False
     return whole

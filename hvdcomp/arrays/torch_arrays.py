@@ -1,6 +1,6 @@
-"""Array operations in PyTorch, on CPU and CUDA. None of them waits for the device unless its docstring says so.
+"""Array operations in PyTorch, on CPU and CUDA. None waits for the device unless its docstring says so.
 
-The docstrings of `numpy_arrays` hold for the functions of the same name.
+Functions are documented under the same names in `numpy_arrays`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def arange(count: int, like: Array) -> Array:
 def from_numpy(x: np.ndarray, like: Array) -> Array:
     array = torch.from_numpy(x)
     if like.is_cuda:
-        array = array.pin_memory()  # from other memory, a copy may wait for the device
+        array = array.pin_memory()  # a copy from pageable memory may wait for the device
     return array if like.is_cpu else array.to(like.device, non_blocking=True)
 
 
@@ -76,12 +76,12 @@ def concatenate(arrays: Sequence[Array], axis: int = 0) -> Array:
 
 
 def as_bytes(x: Array) -> Array:
-    # Strides of 1, which torch does not promise for contiguous tensors of no or one element.
+    # Sets strides of 1, which torch does not guarantee for tensors of at most one element.
     return x.contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 def from_bytes(x: Array, like: Array) -> Array:
-    if not x.numel():  # may begin anywhere, where no other type can be viewed
+    if not x.numel():  # its address may not be aligned for a view of another type
         return x.new_empty(like.shape, dtype=like.dtype)
     return x.view(like.dtype).view(like.shape)
 
@@ -99,14 +99,14 @@ def top(x: Array, k: int) -> Array:
 
 
 def first_places(x: Array, low: Any, high: Any, limit: int) -> Array:
-    # Element j of a mask, counted from 0, is where the running count of its elements first exceeds j. Searching for
-    # that needs neither the number of elements on the host nor a scatter.
+    # Element j of a mask, counted from 0, is where the running count of its elements first exceeds j. This search needs
+    # neither the number of elements on the host nor a scatter.
     index = torch.int32 if x.shape[0] < 2**31 else torch.int64
     front = x >= high
     in_front, behind = (torch.cumsum(mask, 0, dtype=index) for mask in (front, ~(front | (x < low))))
     places = torch.arange(limit, dtype=index, device=x.device)
-    rest = places - in_front[-1]
-    return torch.where(rest < 0, interval_index(in_front, places), interval_index(behind, rest))
+    remaining = places - in_front[-1]
+    return torch.where(remaining < 0, interval_index(in_front, places), interval_index(behind, remaining))
 
 
 def count_nonzero(x: Array) -> Array:
@@ -142,8 +142,8 @@ def norms(arrays: Sequence[Array]) -> Array:
     if all(x.dtype == torch.float32 for x in arrays):
         return torch.stack(torch._foreach_norm(list(arrays))).double()
     wide = [torch.float32 if x.element_size() < 4 else x.dtype for x in arrays]
-    each = [torch.linalg.vector_norm(x, dtype=dtype) for x, dtype in zip(arrays, wide, strict=True)]
-    return torch.stack(each).double()  # of mixed types, stack takes the wider
+    values = [torch.linalg.vector_norm(x, dtype=dtype) for x, dtype in zip(arrays, wide, strict=True)]
+    return torch.stack(values).double()  # stack converts mixed types to the wider one
 
 
 def mean_to_std(arrays: Sequence[Array]) -> Array:
@@ -211,10 +211,10 @@ def found_inf(arrays: Sequence[Array]) -> Array:
     filled = [x for x in arrays if x.numel()]
     if not filled:
         return torch.zeros(1, device=arrays[0].device)
-    # A sum is finite only if every element is, and is the fastest to be had on the host. It may also overflow.
+    # A finite sum implies finite elements, and is the fastest test on the host; but a sum may also overflow.
     if all(not waits(x) and math.isfinite(x.sum().item()) for x in filled):
         return torch.zeros(1)
-    # The largest magnitude is inf or NaN exactly where an element is; x - x is then NaN, otherwise 0.
+    # The largest magnitude is inf or NaN if and only if an element is; x - x is then NaN, else 0.
     largest = torch.stack([norm.to(filled[0].device) for norm in torch._foreach_norm(filled, float("inf"))])
     return (largest - largest).sum().float().reshape(1)
 
@@ -227,21 +227,21 @@ def select(found_inf: Array, x: Array, y: Array) -> Array:
 
 def spoil(x: Array, found_inf: Array) -> Array:
     if x.numel() and (waits(found_inf) or found_inf.item() != 0):
-        x[(0,) * x.dim()].add_(found_inf[0].to(x.device))  # not x.view(-1)[0]: in channels_last there is no such view
+        x[(0,) * x.dim()].add_(found_inf[0].to(x.device))  # x.view(-1)[0] fails for channels_last
     return x
 
 
 def read_later(x: Array) -> Callable[[], float]:
     if not x.is_cuda:
         return x.item
-    there = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    there.copy_(x, non_blocking=True)
+    host_copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    host_copy.copy_(x, non_blocking=True)
     done = torch.cuda.Event()
     done.record(torch.cuda.current_stream(x.device))
 
     def read() -> float:
         done.synchronize()
-        return float(there)
+        return float(host_copy)
 
     return read
 

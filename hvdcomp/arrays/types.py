@@ -1,16 +1,16 @@
-"""What an array is, and how large: what all parts may know without knowing any framework."""
+"""The type of arrays, and sizes of element types, independent of any framework."""
 
 from __future__ import annotations
 
 from typing import Any
 
-Array = Any  # a NumPy array or torch.Tensor; the array functions of `hvdcomp.arrays` tell them apart
+Array = Any  # a NumPy array or torch.Tensor; `hvdcomp.arrays.arrays_for` distinguishes them
 
 FLOATING = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 """Bytes of an element, for the types that gradients may have."""
 
 DTYPE_BYTES = {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, **FLOATING}
-"""The size of one element, in bytes, of each element type that may be sent, by its common name."""
+"""Bytes of an element, for each element type that may be sent, by its common name."""
 
 
 def number_of_elements(shape: tuple[int, ...]) -> int:
@@ -22,20 +22,20 @@ def number_of_elements(shape: tuple[int, ...]) -> int:
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Bytes of one element of a floating-point type."""
+    """Bytes of an element of a floating-point type."""
     return FLOATING[dtype]
 
 
 LARGEST = {"float16": 65504.0, "bfloat16": (2 - 2.0**-7) * 2.0**127}
-"""The largest number of each element type that holds less than its wide one."""
+"""The largest finite number of each 16-bit type."""
 
 
 def wide_dtype(dtype: str) -> str:
-    """The element type in which values of a floating-point type are computed with: their own, but float32 at least."""
+    """The element type of computations with a floating-point type: the type itself, but at least float32."""
     return dtype if FLOATING[dtype] > 2 else "float32"
 
 
 def allreduce_dtype(dtype: str) -> str:
-    """The element type in which values of a type are summed: their own, but float32 for bfloat16, which Horovod
-    cannot add."""
+    """The element type of allreduces of a type: the type itself, but float32 for bfloat16, which Horovod cannot
+    add."""
     return "float32" if dtype == "bfloat16" else dtype

@@ -1,4 +1,4 @@
-"""What the bindings of all frameworks share."""
+"""The common part of the bindings of all frameworks."""
 
 from hvdcomp.bindings.adam import kind_of
 from hvdcomp.bindings.callers import caller_local

@@ -1,6 +1,6 @@
-"""What all frameworks know of Adam: the settings of ours, and which methods do harm to any other.
+"""Adam in all frameworks: the settings of `CompressedAdam`, and the methods that harm other Adams.
 
-Error feedback puts what was held back into the second moment, squared.
+With error feedback, residuals enter the second moment, squared.
 """
 
 from __future__ import annotations
@@ -12,47 +12,48 @@ from hvdcomp.exchange.engine import Engine
 from hvdcomp.specs.described import is_number, is_whole
 
 _KINDS = ("AdamW", "Adam", "NAdam", "Nadam", "RAdam", "Adamax")  # of PyTorch and of Keras
-_OURS = "CompressedAdam"
+_COMPRESSED_ADAM = "CompressedAdam"
 
 
 def name_of_adam(optimizer: Any) -> str | None:
-    """The class of an optimizer that adapts its second moment to each gradient; None for any other, and for ours."""
+    """The class name of an Adam-like optimizer; None for any other optimizer and for `CompressedAdam`."""
     kinds = [kind.__name__ for kind in type(optimizer).__mro__]
-    return None if _OURS in kinds else next((kind for kind in kinds if kind in _KINDS), None)
+    return None if _COMPRESSED_ADAM in kinds else next((kind for kind in kinds if kind in _KINDS), None)
 
 
 def kind_of(optimizer: Any) -> str | None:
-    """Which of those an optimizer is whose trainings were measured (`hvdcomp.compressors.evidence`); None for another
-    one, and where it is not known."""
+    """The optimizer's kind in the measured trainings (`hvdcomp.compressors.evidence`); None for another or unknown
+    kind."""
     kinds = [kind.__name__ for kind in type(optimizer).__mro__]
-    if _OURS in kinds:
-        return _OURS
+    if _COMPRESSED_ADAM in kinds:
+        return _COMPRESSED_ADAM
     return "Adam" if name_of_adam(optimizer) else "SGD" if "SGD" in kinds else None
 
 
 def refreshes_among(steps: int, per_gap: int | None) -> int:
-    """How many of a training's first steps are on the schedule by which 0/1 Adam refreshes its second moment.
+    """The number of refreshes of the second moment among a training's first steps, by the schedule of 0/1 Adam.
 
-    The first step is. Then the gap from one refresh to the next is 1, 2, 4, ... steps, each `per_gap` times (Lu et al.
+    The first step is a refresh. The gaps between refreshes are 1, 2, 4, ... steps, each `per_gap` times (Lu et al.
     2023, arXiv:2202.06009: k[j + 1] - k[j] = 2**floor(j / kappa)).
 
     Args:
+        steps: number of first steps.
         per_gap: kappa; None for no refresh.
     """
     if per_gap is None or not steps:
         return 0
     doublings = ((steps - 1) // per_gap + 1).bit_length() - 1
-    since = steps - 1 - per_gap * (2**doublings - 1)  # steps since the gap doubled last
+    since = steps - 1 - per_gap * (2**doublings - 1)  # steps since the last doubling of the gap
     return per_gap * doublings + since // 2**doublings + 1
 
 
 def is_refresh(step: int, freeze_after: int, per_gap: int | None) -> bool:
-    """Whether a step, counted from 0, refreshes second moments that are frozen after `freeze_after` steps."""
+    """Whether step `step`, counted from 0, refreshes second moments that are frozen after `freeze_after` steps."""
     return step >= freeze_after and refreshes_among(step + 1, per_gap) > refreshes_among(step, per_gap)
 
 
 def check_freezing(freeze_after: Any, floor: Any, refreshes_per_gap: Any) -> None:
-    """Raises ConfigurationError for settings of a CompressedAdam that cannot be, in any framework."""
+    """Raises ConfigurationError for invalid settings of a CompressedAdam of any framework."""
     if not is_whole(freeze_after, 1):
         raise ConfigurationError(
             f"CompressedAdam: freeze_after={freeze_after!r} is not possible; give the number of steps, at least 1, "
@@ -70,21 +71,22 @@ def check_freezing(freeze_after: Any, floor: Any, refreshes_per_gap: Any) -> Non
 
 
 def warn_of_harm(adam: str | None, engine: Engine) -> None:
-    """Warns, on rank 0, if the engine's compressor does harm to the optimizer.
+    """Warns on rank 0 if the engine's compressor harms the optimizer.
 
     Args:
-        adam: as `name_of_adam` found it.
+        adam: the result of `name_of_adam`.
+        engine: the engine.
     """
     if adam is None or engine.communicator.rank != 0:
         return
     leaves = dict.fromkeys(engine.compressor.leaves())
     harmful = [leaf for leaf in leaves if leaf.harms_adam and engine.planner.memory_for(leaf).keeps]
     if harmful:
-        warn_alone(what_does_harm(adam, ", ".join(map(str, harmful))))
+        warn_alone(harm_in_words(adam, ", ".join(map(str, harmful))))
 
 
-def what_does_harm(adam: str, methods: str) -> str:
-    """What to say of these methods."""
+def harm_in_words(adam: str, methods: str) -> str:
+    """The warning about methods that harm an Adam."""
     return (
         f"{adam} learns badly with error feedback of {methods}: what was held back enters its second moment, squared. "
         "In a small GPT the validation loss was 43 % (topk) and 52 % (efsignsgd) above that of uncompressed "

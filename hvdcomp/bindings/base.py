@@ -1,8 +1,8 @@
-"""What the bindings of all frameworks share: one `Compression` at work in one training.
+"""The base of the bindings of all frameworks: one `Compression` at work in one training.
 
-A binding learns from its framework which gradients there are, and gives results back; in between, every step is the
-same: `begin` fixes its plan (in the first step the ranks compare their settings before), `check_presence` makes sure
-that all ranks take part at the same levels, `run_engine` runs the engine and tells the coordinator.
+A binding gets gradients from its framework and gives back means. In between, every step is the same: `begin` fixes the
+plan (in the first step after the ranks have compared their settings), `check_presence` checks that all ranks take part
+at the same levels, and `run_engine` runs the engine and informs the coordinator.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.waste import WasteWarning
 from hvdcomp.policies import LevelSchedule
 
-# What each rank puts in for one step: this number plus a digest of its levels, so that the ranks' sum tells whether all
-# of them take part, and all at the same levels.
+# A rank's contribution to the presence check of a step is this number plus a digest of its levels: the sum over ranks
+# shows whether all of them take part, and all at the same levels.
 PRESENCE = 2**44
 _DIGESTS = 2**20
-_UNIT = 2**10  # between digests, since Horovod's mean of whole numbers drops what is behind the point
+_UNIT = 2**10  # between digests, as Horovod's mean of integers drops the fraction
 PRESENCE_BYTES = 8
 
-_SMALLEST_LOSS_SCALE = 2.0**-126  # what is smaller has no inverse in float32, and nothing that was scaled comes back
+_SMALLEST_LOSS_SCALE = 2.0**-126  # a smaller scale has no inverse in float32
 
 
 class Binding(Training):
     """Ties one `Compression` to one training.
 
     Args:
-        setup: what the user gave.
+        setup: the user's settings and objects.
         tensors: all parameters that may have a gradient.
-        communicator: of the ranks that exchange.
-        like: an empty array of the framework, where the communicator works.
-        names: of all parameters of the model; by default those of `tensors`.
+        communicator: the communicator of the ranks that exchange.
+        like: an empty array of the framework on the communicator's device.
+        names: names of all parameters of the model; by default those of `tensors`.
 
     Attributes:
-        presence: what this rank puts in for the step that has begun.
-        units: of gradients.
+        presence: this rank's contribution to the presence check of the present step.
+        units: the units of gradients.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class Binding(Training):
         self.meet(communicator)
 
     def meet(self, communicator: Ranks) -> None:
-        """Makes all that knows the ranks, for those of this communicator."""
+        """Makes the objects that depend on the ranks, for the ranks of this communicator."""
         self.communicator = communicator
-        self._refused: str | None = None  # why this rank cannot make the step that has begun
-        self._met = False  # whether the ranks have the same state, after they may have changed
+        self._refused: str | None = None  # the reason why this rank refuses the present step
+        self._met = False  # whether all ranks have the same state after a possible change
         setup = self.setup
         settings = setup.compression.settings
         self.engine = Engine(
@@ -98,21 +98,21 @@ class Binding(Training):
 
     @property
     def is_stale(self) -> bool:
-        """Whether `follow_ranks` is due: the ranks are others now, or are to go on from an earlier state."""
+        """Whether `follow_ranks` is due: the ranks have changed, or are to go on from an earlier state."""
         return self._rolled_back is not None or self.communicator.is_stale
 
     def roll_back(self, state: Mapping[str, Any]) -> None:
-        """Lets the next step go on from an earlier `state_dict`, on all ranks, instead of from what is known now."""
+        """Lets the next step go on from an earlier `state_dict`, on all ranks."""
         self._rolled_back = state
 
     def follow_ranks(self) -> None:
-        """Goes on with the ranks that there are now; what they have in common follows in the first step.
+        """Goes on with the present ranks, which agree on the shared state in their first step.
 
-        Every rank does so, or is new. It raises ConfigurationError on every rank if any cannot go on.
+        Every rank calls it, or is new. It raises ConfigurationError on every rank if any cannot go on.
         """
         communicator = self.communicator.anew()
         with refused_on_every_rank(communicator, self.like):
-            self._carried = self.state_dict() or None  # nothing, if it goes back to the beginning
+            self._carried = self.state_dict() or None  # None before the first step
             self._rolled_back = None
             if self._batch is not None:
                 self._batch.undo()
@@ -131,9 +131,9 @@ class Binding(Training):
     # A step.
 
     def begin(self) -> None:
-        """Starts a step: the plan is fixed now, so that all tensors of the step take the same way.
+        """Begins a step and fixes its plan.
 
-        The first step waits here for all ranks, to compare their settings.
+        In the first step it waits for all ranks, to compare their settings.
 
         Raises:
             RankMismatchError: on every rank, if the settings or the weights of any differ.
@@ -153,17 +153,17 @@ class Binding(Training):
         self.engine.begin()
         self.units.choose_momenta()
         self._waste.look()
-        scale = self.loss_scale()  # once: on an accelerator the host waits for it
+        scale = self.loss_scale()  # read once, because the host waits for an accelerator
         self._refused = self.reason_to_refuse() or reason_to_refuse_scale(scale)
         digest = self.engine.planner.digest
-        if self._refused is not None:  # it disagrees with the ranks that do not refuse, so that all of them learn why
+        if self._refused is not None:  # differs from the other ranks', so that all learn of the refusal
             digest += _DIGESTS // 3
         self.presence = PRESENCE + digest % _DIGESTS * _UNIT
         if self._refused is None:
             self.units.follow(scale)
 
     def check_presence(self, total: int) -> None:
-        """Stops all ranks if one is missing, was configured otherwise, or has other levels.
+        """Raises on all ranks if a rank is missing, refuses the step, or has other levels.
 
         Args:
             total: the sum of the ranks' `presence`.
@@ -186,69 +186,67 @@ class Binding(Training):
         return results
 
     def expect(self, agreed: Callable[[], bool]) -> None:
-        """To be called after `begin`, if the step takes the engine: buckets may then start as soon as the engine's
-        `overlap` was told of their gradients.
+        """Allows buckets to start during the backward pass; to be called after `begin` if the step uses the engine.
 
         Args:
-            agreed: as of `Overlap.begin`.
+            agreed: as in `Overlap.begin`.
         """
-        # Ranks that all refuse the step agree too: what some of them had started by then, the others would never start.
+        # If all ranks refuse the step they agree too, but might have started different buckets.
         if self._refused is None and (self.coordinator is None or not self.coordinator.decides_before_exchange):
             self.engine.expect(self.results_in_place, self._sums(), agreed)
 
     def presence_bytes(self, tensors: int) -> int:
-        """What a rank sends in a step of so many tensors to say that it takes part."""
+        """Bytes of the presence check of a step with this number of tensors."""
         return PRESENCE_BYTES
 
     def _sums(self) -> Sums | None:
         return None if self.coordinator is None else self.coordinator.sums_of_step(self.units.inverse)
 
     def end_step(self) -> None:
-        """To be called at the end of a step that did not go through `run_engine`."""
+        """Ends a step; to be called for steps without `run_engine`."""
         if self.coordinator is not None:
             self.coordinator.end_step()
 
     def observe(self, source: str, gradients: Mapping[str, Array]) -> None:
-        """Shows gradients that did not go through the engine to the coordinator, which looks at them if they are what
-        its policy wants."""
+        """Passes gradients of a step without the engine to the coordinator, if its policy uses this `source`."""
         if self.coordinator is not None and self.coordinator.source == source:
             self.coordinator.observe(gradients, self.units.inverse)
 
     @property
     def needs_engine(self) -> bool:
-        """Whether the step that has begun has to go through the engine, whatever its plan."""
+        """Whether the present step needs the engine, whatever its plan is."""
         return self.units.engine_only or (self.coordinator is not None and self.coordinator.needs_engine)
 
     # Settings and refusals.
 
     @property
     def agreed(self) -> bool:
-        """Whether the ranks have nothing more to compare."""
+        """Whether the ranks have finished comparing settings and weights."""
         return self._first_steps.agreed
 
     @property
     def has_begun(self) -> bool:
-        """Whether a step was begun."""
+        """Whether a first step was begun."""
         return self._first_steps.begun
 
     def refuse(self) -> None:
-        """Raises ConfigurationError if this rank cannot make the step that has begun."""
+        """Raises ConfigurationError if this rank refuses the present step."""
         if self._refused is not None:
             raise ConfigurationError(self._refused)
 
     def refuse_predivision(self, factor: float) -> None:
-        """Raises ConfigurationError if Horovod scales what it allreduces, where compression does not let it."""
+        """Raises ConfigurationError if Horovod is to scale gradients before an allreduce, which compression lacks."""
         if factor != 1.0:
             raise ConfigurationError(
                 f"gradient_predivide_factor={factor} scales what Horovod allreduces, but compressed gradients do not "
                 "travel in Horovod's allreduce; leave it at 1.0"
             )
 
-    # What outlives a step, or a restart.
+    # Accumulation and checkpoints.
 
     @property
     def accumulation(self) -> int:
-        """`Compression.accumulation`, after what is decided has been put into the optimizer."""
+        """`Compression.accumulation`; first applies decisions to the optimizer."""
         if self.coordinator is None or self._batch is None:
             return 1
         if self.is_stale:
@@ -259,9 +257,9 @@ class Binding(Training):
 
     def state_dict(self) -> dict[str, Any]:
         """`Compression.state_dict`."""
-        for earlier in (self._rolled_back, self._carried):
-            if earlier is not None:
-                return dict(earlier)
+        for pending in (self._rolled_back, self._carried):
+            if pending is not None:
+                return dict(pending)
         if self.is_stale and self.coordinator is not None:
             self.coordinator.give_up_decision()
         if self.coordinator is not None and self._batch is not None:
@@ -282,7 +280,7 @@ class Binding(Training):
 
 
 def reason_to_refuse_scale(scale: float | None) -> str | None:
-    """Why no step can be made at this loss scale; None if one can, or if there is none."""
+    """The reason to refuse steps at this loss scale; None if it is usable, or if there is none."""
     if scale is None or scale >= _SMALLEST_LOSS_SCALE:
         return None
     return (

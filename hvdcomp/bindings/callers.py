@@ -1,4 +1,4 @@
-"""What Horovod knows and does not pass on: it is read from the frames of the callers."""
+"""Reads local variables of callers, for facts that Horovod does not pass on."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from typing import Any
 
 
 def caller_local(name: str, suits: Callable[[Any], Any], function: str | None = None) -> Any:
-    """The local variable `name` of the nearest caller that has a suitable one; None if none has.
+    """The local variable `name` of the nearest caller in which it has a suitable value; None if no caller has.
 
     Args:
-        suits: whether a value is suitable; asked about None too, where a caller has no variable of this name.
-        function: the name of the only functions to look at. A frame that was looked at keeps what its variables
-            held, so those of the user's own training had better be left alone.
+        name: name of the variable.
+        suits: function that says whether a value is suitable; called with None for a caller without the variable.
+        function: name of the functions to search; None for all. Reading a frame's variables keeps their values alive,
+            which is to be avoided for the user's own training loop.
     """
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001  # its documented name
     while frame is not None:

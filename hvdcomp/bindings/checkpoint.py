@@ -1,8 +1,8 @@
-"""What outlives a restart: all that later steps need of earlier ones.
+"""Checkpoints: all state that later steps need of earlier ones.
 
-A checkpoint has two parts. What is `shared` is the same on all ranks: the step, levels, the policy, warm starts. What
-is a rank's `own` is not: residuals, and on rank 0 what was accumulated for the next decision. It holds plain values
-and arrays of the framework, so that the framework's own way of saving can write it.
+A checkpoint has two parts. The `shared` part is the same on all ranks: the step, levels, the policy, warm starts. The
+`own` part is a rank's: residuals, and on rank 0 the statistics accumulated for the next decision. Both hold plain
+values and arrays of the framework, so that the framework's own functions can save them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def state_of(engine: Engine, coordinator: Coordinator | None, copy: Callable[[Ar
     """The checkpoint of this rank, between two steps.
 
     Args:
-        copy: makes an array that nothing changes any more.
+        engine: the engine.
+        coordinator: the coordinator of the policy, or None.
+        copy: function that copies an array.
     """
     if coordinator is not None:
         coordinator.receive()
@@ -65,7 +67,7 @@ def state_of(engine: Engine, coordinator: Coordinator | None, copy: Callable[[Ar
 
 
 def _totals(totals: Cost) -> dict[str, Any]:
-    """Bytes in the node only where there are any: earlier versions, which do not know them, read all else."""
+    """The fields of the totals; `bytes_in_node` only if not 0, as earlier versions do not know the field."""
     return {name: value for name, value in dataclasses.asdict(totals).items() if value or name != "bytes_in_node"}
 
 
@@ -75,13 +77,13 @@ def restore(
     coordinator: Coordinator | None,
     place: Place,
 ) -> None:
-    """Goes on from a checkpoint, before the first step. Every rank has to do so, with its own or with rank 0's.
+    """Restores a checkpoint before the first step. Every rank calls it, with its own checkpoint or with rank 0's.
 
-    With another number of ranks, or with another rank's checkpoint, residuals start at zero, and rank 0 warns.
+    With another number of ranks, or with another rank's checkpoint, residuals start at zero, with a warning.
 
     Raises:
-        ConfigurationError: if it is damaged, or not of these tensors, or not of this compressor and policy. Nothing of
-            it was taken over then.
+        ConfigurationError: if the checkpoint is damaged, or of other tensors, another compressor or another policy.
+            Nothing has changed then.
     """
     shared, own = parts_of(state)
     require_fit(shared, own, engine, coordinator)
@@ -107,8 +109,8 @@ def restore(
                 stacklevel=2,
             )
         for name, kept in own["residuals"].items():
-            # Zeros, and not nothing: whether there are residuals decides how a step exchanges, the same on all ranks.
-            dtype = wide_dtype(engine.tensors[name].dtype)  # earlier versions kept 16 bits of gradients of 16 bits
+            # Zeros instead of no residuals, as the exchange of a step depends on whether ranks have residuals.
+            dtype = wide_dtype(engine.tensors[name].dtype)  # earlier versions kept 16-bit residuals
             arrays = (_astype(place(array, name), dtype) for array in kept["arrays"])
             engine.states[name].memory = tuple(zeros_like(array) if lost else array for array in arrays)
             engine.states[name].keeper = parse_memory(kept["memory"])
@@ -126,6 +128,6 @@ def _widened(array: Array) -> Array:
 
 
 def zeros_like(array: Array) -> Array:
-    """Zeros in the framework, shape, element type and place of an array."""
+    """Zeros like an array, in its framework, shape, element type and device."""
     zeros: Array = arrays_for(array).zeros(tuple(array.shape), like=array)
     return zeros

@@ -1,4 +1,4 @@
-"""What a policy that rank 0 decides by needs: a coordinator, and an optimizer that follows the batch size."""
+"""Policies in a training: the coordinator, and the optimizer that follows the batch size."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hvdcomp.policies.request import Candidates, Statistic
 
 
 def check_files(policy: Any, decision_log: LogFiles | None, process_set: Any) -> None:
-    """Looks at the files that rank 0 is going to read and write for a policy. Other ranks need not see them.
+    """Checks the files that rank 0 reads and writes for a policy; other ranks need no access to them.
 
-    Which rank of a process set this is may not be known yet. The first step then tells what is wrong.
+    With a process set, the rank may not be known yet; the first step then reports errors.
 
     Raises:
-        ConfigurationError: on rank 0, if the calibration cannot be read, or the decision log not be written.
+        ConfigurationError: on rank 0, if the calibration cannot be read, or the decision log cannot be written.
     """
     if not isinstance(policy, Policy) or process_set is not None or rank_so_far() != 0:
         return
@@ -39,11 +39,11 @@ def check_files(policy: Any, decision_log: LogFiles | None, process_set: Any) ->
 
 
 def make_coordinator(training: Training) -> tuple[Coordinator | None, str | None]:
-    """The coordinator of the policy, if there is one that rank 0 decides by.
+    """Makes the coordinator of the training's policy.
 
     Returns:
-        The coordinator or None, and what went wrong on rank 0. The binding tells that to all ranks in the first step:
-        an error raised here would leave them waiting.
+        The coordinator, or None without a policy; and the error on rank 0, or None. The binding raises the error on all
+        ranks in the first step, because an error raised here would leave the other ranks waiting.
     """
     setup, communicator = training.setup, training.communicator
     policy = setup.compression.settings.policy
@@ -78,7 +78,7 @@ def make_coordinator(training: Training) -> tuple[Coordinator | None, str | None
 
 
 def _candidates(policy: Any, training: Training) -> Candidates | None:
-    """What rank 0's policy has to choose from, if it asks for candidates.
+    """The candidates of rank 0's policy, if it requests them.
 
     Raises:
         ConfigurationError: if its calibration cannot be used.
@@ -86,35 +86,35 @@ def _candidates(policy: Any, training: Training) -> Candidates | None:
     if Statistic.CANDIDATES not in policy.first_request.ever:
         return None
     from hvdcomp.adaptation.candidates import candidates_of
-    from hvdcomp.perfmodel import Asked, CalibrationError
+    from hvdcomp.perfmodel import CalibrationError, Criteria
 
     try:
         model, batch = policy.model or None, policy.batch or None
         overlaps = training.overlaps_with_policy
-        asked = None
+        criteria = None
         if policy.loss:
             warm_up = training.warm_up()
-            asked = Asked(policy.loss, training.kind_of_optimizer(), () if warm_up is None else (warm_up,))
-        return candidates_of(training.engine, policy.calibration, model, batch, overlaps, policy.compressors, asked)
+            criteria = Criteria(policy.loss, training.kind_of_optimizer(), () if warm_up is None else (warm_up,))
+        return candidates_of(training.engine, policy.calibration, model, batch, overlaps, policy.compressors, criteria)
     except CalibrationError as error:
         raise ConfigurationError(_cannot_use(policy.calibration, error)) from None
 
 
 def _exchange_seconds(policy: Any, training: Training) -> Mapping[int, float] | None:
-    """What rank 0's policy is told of the time of exchanges, if it asks for it.
+    """The exchange times of rank 0's policy, if it requests them.
 
     Raises:
         ConfigurationError: if its calibration cannot be used, or no level keeps its limit.
     """
-    request = policy.first_request
-    if Statistic.EXCHANGE_SECONDS not in request.ever:
+    criteria = policy.first_request
+    if Statistic.EXCHANGE_SECONDS not in criteria.ever:
         return None
     from hvdcomp.adaptation.exchange_seconds import exchange_seconds_of
     from hvdcomp.perfmodel import CalibrationError
 
     try:
         model, batch, overlaps = policy.model or None, policy.batch or None, training.overlaps_with_policy
-        seconds = exchange_seconds_of(training.engine, policy.calibration, request.around, model, batch, overlaps)
+        seconds = exchange_seconds_of(training.engine, policy.calibration, criteria.around, model, batch, overlaps)
     except CalibrationError as error:
         raise ConfigurationError(_cannot_use(policy.calibration, error)) from None
     policy.require_reachable(seconds)
@@ -126,14 +126,14 @@ def _cannot_use(calibration: str, error: ValueError) -> str:
 
 
 class BatchInForce:
-    """Keeps the optimizer and the residuals at the batch size that the coordinator says.
+    """Keeps the optimizer and the residuals at the coordinator's batch size.
 
     Args:
-        training: whose optimizer and residuals these are.
-        coordinator: of its policy.
+        training: the training, with its optimizer and residuals.
+        coordinator: the coordinator of its policy.
 
     Attributes:
-        current: as it was put into the optimizer.
+        current: the batch size of the optimizer.
     """
 
     def __init__(self, training: Training, coordinator: Coordinator) -> None:
@@ -142,17 +142,17 @@ class BatchInForce:
         self.current = BatchSize()
 
     def apply(self) -> None:
-        """Puts the batch size in force into the optimizer, between two steps."""
-        # A residual is a change of the weights that is still to come, at the learning rate of its time.
+        """Sets the optimizer to the batch size in force, between two steps."""
+        # A residual is a pending change of the weights, at the learning rate of its step.
         factor = self.current.learning_rate_factor / self._coordinator.batch_size.learning_rate_factor
         if self.follow():
             self._training.engine.scale_residuals(factor, momentum=False)
 
     def follow(self) -> bool:
-        """Changes the optimizer alone: residuals of a checkpoint are those of its batch size already.
+        """Sets the optimizer only: residuals from a checkpoint already fit its batch size.
 
         Returns:
-            Whether the batch size has changed.
+            Whether the batch size changed.
         """
         changed = self._coordinator.batch_size != self.current
         if changed:
@@ -166,7 +166,7 @@ class BatchInForce:
             self._training.follow_batch_size(BatchSize())
 
     def require_same(self) -> None:
-        """Raises ConfigurationError if a step begins at another batch size than that in force."""
+        """Raises ConfigurationError if a step begins at another batch size than the one in force."""
         if self._coordinator.batch_size != self.current:
             raise ConfigurationError(
                 f"the policy {self._coordinator.policy} makes the batch larger, and the training loop does not follow: "

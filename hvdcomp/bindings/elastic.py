@@ -1,9 +1,9 @@
-"""What goes on when the ranks of a training change while it runs, as in elastic Horovod.
+"""Changes of the ranks during a training, as in elastic Horovod.
 
-After every change all ranks meet here, in their first step: those that survived and those that are new. What all ranks
-have in common (step, levels, policy, warm starts) comes from rank 0, whose weights Horovod has given to all. Residuals
-stay with the ranks that hold them. What they held back counts in the mean as before: with M ranks instead of N, a
-residual is multiplied by M/N. What a lost rank held is lost, and said.
+After every change all ranks, surviving and new, agree on a state in their first step. The shared state (step, levels,
+policy, warm starts) is rank 0's, whose weights Horovod has broadcast. Residuals stay with their ranks. To keep their
+weight in the mean, residuals are multiplied by M/N if there are M ranks instead of N. Residuals of a lost rank are
+lost, with a warning.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _NOBODY = -1
 
 
 class Survivor(NamedTuple):
-    """What a rank tells the others after a change.
+    """A rank's message to all ranks after a change.
 
     Attributes:
-        rank, ranks: its number before the change, and how many ranks there were; -1 and 0 if it is new.
-        energy: the sum of squares of all that it holds back.
+        rank, ranks: its number and the number of ranks before the change; -1 and 0 if it is new.
+        energy: sum of squares of its residuals.
     """
 
     rank: int
@@ -46,14 +46,14 @@ NEW = Survivor(_NOBODY, 0, 0.0)
 
 
 def may_change() -> bool:
-    """Whether the ranks of this job may change while it runs: Horovod's launcher says it in the environment."""
+    """Whether the ranks of this job may change, by the environment of Horovod's launcher."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
 def survivor(state: Mapping[str, Any]) -> Survivor:
-    """What a rank that survived tells, given its state before the change."""
+    """The message of a surviving rank, from its state before the change."""
     own = state["own"]
-    residuals = [kept["arrays"][-1] for kept in own["residuals"].values()]  # the residual is the last of a memory's
+    residuals = [kept["arrays"][-1] for kept in own["residuals"].values()]  # the last array of a memory
     norms = [float(arrays_for(residual).norms([residual])[0]) for residual in residuals]
     return Survivor(own["rank"], own["size"], math.fsum(norm * norm for norm in norms))
 
@@ -66,38 +66,38 @@ def meet(
     pack: Callable[[Mapping[str, Any]], bytes],
     unpack: Callable[[bytes], dict[str, Any]],
 ) -> dict[str, Any]:
-    """What this rank goes on from; waits for all ranks.
+    """The state from which this rank goes on; waits for all ranks.
 
     Args:
-        communicator: of the ranks that there are now.
-        like: an array of the framework and place that it works on.
-        state: of this rank, as of `checkpoint.state_of`.
-        carried: whether the state is from before a change; else this rank is new, or the job has just begun.
-        pack, unpack: make bytes of what the ranks have in common, and the other way.
+        communicator: the communicator of the present ranks.
+        like: an array of its framework and device.
+        state: this rank's state, as from `checkpoint.state_of`.
+        carried: whether the state is from before a change; if not, this rank is new, or the job has just begun.
+        pack, unpack: functions from the shared state to bytes, and back.
 
     Returns:
         A state for `checkpoint.restore` on this rank.
     """
     rank, ranks = communicator.rank, communicator.world_size
-    everyone = _gather(communicator, like, survivor(state) if carried else NEW)
+    survivors = _gather(communicator, like, survivor(state) if carried else NEW)
     own = renumbered(state["own"], rank, ranks) if carried else dict(state["own"])
     shared = dict(state["shared"])
     if carried and rank == 0 and own["coordinator"] is None and shared["coordinator"] is not None:
         shared["coordinator"] = {**shared["coordinator"], "ended": None, "partial": True}
-    message = pack({"shared": shared, "held": _described(own["residuals"])}) if rank == 0 else b""
+    message = pack({"shared": shared, "held": _layout_of(own["residuals"])}) if rank == 0 else b""
     common = unpack(_from_rank_0(communicator, like, message))
     residuals = own["residuals"]
-    if carried and everyone[0] == NEW:  # the weights are those of rank 0, to which these residuals do not belong
+    if carried and survivors[0] == NEW:  # the weights are now rank 0's; these residuals are of other weights
         residuals = {}
-    # Zeros, and not nothing: whether there are residuals decides how a step exchanges, the same on all ranks.
+    # Zeros instead of no residuals: all ranks must have residuals alike, as the exchange of a step depends on it.
     own["residuals"] = {name: residuals.get(name) or _zeros(kept, like) for name, kept in common["held"].items()}
-    if rank == 0 and (said := _said(everyone)):
-        warnings.warn(said, stacklevel=2)
+    if rank == 0 and (warning := _change_in_words(survivors)):
+        warnings.warn(warning, stacklevel=2)
     return {"shared": common["shared"], "own": own}
 
 
-def _described(residuals: Mapping[str, Any]) -> dict[str, Any]:
-    """Of residuals, as a state holds them, all but the values."""
+def _layout_of(residuals: Mapping[str, Any]) -> dict[str, Any]:
+    """Memory, shapes and element types of residuals in a state."""
     return {
         name: {
             "memory": kept["memory"],
@@ -107,11 +107,11 @@ def _described(residuals: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _zeros(described: Mapping[str, Any], like: Array) -> dict[str, Any]:
-    """Residuals of nothing, in the framework of `like`."""
+def _zeros(layout: Mapping[str, Any], like: Array) -> dict[str, Any]:
+    """Residuals of zero, in the framework of `like`."""
     xp = arrays_for(like)
-    arrays = [xp.astype(xp.zeros(tuple(shape), like=like), dtype) for shape, dtype in described["arrays"]]
-    return {"memory": described["memory"], "arrays": arrays}
+    arrays = [xp.astype(xp.zeros(tuple(shape), like=like), dtype) for shape, dtype in layout["arrays"]]
+    return {"memory": layout["memory"], "arrays": arrays}
 
 
 def _gather(communicator: Ranks, like: Array, own: Survivor) -> list[Survivor]:
@@ -126,17 +126,17 @@ def _from_rank_0(communicator: Ranks, like: Array, message: bytes) -> bytes:
     return messages.finish()
 
 
-def _said(everyone: Sequence[Survivor]) -> str:
-    """What rank 0 says of a change; "" if nothing was lost."""
-    survivors = [survivor for survivor in everyone if survivor != NEW]
+def _change_in_words(ranks: Sequence[Survivor]) -> str:
+    """Rank 0's warning about a change; "" if nothing was lost."""
+    survivors = [survivor for survivor in ranks if survivor != NEW]
     if not survivors:
         return ""
     before = survivors[0].ranks
     kept = {survivor.rank for survivor in survivors}
     lost = [rank for rank in range(before) if rank not in kept]
-    if everyone[0] == NEW:
+    if ranks[0] == NEW:
         return (
-            f"rank 0 is new, and the weights of all {len(everyone)} ranks are its own: what the {len(survivors)} ranks "
+            f"rank 0 is new, and the weights of all {len(ranks)} ranks are its own: what the {len(survivors)} ranks "
             "that went on had left to be sent (residuals) is lost with theirs"
         )
     if not lost:
@@ -150,21 +150,21 @@ def _said(everyone: Sequence[Survivor]) -> str:
 
 
 def track(state: Any, compression: Any) -> Any:
-    """Lets an elastic state of Horovod commit, restore and synchronise a `hvdcomp.Compression` with all else.
+    """Lets an elastic state of Horovod also commit, restore and synchronise a `hvdcomp.Compression`.
 
         state = hvdcomp.track(hvd.elastic.TensorFlowKerasState(model, optimizer, batch=0), compression)
 
-    PyTorch's `hvd.elastic.TorchState(..., compression=compression)` needs it not.
+    It is not needed with PyTorch's `hvd.elastic.TorchState(..., compression=compression)`.
 
     Args:
-        state: any of Horovod's, of this training.
-        compression: of the same training.
+        state: an elastic state of Horovod.
+        compression: the compression of the same training.
 
     Returns:
         The state.
 
     Raises:
-        ConfigurationError: if either is something else.
+        ConfigurationError: if either argument is of another kind.
     """
     require_compression(compression, "hvdcomp.track")
     missing = [name for name in ("save", "restore", "sync") if not callable(getattr(state, name, None))]

@@ -1,6 +1,6 @@
-"""What the ranks compare before they begin: settings in the first step, weights as soon as all have the same.
+"""Comparisons between ranks: settings in the first step, weights as soon as they must be the same.
 
-It is the only time that a hook waits for all ranks.
+Only these make a gradient hook wait for all ranks.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from hvdcomp.kernels import cuda
 
 
 class FirstSteps:
-    """Compares what the ranks were told, and their weights.
+    """Compares the ranks' settings and weights.
 
     Args:
-        training: of this rank.
-        error: that this rank met while its binding was made; told to all ranks in the first step.
+        training: the training of this rank.
+        error: an error of this rank while its binding was made, to be raised on all ranks in the first step; or None.
     """
 
     def __init__(self, training: Training, error: str | None) -> None:
@@ -40,11 +40,11 @@ class FirstSteps:
 
     @property
     def agreed(self) -> bool:
-        """Whether the ranks have nothing more to compare."""
+        """Whether both comparisons are over."""
         return self._settings_agreed and self._weights_agreed
 
     def compare(self) -> None:
-        """Compares what is due in the step that begins; waits for all ranks if anything is.
+        """Makes the comparisons due in the present step; waits for all ranks if there are any.
 
         Raises:
             RankMismatchError: on every rank, if the settings or the weights of any differ.
@@ -73,7 +73,7 @@ class FirstSteps:
         if not self._settings_agreed:
             settings = training.setup.compression.settings
             if any(map(needs_nodes, settings.compressors)):
-                training.engine.levels.find()  # now: a policy may choose them much later, and they may be impossible
+                training.engine.levels.find()  # fails now and not when a policy chooses two levels
             if training.coordinator is not None:
                 training.coordinator.start_log()
             warn_of_harm(training.adam(), training.engine)
@@ -83,8 +83,8 @@ class FirstSteps:
         training = self._training
         settings, engine, trained = training.setup.compression.settings, training.engine, training.trained()
         tensors, level = engine.tensors, engine.planner.level
-        known = [tensors[name] for name in sorted(trained)]
-        parameters = {f"parameter {tensor.name}": f"{tensor.dtype} {tensor.own_shape}" for tensor in known}
+        infos = [tensors[name] for name in sorted(trained)]
+        parameters = {f"parameter {tensor.name}": f"{tensor.dtype} {tensor.own_shape}" for tensor in infos}
         return {
             **settings.describe(),
             **training.facts(),

@@ -1,4 +1,4 @@
-"""The frameworks that hvdcomp serves: what the folder of each offers, and which one a training uses.
+"""The frameworks that hvdcomp supports, and the choice of a training's framework.
 
 The folder `hvdcomp/NAME/` has a module `framework` with the names that `Framework` lists. These modules, and this one,
 import no framework before there is a gradient, a variable or an optimizer of it: `import hvdcomp` stays quick, and
@@ -22,13 +22,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Framework(Protocol):
-    """What a module `hvdcomp.NAME.framework` offers.
+    """The interface of a module `hvdcomp.NAME.framework`.
 
     Attributes:
         TITLE: the framework's name in messages.
-        ARGUMENT: the argument of `Compression` that takes its parameters.
-        EXAMPLE: how a user writes that argument.
-        SCALER: what scales a loss in it, in words.
+        ARGUMENT: the argument of `Compression` for its parameters.
+        EXAMPLE: an example of that argument.
+        SCALER: its loss scalers, in words.
     """
 
     TITLE: str
@@ -40,42 +40,43 @@ class Framework(Protocol):
         """Whether this is a tensor of the framework."""
 
     def owns_optimizer(self, optimizer: Any) -> bool:
-        """Whether this is an optimizer of the framework, or one of Horovod's around it."""
+        """Whether this is an optimizer of the framework, or Horovod's wrapper of it."""
 
     def owns_scaler(self, scaler: Any) -> bool:
-        """Whether this scales losses in the framework."""
+        """Whether this is a loss scaler of the framework."""
 
-    def is_model(self, given: Any) -> bool:
-        """Whether a user gave a model where its parameters were asked for."""
+    def is_model(self, value: Any) -> bool:
+        """Whether a user gave a model instead of its parameters."""
 
-    def by_name(self, given: Any) -> dict[str, Any]:
-        """The parameters by name, from what was given as `ARGUMENT` and is no function.
+    def by_name(self, value: Any) -> dict[str, Any]:
+        """The parameters by name, from the value of `ARGUMENT`, if it is no function.
 
         Raises:
-            ConfigurationError: if names are not unique, or it holds anything but parameters.
+            ConfigurationError: if names are not unique, or the value holds anything but parameters.
         """
 
     def check_optimizer(self, optimizer: Any) -> None:
-        """Raises ConfigurationError if `Compression` may not be given this optimizer, or none at all."""
+        """Raises ConfigurationError if `Compression` cannot take this optimizer, or cannot take an optimizer."""
 
     def prepare(self, kind: type) -> None:
-        """Prepares for a `Compression`, the `kind`, that is being made.
+        """Prepares for making a `Compression` of class `kind`.
 
         Raises:
-            ConfigurationError: if none may be made at this moment.
+            ConfigurationError: if it cannot be made at this moment.
         """
 
     def check_wrapping(self) -> None:
-        """Raises ConfigurationError if Horovod may not wrap the optimizer that it is about to wrap."""
+        """Raises ConfigurationError if Horovod must not wrap the optimizer that it is about to wrap."""
 
     def can_bind(self, parameters: Any, optimizer: Any) -> bool:
-        """Whether these tell enough to make a binding before the first gradient; each may be None."""
+        """Whether these suffice to make a binding before the first gradient; each may be None."""
 
     def make_binding(self, setup: Setup, gradient: Any) -> Binding:
         """The binding of a training.
 
         Args:
-            gradient: the first that Horovod hands over; None where `can_bind` says that it is not needed.
+            setup: the user's settings and objects.
+            gradient: the first gradient from Horovod; None if `can_bind` is true.
         """
 
 
@@ -85,27 +86,29 @@ def framework_named(name: str) -> Framework:
 
 
 def maker(name: str, gradient: Any = None) -> Callable[[Setup], Binding]:
-    """What makes the binding of a framework; the arguments are those of `framework_named` and `make_binding`."""
+    """The function that makes a framework's binding; arguments as in `framework_named` and `make_binding`."""
     return lambda setup: framework_named(name).make_binding(setup, gradient)
 
 
 def named_or_all(name: str | None) -> dict[str, Framework]:
-    """By name, the framework of this name; all of them where it is None, because that is not known yet."""
-    return {each: framework_named(each) for each in (NAMES if name is None else (name,))}
+    """The framework of this name, by name; all frameworks if the name is None."""
+    return {chosen: framework_named(chosen) for chosen in (NAMES if name is None else (name,))}
 
 
 def of_arguments(parameters: Mapping[str, Any], optimizer: Any, scaler: Any = None) -> tuple[str | None, Any]:
-    """Which framework the arguments of a `Compression` are of, None if they do not tell, and its parameters.
+    """The framework and the parameters in the arguments of a `Compression`.
 
     Args:
-        parameters: what was given as each framework's `ARGUMENT`; None for nothing.
-        optimizer, scaler: that were given, or None.
+        parameters: the value of each framework's `ARGUMENT`, or None.
+        optimizer: the optimizer, or None.
+        scaler: the loss scaler, or None.
 
     Returns:
-        The framework's name, and the parameters by name, or the function that was given, or None.
+        The framework's name, None if the arguments do not determine it; and the parameters by name, or the function
+        that returns them, or None.
 
     Raises:
-        ConfigurationError: if they are of two frameworks, or if they cannot be used.
+        ConfigurationError: if the arguments are of two frameworks, or cannot be used.
     """
     require_optimizer(optimizer, "hvdcomp.Compression")
     every = named_or_all(None)
@@ -129,25 +132,26 @@ def of_arguments(parameters: Mapping[str, Any], optimizer: Any, scaler: Any = No
     return framework_name, _parameters_of(framework_named(framework_name), *given.values())
 
 
-def _parameters_of(framework: Framework, given: Any) -> Any:
+def _parameters_of(framework: Framework, value: Any) -> Any:
     every = named_or_all(None).values()
-    # A model, which can be called. One of Keras that is not built fails when it is asked for its variables.
-    if any(framework.is_model(given) for framework in every):
+    # Models are refused first: they are callable, and a Keras model that is not built has no variables.
+    if any(framework.is_model(value) for framework in every):
         examples = " or ".join(framework.EXAMPLE for framework in every)
         raise ConfigurationError(
-            f"hvdcomp.Compression was given the model {type(given).__name__} itself; give it {examples}"
+            f"hvdcomp.Compression was given the model {type(value).__name__} itself; give it {examples}"
         )
-    return given if callable(given) else framework.by_name(given)
+    return value if callable(value) else framework.by_name(value)
 
 
 def of_gradient(gradient: Any, expected: str | None) -> str:
-    """Which framework a gradient is of.
+    """The name of a gradient's framework.
 
     Args:
-        expected: of the arguments; None if they did not tell.
+        gradient: the gradient.
+        expected: the framework of the arguments; None if they did not determine it.
 
     Raises:
-        ConfigurationError: if it is of none, or not of the expected one.
+        ConfigurationError: if the gradient is of no framework, or not of the expected one.
     """
     for name, framework in named_or_all(expected).items():
         if framework.owns_gradient(gradient):
@@ -163,7 +167,7 @@ def of_gradient(gradient: Any, expected: str | None) -> str:
 
 
 def of_optimizer(optimizer: Any) -> str:
-    """Which framework an optimizer is of.
+    """The name of an optimizer's framework.
 
     Raises:
         ConfigurationError: if it is no optimizer.
@@ -172,33 +176,34 @@ def of_optimizer(optimizer: Any) -> str:
     return next(name for name, framework in named_or_all(None).items() if framework.owns_optimizer(optimizer))
 
 
-def require_optimizer(given: Any, function: str, name: str | None = None) -> None:
-    """Raises ConfigurationError if a user gave a function something else as an optimizer; None is no optimizer.
+def require_optimizer(value: Any, function: str, name: str | None = None) -> None:
+    """Raises ConfigurationError if the value given as an optimizer is none; None is accepted.
 
     Args:
-        name: of the framework; None for any.
+        value: the value.
+        function: the function that got it, for the message.
+        name: name of the framework; None for any.
     """
-    if given is not None and not any(framework.owns_optimizer(given) for framework in named_or_all(name).values()):
-        kind = type(given)
+    if value is not None and not any(framework.owns_optimizer(value) for framework in named_or_all(name).values()):
+        kind = type(value)
         raise ConfigurationError(
             f"{function} was given a {kind.__module__}.{kind.__qualname__} as optimizer, which is none; give it the "
             "one that steps with the gradients, or leave it out"
         )
 
 
-def _require_scaler(given: Any, name: str | None) -> None:
-    """Raises ConfigurationError if a user gave something else as what scales the loss; arguments as of
-    `require_optimizer`."""
-    known = named_or_all(name).values()
-    if given is not None and not any(framework.owns_scaler(given) for framework in known):
+def _require_scaler(value: Any, name: str | None) -> None:
+    """Raises ConfigurationError if the value given as a loss scaler is none; arguments as in `require_optimizer`."""
+    frameworks = named_or_all(name).values()
+    if value is not None and not any(framework.owns_scaler(value) for framework in frameworks):
         raise ConfigurationError(
-            f"grad_scaler={given!r} does not scale a loss; give "
-            f"{' or '.join(framework.SCALER for framework in known)}, or leave it out"
+            f"grad_scaler={value!r} does not scale a loss; give "
+            f"{' or '.join(framework.SCALER for framework in frameworks)}, or leave it out"
         )
 
 
 def left_as_written(function: Function) -> Function:
-    """Marks a function that no framework may rewrite when it traces: TensorFlow's AutoGraph looks for this attribute.
+    """Marks a function that TensorFlow's AutoGraph must not rewrite, by the attribute that it looks for.
 
     `tf.autograph.experimental.do_not_convert` does the same, but needs TensorFlow.
     """

@@ -1,4 +1,4 @@
-"""What a step cost, as named numbers: what experiment trackers and TensorBoard take."""
+"""Costs of a step as named numbers, for experiment trackers and TensorBoard."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from hvdcomp.exchange.ledger import Ledger
 def metrics_of(ledger: Ledger, plan: Plan) -> dict[str, float]:
     """`Compression.metrics`.
 
-    On an accelerator the times are those of the newest step that the device has come to the end of: mostly an earlier
-    one. There are none where the library itself carried the gradients of the latest step.
+    On an accelerator, times are those of the newest step that the device has finished, usually an earlier one. There
+    are no times if the library itself carried the gradients of the latest step.
 
     Args:
-        plan: of the latest step.
+        ledger: the ledger.
+        plan: the plan of the latest step.
     """
     last = ledger.last
     if last is None:
@@ -40,7 +41,7 @@ def metrics_of(ledger: Ledger, plan: Plan) -> dict[str, float]:
 
 
 def shown(compression: UsedCompression) -> str:
-    """What a compression is, how many tensors it compresses, and what it saved in all steps, as far as that is known.
+    """The representation of a compression: its method, the number of compressed tensors, and the compression factor.
 
         <hvdcomp.Compression topk:ratio=0.01, 3 of 8 tensors compressed, factor 41.20>
     """
@@ -57,7 +58,7 @@ def shown(compression: UsedCompression) -> str:
 
 
 def mean_levels(plan: Plan) -> dict[str, float]:
-    """The mean over the tensors that have a level, by the level's kind: "ratio", "rank", "bits"."""
+    """The mean level over the tensors with a level, by the kind of level: "ratio", "rank", "bits"."""
     levels: dict[str | None, list[float]] = {}
     for compressor in plan.values():
         if compressor.level is not None:
@@ -66,7 +67,7 @@ def mean_levels(plan: Plan) -> dict[str, float]:
 
 
 class ScalarWriter(Protocol):
-    """What `write_metrics` needs of a writer."""
+    """The part of a TensorBoard writer that `write_metrics` uses."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> Any: ...
 
@@ -80,9 +81,9 @@ def write_metrics(compression: UsedCompression, writer: ScalarWriter, step: int 
         hvdcomp.write_metrics(compression, writer)
 
     Args:
-        compression: at work in the training, whose `metrics` are written.
-        writer: a `torch.utils.tensorboard.SummaryWriter`, or anything with its `add_scalar`.
-        step: to write them at. Default: the number of steps made, those before a restart included.
+        compression: the compression of the training.
+        writer: a `torch.utils.tensorboard.SummaryWriter`, or an object with its `add_scalar`.
+        step: the step number to write. Default: the number of steps made, those before a restart included.
     """
     at = compression.ledger.steps if step is None else step
     for name, value in compression.metrics().items():

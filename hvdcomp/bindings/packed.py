@@ -1,5 +1,4 @@
-"""States as bytes for other ranks: JSON, and NumPy's arrays as they lie in memory. Reading them runs no code, as
-unpickling may."""
+"""States as bytes for other ranks: JSON, and raw NumPy arrays. Unlike unpickling, reading them runs no code."""
 
 from __future__ import annotations
 
@@ -11,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-_ARRAY = "array of hvdcomp"  # the key of an object that stands for an array in another file of the archive
-_PAIRS = "pairs of hvdcomp"  # the key of an object that stands for one whose keys are no text, which JSON has not
+_ARRAY = "array of hvdcomp"  # key of an object for an array in another file of the archive
+_PAIRS = "pairs of hvdcomp"  # key of an object for a mapping whose keys are not text
 _STATE = "state.json"
 
 
 def pack(state: Mapping[str, Any]) -> bytes:
-    """Bytes from which `unpack` makes the same state; of tuples it makes lists."""
+    """Bytes from which `unpack` restores the state; tuples become lists."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr(_STATE, json.dumps(_without_arrays(dict(state), archive)))
@@ -25,7 +24,7 @@ def pack(state: Mapping[str, Any]) -> bytes:
 
 
 def unpack(packed: bytes) -> dict[str, Any]:
-    """What `pack` was given."""
+    """The state from the bytes of `pack`."""
     with zipfile.ZipFile(io.BytesIO(packed)) as archive:
         return dict(json.loads(archive.read(_STATE), object_hook=lambda entry: _with_array(entry, archive)))
 

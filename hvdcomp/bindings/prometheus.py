@@ -1,7 +1,7 @@
-"""What a training costs, where Prometheus comes for it: on a port of the process that serves it.
+"""Costs of a training for Prometheus, on a port of the training's process.
 
-A step does nothing for it. The thread that answers a scrape reads what the steps have left in the ledger. It asks no
-device, and leaves it to the training's own thread to enter the times that have become known.
+Steps do no extra work. The thread that answers a scrape reads the ledger. It waits for no device, and leaves it to the
+training's own thread to record measured times.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class Collector:
     """The metrics of one compression, for a `prometheus_client.CollectorRegistry`. docs/metrics.md lists them.
 
     Args:
-        compression: at work in the training.
+        compression: the compression of the training.
     """
 
     def __init__(self, compression: UsedCompression) -> None:
         self._compression = compression
 
     def collect(self) -> Iterator[Any]:
-        """Called by the registry for each scrape: all metrics, also those that have no value yet."""
+        """All metrics, with or without a value; called by the registry for each scrape."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
         settings, ledger, plan = self._compression.settings, self._compression.ledger, self._compression.plan
@@ -57,7 +57,7 @@ class Collector:
         for kind, mean in mean_levels(plan).items():
             levels.add_metric([kind], mean)
         yield levels
-        # A label for each tensor would be hundreds of series: tensors that are sent alike are one.
+        # One series for all tensors of a method and level; a label for each tensor would be hundreds of series.
         tensors = GaugeMetricFamily("hvdcomp_tensors", "Tensors that are sent so.", labels=["method", "level"])
         alike = Counter((used.name, "" if used.level is None else f"{used.level:g}") for used in plan.values())
         for labels, count in sorted(alike.items()):
@@ -66,10 +66,10 @@ class Collector:
 
 
 class MetricsServer:
-    """Answers Prometheus in a thread of its own, until `close`. `serve_metrics` makes one; it may be used in a `with`.
+    """Answers Prometheus in a thread of its own until `close`; a context manager. `serve_metrics` makes it.
 
     Attributes:
-        port: where it listens.
+        port: port of the server.
     """
 
     def __init__(self, compression: UsedCompression, port: int, address: str) -> None:
@@ -94,24 +94,24 @@ class MetricsServer:
 
 
 def serve_metrics(compression: UsedCompression, port: int, address: str = "127.0.0.1") -> MetricsServer:
-    """Lets Prometheus scrape what a training costs, from `http://HOST:PORT/metrics`. To be called once, on rank 0.
+    """Serves the costs of a training to Prometheus at `http://HOST:PORT/metrics`; to be called once, on rank 0.
 
         if hvd.rank() == 0:
             hvdcomp.serve_metrics(compression, 9400)
 
-    Whoever reaches the port may read; by default that is who is on this host. Steps do nothing for it, and no device is
+    The port has no access control; by default only this host can reach it. Steps do no extra work, and no device is
     waited for.
 
     Args:
-        compression: at work in the training, or to be.
-        port: to listen on; 0 for any that is free, which is then in `port` of what is returned.
-        address: of this host, to listen on; "0.0.0.0" for all that it has, so that other hosts may scrape.
+        compression: the compression of the training.
+        port: port to listen on; 0 for any free port, which is then the server's `port`.
+        address: address of this host to listen on; "0.0.0.0" for all addresses, so that other hosts may scrape.
 
     Returns:
-        The server. It ends with the process; `close()` ends it before.
+        The server. It ends with the process, or by `close()`.
 
     Raises:
-        ConfigurationError: if prometheus_client is not installed, or the port cannot be had.
+        ConfigurationError: if prometheus_client is not installed, or the port is not available.
     """
     require_compression(compression, "hvdcomp.serve_metrics")
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:

@@ -1,4 +1,4 @@
-"""What a `Compression` hands to the binding that serves it, and what else of it a framework's folder uses."""
+"""The interface between a `Compression` and its binding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvdcomp.specs.levels import Level
 
 
 class UsedCompression(Protocol):
-    """What a framework's folder uses of a `hvdcomp.Compression`, which says what each means."""
+    """The members of `hvdcomp.Compression` that bindings use; they are documented there."""
 
     settings: Settings
     ledger: Ledger
@@ -43,14 +43,14 @@ class UsedCompression(Protocol):
 
 @dataclass(frozen=True)
 class Setup:
-    """What a binding is made of.
+    """The arguments of a binding.
 
     Attributes:
         compression: the object in Horovod's `compression=`.
-        parameters: by name, or a function that returns them, or None where the framework finds them itself.
-        process_set: of Horovod; None for the optimizer's own, or for all ranks.
-        grad_scaler: what scales the loss; None for nothing, or where the framework finds it itself.
-        optimizer: whose gradients are compressed; None where the framework finds it itself.
+        parameters: parameters by name, or a function that returns them; None if the framework finds them itself.
+        process_set: Horovod's process set; None for the optimizer's own, or for all ranks.
+        grad_scaler: the loss scaler; None for none, or if the framework finds it itself.
+        optimizer: the optimizer whose gradients are compressed; None if the framework finds it itself.
     """
 
     compression: UsedCompression
@@ -60,10 +60,10 @@ class Setup:
     optimizer: Any
 
 
-def require_compression(given: Any, function: str) -> None:
-    """Raises ConfigurationError if a user gave a function anything but a `hvdcomp.Compression`."""
-    if not hasattr(given, "serve"):
+def require_compression(value: Any, function: str) -> None:
+    """Raises ConfigurationError if the value given to a function is no `hvdcomp.Compression`."""
+    if not hasattr(value, "serve"):
         raise ConfigurationError(
-            f"{function} was given {given!r} as compression; give it hvdcomp.Compression(hvdcomp.TopK(ratio=0.01)), or "
+            f"{function} was given {value!r} as compression; give it hvdcomp.Compression(hvdcomp.TopK(ratio=0.01)), or "
             "hvdcomp.Compression.from_spec('topk:ratio=0.01')"
         )

@@ -1,7 +1,6 @@
-"""What a state must be before anything of it is taken over: complete, of the right types, finite, and of this training.
+"""Checks of a state before it is restored: complete, of the right types, finite, and of this training.
 
-A wrong residual would be found out in the first step at best, and an inf or NaN in one would be in every step that
-follows.
+Without them a wrong residual would be noticed in the first step at best, and an inf or NaN would stay in all steps.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from hvdcomp.specs.described import is_whole
 from hvdcomp.specs.levels import DENSE
 from hvdcomp.specs.typed import shortened, typed
 
-FORMAT = 2  # to be raised with every change of what a state holds
+FORMAT = 2  # to be increased with every change of the contents of states
 
 
 @dataclass
@@ -45,7 +44,7 @@ class _Residual:
 
 
 @dataclass
-class _SharedByPolicy:
+class _SharedPolicyState:
     policy: str
     state: Mapping[str, Any]
     progress: tuple[int, ...]
@@ -64,7 +63,7 @@ class _SharedByPolicy:
 
 
 @dataclass
-class _OwnOfPolicy:
+class _OwnPolicyState:
     latest: Mapping[str, Any]
     ended: Mapping[str, Any] | None
     sums: Mapping[str, Any]
@@ -83,7 +82,7 @@ class _Shared:
     def __post_init__(self) -> None:
         _require_count("step", self.step)
         if self.coordinator is not None:
-            _read(_SharedByPolicy, self.coordinator, "coordinator")
+            _read(_SharedPolicyState, self.coordinator, "coordinator")
 
 
 @dataclass
@@ -100,7 +99,7 @@ class _Own:
     def __post_init__(self) -> None:
         _require_count("size", self.size, 1)
         _require_count("steps", self.steps)
-        if not 0 <= self.rank < self.size and self.rank != -1:  # that of a rank outside of the process set
+        if not 0 <= self.rank < self.size and self.rank != -1:  # -1 is a rank outside of the process set
             raise ValueError(f"rank: {self.rank} must be from 0 to {self.size - 1}, as there were {self.size} ranks")
         known = [field.name for field in dataclasses.fields(Cost)]
         for name, value in self.totals.items():
@@ -109,11 +108,11 @@ class _Own:
         if self.loss_scale is not None and not 0 < self.loss_scale < math.inf:
             raise ValueError(f"loss_scale: {self.loss_scale} must be a finite number above 0")
         if self.coordinator is not None:
-            _read(_OwnOfPolicy, self.coordinator, "coordinator")
+            _read(_OwnPolicyState, self.coordinator, "coordinator")
 
 
 def checked(state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A copy of a state that is in order, as of `parts_of`; None for that of a training before its first step."""
+    """A copy of a state after the checks of `parts_of`; None for the empty state before the first step."""
     if isinstance(state, Mapping) and not state:
         return None
     parts_of(state)
@@ -121,11 +120,11 @@ def checked(state: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def parts_of(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The shared part of a state, and the rank's own part. The state is checked as far as it can be by itself.
+    """The shared part and the rank's own part of a state, after all checks that need no training.
 
     Raises:
-        ConfigurationError: if it is no state, or one of another version, or if something in it is missing, of a wrong
-            type or not finite.
+        ConfigurationError: if it is no state, or of another version, or if a field is missing, of a wrong type or not
+            finite.
     """
     shared, own = (state.get("shared"), state.get("own")) if isinstance(state, Mapping) else (None, None)
     if not isinstance(shared, Mapping) or not isinstance(own, Mapping) or shared.get("format") != FORMAT:
@@ -148,11 +147,11 @@ def parts_of(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, 
 def require_fit(
     shared: Mapping[str, Any], own: Mapping[str, Any], engine: Engine, coordinator: Coordinator | None
 ) -> None:
-    """Raises ConfigurationError unless the parts of a state, as of `parts_of`, suit the engine and the policy."""
+    """Raises ConfigurationError unless the parts of a state, from `parts_of`, fit the engine and the policy."""
     tensors = {name: list(tensor.own_shape) for name, tensor in engine.tensors.items()}
-    theirs = {name: list(shape) for name, shape in shared["tensors"].items()}
-    if theirs != tensors:
-        wrong = sorted(name for name in {*tensors, *theirs} if theirs.get(name) != tensors.get(name))
+    saved_tensors = {name: list(shape) for name, shape in shared["tensors"].items()}
+    if saved_tensors != tensors:
+        wrong = sorted(name for name in {*tensors, *saved_tensors} if saved_tensors.get(name) != tensors.get(name))
         raise ConfigurationError(f"the checkpoint is of another model; these parameters differ: {', '.join(wrong)}")
     policy = shared["coordinator"] and shared["coordinator"]["policy"]
     if policy:
@@ -160,14 +159,14 @@ def require_fit(
             refuse_removed(policy)
         except SpecError as error:
             raise ConfigurationError(f"the checkpoint was written with a policy that is no more: {error}") from None
-    for what, then, now in (
+    for setting, saved, present in (
         ("compressor", shared["compressor"], str(engine.compressor)),
         ("policy", policy, coordinator and str(coordinator.policy)),
     ):
-        if then != now:
+        if saved != present:
             raise ConfigurationError(
-                f"the checkpoint was written with {what} {then or 'constant'}, this run has {now or 'constant'}; "
-                "continue with what the training was started with"
+                f"the checkpoint was written with {setting} {saved or 'constant'}, this run has "
+                f"{present or 'constant'}; continue with what the training was started with"
             )
     try:
         _check_level(shared["level"], engine.compressor)
@@ -178,13 +177,13 @@ def require_fit(
         if coordinator is not None:
             coordinator.policy.from_json(shared["coordinator"]["state"])
             if own["coordinator"] is not None:
-                _check_own_of_policy(own["coordinator"], engine, coordinator)
+                _check_own_policy_state(own["coordinator"], engine, coordinator)
     except ValueError as error:
         raise _damaged(error) from None
 
 
 def known_array(array: Any) -> Array:
-    """The array as one that array functions know: states of earlier versions hold tensors of other frameworks too."""
+    """An array that array functions accept; states of earlier versions may hold tensors of other frameworks."""
     try:
         arrays_for(array)
     except TypeError:
@@ -193,7 +192,7 @@ def known_array(array: Any) -> Array:
 
 
 def _read(kind: Any, value: Mapping[str, Any], where: str) -> Any:
-    """The fields that are known; a later version may have more, which this one can do without."""
+    """The known fields of a part; fields of later versions are ignored."""
     names = {field.name for field in dataclasses.fields(kind)}
     return typed(kind, {name: item for name, item in value.items() if name in names}, where)
 
@@ -205,13 +204,13 @@ def _damaged(error: ValueError) -> ConfigurationError:
     )
 
 
-def _require_count(what: str, value: int, least: int = 0) -> None:
+def _require_count(name: str, value: int, least: int = 0) -> None:
     if value < least:
-        raise ValueError(f"{what}: {value} must be a whole number of at least {least}")
+        raise ValueError(f"{name}: {value} must be a whole number of at least {least}")
 
 
 def _listed(arrays: Any, where: str) -> list[Array]:
-    """The arrays of a list, which are of floating-point numbers."""
+    """The arrays of a list, after checking that they are of floating-point numbers."""
     if not isinstance(arrays, list | tuple):
         raise ValueError(f"{where}: {shortened(arrays)} must be a list of arrays")
     known_arrays = list(map(known_array, arrays))
@@ -247,7 +246,7 @@ def _check_level(level: Any, compressor: Compressor) -> None:
 
 
 def _check_shapes(arrays: Sequence[Array], tensor: TensorInfo, where: str) -> None:
-    """Arrays in the shape of a tensor, which lose nothing where they are kept."""
+    """Checks that arrays have a tensor's shape, and no higher precision than it is kept in."""
     for array in arrays:
         shape = tuple(array.shape)
         if shape not in (tensor.shape, tensor.own_shape):
@@ -266,7 +265,7 @@ def _check_residual(kept: Mapping[str, Any], tensor: TensorInfo) -> None:
 
 
 def _check_warm_start(warm: Mapping[str, Any], tensor: TensorInfo, engine: Engine) -> None:
-    """Checks the warm start of the method that has the tensor now; that of another method is not used."""
+    """Checks the warm start of the tensor's present method; a warm start of another method is not used."""
     compressor = engine.planner.choose(engine.compressor, tensor)
     if compressor.name != warm["method"]:
         return
@@ -274,7 +273,7 @@ def _check_warm_start(warm: Mapping[str, Any], tensor: TensorInfo, engine: Engin
     x = shapes.ShapeArray(tensor.shape, tensor.dtype)
     arrays = _listed(warm["arrays"], where)
     fresh = compressor.prepare(shapes, x, (), Context(tensor.name, 0, 0, 0, 1))
-    # Of the lengths, the method makes what it needs: they follow its level, and an older version's matrices.
+    # Lengths may differ: they depend on the level and, in old states, on another matrix shape; the method adapts them.
     if [len(array.shape) for array in arrays] != [len(array.shape) for array in fresh]:
         raise ValueError(
             f"{where} has arrays of the shapes {[list(array.shape) for array in arrays]}, and {compressor} keeps "
@@ -282,7 +281,7 @@ def _check_warm_start(warm: Mapping[str, Any], tensor: TensorInfo, engine: Engin
         )
 
 
-def _check_own_of_policy(own: Mapping[str, Any], engine: Engine, coordinator: Coordinator) -> None:
+def _check_own_policy_state(own: Mapping[str, Any], engine: Engine, coordinator: Coordinator) -> None:
     coordinator.policy.from_json(own["latest"])
     known = [field.name for field in dataclasses.fields(Statistics)]
     if own["ended"] is not None and ("step" not in own["ended"] or not own["ended"].keys() <= set(known)):

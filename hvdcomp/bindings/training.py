@@ -1,4 +1,4 @@
-"""What every framework's binding answers about the training that it serves."""
+"""The interface of a training that each framework's binding implements."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from hvdcomp.policies.decisions import BatchSize
 
 
 class Training(ABC):
-    """One training, as only its framework knows it.
+    """One training: the facts that only its framework knows.
 
     Attributes:
-        setup: what the user gave.
-        communicator: of the ranks that exchange.
-        like: an empty array of the framework, where the communicator works.
-        engine: that compresses.
-        coordinator: of the policy, if there is one that rank 0 decides by.
+        setup: the user's settings and objects.
+        communicator: the communicator of the ranks that exchange.
+        like: an empty array of the framework on the communicator's device.
+        engine: the engine that compresses.
+        coordinator: the coordinator of the policy, or None.
 
     Class attributes:
-        overlaps_with_policy: whether gradients that are only cast are allreduced during the backward pass, past the
-            engine, also in a training with a policy.
-        results_in_place: whether the means may take the gradients' place, as those of Horovod's own allreduce do.
+        overlaps_with_policy: whether gradients that are only cast bypass the engine and are allreduced during the
+            backward pass, also in a training with a policy.
+        results_in_place: whether means may overwrite gradients, as in Horovod's own allreduce.
         overlaps: whether buckets may start before all gradients are there.
-        broadcast: what a user writes to give all ranks the weights of rank 0.
-        absence: why a rank may be missing in a step, and what to do.
+        broadcast: code that gives all ranks the weights of rank 0, for messages.
+        absence: reason and remedy for a rank that is missing in a step, for messages.
     """
 
     overlaps_with_policy: ClassVar[bool]
@@ -50,7 +50,7 @@ class Training(ABC):
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
-        """What Horovod was told, as far as it must be the same on all ranks; JSON-serialisable."""
+        """Horovod's settings that must be the same on all ranks; JSON-serialisable."""
 
     @abstractmethod
     def trained(self) -> Set[str]:
@@ -58,87 +58,87 @@ class Training(ABC):
 
     @property
     def steps_before_broadcast(self) -> int:
-        """How many steps a training may make before all ranks have the same weights."""
+        """Number of steps that a training may make before all ranks must have the same weights."""
         return 0
 
     @abstractmethod
     def checksums(self, names: Sequence[str]) -> list[int]:
-        """A number for each parameter's value, by which the ranks compare their weights."""
+        """A checksum of each parameter's value, by which the ranks compare weights."""
 
     def reason_to_refuse(self) -> str | None:
-        """Why this rank cannot make the step that begins; None if it can."""
+        """The reason why this rank refuses the step that begins, or None."""
         return None
 
     def now(self) -> float:
-        """Seconds on the clock by which steps are timed."""
+        """Seconds on the clock of the steps."""
         return time.perf_counter()
 
     @abstractmethod
     def learning_rates(self) -> tuple[float, ...]:
-        """The rate of each parameter group, as the user set it.
+        """The learning rate of each parameter group, as set by the user.
 
         Raises:
-            ConfigurationError: if the optimizer is not known.
+            ConfigurationError: if the optimizer is unknown.
         """
 
     @abstractmethod
     def follow_batch_size(self, batch_size: BatchSize) -> None:
-        """Makes the optimizer accumulate this number of batches, and step at this multiple of its learning rate."""
+        """Sets the optimizer to a batch size: its number of accumulated batches and its learning rate factor."""
 
     @abstractmethod
     def loss_scale(self) -> float | None:
-        """By how much the loss is multiplied in this step; None where that is not known."""
+        """The loss scale of this step; None if unknown."""
 
     @abstractmethod
     def momentum_of_optimizer(self) -> str | None:
         """The first momentum in the optimizer's settings, as text; None without one."""
 
     def adam(self) -> str | None:
-        """The class of the optimizer, if it is known to be an Adam."""
+        """The class name of the optimizer if it is an Adam; else None."""
         return None
 
     def kind_of_optimizer(self) -> str | None:
-        """Which of those the optimizer is whose trainings were measured; None if that is not known."""
+        """The optimizer's kind in the measured trainings; None if it is another or unknown."""
         return None
 
     def warm_up(self) -> str | None:
-        """The spec of the compressor of all gradients in the step that begins; None for that of the training."""
+        """The spec of the compressor that the optimizer asks for in this step; None for the training's own."""
         return None
 
     def refreshes(self) -> bool:
-        """Whether the optimizer adds the gradients of the step that begins to a second moment that is else frozen."""
+        """Whether the optimizer refreshes its frozen second moment by this step's gradients."""
         return False
 
     def momenta_of_step(self) -> Mapping[str, Any]:
-        """By name, the momenta that gradients may be sent with in the step that begins, as the framework has them."""
+        """Momenta that may be added to gradients before this step's exchange, by name, as the framework has them."""
         return {}
 
     def take_back(self, means: Mapping[str, Array]) -> None:
-        """Takes away, in place, the momenta that gradients were sent with."""
-        return  # they were sent without
+        """Subtracts, in place, the momenta that were added to gradients before the exchange."""
+        return  # no momenta were added
 
     @property
     def summed(self) -> bool:
-        """Whether the training takes the sum of the ranks' gradients, and not their mean."""
+        """Whether the training uses the sum of the ranks' gradients instead of their mean."""
         return False
 
     @abstractmethod
     def meet_elastic_ranks(self) -> None:
-        """Goes on from what rank 0 knows, where the ranks may have changed, before the first step with those that there
-        are now; waits for all. It does nothing if it was called before."""
+        """Agrees on rank 0's state if the ranks may have changed; waits for all ranks. To be called before the first
+        step of the present ranks; later calls do nothing."""
 
     def pack(self, state: Mapping[str, Any]) -> bytes:
-        """Bytes that `unpack` on another rank makes the same state of."""
+        """Bytes from which `unpack` on another rank restores the state."""
         return packed.pack(state)
 
     def unpack(self, message: bytes) -> dict[str, Any]:
-        """What `pack` was given, with arrays on the host."""
+        """The state from the bytes of `pack`, with arrays on the host."""
         return packed.unpack(message)
 
     @abstractmethod
     def copy(self, array: Array) -> Array:
-        """An array of the same content that nothing changes any more."""
+        """A copy of the array, which nothing changes any more."""
 
     @abstractmethod
     def place(self, array: Array, name: str) -> Array:
-        """The array on the device of the parameter of this name."""
+        """The array, on the device of the parameter of this name."""

@@ -1,8 +1,8 @@
-"""What gradients are measured in, and what they are sent with.
+"""The units of gradients: the loss scale, and momenta added before the exchange.
 
-A loss scaler multiplies them. And where the optimizer freezes its second moment (`CompressedAdam`), a rank sends its
-gradient plus a multiple of Adam's first moment, which all ranks have, and takes that term away from the mean: what is
-compressed is the momentum, and everybody else still sees gradients.
+A loss scaler multiplies gradients. If the optimizer freezes its second moment (`CompressedAdam`), a rank sends its
+gradient plus a multiple of Adam's first moment, which all ranks have, and subtracts that term from the mean: so the
+momentum is compressed, and the optimizer still gets gradients.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from hvdcomp.compressors.parsing import parse_compressor
 
 
 class Units:
-    """Those of one training's gradients.
+    """The units of one training's gradients.
 
     Args:
-        training: whose optimizer may ask for momenta.
+        training: the training, whose optimizer may ask for momenta.
 
     Attributes:
-        loss_scale: of the step that has begun; None where it is not known.
-        momenta: by name, what gradients are sent with in that step, as the framework has it.
-        engine_only: whether that step needs the engine, whatever its plan.
+        loss_scale: loss scale of the present step; None if unknown.
+        momenta: momenta added to the gradients of the present step, by name, as arrays of the framework.
+        engine_only: whether the present step needs the engine, whatever its plan is.
     """
 
     def __init__(self, training: Training) -> None:
@@ -32,15 +32,15 @@ class Units:
         self.momenta: Mapping[str, Any] = {}
         self.engine_only = False
         self._training = training
-        self._warm_up: Compressor | None = None  # that the optimizer asked for last
+        self._warm_up: Compressor | None = None  # the optimizer's last warm-up compressor
 
     @property
     def inverse(self) -> float:
-        """What makes gradients of the loss of what arrives."""
+        """The factor from scaled gradients to gradients of the loss."""
         return 1 / (self.loss_scale or 1.0)
 
     def follow(self, scale: float | None) -> None:
-        """Takes the loss scale of a step; what is left to be sent follows."""
+        """Sets the loss scale of a step, and rescales residuals."""
         if scale is None:
             return
         if self.loss_scale is not None and scale != self.loss_scale:
@@ -48,10 +48,10 @@ class Units:
         self.loss_scale = scale
 
     def choose_compressor(self) -> None:
-        """Compresses by what the optimizer asks for in its warm-up; to be called before the plan of a step is fixed.
+        """Chooses the compressor by the optimizer's warm-up; to be called before the plan of a step is fixed.
 
-        What enters a second moment that is refreshed is the gradient as it is. What was held back is a part of momenta,
-        and waits for the next of these.
+        A refresh of the second moment takes the gradient uncompressed. Residuals, which are parts of momenta, wait for
+        the next compressed momentum.
         """
         if self._training.refreshes():
             self._training.engine.planner.compress_by(NoCompression(), beside_residuals=True)
@@ -62,10 +62,10 @@ class Units:
         self._training.engine.planner.compress_by(None if spec is None else self._warm_up)
 
     def choose_momenta(self) -> None:
-        """Notes the momenta of a step, when its plan is fixed."""
+        """Chooses the momenta of a step after its plan is fixed."""
         momenta, planner = self._training.momenta_of_step(), self._training.engine.planner
         self.engine_only = any(momentum.sent_always for momentum in momenta.values())
-        # Where all is sent nothing is lost, and nothing has to be added.
+        # A tensor sent without loss needs no momentum.
         self.momenta = {
             name: momentum
             for name, momentum in momenta.items()
@@ -74,7 +74,7 @@ class Units:
 
     @property
     def of_momenta(self) -> float:
-        """By what momenta are multiplied, to be in the units of this rank's gradients."""
+        """The factor of momenta that converts them to the units of this rank's gradients."""
         training = self._training
-        # The optimizer has them in the units of what it gets: without a loss scale, and of a sum of all ranks.
+        # The optimizer has momenta without the loss scale, and of the sum over all ranks if gradients are summed.
         return (self.loss_scale or 1.0) / (training.communicator.world_size if training.summed else 1)

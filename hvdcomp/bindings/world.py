@@ -1,9 +1,9 @@
-"""A checkpoint of some ranks for another number of ranks, with all that the old ranks had left to send.
+"""Checkpoints for another number of ranks, with the residuals of all old ranks.
 
-What counts is what the next steps add to the gradients' mean: the sum over the ranks of what they keep, divided by
-their number. Every memory is linear in what it keeps, so the new ranks may share it in any way. Rank j of M takes over
-from the old ranks j, j + M, j + 2M, and so on, M / N times the sum of what they kept, if there were N. Where the
-training takes the sum of the gradients and not their mean (op=hvd.Sum), it is the sum itself.
+The residuals' contribution to the next means must not change: their sum over the ranks, divided by the number of ranks.
+Every memory is linear in its residuals, so that the new ranks may share them in any way. Rank j of M gets M / N times
+the sum of the residuals of the old ranks j, j + M, j + 2M, and so on, of N. If the training uses the sum of gradients
+instead of their mean (op=hvd.Sum), it gets that sum itself.
 """
 
 from __future__ import annotations
@@ -29,26 +29,27 @@ def state_for(states: Iterable[Mapping[str, Any]], rank: int, ranks: int, residu
         mine = files[hvd.rank() :: hvd.size()] or files[:1]
         state = hvdcomp.state_for((torch.load(file) for file in mine), hvd.rank(), hvd.size())
 
-    The mean over all ranks of what was left to be sent stays as it was (with op=hvd.Sum, the sum). Warm starts, levels,
-    steps and the policy go on. On the same number of ranks the state is that of the rank, unchanged.
+    The mean of the residuals over all ranks does not change (with op=hvd.Sum, their sum). Warm starts, levels, steps
+    and the policy go on. With the same number of ranks the result is the rank's own state, unchanged.
 
     Args:
-        states: what `Compression.state_dict` returned on the old ranks, in any order: of all of them, or of those that
-            this rank needs, as above. They are read one by one, and no more than needed.
-        rank, ranks: of the new training; with a process set, or the replicas of FSDP, those of the ranks that exchange.
-        residuals: "keep" what the old ranks had left to send, or "drop" it on all ranks alike.
+        states: the old ranks' results of `Compression.state_dict`, in any order: of all ranks, or of those that this
+            rank needs, as above. They are read one by one, and no more than needed.
+        rank, ranks: this rank and the number of ranks of the new training, counted among the ranks that exchange if
+            there is a process set or FSDP.
+        residuals: "keep" the old ranks' residuals, or "drop" them on all ranks alike.
 
     Returns:
-        A state that may share arrays with those that were given.
+        The state, which may share arrays with the given states.
 
     Raises:
-        ConfigurationError: if a state that is needed is missing, or they are not of one training.
+        ConfigurationError: if a needed state is missing, or the states are not of one training.
     """
     if not 0 <= rank < ranks:
         raise ConfigurationError(f"rank {rank} of {ranks} ranks: ranks are counted from 0, so it is below {ranks}")
     if residuals not in ("keep", "drop"):
         raise ConfigurationError(f'residuals={residuals!r}: "keep" what was left to be sent, or "drop" it')
-    collected = _Collected(rank, ranks, residuals == "keep")
+    collected = _StateCollection(rank, ranks, residuals == "keep")
     for state in states:
         collected.add(state)
         if collected.complete:
@@ -57,15 +58,17 @@ def state_for(states: Iterable[Mapping[str, Any]], rank: int, ranks: int, residu
 
 
 def renumbered(own: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Any]:
-    """A rank's own part of a state, for its number among other ranks: it keeps what it had left to send."""
-    sums = {name: _Sum(name) for name in own["residuals"]}
+    """A rank's own part of a state with a new rank and number of ranks; its residuals are kept, rescaled."""
+    sums = {name: _SummedResidual(name) for name in own["residuals"]}
     for name, kept in own["residuals"].items():
         sums[name].add(kept, own["rank"])
-    return _own_for(own, rank, ranks, sums)
+    return _own_part(own, rank, ranks, sums)
 
 
-def _own_for(own: Mapping[str, Any], rank: int, ranks: int, residuals: Mapping[str, _Sum]) -> dict[str, Any]:
-    """A rank's own part, which goes on from that of an old rank, and from these residuals."""
+def _own_part(
+    own: Mapping[str, Any], rank: int, ranks: int, residuals: Mapping[str, _SummedResidual]
+) -> dict[str, Any]:
+    """A rank's own part, made from an old rank's own part and summed residuals."""
     factor = 1.0 if own.get("op") == "sum" else ranks / own["size"]
     return {
         **own,
@@ -76,19 +79,19 @@ def _own_for(own: Mapping[str, Any], rank: int, ranks: int, residuals: Mapping[s
     }
 
 
-class _Collected:
-    """The states that were read so far, joined. Arguments as of `state_for`, but whether residuals are kept."""
+class _StateCollection:
+    """The states read so far, combined; arguments as in `state_for`, `keeps` is whether residuals are kept."""
 
     def __init__(self, rank: int, ranks: int, keeps: bool) -> None:
         self._rank = rank
         self._ranks = ranks
         self._keeps = keeps
-        self._facts: dict[str, Any] = {}  # in which all states agree
+        self._facts: dict[str, Any] = {}  # facts in which all states agree
         self._given: set[int] = set()
-        self._empty = 0  # states of ranks that had made no step
+        self._empty = 0  # number of states of ranks without a step
         self._shared: Mapping[str, Any] = {}
-        self._own: Mapping[str, Any] = {}  # of the state that goes on, without residuals
-        self._residuals: dict[str, _Sum] = {}
+        self._own: Mapping[str, Any] = {}  # own part of the continued state, without residuals
+        self._residuals: dict[str, _SummedResidual] = {}
 
     def add(self, state: Mapping[str, Any]) -> None:
         if not state:
@@ -104,10 +107,10 @@ class _Collected:
             return
         if old % self._ranks == self._rank:
             for name, kept in own["residuals"].items():
-                self._residuals.setdefault(name, _Sum(name)).add(kept, old)
+                self._residuals.setdefault(name, _SummedResidual(name)).add(kept, old)
         elif self._rank >= own["size"] and not self._residuals:
-            # A rank of its own, which keeps nothing of anybody; but of the same tensors as all others.
-            self._residuals = {name: _Sum(name).begin(kept) for name, kept in own["residuals"].items()}
+            # This rank gets no residuals of old ranks, but zeros for the same tensors.
+            self._residuals = {name: _SummedResidual(name).begin(kept) for name, kept in own["residuals"].items()}
 
     def _check(self, facts: dict[str, Any], old: int) -> None:
         if self._empty:
@@ -117,13 +120,13 @@ class _Collected:
             )
         if old in self._given:
             raise ConfigurationError(f"the state of rank {old} was given twice; give that of each old rank once")
-        for what, first in self._facts.items():
-            if facts[what] != first:
+        for fact, first in self._facts.items():
+            if facts[fact] != first:
                 if isinstance(first, Mapping):
-                    names = sorted(name for name in {*first, *facts[what]} if first.get(name) != facts[what].get(name))
-                    differ = f"in the {what} {', '.join(names)}"
+                    names = sorted(name for name in {*first, *facts[fact]} if first.get(name) != facts[fact].get(name))
+                    differ = f"in the {fact} {', '.join(names)}"
                 else:
-                    differ = f"in the {what}: {first} and {facts[what]}"
+                    differ = f"in the {fact}: {first} and {facts[fact]}"
                 raise ConfigurationError(
                     f"the states of ranks {min(self._given)} and {old} are not of one training after one step, they "
                     f"differ {differ}. Give those that all ranks saved after the same step, {_WAY_OUT}, with rank 0's "
@@ -133,20 +136,20 @@ class _Collected:
 
     @property
     def complete(self) -> bool:
-        """Whether no further state is needed."""
-        return bool(self._given) and self._wanted <= self._given
+        """Whether all needed states were read."""
+        return bool(self._given) and self._useful <= self._given
 
     @property
-    def _wanted(self) -> set[int]:
-        """The old ranks whose states this rank goes on with, if there are any."""
+    def _useful(self) -> set[int]:
+        """The old ranks whose states this rank uses."""
         size = self._own["size"]
         return set(range(self._rank, size, self._ranks if self._keeps else size))
 
     @property
     def _required(self) -> set[int]:
         if self._keeps:
-            return self._wanted
-        # What only rank 0 knows of the policy goes on too.
+            return self._useful
+        # Rank 0's own state of the policy goes on too.
         return {0} if self._rank == 0 and self._shared["coordinator"] is not None else set()
 
     def state(self) -> dict[str, Any]:
@@ -162,14 +165,14 @@ class _Collected:
             raise ConfigurationError(
                 f"rank {self._rank} of {self._ranks} needs the state of {named} of the {size} that saved{way_out}"
             )
-        return {"shared": self._shared, "own": _own_for(self._own, self._rank, self._ranks, self._residuals)}
+        return {"shared": self._shared, "own": _own_part(self._own, self._rank, self._ranks, self._residuals)}
 
 
-class _Sum:
-    """What several ranks have kept of a tensor, added up.
+class _SummedResidual:
+    """The sum over ranks of a tensor's residuals.
 
     Args:
-        name: of the tensor.
+        name: name of the tensor.
     """
 
     def __init__(self, name: str) -> None:
@@ -179,15 +182,15 @@ class _Sum:
         self._arrays: list[Array] = []
         self._count = 0
 
-    def begin(self, kept: Mapping[str, Any]) -> _Sum:
-        """Makes it a sum of nothing: zeros, of the same memory."""
+    def begin(self, kept: Mapping[str, Any]) -> _SummedResidual:
+        """Sets memory, shapes and types from a rank's residual, for a sum of no residuals."""
         self._memory = kept["memory"]
         self._arrays = [known_array(array) for array in kept["arrays"]]
         self._dtypes = [arrays_for(array).dtype_name(array) for array in self._arrays]
         return self
 
     def add(self, kept: Mapping[str, Any], old: int) -> None:
-        """Adds what an old rank has kept."""
+        """Adds an old rank's residual."""
         if not self._count:
             self.begin(kept)
         elif kept["memory"] != self._memory:
@@ -201,7 +204,7 @@ class _Sum:
         self._count += 1
 
     def times(self, factor: float) -> dict[str, Any]:
-        """The sum times a factor, as a state has it. An element that its type cannot hold is lost, as in a step."""
+        """The sum times a factor, as in a state. Elements that overflow the type become zero, as in a step."""
         if self._count == 1 and factor == 1:
             arrays = self._arrays
         elif not self._count:

@@ -1,4 +1,4 @@
-"""Communicators: how the engine reaches the other ranks. Each knows one library; none knows a compressor."""
+"""Communicators carry out the engine's collectives. Each uses one library; none knows a compressor."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ __all__ = [
 
 
 class Communicator(Protocol):
-    """Starts collectives under stable names and waits for them; every rank starts the same ones in the same order.
+    """Starts collectives under stable names and waits for them; all ranks start the same collectives in the same order.
 
     Attributes:
-        rank: this process's number among the ranks that take part, from 0.
-        world_size: how many ranks take part.
+        rank: this process's number among the ranks, from 0.
+        world_size: number of ranks.
     """
 
     rank: int
     world_size: int
 
     def part(self, group: str) -> Communicator:
-        """The communicator of the ranks that serve a `protocol.Group`; for "all" this one.
+        """The communicator of a `protocol.Group`; for "all" this one.
 
         Raises:
             ConfigurationError: if the nodes have different numbers of ranks, or groups of ranks cannot be made.
@@ -50,13 +50,13 @@ class Communicator(Protocol):
 
     def start_alltoall(self, array: Array, name: str) -> Any:
         """Starts an exchange of uint8 vectors (world_size * length,), equally long on all ranks, whose row r goes to
-        rank r; results in the rows that all ranks sent to this one, (world_size, length)."""
+        rank r. The result has the rows that all ranks sent to this rank, (world_size, length)."""
 
     def start_reducescatter(self, array: Array, op: str, name: str) -> Any:
         """Starts a reduction of vectors (world_size * length,), op "mean" or "sum", into this rank's row (length,)."""
 
     def start_broadcast(self, array: Array, name: str) -> Any:
-        """Starts sending rank 0's uint8 vector to all ranks, on all of which it has this length."""
+        """Starts a broadcast of rank 0's uint8 vector, which has the same length on all ranks."""
 
     def wait(self, handle: Any) -> Array:
-        """The result of a started collective, in storage that nobody else uses."""
+        """The result of a started collective, in fresh storage."""

@@ -1,4 +1,4 @@
-"""The part of communicators over Horovod that is the same in all frameworks: their ranks and nodes."""
+"""The part of Horovod communicators that all frameworks share: ranks and nodes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from hvdcomp.communicators.nodes import DYNAMIC
 from hvdcomp.communicators.ranks import Ranks
 from hvdcomp.errors import ConfigurationError
 
-_SHUTDOWNS = "hvdcomp_shutdowns"  # of Horovod's library, where its Python keeps it
+_SHUTDOWNS = "hvdcomp_shutdowns"  # attribute of Horovod's library that holds the counter
 
 
 class HorovodRanks(Ranks):
-    """The ranks of a Horovod process set: what a communicator over Horovod knows beside how to communicate.
+    """The ranks of a Horovod process set, without collectives.
 
     Args:
         hvd: Horovod's module for the framework, such as horovod.torch.
-        process_set: of Horovod.
+        process_set: Horovod's process set.
 
     Attributes:
-        included: whether this process is one of them; if not, it is the only one that it knows of.
-        rank: this process's place among them; -1 outside of the process set.
-        world_size: how many they are; 1 outside of the process set, where there is nobody to exchange with.
+        included: whether this process is in the process set.
+        rank: this process's number in the process set; -1 outside of it.
+        world_size: number of ranks in the process set; 1 outside of it, where nothing is exchanged.
     """
 
     GROUPING = DYNAMIC
@@ -45,7 +45,7 @@ class HorovodRanks(Ranks):
         return (self._process_set.rank(), self._process_set.size()) if self.included else (-1, 1)
 
     def check_grouping(self) -> None:
-        if self.world_size != self._hvd.size():  # all of Horovod's ranks must ask for a process set
+        if self.world_size != self._hvd.size():  # Horovod makes a process set only if all its ranks ask for it
             raise ConfigurationError(
                 f"two levels work among all {self._hvd.size()} ranks, and the process set has {self.world_size}; leave "
                 "out process_set or two_level"
@@ -53,7 +53,7 @@ class HorovodRanks(Ranks):
 
     def make_groups(self, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Communicator]:
         sets = {group: process_set_of(self._hvd, list(group)) for group in groups}
-        return {group: self._of(made) for group, made in sets.items() if self.rank in group}
+        return {group: self._of(process_set) for group, process_set in sets.items() if self.rank in group}
 
     def _of(self, process_set: Any) -> Communicator:
         """The communicator of a process set."""
@@ -65,12 +65,12 @@ class HorovodRanks(Ranks):
     @property
     def has_mpi(self) -> bool:
         hvd = self._hvd
-        everyone = self.world_size == hvd.size()
-        return everyone and hvd.mpi_enabled() and hvd.mpi_threads_supported() and find_spec("mpi4py") is not None
+        all_ranks = self.world_size == hvd.size()
+        return all_ranks and hvd.mpi_enabled() and hvd.mpi_threads_supported() and find_spec("mpi4py") is not None
 
     @property
     def is_stale(self) -> bool:
-        return self._shutdowns.count != self._generation  # asked for each gradient
+        return self._shutdowns.count != self._generation  # read for each gradient
 
     def anew(self) -> Ranks:
         if self._process_set.process_set_id != 0:
@@ -82,22 +82,22 @@ class HorovodRanks(Ranks):
 
     @property
     def root(self) -> int:
-        """The number, among all of Horovod's ranks, of the one that is first in the process set."""
+        """The Horovod rank of the first rank in the process set."""
         return self._process_set.ranks[0] if self._process_set.ranks else 0
 
 
 @dataclass
 class _Shutdowns:
-    """How often Horovod was shut down in this process, as far as it was counted."""
+    """The number of shutdowns of Horovod in this process since counting began."""
 
     count: int = 0
 
 
 def _shutdowns(hvd: Any) -> _Shutdowns:
-    """Counts, from the first call on, how often Horovod is shut down in this process.
+    """The counter of shutdowns of Horovod in this process; counting begins with the first call.
 
-    Horovod does not tell. After an elastic change rank and size may be those of before, though another worker has gone
-    and a new one has come. So the function by which Horovod's Python shuts its library down is counted here.
+    Horovod has no such counter. After an elastic change rank and size may be unchanged, although one worker has left
+    and another has joined. So calls of the function that shuts down Horovod's library are counted.
 
     Args:
         hvd: Horovod's module for the framework.
@@ -117,13 +117,13 @@ def _shutdowns(hvd: Any) -> _Shutdowns:
 
 
 def process_set_of(hvd: Any, ranks: list[int]) -> Any:
-    """Horovod's process set of some ranks: one that is there, or a new one. All ranks ask for the same in one order.
+    """Horovod's process set of these ranks: an existing one, or a new one. All ranks call it in the same order.
 
     Raises:
-        ConfigurationError: if Horovod lets nobody make process sets now.
+        ConfigurationError: if Horovod does not allow new process sets now.
     """
-    known = sys.modules[f"{hvd.__name__}.mpi_ops"]._basics._get_process_set_ids_and_ranks()
-    for number, members in known.items():
+    process_sets = sys.modules[f"{hvd.__name__}.mpi_ops"]._basics._get_process_set_ids_and_ranks()
+    for number, members in process_sets.items():
         if members == ranks:
             process_set = hvd.ProcessSet(ranks)
             process_set.process_set_id = number

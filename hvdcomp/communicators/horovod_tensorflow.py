@@ -23,9 +23,9 @@ from hvdcomp.errors import ConfigurationError
 if TYPE_CHECKING:
     from hvdcomp.arrays.tensorflow_on_device import DeviceTensors
 
-# Of each collective its kind, element type and name. Horovod knows an operation by its node's name, which only a graph
-# has: run eagerly, all allreduces would be one and the same to it. So the collectives of a round are one graph, made
-# once for its signature and for any length. Calling it starts all of them, and waits for all.
+# Kind, element type and name of each collective. Horovod identifies an operation by its node's name, which only graphs
+# have; run eagerly, all allreduces would have the same name. So the collectives of a round are one graph, made once for
+# its signature and for any length. Calling it starts all collectives and waits for all.
 Signature = tuple[tuple[str, tf.DType, str], ...]
 
 
@@ -40,11 +40,11 @@ class _Collective:
 class HorovodTensorFlowCommunicator(HorovodRanks):
     """The ranks of a Horovod process set (all ranks by default), reached through named operations.
 
-    Allreduces and allgathers start when the first of them is waited for, all at once. They belong to one step, which
-    waits for them soon. A broadcast starts by itself, of NumPy arrays only: it may travel from one step to the next.
+    Collectives of a step start together, when the first of them is waited for. A broadcast, of NumPy arrays only,
+    starts at once and may go on while the next step runs.
 
     Attributes:
-        on_device: hands arrays of PyTorch over; None where there are none.
+        on_device: converter of PyTorch arrays; None if there are none.
     """
 
     def __init__(self, process_set: Any = None) -> None:
@@ -53,7 +53,7 @@ class HorovodTensorFlowCommunicator(HorovodRanks):
         super().__init__(hvd, process_set or global_process_set)
         self._next: list[_Collective] = []
         self._operation = cache(self._make_operation)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdcomp")  # of broadcasts
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hvdcomp")  # for broadcasts
 
     def _of(self, process_set: Any) -> HorovodTensorFlowCommunicator:
         part = HorovodTensorFlowCommunicator(process_set)
@@ -62,9 +62,9 @@ class HorovodTensorFlowCommunicator(HorovodRanks):
 
     def anew(self) -> HorovodTensorFlowCommunicator:
         self._thread.shutdown(wait=False, cancel_futures=True)
-        made = super().anew()
-        assert isinstance(made, HorovodTensorFlowCommunicator)
-        return made
+        communicator = super().anew()
+        assert isinstance(communicator, HorovodTensorFlowCommunicator)
+        return communicator
 
     def gather_bytes(self, own: np.ndarray, name: str) -> Array:
         return self.wait(self.start_allgather(own, name))
@@ -88,8 +88,8 @@ class HorovodTensorFlowCommunicator(HorovodRanks):
         if isinstance(started, Future):
             return started.result()
         if started.result is None:
-            together, self._next = self._next, []
-            self._run(together)
+            collectives, self._next = self._next, []
+            self._run(collectives)
         return started.result
 
     def _with_next(self, collective: _Collective) -> _Collective:
@@ -101,9 +101,9 @@ class HorovodTensorFlowCommunicator(HorovodRanks):
         return collective.result
 
     def _run(self, collectives: Sequence[_Collective]) -> None:
-        given = [collective.array for collective in collectives]
-        on_device = None if isinstance(given[0], np.ndarray) else self.on_device
-        tensors = list(map(tensor_of, given)) if on_device is None else on_device.tensors(given)
+        inputs = [collective.array for collective in collectives]
+        on_device = None if isinstance(inputs[0], np.ndarray) else self.on_device
+        tensors = list(map(tensor_of, inputs)) if on_device is None else on_device.tensors(inputs)
         signature = tuple(
             (collective.kind, tensor.dtype, collective.name)
             for collective, tensor in zip(collectives, tensors, strict=True)
@@ -111,7 +111,7 @@ class HorovodTensorFlowCommunicator(HorovodRanks):
         try:
             results = self._operation(signature)(*tensors)
         except tf.errors.OpError as error:
-            # As PyTorch's Horovod says it. Its elastic mode for TensorFlow knows a failure by the name of an operation.
+            # The error of PyTorch's Horovod. Elastic mode for TensorFlow recognises failures by an operation's name.
             raise HorovodInternalError(f"HorovodAllreduce or another collective failed: {error.message}") from error
         arrays = map(array_of, results) if on_device is None else on_device.arrays(results)
         for collective, array in zip(collectives, arrays, strict=True):
@@ -142,7 +142,7 @@ class HorovodTensorFlowCommunicator(HorovodRanks):
 
 
 def _require_threads() -> None:
-    """A step waits in one of TensorFlow's inter-op threads for collectives that run in another."""
+    """Requires two inter-op threads of TensorFlow: a step waits in one for collectives that run in the other."""
     threads = tf.config.threading.get_inter_op_parallelism_threads() or len(os.sched_getaffinity(0))
     if threads < 2:
         raise ConfigurationError(

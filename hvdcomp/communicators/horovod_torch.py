@@ -15,7 +15,7 @@ from hvdcomp.communicators.horovod_ranks import HorovodRanks
 class _Started(NamedTuple):
     handle: int
     name: str
-    length: int | None  # of what one rank sends another, where that is gathered
+    length: int | None  # of one rank's part, if parts are gathered
 
 
 class HorovodTorchCommunicator(HorovodRanks):
@@ -48,7 +48,7 @@ class HorovodTorchCommunicator(HorovodRanks):
         return _Started(handle, name, None)
 
     def is_done(self, started: _Started) -> bool:
-        """Whether `wait` would not have to."""
+        """Whether `wait` would return at once."""
         return bool(hvd.poll(started.handle))
 
     def wait(self, started: _Started) -> Any:
@@ -63,7 +63,7 @@ class HorovodTorchCommunicator(HorovodRanks):
             raise
         if started.length is None:
             return result
-        if isinstance(result, tuple):  # of an alltoall, with how much each rank sent
+        if isinstance(result, tuple):  # an alltoall also returns the lengths
             result = result[0]
         self.check_gathered(result.shape[0], started.length, started.name)
         return result.view(self.world_size, started.length)

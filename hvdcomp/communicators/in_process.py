@@ -1,4 +1,4 @@
-"""Many ranks as threads of one process: real collectives without a network, for tests and for trying things out."""
+"""Ranks as threads of one process: real collectives without a network, for tests and experiments."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from hvdcomp.arrays.types import Array
 from hvdcomp.communicators.nodes import Nodes
 
 Result = TypeVar("Result")
-# Kind and name of the collective; shape and array of one rank; the ranks that take part with it.
+# Kind and name of the collective, shape and array of a rank, and the ranks that take part.
 Contribution = tuple[str, str, tuple[int, ...], Array, tuple[int, ...]]
 
 
 class ReleasedError(Exception):
-    """Ends a rank that waits for one that will not come."""
+    """Ends a rank that waits for a rank that has ended."""
 
 
 class InProcessGroup:
-    """The meeting place of `size` ranks, `ranks_per_node` of them on each node.
+    """The group of `size` ranks, `ranks_per_node` of them on each node, and their collectives.
 
-    All ranks meet, even where what they ask for is a matter of groups of them: every rank asks for the same.
+    All ranks meet in each collective, even if it is among parts of them, as all ranks start the same collectives.
 
-    One rank runs at a time, until it needs the others, and then the next: threads that computed at once would spend
-    most of the time of small steps waiting for Python's lock.
+    One rank runs at a time, until its next collective, and then the next rank: in small steps, concurrent threads would
+    spend most of the time waiting for Python's lock.
     """
 
     def __init__(self, size: int, ranks_per_node: int | None = None) -> None:
         self.world_size = size
         self.nodes = Nodes([rank // (ranks_per_node or size) for rank in range(size)])
-        self.error: BaseException | None = None  # what all are released for
+        self.error: BaseException | None = None  # the first error, which ends all ranks
         self._turns = [threading.Semaphore(0) for _ in range(size)]
         self._left: set[int] = set()
         self._contributions: dict[int, Contribution] = {}
         self._results: dict[int, Array] = {}
 
     def meet(self, rank: int, contribution: Contribution) -> Array:
-        """Gives this rank's contribution and returns what is made of all of them, in rank order."""
+        """Hands in this rank's contribution to a collective and returns its result."""
         if self.world_size == 1:
             return self._results_of({0: contribution})[0]
         if self._left:
@@ -54,7 +54,7 @@ class InProcessGroup:
         return self._results[rank]
 
     def run(self, work: Callable[[InProcessCommunicator], Result]) -> Sequence[Result]:
-        """As `run_ranks`; what another run left with the communicators of this group may go on in a second."""
+        """As `run_ranks`, for this group; state in its communicators is kept from one run to the next."""
         self.error, self._left, self._contributions = None, set(), {}
         results: list[Any] = [None] * self.world_size
 
@@ -88,7 +88,7 @@ class InProcessGroup:
         self._pass_on(rank)
 
     def _fail(self, error: BaseException) -> None:
-        """Ends all ranks when they meet; the first error counts."""
+        """Records the first error, which ends all ranks when they meet."""
         self.error = self.error or error
 
     def _finish(self) -> None:
@@ -99,13 +99,13 @@ class InProcessGroup:
             self._fail(error)
 
     def _results_of(self, contributions: dict[int, Contribution]) -> dict[int, Array]:
-        """The result of each rank, an array of its own."""
+        """The result of each rank, in fresh storage."""
         results_by_rank: dict[int, Array] = {}
         for members in {contribution[4] for contribution in contributions.values()}:
-            together = [contributions[rank] for rank in members]
-            if len({(*contribution[:3], contribution[4]) for contribution in together}) > 1:
-                raise RuntimeError(f"the ranks started different collectives: {[c[:3] for c in together]}")
-            results = self._combined([array for _, _, _, array, _ in together], together[0][0])
+            group = [contributions[rank] for rank in members]
+            if len({(*contribution[:3], contribution[4]) for contribution in group}) > 1:
+                raise RuntimeError(f"the ranks started different collectives: {[c[:3] for c in group]}")
+            results = self._combined([array for _, _, _, array, _ in group], group[0][0])
             results_by_rank.update(zip(members, results, strict=True))
         return results_by_rank
 
@@ -115,19 +115,19 @@ class InProcessGroup:
 
     def _pass_on(self, rank: int) -> None:
         following = ((rank + distance) % self.world_size for distance in range(1, self.world_size + 1))
-        for other in following:
-            if other not in self._left:
-                self._turns[other].release()
+        for next_rank in following:
+            if next_rank not in self._left:
+                self._turns[next_rank].release()
                 break
 
 
 class InProcessCommunicator:
-    """One rank of an `InProcessGroup`, or of some of its ranks. Sums run in rank order, so that all get the same bits.
+    """One rank of an `InProcessGroup`, or of a part of it. Sums are in rank order, so that all ranks get the same bits.
 
     Args:
-        group: where ranks meet.
-        rank: of this one among all.
-        members: the ranks that take part; all by default.
+        group: the group of all ranks.
+        rank: this rank's number in the group.
+        members: the ranks that take part; all ranks by default.
     """
 
     def __init__(self, group: InProcessGroup, rank: int, members: tuple[int, ...] = ()) -> None:
@@ -173,9 +173,9 @@ def results_of(arrays: list[Array], kind: str, add: Callable[[list[Array]], Arra
     """The result of a collective for each rank.
 
     Args:
-        arrays: by rank.
-        kind: of the collective, with its operation, such as "allreduce mean".
-        add: makes the sum of arrays, in an array of its own.
+        arrays: the array of each rank.
+        kind: kind of the collective and its operation, such as "allreduce mean".
+        add: function that adds arrays, in fresh storage.
     """
     xp, ranks = arrays_for(arrays[0]), range(len(arrays))
     if kind == "alltoall":
@@ -190,7 +190,7 @@ def results_of(arrays: list[Array], kind: str, add: Callable[[list[Array]], Arra
 
 
 def add_in_rank_order(arrays: list[Array]) -> Array:
-    """The sum, in an array of its own."""
+    """The sum in rank order, in fresh storage."""
     total = arrays_for(arrays[0]).concatenate(arrays[:1])
     for array in arrays[1:]:
         total = total + array

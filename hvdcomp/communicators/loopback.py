@@ -1,4 +1,4 @@
-"""Ranks that all send the same: what decoding costs with many ranks, measured in one process."""
+"""A communicator of ranks that all send the same, to measure decoding with many ranks in one process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hvdcomp.arrays.types import Array
 
 
 class LoopbackCommunicator:
-    """Answers as if `size` ranks had sent what this one sent. A gathered payload takes the memory it really takes."""
+    """Answers as if `size` ranks had sent this rank's payload. A gathered payload takes its real memory."""
 
     def __init__(self, size: int = 1, ranks_per_node: int = 1) -> None:
         self.rank = 0

@@ -1,4 +1,4 @@
-"""Broadcasts by MPI itself, beside Horovod: they need not wait for the next cycle of Horovod's background thread."""
+"""Broadcasts by MPI, independent of the cycles of Horovod's background thread."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from mpi4py import MPI
 class MPIBroadcaster:
     """Broadcasts over a duplicate of the world's communicator, so that nothing else can match its messages.
 
-    Every rank has to make it at the same point, and MPI must be initialised for several threads.
+    All ranks make it at the same point, and MPI must be initialised for several threads.
 
-    Horovod ends MPI on all ranks as soon as one of them ends, and a call of MPI after that is a segmentation fault. So
-    a rank that ends first waits for the broadcast that it has started: rank 0 may be about to send it.
+    Horovod ends MPI on all ranks as soon as one of them ends, and a later MPI call is a segmentation fault. So a rank
+    that ends first waits for its started broadcast, which rank 0 may be about to send.
     """
 
     def __init__(self) -> None:
         _require_mpi()
         self._communicator = MPI.COMM_WORLD.Dup()
         self._under_way: MPI.Request | None = None
-        atexit.register(self._wait_at_exit)  # what is registered last runs first: before Horovod's own
+        atexit.register(self._wait_at_exit)  # runs before Horovod's handler, which was registered earlier
 
     def start(self, message: np.ndarray) -> tuple[Any, np.ndarray]:
         _require_mpi()
@@ -38,7 +38,7 @@ class MPIBroadcaster:
         return message
 
     def _wait_at_exit(self) -> None:
-        failed = hasattr(sys, "last_type")  # an exception ends this rank; the others may never come
+        failed = hasattr(sys, "last_type")  # this rank ends by an exception; others may never send
         if self._under_way is not None and not failed and not MPI.Is_finalized():
             self._under_way.Wait()
 

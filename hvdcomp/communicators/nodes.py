@@ -1,4 +1,4 @@
-"""Which ranks share a node, and which have the same place in each node."""
+"""The ranks of each node, and the ranks with the same local rank."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from hvdcomp.errors import ConfigurationError, UnevenNodesError
 DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 
 RANKS_PER_NODE = "HVDCOMP_RANKS_PER_NODE"
-"""In the environment: how many ranks, one after the other, count as a node, whatever the launcher says."""
+"""Environment variable: the number of consecutive ranks that count as a node, in place of the launcher's nodes."""
 
 
 def allow_process_sets() -> None:
-    """Lets Horovod make process sets for groups of ranks, unless the user has said otherwise; before `hvd.init`."""
+    """Lets Horovod make process sets, unless the user's environment forbids it; to be called before `hvd.init`."""
     os.environ.setdefault(DYNAMIC, "1")
 
 
 def asked_ranks_per_node() -> int:
-    """What the environment says: 0 if nothing, and -1 if it is no such number."""
+    """The number of ranks per node in the environment; 0 if it is not set, and -1 if it is invalid."""
     text = os.environ.get(RANKS_PER_NODE)
     if text is None:
         return 0
     return (int(text) if text.isdecimal() and len(text) < 10 else 0) or -1
 
 
-def check_ranks_per_node(asked: int) -> None:
-    """Raises ConfigurationError if what `asked_ranks_per_node` has found is no number."""
-    if asked < 0:
+def check_ranks_per_node(ranks_per_node: int) -> None:
+    """Raises ConfigurationError if a result of `asked_ranks_per_node` is -1."""
+    if ranks_per_node < 0:
         raise ConfigurationError(
             f"{RANKS_PER_NODE}={os.environ[RANKS_PER_NODE]!r} is not allowed; give a whole number of at least 1, "
             "or leave it out"
@@ -36,15 +36,14 @@ def check_ranks_per_node(asked: int) -> None:
 
 
 class Nodes:
-    """The ranks of each node, as many in each.
+    """The ranks of each node, the same number on each.
 
     Args:
-        of_ranks: something for each rank that is the same for ranks of one node and for no others, such as the node's
-            number.
+        of_ranks: a key of each rank's node, such as its number.
 
     Attributes:
-        count: of nodes.
-        ranks_per_node: how many ranks each has.
+        count: number of nodes.
+        ranks_per_node: number of ranks on each node.
 
     Raises:
         UnevenNodesError: if nodes have different numbers of ranks.
@@ -71,13 +70,13 @@ class Nodes:
             )
 
     def members(self, rank: int, group: str) -> tuple[int, ...]:
-        """The ranks, in order, that serve a rank's requests for a `Group`."""
+        """The ranks of a rank's `Group`, in order."""
         if group == "all":
             return tuple(sorted(self._node_of))
         own_node = self._node_of[rank]
         return own_node if group == "node" else tuple(ranks[own_node.index(rank)] for ranks in self._nodes)
 
     def groups(self) -> list[tuple[int, ...]]:
-        """All groups of "node" and "across" but those of all ranks, and of one: each once, in the same order on all."""
+        """All "node" and "across" groups with two or more but not all ranks, each once, in one order on all ranks."""
         groups = [*self._nodes, *zip(*self._nodes, strict=True)]
         return [ranks for ranks in dict.fromkeys(groups) if 1 < len(ranks) < len(self._node_of)]

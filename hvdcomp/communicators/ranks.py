@@ -1,4 +1,4 @@
-"""Ranks that are processes: what communicators over any library know of them."""
+"""The base of communicators between processes, over any library."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ class Ranks(Communicator):
     """Ranks that may be split into nodes.
 
     Attributes:
-        included: whether this process is one of them.
+        included: whether this process is one of the ranks.
 
     Class attributes:
-        GROUPING: the environment variable that lets groups of ranks be made, the same on all ranks; "" where nothing
-            need be set.
+        GROUPING: environment variable that allows groups of ranks, to be set alike on all ranks; "" if none is needed.
     """
 
     GROUPING: ClassVar[str] = ""
@@ -40,31 +39,31 @@ class Ranks(Communicator):
     def _make_parts(self) -> dict[str, Communicator]:
         self.check_grouping()
         nodes = Nodes(self._node_of_ranks())
-        made = self.make_groups(nodes.groups())
+        communicators = self.make_groups(nodes.groups())
         parts: dict[str, Communicator] = {}
         for name in ("node", "across"):
             members = nodes.members(self.rank, name)
             if len(members) == self.world_size:
                 parts[name] = self
             else:
-                parts[name] = LoopbackCommunicator() if len(members) == 1 else made[members]
+                parts[name] = LoopbackCommunicator() if len(members) == 1 else communicators[members]
         return parts
 
     def _node_of_ranks(self) -> list[int]:
         """The number of each rank's node.
 
-        All ranks learn what all know, and so refuse alike: one that went on alone would wait for ever.
+        All ranks get the facts of all ranks, so that all refuse alike; a rank that went on alone would wait for ever.
         """
         facts = np.array([*self.place(), *_from_environment(self.GROUPING)], np.int32)
         gathered = np.asarray(self.gather_bytes(facts.view(np.uint8), "hvdcomp.nodes"))
-        nodes, sizes, given, may_group = gathered.reshape(-1).view(np.int32).reshape(-1, len(facts)).T.tolist()
-        for name, values in ((RANKS_PER_NODE, given), (self.GROUPING, may_group)):
+        nodes, sizes, ranks_per_node, may_group = gathered.reshape(-1).view(np.int32).reshape(-1, len(facts)).T.tolist()
+        for name, values in ((RANKS_PER_NODE, ranks_per_node), (self.GROUPING, may_group)):
             if len(set(values)) > 1:
                 raise ConfigurationError(f"the ranks' environments differ in {name}; set it alike on all ranks")
-        check_ranks_per_node(given[0])
-        if given[0]:
-            return [rank // given[0] for rank in range(self.world_size)]
-        if len(set(sizes)) > 1:  # where the numbers of nodes say nothing
+        check_ranks_per_node(ranks_per_node[0])
+        if ranks_per_node[0]:
+            return [rank // ranks_per_node[0] for rank in range(self.world_size)]
+        if len(set(sizes)) > 1:  # then numbers of nodes are not comparable
             raise UnevenNodesError(
                 "two levels need the same number of ranks on every node, and there are nodes with "
                 f"{' and '.join(map(str, sorted(set(sizes))))}; start as many on each, or leave out two_level"
@@ -72,27 +71,27 @@ class Ranks(Communicator):
         return nodes
 
     def beside(self) -> Ranks:
-        """The same ranks, whose collectives may be under way for long without holding up those of this communicator,
-        if their names differ; to be called on every rank."""
+        """A communicator of the same ranks whose collectives do not block this communicator's, if their names differ;
+        to be called on every rank."""
         return self
 
-    # What a library answers.
+    # Methods that each library implements.
 
     @property
     def has_mpi(self) -> bool:
-        """Whether all of MPI's ranks take part, and MPI can be used beside what carries the gradients."""
+        """Whether all of MPI's ranks take part, and MPI can be used beside the library of the gradients."""
         return False
 
     @property
     def is_stale(self) -> bool:
-        """Whether the library was started anew with other ranks."""
+        """Whether the library was restarted with other ranks."""
         return False
 
     def anew(self) -> Ranks:
-        """The communicator of all ranks that there are, after `is_stale`.
+        """A new communicator of all present ranks, if this one `is_stale`.
 
         Raises:
-            ConfigurationError: on every rank, if these were but some of all.
+            ConfigurationError: on every rank, if this communicator had only some of all ranks.
         """
         raise NotImplementedError
 
@@ -100,8 +99,8 @@ class Ranks(Communicator):
         """Raises ConfigurationError if these ranks cannot be split into groups."""
 
     def make_groups(self, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Communicator]:
-        """The communicators of groups of these ranks; at least of those that this rank is in. All ranks ask for the
-        same groups, in one order.
+        """The communicators of groups of these ranks, at least of the groups that this rank is in. All ranks call it
+        with the same groups in the same order.
 
         Raises:
             ConfigurationError: if groups cannot be made.
@@ -109,7 +108,7 @@ class Ranks(Communicator):
         raise NotImplementedError
 
     def place(self) -> tuple[int, int]:
-        """The number of this rank's node, and how many ranks that has, as the launcher says."""
+        """The number of this rank's node and the node's number of ranks, from the launcher."""
         raise NotImplementedError
 
     def gather_bytes(self, own: np.ndarray, name: str) -> Any:
@@ -117,14 +116,14 @@ class Ranks(Communicator):
         raise NotImplementedError
 
     def check_gathered(self, gathered: int, own: int, name: str) -> None:
-        """Makes sure that all ranks put the same number of bytes into an allgather, whose total every rank sees.
+        """Checks that all ranks sent the same number of bytes to an allgather, by the total that every rank sees.
 
         Args:
-            gathered, own: bytes of all ranks, and of this one.
-            name: of the collective.
+            gathered, own: bytes of all ranks, and of this rank.
+            name: name of the collective.
 
         Raises:
-            RankMismatchError: on every rank that put in less or more than the mean.
+            RankMismatchError: on every rank that sent less or more than the mean.
         """
         if gathered != own * self.world_size:
             raise RankMismatchError(
@@ -135,5 +134,5 @@ class Ranks(Communicator):
 
 
 def _from_environment(grouping: str) -> tuple[int, int]:
-    """As `asked_ranks_per_node`; and whether groups may be made."""
+    """`asked_ranks_per_node`, and whether groups may be made."""
     return asked_ranks_per_node(), int(not grouping or os.environ.get(grouping, "0") not in ("", "0"))

@@ -1,8 +1,8 @@
-"""Ranks as threads of one process that do what real ones do, bit for bit, on links whose time is predicted.
+"""Simulated ranks: threads of one process with the results of real ranks, bit for bit, on links of predicted speed.
 
-An allreduce adds up in the order of Gloo's ring, which is that of torch.distributed on CPUs. Each rank has a clock for
-each link that is looked at. It runs while the rank computes, stands while others do, and goes on by the time that an
-exchange would take on that link. So one run tells what it would take on several links.
+An allreduce adds up in the order of Gloo's ring, which torch.distributed uses on CPUs. Each rank has a clock for each
+simulated link. It runs while the rank computes, stops while other ranks do, and advances by the predicted time of each
+exchange on that link. So one run predicts the time on several links.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ _SEGMENT_BYTES = 2**20  # Gloo's largest segment
 
 
 class SimulatedGroup(InProcessGroup):
-    """The meeting place of simulated ranks.
+    """The group of simulated ranks.
 
     Args:
-        size: how many ranks there are.
-        costs: of collectives on each link; None for one that takes no time. The clock of the first link is the one that
-            ranks go by.
-        timer: seconds for which the calling thread has computed.
-        finish: waits until an accelerator has done all that the calling thread has asked of it.
-        ranks_per_node: as of `InProcessGroup`. What the ranks of one of several nodes exchange takes no time.
+        size: number of ranks.
+        costs: cost of collectives on each link; None for a link that takes no time. Ranks go by the first link's clock.
+        timer: function that returns the calling thread's compute time in seconds.
+        finish: function that waits for the accelerator to finish the calling thread's work.
+        ranks_per_node: as in `InProcessGroup`. With several nodes, exchanges within a node take no time.
     """
 
     def __init__(
@@ -51,13 +50,13 @@ class SimulatedGroup(InProcessGroup):
         self._costs = costs
         self._timer = timer
         self._finish_computing = finish
-        self._clocks = np.zeros((size, len(costs)))  # of each rank, up to its latest mark
-        self._marks: dict[int, float] = {}  # of the timer, of ranks that compute
-        self._starts: dict[int, Moment] = {}  # when each rank's part of the collective under way was ready
-        self._links_free = np.zeros(len(costs))  # when each link has carried all that was given to it
+        self._clocks = np.zeros((size, len(costs)))  # clocks of each rank at its latest mark
+        self._marks: dict[int, float] = {}  # timer readings of ranks that compute
+        self._starts: dict[int, Moment] = {}  # times at which each rank's contribution was ready
+        self._links_free = np.zeros(len(costs))  # times from which each link is free
 
     def moment(self, rank: int) -> Moment:
-        """A rank's clocks; to be asked by that rank."""
+        """A rank's clocks; to be called by that rank."""
         reading = self._timer()
         self._clocks[rank] += reading - self._marks.get(rank, reading)
         self._marks[rank] = reading
@@ -73,11 +72,11 @@ class SimulatedGroup(InProcessGroup):
         return result
 
     def share(self, rank: int, value: Any, name: str) -> list[Any]:
-        """The values of all ranks, copies. It takes no time on any link."""
+        """Copies of the values of all ranks; takes no time on any link."""
         self._finish_computing()
         self.moment(rank)
-        everyone = tuple(range(self.world_size))
-        packed: Any = self.meet(rank, ("objects", name, (), pickle.dumps(value), everyone))
+        all_ranks = tuple(range(self.world_size))
+        packed: Any = self.meet(rank, ("objects", name, (), pickle.dumps(value), all_ranks))
         values = [pickle.loads(row) for row in packed]
         self._marks[rank] = self._timer()
         return values
@@ -102,7 +101,7 @@ class SimulatedGroup(InProcessGroup):
         return results
 
     def _seconds(self, kind: str, size: int, members: tuple[int, ...]) -> np.ndarray:
-        """The seconds that a collective takes on each link."""
+        """Seconds of a collective on each link."""
         within_node = self.nodes.count > 1 and set(members) <= set(self.nodes.members(members[0], "node"))
         costs = [None] * len(self._costs) if within_node else self._costs
         return np.array([0.0 if cost is None else cost(kind, size, len(members)) for cost in costs])
@@ -116,10 +115,10 @@ class SimulatedGroup(InProcessGroup):
 
 
 class SimulatedCommunicator(InProcessCommunicator):
-    """One rank of a `SimulatedGroup`, with all that bindings ask of a communicator.
+    """One rank of a `SimulatedGroup`, with the methods that bindings use.
 
     Attributes:
-        starts_at: the moment at which collectives count as started, if that was earlier than now.
+        starts_at: the moment at which collectives count as started, if it is earlier than the present.
     """
 
     has_mpi = False
@@ -150,12 +149,12 @@ class SimulatedCommunicator(InProcessCommunicator):
 
 
 def add_in_a_ring(arrays: list[Array]) -> Array:
-    """The sum of flat arrays as Gloo's ring makes it: each block starts at another rank.
+    """The sum of flat arrays in the order of Gloo's ring, in which each block starts at another rank.
 
-    The blocks are equal, in whole segments. Block j begins with the array of rank j - 1 and goes down from rank to
-    rank; what does not fill the last block is missing there.
+    Blocks have equal numbers of whole segments; the last block may be shorter. The sum of block j begins with the array
+    of rank j - 1 and goes down from rank to rank.
 
-    The order was found by trying; tests/tools/train/test_train_simulated.py compares with real ranks.
+    The order was found by experiment; tests/tools/train/test_train_simulated.py compares it with real ranks.
     """
     ranks, length = len(arrays), arrays[0].shape[0]
     if ranks < 3:  # the order of two makes no difference

@@ -1,4 +1,4 @@
-"""Which rank this process is, as far as that is known before the ranks meet."""
+"""The rank of this process, as far as it is known before the ranks connect."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import os
 import sys
 
 _HOROVOD = ("horovod.torch", "horovod.tensorflow")
-# Set by horovodrun (Gloo), torchrun, Open MPI's mpirun, and srun. The inner launcher counts; an outer one's stay set.
+# Set by horovodrun (Gloo), torchrun, Open MPI's mpirun and srun; an inner launcher's variable comes before an outer's.
 _LAUNCHERS = ("HOROVOD_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 
 
 def rank_so_far() -> int:
-    """The rank of this process: `connected_rank`, or else by the launcher's variables; 0 without either.
+    """The rank of this process: `connected_rank`, or the launcher's environment variable, or 0 without either.
 
-    It waits for nobody. A process set, or a group, may count its ranks otherwise.
+    It does not wait for other ranks. In a process set or group the process may have another rank.
     """
     connected = connected_rank()
     if connected is not None:
@@ -22,7 +22,7 @@ def rank_so_far() -> int:
 
 
 def connected_rank() -> int | None:
-    """The rank of this process, as the library says that connects the ranks; None if none was started yet."""
+    """The rank of this process in Horovod or torch.distributed; None if neither was initialised."""
     for name in _HOROVOD:
         hvd = sys.modules.get(name)
         if hvd is not None and hvd.is_initialized():

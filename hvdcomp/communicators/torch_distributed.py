@@ -26,13 +26,13 @@ reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist
 
 
 class Started(NamedTuple):
-    """A collective that is under way.
+    """A collective under way.
 
     Attributes:
-        work: of torch.distributed.
-        result: where its result comes to lie.
-        finish: what is to be done with the result then.
-        sent: what must live until then.
+        work: the handle of torch.distributed.
+        result: storage of the result.
+        finish: function from the raw result to the final one.
+        sent: the tensor sent, which must live until the collective ends.
     """
 
     work: Any
@@ -44,11 +44,11 @@ class Started(NamedTuple):
 class TorchDistributedCommunicator(Ranks):
     """The ranks of a process group of torch.distributed, reached through asynchronous operations.
 
-    Names of collectives are not used: they are matched by the order in which every rank starts them.
+    Collectives are matched by the order in which every rank starts them; their names are not used.
 
-    Tensors on the CPU travel through the process group if its backend takes them, as Gloo does, and otherwise (NCCL)
-    through a group of the same ranks with Gloo, which is made at once: every rank has to make the communicator at the
-    same point.
+    CPU tensors go through the process group if its backend accepts them, as Gloo does. Otherwise (NCCL) they go through
+    a second group of the same ranks with Gloo, which is made at once, so that every rank must make the communicator at
+    the same point.
 
     Args:
         group: the process group; None for all ranks.
@@ -70,9 +70,9 @@ class TorchDistributedCommunicator(Ranks):
                 "torch.distributed was not started: start the ranks with torchrun, and call "
                 "torch.distributed.init_process_group() first"
             )
-        everyone = dist.group.WORLD
-        assert everyone is not None
-        self._group = everyone if group is None else group
+        world = dist.group.WORLD
+        assert world is not None
+        self._group = world if group is None else group
         self.rank, self.world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
         if self.rank < 0:
             raise ConfigurationError(
@@ -80,15 +80,14 @@ class TorchDistributedCommunicator(Ranks):
                 "it is in"
             )
         self._root = dist.get_global_rank(self._group, 0)
-        self._host_group = self._group if _takes_cpu(self._group) else _another(self._group, "gloo")
+        self._host_group = self._group if _takes_cpu(self._group) else _group_beside(self._group, "gloo")
 
-    def gather_bytes(self, mine: np.ndarray, name: str) -> torch.Tensor:
-        return self.wait(self.start_allgather(torch.from_numpy(mine), name))
+    def gather_bytes(self, own: np.ndarray, name: str) -> torch.Tensor:
+        return self.wait(self.start_allgather(torch.from_numpy(own), name))
 
     def beside(self) -> TorchDistributedCommunicator:
-        """Collectives of a group are carried out one after the other, or two at once: these get a group of their
-        own."""
-        return TorchDistributedCommunicator(_another(self._group, _backend(self._group)))
+        """A communicator with a process group of its own, because the collectives of one group wait for each other."""
+        return TorchDistributedCommunicator(_group_beside(self._group, _backend(self._group)))
 
     def start_allreduce(self, array: torch.Tensor, op: str, name: str) -> Started:
         work = dist.all_reduce(array, op=_OPS[op], group=self._group_for(array), async_op=True)
@@ -109,41 +108,41 @@ class TorchDistributedCommunicator(Ranks):
     def start_reducescatter(self, array: torch.Tensor, op: str, name: str) -> Started:
         group, finish = self._group_for(array), self._finish(op)
         if f"{array.device.type}:gloo" in _backend(group).split(","):
-            # Gloo has none: torch.distributed reduces all of it everywhere and drops the rest, in twice the bytes.
+            # torch.distributed has no reduce-scatter for Gloo but an allreduce of all rows, with twice the bytes.
             work, rows, _, sent = self.start_alltoall(array, name)
             return Started(work, rows, lambda rows: finish(self._as_rows(rows).sum(0)), sent)
         array = array.contiguous()
-        mine = array.new_empty(array.shape[0] // self.world_size)
-        work = reduce_scatter(mine, array, op=_OPS[op], group=group, async_op=True)
-        return Started(work, mine, finish, array)
+        own = array.new_empty(array.shape[0] // self.world_size)
+        work = reduce_scatter(own, array, op=_OPS[op], group=group, async_op=True)
+        return Started(work, own, finish, array)
 
     def start_broadcast(self, array: torch.Tensor, name: str) -> Started:
         work = dist.broadcast(array, self._root, group=self._group_for(array), async_op=True)
-        return Started(work, array, _as_it_is, array)
+        return Started(work, array, _unchanged, array)
 
     def is_done(self, started: Started) -> bool:
-        """Whether `wait` would not have to."""
+        """Whether `wait` would return at once."""
         return bool(started.work.is_completed())
 
     def wait(self, started: Started) -> torch.Tensor:
         started.work.wait()
         return started.finish(started.result)
 
-    # What `Ranks` asks.
+    # Methods of `Ranks`.
 
     def check_grouping(self) -> None:
-        if self.world_size != dist.get_world_size():  # all ranks must ask for a new group
+        if self.world_size != dist.get_world_size():  # torch.distributed makes a group only if all ranks ask for it
             raise ConfigurationError(
                 f"two levels work among all {dist.get_world_size()} ranks, and the process group has "
                 f"{self.world_size}; give the model all ranks, or leave out two_level"
             )
 
     def make_groups(self, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Communicator]:
-        made = {members: dist.new_group(list(members), backend=_backend(self._group)) for members in groups}
-        return {members: TorchDistributedCommunicator(made[members]) for members in groups if self.rank in members}
+        handles = {members: dist.new_group(list(members), backend=_backend(self._group)) for members in groups}
+        return {members: TorchDistributedCommunicator(handles[members]) for members in groups if self.rank in members}
 
     def place(self) -> tuple[int, int]:
-        """As torchrun says; by the host's name where something else has started the ranks."""
+        """The node from torchrun's variables; a hash of the host name under another launcher."""
         node, size = os.environ.get("GROUP_RANK"), os.environ.get("LOCAL_WORLD_SIZE")
         if node is not None and size is not None:
             return int(node), int(size)
@@ -153,31 +152,31 @@ class TorchDistributedCommunicator(Ranks):
         return self._host_group if array.device.type == "cpu" else self._group
 
     def _finish(self, op: str) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Gloo cannot make means."""
-        return (lambda result: result.mul_(1 / self.world_size)) if op == "mean" else _as_it_is
+        """The function that finishes a result; it divides sums for means, which Gloo does not have."""
+        return (lambda result: result.mul_(1 / self.world_size)) if op == "mean" else _unchanged
 
     def _as_rows(self, result: torch.Tensor) -> torch.Tensor:
         return result.view(self.world_size, -1)
 
 
-def _as_it_is(result: torch.Tensor) -> torch.Tensor:
+def _unchanged(result: torch.Tensor) -> torch.Tensor:
     return result
 
 
 def _backend(group: dist.ProcessGroup) -> str:
-    """As `init_process_group` takes it, such as "gloo" or "cpu:gloo,cuda:nccl"."""
+    """The backend as in `init_process_group`, such as "gloo" or "cpu:gloo,cuda:nccl"."""
     return str(dist.get_backend_config(group))
 
 
 def _takes_cpu(group: dist.ProcessGroup) -> bool:
-    return any(one.partition(":")[0] == "cpu" for one in _backend(group).split(","))
+    return any(backend.partition(":")[0] == "cpu" for backend in _backend(group).split(","))
 
 
-def _another(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
-    """The same ranks in another group.
+def _group_beside(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
+    """A new process group of the same ranks.
 
-    Where they are not all ranks, they alone ask for it. torch.distributed names such a group by how many this process
-    has: ranks that have made different numbers of groups before would wait for each other for ever.
+    If it has not all ranks, only its members make it. torch.distributed then names it by the number of groups that the
+    process has made, so that ranks with different numbers would wait for each other for ever.
     """
     ranks = dist.get_process_group_ranks(group)
     return dist.new_group(ranks, backend=backend, use_local_synchronization=len(ranks) < dist.get_world_size())

@@ -1,5 +1,5 @@
-"""The compressors and the memories, by name. A new one is a class with a `name` in a file of this folder, and no line
-elsewhere."""
+"""The compressors and the memories, by name. A class with a `name` in a file of this folder is found without
+registration."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hvdcomp.specs.registry import classes_by_name
 
 COMPRESSORS: dict[str, type[Compressor]] = {}
 MEMORIES: dict[str, type[Memory]] = {}
-# Filled afterwards, because one of the modules that are searched, `parsing`, takes both names from here. Routers and
-# two levels have a notation of their own.
+# Filled afterwards, because `parsing`, one of the modules searched, imports both names. Routers and `TwoLevel` have
+# their own notation in specs.
 COMPRESSORS.update(
     {
         name: kind
@@ -28,7 +28,7 @@ COMPRESSORS.update(
 )
 MEMORIES.update(classes_by_name(__name__, Memory))
 
-# Specs of all of them, in each of their forms.
+# The example specs of all compressors.
 EXAMPLES: tuple[str, ...] = tuple(spec for kind in COMPRESSORS.values() for spec in kind.examples)
 
 __all__ = [

@@ -1,9 +1,9 @@
 """Buckets: the tensors of a step that one method compresses together, in a few passes of compiled code.
 
 A compressor may have, beside `aggregate` for one tensor, a form for all tensors of a bucket, `aggregate_bucket`. It is
-a generator as well: it yields one request a round for all of them. The kernels that it calls make x of the gradients
-and what the memory kept, compress it in the same pass, and write the mean over the ranks to where it belongs. For
-compressors without such a form `each_tensor` has one.
+a generator as well: it yields one request a round for all tensors. Its kernels make x from the gradients and the
+residuals, compress x in the same pass, and write the mean over the ranks to the results. `each_tensor` has the default
+form of a compressor without its own.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from hvdcomp.compressors.randomness import tensor_keys
 from hvdcomp.kernels.tables import NARROW, Table
 
 BUCKET_BYTES = 25 * 2**20
-"""Of gradients, the least that a bucket holds that starts in the backward pass: what PyTorch's DDP takes (Li et al.
+"""The least bytes of gradients in a bucket that starts in the backward pass: the default of PyTorch's DDP (Li et al.
 2020, arXiv:2006.15704, section 5.2)."""
 
 LEAST_BYTES = 1_000_000
-"""The same where rank 0 chooses how much, at least."""
+"""The smallest value of that limit that rank 0 may choose."""
 
 ROW_ALIGNMENT = 8
-"""Bytes, of which rows that travel have whole numbers: of the largest element."""
+"""The length of a payload's row is a multiple of this number of bytes: those of the largest element type."""
 
 _QUICK = 1 << 20  # elements that kernels pass over in less than a millisecond
 
 
 BucketAggregation = Generator[Request, Any, bool | Array]
-"""A bucket's step; returns whether a mean holds an inf or NaN, as of `Bucket.call`.
+"""A bucket's step; returns whether a mean holds an inf or NaN, as `Bucket.call` does.
 
-At its end the means lie where the table's `result` says. If the memory keeps anything, the table's `x` holds what is
-left: the residual, or an x of which `sent_rule` says what was sent.
+At its end the means lie at the addresses `result` of the table. If the memory keeps anything, `x` of the table holds
+the residual, or an x from which the next step subtracts what `sent_rule` says was sent.
 """
 
 
-class Rows(NamedTuple):
-    """A payload that has a row for each of several ranks.
+class PayloadRows(NamedTuple):
+    """The rows of a payload that has one for each of several ranks.
 
     Attributes:
-        numbers: of the row in which a tensor lies, int64 (tensors,).
-        ranks: how many there are.
-        length: bytes of each, or more if what lies in one takes more.
+        numbers: the row of each tensor, int64 (tensors,).
+        ranks: number of rows.
+        length: least bytes of a row; it grows if its contents need more.
     """
 
     numbers: np.ndarray
@@ -60,31 +60,31 @@ class Rows(NamedTuple):
 
 @dataclass(eq=False)
 class Bucket:
-    """What a bucket form knows: its tensors, and the step under way.
+    """The tensors that one bucket form compresses, and their step under way.
 
     Attributes:
-        tensors: of at least one element each, and of one element type.
-        compressors: of the tensors; they are of one class, and differ in their level alone.
-        memory: of all tensors.
-        device: where the bucket's kernels work; None for the host.
-        widens: whether what is called gradients is of the tensors' type where that has 16 bits, and becomes float32 in
-            `x`; results become so in `narrowed`. Else it is float32.
+        tensors: the tensors, of at least one element each, and of one element type.
+        compressors: the compressor of each tensor; all of one class, different only in their level.
+        memory: the memory of all tensors.
+        device: the device of the bucket's kernels; None for the host.
+        widens: whether gradients are in a 16-bit type, become float32 in `x`, and results are cast back in `narrowed`.
+            If not, gradients are float32.
         xp: the array functions of payloads: NumPy's on the host.
-        context: of the step; its name is empty.
-        like: an array of the framework, where the gradients are; set where there is no form of the method's own.
-        states: what the method keeps of the tensors: `BucketStates`, fitted by `prepare`, or None if it keeps nothing.
-            Without a form of its own, of each tensor the arrays in NumPy that the step before has left, none if that
-            was another method's; at the end of a step those that it leaves.
-        table: what kernels are told of the tensors.
-        layout: what the form works out of the tensors and levels once, and not in each step; None at first.
-        found_inf: whether x, or what is sent of it, holds an inf or NaN: to be set before the first request, to what
-            `call` returned.
-        handed: bytes that each tensor has handed to collectives in the step, in all and of these to those of its node,
-            int64 (tensors, 2); None where the method says it (`bytes_in_bucket`).
-        factors: the object whose storage the table's `sent_product` points into, None if there is none. Who keeps the
-            product keeps it too. Its `commit` is called if the step counts.
-        rows: where a payload has a row for each of several ranks.
-        factor: of the step under way, what gradients are multiplied with; None for 1.
+        context: the context of the step; its name is empty.
+        like: an array of the framework on the gradients' device; set if the method has no bucket form.
+        states: the method's states: `BucketStates`, fitted by `prepare`, or None if it keeps nothing. For a method
+            without a bucket form, a tuple of NumPy arrays for each tensor, which a step replaces; an empty tuple if
+            the step before was another method's.
+        table: the description of the tensors for kernels.
+        layout: what the bucket form computes once from tensors and levels; None at first.
+        found_inf: whether x, or what is sent of it, holds an inf or NaN, as returned by `call`; to be set before the
+            first request.
+        handed: bytes that each tensor handed to collectives in the step, int64 (tensors, 2): in all, and to those
+            within its node. None where the method counts them (`bytes_in_bucket`).
+        factors: the object whose storage `sent_product` of the table points into, or None. Its `commit` is called if
+            the step counts. A holder of the product must hold this object too.
+        rows: the rows of the payload, if it has one for each of several ranks.
+        factor: the factor of this step's gradients; None for 1.
     """
 
     tensors: Sequence[TensorInfo]
@@ -101,7 +101,7 @@ class Bucket:
     found_inf: bool | Array = False
     handed: np.ndarray | None = None
     factors: Any = field(default=None, repr=False)
-    rows: Rows | None = None
+    rows: PayloadRows | None = None
     kernels: Any = field(init=False, repr=False)
     factor: Array | None = field(default=None, init=False, repr=False)
 
@@ -131,28 +131,29 @@ class Bucket:
 
     @property
     def x(self) -> str:
-        """What the table calls x of the tensors."""
+        """The table's column that holds x."""
         return "x" if self.keeps or self.widens else "gradient"
 
     @property
     def keeps(self) -> bool:
-        """Whether what is not sent is kept."""
+        """Whether the memory keeps what is not sent."""
         return not isinstance(self.memory, NoMemory)
 
     @property
     def masks(self) -> bool:
-        """Whether the momentum of an element ends where it is sent."""
+        """Whether an element's momentum is cleared when the element is sent (momentum factor masking)."""
         return isinstance(self.memory, MomentumCorrection) and self.memory.masking
 
     def keys(self, purpose: str) -> np.ndarray:
-        """The keys of the tensors' random numbers, for `step_keys`."""
+        """The keys of the tensors' random numbers, as `step_keys` takes them."""
         return tensor_keys([tensor.name for tensor in self.tensors], self.context.seed, purpose)
 
     def begin(self, context: Context, factor: Array | None = None) -> None:
-        """Before the first kernel of a step.
+        """Begins a step; to be called before its first kernel.
 
         Args:
-            factor: what gradients are multiplied with; None for 1.
+            context: the context of the step.
+            factor: the factor of the gradients; None for 1.
         """
         self.context = context
         self.factor = factor
@@ -174,11 +175,12 @@ class Bucket:
 
         Args:
             kernel: its name in `src/kernels.def`.
-            arguments: numbers, and arrays as of `xp`, of which the kernel gets the addresses.
-            aside: whether what is sent next does not wait for it, on a device; the bucket's next call does.
+            arguments: numbers, and arrays of `xp`, whose addresses the kernel gets.
+            aside: on a device, whether the next request may be sent before the kernel has ended; the bucket's next
+                call still waits for it.
 
         Returns:
-            Whether it has found an inf or NaN; on a device an element that is NaN if so, and else 0.
+            Whether the kernel found an inf or NaN; on a device, an array of one element, NaN if so and 0 if not.
         """
         if self.device is not None:
             return self.kernels.call(kernel, *arguments, aside=aside)
@@ -190,7 +192,7 @@ class Bucket:
         return bool(function(self.table.address, *addresses))
 
     def sums_of(self, kernel: str) -> Array:
-        """Calls a kernel that adds up something of each tensor; the sums, float64 (tensors,), an array as of `xp`."""
+        """Calls a kernel that computes a sum for each tensor; the sums, float64 (tensors,), an array of `xp`."""
         if self.device is not None:
             sums = self.zeros(len(self.tensors), "float64")
             self.call(kernel, sums)
@@ -199,28 +201,27 @@ class Bucket:
         return self.segments["sums"][:, 0].copy()
 
     def holds_inf(self, name: str) -> bool:
-        """On the host, whether an inf or NaN is among the numbers that lie, of all tensors, where a column of the table
-        says."""
-        addresses, sizes = (np.ascontiguousarray(self.segments[one]) for one in (name, "size"))
+        """Whether the storage that a column of the table points to holds an inf or NaN; on the host only."""
+        addresses, sizes = (np.ascontiguousarray(self.segments[column]) for column in (name, "size"))
         library: Any = kernels.library(release=self.table.elements > _QUICK)
         threads = self.table.bucket.threads
         return bool(library.hvd_found_inf(addresses.ctypes.data, sizes.ctypes.data, len(sizes), threads))
 
     def zeros(self, count: int, dtype: str = "uint8") -> Array:
-        """A vector where the kernels work."""
+        """A vector of zeros on the kernels' device."""
         return np.zeros(count, dtype) if self.device is None else self.kernels.zeros(count, dtype)
 
     def places(self, *bytes_of: np.ndarray) -> tuple[np.ndarray, int]:
-        """Where things of tensors lie in a payload, or a row of it: the first things of all, then the second ones.
+        """Offsets of the tensors' parts in a payload, or in its rows: first the first parts of all tensors, and so on.
 
         Args:
-            bytes_of: these things, of each tensor.
+            bytes_of: for each kind of part, its bytes for each tensor, int64 (tensors,).
 
         Returns:
-            The places, int64 (things, tensors), and how many bytes the payload has.
+            The offsets, int64 (kinds, tensors), and the bytes of the payload.
         """
         sizes = np.stack(bytes_of)
-        numbers, ranks, length = self.rows or Rows(np.zeros(len(self.tensors), np.int64), 1, 0)
+        numbers, ranks, length = self.rows or PayloadRows(np.zeros(len(self.tensors), np.int64), 1, 0)
         starts = np.zeros_like(sizes)
         for row in range(ranks):
             of_row = sizes[:, numbers == row]
@@ -232,13 +233,13 @@ class Bucket:
         return starts + numbers * length, ranks * length
 
     def payload(self, count: int, dtype: str = "uint8") -> Payload:
-        """Storage for what is sent, where the kernels work."""
+        """A payload on the kernels' device."""
         return Payload(count, dtype, self.zeros)
 
 
 def gathered(ranks: Sequence[tuple[Array, ...]]) -> tuple[Array, int, int]:
-    """What kernels take of an `AllGather`'s answer of one part each: the first rank's, the number of ranks, and how
-    many bytes each begins behind the one before."""
+    """The arguments by which kernels read an `AllGather`'s answer of one part per rank: the first rank's part, the
+    number of ranks, and the stride in bytes from one rank's part to the next."""
     first = ranks[0][0]
     if len(ranks) == 1:
         return first, 1, 0
@@ -246,30 +247,30 @@ def gathered(ranks: Sequence[tuple[Array, ...]]) -> tuple[Array, int, int]:
     return first, len(ranks), addresses[1] - addresses[0]
 
 
-def either(*found: bool | Array) -> bool | Array:
-    """Whether any of some kernels has found an inf or NaN, as of `Bucket.call`."""
-    flags = [one for one in found if not isinstance(one, bool)]
-    return sum(flags[1:], flags[0]) if flags else any(found)
+def any_found_inf(*flags: bool | Array) -> bool | Array:
+    """Whether any of several kernel calls found an inf or NaN; flags and result as `Bucket.call` returns them."""
+    on_device = [flag for flag in flags if not isinstance(flag, bool)]
+    return sum(on_device[1:], on_device[0]) if on_device else any(flags)
 
 
 def address_of(array: Array) -> int:
-    """Of its first element."""
+    """The address of the first element."""
     return array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.data_ptr()
 
 
 class BucketStates:
-    """What a method keeps of a bucket's tensors from step to step, in flat storage.
+    """A method's states of a bucket's tensors from step to step, in flat storage.
 
     Each tensor has the same number of arrays (length, columns). The first arrays of all tensors lie behind each other
-    in one vector, the second ones in another; each of them column by column.
+    in one vector, the second arrays in another; each array column by column.
 
     Args:
-        states: of each tensor, float32.
+        states: the state of each tensor, float32 arrays.
         xp: the array functions.
 
     Attributes:
-        kept: the vectors that a step starts from. It does not change them.
-        next: as many, which a step fills. If it counts, the two change their roles.
+        kept: the vectors that a step starts from and does not change.
+        next: the vectors that a step fills. If the step counts, the two swap roles.
     """
 
     def __init__(self, states: Sequence[tuple[Array, ...]], xp: ModuleType = numpy_arrays) -> None:
@@ -281,43 +282,44 @@ class BucketStates:
         self.next = [xp.zeros(vector.shape, like=vector) for vector in self.kept]
 
     def arrays(self, place: int) -> tuple[Array, ...]:
-        """What is kept of the tensor at a place of the bucket, (length, columns) each, in storage that steps reuse."""
+        """The state of the tensor at a place in the bucket: arrays (length, columns), in storage that steps reuse."""
         return tuple(
             vector[starts[place] : starts[place + 1]].reshape(shapes[place]).T
             for vector, starts, shapes in zip(self.kept, self._starts, self._shapes, strict=True)
         )
 
     def places(self, members: Sequence[int]) -> list[np.ndarray]:
-        """Where in each vector the arrays of some tensors lie, which are at these places of the bucket."""
+        """For each vector the indices of some tensors' arrays; the tensors are given by their places in the bucket."""
         empty = [np.zeros(0, np.int64)]
         ranges = [[np.arange(starts[member], starts[member + 1]) for member in members] for starts in self._starts]
         return [np.concatenate(empty + kind) for kind in ranges]
 
     @property
     def nbytes(self) -> int:
-        """What it takes."""
+        """Bytes of all vectors."""
         return sum(int(vector.nbytes) for vector in (*self.kept, *self.next))
 
     def commit(self) -> None:
-        """After a step that counts: what it has filled is what is kept."""
+        """Keeps the states of a step that counts."""
         self.kept, self.next = self.next, self.kept
 
     def settle(self, found_inf: Array) -> None:
-        """The same after a step of which the host does not know whether it counts."""
+        """Keeps the new states if `found_inf` is 0, which the host need not know; the old ones if it is NaN."""
         self.next = [self._xp.where(found_inf == 0, new, old) for new, old in zip(self.next, self.kept, strict=True)]
         self.commit()
 
 
 class Payload:
-    """Storage for what a bucket sends, which is used in each step anew.
+    """Storage of the payload that a bucket sends; every step reuses it.
 
     Args:
-        count: of elements, rounded up to whole four bytes: ranks' payloads lie behind each other.
-        zeros: makes the storage.
+        count: number of elements; their bytes are rounded up to a multiple of 4, as ranks' payloads lie in a row.
+        dtype: element type.
+        zeros: function that makes the storage.
 
     Attributes:
-        vector: (count,).
-        with_room: the same storage with room for four bytes more, and whole eight in all.
+        vector: the payload (count,).
+        with_room: the same storage with 4 bytes or more behind it, in all a multiple of 8.
     """
 
     def __init__(self, count: int, dtype: str = "uint8", zeros: Callable[[int, str], Array] = np.zeros) -> None:

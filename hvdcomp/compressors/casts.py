@@ -20,7 +20,7 @@ from hvdcomp.errors import SpecError
 from hvdcomp.kernels.tables import EVERYTHING
 from hvdcomp.specs.described import Rule
 
-_EXCHANGE = Rule(lambda value: value == "allreduce" or EXCHANGE.allows(value), f'"allreduce", {EXCHANGE.what}')
+_EXCHANGE = Rule(lambda value: value == "allreduce" or EXCHANGE.allows(value), f'"allreduce", {EXCHANGE.allowed_text}')
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class NoCompression(Compressor):
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
         if self.wire_dtype(bucket.dtype) == "float16":
-            return (yield from _in_half_precision(bucket, 2))  # x may be larger than its gradient: the rest is kept
+            return (yield from _in_half_precision(bucket, 2))  # x may overflow float16: the excess is kept
         wire = _wire(bucket, "float32")
         bucket.found_inf = bucket.call("dense_encode", wire.with_room)
         bucket.segments["sent_rule"] = EVERYTHING
@@ -75,16 +75,16 @@ class _Cast(Gathering):
 
 @dataclass(frozen=True)
 class FP16(_Cast):
-    """Casts to IEEE half precision, and sums in it, as Horovod's own fp16 compression, or in float32.
+    """Casts to IEEE half precision, summed in half precision, as in Horovod's own fp16 compression, or in float32.
 
-    Values beyond 65504 become infinite and are then dealt with as any other overflow: the step counts on no rank.
-    Gathered or scattered, it is the numbers that travel which overflow, and not their sum, which is of float32.
-    Scattered, a rank sends and receives as much as in an allreduce of half precision, with any number of ranks.
+    Magnitudes beyond 65504 become infinite, and the step is skipped on all ranks, as after any overflow. With
+    exchange "gather" or "scatter", sums are float32 and only the elements themselves can overflow. With "scatter", a
+    rank sends and receives as many bytes as in an allreduce of half precision, with any number of ranks.
 
     Attributes:
-        exchange: "allreduce", in half precision; "gather", "scatter" or "auto" as of other methods, with sums in
-            float32.
-        rounding: "nearest"; or "stochastic" unless sums are of half precision, which rounds them to nearest.
+        exchange: "allreduce", with sums in half precision; or "gather", "scatter" or "auto" as in other methods, with
+            sums in float32.
+        rounding: "nearest"; or "stochastic", not with "allreduce", whose sums are rounded to nearest.
     """
 
     exchange: Annotated[str, _EXCHANGE] = field(default="allreduce", kw_only=True)
@@ -134,8 +134,8 @@ class FP16(_Cast):
 class BF16(_Cast):
     """Casts to bfloat16, gathers or scatters the bit patterns, and adds them in float32: no sum is rounded to 16 bits.
 
-    Gathered, a rank receives 2 (N - 1) bytes an element from N ranks, as many as of dense gradients with four ranks.
-    Scattered, it sends and receives half of what an allreduce of float32 does, with any number of ranks.
+    Gathered among N ranks, a rank receives 2 (N - 1) bytes an element; with four ranks, as many as in an allreduce of
+    float32. Scattered, it sends and receives half the bytes of an allreduce of float32, with any number of ranks.
     """
 
     name: ClassVar[str] = "bf16"
@@ -159,10 +159,13 @@ class BF16(_Cast):
 
 
 def _bfloat16_at_random(xp: ModuleType, vector: Array, nearest: Array, purpose: str, context: Context) -> Array:
-    """Bit patterns, int16, of numbers that 16 random bits carry up to the neighbour further from zero, or do not.
+    """bfloat16 bit patterns, int16, of a vector rounded at random: 16 random bits are added below the last bit.
 
     Args:
-        nearest: the bit patterns of numbers rounded to nearest. What is infinite there, or NaN, stays so.
+        vector: the numbers to round.
+        nearest: bit patterns of the numbers rounded to nearest; its infinities and NaNs are kept.
+        purpose: purpose of the random numbers.
+        context: the tensor's context.
     """
     bits = xp.bitcast(xp.astype(vector, "float32"), "int32")
     magnitudes = bits & 0x7FFFFFFF
@@ -172,25 +175,25 @@ def _bfloat16_at_random(xp: ModuleType, vector: Array, nearest: Array, purpose: 
 
 
 def _half_at_random(xp: ModuleType, vector: Array, nearest: Array, purpose: str, context: Context) -> Array:
-    """The same of half precision; what a number has below 2**-43 is left out.
+    """float16 bit patterns of a vector rounded at random; digits below 2**-43 are left out.
 
-    From one power of two to the next, and below 2**-14, halves are equally far apart. A magnitude is so many of these
-    distances, in 2**19ths, exact from 2**-20 on: 19 random bits carry it up to the next whole number, or do not.
+    Between two powers of two, and below 2**-14, float16 numbers are equally spaced. A magnitude is converted to 2**19
+    times its number of spacings, exact from 2**-20 on; 19 random bits are added, and the lowest 19 bits dropped.
     """
     bits = xp.bitcast(xp.astype(vector, "float32"), "int32")
     magnitudes = bits & 0x7FFFFFFF
-    held = magnitudes.clip(0, _LARGEST_HALF)
-    above = (held & 0x7F800000).clip(_LEAST_HALF, 0x7F800000) - _LEAST_HALF
+    clipped = magnitudes.clip(0, _LARGEST_HALF)
+    above = (clipped & 0x7F800000).clip(_LEAST_HALF, 0x7F800000) - _LEAST_HALF
     factors = xp.bitcast((283 << 23) - _LEAST_HALF - above, "float32")
-    codes = xp.astype(xp.bitcast(held, "float32") * factors, "int32")
+    codes = xp.astype(xp.bitcast(clipped, "float32") * factors, "int32")
     codes += (_random_words(xp, vector, purpose, context) >> 13) & 0x7FFFF
     return _with_signs(xp, (codes >> 19) + (above >> 13), bits, nearest, magnitudes < _INFINITE_HALF)
 
 
-# Bits of float32 numbers: the largest that 16 bits hold, and the smallest that rounding to nearest makes infinite.
+# float32 bit patterns: the largest finite 16-bit number, and the smallest number that rounds to infinity.
 _LARGEST_BFLOAT16, _INFINITE_BFLOAT16 = 0x7F7F0000, 0x7F7F8000
 _LARGEST_HALF, _INFINITE_HALF = 0x477FE000, 0x477FF000  # 65504 and 65520
-_LEAST_HALF = 0x38800000  # 2**-14, from which on halves have all of their digits
+_LEAST_HALF = 0x38800000  # 2**-14, the smallest normal float16
 
 
 def _random_words(xp: ModuleType, vector: Array, purpose: str, context: Context) -> Array:
@@ -199,17 +202,17 @@ def _random_words(xp: ModuleType, vector: Array, purpose: str, context: Context)
 
 
 def _with_signs(xp: ModuleType, codes: Array, bits: Array, nearest: Array, finite: Array) -> Array:
-    """Codes of magnitudes with the signs of float32 numbers; where they are not finite, those rounded to nearest."""
+    """Codes of magnitudes with the signs of float32 numbers; `nearest` where a number is not finite."""
     return xp.where(finite, xp.astype(codes | ((bits >> 16) & -0x8000), "int16"), nearest)
 
 
 class _BitPatterns:
-    """One 16-bit number for each of a bucket's elements.
+    """A payload of one 16-bit number for each element of a bucket.
 
     Attributes:
-        payload: their bytes.
-        patterns: the same storage, as numbers.
-        keys: of the tensors' random numbers.
+        payload: the payload, uint8.
+        patterns: the same storage as int16.
+        keys: keys of the tensors' random numbers.
     """
 
     def __init__(self, bucket: Bucket, purpose: str) -> None:
@@ -222,7 +225,7 @@ class _BitPatterns:
 
 
 def _in_half_precision(bucket: Bucket, nearest: int) -> BucketAggregation:
-    """A step of sums in half precision; nearest: as of the kernel `half_encode`."""
+    """A step with sums in half precision; `nearest` is an argument of the kernel `half_encode`."""
     wire = _wire(bucket, "float16")
     bucket.found_inf = bucket.call("half_encode", wire.with_room, nearest)
     mean = yield AllReduce(wire.vector, with_room=wire.with_room)
@@ -230,7 +233,7 @@ def _in_half_precision(bucket: Bucket, nearest: int) -> BucketAggregation:
 
 
 def _wire(bucket: Bucket, dtype: str) -> Payload:
-    """One number for each of a bucket's elements, kept as its layout."""
+    """The bucket's layout: a payload of one number for each element."""
     if bucket.layout is None:
         bucket.layout = bucket.payload(_places_of_elements(bucket), dtype)
     wire: Payload = bucket.layout
@@ -238,7 +241,7 @@ def _wire(bucket: Bucket, dtype: str) -> Payload:
 
 
 def _places_of_elements(bucket: Bucket) -> int:
-    """Says where each tensor's numbers lie, tensor behind tensor, in `place[0]` of the table; how many there are."""
+    """Writes the offset of each tensor in the payload to `place[0]` of the table; returns the number of elements."""
     ends = np.cumsum(bucket.segments["size"])
     bucket.segments["place"][:, 0] = ends - bucket.segments["size"]
     return int(ends[-1])

@@ -1,4 +1,4 @@
-"""Which compressor and which memory each tensor gets. Names, shapes and element types are all that this depends on."""
+"""The choice of each tensor's compressor and memory, which depends on names, shapes and element types only."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.compressors.sizes import state_elements
 
 MIN_NUMEL, MIN_NDIM = 1024, 2
-"""By default, a tensor with fewer elements or dimensions is sent dense."""
+"""Defaults: tensors with fewer elements or dimensions are sent dense."""
 
 Plan = Mapping[str, Compressor]
-"""The compressor of each tensor, by name. Nobody changes a plan once it is made."""
+"""The compressor of each tensor, by name. A plan is not changed once it is made."""
 
 
 @dataclass(eq=False)
@@ -25,14 +25,14 @@ class Chooser:
 
     Args:
         described: all tensors that may have a gradient; the same on all ranks.
-        compressor: how to compress; each tensor gets what the compressor's `route` gives for it.
-        memory: None for the default: error feedback for biased compressors, nothing for the others; but for all
-            tensors the momentum correction of a compressor that comes with it.
+        compressor: the compressor, whose `route` gives each tensor its own.
+        memory: the memory of all tensors. None for the default: error feedback for biased compressors and none for the
+            others; or, if a compressor has momentum correction, that for all tensors.
         min_numel, min_ndim: tensors with fewer elements or dimensions are sent dense.
 
     Attributes:
-        tensors: by name, sorted.
-        memory: of all tensors; None where each compressor's default counts.
+        tensors: the tensors by name, sorted.
+        memory: the memory of all tensors; None if each has its compressor's default.
     """
 
     described: InitVar[Iterable[TensorInfo]]
@@ -50,11 +50,11 @@ class Chooser:
             self.memory = next((kind.default_memory for kind in methods if kind.default_memory.is_momentum), None)
 
     def plan_for(self, compressor: Compressor) -> Plan:
-        """What each tensor gets from a compressor: small and low-dimensional ones go dense, unless it is a cast."""
+        """The plan of a compressor: small and low-dimensional tensors are sent dense, unless it is a cast."""
         return MappingProxyType({name: self.choose(compressor, tensor) for name, tensor in self.tensors.items()})
 
     def choose(self, compressor: Compressor, tensor: TensorInfo) -> Compressor:
-        """What one tensor gets from a compressor."""
+        """The compressor that a tensor gets, dense if the tensor is small."""
         chosen = compressor.route(tensor) if tensor.size else NoCompression()
         small = tensor.size < self.min_numel or len(tensor.own_shape) < self.min_ndim
         return NoCompression() if small and chosen.wire_dtype(tensor.dtype) is None else chosen
@@ -76,14 +76,14 @@ class Chooser:
         return kept
 
     def casts(self, plan: Plan) -> bool:
-        """Whether a plan is nothing but casts that keep nothing back."""
+        """Whether a plan has only casts without memory."""
         return all(self.is_cast(name, compressor) for name, compressor in plan.items())
 
     def is_cast(self, name: str, compressor: Compressor) -> bool:
-        """Whether a compressor does no more to this tensor than cast it, and keeps nothing back."""
+        """Whether a compressor only casts this tensor, without memory."""
         cast = compressor.wire_dtype(self.tensors[name].dtype) is not None
         return cast and isinstance(self.memory_for(compressor), NoMemory)
 
     def sends_all(self, name: str, compressor: Compressor) -> bool:
-        """Whether a compressor leaves nothing of this tensor to be sent later."""
+        """Whether a compressor leaves no residual of this tensor."""
         return compressor.lossless or self.is_cast(name, compressor)

@@ -1,9 +1,8 @@
 """Refuses pairs of compressor and memory whose residuals would grow without end.
 
-Error feedback sends later what was not sent at once. It is for contractions: what a step leaves over must have less
-energy than what was to be sent, E|x - C(x)|^2 < |x|^2 (Karimireddy et al. 2019, arXiv:1901.09847, assumption A). Else
-the next step has more to send and leaves over still more. Some unbiased methods have such an error, their variance;
-they need no error feedback.
+Error feedback is for contractions: the residual must have less energy than x, E|x - C(x)|^2 < |x|^2 (Karimireddy et
+al. 2019, arXiv:1901.09847, assumption A). If not, each step has more to send than the one before. The error of some
+unbiased methods, their variance, is as large; these need no error feedback.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ def require_bounded_residuals(compressor: Compressor, memory: Memory | None) -> 
     """Raises SpecError if residuals would grow without end.
 
     Args:
-        compressor: also a router, whose compressors are all looked at.
-        memory: as the user gave it; None for each compressor's own. A momentum correction that is one compressor's own
-            is that of all tensors.
+        compressor: the compressor; all choices of a router are checked.
+        memory: the memory that the user gave; None for each compressor's default. A default momentum correction of one
+            compressor is the memory of all tensors.
     """
     methods = list(compressor.leaves())
     if memory is None:
-        memory = next((each.default_memory for each in methods if each.default_memory.is_momentum), None)
+        memory = next((method.default_memory for method in methods if method.default_memory.is_momentum), None)
     if memory is None:
         return
     for method in methods:
@@ -41,8 +40,8 @@ def require_bounded_residuals(compressor: Compressor, memory: Memory | None) -> 
 def require_bounded_turns(compressors: Iterable[Compressor]) -> None:
     """Raises SpecError if residuals would grow without end where compressors with their own memories take turns.
 
-    What one method has kept is still to be sent when another one follows, and what that one does not send of it is kept
-    as well. So error feedback, once begun, goes on whatever follows.
+    A residual of one method is sent by the method that follows, and what that does not send is kept again. So error
+    feedback, once begun, goes on with every later method.
     """
     methods = [method for compressor in compressors for method in compressor.leaves()]
     for keeper in methods:
@@ -57,7 +56,7 @@ def require_bounded_turns(compressors: Iterable[Compressor]) -> None:
 
 
 def can_take_turns(compressors: Iterable[Compressor]) -> bool:
-    """Whether `require_bounded_turns` allows it."""
+    """Whether `require_bounded_turns` allows these compressors."""
     try:
         require_bounded_turns(compressors)
     except SpecError:

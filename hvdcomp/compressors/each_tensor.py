@@ -1,8 +1,8 @@
-"""The bucket form of a method that has none of its own: `aggregate` of each tensor, side by side.
+"""The default bucket form of a method: `aggregate` of each tensor, side by side.
 
-Kernels make x of all tensors in one pass, as in any bucket, and the requests of all tensors travel together. What is
-small goes through `aggregate` in NumPy, which takes less time for an operation; what is large in the framework, which
-has threads. A method that has a form of its own gets that one (`step_of`).
+Kernels make x of all tensors in one pass, as in any bucket, and the requests of all tensors travel together. A small
+tensor goes through `aggregate` in NumPy, which has the smaller overhead per operation; a large tensor goes through it
+in the framework, which has threads. `step_of` prefers a method's own bucket form where there is one.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ LARGE = 1 << 16
 
 
 def step_of(bucket: Bucket) -> Generator[Request | list[Request], Any, bool | Array]:
-    """The generator of a bucket's step, as of `BucketAggregation`. Where it yields a list of requests, it is answered
-    with a list."""
+    """The generator of a bucket's step (`BucketAggregation`). A list of requests that it yields gets a list of
+    answers."""
     method = bucket.compressors[0]
     form = method.aggregate_bucket if method.has_bucket_form else _aggregate_each
-    found: bool | Array = yield from form(bucket)
-    if bucket.widens and bucket.device is not None:  # on the host, what decodes has done so
-        found = found + bucket.call("narrow_results")
+    found_inf: bool | Array = yield from form(bucket)
+    if bucket.widens and bucket.device is not None:  # on the host, decoding has narrowed them
+        found_inf = found_inf + bucket.call("narrow_results")
     if bucket.widens:
         bucket.segments["sent_rule"] = NOTHING
-    return found
+    return found_inf
 
 
 def preview_of(bucket: Bucket) -> None:
@@ -54,37 +54,37 @@ def preview_of(bucket: Bucket) -> None:
 
 
 def _aggregate_each(bucket: Bucket) -> Generator[list[Request], Any, bool]:
-    each = _Each(bucket)
+    tensors = _TensorByTensor(bucket)
     with numbers_may_overflow():
-        each.start()
-        requests = each.advance(dict.fromkeys(range(len(bucket.tensors))))
+        tensors.start()
+        requests = tensors.advance(dict.fromkeys(range(len(bucket.tensors))))
     bucket.found_inf |= _cast_too_large(requests.values())
     while requests:
         answers = yield list(requests.values())
         with numbers_may_overflow():
-            requests = each.advance(dict(zip(requests, answers, strict=True)))
+            requests = tensors.advance(dict(zip(requests, answers, strict=True)))
     with numbers_may_overflow():
-        return each.end()
+        return tensors.end()
 
 
 def _preview_each(bucket: Bucket) -> None:
-    each = _Each(bucket)
+    tensors = _TensorByTensor(bucket)
     with numbers_may_overflow():
-        for place, (compressor, *given) in enumerate(each.arguments()):
-            sent = compressor.preview(*given)
-            each.put(place, sent)
-            each.take_off(place, sent)
+        for place, (compressor, *arguments) in enumerate(tensors.arguments()):
+            sent = compressor.preview(*arguments)
+            tensors.put(place, sent)
+            tensors.take_off(place, sent)
 
 
 def numbers_may_overflow() -> Any:
-    """Where a step holds an inf or NaN, its flag says so."""
+    """Silences NumPy's warnings: the step's flag reports an inf or NaN."""
     return np.errstate(over="ignore", invalid="ignore", divide="ignore")
 
 
-class _Each:
-    """The tensors of a bucket's step that has begun, as arrays of NumPy in the storage that the table names.
+class _TensorByTensor:
+    """The tensors of a bucket whose step has begun, as NumPy arrays in the storage that the table names.
 
-    Makes x of them, and sets the bucket's `found_inf`.
+    Making one makes x of all tensors and sets the bucket's `found_inf`.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -97,25 +97,31 @@ class _Each:
         self._velocities = _arrays(bucket, "next_velocity") if bucket.masks else []
 
     def arguments(self) -> list[tuple[Any, ModuleType, Array, tuple[Array, ...], Context]]:
-        """The compressor of each tensor, and what its `aggregate` gets, with states to start from."""
+        """For each tensor its compressor and the arguments of `aggregate`, with the state to start from."""
         bucket = self._bucket
-        given: list[Array] = compressed(bucket)
-        framework, found = arrays_for(bucket.like), []
-        for tensor, compressor, x, kept in zip(bucket.tensors, bucket.compressors, given, bucket.states, strict=True):
+        inputs: list[Array] = compressed(bucket)
+        framework, arguments = arrays_for(bucket.like), []
+        for tensor, compressor, x, kept in zip(bucket.tensors, bucket.compressors, inputs, bucket.states, strict=True):
             context = dataclasses.replace(bucket.context, name=tensor.name)
             xp = framework if tensor.size > LARGE else numpy_arrays
-            x, *state = (xp.from_numpy(one, like=bucket.like) for one in (x, *kept))
-            found.append((compressor, xp, x, compressor.prepare(xp, x, tuple(state), context), context))
-        return found
+            x, *state = (xp.from_numpy(array, like=bucket.like) for array in (x, *kept))
+            arguments.append((compressor, xp, x, compressor.prepare(xp, x, tuple(state), context), context))
+        return arguments
 
     def start(self) -> None:
         """Makes the generators of the tensors."""
-        self._generators = [compressor.aggregate(*given) for compressor, *given in self.arguments()]
+        self._generators = [compressor.aggregate(*arguments) for compressor, *arguments in self.arguments()]
         self._bucket.handed = np.zeros((len(self._generators), 2), np.int64)
 
     def advance(self, answers: Mapping[int, Any]) -> dict[int, Request]:
-        """Gives generators, by their places, the answers to their last requests, at first None; their next requests,
-        none of those that have ended."""
+        """Sends answers to the generators and collects their next requests.
+
+        Args:
+            answers: by the tensor's place in the bucket, the answer to its last request; None to start.
+
+        Returns:
+            The next request of each generator that has not ended, by place.
+        """
         handed = self._bucket.handed
         assert handed is not None
         requests: dict[int, Request] = {}
@@ -130,31 +136,30 @@ class _Each:
         return requests
 
     def end(self) -> bool:
-        """Puts means and what is left of x where they belong, and states in their place; whether a mean or a state
-        holds an inf or NaN."""
+        """Writes means, residuals and states to their storage; whether a mean or a state holds an inf or NaN."""
         bucket, outcomes = self._bucket, self._outcomes
         for place, outcome in enumerate(outcomes):
-            self.put(place, outcome.mean)  # first, as it may lie where x does
+            self.put(place, outcome.mean)  # first, as it may share the storage of x
             if bucket.keeps:
                 self.take_off(place, outcome.sent)
-        bucket.states = [tuple(np.array(_numpy(one), order="C") for one in outcome.state) for outcome in outcomes]
+        bucket.states = [tuple(np.array(_numpy(array), order="C") for array in outcome.state) for outcome in outcomes]
         if bucket.keeps and bucket.holds_inf("x"):
             for x in self._x:
                 x[...] = numpy_arrays.finite_or_zero(x)  # as in `without`
-        states = [one for state in bucket.states for one in state]
+        states = [array for state in bucket.states for array in state]
         return bucket.holds_inf("result") or bool(numpy_arrays.found_inf(states)[0] != 0)
 
-    def put(self, place: int, found: Array | SparseVector) -> None:
+    def put(self, place: int, values: Array | SparseVector) -> None:
         """Writes the result of a tensor."""
         result = self._results[place]
-        if isinstance(found, SparseVector):
+        if isinstance(values, SparseVector):
             result[...] = 0
-            result.reshape(-1)[_numpy(found.indices)] = _numpy(found.values)
+            result.reshape(-1)[_numpy(values.indices)] = _numpy(values.values)
         else:
-            np.copyto(result, _numpy(found).reshape(result.shape), casting="unsafe")
+            np.copyto(result, _numpy(values).reshape(result.shape), casting="unsafe")
 
     def take_off(self, place: int, sent: Array | SparseVector) -> None:
-        """Takes what was sent off x, and of the momentum too if that ends there."""
+        """Subtracts what was sent from x; with masking, clears the momentum at the places sent."""
         x = self._x[place]
         if not isinstance(sent, SparseVector):
             np.subtract(x, _numpy(sent), out=x, casting="unsafe")
@@ -166,7 +171,7 @@ class _Each:
 
 
 def compressed(bucket: Bucket) -> list[np.ndarray]:
-    """What is compressed of the tensors, once x is made, in the storage that the table names."""
+    """The arrays that are compressed, once x is made, as views of the storage that the table names."""
     sourced = bucket.segments["source"].all()
     return _arrays(bucket, "source" if sourced else "x" if bucket.keeps else "gradient")
 
@@ -182,11 +187,11 @@ def _floats(address: int, tensor: TensorInfo) -> np.ndarray:
 
 
 def _numpy(array: Array) -> np.ndarray:
-    found: np.ndarray = arrays_for(array).to_numpy(array)
-    return found
+    converted: np.ndarray = arrays_for(array).to_numpy(array)
+    return converted
 
 
 def _cast_too_large(requests: Iterable[Request]) -> bool:
-    """Whether a cast to half precision, for the wire, has made numbers infinite."""
+    """Whether the cast to half precision for the wire made numbers infinite."""
     sums = [_numpy(request.array) for request in requests if isinstance(request, AllReduce)]
-    return bool(numpy_arrays.found_inf([one for one in sums if one.dtype == np.float16])[0] != 0)
+    return bool(numpy_arrays.found_inf([array for array in sums if array.dtype == np.float16])[0] != 0)

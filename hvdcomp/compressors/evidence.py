@@ -1,9 +1,9 @@
-"""What methods cost in trainings, as measured: by this `auto` proposes methods, and `advise` speaks of one.
+"""Measured losses of methods in trainings; `auto` proposes methods by them, and `advise` reports them.
 
-`evidence.json` has the figures, means over the seeds of a training, each method with its own memory. It is written by
-`python benchmarks/convergence.py --evidence hvdcomp/compressors/evidence.json` from the trainings of the page. Left out
-are the methods that were not trained like all others: those with a momentum of their own (`dgc`), and `signsgd`, which
-had another learning rate.
+`evidence.json` holds means over the seeds of each training, every method with its default memory. It is written by
+`python benchmarks/convergence.py --evidence hvdcomp/compressors/evidence.json` from the trainings of
+docs/convergence.md. It leaves out methods that were trained with other settings: `dgc`, which has a momentum of its
+own, and `signsgd`, which had another learning rate.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.two_level import within
 
 DIVERGED = math.inf
-"""What a method lost of which any seed diverged."""
+"""The loss of a method of which any seed diverged."""
 
 OPTIMIZERS = ("SGD", "Adam")
-"""An optimizer that is not known is taken for either, whichever speaks against a method."""
+"""The optimizers by which a method is judged if the user's is unknown: the worse result counts."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What one training says.
+    """The results of one training.
 
     Attributes:
         optimizer: "SGD", "Adam" or "CompressedAdam".
-        training: its name on the page docs/convergence.md.
+        training: its name in docs/convergence.md.
         metric: "loss" or "accuracy".
-        lost: by spec, beside uncompressed gradients (of CompressedAdam beside those of AdamW), as a share: what the
-            loss is higher by, or the points of accuracy that are missing; 0.01 is 1 % or a point.
+        lost: by spec, the relative increase of the loss, or the decrease of accuracy in points, against uncompressed
+            gradients (CompressedAdam against AdamW); 0.01 is 1 % or one point.
     """
 
     optimizer: str
@@ -45,7 +45,7 @@ class Evidence:
 
 @cache
 def evidence() -> tuple[Evidence, ...]:
-    """What all trainings say."""
+    """The results of all trainings."""
     records = json.loads(Path(__file__).with_name("evidence.json").read_text())
     return tuple(
         Evidence(
@@ -56,17 +56,18 @@ def evidence() -> tuple[Evidence, ...]:
 
 
 def lost_with(compressor: Compressor, optimizer: str | None) -> float | None:
-    """What a method lost where it did most harm, as in `Evidence`; None if nothing was measured.
+    """The worst measured loss of a method, as in `Evidence`; None if nothing was measured.
 
-    In two levels the mean of a node is compressed like a rank's gradient without them, so what was measured of a method
-    counts there. It does not count for the same method scattered, which rounds each element twice.
+    With two levels a node's mean is compressed as a rank's gradient is without them, so the method's figures hold. They
+    do not hold for the same method scattered, which rounds each element twice.
 
     Args:
-        optimizer: as in `Evidence`; None if it is not known.
+        compressor: the method.
+        optimizer: as in `Evidence`; None if unknown.
     """
     if optimizer is None:
-        of_each = [lost_with(compressor, each) for each in OPTIMIZERS]
-        known = [lost for lost in of_each if lost is not None]
+        losses = [lost_with(compressor, name) for name in OPTIMIZERS]
+        known = [lost for lost in losses if lost is not None]
         return max(known) if len(known) == len(OPTIMIZERS) else None
     spec = str(within(compressor))
     trainings = [training.lost for training in evidence() if training.optimizer == optimizer]
@@ -74,7 +75,7 @@ def lost_with(compressor: Compressor, optimizer: str | None) -> float | None:
 
 
 def measured_specs() -> tuple[str, ...]:
-    """The methods of which anything was measured."""
+    """Specs of the measured methods."""
     return tuple(dict.fromkeys(spec for training in evidence() for spec in training.lost))
 
 
@@ -84,11 +85,11 @@ def in_words(compressor: Compressor) -> str:
     losses = {name: lost for name in optimizers if (lost := lost_with(compressor, name)) is not None}
     if not losses:
         return f"What {compressor} costs in accuracy was not measured in hvdcomp's own trainings."
-    said = [
+    phrases = [
         f"with {optimizer} {'it diverged' if lost == DIVERGED else f'{100 * lost:.1f}'}"
         for optimizer, lost in losses.items()
     ]
     return (
         f"In small trainings of hvdcomp's own, {compressor} lost beside uncompressed gradients, in percent of the loss "
-        f"or points of accuracy, at worst: {', '.join(said)} (docs/convergence.md)."
+        f"or points of accuracy, at worst: {', '.join(phrases)} (docs/convergence.md)."
     )

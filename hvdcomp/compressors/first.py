@@ -1,4 +1,4 @@
-"""Which methods to try first, by what they did to trainings (docs/convergence.md and docs/adam.md)."""
+"""The methods to try first, by their measured effect on trainings (docs/convergence.md and docs/adam.md)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ FIRST: dict[str, tuple[str, ...]] = {
     "Adam": ("int4", "int8"),
     "CompressedAdam": ("efsignsgd",),
 }
-"""Specs, by optimizer: the first is the one to begin with, which did the loss no harm."""
+"""Specs by optimizer. The first of each is the one to begin with: it did not raise the loss."""
 
 
 def first_to_try() -> str:
-    """The same as a sentence."""
-    said = [f"with {optimizer} {' or '.join(specs)}" for optimizer, specs in FIRST.items()]
-    return f"To try first: {', '.join(said[:-1])}, {said[-1]} (docs/adam.md)."
+    """The methods to try first, as a sentence."""
+    phrases = [f"with {optimizer} {' or '.join(specs)}" for optimizer, specs in FIRST.items()]
+    return f"To try first: {', '.join(phrases[:-1])}, {phrases[-1]} (docs/adam.md)."

@@ -1,9 +1,9 @@
-"""Methods whose payloads do not add up: each is decoded by itself, and what is decoded is averaged.
+"""Methods whose payloads cannot be summed: each payload is decoded, and the decoded values are averaged.
 
-There are two ways to exchange such payloads. Gathered, every rank gets and decodes those of all: what it receives and
-decodes grows with their number. Scattered, each rank averages a chunk of the tensor for all: it gets that chunk of
-every rank, decodes and averages it, compresses the mean again and sends it to all. It receives two payloads and decodes
-two, however many ranks there are, and each element is rounded twice.
+There are two exchanges of such payloads. Gathered, every rank receives and decodes the payloads of all ranks, so that
+its work grows with their number. Scattered, each rank averages one chunk of the tensor: it receives that chunk from
+every rank, decodes and averages, compresses the mean again and sends it to all ranks. A rank then receives and decodes
+two payloads with any number of ranks, and each element is rounded twice.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from hvdcomp.compressors.scatter_bucket import aggregate_chunks, residual_bound
 from hvdcomp.specs.described import Rule
 
 LEAST_RANKS = 4
-"""From which `exchange="auto"` scatters. That takes a round more, and sends half of what gathering sends. With two
-ranks it would send as much, with three two thirds."""
+"""The number of ranks from which `exchange="auto"` scatters. Scattering takes one more round, and with four ranks sends
+half the bytes of gathering; with two ranks it would send as many, with three two thirds."""
 
 EXCHANGE = Rule(
     lambda value: value in ("gather", "scatter", "auto"), '"gather", "scatter" or "auto" (scatter from four ranks)'
@@ -37,11 +37,11 @@ Rounding = Annotated[
 
 @dataclass(frozen=True)
 class Gathering(Compressor):
-    """Base of methods that encode a tensor by itself, and decode what any rank has encoded.
+    """Base of methods that encode each tensor on its own and decode the payload of any rank.
 
     Attributes:
-        exchange: "gather" or "scatter", the two ways above; "auto" scatters from four ranks on, or as the policy `Auto`
-            finds faster.
+        exchange: "gather" or "scatter", as above; "auto" scatters from four ranks on, or as the policy `Auto` finds
+            faster.
     """
 
     exchange: Annotated[str, EXCHANGE] = field(default="gather", kw_only=True)
@@ -50,37 +50,39 @@ class Gathering(Compressor):
     """Chunks begin at multiples of this number of elements."""
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, ...]:
-        """The payload of a tensor; its shapes and types follow from those of `x`. Arguments as of `aggregate`."""
+        """The payload of a tensor, of shapes and types that follow from those of `x`; arguments as in `aggregate`."""
         raise NotImplementedError
 
     def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
-        """What the parts stand for, float32, in the order of the elements and in any shape, in fresh storage.
+        """The decoded elements, float32, in their order, in any shape and in fresh storage.
 
         Args:
-            shape: of the tensor that was encoded.
+            xp: array functions.
+            parts: the payload from `encode`.
+            shape: shape of the encoded tensor.
         """
         raise NotImplementedError
 
     def scatters(self, ranks: int) -> bool:
-        """Whether this number of ranks exchange payloads by scattering."""
+        """Whether this number of ranks scatters."""
         return ranks > 1 and (self.exchange == "scatter" or (self.exchange == "auto" and ranks >= LEAST_RANKS))
 
     form: ClassVar[str] = "encode_bucket"
 
     def lay_out(self, bucket: Bucket) -> Any:
-        """What the bucket form works out once: an object with the `payload` that it fills."""
+        """The layout of a bucket, made once: an object with the `payload` that `encode_bucket` fills."""
         raise NotImplementedError
 
     def encode_bucket(self, bucket: Bucket) -> None:
-        """Writes to `payload` what is sent of a bucket, and sets the bucket's `found_inf`."""
+        """Writes the bucket's payload and sets its `found_inf`."""
         raise NotImplementedError
 
     def decode_bucket(self, bucket: Bucket, first: Array, ranks: int, stride: int) -> bool | Array:
-        """Writes the mean of payloads, as of `gathered`, to where results go; returns as `Bucket.call` does."""
+        """Writes the mean of payloads (`gathered`) to the results; returns as `Bucket.call` does."""
         raise NotImplementedError
 
     def payload(self, bucket: Bucket) -> Payload:
-        """Storage for what is sent of a bucket, whose layout it makes."""
+        """Storage of a bucket's payload; makes the bucket's layout if it has none."""
         if bucket.layout is None:
             bucket.layout = self.lay_out(bucket)
         payload: Payload = bucket.layout.payload
@@ -99,7 +101,7 @@ class Gathering(Compressor):
 
     @property
     def sent_is_own(self) -> bool:  # type: ignore[override]
-        """Not where ranks compress the mean of a chunk, of which C(x) then depends too."""
+        """False if scattered: C(x) then depends on the chunk's mean too, which is compressed again."""
         return self.exchange not in ("scatter", "auto")
 
     def preview(
@@ -123,13 +125,15 @@ class Gathering(Compressor):
     def reduce_scatter(
         self, xp: ModuleType, chunks: Sequence[Array], context: Context
     ) -> Generator[Request, Any, tuple[Array, list[tuple[Array, ...]]]]:
-        """The first half of a scattered step: each rank gets its chunk of the mean, and adds its own x as it is.
+        """The first half of a scattered step: the mean of this rank's chunk, to which its own x goes uncompressed.
 
         Args:
-            chunks: this rank's x, float32 (length,), by the rank that gets the mean of them.
+            xp: array functions.
+            chunks: this rank's x in chunks, float32 (length,), in the order of the ranks that average them.
+            context: the tensor's context.
 
         Returns:
-            The mean (length,), and what each chunk was encoded to.
+            The mean (length,), and the payload of each chunk.
         """
         ranks, own, length = context.world_size, context.rank, chunks[0].shape[0]
         encoded = [
@@ -146,19 +150,19 @@ class Gathering(Compressor):
     def counted(
         self, xp: ModuleType, chunks: Sequence[Array], encoded: Sequence[Sequence[Array]], own: int
     ) -> list[Array]:
-        """What owners have counted of each chunk in `reduce_scatter`."""
+        """This rank's contribution to the mean of each chunk in `reduce_scatter`: decoded, or x of its own chunk."""
         pairs = enumerate(zip(chunks, encoded, strict=True))
         return [
             chunk if place == own else self._decoded(xp, parts, chunk.shape[0]) for place, (chunk, parts) in pairs
         ]
 
     def _scatter(self, xp: ModuleType, x: Array, context: Context) -> Aggregation:
-        """A step of the scattered way.
+        """A scattered step.
 
-        The owner of a chunk adds its own part of it without rounding. So C(x) is, of the other chunks, what their
-        payloads stand for; and of the own chunk, x less N times what the payload of the mean lacks, with N ranks. The
-        sum of all ranks' C(x) is then N times the result, and error feedback needs one residual for both roundings.
-        That residual could overflow where the mean does not; a mean so large becomes NaN, for all ranks to see.
+        The owner of a chunk adds its own x without rounding. With N ranks, C(x) is the decoded payload in the other
+        chunks, and in the owner's chunk x less N times the rounding error of the mean. The ranks' C(x) then add up to
+        N times the result, and one residual serves both roundings. That residual may overflow where the mean does not;
+        so large a mean becomes NaN, which all ranks see.
         """
         ranks, own = context.world_size, context.rank
         vector = xp.flatten(xp.astype(x, "float32"))
@@ -181,5 +185,5 @@ class Gathering(Compressor):
 
 
 def _stacked(xp: ModuleType, parts: Sequence[Array]) -> Array:
-    """Arrays of one shape as the rows of one."""
+    """Arrays of one shape as the rows of one array."""
     return xp.concatenate([xp.reshape(part, (1, *part.shape)) for part in parts])

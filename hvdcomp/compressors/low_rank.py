@@ -24,8 +24,8 @@ from hvdcomp.specs.levels import Level
 # A column with a smaller norm than this counts as zero, so that dividing by it stays within float32.
 _SMALLEST = 2.0**-110
 
-# A column that loses all but this share of its norm to the columns before it was a combination of them; what is
-# left is rounding error, whose direction means nothing.
+# A column that keeps less than this share of its norm after projection was a combination of the columns before it; the
+# remainder is rounding error without a meaningful direction.
 _DEPENDENT = 1e-5
 
 # Two factors and the state for the next step.
@@ -42,11 +42,11 @@ class PowerSGD(Compressor):
     With `alternating`, a step does half of that with one allreduce (Vogels et al. 2020, arXiv:2008.01425):
     even steps average P = M Q with the orthogonalised Q of the step before, odd steps average Q = M' P with the
     orthogonalised P; the result is again P Q'. Even steps send rows x rank values and odd steps columns x rank:
-    `payload_bytes` and `payload_floats` then give the mean of the two, while a ledger holds what each step sent.
+    `payload_bytes` and `payload_floats` then give the mean of the two, and a ledger the bytes of each step.
 
     Attributes:
         rank: number of columns of P and Q; no more than rows or columns.
-        min_rate: a tensor is sent dense unless it takes fewer floats than rows columns / min_rate to send P and Q.
+        min_rate: a tensor is sent dense unless P and Q have fewer than rows * columns / min_rate elements.
         iterations: power iterations a step, at most 100; each takes two allreduces and sends both factors.
         alternating: one factor a step. Takes iterations=1.
     """
@@ -65,7 +65,7 @@ class PowerSGD(Compressor):
     level_name: ClassVar[str | None] = "rank"
     sends: ClassVar[str] = "P (rows x rank) and Q (columns x rank); one of them if alternating"
     biased: ClassVar[bool] = True
-    sent_is_own: ClassVar[bool] = False  # its factors are means over the ranks
+    sent_is_own: ClassVar[bool] = False  # P and Q are means over the ranks
     keeps_state: ClassVar[bool] = True
     of_matrices: ClassVar[bool] = True
     reference: ClassVar[str] = "Vogels et al. 2019, arXiv:1905.13727"
@@ -108,7 +108,7 @@ class PowerSGD(Compressor):
         return p, q, (nonzero_columns(xp, q, start),)
 
     def _half(self, xp: ModuleType, matrix: Array, state: tuple[Array, ...]) -> _Factors:
-        """The factor that a matrix has with the kept one; of both, the new one comes first."""
+        """One half of a power iteration: the new factor, the orthogonalised kept factor, and the state."""
         start, old = state
         unit = orthogonalize(xp, start)
         new = yield AllReduce(matrix @ unit)
@@ -123,7 +123,7 @@ class PowerSGD(Compressor):
 
     @property
     def period(self) -> int:  # type: ignore[override]
-        """Two steps if alternating."""
+        """2 if alternating."""
         return 2 if self.alternating else 1
 
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
@@ -137,7 +137,7 @@ class PowerSGD(Compressor):
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """The shape of the matrix that a tensor is viewed as: the first dimension by the product of the rest."""
+    """The shape of a tensor viewed as a matrix: the first dimension by the product of the others."""
     rows = shape[0] if shape else 1
     return rows, number_of_elements(shape[1:])
 
@@ -157,8 +157,10 @@ def rank_for(compression_factor: float, shape: tuple[int, ...]) -> int:
 def fit_columns(
     xp: ModuleType, x: Array, kept: Array | None, length: int, rank: int, context: Context, purpose: str
 ) -> Array:
-    """The kept columns (length, any), cut to `rank` columns or filled up with random ones; anew if they are of another
-    length, as where an older checkpoint took the tensor for another matrix."""
+    """The kept columns (length, any), cut to `rank` columns or filled up with random columns.
+
+    All columns are drawn anew if the kept ones have another length, as from an older checkpoint with another shape.
+    """
     if kept is None or kept.shape[0] != length:
         return random_columns(xp, x, length, rank, context, purpose)
     have = kept.shape[1]
@@ -182,7 +184,7 @@ def random_columns(xp: ModuleType, x: Array, length: int, count: int, context: C
 
 
 def nonzero_columns(xp: ModuleType, new: Array, old: Array) -> Array:
-    """The new columns, but the old one where `orthogonalize` would take the new one for zero.
+    """The new columns, with the old column where `orthogonalize` would treat the new one as zero.
 
     A zero gradient empties columns, and from zeros the power iteration would never start again.
     """
@@ -191,7 +193,7 @@ def nonzero_columns(xp: ModuleType, new: Array, old: Array) -> Array:
 
 
 def wide_norms(xp: ModuleType, matrix: Array) -> Array:
-    """2-norms (1, c) of the columns of a matrix; squares neither overflow nor vanish, being added in float64."""
+    """2-norms (1, c) of a matrix's columns; sums are float64, so that squares neither overflow nor vanish."""
     return xp.reshape(xp.row_norms(matrix.T), (1, -1))
 
 
@@ -201,7 +203,7 @@ def orthogonalize(xp: ModuleType, matrix: Array) -> Array:
     A column that is (nearly) zero, or depends on the columns before it, becomes zero instead of noise or NaN; so does
     one whose norm overflows.
     """
-    # Of length 1 first: no square overflows or vanishes after that.
+    # Columns are normalised first, so that no later square overflows or vanishes.
     columns = matrix * xp.reciprocal_or_zero(wide_norms(xp, matrix), _SMALLEST)
     done = [columns[:, :1]]
     for _ in range(matrix.shape[1] - 1):

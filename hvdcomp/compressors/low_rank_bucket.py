@@ -1,6 +1,6 @@
 """PowerSGD for all matrices of a bucket at once, by the kernels of `isa_lowrank.c`.
 
-All P of a bucket lie behind each other in one vector, all Q in another, each factor column by column.
+All factors P of a bucket lie in one vector, all Q in another, each factor column by column.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from hvdcomp.kernels.tables import FACTORS, PRODUCT, TASK
 
 _PIECE = 1 << 16  # elements of a task on rows
 _WIDTHS = 256, 1024  # columns of a task on columns, least and most
-_COLUMN_PIECE = 1 << 18  # elements of a task on columns, unless it is as narrow as that allows
+_COLUMN_PIECE = 1 << 18  # elements of a task on columns, within the widths
 
 
 class LowRankBucket:
     """Addresses and shapes of a bucket's matrices, and the storage of their factors, made once.
 
     Args:
-        bucket: of `PowerSGD`.
+        bucket: a bucket of `PowerSGD`.
         shapes: rows and columns of each matrix.
     """
 
@@ -37,11 +37,11 @@ class LowRankBucket:
         self._bucket = bucket
         self._p, self._q = (bucket.payload(int(end), "float32") for end in ends[-1])
         self._unit_p, self._unit_q = (bucket.zeros(int(end), "float32") for end in ends[-1])
-        self._kept: _Kept | None = None  # on a device, P Q' is taken off x as it is decoded,
-        self._rows: tuple[int, ...] = ()  # and kernels share the work out by themselves
+        self._sent_factors: _SentFactors | None = None  # on a device, decoding subtracts P Q' from x,
+        self._rows: tuple[int, ...] = ()  # and kernels divide the work themselves
         self._columns: tuple[int, ...] = ()
         if bucket.device is None:
-            self._kept = _Kept(segments, int(ends[-1, 0]), int(ends[-1, 1])) if bucket.keeps else None
+            self._sent_factors = _SentFactors(segments, int(ends[-1, 0]), int(ends[-1, 1])) if bucket.keeps else None
             self._of_rows = Tasks([(rows, max(1, _PIECE // columns)) for rows, columns in shapes])
             self._of_columns = Tasks([(columns, _width(rows)) for rows, columns in shapes])
             self._rows, self._columns = self._of_rows.passed, self._of_columns.passed
@@ -74,7 +74,7 @@ class LowRankBucket:
         return found_inf
 
     def _send_p(self, q: Array, first: bool) -> AllReduce:
-        """P = M Q, Q orthogonalised; if `first`, x is made on the way."""
+        """P = M Q with Q orthogonalised; if `first`, makes x in the same pass."""
         sent = self._p
         found_inf = self._bucket.call("lowrank_p", *self._rows, q, self._unit_q, sent.vector, first)
         if first:
@@ -82,7 +82,7 @@ class LowRankBucket:
         return AllReduce(sent.vector, with_room=sent.with_room)
 
     def _send_q(self, p: Array, first: bool) -> AllReduce:
-        """Q = M' P, P orthogonalised."""
+        """Q = M' P with P orthogonalised; if `first`, makes x in the same pass."""
         sent = self._q
         found_inf = self._bucket.call("lowrank_q", *self._columns, p, self._unit_p, sent.vector, first)
         if first:
@@ -90,8 +90,8 @@ class LowRankBucket:
         return AllReduce(sent.vector, with_room=sent.with_room)
 
     def _decode(self, p: Array, q: Array) -> bool | Array:
-        if self._kept is not None:
-            self._kept.write(self._bucket, p, q)
+        if self._sent_factors is not None:
+            self._sent_factors.write(self._bucket, p, q)
         return self._bucket.call("lowrank_decode", *self._rows, p, q)
 
     def _keep(self, kind: int, new: Array) -> None:
@@ -100,20 +100,20 @@ class LowRankBucket:
         self._bucket.call("lowrank_keep", new, states.kept[kind], states.next[kind], kind)
 
 
-class _Kept:
-    """P and Q of the last step that counts, which the next one takes off the x that was kept, and room for its own."""
+class _SentFactors:
+    """P and Q of the last step that counts, whose product the next step subtracts, and storage for the next P and Q."""
 
     def __init__(self, segments: np.ndarray, p: int, q: int) -> None:
         self._factors = [(np.empty(p, np.float32), np.empty(q, np.float32)) for _ in range(2)]
         self._products = [np.zeros(len(segments), FACTORS) for _ in range(2)]
-        self._turn = 0  # which of them a step writes to
+        self._turn = 0  # index of the pair that a step writes
         for product, factors in zip(self._products, self._factors, strict=True):
             for place, (name, factor) in enumerate(zip("pq", factors, strict=True)):
                 product[name] = factor.ctypes.data + factor.itemsize * segments["place"][:, place]
             product["rank"], product["columns"] = segments["count"], segments["place"][:, 2]
 
     def write(self, bucket: Bucket, p: np.ndarray, q: np.ndarray) -> None:
-        """Tells the bucket that P Q' is sent of x."""
+        """Records in the bucket's table that P Q' is what was sent of x."""
         for kept, factor in zip(self._factors[self._turn], (p, q), strict=True):
             np.copyto(kept, factor)
         bucket.segments["sent_rule"] = PRODUCT
@@ -121,7 +121,7 @@ class _Kept:
         bucket.factors = self
 
     def commit(self) -> None:
-        """The step counts: the next one writes elsewhere."""
+        """Keeps this step's factors; the next step writes the other pair."""
         self._turn ^= 1
 
 
@@ -131,13 +131,13 @@ def _width(rows: int) -> int:
 
 
 class Tasks:
-    """Rows or columns of a bucket's matrices, shared out.
+    """Rows or columns of a bucket's matrices, divided into tasks for threads.
 
     Args:
-        pieces: of each tensor, how many there are, and how many of them make a task.
+        pieces: for each tensor the number of rows or columns, and how many make a task.
 
     Attributes:
-        passed: what kernels take of them: the address of a `TASK` vector, and the number of its tasks.
+        passed: the kernels' arguments: the address of a `TASK` vector, and the number of tasks.
     """
 
     def __init__(self, pieces: Sequence[tuple[int, int]]) -> None:

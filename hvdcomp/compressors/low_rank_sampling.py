@@ -26,17 +26,16 @@ class ATOMO(Compressor):
     The gradient is viewed as the matrix of shape[0] rows, M = sum of sigma_i u_i v_i'. Triplet i is sent with the
     probability p_i = min(1, c sigma_i), where c makes the probabilities add up to `rank`.
 
-    The paper draws each triplet on its own, so that their number varies. Here exactly `rank` triplets are drawn, by
-    systematic sampling: the p_i are laid end to end on a line of length `rank`, and of every unit of it the triplet at
-    the same random offset is taken. Each is still taken with probability p_i, which makes the result unbiased; and
-    because triplets are orthogonal to each other, its variance, the sum of sigma_i^2 (1 / p_i - 1), depends on the
-    p_i alone: it is the paper's.
+    The paper draws each triplet independently, so that their number varies. Here systematic sampling draws exactly
+    `rank` triplets: the p_i are laid end to end on a line of length `rank`, and in every unit interval the triplet at
+    the same random offset is drawn. The probability of a triplet is still p_i, so the result is unbiased. As triplets
+    are orthogonal, its variance, the sum of sigma_i^2 (1 / p_i - 1), depends on the p_i alone and equals the paper's.
 
-    The decomposition is that of M M' (or M' M, if smaller), several times faster than one of M; still, this is by
-    far the slowest compressor, and it makes an accelerator wait.
+    The decomposition is that of M M' (or M' M, if smaller), several times faster than that of M. Still, this is by far
+    the slowest compressor, and an accelerator waits for it.
 
     Attributes:
-        rank: number of triplets sent; no more than rows or columns, with which the gradient is sent exactly.
+        rank: number of triplets sent, at most the smaller of rows and columns, which sends the gradient exactly.
     """
 
     rank: Count
@@ -95,18 +94,18 @@ def sampled_triplets(xp: ModuleType, sigma: Array, count: int, offset: float) ->
 
     Args:
         sigma: singular values (r,), descending.
-        count: how many, at most r.
+        count: number of triplets, at most r.
         offset: uniformly drawn from [0, 1).
 
     Returns:
-        Their indices (count,) and weights 1 / p (count,), float64. A triplet of sigma 0 may fill a place.
+        The triplets' indices (count,) and weights 1 / p (count,), float64. A triplet of sigma 0 may fill a place.
     """
     sigma = xp.astype(sigma, "float64")
     cumulative = sigma.cumsum(0)
     tails = cumulative[-1:] - cumulative + sigma
     budgets = xp.from_numpy(count - np.arange(sigma.shape[0], dtype=np.float64), like=sigma)
-    # Algorithm 1 gives p = 1 to triplet after triplet until what is left of the budget can be shared out in
-    # proportion to sigma. Once that holds for one triplet it holds for all after it, so all are asked at once.
+    # Algorithm 1 gives p = 1 to one triplet after another until the remaining budget can be shared in proportion to
+    # sigma. Once that holds for a triplet it holds for all later ones, so that all can be tested at once.
     certain = sigma * budgets > tails
     budget = count - xp.astype(certain, "float64").cumsum(0)[-1:]
     tail = xp.where(certain, 0.0, sigma).cumsum(0)[-1:]

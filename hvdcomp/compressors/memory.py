@@ -1,8 +1,8 @@
-"""Memories: what is added to a gradient before compression, and what is kept of it afterwards.
+"""Memories: state that is added to a gradient before compression and updated afterwards.
 
 A memory is a frozen description; its state is a tuple of arrays in the gradient's shape that the engine holds by
-parameter name. All are of single precision at least: of a gradient of 16 bits a memory gets the same numbers in 32, so
-that what is kept is not rounded in each step, unless the user asks for that (`ErrorFeedback.dtype`).
+parameter name. States have single precision at least: a memory gets 16-bit gradients as float32, so that residuals are
+not rounded in each step, unless the user asks for that (`ErrorFeedback.dtype`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Memory(Described):
 
     Class attributes:
         name: the memory's name in a spec string.
-        is_momentum: whether it does the momentum of the training itself. It is then used for every tensor, also for
-            those that are sent dense, and the optimizer must have none.
-        keeps: the share of what one step did not send that the next one adds.
-        rounds_to: the element type of 16 bits in which the residual is kept, or None where it is not rounded.
+        is_momentum: whether the memory replaces the optimizer's momentum. It is then used for every tensor, dense ones
+            too, and the optimizer must have no momentum.
+        keeps: the factor of the residual when the next step adds it.
+        rounds_to: the 16-bit element type in which the residual is kept, or None where it is not rounded.
     """
 
     name: ClassVar[str]
@@ -42,24 +42,25 @@ class Memory(Described):
 
     @property
     def needs_all_gradients(self) -> bool:
-        """Whether `gradient_factor` is anything but None."""
+        """Whether `gradient_factor` gives a factor."""
         return type(self).gradient_factor is not Memory.gradient_factor
 
     def gradient_factor(self, xp: ModuleType, gradients: Sequence[Array], size: int) -> Array | None:
-        """The factor that all gradients of a step are multiplied by before `compensate`, as a scalar array; or None.
+        """The factor of all gradients of a step before `compensate`, as a scalar array; None for 1.
 
         Args:
-            gradients: all of this rank's, of every shape and type.
+            xp: array functions.
+            gradients: all gradients of this rank.
             size: number of ranks.
         """
         return None
 
     def prepare(self, xp: ModuleType, gradient: Array, state: State) -> State:
-        """State to start a step from: made anew (zeros) when `state` is empty. The residual is its last array."""
+        """The state that a step starts from: zeros if `state` is empty. The residual is its last array."""
         raise NotImplementedError
 
     def compensate(self, xp: ModuleType, gradient: Array, state: State) -> tuple[Array, State]:
-        """x, which is compressed in place of the gradient, in fresh storage, and the state to hand to `update`."""
+        """x, which is compressed instead of the gradient, in fresh storage, and the state for `update`."""
         raise NotImplementedError
 
     def update(self, xp: ModuleType, x: Array, sent: Array | SparseVector, state: State) -> State:
@@ -74,10 +75,10 @@ class ErrorFeedback(Memory):
         hvdcomp.Compression.from_spec("topk:ratio=0.01", memory="error_feedback:dtype=bf16")
 
     Attributes:
-        decay: the residual is multiplied by this before it is added; 1 loses nothing.
-        dtype: of the residual between two steps: "float32", or "fp16" or "bf16", which take 2 bytes an element in place
-            of 4. Then x - C(x) is rounded to nearest, and the rounding error is lost: C(x) + r + that error = g + the
-            earlier r. What exceeds the type becomes its largest number. x itself is not rounded.
+        decay: factor of the residual before it is added; 1 keeps all of it.
+        dtype: element type of the residual between two steps: "float32", or "fp16" or "bf16", which take 2 bytes an
+            element in place of 4. Then x - C(x) is rounded to nearest, and the rounding error is lost: C(x) + r + that
+            error = g + the earlier r. What exceeds the type becomes its largest number. x itself is not rounded.
     """
 
     decay: Share = 1.0
@@ -122,22 +123,20 @@ class MomentumCorrection(Memory):
 
         u = momentum u + g        v = v + u
 
-    v is what is compressed. What a sparsifier has sent is taken out of v, and u becomes zero there as well (momentum
-    factor masking), so that an old momentum does not carry weights on after the gradient behind it was sent. Of what
-    other compressors have sent, which has no places, only v loses its share; nor are dense steps masked. So without
-    masking, and with everything sent, this is SGD with momentum; with masking a sparsifier that sends everything is
-    SGD without.
+    v is compressed. What a sparsifier sent is subtracted from v, and u becomes zero there (momentum factor masking),
+    so that stale momentum does not move weights after its gradient was sent. Other compressors and dense steps have no
+    places to mask: C(v) is subtracted from v only. So without masking and with everything sent, this is SGD with
+    momentum; with masking, a sparsifier that sends everything is SGD without momentum.
 
-    With `nesterov` it is v = v + g + momentum u: in sum, what torch.optim.SGD calls Nesterov momentum. Weight decay
-    that the optimizer adds later is outside of the momentum.
+    With `nesterov`, v = v + g + momentum u, which adds up to the Nesterov momentum of torch.optim.SGD. Weight decay
+    that the optimizer adds later is outside the momentum.
 
     Attributes:
-        momentum: factor; the optimizer's own must then be 0.
-        nesterov: see above.
-        clip: the 2-norm that this rank's gradient, all tensors together and before anything is added, is held to,
-            times size**-1/2 for `size` ranks; 0 for no clipping. In the units of gradients as they arrive, that is,
-            with a loss scaler, multiplied by the loss scale.
-        masking: whether momentum factor masking is done.
+        momentum: factor of u; the optimizer's own momentum must be 0.
+        nesterov: whether the momentum is Nesterov's, as above.
+        clip: bound of the 2-norm of this rank's gradient, all tensors together and before anything is added, times
+            size**-1/2 with `size` ranks; 0 for no clipping. With a loss scaler, gradients include the loss scale.
+        masking: whether u becomes zero where elements are sent.
     """
 
     momentum: float = 0.9
@@ -183,7 +182,7 @@ class MomentumCorrection(Memory):
 
 @dataclass(frozen=True)
 class NoMemory(Memory):
-    """Nothing is added and nothing kept."""
+    """No memory: x is the gradient, and nothing is kept."""
 
     name: ClassVar[str] = "none"
     examples: ClassVar[tuple[str, ...]] = ("none",)
@@ -202,8 +201,8 @@ class NoMemory(Memory):
 def without(xp: ModuleType, x: Array, sent: Array | SparseVector) -> Array:
     """x - C(x); may reuse the storage of `x`.
 
-    An element that overflows becomes zero: its residual is lost, but an infinity would spoil all steps that follow. A
-    sparse C(x) has the sign of the elements of x, so that only a dense one can make the difference overflow.
+    An element that overflows becomes zero, because an infinity would spoil all later steps. Elements of a sparse C(x)
+    have the signs of x, so that the difference can overflow only if C(x) is dense.
     """
     if isinstance(sent, SparseVector):
         values = xp.astype(sent.values, xp.dtype_name(x))

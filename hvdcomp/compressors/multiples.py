@@ -1,6 +1,6 @@
-"""Elements as multiples of a fraction of a scale, rounded at random: what several quantizers have in common.
+"""Elements as multiples of a fraction of a scale, rounded at random: the common part of several quantizers.
 
-Each has a form for one tensor, in array functions, and for a bucket of tensors, in kernels.
+Each quantizer has a form for one tensor, in array functions, and a form for a bucket, in kernels.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from hvdcomp.compressors.protocol import Context
 from hvdcomp.compressors.randomness import random_words, rank_key, step_keys
 
 SMALLEST_SCALE = 2.0**-96
-"""A scale that is not above this counts as zero, so that dividing by it stays within float32."""
+"""Scales up to this count as zero, so that dividing by a scale stays within float32."""
 
-_ONE = 2.0**23  # a unit as values are rounded: whole numbers of 1 / _ONE of it, and 23 random bits
+_UNIT = 2.0**23  # one code step while rounding: values in steps / _UNIT, plus 23 random bits
 
 
 def steps_of(bits: int) -> int:
-    """2 s, from the lowest code of `bits` bits to the highest; 1 for one bit."""
+    """Number of steps from the lowest to the highest code of `bits` bits: 2 s, or 1 for one bit."""
     return max(1, 2**bits - 2)
 
 
 def in_runs(xp: ModuleType, x: Array, most: int) -> Array:
-    """A tensor's elements, float32 (runs, length): runs of at most `most` neighbours; zeros fill up the last."""
+    """A tensor's elements in runs of at most `most` neighbours, float32 (runs, length), padded with zeros."""
     vector = xp.flatten(xp.astype(x, "float32"))
     length = min(most, vector.shape[0])
     return xp.reshape(pad(xp, vector, length), (-1, length))
@@ -42,13 +42,15 @@ def encode_multiples(
     """Rounds elements at random to multiples of a fraction of their bucket's scale; the packed codes, and the scales.
 
     Args:
+        xp: array functions.
         size: number of elements.
-        buckets: the elements, and zeros that fill up the last bucket, float32 (buckets, length).
-        scales: of the buckets (buckets, 1). What lies beyond plus or minus a scale is clipped to it.
-        bits: of a code.
-        purpose: of the random numbers.
+        buckets: the elements, padded with zeros, float32 (buckets, length).
+        scales: scales of the buckets (buckets, 1). Magnitudes above the scale are clipped to it.
+        bits: bits of a code.
+        purpose: purpose of the random numbers.
+        context: the tensor's context.
     """
-    highest = steps_of(bits) / 2 * _ONE
+    highest = steps_of(bits) / 2 * _UNIT
     values = xp.flatten(buckets * (xp.reciprocal_or_zero(scales, SMALLEST_SCALE) * highest))[:size]
     codes = xp.astype(values.clip(-highest, highest), "int32")
     codes += int(highest)
@@ -58,17 +60,17 @@ def encode_multiples(
 
 
 class Multiples(Gathering):
-    """Base of methods whose codes are whole numbers of such fractions, packed behind or before their scales.
+    """Base of methods whose codes are integer multiples of a fraction of the scale, packed.
 
     Class attributes:
-        bits: of a code; a method may have them as a setting.
+        bits: bits of a code; a method may have them as a setting.
     """
 
     bits: ClassVar[int]
 
     @property
     def run(self) -> int | None:
-        """The most neighbours that share a scale; None for all elements of a tensor."""
+        """Number of neighbours that share a scale; None for all elements of a tensor."""
         return None
 
     def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
@@ -86,12 +88,13 @@ class Multiples(Gathering):
 
 
 class MultiplesLayout:
-    """Where the scales and the codes of a bucket's tensors lie in a payload: all scales, then the codes of each tensor.
+    """The layout of a bucket's payload: all scales, then the codes of each tensor.
 
     Args:
-        bits: of a code, of each tensor.
-        length: the most elements that share a scale; None for a tensor's all.
-        purpose: of the random numbers.
+        bucket: the bucket.
+        bits: bits of a code, for each tensor.
+        length: number of elements that share a scale; None for all elements of a tensor.
+        purpose: purpose of the random numbers.
     """
 
     def __init__(self, bucket: Bucket, bits: Sequence[int], length: int | None, purpose: str) -> None:
@@ -112,7 +115,9 @@ def encode_multiples_of_bucket(bucket: Bucket, kernel: str, *arguments: float) -
     """Makes the payload of a bucket whose layout is a `MultiplesLayout`.
 
     Args:
-        kernel: that makes it, with its arguments between the bucket and the payload.
+        bucket: the bucket.
+        kernel: the kernel's name.
+        arguments: the kernel's arguments between the bucket and the payload.
     """
     context = bucket.context
     bucket.segments["key"] = step_keys(bucket.layout.keys, context.step, context.rank)

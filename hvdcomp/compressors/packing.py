@@ -1,9 +1,9 @@
 """Small codes packed without gaps: 3-bit codes take 3 bits, eight of them three bytes.
 
-A width that does not divide eight is cut into planes of widths that do: of 3-bit codes, one plane has the low two bits
-and the plane behind it the high bit. A plane is packed in groups of 512 codes, of which the last may be shorter. Byte j
-of a group of n bytes holds the codes j, j + n, j + 2 n, ..., the first in its lowest bits: so packing is a few shifts
-of neighbouring bytes, in the kernels (`kernels/src/packing.h`) as in array functions.
+A width that does not divide eight is split into planes of widths that do: 3-bit codes have a plane of their low two
+bits, followed by a plane of their high bits. A plane is packed in groups of 512 codes; the last group may be shorter.
+Byte j of a group of n bytes holds the codes j, j + n, j + 2 n, ..., the first in its lowest bits, so that packing is a
+few shifts of neighbouring bytes, in the kernels (`kernels/src/packing.h`) as in array functions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GROUP = 512
 
 
 def pack(xp: ModuleType, codes: Array, bits: int) -> Array:
-    """Packs codes below 2**bits, uint8 (count,), into as few bytes, uint8, as hold each plane."""
+    """Packs codes below 2**bits, uint8 (count,), into bytes, uint8; each plane ends with a whole byte."""
     planes, shift = [], 0
     for width in _planes_of(bits):
         part = codes >> shift
@@ -29,7 +29,7 @@ def pack(xp: ModuleType, codes: Array, bits: int) -> Array:
 
 
 def unpack(xp: ModuleType, packed: Array, bits: int, count: int) -> Array:
-    """The codes, uint8 (count,), that `pack` packed; for 8 bits the same array, else in fresh storage."""
+    """The codes, uint8 (count,), that `pack` packed; with 8 bits the same array, else in fresh storage."""
     codes: Array = None
     start = shift = 0
     for width in _planes_of(bits):
@@ -41,17 +41,17 @@ def unpack(xp: ModuleType, packed: Array, bits: int, count: int) -> Array:
 
 
 def packed_bytes(bits: Any, count: Any) -> Any:
-    """Bytes of packed codes; of arrays of widths and numbers of codes, elementwise."""
+    """Bytes of `count` packed codes of `bits` bits; arrays are taken elementwise."""
     return sum(-(-count * width // 8) * (bits & width != 0) for width in (8, 4, 2, 1))
 
 
 def _planes_of(bits: int) -> list[int]:
-    """The widths of the planes, that of the lowest bits first."""
+    """The widths of the planes, from the lowest bits up."""
     return [width for width in (8, 4, 2, 1) if bits & width]
 
 
 def groups(xp: ModuleType, vector: Array, length: int) -> list[Array]:
-    """A vector as a matrix (groups, length), and what is left as another (1, rest), if there is any of either."""
+    """A vector as a matrix (groups, length), and the remaining elements as a matrix (1, remainder); none if empty."""
     whole = vector.shape[0] // length
     parts = []
     if whole:
@@ -81,7 +81,7 @@ def _unpack_plane(xp: ModuleType, packed: Array, width: int, count: int) -> Arra
 
 
 def pad(xp: ModuleType, vector: Array, multiple: int) -> Array:
-    """The vector with zeros appended up to a multiple of a length; itself if there is nothing to append."""
+    """The vector, padded with zeros to a multiple of a length; the vector itself if none are missing."""
     missing = -vector.shape[0] % multiple
     return xp.concatenate([vector, xp.zeros((missing,), like=vector)]) if missing else vector
 
@@ -92,9 +92,11 @@ def average_decoded(
     """Decodes every rank's parts, one rank at a time and in rank order, and averages them.
 
     Args:
-        x: what this rank compressed.
-        ranks: the parts of each rank, as an `AllGather` answers.
-        decode: makes a fresh array of as many elements as `x` of one rank's parts.
+        xp: array functions.
+        x: the array that this rank compressed.
+        ranks: the parts of each rank, an `AllGather`'s answer.
+        decode: function from one rank's parts to a fresh array with as many elements as `x`.
+        context: the tensor's context.
     """
     total = sent = decode(*ranks[0])
     for rank, parts in enumerate(ranks[1:], start=1):
@@ -102,7 +104,7 @@ def average_decoded(
         if rank == context.rank:
             sent = values
         if rank == 1:
-            total = total + values  # the first rank's values may be what this rank sent
+            total = total + values  # a new array: `sent` may be the first rank's values
         else:
             total += values
     if len(ranks) > 1:
@@ -111,7 +113,7 @@ def average_decoded(
 
 
 def outcome_like(xp: ModuleType, x: Array, mean: Array, sent: Array) -> Outcome:
-    """The outcome of a method without a state, in the shape of `x`; what was sent also in its element type, but in
-    single precision at least."""
+    """The outcome of a method without a state, in the shape of `x`; `sent` in the element type of `x`, but at least
+    float32."""
     sent = xp.astype(sent, wide_dtype(xp.dtype_name(x)))
     return Outcome(xp.reshape(mean, x.shape), xp.reshape(sent, x.shape))

@@ -16,11 +16,11 @@ from hvdcomp.specs.parsing import convert, parse, text_of
 def parse_compressor(spec: str) -> Compressor:
     """The compressor that a spec string describes, such as `topk:ratio=0.01` or `powersgd:rank=4`.
 
-    A JSON object gives different tensors different compressors, by the first rule that holds: a pattern of names, or
-    `numel<N` or `ndim<N` for tensors of less than N elements or dimensions. A rule's value is a spec string or again
-    such an object: `{"embed.*": "topk:ratio=0.001", "numel<10000": "none", "*": "powersgd:rank=4"}`.
+    A JSON object chooses by tensor: the first rule that matches decides. A rule is a pattern of names, or `numel<N` or
+    `ndim<N` for tensors with fewer than N elements or dimensions; its value is a spec string or another such object:
+    `{"embed.*": "topk:ratio=0.001", "numel<10000": "none", "*": "powersgd:rank=4"}`.
 
-    `two_level(...)` around any of these compresses between nodes, and not within them.
+    `two_level(...)` around a spec compresses between nodes only.
 
     Raises:
         SpecError: for an unknown method or field, a missing field, or a value of the wrong kind; lists what exists.
@@ -34,7 +34,7 @@ def parse_compressor(spec: str) -> Compressor:
         return _router(json.loads(spec, object_pairs_hook=tuple))
     except json.JSONDecodeError as error:
         raise SpecError(f"{spec!r} is not a JSON object: {error}") from None
-    except RecursionError:  # which is deeper than any router may be
+    except RecursionError:  # deeper than routers may be nested
         raise nested_too_deep() from None
 
 
@@ -48,17 +48,17 @@ def parse_memory(spec: str) -> Memory:
 
 
 def _within(text: str) -> str:
-    """The spec of the compressor between nodes."""
+    """The spec inside `two_level(...)`."""
     inside = text.removeprefix(TwoLevel.name)
     if not (inside.startswith("(") and inside.endswith(")")):
         raise SpecError(f"{text!r} is not how two levels are written; write 'two_level(topk:ratio=0.01)', for example")
-    if inside[1:].lstrip().startswith(TwoLevel.name):  # found before recursion, of which a spec could ask without end
+    if inside[1:].lstrip().startswith(TwoLevel.name):  # refused here, as a spec could nest it without end
         raise SpecError("two_level within two_level is not allowed; there are two levels, not more")
     return inside[1:-1]
 
 
 def _router(rules: tuple[tuple[str, Any], ...]) -> Compressor:
-    """The router of some rules: names before the first condition, and all that follows it in the router below it."""
+    """The router of rules: patterns up to the first condition; the condition and later rules in a nested router."""
     patterns = []
     for place, (key, value) in enumerate(rules):
         condition = CONDITION.fullmatch(key.strip())
@@ -76,7 +76,7 @@ def _router(rules: tuple[tuple[str, Any], ...]) -> Compressor:
 
 
 def _routed(value: Any) -> Compressor:
-    """The compressor of a rule."""
+    """The compressor of a rule's value."""
     if isinstance(value, str):
         return parse_compressor(value)
     if isinstance(value, tuple):

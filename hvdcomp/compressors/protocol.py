@@ -1,8 +1,7 @@
-"""What a compressor may ask of the other ranks, and what it gives back when it is done.
+"""The interface between compressors and the engine: requests for collectives, and the outcome of a step.
 
 A compressor is a generator. It yields requests for collectives (`AllReduce`, `AllGather`, `AllToAll`, `ReduceScatter`)
-and is sent the answers; the engine fuses the requests of all tensors into few collectives. These few classes are all
-the two share.
+and is sent the answers; the engine fuses the requests of all tensors into few collectives.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from hvdcomp.arrays.types import Array, number_of_elements
 
 Group = Literal["all", "node", "across"]
-"""Whose collective a request asks for: that of all ranks, of the ranks of this rank's node, or of those that have this
-rank's place in the other nodes. What a request says of ranks is then said of these."""
+"""The ranks that take part in a collective: all ranks, the ranks of this rank's node, or the ranks with this rank's
+local rank, one on each node. "All ranks" in a request means all ranks of its group."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +23,11 @@ class AllReduce:
     """Asks for the elementwise mean (or "sum", "max") over all ranks; answered with an array of the same shape.
 
     Attributes:
-        with_room: for a vector of NumPy alone: its storage, with four bytes or more behind its end (`bucket.Payload`).
-            What is said then is that nobody else uses that storage, so that it may travel as it is, with the engine's
-            flag behind it.
+        array: the array to reduce.
+        op: "mean", "sum" or "max".
+        with_room: for a NumPy vector only: its storage with 4 bytes or more behind its end (`bucket.Payload`), used by
+            nobody else, so that it may travel without a copy, with the engine's flag behind it.
+        group: the ranks that take part.
     """
 
     array: Array
@@ -43,7 +44,9 @@ class AllGather:
     and dtypes must be the same on all ranks.
 
     Attributes:
-        with_room: as of `AllReduce`, for a single part of bytes.
+        parts: the arrays to gather.
+        with_room: as in `AllReduce`; for a single part of bytes.
+        group: the ranks that take part.
     """
 
     parts: tuple[Array, ...]
@@ -53,12 +56,13 @@ class AllGather:
 
 @dataclass(frozen=True)
 class AllToAll:
-    """Sends each rank parts of its own; answered with one tuple of arrays per rank, in rank order: what it sent here.
+    """Sends each rank its rows; answered with one tuple of arrays per rank, in rank order: the rows for this rank.
 
     Attributes:
-        parts: each of as many rows as there are ranks; row r goes to rank r, and a row is what comes of each rank. They
-            travel as those of `AllGather` do: shapes and dtypes must be the same on all ranks.
-        with_room: None; nothing but a whole request travels without a copy here.
+        parts: arrays with a row for each rank; row r goes to rank r. As in `AllGather`, shapes and dtypes must be the
+            same on all ranks.
+        with_room: None.
+        group: the ranks that take part.
     """
 
     parts: tuple[Array, ...]
@@ -71,8 +75,10 @@ class ReduceScatter:
     """Asks for this rank's row of the elementwise mean (or "sum") over all ranks.
 
     Attributes:
-        array: of as many rows as there are ranks; answered with one row.
-        with_room: None, as of `AllToAll`.
+        array: a row for each rank; the answer is one row.
+        op: "mean" or "sum".
+        with_room: None.
+        group: the ranks that take part.
     """
 
     array: Array
@@ -89,13 +95,14 @@ class SparseVector(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a compressor returns at the end of a step.
+    """The result of a compressor's step.
 
-    mean: what the optimizer gets: the aggregate over the ranks, in the shape of the gradient, not yet rounded to its
-        element type.
-    sent: C(x), this rank's own contribution as the receivers understand it (dense in the gradient's shape, or
-        sparse over its flat elements), rounded no further; error feedback keeps x - C(x).
-    state: the compressor's state for the next step, a tuple of arrays of fixed shapes.
+    Attributes:
+        mean: the aggregate over the ranks, which the optimizer gets, in the shape of the gradient, not yet rounded to
+            its element type.
+        sent: C(x), this rank's contribution as receivers decode it: dense in the gradient's shape, or sparse over its
+            flat elements, not rounded any further. Error feedback keeps x - C(x).
+        state: the compressor's state for the next step, a tuple of arrays of fixed shapes.
     """
 
     mean: Array
@@ -111,10 +118,11 @@ Result = TypeVar("Result")
 
 
 def run_alone(generator: Generator[Request, Any, Result], ranks: int = 1) -> tuple[Result, list[Request]]:
-    """Runs a generator to its end, answered as if this rank were the only one; its outcome, and what it asked for.
+    """Runs a generator to its end as if this rank were the only one; returns its result and its requests.
 
     Args:
-        ranks: whose sums it is to be answered with; all of them send the same.
+        generator: the step of a compressor.
+        ranks: the number of ranks, all sending the same, by which sums are answered.
     """
     requests: list[Request] = []
     answer: Any = None
@@ -128,10 +136,11 @@ def run_alone(generator: Generator[Request, Any, Result], ranks: int = 1) -> tup
 
 
 def across(generator: Generator[Request, Any, Result], nodes: int) -> Generator[Request, Any, Result]:
-    """The same generator among the ranks that have this rank's place in the other nodes.
+    """The generator with its requests sent to the group "across": one rank on each node.
 
     Args:
-        nodes: how many there are; of a single one nothing is asked.
+        generator: the step of a compressor.
+        nodes: number of nodes; with one, the generator runs alone.
     """
     if nodes == 1:
         return run_alone(generator)[0]
@@ -155,11 +164,13 @@ def _alone(request: Request, ranks: int) -> Any:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What is known of a tensor before training: enough to choose a compressor and count its bytes.
+    """A tensor's description before training: enough to choose a compressor and count its bytes.
 
     Attributes:
-        shape: as compressors see it. To those that take tensors for matrices, the first dimension is that of the rows.
-        in_framework: its shape there; None for the same.
+        name: the parameter's name.
+        shape: the shape that compressors see. In methods for matrices the first dimension is the rows.
+        dtype: element type.
+        in_framework: the shape in the framework, if it is another.
     """
 
     name: str
@@ -169,7 +180,7 @@ class TensorInfo:
 
     @property
     def own_shape(self) -> tuple[int, ...]:
-        """As the user knows it."""
+        """The shape in the framework."""
         return self.shape if self.in_framework is None else self.in_framework
 
     @property
@@ -179,19 +190,19 @@ class TensorInfo:
 
 
 class Place(NamedTuple):
-    """A rank's number among some ranks, and how many these are."""
+    """A rank's number in a group of ranks, and the group's size."""
 
     rank: int
     size: int
 
 
-class Levels(NamedTuple):
-    """Where this rank is.
+class NodePlaces(NamedTuple):
+    """This rank's places in the groups "node" and "across".
 
     Attributes:
-        node: among the ranks of its node.
-        across: among the ranks that have its place in the other nodes.
-        owner: the rank of each node, by its number there, that works on the tensor where tensors are not cut.
+        node: the place among the ranks of its node.
+        across: the place among the ranks of its local rank, one on each node.
+        owner: the local rank that compresses the tensor on each node, in methods that do not cut tensors.
     """
 
     node: Place
@@ -201,11 +212,16 @@ class Levels(NamedTuple):
 
 @dataclass(frozen=True)
 class Context:
-    """Which tensor, when, and where: what a compressor may know beside the gradient itself.
+    """The tensor, the step and the rank of a call of a compressor.
 
     Attributes:
-        levels: tells of a tensor's name where this rank is. The first call of a training may be collective: all ranks
-            call it in the same step. None where every rank counts as a node.
+        name: the tensor's name.
+        step: number of the step.
+        seed: the run's seed.
+        rank: this rank's number.
+        world_size: number of ranks.
+        node_places: function from a tensor's name to this rank's `NodePlaces`. Its first call in a training may be
+            collective: all ranks call it in the same step. None if every rank counts as a node.
     """
 
     name: str
@@ -213,9 +229,9 @@ class Context:
     seed: int
     rank: int
     world_size: int
-    levels: Callable[[str], Levels] | None = None
+    node_places: Callable[[str], NodePlaces] | None = None
 
     @property
     def has_other_nodes(self) -> bool:
-        """Whether there are other nodes than this rank's; to be asked where something is sent within nodes."""
-        return self.levels is not None and self.levels(self.name).across.size > 1
+        """Whether there is more than one node; matters to methods that send something within nodes."""
+        return self.node_places is not None and self.node_places(self.name).across.size > 1

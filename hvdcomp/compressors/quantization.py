@@ -1,7 +1,7 @@
 """Quantizers: each element is rounded at random to one of a few values, so that the expectation is the element itself.
 
-Rounding a number v down with probability 1 - (v - floor(v)) and else up is floor(v + u) with u uniform in [0, 1): all
-methods here but `Natural`, which does the same to the bits of a float, are that with their own scale.
+Rounding a number v up with probability v - floor(v), and down otherwise, is floor(v + u) with u uniform in [0, 1). All
+methods here do this with their own scale; `Natural` does it to the bits of a float.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from hvdcomp.specs.levels import Level
 class QSGD(Multiples):
     """Elements as multiples of a fraction of their bucket's 2-norm (Alistarh et al. 2017, section 3.1).
 
-    A code has 2**bits - 1 values, the multiples -s ... s of norm / s with s = 2**(bits - 1) - 1; one bit says only
-    + or - norm (+ with probability (1 + x / norm) / 2), which is unbiased too, but of a variance near bucket * norm**2.
+    A code has 2**bits - 1 values, the multiples -s ... s of norm / s with s = 2**(bits - 1) - 1. One bit means + or -
+    norm (+ with probability (1 + x / norm) / 2), which is unbiased too, with a variance near bucket * norm**2.
 
     Attributes:
-        bits: of a code, sign included, 1 to 8.
+        bits: bits of a code, sign included, 1 to 8.
         bucket: consecutive elements that share a norm; the last bucket may be shorter.
     """
 
@@ -63,12 +63,12 @@ class QSGD(Multiples):
 
     @property
     def unit(self) -> int:  # type: ignore[override]
-        """Of whole buckets, and whole bytes."""
+        """A multiple of the bucket, and of 8 elements."""
         return self.bucket if self.bucket % 8 == 0 else 8 * self.bucket
 
     @property
     def variance(self) -> float:  # type: ignore[override]
-        """bucket / (4 s**2): an element between two multiples of norm / s has at most a variance of a quarter of it."""
+        """bucket / (4 s**2), as rounding to multiples of norm / s has a variance of at most (norm / s)**2 / 4."""
         return self.bucket / steps_of(self.bits) ** 2
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
@@ -95,7 +95,7 @@ class TernGrad(Multiples):
     with mean zero, and about its own mean a constant tensor would be clipped to nothing.
 
     Attributes:
-        clip: magnitudes above clip * sigma are cut to it first; 0 or inf for none.
+        clip: magnitudes are first clipped to clip * sigma; 0 or inf for no clipping.
     """
 
     clip: float = 2.5
@@ -118,7 +118,7 @@ class TernGrad(Multiples):
         if 0 < self.clip < math.inf:
             bound = xp.row_norms(vector) * (self.clip / math.sqrt(size))
             scale = xp.where(bound < scale, bound, scale)
-        # What lies beyond the scale is clipped to it, as all codes are.
+        # Encoding clips magnitudes to the scale.
         return encode_multiples(xp, size, vector, scale, self.bits, self.name, context)
 
     def lay_out(self, bucket: Bucket) -> MultiplesLayout:
@@ -136,9 +136,9 @@ class Natural(Gathering):
     """Natural compression: elements rounded to a power of two, sent as sign and exponent, 9 bits
     (Horvath et al. 2019, section 2).
 
-    Adding random bits below the exponent of a float and dropping all but the carry rounds to the power of two above
-    with exactly the right probability, in the range of denormal numbers too (to 0 or 2**-126). Magnitudes beyond
-    2**127, the highest power of two of float32, become 2**127; what is not finite stays so.
+    Random bits are added to the mantissa of a float and only the carry is kept, which rounds up to the next power of
+    two with exactly the right probability, for denormal numbers too (to 0 or 2**-126). Magnitudes above 2**127, the
+    highest power of two of float32, become 2**127; inf and NaN are kept.
     """
 
     name: ClassVar[str] = "natural"
@@ -153,7 +153,7 @@ class Natural(Gathering):
         noise &= 0x7FFFFF
         words = xp.bitcast(vector, "int32")
         noise += words
-        # A conversion to bytes drops the sign bit, which is beyond the eight bits of the exponent.
+        # The conversion to uint8 keeps the eight bits of the exponent and drops the sign bit above them.
         exponents = xp.astype(noise >> 23, "uint8").clip(0, 254)
         exponents |= xp.astype(words & _INFINITE == _INFINITE, "uint8") * 255
         return exponents, pack(xp, xp.astype(vector < 0, "uint8"), 1)
@@ -180,7 +180,7 @@ class Natural(Gathering):
 
 
 class _NaturalLayout(NamedTuple):
-    """The payload of a bucket, all exponents and then all signs, and the keys of the tensors' random numbers."""
+    """A bucket's payload, all exponents and then all signs, and the keys of the tensors' random numbers."""
 
     payload: Payload
     keys: np.ndarray
@@ -191,12 +191,12 @@ class GlobalQSGD(Compressor):
     """Integer multiples of a fraction of the largest magnitude of all ranks, summed by an allreduce
     (Xin et al. 2023, uniform levels and maximum norm; integer sums as in IntSGD, Mishchenko et al. 2021).
 
-    An int32 carries 32 // bits fields. Among N ranks each sends -s ... s in a field with s = (2**bits - 1) // (2 N)
-    levels, so that no sum of N of them leaves its field: the payload does not depend on N, the precision does, and a
-    field must have room for at least s = 1.
+    An int32 carries 32 // bits fields. With N ranks, each sends -s ... s in a field, s = (2**bits - 1) // (2 N), so
+    that the sum of N codes fits the field. The payload does not depend on N, the precision does, and bits must be
+    enough for s = 1.
 
     Attributes:
-        bits: of a field, 2 to 16; 2, 4, 8 and 16 leave no bit of the int32 unused.
+        bits: bits of a field, 2 to 16; 2, 4, 8 and 16 use all bits of the int32.
     """
 
     bits: Annotated[int, between(2, 16)] = 8
@@ -205,14 +205,14 @@ class GlobalQSGD(Compressor):
     examples: ClassVar[tuple[str, ...]] = ("globalqsgd",)
     level_name: ClassVar[str | None] = "bits"
     sends: ClassVar[str] = "the largest magnitude, then 32 // bits elements in an int32"
-    sent_is_own: ClassVar[bool] = False  # its scale is the largest of all ranks
+    sent_is_own: ClassVar[bool] = False  # the scale is the largest of all ranks
     reference: ClassVar[str] = "Xin et al. 2023, arXiv:2305.18627; Mishchenko et al. 2021, arXiv:2102.08374"
 
     def levels(self, ranks: int) -> int:
-        """s: with this number of ranks, each sends -s ... s.
+        """s, with this number of ranks: each rank sends -s ... s.
 
         Raises:
-            ConfigurationError: if the sum over the ranks has no room in a field.
+            ConfigurationError: if the sum over the ranks does not fit a field.
         """
         levels = (2**self.bits - 1) // (2 * ranks)
         if levels < 1:
@@ -252,9 +252,9 @@ class GlobalQSGD(Compressor):
         return bucket.call("globalqsgd_decode", scales, context.world_size, total)
 
     def _pack(self, xp: ModuleType, codes: Array) -> Array:
-        """Codes below 2**(bits - 1) in magnitude, int32, as the digits of int32 numbers to the base 2**bits.
+        """Packs codes below 2**(bits - 1) in magnitude, int32, as signed digits of int32 numbers to the base 2**bits.
 
-        Digits with signs: their sums over ranks are the digits of the sum, and nothing can overflow.
+        The digits of a sum over ranks are the sums of the ranks' digits, without overflow.
         """
         fields = 32 // self.bits
         codes = pad(xp, codes, fields)
@@ -267,7 +267,7 @@ class GlobalQSGD(Compressor):
     def unpack_words(self, xp: ModuleType, words: Array, largest: int) -> Array:
         """The digits, int32, of words whose digits are at most `largest` in magnitude."""
         fields = 32 // self.bits
-        # With `largest` added to each digit, all are positive and lie in bits of their own.
+        # Adding `largest` makes each digit non-negative, so that digits occupy separate bits.
         words = words + sum(largest << (self.bits * field) for field in range(fields))
         digits = xp.concatenate([words >> (self.bits * field) for field in range(fields)])
         digits &= (1 << self.bits) - 1
@@ -280,12 +280,12 @@ class GlobalQSGD(Compressor):
 
 
 class _GlobalLayout:
-    """What a bucket of Global-QSGD sends.
+    """The payloads of a bucket of Global-QSGD.
 
     Attributes:
-        maxima: largest magnitudes, float32 (tensors,).
-        words: of all tensors, int32.
-        keys: of the tensors' random numbers.
+        maxima: the largest magnitude of each tensor, float32 (tensors,).
+        words: the packed codes of all tensors, int32.
+        keys: keys of the tensors' random numbers.
     """
 
     def __init__(self, bucket: Bucket, purpose: str) -> None:
@@ -301,7 +301,7 @@ class _GlobalLayout:
 
 
 def bits_for(method: Compressor, compression_factor: float, shape: tuple[int, ...], allowed: range) -> int:
-    """The most bits whose payload is at most dense bytes / `compression_factor`, else the fewest allowed."""
+    """The most bits whose payload is at most dense bytes / `compression_factor`; the fewest allowed if none is."""
     budget = 4 * number_of_elements(shape) / compression_factor
     within = bisect_right(allowed, budget, key=lambda bits: method.payload_bytes(shape, bits))
     return allowed[max(0, within - 1)]

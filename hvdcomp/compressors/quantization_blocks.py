@@ -1,7 +1,7 @@
-"""Block quantizers: 8 or 4 bits an element, as whole numbers or as floats, and one scale for each block of neighbours.
+"""Block quantizers: 8 or 4 bits an element, integers or floats, and one scale for each block of neighbours.
 
-A block's scale is its largest magnitude, which becomes the largest code, so that an outlier costs its own block alone
-precision. Elements are rounded to the nearest code unless told otherwise.
+A block's scale is its largest magnitude, which becomes the largest code, so that an outlier reduces the precision of
+its own block only. By default elements are rounded to the nearest code.
 """
 
 from __future__ import annotations
@@ -30,18 +30,17 @@ from hvdcomp.compressors.randomness import random_words, rank_key
 from hvdcomp.specs.described import Rule
 
 _TO_WHOLE = 1.5 * 2.0**23
-"""Added to a float32 below 2**22 in magnitude, it leaves no bits for a fraction: the sum's lowest bits are the nearest
-whole number, the even one of two."""
+"""Rounds to integers: added to a float32 below 2**22 in magnitude, it leaves no bits for a fraction, and the sum's
+lowest bits are the nearest integer, ties to even."""
 
 _FORMAT = Rule(lambda value: value in ("e4m3", "e5m2"), '"e4m3" or "e5m2"')
 
 
 @dataclass(frozen=True)
 class BlockQuantizer(Gathering):
-    """Base of what is sent as codes that are fractions of their block's largest magnitude.
+    """Base of methods whose codes are fractions of their block's largest magnitude.
 
-    With error feedback the residual stays small: no element's error is larger than a step between two codes, a fraction
-    of the largest magnitude of its block.
+    With error feedback the residual stays small: an element's error is at most the distance of two codes.
 
     Attributes:
         block: consecutive elements that share a scale; the last block may be shorter.
@@ -58,12 +57,12 @@ class BlockQuantizer(Gathering):
         return MultiplesLayout(bucket, [self.bits] * len(bucket.compressors), self.block, self.name)
 
     def _blocks(self, xp: ModuleType, x: Array) -> tuple[Array, Array]:
-        """The blocks, as of `in_runs`, and their scales (blocks, 1)."""
+        """The blocks, as in `in_runs`, and their scales (blocks, 1)."""
         blocks = in_runs(xp, x, self.block)
         return blocks, xp.row_largest(blocks)
 
     def _encode_bucket(self, bucket: Bucket, mantissa: int = 0) -> None:
-        """Calls the kernel of all codes: floats with a mantissa of this number of bits, or 0 for whole numbers."""
+        """Calls the encoding kernel: for floats with this number of mantissa bits, or 0 for integers."""
         nearest = self.rounding == "nearest"
         encode_multiples_of_bucket(bucket, "blocks_encode", bucket.layout.length, mantissa, nearest)
 
@@ -92,7 +91,7 @@ class _WholeNumbers(BlockQuantizer, Multiples):
 class Int8(_WholeNumbers):
     """Elements as -127 ... 127 times a fraction of their block's largest magnitude; errors are at most 1/254 of it.
 
-    Rounding to nearest is not counted as a bias, as that of a cast is not.
+    Rounding to nearest does not count as bias, as in a cast.
     """
 
     name: ClassVar[str] = "int8"
@@ -108,9 +107,9 @@ class Int8(_WholeNumbers):
 class Int4(_WholeNumbers):
     """Elements as -7 ... 7 times a fraction of their block's largest magnitude; errors are at most 1/14 of it.
 
-    Many elements are below that error, and become zero. So rounding to nearest is used with error feedback. It is a
-    contraction: |x - C(x)|^2 <= (b - 1) / (b - 1 + 196) |x|^2 with blocks of b elements, which is 0.4 |x|^2 by default.
-    Rounding at random is unbiased, and used without error feedback.
+    Many elements are below that error and become zero, so that rounding to nearest is used with error feedback. It is
+    a contraction: |x - C(x)|^2 <= (b - 1) / (b - 1 + 196) |x|^2 with blocks of b elements; 0.4 |x|^2 by default.
+    Stochastic rounding is unbiased, and used without error feedback.
     """
 
     name: ClassVar[str] = "int4"
@@ -121,7 +120,7 @@ class Int4(_WholeNumbers):
 
     @property
     def biased(self) -> bool:  # type: ignore[override]
-        """Biased unless rounded at random."""
+        """True unless rounding is stochastic."""
         return self.rounding == "nearest"
 
     def encode_bucket(self, bucket: Bucket) -> None:
@@ -133,15 +132,15 @@ class FP8(BlockQuantizer):
     """Elements as 8-bit floats, times a fraction of their block's largest magnitude
     (Micikevicius et al. 2022, section 3).
 
-    `e4m3` has a relative error of at most 1/16 where a magnitude is at least 2**-14 of the largest in its block; `e5m2`
-    one of 1/8, from 2**-29 on. The paper takes e5m2 for gradients, with one scale for a tensor; with one for each block
-    the range of e4m3 is enough, and its error half as large. Rounding to nearest is not counted as a bias, as that of a
-    cast is not. PyTorch reads the codes as `float8_e4m3fn` and `float8_e5m2`.
+    The relative error of `e4m3` is at most 1/16 for magnitudes of at least 2**-14 of the block's largest; that of
+    `e5m2` is 1/8, down to 2**-29. The paper uses e5m2 for gradients, with one scale for a tensor; with a scale for each
+    block, the range of e4m3 is enough and its error half as large. Rounding to nearest does not count as bias, as in a
+    cast. PyTorch reads the codes as `float8_e4m3fn` and `float8_e5m2`.
 
     Attributes:
         format: "e4m3", 4 bits of exponent and 3 of mantissa; or "e5m2".
-        block: consecutive elements that share a scale. Floats keep their precision over many magnitudes, so that blocks
-            may be long.
+        block: consecutive elements that share a scale. Blocks may be long, as floats keep their relative precision over
+            many magnitudes.
     """
 
     block: Count = 1024
@@ -154,7 +153,7 @@ class FP8(BlockQuantizer):
 
     @property
     def mantissa(self) -> int:
-        """Its bits."""
+        """Bits of the mantissa."""
         return {"e4m3": 3, "e5m2": 2}[self.format]
 
     @property
@@ -164,14 +163,14 @@ class FP8(BlockQuantizer):
 
     @property
     def _least(self) -> int:
-        """The bits that a float32 has of the smallest number whose mantissa is whole."""
+        """The float32 bits of the smallest normal number."""
         return {"e4m3": 127 - 6, "e5m2": 127 - 14}[self.format] << 23
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
-        """Bits of float32 numbers as integers; `kernels/src/float8.h` has the same in C.
+        """The codes and scales, computed on the bits of float32 numbers; `kernels/src/float8.h` has the same in C.
 
-        From one power of two to the next, and below the smallest with a whole mantissa, codes are equally far apart: an
-        element is a whole number of such distances, which is rounded, and which counts on from the code of the power.
+        Between two powers of two, and below the smallest normal number, codes are equally spaced: the number of
+        spacings above the power of two is rounded and added to the power's code.
         """
         size = number_of_elements(tuple(x.shape))
         blocks, scales = self._blocks(xp, x)
@@ -179,11 +178,11 @@ class FP8(BlockQuantizer):
         magnitudes = abs(values).clip(0, self._largest)
         powers = (xp.bitcast(magnitudes, "int32") & 0x7F800000).clip(self._least, 254 << 23)
         if self.rounding == "nearest":
-            # A sum whose last bit is worth the distance; ties go to the even one.
+            # The sum's last bit is worth one spacing; ties go to even.
             powers_of_sum = powers + ((23 - self.mantissa) << 23)
             codes = xp.bitcast(magnitudes + xp.bitcast(powers_of_sum, "float32"), "int32") - powers_of_sum
         else:
-            # 2**23 times the number of distances, exact, and 23 random bits.
+            # 2**23 times the number of spacings, exact, plus 23 random bits.
             factors = xp.bitcast(((277 + self.mantissa) << 23) - self._least - (powers - self._least), "float32")
             codes = xp.astype(magnitudes * factors, "int32")
             codes += (random_words(xp, rank_key(context, self.name), size, like=values) >> 9) & 0x7FFFFF

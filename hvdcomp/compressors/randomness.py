@@ -1,10 +1,9 @@
-"""Random choices that every rank can repeat, drawn from private generators.
+"""Reproducible random numbers, the same on every rank, from private generators.
 
-What is drawn follows from the run's seed, the tensor's name, the purpose, the step and (for choices that must differ
-between ranks) the rank. There are generators of NumPy, for few numbers, and words that each follow from a key and
-their index, for one number an element: those need no state, and are the same in every framework and in C. The global
-random state of Python, NumPy or a framework is never read or changed, and Python's `hash`, which differs between
-processes, is not used.
+Numbers follow from the run's seed, the tensor's name, the purpose, the step and, where ranks must differ, the rank. A
+NumPy generator serves few numbers. For one number an element, `random_words` computes each word from a key and its
+index, without state, with the same result in every framework and in C. The global random state of Python, NumPy or a
+framework is never read or changed. Python's `hash` is not used, as it differs between processes.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from hvdcomp.arrays.shapes import ShapeArray
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.protocol import Context
 
-_ROUNDS = 8  # of the bijection: after six, some pairs of a small tensor's elements still are 1 % likelier than others
-_LEAST_BITS = 6  # that it works on: with fewer, some choices are likelier than others
+_ROUNDS = 8  # of the bijection; after six, some pairs of elements of a small tensor are still 1 % likelier than others
+_LEAST_BITS = 6  # least bits of its domain; with fewer, some choices are likelier than others
 
 
 def shared_generator(context: Context, purpose: str) -> np.random.Generator:
@@ -39,21 +38,25 @@ def rank_generator(context: Context, purpose: str) -> np.random.Generator:
 def drawn(
     xp: ModuleType, draw: Callable[[], np.ndarray], shape: tuple[int, ...], dtype: str, like: Array
 ) -> Array:
-    """What `draw` makes, of this shape and type, on the device of `like`; where arrays have no elements, not drawn."""
+    """The array from `draw`, on the device of `like`; if `like` is a `ShapeArray`, its shape and type, not drawn."""
     return ShapeArray(shape, dtype) if isinstance(like, ShapeArray) else xp.from_numpy(draw(), like=like)
 
 
 def distinct_indices(xp: ModuleType, key: int, count: int, size: int, like: Array) -> Array:
     """`count` different indices in [0, size), in ascending order, on the device of `like`.
 
-    They are what 0, 1, 2 ... become under a bijection that the key chooses: a Feistel network of eight rounds on the
-    numbers of as many bits as `size` needs, and no less than six, applied again to what is not below `size` ("cycle
-    walking", Black and Rogaway 2002, doi:10.1007/3-540-45760-7_9). Its halves have at most 32 bits, so that sizes up
-    to 2**63 have their bijection too. Then all are moved on by `rotations`, which makes each index equally likely
-    whatever the bijections are. `kernels/src/isa_sparse_random.c` has the same in C.
+    The indices are the images of 0, 1, 2 ... under a bijection chosen by the key: a Feistel network of eight rounds on
+    numbers of as many bits as `size` needs, at least six, applied again to results that are not below `size` ("cycle
+    walking", Black and Rogaway 2002, doi:10.1007/3-540-45760-7_9). Its halves have at most 32 bits, enough for sizes up
+    to 2**63. All indices are then shifted by `rotations`, which makes each index equally likely for any bijection.
+    `kernels/src/isa_sparse_random.c` has the same in C.
 
     Args:
-        key: 64 bits.
+        xp: array functions.
+        key: 64-bit key.
+        count: number of indices, at most `size`.
+        size: bound of the indices.
+        like: array whose device the result gets.
 
     Returns:
         int32 where the indices fit (size < 2**31), else int64; shape (count,).
@@ -74,12 +77,12 @@ def distinct_indices(xp: ModuleType, key: int, count: int, size: int, like: Arra
 
 
 def rotations(keys: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """By how many places what `distinct_indices` draws by each key moves on, around the end; uint64, below `sizes`."""
+    """The shift, modulo the size, of the indices that `distinct_indices` draws by each key; uint64, below `sizes`."""
     return step_keys(keys, 0, None) % sizes.astype(np.uint64)
 
 
 def _permuted(numbers: np.ndarray, bits: int, key: int) -> np.ndarray:
-    """Numbers below 2**bits, uint64, become others, one to one."""
+    """A permutation of the numbers below 2**bits, uint64, chosen by the key."""
     low = bits // 2
     halves = [(numbers >> np.uint64(low)).astype(np.uint32), (numbers & np.uint64(2**low - 1)).astype(np.uint32)]
     widths = [bits - low, low]
@@ -94,16 +97,16 @@ def _permuted(numbers: np.ndarray, bits: int, key: int) -> np.ndarray:
 
 
 def tensor_keys(names: Sequence[str], seed: int, purpose: str) -> np.ndarray:
-    """64-bit keys, uint64 (names,), from which `step_keys` makes those of each step."""
+    """64-bit keys, uint64 (names,), the input of `step_keys`."""
     digests = [hashlib.blake2b(f"{seed}|{name}|{purpose}".encode(), digest_size=8).digest() for name in names]
     return np.frombuffer(b"".join(digests), "<u8").astype(np.uint64)
 
 
 def step_keys(keys: np.ndarray, step: int, rank: int | None) -> np.ndarray:
-    """The keys of `tensor_keys` in a step, of one rank, or (None) of all ranks alike.
+    """The keys of a step, made from `tensor_keys`; rank None gives keys that all ranks share.
 
-    Two outputs of the generator SplitMix64 (Steele et al. 2014, doi:10.1145/2660193.2660195): the one numbered `step`
-    of the generator that starts at a key, and the one numbered `rank` of the generator that starts there.
+    Each key goes through the generator SplitMix64 twice (Steele et al. 2014, doi:10.1145/2660193.2660195): output
+    `step` of the generator seeded by the key seeds a second one, and its output `rank` is the step's key.
     """
     for number in (step, -1 if rank is None else rank):
         keys = keys + np.uint64((number + 1) * 0x9E3779B97F4A7C15 % 2**64)
@@ -114,12 +117,12 @@ def step_keys(keys: np.ndarray, step: int, rank: int | None) -> np.ndarray:
 
 
 def shared_key(context: Context, purpose: str) -> int:
-    """The key that all ranks have for this tensor, step and purpose."""
+    """The key of this tensor, step and purpose that all ranks share."""
     return int(step_keys(_name_key(context.name, context.seed, purpose), context.step, None)[0])
 
 
 def rank_key(context: Context, purpose: str) -> int:
-    """The key of this rank's own random words for this tensor, step and purpose."""
+    """The key of this tensor, step and purpose for this rank only."""
     return int(step_keys(_name_key(context.name, context.seed, purpose), context.step, context.rank)[0])
 
 
@@ -131,14 +134,16 @@ def _name_key(name: str, seed: int, purpose: str) -> np.ndarray:
 def random_words(xp: ModuleType, key: int, count: int, like: Array) -> Array:
     """Uniform 32-bit words, the same bits in every framework and in the kernels, made on the device of `like`.
 
-    Word i is a function of i and the key alone: term i of a Weyl sequence that starts at the key's low half, through
-    the two rounds of Wellons's integer hash "lowbias32" (https://github.com/skeeto/hash-prospector), with the high half
-    between them. Without the Weyl sequence, elements 1024 apart would depend on each other; if the high half were
-    added, so would tensors whose low halves lie close together. `kernels/src/randomness.h` has the same in C.
+    Word i depends on i and the key only: term i of a Weyl sequence that starts at the key's low half goes through the
+    two rounds of Wellons's integer hash "lowbias32" (https://github.com/skeeto/hash-prospector), with the key's high
+    half XORed in between. Without the Weyl sequence, elements 1024 apart would be correlated; if the high half were
+    added instead, tensors with nearby low halves would be. `kernels/src/randomness.h` has the same in C.
 
     Args:
-        key: 64 bits.
-        like: float32.
+        xp: array functions.
+        key: 64-bit key.
+        count: number of words.
+        like: float32 array whose device the words get.
 
     Returns:
         int32 (count,), in fresh storage. The high bits are the better ones.

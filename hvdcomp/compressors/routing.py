@@ -1,8 +1,8 @@
 """Routing: different compressors for different tensors, chosen by name, by size or by number of dimensions.
 
-A router is itself a compressor and may stand wherever one may, also inside another router. It never compresses: the
-engine asks `route` what each tensor gets, and everything else (memory, payload, bias) is then the routed compressor's
-own matter. All tensors still share the fused collectives of a round, whatever their compressors.
+A router is itself a compressor, allowed wherever a compressor is, also inside another router. It never compresses: its
+`route` gives the compressor of each tensor, which determines memory, payload and bias. All tensors share the fused
+collectives of a round, whatever their compressors.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from hvdcomp.compressors.protocol import Aggregation, Context, TensorInfo
 from hvdcomp.errors import SpecError
 from hvdcomp.specs.levels import Level
 
-MOST_NESTED = 32  # routers in each other: what is asked of the outermost is asked of all
+MOST_NESTED = 32  # depth of nested routers, as most methods recurse through all
 ANY = "*"  # the pattern that matches every name
 _PATTERNS_SHOWN, _NAMES_SHOWN = 3, 3  # in an error
-CONDITION = re.compile(r"(numel|ndim)\s*<\s*(\d+)")  # what stands in a pattern's place for the other routers
+CONDITION = re.compile(r"(numel|ndim)\s*<\s*(\d+)")  # a rule's condition, in place of a pattern
 
 
 @dataclass(frozen=True)
 class Router(Compressor):
-    """Base of the compressors that choose another one for each tensor.
+    """Base of the compressors that choose a compressor for each tensor.
 
-    A router has a level if those among its compressors that have one mean the same by it (ratio, or rank): setting it
-    sets it in all of them. Otherwise there is none to set, and levels are a matter of single tensors.
+    A router has a level if all its compressors with a level have the same kind of level, such as ratio or rank; setting
+    it sets the level of each. Otherwise levels can only be set for single tensors.
     """
 
     sends: ClassVar[str] = "what the chosen compressors send"
@@ -45,15 +45,15 @@ class Router(Compressor):
         return tuple(self.rules().values())
 
     def choose(self, tensor: TensorInfo) -> Compressor:
-        """The one of `choices` that a tensor gets."""
+        """The element of `choices` for a tensor."""
         raise NotImplementedError
 
     def rules(self) -> dict[str, Compressor]:
-        """Condition and compressor, in the order in which they are tried, as a spec string has them."""
+        """Compressor by condition, as in a spec string, in the order in which conditions are tried."""
         raise NotImplementedError
 
     def route(self, tensor: TensorInfo) -> Compressor:
-        """What a tensor gets: the first compressor on the way that is no router, or what that one prefers.
+        """The compressor of a tensor: the chosen compressor, or its own `route` if it prefers another.
 
         Raises:
             SpecError: for a tensor that no rule covers.
@@ -65,11 +65,11 @@ class Router(Compressor):
 
     @property
     def depth(self) -> int:
-        """How many routers are in each other, this one included."""
+        """Depth of nested routers, this one included."""
         return 1 + max(choice.depth if isinstance(choice, Router) else 0 for choice in self.choices)
 
     def leaves(self) -> Iterator[Compressor]:
-        """The compressors that are no routers, of this one and those in it."""
+        """All compressors of this router and the routers in it, without routers."""
         for choice in self.choices:
             yield from choice.leaves()
 
@@ -79,26 +79,26 @@ class Router(Compressor):
 
     @property
     def biased(self) -> bool:  # type: ignore[override]
-        """Whether any of its compressors is."""
+        """Whether any of its compressors is biased."""
         return any(choice.biased for choice in self.choices)
 
     @property
     def level_name(self) -> str | None:  # type: ignore[override]
-        """What its compressors with a level call it; None if they do not agree or none has one."""
+        """The name of its compressors' level; None if names differ or no compressor has a level."""
         names = {choice.level_name for choice in self._with_level()}
         return names.pop() if len(names) == 1 else None
 
     @property
     def level(self) -> Level | None:
-        """The level of all its compressors that have one; None if they differ."""
+        """The common level of its compressors with a level; None if levels differ."""
         levels = {choice.level for choice in self._with_level()}
         return levels.pop() if len(levels) == 1 and self.level_name else None
 
     def at_level(self, level: Level | None) -> Compressor:
-        """The same router with every compressor that has a level at this one.
+        """The router with all compressors that have a level set to this level.
 
         Raises:
-            SpecError: if they do not mean the same by a level, or do not allow this one.
+            SpecError: if the compressors have different kinds of level, or do not allow this level.
         """
         if level is None:
             return self
@@ -117,18 +117,18 @@ class Router(Compressor):
         self._refuse()
 
     def __str__(self) -> str:
-        """The JSON object that makes this router again."""
+        """The JSON object that `parse_compressor` reads as this router."""
         return json.dumps(self.as_json())
 
     def as_json(self) -> dict[str, Any]:
-        """The rules, by condition, with the specs of compressors."""
+        """The spec of each compressor, by condition."""
         return {
             condition: choice.as_json() if isinstance(choice, Router) else str(choice)
             for condition, choice in self.rules().items()
         }
 
     def _with(self, choices: Iterable[Compressor]) -> Router:
-        """The same rules for other compressors, given in the order of `choices`."""
+        """A router with the same rules and other compressors, in the order of `choices`."""
         raise NotImplementedError
 
     def _with_level(self) -> list[Compressor]:
@@ -139,7 +139,7 @@ class Router(Compressor):
 
 
 def _has_level(compressor: Compressor) -> bool:
-    """Whether it has a level, or is a router with levels (that may differ, so that it has none in common)."""
+    """Whether a compressor, or any compressor of a router, has a level."""
     return any(leaf.level_name is not None for leaf in compressor.leaves())
 
 
@@ -153,11 +153,11 @@ class ByName(Router):
     (also with dots and slashes), `?` for one character, `[abc]` for one of several.
 
     Args:
-        patterns: pattern to compressor, in the order in which they are tried (a mapping, or pairs). A tensor that
-            none matches is an error, so the last pattern is usually "*".
+        patterns: compressor by pattern, in the order in which patterns are tried (a mapping, or pairs). A tensor that
+            no pattern matches is an error, so the last pattern is usually "*".
 
     Raises:
-        SpecError: for no patterns, one that is given twice or after "*", or something that is no compressor.
+        SpecError: if there are no patterns, if a pattern is given twice or after "*", or if a value is no compressor.
     """
 
     patterns: tuple[tuple[str, Compressor], ...]
@@ -204,10 +204,10 @@ class ByName(Router):
 
 @dataclass(frozen=True)
 class _ByThreshold(Router):
-    """Base of those that choose between two compressors, the fields after `threshold`, by a number of the tensor.
+    """Base of routers between two compressors, the fields after `threshold`, by a number of the tensor.
 
     Class attributes:
-        condition: what a spec string calls that number.
+        condition: the number's name in a spec string.
     """
 
     threshold: Count
@@ -220,7 +220,7 @@ class _ByThreshold(Router):
             _require_compressor(self.name, place, choice)
 
     def compared(self, tensor: TensorInfo) -> int:
-        """The number; below the threshold the first compressor is chosen, else the second."""
+        """The tensor's number; below the threshold the first compressor is chosen, else the second."""
         raise NotImplementedError
 
     def choose(self, tensor: TensorInfo) -> Compressor:
@@ -242,8 +242,8 @@ class BySize(_ByThreshold):
 
     Attributes:
         threshold: number of elements from which a tensor is large.
-        small: for tensors with fewer elements.
-        large: for all others.
+        small: compressor of tensors with fewer elements.
+        large: compressor of all other tensors.
     """
 
     small: Compressor
@@ -262,8 +262,8 @@ class ByDimensions(_ByThreshold):
 
     Attributes:
         threshold: number of dimensions from which `others` is taken.
-        fewer: for tensors with fewer dimensions.
-        others: for all others.
+        fewer: compressor of tensors with fewer dimensions.
+        others: compressor of all other tensors.
     """
 
     fewer: Compressor
@@ -277,16 +277,17 @@ class ByDimensions(_ByThreshold):
 
 
 def require_matches(compressor: Compressor, names: Collection[str]) -> None:
-    """Checks that each pattern of a compressor matches the name of some tensor, whichever rule that tensor falls to.
+    """Checks that each pattern of a compressor matches the name of some tensor, even if another rule decides for it.
 
-    A pattern that matches none is a slip of the pen, or of another model: its rule would be passed over in silence. "*"
-    may stand for tensors that are not there.
+    A pattern without a match is a typing error, or meant for another model, and its rule would be ignored in silence.
+    "*" needs no match.
 
     Args:
-        names: of all parameters of the model, those that are not trained included.
+        compressor: the compressor whose patterns are checked.
+        names: names of all parameters of the model, frozen ones included.
 
     Raises:
-        SpecError: for a pattern that matches none; says which names are nearest to it.
+        SpecError: for a pattern without a match; names the nearest names.
     """
     patterns = (pattern for pattern in dict.fromkeys(compressor.name_patterns()) if pattern != ANY)
     wrong = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
@@ -301,7 +302,7 @@ def require_matches(compressor: Compressor, names: Collection[str]) -> None:
 
 
 def _nearest(pattern: str, names: Collection[str]) -> list[str]:
-    """Names that have most whole parts of the pattern; of those with equally many, the ones that read most like it."""
+    """The names that share most parts with the pattern; among equals, the names most similar as text."""
     text = re.sub(r"[*?\[\]!]", "", pattern).lower()
     parts = set(filter(None, re.split(r"[./]", text)))
 

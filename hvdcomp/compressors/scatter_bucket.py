@@ -1,7 +1,7 @@
-"""Scatter-reduce-allgather of a bucket: what `gathering` does with each tensor by itself, with all tensors at once.
+"""Scatter-reduce-allgather of a bucket: the scattered exchange of `gathering`, for all tensors of a bucket at once.
 
-The bucket's tensors are cut into as many chunks as there are ranks, of nearly as many elements each. A chunk is a
-bucket too: its tensors are pieces of the bucket's. So a method encodes and decodes chunks as it does buckets.
+The bucket's tensors are cut into as many chunks as there are ranks, of nearly equal length. A chunk is a bucket too,
+whose tensors are pieces of the bucket's tensors. So a method encodes and decodes chunks as it does buckets.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from hvdcomp.arrays.types import Array
-from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload, Rows, address_of, either
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload, PayloadRows, address_of, any_found_inf
 from hvdcomp.compressors.memory import ErrorFeedback, Memory, NoMemory
 from hvdcomp.compressors.protocol import AllGather, AllToAll, TensorInfo
-from hvdcomp.compressors.sizes import Payload as SentPayload
+from hvdcomp.compressors.sizes import SentPayload
 from hvdcomp.kernels import cuda
 from hvdcomp.kernels.tables import PRODUCT
 
@@ -25,7 +25,7 @@ _OF_KEPT = ("above", "below", "rule", "kept_type")
 
 
 class CodesBuckets(Protocol):
-    """A method whose payloads are decoded by themselves.
+    """A method whose payloads are decoded one by one.
 
     Attributes:
         unit: chunks begin at multiples of this number of elements of a tensor.
@@ -35,13 +35,13 @@ class CodesBuckets(Protocol):
     def unit(self) -> int: ...
 
     def payload(self, bucket: Bucket) -> Payload:
-        """Storage for what is sent of a bucket."""
+        """Storage of the bucket's payload."""
 
     def encode_bucket(self, bucket: Bucket) -> None:
-        """Writes to `payload` what is sent of a bucket, and sets the bucket's `found_inf`."""
+        """Writes the bucket's payload and sets its `found_inf`."""
 
     def decode_bucket(self, bucket: Bucket, first: Any, ranks: int, stride: int) -> bool | Array:
-        """Writes the mean of payloads, as of `gathered`, to where results go; whether it holds an inf or NaN."""
+        """Writes the mean of payloads (`gathered`) to the results; whether it holds an inf or NaN."""
 
 
 def aggregate_chunks(method: CodesBuckets, bucket: Bucket) -> BucketAggregation:
@@ -49,68 +49,70 @@ def aggregate_chunks(method: CodesBuckets, bucket: Bucket) -> BucketAggregation:
     if bucket.layout is None:
         bucket.layout = _Layout(method, bucket)
     layout: _Layout = bucket.layout
-    own, others = layout.own, layout.others
+    own_chunk, other_chunks = layout.own, layout.others
     whole = bucket.widens or np.any(bucket.segments["rule"] == PRODUCT)  # read as a whole, and not piece by piece
     if whole and not bucket.segments["source"].any():
         bucket.call("make_x")
         bucket.segments["source"] = bucket.segments["x"]
-    bucket.found_inf = either(own.read(bucket), others.encode(method, bucket, layout.zeros))
+    bucket.found_inf = any_found_inf(own_chunk.read(bucket), other_chunks.encode(method, bucket, layout.zeros))
     received = yield AllToAll((layout.rows,))
-    found = own.average(method, bucket, [payload for (payload,) in received])
-    own.encode_mean(method, bucket, layout.zeros)
+    found_inf = own_chunk.average(method, bucket, [payload for (payload,) in received])
+    own_chunk.encode_mean(method, bucket, layout.zeros)
     gathered = yield AllGather((layout.sent,))
     payloads = [payload for (payload,) in gathered]
-    found = either(found, own.decode(method, bucket, payloads), others.decode(method, bucket, payloads))
-    own.keep(bucket)
-    if bucket.widens and bucket.device is None:  # on a device, `each_tensor.step_of` does so
-        return either(bucket.call("narrow_results"), found)
-    return found
+    decoded = [chunk.decode(method, bucket, payloads) for chunk in (own_chunk, other_chunks)]
+    found_inf = any_found_inf(found_inf, *decoded)
+    own_chunk.keep(bucket)
+    if bucket.widens and bucket.device is None:  # on a device, `each_tensor.step_of` does it
+        return any_found_inf(bucket.call("narrow_results"), found_inf)
+    return found_inf
 
 
 def residual_bound(length: int, ranks: int) -> float:
-    """By how much the owner's residual of a chunk may be larger than the largest element of its mean.
+    """The ratio that an element of the owner's residual can have to the largest element of the chunk's mean.
 
-    Methods round within twice a scale, which is no more than the chunk's 2-norm; and the residual counts for all ranks.
+    A method's rounding error is at most twice a scale, and a scale is at most the chunk's 2-norm. The residual is the
+    error times the number of ranks.
     """
     return 2 * ranks * math.sqrt(length)
 
 
 def payloads_of_chunks(members: Sequence[tuple[TensorInfo, Any]], ranks: int) -> tuple[SentPayload, SentPayload]:
-    """What one rank hands to the two collectives of a bucket's step, as of `Compressor.payloads`.
+    """One rank's payloads for the two collectives of a bucket's step, as in `Compressor.payloads`.
 
     Args:
-        members: of the bucket: each tensor with its compressor.
-        ranks: 2 or more.
+        members: each tensor of the bucket with its compressor.
+        ranks: number of ranks, 2 or more.
     """
     chunks = [0] * ranks
     for owner, piece in _pieces([tensor.size for tensor, _ in members], members[0][1].unit, ranks):
         _, compressor = members[piece.tensor]
-        chunks[owner] += compressor.payload_bytes((piece.length,))  # of one rank, as if it was gathered
+        chunks[owner] += compressor.payload_bytes((piece.length,))  # as if gathered
     longest = max(chunks)
     return SentPayload("alltoall", ranks * longest), SentPayload("allgather", longest)
 
 
 class _Piece(NamedTuple):
-    """A part of a tensor: the tensor's place in the bucket, and elements."""
+    """A part of a tensor: the tensor's place in the bucket, the first element and the number of elements."""
 
     tensor: int
     start: int
     length: int
 
 
-class _Part:
+class _Pieces:
     """Pieces of a bucket's tensors, as a bucket of their own.
 
     Args:
         whole: the bucket that is cut.
-        pieces: each with the number of the rank that averages it.
-        memory: of the bucket of pieces.
-        rows: of its payload.
-        suffix: of the names of the pieces.
+        pieces: the pieces, each with the rank that averages it.
+        memory: memory of the bucket of pieces.
+        rows: rows of its payload.
+        suffix: text appended to the pieces' names.
 
     Attributes:
-        bucket: of the pieces.
-        elements: of all.
+        bucket: the bucket of pieces.
+        elements: number of elements of all pieces.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class _Part:
         whole: Bucket,
         pieces: Sequence[tuple[int, _Piece]],
         memory: Memory,
-        rows: Rows | None = None,
+        rows: PayloadRows | None = None,
         suffix: str = "",
     ) -> None:
         self.elements = sum(piece.length for _, piece in pieces)
@@ -131,7 +133,7 @@ class _Part:
         self.bucket.context = whole.context
 
     def enter(self, whole: Bucket) -> None:
-        """Begins a step: the pieces lie in the tensors."""
+        """Begins a step, with the pieces at their places in the whole bucket's tensors."""
         bucket = self.bucket
         bucket.begin(whole.context, whole.factor)
         for name in _ADDRESSES:
@@ -142,17 +144,17 @@ class _Part:
             bucket.kernels.sent[0] = whole.kernels.sent[0][self._members]
 
     def addresses(self, whole: Bucket, name: str) -> np.ndarray:
-        """Where the pieces lie in what the table of the whole calls by a name."""
-        found = whole.segments[name][self._members]
+        """The addresses of the pieces in the storage that a column of the whole bucket's table points to."""
+        tensors = whole.segments[name][self._members]
         width = 2 if name == "kept" and whole.memory.rounds_to else 4
-        return np.where(found == 0, found, found + np.uint64(width) * self._starts)
+        return np.where(tensors == 0, tensors, tensors + np.uint64(width) * self._starts)
 
 
-class _Others(_Part):
+class _OtherChunks(_Pieces):
     """The chunks of the other ranks."""
 
     def encode(self, method: CodesBuckets, whole: Bucket, zeros: np.ndarray) -> bool | Array:
-        """Makes the payload; what was not sent is left as x. Returns whether it has found an inf or NaN."""
+        """Makes the payload and leaves the residual in x; returns whether it found an inf or NaN."""
         if not self.elements:
             return False
         self.enter(whole)
@@ -161,36 +163,36 @@ class _Others(_Part):
         return self.bucket.found_inf
 
     def decode(self, method: CodesBuckets, whole: Bucket, payloads: Sequence[Array]) -> bool | Array:
-        """Writes what the ranks' payloads of means stand for to where the results go."""
+        """Decodes the other ranks' payloads of means to the results."""
         if not self.elements:
             return False
         first, second = payloads[:2]
-        if address_of(second) - address_of(first) != first.shape[0]:  # of a round with other requests
+        if address_of(second) - address_of(first) != first.shape[0]:  # other requests of the round lie between them
             first = whole.xp.concatenate(payloads)
         self.bucket.segments["result"] = self.addresses(whole, "result")
         return method.decode_bucket(self.bucket, first, 1, 0)
 
 
-class _Own:
+class _OwnChunk:
     """The chunk that this rank averages: vectors in which its pieces lie behind each other.
 
     Args:
-        method: that encodes it.
+        method: the method that encodes the chunk.
         whole: the bucket that is cut.
-        pieces: as of `_Part`.
+        pieces: as in `_Pieces`.
 
     Attributes:
-        elements: of it.
-        means: the chunk of the mean, as it is encoded.
+        elements: number of elements of the chunk.
+        means: the bucket of the chunk's mean.
     """
 
     means: Bucket
-    _x: Array  # this rank's own part of it, and later what the payload of the mean lacks
-    _mean: Array  # of all ranks
+    _x: Array  # this rank's x of the chunk; later the error of the mean's payload
+    _mean: Array  # the mean over the ranks
 
     def __init__(self, method: CodesBuckets, whole: Bucket, pieces: Sequence[tuple[int, _Piece]]) -> None:
-        self._copies = _Part(whole, pieces, whole.memory)
-        self._codes = _Part(whole, pieces, NoMemory())
+        self._copies = _Pieces(whole, pieces, whole.memory)
+        self._codes = _Pieces(whole, pieces, NoMemory())
         self.elements = self._copies.elements
         sizes = self._copies.bucket.segments["size"]
         places = np.cumsum(sizes) - sizes
@@ -200,37 +202,37 @@ class _Own:
             self._x, self._mean = whole.zeros(self.elements, "float32"), whole.zeros(self.elements, "float32")
 
     def payload_bytes(self, method: CodesBuckets) -> int:
-        """Of a rank's payload of the chunk."""
+        """Bytes of a rank's payload of the chunk."""
         return len(method.payload(self._codes.bucket).vector) if self.elements else 0
 
     def read(self, whole: Bucket) -> bool | Array:
         """Makes this rank's x of the chunk; returns whether it holds an inf or NaN."""
         if not self.elements:
             return False
-        if whole.device is not None:  # where memory that was let go of comes back without being cleared
+        if whole.device is not None:  # reused memory, not cleared
             self._x, self._mean = (whole.kernels.passing(self.elements, "float32") for _ in range(2))
         self._copies.enter(whole)
         return self._copies.bucket.call("dense_encode", self._x)
 
     def average(self, method: CodesBuckets, whole: Bucket, payloads: Sequence[Array]) -> bool | Array:
-        """Averages x and the payloads of the other ranks; returns whether they stand for an inf or NaN."""
+        """Averages x and the other ranks' payloads; returns whether a payload decodes to an inf or NaN."""
         if not self.elements:
             return False
         bucket, xp, ranks = self._codes.bucket, whole.xp, len(payloads)
-        others = xp.concatenate([one for rank, one in enumerate(payloads) if rank != whole.context.rank])
+        received = xp.concatenate([payload for rank, payload in enumerate(payloads) if rank != whole.context.rank])
         bucket.begin(whole.context)
         bucket.segments["result"] = address_of(self._mean) + self._offsets
-        found = method.decode_bucket(bucket, others, ranks - 1, payloads[0].shape[0])
+        found_inf = method.decode_bucket(bucket, received, ranks - 1, payloads[0].shape[0])
         self._mean *= (ranks - 1) / ranks
         self._x *= 1 / ranks
         self._mean += self._x
         with np.errstate(over="ignore", invalid="ignore"):
             largest = xp.flatten(xp.row_largest(xp.reshape(self._mean, (1, -1))))
             self._mean *= 1 + 0 * (largest * residual_bound(self.elements, ranks))  # times 1, or NaN
-        return found
+        return found_inf
 
     def encode_mean(self, method: CodesBuckets, whole: Bucket, zeros: np.ndarray) -> None:
-        """Makes the payload of the mean; what it lacks is left as x."""
+        """Makes the payload of the mean, and leaves its error in x."""
         if not self.elements:
             return
         means = self.means
@@ -242,14 +244,14 @@ class _Own:
         take_off(means, zeros)
 
     def decode(self, method: CodesBuckets, whole: Bucket, payloads: Sequence[Array]) -> bool | Array:
-        """Writes what the payload of the mean stands for to where the results go."""
+        """Decodes the payload of the mean to the results."""
         if not self.elements:
             return False
         self._codes.bucket.segments["result"] = self._codes.addresses(whole, "result")
         return method.decode_bucket(self._codes.bucket, payloads[whole.context.rank], 1, 0)
 
     def keep(self, whole: Bucket) -> None:
-        """Leaves as x of the chunk what the mean's payload lacks, as often as there are ranks."""
+        """Writes to x of the chunk the error of the mean's payload times the number of ranks."""
         if whole.keeps and self.elements:
             self._x *= whole.context.world_size
             self._copies.bucket.call("dense_keep", self._x)
@@ -260,34 +262,36 @@ class _Own:
 
 
 class _Layout:
-    """How a bucket is cut, and storage for what is sent.
+    """The chunks of a bucket, and the storage of payloads.
 
     Attributes:
         own: the chunk that this rank averages.
-        others: those of the other ranks.
-        rows: a payload for each rank, uint8 (ranks, length); this rank's own row says nothing.
+        others: the chunks that the other ranks average.
+        rows: a payload for each rank, uint8 (ranks, length); this rank's own row is unused.
         sent: the payload of the mean, uint8 (length,).
-        zeros: on the host, as many as the longest piece has elements.
+        zeros: on the host, as many zeros as the longest piece has elements.
     """
 
     def __init__(self, method: CodesBuckets, bucket: Bucket) -> None:
         ranks, own = bucket.context.world_size, bucket.context.rank
         sizes = bucket.segments["size"]
         pieces = list(_pieces(sizes.tolist(), method.unit, ranks))
-        mine, theirs = ([one for one in pieces if (one[0] == own) == is_own] for is_own in (True, False))
-        self.own = _Own(method, bucket, mine)
-        # Payloads' lengths follow from the pieces alone, and so are known to all ranks.
-        rows = Rows(np.array([owner for owner, _ in theirs], np.int64), ranks, self.own.payload_bytes(method))
-        self.others = _Others(bucket, theirs, bucket.memory, rows)
+        own_pieces = [(owner, piece) for owner, piece in pieces if owner == own]
+        other_pieces = [(owner, piece) for owner, piece in pieces if owner != own]
+        self.own = _OwnChunk(method, bucket, own_pieces)
+        # Payload lengths follow from the pieces, so that all ranks know them.
+        owners = np.array([owner for owner, _ in other_pieces], np.int64)
+        rows = PayloadRows(owners, ranks, self.own.payload_bytes(method))
+        self.others = _OtherChunks(bucket, other_pieces, bucket.memory, rows)
         self.rows = _rows_of(method, self.others.bucket, rows)
-        rows = Rows(np.zeros(len(mine), np.int64), 1, self.rows.shape[1])
+        rows = PayloadRows(np.zeros(len(own_pieces), np.int64), 1, self.rows.shape[1])
         memory = ErrorFeedback() if bucket.keeps else NoMemory()
-        self.own.means = _Part(bucket, mine, memory, rows, "#mean").bucket
+        self.own.means = _Pieces(bucket, own_pieces, memory, rows, "#mean").bucket
         self.sent = _rows_of(method, self.own.means, rows)[0]
         self.zeros = np.zeros(int(sizes.max()) if bucket.device is None else 0, np.float32)
 
 
-def _rows_of(method: CodesBuckets, bucket: Bucket, rows: Rows) -> Array:
+def _rows_of(method: CodesBuckets, bucket: Bucket, rows: PayloadRows) -> Array:
     """The rows of a bucket's payload, uint8 (ranks, length)."""
     if bucket.tensors:
         vector = method.payload(bucket).vector
@@ -297,7 +301,7 @@ def _rows_of(method: CodesBuckets, bucket: Bucket, rows: Rows) -> Array:
 
 
 def _pieces(sizes: Sequence[int], unit: int, ranks: int) -> Iterator[tuple[int, _Piece]]:
-    """Cuts tensors at multiples of a unit of elements: who averages each piece, and the piece, in order."""
+    """Cuts tensors at multiples of `unit` elements; yields each piece, in order, with the rank that averages it."""
     units = [-(-size // unit) for size in sizes]
     ends = [(owner + 1) * sum(units) // ranks for owner in range(ranks)]
     owner = passed = 0
@@ -313,11 +317,12 @@ def _pieces(sizes: Sequence[int], unit: int, ranks: int) -> Iterator[tuple[int, 
 
 
 def take_off(bucket: Bucket, zeros: np.ndarray, x: np.ndarray | None = None) -> None:
-    """Takes off x what was sent of it, where a kernel has left that to the next step, which may cut it otherwise.
+    """Subtracts from x what was sent, where a kernel left that to the next step, whose chunks may be others.
 
     Args:
-        zeros: on the host, as many as the largest tensor has elements.
-        x: addresses of what is left; None for those of x itself, where what was sent is not a product of factors.
+        bucket: the bucket after encoding.
+        zeros: on the host, as many zeros as the largest tensor has elements.
+        x: addresses of the difference; None for x itself, which is not allowed if a product of factors was sent.
     """
     segments = bucket.segments
     if not bucket.keeps or not segments["sent_rule"].any():

@@ -1,7 +1,7 @@
-"""Reduce-scatter between nodes in kernels: what `exchange.shards` states in array functions, with the same bits.
+"""Reduce-scatter between nodes in kernels, bit for bit the array functions of `exchange.shards`.
 
-A rank has a row for each node. Each row is a bucket of one tensor: those of other nodes are encoded, and what arrives
-of this rank's own is decoded and added up.
+A rank has a row for each node, and each row is a bucket of one tensor. The rows of other nodes are encoded and sent;
+the payloads received for this rank's own row are decoded and added up.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class ShardKernels:
     """The rows of one flat gradient, step by step, on the host.
 
     Args:
-        method: that encodes them, with a bucket form.
-        memory: of all rows, that `KNOWN_TO_KERNELS` has.
+        method: the method that encodes rows, with a bucket form.
+        memory: the memory of all rows, from `KNOWN_TO_KERNELS`.
         length: elements of a row.
-        context: of the first step, among the ranks that have rows for each other.
+        context: context of the first step, in the group of ranks that exchange rows.
     """
 
     def __init__(self, method: CodesBuckets, memory: Memory, length: int, context: Context) -> None:
@@ -38,7 +38,7 @@ class ShardKernels:
         payloads = [method.payload(bucket).vector for bucket in self._rows]
         self._sent = np.zeros((len(payloads), len(payloads[0])), np.uint8)
         self._decoded = np.zeros(length, np.float32)
-        # What a sign says was sent is taken off at once: zeros are the gradient then.
+        # `take_off` subtracts sent signs at once, by a pass with zeros as the gradient.
         self._zeros = np.zeros(length if self._rows[0].keeps else 0, np.float32)
 
     def reduce_scatter(
@@ -48,13 +48,13 @@ class ShardKernels:
 
         Args:
             rows: this rank's gradient, float32 (nodes, length).
-            residual: what was left to be sent of the other rows, in their order, float32 (nodes - 1, length); what is
-                left now takes its place. None without a memory.
-            context: of the step.
+            residual: residuals of the other nodes' rows, in their order, float32 (nodes - 1, length); updated in place.
+                None without a memory.
+            context: context of the step.
         """
         method = self.method
-        others = [node for node in range(context.world_size) if node != context.rank]
-        for place, node in enumerate(others):
+        other_nodes = [node for node in range(context.world_size) if node != context.rank]
+        for place, node in enumerate(other_nodes):
             bucket = self._rows[node]
             bucket.begin(context)
             segments = bucket.segments
@@ -65,13 +65,13 @@ class ShardKernels:
             self._sent[node] = method.payload(bucket).vector
             if residual is not None:
                 take_off(bucket, self._zeros)
-                if bucket.found_inf:  # would be in every step from now on
+                if bucket.found_inf:  # else it would stay in all later steps
                     residual[place][~np.isfinite(residual[place])] = 0
         received = yield AllToAll((self._sent,))
         bucket, own = self._rows[context.rank], rows[context.rank].copy()
         bucket.begin(context)
         bucket.segments["result"] = self._decoded.ctypes.data
-        for node in others:
+        for node in other_nodes:
             method.decode_bucket(bucket, received[node][0], 1, 0)
             own += self._decoded
         own *= np.float32(1 / context.world_size)

@@ -1,6 +1,6 @@
-"""Sign methods: one bit an element, eight to a byte, and what little else is needed to read it.
+"""Sign methods: one bit an element, eight to a byte, and few numbers to decode it by.
 
-They differ in what the receivers make of the bits: a majority vote (SignSGD), two means (one-bit SGD) or one
+They differ in how receivers decode the bits: by a majority vote (SignSGD), as two means (one-bit SGD) or as one
 magnitude (EF-SignSGD).
 """
 
@@ -25,7 +25,7 @@ from hvdcomp.errors import SpecError
 from hvdcomp.kernels.tables import NOT_NEGATIVE, POSITIVE
 from hvdcomp.specs.described import Truth
 
-# The balance of this number of votes fits into a byte with a sign.
+# The balance of this number of votes fits into an int8.
 _VOTES_PER_BYTE = 127
 
 
@@ -34,16 +34,16 @@ class SignSGD(Compressor):
     """Signs of the gradient; the result is the sign of the ranks' majority, 0 in a tie (Bernstein et al. 2018).
 
     One bit cannot say that an element is zero. Beside the sign bits, each rank sends one bit for each row (first
-    dimension): a row without a nonzero element, such as the embedding of a word that the batch did not hold, votes
-    for neither sign. With `zeros="elements"` each element has such a bit and every zero votes for neither, at two
-    bits an element. Otherwise a zero in a row that holds a nonzero element must take a side: + and - in turn from
-    step to step and from rank to rank, so that two ranks' zeros cancel, and one rank's within two steps.
+    dimension): an all-zero row, such as the embedding of a word that is not in the batch, abstains. With
+    `zeros="elements"` each element has such a bit and every zero abstains, at two bits an element. Otherwise a zero in
+    a row with a nonzero element votes + and - in turn, from step to step and from rank to rank, so that the votes of
+    two ranks' zeros cancel, and those of one rank's zeros cancel within two steps.
 
-    The result has magnitude 1 (or 0) and the learning rate must be chosen for that. Used without error feedback, as
-    published: the residual of error feedback is in the gradient's units, the sign is not (`EFSignSGD` scales it).
+    The result has magnitude 1 (or 0), and the learning rate must be chosen for that. As published, it is used without
+    error feedback, whose residual is in the gradient's units while a sign is not (`EFSignSGD` scales it).
 
     Attributes:
-        zeros: "rows" or "elements", what has a bit of its own to vote for neither.
+        zeros: "rows" or "elements": the parts of a tensor that have a bit to abstain.
     """
 
     zeros: str = "rows"
@@ -56,8 +56,8 @@ class SignSGD(Compressor):
     reference: ClassVar[str] = "Bernstein et al. 2018, arXiv:1802.04434; Bernstein et al. 2019, arXiv:1810.05291"
 
     def __post_init__(self) -> None:
-        what = '"rows" (a bit for each row, to say that it is all zero) or "elements" (a bit for each element)'
-        self.require(self.zeros in ("rows", "elements"), "zeros", what)
+        allowed = '"rows" (a bit for each row, to say that it is all zero) or "elements" (a bit for each element)'
+        self.require(self.zeros in ("rows", "elements"), "zeros", allowed)
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         shape = tuple(x.shape)
@@ -89,12 +89,12 @@ class SignSGD(Compressor):
 
     @staticmethod
     def _count(xp: ModuleType, ranks: Sequence[tuple[Array, Array]], rows: int, columns: int) -> Array:
-        """Votes for + less votes for - of all ranks, as int8 (rows, columns), or int16 where int8 is too small."""
+        """Votes for + minus votes for - of all ranks, int8 (rows, columns), or int16 where int8 is too small."""
         total = None
         for start in range(0, len(ranks), _VOTES_PER_BYTE):
-            (bits, cast), *others = ranks[start : start + _VOTES_PER_BYTE]
+            (bits, cast), *more = ranks[start : start + _VOTES_PER_BYTE]
             positive, votes = unpack(xp, bits, 1, rows * columns), unpack(xp, cast, 1, rows)
-            for bits, cast in others:
+            for bits, cast in more:
                 positive += unpack(xp, bits, 1, rows * columns)
                 votes += unpack(xp, cast, 1, rows)
             counted = balance(xp, positive, votes)
@@ -104,23 +104,23 @@ class SignSGD(Compressor):
 
     @property
     def of_matrices(self) -> bool:  # type: ignore[override]
-        """Where rows vote."""
+        """True if rows have a bit."""
         return self.zeros == "rows"
 
     @property
     def default_memory(self) -> Memory:
-        """None, although the method is biased: the sign's magnitude is not the gradient's."""
+        """No memory, although the method is biased: a sign is not in the gradient's units."""
         return NoMemory()
 
 
 @dataclass(frozen=True)
 class OneBit(Gathering):
-    """One-bit SGD: a bit says whether an element is positive; it is read as the mean of the positive elements, or of
-    the rest (Seide et al. 2014, section 3.2).
+    """One-bit SGD: a bit says whether an element is positive, and is decoded as the mean of the positive elements or
+    the mean of the others (Seide et al. 2014, section 3.2).
 
     Attributes:
-        per_row: a pair of means for each row of the gradient viewed as a matrix (first dimension by the rest), not
-            one for the tensor. Seide et al. take a pair for each column of their weight matrices.
+        per_row: whether each row of the gradient as a matrix (first dimension by the others) has its own pair of means,
+            instead of one pair for the tensor. Seide et al. use a pair for each column of their weight matrices.
     """
 
     per_row: Truth = False
@@ -145,7 +145,7 @@ class OneBit(Gathering):
         positive = matrix > 0
         above = xp.astype(positive.sum(1, keepdims=True), "float32")
         below = columns - above
-        # Divided before they are added up, so that no sum overflows.
+        # Elements are divided before they are summed, so that no sum overflows.
         upper = (matrix.clip(0, float("inf")) * xp.reciprocal_or_zero(above, 0)).sum(1, keepdims=True)
         lower = (matrix.clip(float("-inf"), 0) * xp.reciprocal_or_zero(below, 0)).sum(1, keepdims=True)
         bits = pack(xp, xp.astype(xp.flatten(positive), "uint8"), 1)
@@ -158,7 +158,7 @@ class OneBit(Gathering):
 
     @property
     def of_matrices(self) -> bool:  # type: ignore[override]
-        """Where rows have means of their own."""
+        """True if rows have means of their own."""
         return self.per_row
 
     def _matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -166,7 +166,7 @@ class OneBit(Gathering):
 
     @property
     def has_bucket_form(self) -> bool:
-        """Not for pairs of means of rows, which no kernel takes."""
+        """False for means of rows, which have no kernel."""
         return not self.per_row and super().has_bucket_form
 
     def lay_out(self, bucket: Bucket) -> _BitsLayout:
@@ -193,7 +193,7 @@ class EFSignSGD(Gathering):
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
         vector = xp.flatten(xp.astype(x, "float32"))
         size = vector.shape[0]
-        # Divided before they are added up, so that the sum does not overflow.
+        # Elements are divided before they are summed, so that the sum does not overflow.
         shares = abs(vector)
         shares *= 1 / size
         magnitude = xp.flatten(xp.reshape(shares, (1, size)).sum(1, keepdims=True))
@@ -217,19 +217,21 @@ class EFSignSGD(Gathering):
 
 
 def _encode_two_values(bucket: Bucket, rule: int) -> None:
-    """Makes the payload of methods that read a bit as one of two values.
+    """Makes the payload of a method whose bits are decoded as one of two values.
 
     Args:
-        rule: which elements have a bit of 1, `POSITIVE` or `NOT_NEGATIVE`.
+        bucket: the bucket.
+        rule: the elements whose bit is 1, `POSITIVE` or `NOT_NEGATIVE`.
     """
     bucket.found_inf = bucket.call("two_values_encode", rule, bucket.layout.payload.vector)
 
 
 class _BitsLayout:
-    """Where the parts of a bucket's tensors lie in a payload: first all values, then the bits of each tensor.
+    """The layout of a bucket's payload: first all values, then the bits of each tensor.
 
     Args:
-        bytes_of_values: of each tensor.
+        bucket: the bucket.
+        bytes_of_values: bytes of each tensor's values.
     """
 
     def __init__(self, bucket: Bucket, bytes_of_values: int) -> None:
@@ -240,10 +242,11 @@ class _BitsLayout:
 
 
 class _VotesLayout:
-    """The same for votes: the bits of each tensor's signs, then of its rows' votes.
+    """The layout of a payload of votes: the sign bits of each tensor, then the bits that say which rows vote.
 
     Args:
-        by_rows: whether a row has a vote, and not each element.
+        bucket: the bucket.
+        by_rows: whether rows have such a bit; else elements have.
     """
 
     def __init__(self, bucket: Bucket, by_rows: bool) -> None:
@@ -262,18 +265,19 @@ class _VotesLayout:
 
 
 def representable(xp: ModuleType, scale: Array, like: Array) -> Array:
-    """float32 values that the type of `like` holds too, so that what receivers decode is exactly what was sent."""
+    """float32 values rounded to the type of `like`, so that the decoded value is exactly the value that was sent."""
     return xp.astype(xp.astype(scale, xp.dtype_name(like)), "float32")
 
 
 def balance(xp: ModuleType, positive: Array, votes: Array) -> Array:
-    """Votes for + less votes for -, int8 (rows, columns), of at most 127 ranks; reuses the storage of `positive`.
+    """Votes for + minus votes for -, int8 (rows, columns), of at most 127 ranks; reuses the storage of `positive`.
 
     Args:
-        positive: how many voted for +, uint8 (rows * columns,).
-        votes: how many voted, uint8 (rows,).
+        xp: array functions.
+        positive: number of votes for +, uint8 (rows * columns,).
+        votes: number of votes, uint8 (rows,).
     """
-    positive *= 2  # what does not fit into a byte comes back when the votes are taken off
+    positive *= 2  # may overflow the byte; subtracting the votes undoes it
     difference = xp.reshape(positive, (votes.shape[0], -1))
     difference -= xp.reshape(votes, (-1, 1))
     return xp.bitcast(difference, "int8")

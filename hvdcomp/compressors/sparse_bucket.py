@@ -1,7 +1,7 @@
-"""The bucket form of the sparsifiers whose ranks choose by magnitude, and send values and indices.
+"""The bucket form of the sparsifiers whose ranks choose elements by magnitude and send values and indices.
 
-The payload of a bucket holds all tensors' values, the counts of their blocks and their indices: of each tensor what
-`sparse_payload` says, parts of longer elements before those of shorter ones.
+The payload of a bucket holds the values, the block counts and the indices of all tensors, as in `sparse_payload`; parts
+of wider element types come first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hvdcomp.compressors.protocol import AllGather
 from hvdcomp.kernels.tables import NARROW
 
 LARGEST, BISECT, SAMPLED = range(3)
-"""How a threshold is found: the k-th largest magnitude; between mean and largest; from a sample, in steps."""
+"""Searches for a threshold: the k-th largest magnitude; bisection from mean to largest; steps from a sample's."""
 
 _CHOICE = np.dtype(
     [
@@ -37,7 +37,7 @@ _CANDIDATES = np.dtype(
     align=True,
 )
 _SLACK = 16  # HVD_SLACK
-_CANDIDATES_PER_NEEDED = 8  # about 2.3 are expected; tasks that have more are searched as a whole
+_CANDIDATES_PER_NEEDED = 8  # about 2.3 are expected; a task with more is searched as a whole
 
 
 class _Sparse(ctypes.Structure):
@@ -50,15 +50,15 @@ class _Sparse(ctypes.Structure):
 
 
 class SparsePlaces:
-    """Where the values and indices of each tensor lie in a bucket's payload.
+    """The offsets of each tensor's values and indices in a bucket's payload.
 
     Args:
-        bucket: its table gets `count` and `place`.
-        values: how they travel, of `sparse_payload`.
+        bucket: the bucket; sets `count` and `place` of its table.
+        values: "same" or "fp16", as in `sparse_payload`.
 
     Attributes:
-        payload: for what this rank sends.
-        type: in which values travel, as of `NARROW`.
+        payload: this rank's payload.
+        type: element type of the values in the payload, a number of `NARROW`.
     """
 
     def __init__(self, bucket: Bucket, values: str) -> None:
@@ -69,7 +69,7 @@ class SparsePlaces:
             for compressor, size in zip(bucket.compressors, sizes, strict=True)
         ]
         value_bytes = sparse_payload.value_bytes(values, bucket.dtype)
-        parts = []  # bytes of an element, of the part, and which it is
+        parts = []  # (bytes of an element, bytes of the part, kind of part, tensor)
         widths = []
         for number, (size, count) in enumerate(zip(sizes, counts, strict=True)):
             width, blocks = sparse_payload.index_bytes(count, size), sparse_payload.counted_blocks(count, size)
@@ -88,23 +88,23 @@ class SparsePlaces:
         self.payload = bucket.payload(end)
 
 
-class Asked:
-    """The number of elements to choose from each tensor, and how.
+class Selection:
+    """The parameters of a bucket's selection of elements.
 
     Args:
-        bucket: its table has `count`.
+        bucket: the bucket, with `count` set in its table.
 
     Attributes:
         method: `LARGEST`, `BISECT` or `SAMPLED`.
-        rounds: of the search.
-        type: in which values travel, as of `NARROW`.
-        masks: whether the momentum of an element ends where it is sent.
-        most: a threshold is good if `count` to this number of elements reach it, int64 (tensors,), as all that follow.
-        limited: whether that may be more than `count`.
-        need: this number of candidates answers all questions.
-        stride: of the elements that the method samples.
-        sampled: the number of these.
-        reaching: of these, the number that reach the first threshold.
+        rounds: rounds of the search.
+        type: element type of the values in the payload, a number of `NARROW`.
+        masks: whether an element's momentum is cleared when the element is sent.
+        most: a threshold is good if `count` to this number of elements reach it, int64 (tensors,), like all below.
+        limited: whether `most` may be larger than `count`.
+        need: number of candidates that is enough for the search.
+        stride: stride of the sample.
+        sampled: number of elements in the sample.
+        reaching: number of sampled elements that reach the first threshold.
     """
 
     def __init__(self, bucket: Bucket, type: int, method: int, room: int, rounds: int) -> None:
@@ -124,27 +124,27 @@ class Asked:
 
 
 class _Layout:
-    """What a bucket's steps share: the places in its payload, and room for candidates."""
+    """The offsets in a bucket's payload, and the kernels' storage for candidates."""
 
     def __init__(self, bucket: Bucket, values: str, method: int, room: int, rounds: int) -> None:
         self.places = SparsePlaces(bucket, values)
-        asked = Asked(bucket, self.places.type, method, room, rounds)
+        selection = Selection(bucket, self.places.type, method, room, rounds)
         segments, tasks = bucket.segments, bucket.table.tasks
         self._choices = np.zeros(len(segments), _CHOICE)
         choices = self._choices
         choices["first_task"] = np.searchsorted(tasks["segment"], np.arange(len(segments)))
         choices["tasks"] = np.bincount(tasks["segment"], minlength=len(segments))
         for name in ("most", "need", "stride", "sampled", "reaching"):
-            choices[name] = getattr(asked, name)
-        choices["sample"] = np.cumsum(asked.sampled) - asked.sampled
+            choices[name] = getattr(selection, name)
+        choices["sample"] = np.cumsum(selection.sampled) - selection.sampled
         self._candidates = np.zeros(len(tasks), _CANDIDATES)
-        shares = (asked.need / segments["size"])[tasks["segment"]] * tasks["length"]
+        shares = (selection.need / segments["size"])[tasks["segment"]] * tasks["length"]
         rooms = np.minimum(tasks["length"], (_CANDIDATES_PER_NEEDED * shares).astype(np.int64) + 1024)
         self._candidates["room"] = rooms
         self._candidates["place"] = np.cumsum(rooms + _SLACK) - (rooms + _SLACK)
         pool = int((rooms + _SLACK).sum())
         self._values, self._places = np.empty(pool, np.float32), np.empty(pool, np.uint16)
-        self._sample = np.empty(int(asked.sampled.sum()), np.float32)
+        self._sample = np.empty(int(selection.sampled.sum()), np.float32)
         arrays: tuple[np.ndarray, ...] = (choices, self._candidates, self._values, self._places, self._sample)
         addresses = [array.ctypes.data for array in arrays]
         self._sparse = _Sparse(*addresses, method, rounds, self.places.type, 0)
@@ -152,23 +152,24 @@ class _Layout:
 
 
 class _DeviceLayout:
-    """The same on a device, where the kernels have room of their own."""
+    """The layout on a device, where kernels have their own storage."""
 
     def __init__(self, bucket: Bucket, values: str, method: int, room: int, rounds: int) -> None:
         self.places = SparsePlaces(bucket, values)
-        self.passed = Asked(bucket, self.places.type, method, room, rounds)
+        self.passed = Selection(bucket, self.places.type, method, room, rounds)
 
 
 def aggregate_by_magnitude(
     bucket: Bucket, values: str, method: int, room: int = 1, rounds: int = 0
 ) -> BucketAggregation:
-    """A bucket's step of a sparsifier that sends the k largest elements, or about those.
+    """A bucket's step of a sparsifier that sends the k largest elements, or approximately those.
 
     Args:
-        values: how they travel, of `sparse_payload`.
+        bucket: the bucket.
+        values: "same" or "fp16", as in `sparse_payload`.
         method: `LARGEST`, `BISECT` or `SAMPLED`.
         room: a threshold is good if k to `room` k elements reach it.
-        rounds: of the search.
+        rounds: rounds of the search.
     """
     if bucket.layout is None:
         layout_of = _Layout if bucket.device is None else _DeviceLayout
@@ -177,7 +178,7 @@ def aggregate_by_magnitude(
     places = layout.places
     payload = places.payload
     bucket.found_inf = bucket.call("sparse_encode", layout.passed, payload.vector)
-    if bucket.keeps and bucket.device is None:  # on a device, encoding has taken off x what is sent
+    if bucket.keeps and bucket.device is None:  # on a device, encoding has subtracted it from x
         bucket.call("sparse_keep", payload.vector, places.type, bucket.masks)
     ranks = yield AllGather((payload.vector,), payload.with_room)
     return bucket.call("sparse_decode", *gathered(ranks), places.type)

@@ -1,4 +1,4 @@
-"""Chunked top-k: the largest elements of each chunk of neighbours, with places and values in a few bits."""
+"""Chunked top-k: the largest elements of each chunk of neighbours, with short places and short values."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ class ChunkedTopK(Compressor):
     """The k elements of largest magnitude of each chunk of neighbouring elements, as SparseLoCo sends them (Sarfi et
     al. 2025, arXiv:2508.15706).
 
-    A place in a chunk takes as few bits as tell its elements apart, 12 in a chunk of 4096. With two bits a value,
-    that is 4096 * 32 / (64 * (12 + 2)) = 146.3 times fewer bits than float32, as published; beside them travel four
-    float32 means for each tensor, which the published number leaves out. The last chunk of a tensor may have fewer
-    elements, and sends the same share of them: ceil(k length / chunk).
+    A place in a chunk takes the fewest bits that index the chunk, 12 for 4096 elements. With two bits a value, that is
+    4096 * 32 / (64 * (12 + 2)) = 146.3 times fewer bits than float32, as published; the published number leaves out
+    four float32 means for each tensor. The last chunk of a tensor may have fewer elements, and sends the same share of
+    them: ceil(k length / chunk).
 
-    Two bits say in which of four bins a value is, and it is read as the mean of the bin's values:
+    Two bits say in which of four bins a value is; it is decoded as the mean of the bin's values:
 
         bin(v) = round((v - mean) / s + 2), held to 0 ... 3;  s = 6 sigma / 4
 
-    with the mean and the standard deviation sigma of all values that are sent of the tensor. In words, bins end at
-    -2.25, -0.75 and 0.75 sigma from the mean. Sigma is divided by the number of values, not by one less: so error
-    feedback gets a contraction, |x - C(x)| < |x| but for x = 0, even where two values are all that is sent.
+    with the mean and the standard deviation sigma of all values sent of the tensor, so that bins end at -2.25, -0.75
+    and 0.75 sigma from the mean. Sigma's sum is divided by the number of values, not by that number less 1: so the
+    method is a contraction, |x - C(x)| < |x| unless x = 0, even if only two values are sent.
 
-    The paper compresses what 30 local steps changed, and keeps 0.95 of what was not sent
+    The paper compresses the change of 30 local steps, with a residual decay of 0.95
     (`memory=error_feedback:decay=0.95`).
 
     Attributes:
         chunk: number of elements in a chunk.
-        k: number of elements that are sent of a chunk, at most `chunk`.
-        values: how values travel: "2bit", as one of four means; "fp16" or "float32". The rounding error stays in the
-            memory.
+        k: number of elements sent of each chunk, at most `chunk`.
+        values: encoding of values: "2bit", as one of four means; "fp16" or "float32". The memory keeps the rounding
+            error.
 
     Raises:
         SpecError: if k is more than `chunk`.
@@ -79,7 +79,7 @@ class ChunkedTopK(Compressor):
 
     @property
     def nested(self) -> bool:  # type: ignore[override]
-        """Not where values become means, of which another choice has others."""
+        """False with 2 bits, as the means depend on the choice of elements."""
         return self.values != "2bit"
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
@@ -99,14 +99,14 @@ class ChunkedTopK(Compressor):
 
     @property
     def bucket_dtypes(self) -> Set[str]:
-        """Float32 alone: the kernels send nothing else."""
+        """Float32 only: the kernels take no other type."""
         return {"float32"}
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
         return aggregate_chunks(bucket, self.chunk, VALUES.index(self.values))
 
     def count(self, size: int) -> int:
-        """How many elements are sent of a tensor of `size` elements."""
+        """Number of elements sent of a tensor of `size` elements."""
         return size // self.chunk * self.k + self._of_chunk(size % self.chunk)
 
     def _of_chunk(self, length: int) -> int:
@@ -114,12 +114,13 @@ class ChunkedTopK(Compressor):
 
     def _choose(self, xp: ModuleType, vector: Array) -> Array:
         """The places in their chunks, int32 (count,), of the elements to send, one chunk after the other."""
-        magnitudes, of = abs(xp.astype(vector, wide_dtype(xp.dtype_name(vector)))), xp
-        if not xp.waits(vector):  # all frameworks' choices among equal elements are NumPy's
-            magnitudes, of = xp.to_numpy(magnitudes), numpy_arrays
-        chosen = [of.top(rows, self._of_chunk(rows.shape[1])) for rows in groups(of, magnitudes, self.chunk)]
-        places = of.astype(of.concatenate([of.flatten(row) for row in chosen]), "int32")
-        return places if of is xp else xp.from_numpy(places, like=vector)
+        magnitudes, functions = abs(xp.astype(vector, wide_dtype(xp.dtype_name(vector)))), xp
+        if not xp.waits(vector):  # NumPy's choice among equal elements, for all frameworks
+            magnitudes, functions = xp.to_numpy(magnitudes), numpy_arrays
+        chunks = groups(functions, magnitudes, self.chunk)
+        chosen = [functions.top(rows, self._of_chunk(rows.shape[1])) for rows in chunks]
+        places = functions.astype(functions.concatenate([functions.flatten(row) for row in chosen]), "int32")
+        return places if functions is xp else xp.from_numpy(places, like=vector)
 
     def _indices(self, xp: ModuleType, places: Array, size: int) -> Array:
         """The indices in the tensor, (count,), int32 where they fit."""
@@ -145,7 +146,7 @@ class ChunkedTopK(Compressor):
         return xp.astype(packed[:count], "int32") | (high << 8)
 
     def _encode(self, xp: ModuleType, values: Array, like: Array) -> tuple[Array, ...]:
-        """What travels of the values (count,)."""
+        """The encoded values (count,)."""
         if self.values == "2bit":
             return _to_bins(xp, values, like)
         if self.values == "fp16":
@@ -153,7 +154,7 @@ class ChunkedTopK(Compressor):
         return (xp.astype(values, "float32"),)
 
     def _decode(self, xp: ModuleType, parts: Sequence[Array], size: int) -> Array:
-        """The values that these parts stand for."""
+        """The decoded values (count,)."""
         if self.values != "2bit":
             return parts[0]
         packed, means = parts
@@ -175,13 +176,13 @@ class ChunkedTopK(Compressor):
 
 
 def _to_bins(xp: ModuleType, values: Array, like: Array) -> tuple[Array, Array]:
-    """The bins of the values (count,), packed, and what each of the four stands for, which the type of `like` holds."""
-    # In double precision no sum of single precision overflows, and all frameworks round it to the same float32.
+    """The packed bins of the values (count,), and the mean of each bin, rounded to the type of `like`."""
+    # In float64 no sum of float32 values overflows, and all frameworks get the same float32 result.
     count = values.shape[0]
     row = xp.reshape(xp.astype(values, "float64"), (1, count))
     centred = row - row.sum(1, keepdims=True) / count
     sigma = xp.row_norms(centred) / math.sqrt(count)
-    bins = sum(xp.astype(centred >= bound * sigma, "uint8") for bound in _BOUNDS)  # all 0 if one is not finite
+    bins = sum(xp.astype(centred >= bound * sigma, "uint8") for bound in _BOUNDS)  # all 0 if any value is not finite
     members = bins == xp.reshape(xp.arange(4, like=xp.flatten(bins)), (4, 1))
     numbers = xp.astype(xp.astype(members, "int32").sum(1, keepdims=True), "float64")
     sums = xp.where(members, row, xp.zeros((1, 1), like=row)).sum(1, keepdims=True)

@@ -1,4 +1,4 @@
-"""The bucket form of chunked top-k: one payload of the values of all tensors and, behind them, what is packed."""
+"""The bucket form of chunked top-k. The payload has the values of all tensors, and then all packed codes."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from hvdcomp.compressors.packing import packed_bytes
 from hvdcomp.compressors.protocol import AllGather
 
 VALUES = ("2bit", "fp16", "float32")
-"""How values travel, in the order of `isa_sparse_chunked.c`."""
+"""Encodings of values, in the order of `isa_sparse_chunked.c`."""
 
 _PIECE = 1 << 16  # elements of a task
 
 
 class _Layout:
-    """Where what is sent of the tensors lies, as `isa_sparse_chunked.c` has it, and scratch memory."""
+    """The offsets of the tensors' parts in the payload, as in `isa_sparse_chunked.c`, and scratch memory."""
 
-    def __init__(self, bucket: Bucket, chunk: int, how: int) -> None:
+    def __init__(self, bucket: Bucket, chunk: int, encoding: int) -> None:
         sizes = bucket.segments["size"].tolist()
         pairs = list(zip(bucket.compressors, sizes, strict=True))
         counts = np.array([method.count(size) for method, size in pairs])
         bits = np.array([method.place_bits(size) for method, size in pairs])
-        values = np.full_like(counts, 16) if how == 0 else counts * (2 if how == 1 else 4)
+        values = np.full_like(counts, 16) if encoding == 0 else counts * (2 if encoding == 1 else 4)
         codes = packed_bytes(np.minimum(bits, 8), counts) + packed_bytes(np.maximum(bits - 8, 0), counts)
-        codes += packed_bytes(2, counts) if how == 0 else 0
+        codes += packed_bytes(2, counts) if encoding == 0 else 0
         places = bucket.segments["place"]
         bucket.segments["count"] = counts
         places[:, 0] = np.cumsum(values) - values
@@ -34,21 +34,22 @@ class _Layout:
         places[:, 3] = np.cumsum(counts) - counts
         self.payload = bucket.payload(int(values.sum() + codes.sum()))
         self.scratch = [bucket.zeros(int(counts.sum()), dtype) for dtype in ("float32", "int16")]
-        self.passed: tuple[int, ...] = chunk, how
+        self.passed: tuple[int, ...] = chunk, encoding
         if bucket.device is None:
             self._tasks = Tasks([(-(-size // chunk), max(1, _PIECE // chunk)) for size in sizes])
-            self.passed = *self._tasks.passed, chunk, how
+            self.passed = *self._tasks.passed, chunk, encoding
 
 
-def aggregate_chunks(bucket: Bucket, chunk: int, how: int) -> BucketAggregation:
+def aggregate_chunks(bucket: Bucket, chunk: int, encoding: int) -> BucketAggregation:
     """A bucket's step.
 
     Args:
+        bucket: the bucket.
         chunk: number of elements in a chunk.
-        how: values travel, by their place in `VALUES`.
+        encoding: the values' encoding, an index of `VALUES`.
     """
     if bucket.layout is None:
-        bucket.layout = _Layout(bucket, chunk, how)
+        bucket.layout = _Layout(bucket, chunk, encoding)
     layout = bucket.layout
     payload = layout.payload
     bucket.found_inf = bucket.call("chunks_encode", *layout.passed, bucket.masks, *layout.scratch, payload.vector)

@@ -1,11 +1,11 @@
-"""How chosen elements travel: values as they are or in half precision, indices in the fewest bytes that hold them.
+"""The encoding of chosen elements: values unchanged or in half precision, indices in as few bytes as possible.
 
-An index takes two bytes where the tensor has no more than 65536 elements. Larger tensors are cut into blocks of that
-size: two bytes for the place in the block, and four bytes for each block's count; but four bytes an index (eight from
-2**31 elements on) where so few are sent that this is less.
+An index takes two bytes in a tensor of at most 65536 elements. Larger tensors are cut into blocks of that size: two
+bytes for the place in the block, and four bytes for each block's count. If so few elements are sent that it is less, an
+index takes four bytes instead (eight from 2**31 elements on).
 
-All sizes follow from the number of elements of the tensor and the number chosen, so that they are known on every rank
-before the data are.
+All sizes follow from the number of elements of the tensor and the number chosen, so that every rank knows them before
+the exchange.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from hvdcomp.specs.levels import Level
 _MEANINGS = "'same' (as in the gradient) or 'fp16' (half precision)"
 How = Annotated[str, Rule(lambda how: how in ("same", "fp16"), _MEANINGS)]
 LARGEST_HALF = 65504.0
-_LARGEST_COMMON = 65280.0  # of the numbers that both float16 and bfloat16 hold; 65504 is 65536 in bfloat16
-_BLOCK = 1 << 16  # elements that a 16-bit index can tell apart
+_LARGEST_COMMON = 65280.0  # the largest number in both float16 and bfloat16; 65504 is 65536 in bfloat16
+_BLOCK = 1 << 16  # elements that 16 bits can index
 
 
 def elements_kept(ratio: Level, size: int) -> int:
     """k = max(1, ceil(ratio d)), and never more than d."""
-    # Less a rounding error: 0.07 * 100 is 7.000000000000001 in floating point, and must make 7.
+    # The factor undoes rounding: 0.07 * 100 is 7.000000000000001 in floating point and must give 7.
     return min(size, max(1, math.ceil(ratio * size * (1 - 2.0**-50))))
 
 
 def carried_dtype(values: str, dtype: str) -> str:
-    """The element type in which values of a tensor travel."""
+    """The element type of values in the payload."""
     return "float16" if values == "fp16" else dtype
 
 
 def value_bytes(values: str, dtype: str = "float32") -> int:
-    """Bytes of one value of a tensor."""
+    """Bytes of a value in the payload."""
     return dtype_bytes(carried_dtype(values, dtype))
 
 
 def most_elements(budget: float, size: int, bytes_of_value: float) -> int:
-    """The largest number of elements, of 1 to `size`, whose payload is within `budget` bytes; 1 if none is."""
+    """The largest number of elements, from 1 to `size`, whose payload is within `budget` bytes; 1 if none is."""
     blocks = 0 if size <= _BLOCK else 4 * _blocks(size)
     in_blocks = math.floor((budget - blocks) / (bytes_of_value + 2))
     whole = math.floor(budget / (bytes_of_value + _whole_bytes(size)))
@@ -52,7 +52,7 @@ def most_elements(budget: float, size: int, bytes_of_value: float) -> int:
 
 
 def round_values(xp: ModuleType, values: Array, how: str, bound: float = LARGEST_HALF) -> Array:
-    """The values as they travel. Those beyond half precision become the largest there is: the rest is not sent."""
+    """The values as encoded. With "fp16", magnitudes are clipped to `bound`; the excess is not sent."""
     if how == "same":
         return values
     if xp.dtype_name(values) == "bfloat16":
@@ -61,15 +61,17 @@ def round_values(xp: ModuleType, values: Array, how: str, bound: float = LARGEST
 
 
 def encode(xp: ModuleType, vector: Array, indices: Array, values: str) -> tuple[tuple[Array, ...], SparseVector]:
-    """The parts to gather for the elements of `vector` at `indices`, and what receivers make of them.
+    """The parts to gather for the elements of `vector` at `indices`, and their decoded form.
 
     Args:
-        vector: (d,).
-        indices: (k,), int32 or int64, each at most once, in any order.
+        xp: array functions.
+        vector: the vector (d,).
+        indices: the chosen indices (k,), int32 or int64, each at most once, in any order.
         values: "same" or "fp16".
 
     Returns:
-        (values, indices) or (values, indices in their blocks, counts of the blocks), and the sparse vector.
+        The parts, (values, indices) or (values, indices in their blocks, counts of the blocks); and the sparse vector
+        that receivers decode.
     """
     size = vector.shape[0]
     blocks = counted_blocks(indices.shape[0], size)
@@ -83,7 +85,7 @@ def encode(xp: ModuleType, vector: Array, indices: Array, values: str) -> tuple[
 
 
 def decode_indices(xp: ModuleType, parts: Sequence[Array], size: int) -> Array:
-    """The indices (k,) in the parts that one rank sent."""
+    """The indices (k,) in one rank's parts."""
     if len(parts) == 2 and size > _BLOCK:
         return parts[1]
     wide = "int32" if size < 2**31 else "int64"
@@ -95,9 +97,9 @@ def decode_indices(xp: ModuleType, parts: Sequence[Array], size: int) -> Array:
 
 
 def mean_of_sparse(xp: ModuleType, ranks: Iterable[Sequence[Array]], like: Array, context: Context) -> Array:
-    """Adds every rank's part into one dense vector in the shape of `like`, in rank order, each divided by their number.
+    """The mean over ranks of sparse vectors, as a dense vector in the shape of `like`, added in rank order.
 
-    Half-precision values are added in float32. No more than one rank's part is unpacked at a time.
+    Half-precision values are added in float32. Only one rank's parts are unpacked at a time.
     """
     wide = wide_dtype(xp.dtype_name(like))
     total = xp.zeros(like.shape, like=xp.astype(like[:0], wide))
@@ -110,13 +112,13 @@ def mean_of_sparse(xp: ModuleType, ranks: Iterable[Sequence[Array]], like: Array
 
 
 def counted_blocks(count: int, size: int) -> int:
-    """How many blocks of a tensor are counted, of which `count` elements travel; 0 where indices need no blocks."""
+    """Number of blocks with a count in the payload of `count` elements of a tensor; 0 if indices need no blocks."""
     blocks = _blocks(size)
     return blocks if size > _BLOCK and 2 * count + 4 * blocks < _whole_bytes(size) * count else 0
 
 
 def index_bytes(count: int, size: int) -> int:
-    """Bytes of an index of a tensor of which `count` elements travel."""
+    """Bytes of an index in the payload of `count` elements of a tensor."""
     return 2 if size <= _BLOCK or counted_blocks(count, size) else _whole_bytes(size)
 
 

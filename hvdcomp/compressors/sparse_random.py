@@ -1,4 +1,4 @@
-"""The bucket form of random-k: the places are drawn in compiled code, and the values of all tensors are one vector."""
+"""The bucket form of random-k: kernels draw the places, and the values of all tensors are one vector."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from hvdcomp.compressors.protocol import AllReduce
 from hvdcomp.compressors.randomness import rotations, step_keys
 from hvdcomp.compressors.sparse_payload import LARGEST_HALF, carried_dtype, elements_kept
 
-_BLOCK_BITS = 16  # of an element's place in its task
+_BLOCK_BITS = 16  # of a place in a task
 
 
 class _Layout:
-    """Where each tensor's values lie, and room for what was drawn.
+    """The offsets of each tensor's values, and storage for the places drawn.
 
     Args:
-        bucket: its table gets `count` and `place`.
-        half: whether values travel in half precision.
+        bucket: the bucket; sets `count` and `place` of its table.
+        half: whether the payload is in half precision.
 
     Attributes:
-        payload: values, tensor by tensor, and in a tensor task by task.
-        sent: (values,), what receivers make of them.
-        places: (values,), where each is in its task.
-        ends: (tasks,), of the values of each task among those of its tensor.
+        payload: the values, tensor by tensor, and in a tensor task by task.
+        sent: the decoded values (values,).
+        places: the place of each value in its task (values,).
+        ends: for each task the end of its values among its tensor's values (tasks,).
     """
 
     def __init__(self, bucket: Bucket, half: bool) -> None:
@@ -43,7 +43,7 @@ class _Layout:
         self.sent = bucket.zeros(total, "float32")
         self.keys = bucket.keys("randomk")
         if bucket.device is not None:
-            # Kernels work the places out again instead of keeping them.
+            # Kernels compute the places again instead of storing them.
             scales = np.array([size / count for size, count in zip(sizes, counts, strict=True)], np.float32)
             self.scales = bucket.xp.from_numpy(scales, like=self.sent)
             return
@@ -52,7 +52,7 @@ class _Layout:
         self.ends = np.zeros(len(bucket.table.tasks), np.int64)
 
     def keep(self, bucket: Bucket) -> None:
-        """Takes what this rank sent off x and, with masking, off the velocity."""
+        """Subtracts from x what this rank sent; with masking, also clears the velocity there."""
         if bucket.device is None:
             bucket.call("random_keep", self.sent, self.places, self.ends, bucket.masks)
         else:
@@ -63,8 +63,9 @@ def aggregate_at_random(bucket: Bucket, values: str, unbiased: bool) -> BucketAg
     """A bucket's step of random-k.
 
     Args:
-        values: how they travel, of `sparse_payload`.
-        unbiased: whether they are scaled by d / k.
+        bucket: the bucket.
+        values: "same" or "fp16", as in `sparse_payload`.
+        unbiased: whether values are scaled by d / k.
     """
     half = carried_dtype(values, bucket.dtype) == "float16"
     if bucket.layout is None:
@@ -73,7 +74,7 @@ def aggregate_at_random(bucket: Bucket, values: str, unbiased: bool) -> BucketAg
     bound = 0.0
     if values == "fp16":
         bound = LARGEST_HALF / (2 * context.world_size)
-    elif half:  # the rest is sent later, if anything is kept
+    elif half:  # the memory, if any, keeps the excess
         bound = math.inf if unbiased else LARGEST_HALF
     keys = step_keys(layout.keys, context.step, None)
     bucket.segments["key"] = keys

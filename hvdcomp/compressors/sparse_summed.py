@@ -1,7 +1,7 @@
-"""Sparsifiers whose ranks all send the same elements, chosen together: what they send adds up in an allreduce.
+"""Sparsifiers whose ranks choose the same elements together, so that an allreduce can add them up.
 
-A rank then sends as many bytes with a hundred ranks as with two. Where each rank chooses for itself, values and indices
-of all of them are gathered, and what arrives grows with the number of ranks.
+A rank then sends and receives as many bytes with a hundred ranks as with two. If each rank chooses for itself, values
+and indices are gathered, and the received bytes grow with the number of ranks.
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ from hvdcomp.specs.levels import Level
 
 @dataclass(frozen=True)
 class BlocksTogether(WithRatio):
-    """Base of methods by which all ranks send the same blocks of consecutive elements.
+    """Base of methods whose ranks all send the same blocks of consecutive elements.
 
-    A first allreduce carries what the blocks are judged by; a second one the elements of the best.
+    A first allreduce carries numbers from which the blocks' scores follow, a second one the elements of the best.
     """
 
     biased: ClassVar[bool] = True
-    sent_is_own: ClassVar[bool] = False  # which blocks it sends, the others decide too
+    sent_is_own: ClassVar[bool] = False  # all ranks choose the blocks
 
     @property
     def bucket_dtypes(self) -> Set[str]:
-        """Float32 alone: the kernels send nothing else."""
+        """Float32 only: the kernels take no other type."""
         return {"float32"}
 
     def blocks_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """The number of blocks of a tensor, and of elements of each; the last block may have fewer."""
+        """Number of blocks of a tensor, and elements of each; the last block may have fewer."""
         raise NotImplementedError
 
     def judge(self, xp: ModuleType, blocks: Array, context: Context) -> Array:
-        """Numbers of each block (blocks, any) whose mean over the ranks the choice is made by."""
+        """This rank's numbers for each block (blocks, numbers); `scores` gets their mean over ranks."""
         raise NotImplementedError
 
     def scores(self, xp: ModuleType, judged: Array) -> Array:
-        """From the means of these numbers how good each block is, (blocks,)."""
+        """The score of each block (blocks,), from the means of the numbers of `judge`; the largest are chosen."""
         raise NotImplementedError
 
     def numbers_of_block(self) -> int:
-        """How many numbers `judge` makes of a block."""
+        """How many numbers `judge` computes for a block."""
         raise NotImplementedError
 
     def count(self, shape: tuple[int, ...]) -> int:
-        """Number of blocks that are sent."""
+        """Number of blocks sent."""
         number, length = self.blocks_of(shape)
         return min(number, math.ceil(elements_kept(self.ratio, number_of_elements(shape)) / length))
 
@@ -106,8 +106,8 @@ class TopKC(BlocksTogether):
     arXiv:2407.01378: TopK chunked).
 
     Attributes:
-        ratio: share of the elements that is sent, in whole chunks, one at least.
-        chunk: number of elements in a chunk; of smaller tensors all elements.
+        ratio: share of the elements that is sent, in whole chunks, at least one.
+        chunk: number of elements in a chunk; a smaller tensor is one chunk.
     """
 
     chunk: Count = 64
@@ -123,7 +123,7 @@ class TopKC(BlocksTogether):
         return -(-size // length), length
 
     def judge(self, xp: ModuleType, blocks: Array, context: Context) -> Array:
-        norms = xp.astype(xp.row_norms(blocks), "float32")  # by which doubles are chosen well enough
+        norms = xp.astype(xp.row_norms(blocks), "float32")  # precise enough to choose by, for float64 too
         return norms * norms
 
     def scores(self, xp: ModuleType, judged: Array) -> Array:
@@ -141,15 +141,15 @@ class TopKC(BlocksTogether):
 
 @dataclass(frozen=True)
 class ARCTopK(BlocksTogether):
-    """The rows of the mean gradient matrix with the largest norms, as a sketch of it tells them (Chen et al. 2025,
+    """The rows of the mean gradient matrix with the largest norms, estimated by a sketch (Chen et al. 2025,
     arXiv:2510.26709).
 
-    The ranks average G V, in which V has `sketch` random columns, drawn alike on all ranks and anew in each step: the
-    norm of a row of the average is, but for the sketch's noise, that of the row of the mean gradient. Gradients that
-    cancel each other between ranks so have no weight, which sums of squares would give them.
+    The ranks average G V, where V has `sketch` random columns, the same on all ranks and drawn anew in each step. The
+    norm of a row of the average estimates the norm of that row of the mean gradient. So gradients that cancel between
+    ranks have no weight, unlike in sums of squares.
 
     Attributes:
-        ratio: share of the elements that is sent, in whole rows, one at least.
+        ratio: share of the elements that is sent, in whole rows, at least one.
         sketch: number of columns of V.
     """
 
@@ -185,7 +185,7 @@ class ARCTopK(BlocksTogether):
         return aggregate_together(bucket, self._sketch)
 
     def _sketch(self, bucket: Bucket, blocks: Blocks) -> bool | Array:
-        """Sketches of all matrices; on the host by NumPy's products, whose sums a kernel would add in another order."""
+        """Sketches of all matrices; on the host by NumPy's products, as a kernel would sum in another order."""
         contexts = [dataclasses.replace(bucket.context, name=tensor.name) for tensor in bucket.tensors]
         shapes = [matrix_shape(tensor.shape) for tensor in bucket.tensors]
         sketches = blocks.judged.vector

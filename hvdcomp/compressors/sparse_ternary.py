@@ -1,4 +1,4 @@
-"""Sparse ternary compression: of the largest elements, the places, the signs and one magnitude."""
+"""Sparse ternary compression: places and signs of the largest elements, and one magnitude."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ class SparseTernary(ByRatio):
 
         C(x)_i = mu sign(x_i) for the k largest |x_i|, else 0;  mu = the mean of these k magnitudes
 
-    A zero among the k counts as positive. The places travel as those of `topk` do, in two bytes each where that is
-    less, and not in the paper's Golomb code: its length depends on the gradient, and a payload's must not. A sign
-    takes one bit, and mu is one float32.
+    A zero among the k counts as positive. Indices are encoded as in `topk`, and not in the paper's Golomb code, whose
+    length depends on the gradient, which a payload's length must not. A sign takes one bit, and mu is one float32.
 
     Attributes:
         ratio: share of the elements that is sent; k = max(1, ceil(ratio d)).
@@ -46,7 +45,7 @@ class SparseTernary(ByRatio):
         vector = xp.flatten(x)
         count = elements_kept(self.ratio, vector.shape[0])
         (values, *places), chosen = sparse_payload.encode(xp, vector, Magnitudes(xp, vector, count).top(count), "same")
-        # In double precision no sum overflows, and every framework rounds it to the same float32.
+        # In float64 no sum overflows, and all frameworks get the same float32 result.
         magnitudes = xp.reshape(abs(xp.astype(values, "float64")), (1, count))
         mean_magnitude = representable(xp, xp.flatten(magnitudes.sum(1, keepdims=True)) * (1 / count), x)
         signs = pack(xp, xp.astype(values >= 0, "uint8"), 1)

@@ -1,5 +1,5 @@
-"""The bucket form of the sparsifiers whose ranks send the same blocks: one allreduce of what the blocks of all tensors
-are judged by, and one of the elements that are sent."""
+"""The bucket form of the sparsifiers whose ranks send the same blocks: one allreduce of the numbers that choose the
+blocks of all tensors, and one of the chosen blocks' elements."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _PIECE = 1 << 16  # elements of a task, unless a block has more
 
 
 class Blocks:
-    """Where the blocks of a bucket's tensors are: as `isa_sparse_together.c` has it, or on a device `together.py`.
+    """The blocks of a bucket's tensors, laid out as in `isa_sparse_together.c`, or on a device as in `together.py`.
 
     Attributes:
-        judged: what this rank's blocks are judged by, tensor by tensor.
-        rows: of each tensor, which of all blocks are its own.
-        passed: what kernels on the host take of the tasks.
+        judged: this rank's numbers for each block, tensor by tensor.
+        rows: for each tensor the slice of its blocks among all blocks.
+        passed: the tasks, as arguments of host kernels.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -42,14 +42,14 @@ class Blocks:
         places = starts * numbers, np.cumsum(columns) - columns if method.of_matrices else 4 * starts, lengths, lengths
         if bucket.device is None:
             self._scratch = np.zeros(int(ends[-1]) if numbers > 1 else 0, np.float32)
-            self._tasks = Tasks([(some, max(1, _PIECE // length)) for some, length in shapes])
+            self._tasks = Tasks([(count, max(1, _PIECE // length)) for count, length in shapes])
             self.passed = self._tasks.passed
             places = starts, np.cumsum(counts) - counts, np.cumsum(counts * lengths) - counts * lengths, lengths
         bucket.segments["place"] = np.stack(places, axis=1)
         bucket.segments["count"] = counts if bucket.device is None else numbers
 
     def exchange(self, bucket: Bucket) -> BucketAggregation:
-        """A step, of which `judged` is there."""
+        """The rest of a step, once `judged` is filled."""
         judged = yield AllReduce(self.judged.vector, with_room=self.judged.with_room)
         sent = self._sent
         bucket.call("together_encode", judged, self._numbers, self._scratch, self._chosen, sent.vector)
@@ -61,7 +61,8 @@ def aggregate_together(bucket: Bucket, judge: Callable[[Bucket, Blocks], bool | 
     """A bucket's step.
 
     Args:
-        judge: makes x and `judged`; returns as `Bucket.call` does.
+        bucket: the bucket.
+        judge: function that makes x and fills `judged`; returns as `Bucket.call` does.
     """
     if bucket.layout is None:
         bucket.layout = Blocks(bucket)

@@ -1,4 +1,4 @@
-"""Sparsifiers: a few elements are sent as they are, the rest stays in the memory."""
+"""Sparsifiers: a few elements are sent, and the memory keeps the others."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class WithRatio(Compressor):
 
 @dataclass(frozen=True)
 class ByRatio(WithRatio):
-    """Base of those that send just these elements, whatever the tensor's shape.
+    """Base of methods that send k elements, whatever the tensor's shape.
 
     Attributes:
         ratio: share of the elements that is sent; k = max(1, ceil(ratio d)).
@@ -71,8 +71,8 @@ class Sparsifier(ByRatio):
 
     Attributes:
         ratio: share of the elements that is sent; k = max(1, ceil(ratio d)).
-        values: how values travel: "same" as in the gradient, or "fp16"; the rounding error stays in the memory, and
-            so does what exceeds the largest half-precision number.
+        values: encoding of values: "same" as the gradient's, or "fp16". The memory keeps the rounding error, and the
+            excess above the largest half-precision number.
     """
 
     values: sparse_payload.How = field(default="same", kw_only=True)
@@ -92,7 +92,7 @@ class Sparsifier(ByRatio):
         return Outcome(xp.reshape(mean, x.shape), sent)
 
     def preview(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> SparseVector:
-        return self._encode(xp, xp.flatten(x), context)[1]  # nothing is unpacked for that
+        return self._encode(xp, xp.flatten(x), context)[1]  # needs no unpacking
 
     def _encode(self, xp: ModuleType, vector: Array, context: Context) -> tuple[tuple[Array, ...], SparseVector]:
         count = elements_kept(self.ratio, vector.shape[0])
@@ -120,15 +120,16 @@ class TopK(Sparsifier):
 
 @dataclass(frozen=True)
 class RandomK(ByRatio):
-    """k elements at random places. Every rank draws the same, so that only values travel and an allreduce adds them up
-    (Stich et al. 2018, arXiv:1809.07599, section 2; Wangni et al. 2018 for the unbiased form).
+    """k elements at random places. All ranks draw the same places, so that only values are sent, and an allreduce adds
+    them up (Stich et al. 2018, arXiv:1809.07599, section 2; Wangni et al. 2018 for the unbiased form).
 
     Attributes:
         ratio: share of the elements that is sent; k = max(1, ceil(ratio d)).
-        unbiased: scale by d / k, so that the expectation is the gradient itself (and no error feedback is needed).
-        values: how values travel: "same" as in the gradient, or "fp16". They are then summed in half precision, so
-            that each is held to half the largest half-precision number, divided by the number of ranks: then no order
-            of additions overflows.
+        unbiased: whether values are scaled by d / k, so that the expectation is the gradient itself and no error
+            feedback is needed.
+        values: encoding of values: "same" as the gradient's, or "fp16". With "fp16", sums are in half precision, and
+            values are clipped to half the largest half-precision number divided by the number of ranks, so that no
+            order of additions overflows.
     """
 
     unbiased: Truth = False
@@ -141,7 +142,7 @@ class RandomK(ByRatio):
 
     @property
     def biased(self) -> bool:  # type: ignore[override]
-        """Biased unless scaled by d / k."""
+        """True unless scaled by d / k."""
         return not self.unbiased
 
     @property

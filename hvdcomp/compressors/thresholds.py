@@ -1,7 +1,7 @@
-"""Threshold sparsifiers: in place of a sort they look for a magnitude that about k elements reach.
+"""Threshold sparsifiers: instead of sorting they search for a magnitude that about k elements reach.
 
-All of them ask the same questions of `Magnitudes` (how many elements reach a threshold, what is their mean) and end
-with exactly k elements, so that the payload has a fixed size. They differ in where they look for the threshold.
+All use the counts and means of `Magnitudes` above a threshold, and choose exactly k elements, so that the payload has a
+fixed size. They differ in the search for the threshold.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from hvdcomp.compressors.memory import Memory, MomentumCorrection
 from hvdcomp.compressors.sparse_bucket import BISECT, SAMPLED, aggregate_by_magnitude
 from hvdcomp.compressors.sparsification import Sparsifier
 
-_ROUNDS = 25  # a bisection then ends within 2**-25 of the range: float32 tells no more apart
-_SAMPLED_ROUNDS = 1 + 10  # the sample's threshold, and what follows it
+_ROUNDS = 25  # a bisection ends within 2**-25 of the range, the resolution of float32
+_SAMPLED_ROUNDS = 1 + 10  # the sample's threshold and 10 more
 
 
 class Bracket:
-    """The thresholds on either side of the sought one, and how they become a choice of k elements.
+    """The bounds of the threshold, narrowed by tests, and the choice of k elements by them.
 
     Args:
-        magnitudes: of the vector.
-        k: elements to choose.
+        magnitudes: magnitudes of the vector.
+        k: number of elements to choose.
         most: a threshold is good if at least k and at most this many elements reach it.
     """
 
@@ -39,11 +39,11 @@ class Bracket:
         self._magnitudes = magnitudes
         self._k = k
         self._most = most
-        self.low: Any = 0.0  # the highest known threshold that more than `most` elements reach; all reach 0
-        self.high: Any = math.inf  # the lowest known one that at most `most` reach
+        self.low: Any = 0.0  # the highest tested threshold that more than `most` elements reach, or 0
+        self.high: Any = math.inf  # the lowest tested threshold that at most `most` elements reach
 
     def test(self, threshold: Any) -> tuple[Any, Any]:
-        """Whether too few (less than k) elements reach the threshold, and whether too many (more than `most`) do."""
+        """Whether too few elements (less than k) reach the threshold, and whether too many (more than `most`) do."""
         count = self._magnitudes.count(threshold)
         too_few, too_many = count < self._k, count > self._most
         self.low = self.where(too_many & (threshold > self.low), threshold, self.low)
@@ -59,7 +59,7 @@ class Bracket:
 def bisect(magnitudes: Magnitudes, bracket: Bracket, rounds: int) -> None:
     """Halves the range from the mean to the largest magnitude, `rounds` times.
 
-    A good threshold closes the range, and the rounds that are left test it again.
+    A good threshold closes the range, and later rounds test it again.
     """
     mean, width = magnitudes.mean, magnitudes.largest - magnitudes.mean
     left: Any = 0.0
@@ -73,7 +73,7 @@ def bisect(magnitudes: Magnitudes, bracket: Bracket, rounds: int) -> None:
 
 @dataclass(frozen=True)
 class ThresholdSparsifier(Sparsifier):
-    """Base of those that look for a threshold, and choose k of the elements that reach it.
+    """Base of methods that search for a threshold and choose k of the elements that reach it.
 
     Class attributes:
         room: a threshold is good if k to `room` k elements reach it.
@@ -85,8 +85,8 @@ class ThresholdSparsifier(Sparsifier):
         """Tests thresholds.
 
         Args:
-            magnitudes: of the vector.
-            bracket: is narrowed by each test.
+            magnitudes: magnitudes of the vector.
+            bracket: bounds of the threshold, narrowed by each test.
         """
         raise NotImplementedError
 
@@ -103,13 +103,13 @@ class ThresholdSparsifier(Sparsifier):
 class MSTopK(ThresholdSparsifier):
     """The k largest elements, by bisection for a threshold (Shi et al. 2021, arXiv:2010.10458, algorithm 1).
 
-    The threshold is sought between the mean and the largest magnitude until exactly k elements reach it or the rounds
-    are over. Then all that reach the upper threshold found (at most k) are taken, and what is missing to k is taken
-    from those between the lower and the upper one, in index order where the paper takes a random run of them. No
-    element left out is larger than one taken by more than the distance of the two thresholds.
+    The search goes from the mean to the largest magnitude, until exactly k elements reach the threshold or the rounds
+    are over. All elements that reach the upper bound (at most k) are chosen; those still missing are chosen from the
+    elements between the lower and the upper bound, in index order, where the paper takes a random run. No element left
+    out exceeds a chosen one by more than the distance of the two bounds.
 
     Attributes:
-        rounds: of the search, at most 100.
+        rounds: rounds of the search, at most 100.
     """
 
     rounds: Rounds = _ROUNDS
@@ -128,11 +128,11 @@ class MSTopK(ThresholdSparsifier):
 
 @dataclass(frozen=True)
 class RedSync(ThresholdSparsifier):
-    """The k largest elements, by bisection for a threshold that k to 2k elements reach, and an exact choice among
-    those (Fang et al. 2019, arXiv:1808.04357, trimmed top-k with threshold binary search).
+    """The k largest elements, by bisection for a threshold that k to 2k elements reach, and an exact choice among them
+    (Fang et al. 2019, arXiv:1808.04357, trimmed top-k with threshold binary search).
 
-    Where no threshold has k to 2k elements (many equal ones), the choice is among the first 2k, in index order, of
-    those that reach the nearest thresholds; the same holds when 25 rounds did not find one.
+    If there is no such threshold, as with many equal elements, or if 25 rounds do not find it, the choice is among the
+    first 2k elements, in index order, that reach the nearest thresholds.
     """
 
     name: ClassVar[str] = "redsync"
@@ -152,17 +152,17 @@ class DGC(ThresholdSparsifier):
     """Deep gradient compression: the k largest elements by a sampled threshold, of what momentum correction
     accumulates (Lin et al. 2018, arXiv:1712.01887, sections 3 and 5).
 
-    The first threshold is what a share `ratio` of a strided 1 % sample reaches. While less than k elements reach it,
-    it is multiplied by 0.8, and by 1.3 while more than 2 k do, at most 10 times; where that leads past a threshold
-    already tried, half-way to it. Then the k largest of those that reach it are sent, which are the k largest of all.
-    If the rounds end without such a threshold, it is the k largest of the first 2 k, in index order, of those that
-    reach the nearest thresholds tried.
+    The first threshold is the magnitude that a share `ratio` of a strided 1 % sample reaches. It is multiplied by 0.8
+    while fewer than k elements reach it, and by 1.3 while more than 2 k do, at most 10 times; a step past a threshold
+    already tested goes half-way to it instead. The k largest of the elements that reach the threshold are sent, which
+    are the k largest of all. If the rounds end without such a threshold, the k largest of the first 2 k elements, in
+    index order, that reach the nearest tested thresholds are sent.
 
-    The optimizer must have no momentum of its own. Momentum and clipping only say what the default memory is
-    (`MomentumCorrection`), and mean nothing with another one.
+    The optimizer must have no momentum of its own. Momentum and clipping are settings of the default memory
+    (`MomentumCorrection`), without effect on another memory.
 
     Attributes:
-        momentum, nesterov, clip: of the default memory.
+        momentum, nesterov, clip: settings of the default memory.
     """
 
     momentum: float = 0.9
@@ -170,13 +170,13 @@ class DGC(ThresholdSparsifier):
     clip: float = 0.0
 
     name: ClassVar[str] = "dgc"
-    room: ClassVar[int] = 2  # its threshold is near, being that of a sample
+    room: ClassVar[int] = 2  # the threshold of a sample is close
     examples: ClassVar[tuple[str, ...]] = ("dgc:ratio=0.01",)
     reference: ClassVar[str] = "Lin et al. 2018, arXiv:1712.01887"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.default_memory  # refuses wrong settings
+        _ = self.default_memory  # refuses invalid settings
 
     @property
     def default_memory(self) -> Memory:
@@ -202,24 +202,24 @@ class SIDCo(ThresholdSparsifier):
     """About the k largest elements, by a threshold estimated from a fitted distribution (Abdelmoniem et al. 2021,
     arXiv:2101.10761, algorithm 1 with double-exponential gradients).
 
-    If gradients are double-exponential, a share delta of the magnitudes reaches mean * log(1 / delta), and what
-    magnitudes exceed a threshold by is distributed as the magnitudes are. So the first of several stages aims at a
-    quarter of the elements, and each next one at an equal further share of those that reach the threshold before.
+    If gradients are double-exponential, a share delta of the magnitudes reaches mean * log(1 / delta), and the excess
+    of magnitudes above a threshold has the same distribution. So the first of several stages aims at a quarter of the
+    elements, and each later stage at an equal share of the elements that reach the threshold before.
 
-    The payload is k elements whatever the estimate is worth. If k to 4 k elements reach the last threshold, the k
-    largest of them are sent; if more do, the k largest of the first 4 k of them in index order. If fewer do, they are
-    sent, and of the next 4 k, in index order, that reach the stage before (or of all, if too few reach that) as many
-    of the largest as are missing. What is sent is always the true value of an element, each at most once.
+    The payload is k elements however good the estimate is. If k to 4 k elements reach the last threshold, the k largest
+    of them are sent; if more do, the k largest of the first 4 k in index order. If fewer do, all of them are sent, and
+    the missing number of the largest among the next 4 k elements, in index order, that reach the threshold of the stage
+    before (or among all elements, if too few reach it). Each element is sent at most once, with its true value.
 
     Attributes:
-        stages: of the estimate, at most 100; 1 aims at `ratio` at once. The paper adapts their number; here it is
-            fixed.
+        stages: stages of the estimate, at most 100; 1 aims at `ratio` at once. The paper adapts their number; here it
+            is fixed.
     """
 
     stages: Rounds = 2
 
     name: ClassVar[str] = "sidco"
-    room: ClassVar[int] = 4  # an estimate may let through that many
+    room: ClassVar[int] = 4  # an estimate may be off by that factor
     examples: ClassVar[tuple[str, ...]] = ("sidco:ratio=0.01",)
     reference: ClassVar[str] = "Abdelmoniem et al. 2021, arXiv:2101.10761"
 
@@ -231,7 +231,7 @@ class SIDCo(ThresholdSparsifier):
 
 
 def stage_shares(ratio: float, stages: int) -> list[float]:
-    """The share of the elements left that each stage of SIDCo aims at; their product is `ratio`."""
+    """The share of the remaining elements that each stage of SIDCo aims at; the product of the shares is `ratio`."""
     if stages == 1:
         return [ratio]
     first = max(ratio, 0.25)

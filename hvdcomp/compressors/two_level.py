@@ -5,8 +5,8 @@ mean. The ranks that hold the same shard, one on each node, exchange it through 
 put the shards together (allgather). Encoding, decoding and the bytes of each rank between nodes fall by the number of
 ranks a node, and over a node's link goes one compressed model in all.
 
-What works on matrices gets whole ones: each tensor belongs to one rank of a node, and tensors are dealt by size. The
-node's other ranks exchange a matrix of one zero meanwhile, so that all ranks ask for the same.
+Methods for matrices get whole matrices: each tensor has an owner among the ranks of a node, chosen by size. The other
+ranks of the node exchange a matrix of one zero meanwhile, so that all ranks send the same requests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hvdcomp.compressors.protocol import (
     AllGather,
     AllReduce,
     Context,
-    Levels,
+    NodePlaces,
     Outcome,
     Place,
     ReduceScatter,
@@ -37,7 +37,7 @@ from hvdcomp.compressors.protocol import (
     run_alone,
 )
 from hvdcomp.compressors.routing import Router
-from hvdcomp.compressors.two_level_bucket import ALONE, STAND_IN, UNIT, aggregate_levels, between
+from hvdcomp.compressors.two_level_bucket import ALONE, STAND_IN, UNIT, aggregate_two_levels, between
 from hvdcomp.errors import SpecError
 from hvdcomp.specs.levels import Level
 
@@ -46,13 +46,13 @@ from hvdcomp.specs.levels import Level
 class TwoLevel(Compressor):
     """Exchanges the mean of each node through a compressor, shard by shard, or matrix by matrix.
 
-    A rank keeps what its shard of the node's mean has lost, as often as the node has ranks: added to its gradient it
-    counts in the mean of the next step as it is. So the memory is that of the compressor, and what all ranks send adds
-    up to what all get. What the compressor carries from step to step, such as PowerSGD's Q, travels back with the
-    result, so that all ranks hold the same of it, and any rank may get the matrix next.
+    A rank's residual is x - C(x) of its shard of the node's mean, times the number of the node's ranks: added to its
+    gradient, it counts once in the next step's mean of the node. So the compressor's own memory fits, and the ranks'
+    C(x) add up to the result. The compressor's state, such as PowerSGD's Q, travels back with the result, so that all
+    ranks hold the same state and any rank may own the matrix in the next step.
 
     Attributes:
-        compressor: of the shards. It must not come with momentum of its own, as DGC does.
+        compressor: the compressor of the shards. It must not have a momentum of its own, as DGC has.
 
     Example:
         >>> str(TwoLevel(TopK(ratio=0.01)))
@@ -87,7 +87,7 @@ class TwoLevel(Compressor):
     def __str__(self) -> str:
         return f"{self.name}({self.compressor})"
 
-    # What it is, its compressor says.
+    # Properties of the compressor between nodes.
 
     @property
     def biased(self) -> bool:  # type: ignore[override]
@@ -99,7 +99,7 @@ class TwoLevel(Compressor):
 
     @property
     def bucket_dtypes(self) -> Set[str]:
-        """Float32 alone: what a node's ranks exchange is of the gradient's type elsewhere."""
+        """Float32 only: the kernels exchange float32 within a node."""
         return {"float32"}
 
     @property
@@ -163,12 +163,12 @@ class TwoLevel(Compressor):
         return self.compressor.payloads_sent(ranks)
 
     def bytes_in_bucket(self, tensor: TensorInfo, context: Context) -> tuple[float, float]:
-        """The share of a tensor, of which this rank may have any part or none, that each rank of a node has."""
-        node, others, _ = _levels(context)
-        sent, _ = self.compressor.bytes_in_bucket(tensor, dataclasses.replace(context, world_size=others.size))
-        crossing = sent / node.size if others.size > 1 or node.size == 1 else 0
+        """An even share of the tensor's bytes for each rank of a node, as a rank's real part may be any or none."""
+        node, across, _ = _node_places(context)
+        sent, _ = self.compressor.bytes_in_bucket(tensor, dataclasses.replace(context, world_size=across.size))
+        crossing = sent / node.size if across.size > 1 or node.size == 1 else 0
         within = 4 * tensor.size * (1 + 1 / node.size) if node.size > 1 else 0
-        return crossing + within, within if others.size > 1 else 0
+        return crossing + within, within if across.size > 1 else 0
 
     # A step.
 
@@ -176,22 +176,22 @@ class TwoLevel(Compressor):
         return self.compressor.prepare(xp, x, state, context)
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
-        levels = _levels(context)
-        if levels.node.size == 1:
-            return (yield from self.compressor.aggregate(xp, x, state, dataclasses.replace(context, levels=None)))
+        places = _node_places(context)
+        if places.node.size == 1:
+            return (yield from self.compressor.aggregate(xp, x, state, dataclasses.replace(context, node_places=None)))
         if self.compressor.of_matrices:
-            return (yield from self._whole(xp, x, state, context, levels))
-        return (yield from self._shards(xp, x, context, levels))
+            return (yield from self._whole(xp, x, state, context, places))
+        return (yield from self._shards(xp, x, context, places))
 
-    def _shards(self, xp: ModuleType, x: Array, context: Context, levels: Levels) -> Aggregation:
-        own, ranks = levels.node
+    def _shards(self, xp: ModuleType, x: Array, context: Context, places: NodePlaces) -> Aggregation:
+        own, ranks = places.node
         vector = xp.flatten(xp.astype(x, wide_dtype(xp.dtype_name(x))))
         size = vector.shape[0]
         length = -(-size // (ranks * UNIT)) * UNIT
         whole = pad(xp, vector, ranks * length)
         mean = yield ReduceScatter(xp.reshape(whole, (ranks, length)), group="node")
-        shard = dataclasses.replace(between(context, levels), name=f"{context.name}@{own}")
-        outcome = yield from across(self.compressor.aggregate(xp, mean, (), shard), levels.across.size)
+        shard = dataclasses.replace(between(context, places), name=f"{context.name}@{own}")
+        outcome = yield from across(self.compressor.aggregate(xp, mean, (), shard), places.across.size)
         result = xp.astype(xp.flatten(outcome.mean), xp.dtype_name(vector))
         shards = yield AllGather((result,), group="node")
         before, own_part, after = whole[: own * length], whole[own * length :][:length], whole[(own + 1) * length :]
@@ -199,30 +199,30 @@ class TwoLevel(Compressor):
         return outcome_like(xp, x, xp.concatenate([part for (part,) in shards])[:size], sent[:size])
 
     def _whole(
-        self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context, levels: Levels
+        self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context, places: NodePlaces
     ) -> Aggregation:
-        """A step of a tensor that is not cut.
+        """A step of an uncut tensor.
 
-        An allreduce takes it to its owner, and another one takes the result to the others, who add zeros: a
-        reduce-scatter of one matrix alone would have a row of its size for each rank, all but one of them empty.
+        An allreduce brings it to its owner, and another brings the result to the other ranks, who add zeros. A
+        reduce-scatter would have a row of the matrix's size for each rank, and all rows but one would be empty.
         """
-        own, ranks = levels.node
+        own, ranks = places.node
         dtype = wide_dtype(xp.dtype_name(x))
         whole = xp.astype(x, dtype)
         mean = yield AllReduce(xp.flatten(whole), group="node")
-        among = between(context, levels)
+        among = between(context, places)
         lost = xp.zeros(mean.shape, like=mean)
-        if own == levels.owner:
+        if own == places.owner:
             matrix = xp.reshape(mean, x.shape)
-            outcome = yield from across(self.compressor.aggregate(xp, matrix, state, among), levels.across.size)
+            outcome = yield from across(self.compressor.aggregate(xp, matrix, state, among), places.across.size)
             lost = _lost(xp, mean, outcome)
-            given = [xp.astype(xp.flatten(array), dtype) for array in (outcome.mean, *outcome.state)]
+            parts = [xp.astype(xp.flatten(array), dtype) for array in (outcome.mean, *outcome.state)]
         else:
-            nothing = xp.zeros(STAND_IN, like=mean)
-            start = self.compressor.prepare(xp, nothing, (), among)
-            yield from across(self.compressor.aggregate(xp, nothing, start, among), levels.across.size)
-            given = [xp.zeros((number_of_elements(tuple(array.shape)),), like=mean) for array in (x, *state)]
-        answer = yield AllReduce(xp.concatenate(given), "sum", group="node")
+            stand_in = xp.zeros(STAND_IN, like=mean)
+            start = self.compressor.prepare(xp, stand_in, (), among)
+            yield from across(self.compressor.aggregate(xp, stand_in, start, among), places.across.size)
+            parts = [xp.zeros((number_of_elements(tuple(array.shape)),), like=mean) for array in (x, *state)]
+        answer = yield AllReduce(xp.concatenate(parts), "sum", group="node")
         result, *kept = _cut(xp, answer, [tuple(array.shape) for array in (x, *state)])
         sent = xp.flatten(whole) - lost * ranks
         return outcome_like(xp, x, xp.flatten(result), sent)._replace(state=tuple(array + 0 for array in kept))
@@ -236,36 +236,37 @@ class TwoLevel(Compressor):
         return self.name, self.compressor.bucket_family
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
-        return (yield from aggregate_levels(bucket, _levels(bucket.context)))
+        return (yield from aggregate_two_levels(bucket, _node_places(bucket.context)))
 
     def preview_bucket(self, bucket: Bucket) -> None:
-        run_alone(aggregate_levels(bucket, ALONE))
+        run_alone(aggregate_two_levels(bucket, ALONE))
 
     def preview(
         self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context
     ) -> Array | SparseVector:
-        return self.compressor.preview(xp, x, state, dataclasses.replace(context, rank=0, world_size=1, levels=None))
+        alone = dataclasses.replace(context, rank=0, world_size=1, node_places=None)
+        return self.compressor.preview(xp, x, state, alone)
 
 
 def needs_nodes(compressor: Compressor) -> bool:
-    """Whether a method has two levels, and so is another one only where a node has several ranks."""
+    """Whether a method has two levels, which matter only on nodes with several ranks."""
     return any(isinstance(leaf, TwoLevel) for leaf in compressor.leaves())
 
 
 def within(compressor: Compressor) -> Compressor:
-    """The method between the nodes; the compressor itself where it has no levels."""
+    """The compressor between nodes; the compressor itself if it has one level."""
     return compressor.compressor if isinstance(compressor, TwoLevel) else compressor
 
 
-def _levels(context: Context) -> Levels:
-    """Where this rank is; without levels every rank is a node."""
-    if context.levels is None:
-        return Levels(Place(0, 1), Place(context.rank, context.world_size))
-    return context.levels(context.name)
+def _node_places(context: Context) -> NodePlaces:
+    """This rank's places; without nodes every rank is a node."""
+    if context.node_places is None:
+        return NodePlaces(Place(0, 1), Place(context.rank, context.world_size))
+    return context.node_places(context.name)
 
 
 def _lost(xp: ModuleType, x: Array, outcome: Outcome) -> Array:
-    """x - C(x), vectors."""
+    """x - C(x) as a vector."""
     sent = outcome.sent
     if isinstance(sent, SparseVector):
         return xp.add_at(x + 0, sent.indices, -xp.astype(sent.values, xp.dtype_name(x)))
@@ -273,7 +274,7 @@ def _lost(xp: ModuleType, x: Array, outcome: Outcome) -> Array:
 
 
 def _cut(xp: ModuleType, vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-    """The arrays of these shapes that lie behind each other in a vector."""
+    """Cuts a vector into consecutive arrays of these shapes."""
     arrays, start = [], 0
     for shape in shapes:
         end = start + number_of_elements(shape)

@@ -1,4 +1,4 @@
-"""Two levels for a bucket: its tensors are dealt out to the ranks of a node, as one vector that is cut, or whole."""
+"""Two levels for a bucket: the ranks of a node share its tensors, cut as one vector, or tensor by tensor."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import numpy as np
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, BucketStates, address_of
 from hvdcomp.compressors.memory import ErrorFeedback, NoMemory
-from hvdcomp.compressors.protocol import AllGather, Context, Levels, Place, ReduceScatter, TensorInfo, across
+from hvdcomp.compressors.protocol import AllGather, Context, NodePlaces, Place, ReduceScatter, TensorInfo, across
 from hvdcomp.compressors.scatter_bucket import take_off
-from hvdcomp.compressors.sizes import Payload
+from hvdcomp.compressors.sizes import SentPayload
 from hvdcomp.kernels import cuda
 
 UNIT = 8
-"""Elements, of which shards have whole numbers."""
+"""The length of a shard is a multiple of this number of elements."""
 
 STAND_IN = (1, 1)
-"""The shape of what a rank compresses that has no part of a tensor, or of a bucket: a zero."""
+"""The shape of the zero matrix that a rank without a part of a tensor or bucket compresses."""
 
-ALONE = Levels(Place(0, 1), Place(0, 1))
+ALONE = NodePlaces(Place(0, 1), Place(0, 1))
 
 
-def between(context: Context, levels: Levels) -> Context:
-    """The same step among the ranks that have this rank's place in the other nodes."""
-    return dataclasses.replace(context, rank=levels.across.rank, world_size=levels.across.size, levels=None)
+def between(context: Context, places: NodePlaces) -> Context:
+    """The context of the same step in the group "across"."""
+    return dataclasses.replace(context, rank=places.across.rank, world_size=places.across.size, node_places=None)
 
 
 def deal(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The rank that gets each thing: the largest first, always to the rank that has least.
+    """The rank that gets each tensor: the largest tensor first, always to the rank with the least elements.
 
     Example:
         >>> deal([2, 9, 3, 3], 2)
@@ -43,17 +43,17 @@ def deal(sizes: Sequence[int], ranks: int) -> list[int]:
     return owners
 
 
-def aggregate_levels(bucket: Bucket, levels: Levels) -> BucketAggregation:
+def aggregate_two_levels(bucket: Bucket, places: NodePlaces) -> BucketAggregation:
     """A bucket's step.
 
-    A single collective of rows of one length deals everything out, whole tensors too: the rows are then as long as the
-    largest share, and sizes follow from the bucket alone.
+    One reduce-scatter with rows of equal length hands out the shards, and whole tensors too. The rows are as long as
+    the largest share, so that their length follows from the bucket alone.
     """
     if bucket.layout is None:
-        bucket.layout = _Layout(bucket, levels.node)
+        bucket.layout = _Layout(bucket, places.node)
     layout: _Layout = bucket.layout
     shard, states, xp = layout.shard, layout.states, bucket.xp
-    (own, ranks), others, _ = levels
+    (own, ranks), nodes = places.node, places.across.size
     whole = layout.storage(bucket)
     bucket.found_inf = bucket.call("dense_encode", whole)
     rows = xp.reshape(whole, (ranks, -1))
@@ -61,37 +61,38 @@ def aggregate_levels(bucket: Bucket, levels: Levels) -> BucketAggregation:
     if ranks > 1:
         mean = yield ReduceScatter(rows, group="node")
     if states is not None:
-        states.take(bucket)
-    exchange = shard.aggregate(between(bucket.context, levels), mean, layout.result)
-    yield from exchange if ranks == 1 else across(exchange, others.size)
-    given: tuple[Array, ...] = (layout.result,) if states is None else (layout.result, states.made())
-    everyone: list[tuple[Array, ...]] = [given]
+        states.read(bucket)
+    exchange = shard.aggregate(between(bucket.context, places), mean, layout.result)
+    yield from exchange if ranks == 1 else across(exchange, nodes)
+    parts: tuple[Array, ...] = (layout.result,) if states is None else (layout.result, states.updated())
+    gathered: list[tuple[Array, ...]] = [parts]
     if ranks > 1:
-        everyone = yield AllGather(given, group="node")
-    found = bucket.call("dense_decode", xp.concatenate([one[0] for one in everyone]))
+        gathered = yield AllGather(parts, group="node")
+    found_inf = bucket.call("dense_decode", xp.concatenate([result for result, *_ in gathered]))
     if states is not None:
-        states.put(bucket, [one[1] for one in everyone])
+        states.write(bucket, [state for _, state in gathered])
     if bucket.keeps:
-        # What the own part has lost, as often as the node has ranks, and elsewhere nothing.
+        # The loss of this rank's shard times the number of the node's ranks, and zeros elsewhere.
         whole[:] = 0
         with np.errstate(over="ignore"):
             rows[own] = xp.finite_or_zero(shard.lost * ranks)  # as in `memory.without`
         bucket.call("dense_keep", whole)
     if bucket.device is not None:
         cuda.let_go(whole)
-    return found
+    return found_inf
 
 
 class _Shard:
-    """What this rank exchanges with other nodes: a bucket of tensors or of pieces of them, one behind the other.
+    """The shard that this rank exchanges with other nodes: a bucket of tensors, or of pieces of tensors.
 
     Args:
-        pieces: place in the whole bucket, name and shape of each.
-        length: elements of all, and of what is behind them.
+        whole: the bucket that the node's ranks share.
+        pieces: the place in the whole bucket, the name and the shape of each piece.
+        length: elements of the shard, padding included.
 
     Attributes:
-        bucket: of the pieces.
-        lost: what the exchange has lost of them, float32 (length,).
+        bucket: the bucket of pieces.
+        lost: x - C(x) of the shard, float32 (length,).
     """
 
     def __init__(self, whole: Bucket, pieces: Sequence[tuple[int, TensorInfo]], length: int) -> None:
@@ -110,7 +111,7 @@ class _Shard:
         self._x = np.zeros(length, np.float32) if apart else self.lost
 
     def aggregate(self, context: Context, mean: Array, result: Array) -> BucketAggregation:
-        """The compressor's step between nodes; leaves what is lost in `lost`."""
+        """The compressor's step between nodes; writes x - C(x) to `lost`."""
         bucket = self.bucket
         bucket.begin(context)
         segments = bucket.segments
@@ -118,28 +119,28 @@ class _Shard:
         segments["result"] = address_of(result) + self._offsets
         segments["kept"] = segments["rule"] = 0
         segments["x"] = address_of(self._x) + self._offsets if bucket.keeps else 0
-        found = yield from bucket.compressors[0].aggregate_bucket(bucket)
+        found_inf = yield from bucket.compressors[0].aggregate_bucket(bucket)
         take_off(bucket, self._zeros, address_of(self.lost) + self._offsets)
-        return found
+        return found_inf
 
 
 class _States:
-    """What a method keeps of tensors that are dealt out whole, between the bucket, which has all of it, and the shard.
+    """Copies a method's states of uncut tensors between the bucket, which has those of all tensors, and the shard.
 
     Args:
         whole: the bucket, with its states.
-        shard: with this rank's tensors, or a stand-in.
-        dealt: the tensors of each rank of the node, by their places in the bucket.
-        own: which rank this is.
+        shard: the bucket of this rank's tensors, or of a stand-in.
+        dealt: for each rank of the node, the places in the bucket of its tensors.
+        own: this rank's number in the node.
     """
 
     def __init__(self, whole: Bucket, shard: Bucket, dealt: Sequence[Sequence[int]], own: int) -> None:
         assert whole.states is not None
         xp = whole.xp
         zero = xp.reshape(whole.zeros(1, "float32"), STAND_IN)
-        nothing = shard.compressors[0].prepare(xp, zero, (), whole.context)
-        self._mine = BucketStates([whole.states.arrays(place) for place in dealt[own]] or [nothing], xp)
-        shard.states = self._mine
+        stand_in = shard.compressors[0].prepare(xp, zero, (), whole.context)
+        self._shard_states = BucketStates([whole.states.arrays(place) for place in dealt[own]] or [stand_in], xp)
+        shard.states = self._shard_states
         self._places = [
             [xp.from_numpy(kind, like=zero) for kind in whole.states.places(places)] for places in dealt
         ]
@@ -147,38 +148,39 @@ class _States:
         lengths = [sum(map(len, kinds)) for kinds in self._places]
         self._sent = whole.zeros(max(lengths), "float32")
 
-    def take(self, whole: Bucket) -> None:
-        """Before a step: this rank's part of what is kept."""
+    def read(self, whole: Bucket) -> None:
+        """Copies the states of this rank's tensors to the shard; to be called before a step."""
         assert whole.states is not None
-        for mine, kept, places in zip(self._mine.kept, whole.states.kept, self._places[self._own], strict=True):
+        own_places = self._places[self._own]
+        for state, kept, places in zip(self._shard_states.kept, whole.states.kept, own_places, strict=True):
             if len(places):
-                mine[:] = kept[places]
+                state[:] = kept[places]
 
-    def made(self) -> Array:
-        """What this rank's part has become, in as much room as the largest takes."""
+    def updated(self) -> Array:
+        """The new states of this rank's tensors, padded to the length of the largest rank's."""
         start = 0
-        for made, places in zip(self._mine.next, self._places[self._own], strict=True):
-            self._sent[start : start + len(places)] = made[: len(places)]
+        for state, places in zip(self._shard_states.next, self._places[self._own], strict=True):
+            self._sent[start : start + len(places)] = state[: len(places)]
             start += len(places)
         return self._sent
 
-    def put(self, whole: Bucket, parts: Sequence[Array]) -> None:
-        """What all of it has become, of the parts of the node's ranks."""
+    def write(self, whole: Bucket, parts: Sequence[Array]) -> None:
+        """Writes the new states of the node's ranks to the bucket."""
         assert whole.states is not None
         for part, kinds in zip(parts, self._places, strict=True):
             start = 0
-            for made, places in zip(whole.states.next, kinds, strict=True):
-                made[places] = part[start : start + len(places)]
+            for state, places in zip(whole.states.next, kinds, strict=True):
+                state[places] = part[start : start + len(places)]
                 start += len(places)
 
 
 class _Layout:
-    """How a bucket is dealt out, and storage for it.
+    """The division of a bucket among the ranks of a node, and its storage.
 
     Attributes:
-        result: of this rank's part.
-        shard: this rank's part; of a zero where it has none, so that all ranks ask for the same.
-        states: of tensors that are dealt out whole, if the method keeps anything.
+        result: the mean of this rank's shard.
+        shard: this rank's shard; a zero if it has none, so that all ranks send the same requests.
+        states: the states of uncut tensors, or None if the method keeps none.
     """
 
     def __init__(self, bucket: Bucket, node: Place) -> None:
@@ -190,8 +192,8 @@ class _Layout:
             length = _longest(sizes, dealt)
             starts = np.zeros(len(sizes), np.int64)
             for rank, places in enumerate(dealt):
-                mine = np.array([sizes[place] for place in places], np.int64)
-                starts[places] = rank * length + np.cumsum(mine) - mine
+                dealt_sizes = np.array([sizes[place] for place in places], np.int64)
+                starts[places] = rank * length + np.cumsum(dealt_sizes) - dealt_sizes
             pieces = [(place, bucket.tensors[place]) for place in dealt[own]]
         else:
             length = _whole_units(-(-sum(sizes) // ranks))
@@ -206,22 +208,22 @@ class _Layout:
         self.states = _States(bucket, self.shard.bucket, dealt, own) if keeps else None
 
     def storage(self, bucket: Bucket) -> Array:
-        """For x of all tensors, float32: a row for each rank of the node, and zeros behind what it gets."""
+        """Storage for x of all tensors, float32: for each rank of the node its shard, padded with zeros."""
         return bucket.zeros(self._elements, "float32") if self._whole is None else self._whole
 
 
 def payloads_in_node(
     tensors: Sequence[TensorInfo], states: Sequence[int] | None, ranks: int
-) -> tuple[Payload, Payload]:
-    """What one rank hands to the collectives of its node in a bucket's step: before those between nodes, and after.
+) -> tuple[SentPayload, SentPayload]:
+    """One rank's payloads within its node in a bucket's step: the one before the exchange between nodes, and after it.
 
     Args:
-        tensors: of the bucket.
-        states: elements that the method keeps of each tensor, if tensors are dealt out whole; else None.
-        ranks: of the node, 2 or more.
+        tensors: the tensors of the bucket.
+        states: elements of the method's state of each tensor, if tensors are not cut; else None.
+        ranks: ranks of the node, 2 or more.
 
     Example:
-        >>> [one.bytes for one in payloads_in_node([TensorInfo("x", (10, 10))], None, 2)]  # rows of 56 elements
+        >>> [payload.bytes for payload in payloads_in_node([TensorInfo("x", (10, 10))], None, 2)]  # rows of 56 elements
         [448, 224]
     """
     sizes = [tensor.size for tensor in tensors]
@@ -231,28 +233,28 @@ def payloads_in_node(
         dealt = _dealt(sizes, ranks)
         length = _longest(sizes, dealt)
         kept = length + _most(states, dealt)
-    before = Payload("reducescatter", 4 * ranks * length, "mean float32", "node")
-    return before, Payload("allgather", 4 * kept, among="node")
+    before = SentPayload("reducescatter", 4 * ranks * length, "mean float32", "node")
+    return before, SentPayload("allgather", 4 * kept, among="node")
 
 
 def largest_share(sizes: Sequence[int], ranks: int) -> float:
-    """Of all elements, the part of the rank of a node that has most, where tensors are dealt out whole."""
+    """The largest share of elements that a rank of a node has if tensors are not cut."""
     return _most(sizes, _dealt(sizes, ranks)) / sum(sizes)
 
 
 def _dealt(sizes: Sequence[int], ranks: int) -> list[list[int]]:
-    """The places of the tensors of each rank, where they are dealt out whole."""
+    """For each rank the places of its tensors, if tensors are not cut."""
     owners = deal(sizes, ranks)
     return [[place for place, owner in enumerate(owners) if owner == rank] for rank in range(ranks)]
 
 
 def _longest(sizes: Sequence[int], dealt: Sequence[Sequence[int]]) -> int:
-    """Elements of the row of each rank, where tensors are dealt out whole."""
+    """Elements of each rank's row, if tensors are not cut."""
     return _whole_units(_most(sizes, dealt))
 
 
 def _most(sizes: Sequence[int], dealt: Sequence[Sequence[int]]) -> int:
-    """What the rank has that has most."""
+    """The elements of the rank with most elements."""
     return max(sum(sizes[place] for place in places) for places in dealt)
 
 
@@ -261,7 +263,7 @@ def _whole_units(elements: int) -> int:
 
 
 def _pieces(tensors: Sequence[TensorInfo], own: int, length: int) -> Iterator[tuple[int, TensorInfo]]:
-    """The pieces of tensors that a rank gets of the vector of all, and the places of the tensors."""
+    """The pieces in a rank's shard of the concatenated tensors, each with its tensor's place."""
     place = 0
     for number, tensor in enumerate(tensors):
         inside = min((own + 1) * length, place + tensor.size) - max(own * length, place)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hvdcomp.communicators import Communicator
-from hvdcomp.compressors.protocol import Levels, Place, TensorInfo
+from hvdcomp.compressors.protocol import NodePlaces, Place, TensorInfo
 from hvdcomp.compressors.two_level_bucket import deal
 
 
@@ -38,10 +38,10 @@ class FoundLevels:
             self._places = Place(node.rank, node.world_size), Place(across.rank, across.world_size)
         return self._places
 
-    def __call__(self, name: str) -> Levels:
+    def __call__(self, name: str) -> NodePlaces:
         """Places of this rank, as of `find`, and the owner of a tensor.
 
         Args:
             name: name of a tensor; for another name the owner means nothing.
         """
-        return Levels(*self.find(), self._owners.get(name, 0))
+        return NodePlaces(*self.find(), self._owners.get(name, 0))

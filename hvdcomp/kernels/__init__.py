@@ -1,13 +1,13 @@
 """Kernels in C for the arithmetic of a step on the CPU, in one shared object that serves every framework.
 
-The object is built when hvdcomp is installed, if there is a C compiler (`build.py`); where there is none, NumPy or the
-framework does the same work, slower. It is loaded at the first use, not at import.
+The object is built when hvdcomp is installed, if there is a C compiler (`build.py`); without it NumPy or the framework
+does the same work, more slowly. It is loaded at the first use, not at import.
 
-The environment may say otherwise:
+Environment variables:
 
 - `HVDCOMP_KERNELS`: `plain`, `avx2` or `avx512` forces an instruction set; `off` uses no kernels.
 - `HVDCOMP_KERNELS_LIBRARY`: the path of another shared object.
-- `HVDCOMP_THREADS`: how many threads work in a kernel.
+- `HVDCOMP_THREADS`: number of threads of a kernel.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ class _Loaded:
 
 
 def library(*, release: bool = True) -> ctypes.CDLL | None:
-    """The shared object, or None where there are no kernels.
+    """The shared object; None without kernels.
 
     Its functions are those of `src/hvdcomp.h` and `src/kernels.def`, with their types declared.
 
     Args:
-        release: whether a call lets other Python threads run. A busy one may then keep this thread waiting for 5 ms
-            after each call; without, calls of less than a millisecond are quickest.
+        release: whether a call releases the interpreter's lock. A busy thread may then keep this one waiting for 5 ms
+            after the call; for calls of less than a millisecond, holding the lock is faster.
 
     Raises:
-        ConfigurationError: for a value of `HVDCOMP_KERNELS` that is unknown or that cannot be used here.
+        ConfigurationError: for a value of `HVDCOMP_KERNELS` that is unknown or not usable here.
 
     Example:
         >>> from hvdcomp import kernels
@@ -76,12 +76,12 @@ def available() -> bool:
 
 
 def why_not() -> str:
-    """Why there are no kernels; empty where there are some."""
+    """The reason why there are no kernels; "" if there are."""
     return _loaded().why_not
 
 
 def way_out() -> str:
-    """Advice how to have kernels; empty where there are some."""
+    """Advice on how to get kernels; "" if there are."""
     return _loaded().way_out
 
 
@@ -92,7 +92,7 @@ def instruction_set() -> str | None:
 
 
 def instruction_sets() -> list[str]:
-    """The instruction sets that the shared object was built for and this CPU has; none without kernels."""
+    """The instruction sets of the shared object that this CPU supports; empty without kernels."""
     before = instruction_set()
     if before is None:
         return []
@@ -102,10 +102,10 @@ def instruction_sets() -> list[str]:
 
 
 def use(name: str) -> None:
-    """Calls the kernels of another instruction set from now on; results are the same, bit for bit.
+    """Switches to the kernels of another instruction set; results are the same, bit for bit.
 
     Raises:
-        ConfigurationError: if it is unknown, or cannot be used here.
+        ConfigurationError: if the instruction set is unknown or not usable here.
     """
     if name not in INSTRUCTION_SETS:
         raise ConfigurationError(f"{name!r} is no instruction set of hvdcomp's kernels: {', '.join(INSTRUCTION_SETS)}")
@@ -124,11 +124,11 @@ def _use(name: str) -> int:
 
 
 def threads() -> int:
-    """How many threads are to work in a kernel: as many as the framework uses.
+    """Number of threads of a kernel: as many as the framework uses.
 
-    `HVDCOMP_THREADS`, if set; else PyTorch's number, where it was imported; else TensorFlow's for one operation, where
-    it was set; else the first number of `OMP_NUM_THREADS`; else the number of CPUs that this process may run on.
-    Results do not depend on it.
+    `HVDCOMP_THREADS`, if set; else PyTorch's number, if it was imported; else TensorFlow's number for one operation, if
+    it was set; else the first number of `OMP_NUM_THREADS`; else the number of CPUs of this process. Results do not
+    depend on it.
 
     Raises:
         ConfigurationError: if `HVDCOMP_THREADS` is no positive number.
@@ -149,39 +149,39 @@ def threads() -> int:
 
 
 def reset() -> None:
-    """Forgets what was loaded; the next use reads the environment again. For tests."""
+    """Unloads the shared object; the next use reads the environment again. For tests."""
     _loaded.cache_clear()
 
 
 @functools.cache
 def _loaded() -> _Loaded:
-    wanted = os.environ.get("HVDCOMP_KERNELS", "")
-    if wanted not in ("", "off", *INSTRUCTION_SETS):
+    choice = os.environ.get("HVDCOMP_KERNELS", "")
+    if choice not in ("", "off", *INSTRUCTION_SETS):
         raise ConfigurationError(
-            f"HVDCOMP_KERNELS={wanted!r} is unknown: allowed are {', '.join(INSTRUCTION_SETS)}, which force an "
+            f"HVDCOMP_KERNELS={choice!r} is unknown: allowed are {', '.join(INSTRUCTION_SETS)}, which force an "
             "instruction set, and off, which uses no kernels; unset it for the best of this CPU"
         )
-    if wanted == "off":
+    if choice == "off":
         return _Loaded(why_not="HVDCOMP_KERNELS=off is in the environment", way_out="unset HVDCOMP_KERNELS")
     loaded = _load(Path(os.environ.get("HVDCOMP_KERNELS_LIBRARY") or Path(__file__).parent / "_native.so"))
-    if not wanted:
+    if not choice:
         return loaded
     if loaded.releasing is None:
-        raise ConfigurationError(f"HVDCOMP_KERNELS={wanted} asks for kernels: {loaded.why_not}. {loaded.way_out}")
-    failed = int(loaded.releasing.hvd_use_instruction_set(wanted.encode()))
+        raise ConfigurationError(f"HVDCOMP_KERNELS={choice} asks for kernels: {loaded.why_not}. {loaded.way_out}")
+    failed = int(loaded.releasing.hvd_use_instruction_set(choice.encode()))
     if failed:
-        raise ConfigurationError(f"HVDCOMP_KERNELS={wanted}: {_LACKING[failed]}; unset it for the best of this CPU")
+        raise ConfigurationError(f"HVDCOMP_KERNELS={choice}: {_LACKING[failed]}; unset it for the best of this CPU")
     return loaded
 
 
 def _load(path: Path) -> _Loaded:
-    """Loads a shared object twice, with and without the interpreter's lock, if it fits these sources."""
-    from hvdcomp.kernels import build  # not at the top, because it can be run as a program
+    """Loads a shared object with and without the interpreter's lock, if it was built from these sources."""
+    from hvdcomp.kernels import build  # here, because it can be run as a program
 
     if not path.is_file():
         reason = path.with_name(build.FAILURE)
-        said = reason.read_text().partition("\n")[0] if reason.is_file() else f"there is no {path}"
-        return _Loaded(why_not=said, way_out=f"With a C compiler (apt-get install gcc): {_BUILD}")
+        text = reason.read_text().partition("\n")[0] if reason.is_file() else f"there is no {path}"
+        return _Loaded(why_not=text, way_out=f"With a C compiler (apt-get install gcc): {_BUILD}")
     try:
         releasing, holding = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         for opened in (releasing, holding):
@@ -190,7 +190,7 @@ def _load(path: Path) -> _Loaded:
         fits = fits and releasing.hvd_sources().decode() == build.digest()
     except OSError as error:
         return _Loaded(why_not=f"{path} cannot be loaded: {error}", way_out=f"Build it for this machine: {_BUILD}")
-    except AttributeError:  # a function that is not there
+    except AttributeError:  # a missing function
         fits = False
     if not fits:
         return _Loaded(why_not=f"{path} was built from other sources", way_out=f"Build it again: {_BUILD}")

@@ -25,7 +25,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 SOURCES = HERE / "src"
 LIBRARY = "_native.so"
-FAILURE = "_native.log"  # why there is no library
+FAILURE = "_native.log"  # the reason why there is no library
 
 # No -ffast-math: it would let the compiler assume that nothing is infinite or NaN, and change the order of sums.
 FLAGS = (
@@ -38,17 +38,17 @@ LINK = ("-shared", "-pthread", "-Wl,-z,nodelete", "-lm")
 AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mpopcnt")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl")
 X86: dict[str, tuple[str, ...]] = {"plain": (), "avx2": AVX2, "avx512": AVX512}
-OTHERS: dict[str, tuple[str, ...]] = {"plain": ()}
-SECONDS = 1800.0  # at most for one file; all together take about 5, and far longer where the processor is emulated
+OTHER_MACHINES: dict[str, tuple[str, ...]] = {"plain": ()}
+SECONDS = 1800.0  # time limit of one file; all files take about 5 s, and far longer on an emulated processor
 SECONDS_VARIABLE = "HVDCOMP_KERNELS_BUILD_SECONDS"
 
 
 class CompilationError(RuntimeError):
-    """There is no compiler, or it failed. The first line of the message says it all; the compiler's own follow."""
+    """There is no compiler, or it failed. The first line of the message is the summary; the compiler's lines follow."""
 
 
 def digest() -> str:
-    """Of all that the object is made from: the sources and this file. The object holds it (`hvd_sources`)."""
+    """A digest of the sources of the object and of this file. The object holds it (`hvd_sources`)."""
     total = hashlib.sha256()
     for path in [*sorted(path for path in SOURCES.iterdir() if path.suffix in (".c", ".h", ".def")), Path(__file__)]:
         total.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())
@@ -76,37 +76,37 @@ def build(folder: Path = HERE, *, sanitize: bool = False) -> Path:
     """Compiles all sources, several at a time, and links them.
 
     Args:
-        folder: for the shared object; one that is there is replaced in one step.
-        sanitize: look for wrong addresses and undefined behaviour while it runs; it is slow then. A program that loads
+        folder: of the shared object, which replaces an older one atomically.
+        sanitize: whether to check addresses and undefined behaviour at run time, which is slow. A program that loads
             the object must have been started with `LD_PRELOAD` of the compiler's `libasan.so`.
 
     Returns:
         The path of the shared object.
 
     Raises:
-        CompilationError: with what the compiler said.
+        CompilationError: with the compiler's output.
     """
     compiler = find_compiler()
     x86 = _run([*compiler, "-dumpmachine"]).startswith("x86_64")
     flags = [*FLAGS, *(SANITIZED if sanitize else FAST), f'-DHVD_SOURCES="{digest()}"', *(["-DHVD_X86"] if x86 else [])]
     with tempfile.TemporaryDirectory(prefix="hvdcomp-kernels-") as name:
         objects = Path(name)
-        jobs = list(_compilations(X86 if x86 else OTHERS, objects))
+        jobs = list(_compilations(X86 if x86 else OTHER_MACHINES, objects))
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(lambda job: _run([*compiler, *flags, *job]), jobs))
         linked = objects / LIBRARY
         sanitizers = SANITIZED if sanitize else ()
         _run([*compiler, *sanitizers, *(job[-1] for job in jobs), *LINK, "-o", str(linked)])
         folder.mkdir(parents=True, exist_ok=True)
-        beside = folder / f"{LIBRARY}.{os.getpid()}"
-        shutil.copyfile(linked, beside)
-    os.replace(beside, folder / LIBRARY)
+        copy = folder / f"{LIBRARY}.{os.getpid()}"
+        shutil.copyfile(linked, copy)
+    os.replace(copy, folder / LIBRARY)
     (folder / FAILURE).unlink(missing_ok=True)
     return folder / LIBRARY
 
 
 def _compilations(instruction_sets: dict[str, tuple[str, ...]], objects: Path) -> Iterator[list[str]]:
-    """The compiler's arguments for each object file; the last one is its path. What takes longest comes first."""
+    """The compiler's arguments for each object file, with its path as the last; the largest sources first."""
     for source in sorted(SOURCES.glob("*.c"), key=lambda path: (-path.stat().st_size, path.name)):
         if not source.name.startswith("isa_"):
             yield ["-c", str(source), "-o", str(objects / f"{source.stem}.o")]
@@ -116,18 +116,18 @@ def _compilations(instruction_sets: dict[str, tuple[str, ...]], objects: Path) -
 
 
 def _most_seconds() -> float:
-    """For one file, as $HVDCOMP_KERNELS_BUILD_SECONDS says.
+    """The time limit of one file, from $HVDCOMP_KERNELS_BUILD_SECONDS.
 
     Raises:
-        CompilationError: it says something else.
+        CompilationError: if the variable is no number above 0.
     """
-    given = os.environ.get(SECONDS_VARIABLE, "")
+    setting = os.environ.get(SECONDS_VARIABLE, "")
     try:
-        seconds = float(given or SECONDS)
+        seconds = float(setting or SECONDS)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise CompilationError(f"{SECONDS_VARIABLE}={given!r} is no number of seconds above 0; give one, or unset it")
+        raise CompilationError(f"{SECONDS_VARIABLE}={setting!r} is no number of seconds above 0; give one, or unset it")
     return seconds
 
 
@@ -146,8 +146,8 @@ def _run(command: Sequence[str]) -> str:
         raise CompilationError(f"{shlex.join(command)}: {error}") from error
     if done.returncode != 0:
         lines = done.stdout.strip().splitlines()[:20] or ["no message"]
-        said = next((line for line in lines if "error" in line), lines[0])
-        heading = f"{command[0]} ended with status {done.returncode}: {said}"
+        summary = next((line for line in lines if "error" in line), lines[0])
+        heading = f"{command[0]} ended with status {done.returncode}: {summary}"
         raise CompilationError("\n".join([heading, shlex.join(command), *lines]))
     if "warning:" in done.stdout:
         sys.stderr.write(done.stdout)

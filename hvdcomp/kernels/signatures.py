@@ -1,4 +1,4 @@
-"""The functions of the shared object as ctypes sees them, read from the list that the C compiler reads."""
+"""The functions of the shared object for ctypes, read from the list that the C sources include."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OWN: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 @cache
 def signatures() -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """Each exported function's type of result and of arguments; every pointer is `c_void_p`."""
+    """The result type and the argument types of each exported function; every pointer is `c_void_p`."""
     text = re.sub(r"/\*.*?\*/", "", _LIST.read_text(), flags=re.DOTALL)
     declared = _KERNEL.findall(text)
     if len(declared) != text.count("HVD_KERNEL"):
@@ -49,7 +49,7 @@ def _argument(parameter: str) -> Any:
 
 
 def declare(library: ctypes.CDLL) -> None:
-    """Tells ctypes what each function of the object takes and returns."""
+    """Declares result and argument types of each function of the shared object."""
     for name, (result, arguments) in signatures().items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

@@ -1,4 +1,4 @@
-"""The description of a bucket for kernels: a table of its tensors, and of the pieces that threads work on.
+"""The description of a bucket for kernels: a table of its tensors and of the threads' tasks.
 
 The fields are those of `src/bucket.h`, in the same order.
 """
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 FACTORS = np.dtype([("p", "u8"), ("q", "u8"), ("rank", "i8"), ("columns", "i8")], align=True)
-"""A matrix P Q', by the addresses of its factors, which lie column by column."""
+"""A matrix P Q', by the addresses of its factors, stored column by column."""
 
 SEGMENT = np.dtype(
     [
@@ -34,28 +34,28 @@ SEGMENT = np.dtype(
     ],
     align=True,
 )
-"""One tensor of a bucket. Addresses are numbers, 0 for nothing."""
+"""A tensor of a bucket. Addresses are numbers; 0 is null."""
 
 TASK = np.dtype(
     [("segment", "i8"), ("start", "i8"), ("length", "i8"), ("sums", "f8", 4), ("counts", "i8", 2)], align=True
 )
-"""One piece of a tensor."""
+"""A piece of a tensor, the work of one thread at a time."""
 
 NOTHING, NOT_NEGATIVE, POSITIVE, PRODUCT, EVERYTHING = range(5)
-"""Of `rule` and `sent_rule`: what of a kept x was sent."""
+"""Values of `rule` and `sent_rule`: the part of a kept x that was sent."""
 
 NARROW = {"float32": 0, "float16": 1, "bfloat16": 2}
-"""How kernels number the element types of gradients, of what travels, and of what is kept."""
+"""The kernels' numbers of element types, of gradients, payloads and residuals."""
 
 _PIECE = 1 << 16  # elements of a task: a multiple of HVD_BLOCK
 
 
 def product(factors: np.ndarray, size: int) -> np.ndarray:
-    """The matrix P Q' as a vector: the bits that kernels give, which add up column after column.
+    """The matrix P Q' as a vector, bit for bit as from kernels, which add up column after column.
 
     Args:
-        factors: of type `FACTORS`, one.
-        size: of the matrix.
+        factors: an element of type `FACTORS`.
+        size: number of elements of the matrix.
     """
     p, q = (
         np.ctypeslib.as_array((ctypes.c_float * int(factors["rank"] * length)).from_address(int(factors[name])))
@@ -92,11 +92,11 @@ class Table:
         piece: elements of a task.
 
     Attributes:
-        segments: `SEGMENT` (tensors,); what is written to it, kernels see.
+        segments: `SEGMENT` (tensors,), in storage that kernels read.
         tasks: `TASK` (pieces,).
-        elements: of all tensors.
-        bucket: the C structure, for `factor` and the like.
-        address: of the C structure, what kernels take.
+        elements: number of elements of all tensors.
+        bucket: the C structure, with settings such as `factor`.
+        address: address of the C structure, the kernels' argument.
     """
 
     def __init__(self, sizes: Sequence[int], piece: int = _PIECE) -> None:

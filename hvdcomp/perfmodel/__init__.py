@@ -1,8 +1,8 @@
-"""The performance model: what a training step takes with each compressor, on a network that need not be there.
+"""The performance model: predicted time of a training step with each compressor, on any network.
 
-Four parts that know nothing of each other: `exchanges` (what is to be exchanged), `network` (what that costs),
-`compute` (what the computer costs) and `schedule` (how they overlap). `predict` puts them together, `calibration` reads
-their numbers from a file or a preset, and `advice` draws the conclusions. NumPy only.
+Four independent parts: `exchanges` (the payloads of a step), `network` (the time of collectives), `compute` (the time
+of computation) and `schedule` (their overlap). `predict` combines them, `calibration` reads their numbers from a file
+or a preset, and `advice` compares methods. Needs NumPy only.
 
 Source: Agarwal et al. 2022, On the Utility of Gradient Compression in Distributed Training Systems, MLSys,
 arXiv:2103.00543, section 4.1 and appendices B to D.
@@ -19,7 +19,7 @@ from hvdcomp.perfmodel.fitting import model_of
 from hvdcomp.perfmodel.network import ALGORITHMS, CollectiveCost, Inner, Network, Seconds, network_of_link
 from hvdcomp.perfmodel.noise import NOISY, uncertain_shares
 from hvdcomp.perfmodel.predict import LIMITS, UNCOMPRESSED, Setting, least_compression_factor, limited_by, predict
-from hvdcomp.perfmodel.proposals import Asked, Proposals, propose
+from hvdcomp.perfmodel.proposals import Criteria, Proposals, propose
 from hvdcomp.perfmodel.rates import parse_rate
 from hvdcomp.perfmodel.schedule import Buckets, Parts, cut, overlapped, sequential
 
@@ -32,13 +32,13 @@ __all__ = [
     "UNCOMPRESSED",
     "Advice",
     "Adviser",
-    "Asked",
     "Buckets",
     "Calibration",
     "CalibrationError",
     "Collective",
     "CollectiveCost",
     "Compute",
+    "Criteria",
     "EncodeTime",
     "Exchange",
     "Inner",

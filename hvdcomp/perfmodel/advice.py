@@ -1,4 +1,4 @@
-"""Advice before training: the time of a step by method, which one wins, and where that changes."""
+"""Advice before training: step times by method, the fastest method, and the bandwidths where that changes."""
 
 from __future__ import annotations
 
@@ -32,35 +32,35 @@ from hvdcomp.perfmodel.schedule import Parts
 from hvdcomp.perfmodel.ways import encode_time_of, in_each_way, in_two_levels
 
 FREE = (UNCOMPRESSED, "fp16")
-"""What a library sends by itself, without encoding; the time of the cast counts only where it was measured."""
+"""Methods that libraries have themselves, without encoding; the time of a cast counts only if it was measured."""
 STOCK = {"horovod": ("none", "hvd.fp16"), "ddp": ("none", "ddp.fp16")}
-"""By backend of `hvdcomp.tools.train.ranks.Ranks`, what the library itself offers: dense, and its cast to float16."""
+"""The library's own methods, dense and its cast to float16, by backend of `hvdcomp.tools.train.ranks.Ranks`."""
 STOCK_SPECS = {name: spec for names in STOCK.values() for name, spec in zip(names, FREE, strict=True)}
-"""The libraries' own compressions, by the spec that describes the same exchange."""
+"""The spec with the same exchange, for each of the libraries' own methods."""
 
 MODEL_ERROR = 0.1
-"""Relative difference of predicted times below which no method is called faster than another, however little the noise
-of a calibration: of 240 predictions beside measured steps, 210 were within 10 % (docs/exchange/steps-measured.md)."""
+"""Least relative difference of predicted times at which a method counts as faster, whatever the calibration's noise: of
+240 predictions, 210 were within 10 % of measured steps (docs/exchange/steps-measured.md)."""
 
 _BANDWIDTHS = np.geomspace(1e-3, 1e4, 1401) * 1.25e8  # bytes/s: from 1 Mb/s to 10 Tb/s, 200 to a decade
 BUCKET_SIZES = (50_000_000, BUCKET_BYTES, 10_000_000, 5_000_000, 2_500_000, LEAST_BYTES)
-"""What buckets that start in the backward pass may hold, in bytes of gradients: of equally fast ones, the first."""
+"""Sizes of early buckets to choose from, in bytes of gradients; among equally fast ones, the first is taken."""
 
 Range = tuple[float | None, float | None]
 
 
 @dataclass(frozen=True)
 class Method:
-    """One method in the setting that was asked about.
+    """One method in one setting.
 
     Attributes:
-        spec: of the compressor.
-        exchange: what it sends.
-        encode: what encoding and decoding take; None if the library sends it itself and no time is known.
-        parts: of the step's time, s.
-        at_end_s: time of a step that sends all after the backward pass, s; None if this one sends nothing before.
-        limited_by: the largest of the parts: "compute", "encode", "network" or "latency".
-        wins: ranges of bandwidth, bytes/s, in which it is faster than dense; None for an open end.
+        spec: spec of the compressor.
+        exchange: the exchange of a step.
+        encode: time of encoding and decoding; None if the library sends it itself and no time is known.
+        parts: parts of the step's time, s.
+        at_end_s: time of a step that sends all after the backward pass, s; None if the step sends nothing earlier.
+        limited_by: the largest part: "compute", "encode", "network" or "latency".
+        wins: ranges of bandwidth, bytes/s, in which the method is faster than dense; None for an open end.
     """
 
     spec: str
@@ -78,24 +78,24 @@ class Method:
 
     @property
     def wins_below(self) -> float | None:
-        """The bandwidth, bytes/s, below which it is faster than dense; None if there is no such bound."""
+        """The bandwidth, bytes/s, below which the method is faster than dense; None if there is no such bound."""
         return self.wins[0][1] if self.wins and self.wins[0][0] is None else None
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Everything about one setting.
+    """The advice for one setting.
 
     Attributes:
-        methods: by spec, dense first. Two levels are left out where not all nodes have as many ranks.
-        winner: the spec of the fastest; None for one rank, where there is nothing to exchange.
-        free: the faster one of dense and fp16, which libraries send by themselves.
-        take: what to take: the winner, if its lead over `free` is more than the model's error, or else `free`.
-        alike: the others whose times cannot be told apart from that of `take`, the fastest first.
-        bucket_bytes: with which a step of the winner would be faster by more than the calibration can tell apart; None
-            if with no other, or if they are the library's.
-        error: relative difference of times that means nothing.
-        least_factor: see `least_compression_factor`; None where no factor is enough.
+        methods: the methods by spec, dense first; without two levels if nodes have different numbers of ranks.
+        winner: spec of the fastest method; None for one rank, which exchanges nothing.
+        free: the faster of dense and fp16, which libraries have themselves.
+        take: the recommended method: the winner, if its lead over `free` exceeds the model's error, or else `free`.
+        alike: methods whose times cannot be distinguished from that of `take`, the fastest first.
+        bucket_bytes: the bucket size that would make the winner's step faster by more than the calibration's noise;
+            None if there is none, or if buckets are the library's.
+        error: relative difference of times that is not significant.
+        least_factor: see `least_compression_factor`; None if no factor suffices.
     """
 
     methods: dict[str, Method] = field(default_factory=dict)
@@ -112,23 +112,23 @@ class Adviser:
     """Answers questions about one model of a calibration.
 
     Args:
-        calibration: what was measured.
+        calibration: the calibration.
         model: one of its models; None for the only one.
-        specs: compressors to look at; None for all whose encode times are known or estimated (`encode_times`),
-            gathered and scattered where they can be, and in two levels if the calibration knows nodes of several
-            ranks. Dense and fp16 are looked at in any case.
-        early_bytes: of gradients, the least that hvdcomp sends by itself in the backward pass, `bucket_bytes` of
-            `hvdcomp.Compression`; 0 if it sends all at its end, as in TensorFlow; None for what the calibration says,
-            or else for hvdcomp's default. It matters where the calibration says when gradients are ready.
+        specs: compressors to compare; None for all with a known or estimated encode time (`encode_times`), gathered
+            and scattered if possible, and in two levels if the calibration has nodes of several ranks. Dense and fp16
+            are always compared.
+        early_bytes: least bytes of gradients in a bucket sent during the backward pass, `bucket_bytes` of
+            `hvdcomp.Compression`; 0 if all are sent at its end, as in TensorFlow; None for the calibration's, or else
+            hvdcomp's default. It matters only if the calibration has the times when gradients are ready.
 
     Attributes:
-        compressors: by spec.
-        encode: by spec what encoding and decoding take; None if the library sends it itself and no time is known.
+        compressors: the compressors by spec.
+        encode: time of encoding and decoding by spec; None if the library sends it itself and no time is known.
 
     Raises:
         CalibrationError: for a model that is not in the calibration, or a compressor without encode time.
-        SpecError: for a compressor that does not exist, or a pattern that matches no tensor of the model; or for two
-            levels if nodes of several ranks are not known.
+        SpecError: for an unknown compressor, or a pattern that matches no tensor of the model; or for two levels if
+            nodes of several ranks are not known.
     """
 
     def __init__(
@@ -143,14 +143,16 @@ class Adviser:
         self.facts: ModelFacts = calibration.models[self.model]
         self._early_bytes = (self.facts.early_bytes or BUCKET_BYTES) if early_bytes is None else early_bytes
         known = encode_times(calibration, self.model)
-        wanted = list(map(parse_compressor, [*FREE, *(known if specs is None else specs)]))
-        for compressor in wanted if specs is not None else ():
+        compressors = list(map(parse_compressor, [*FREE, *(known if specs is None else specs)]))
+        for compressor in compressors if specs is not None else ():
             require_matches(compressor, [tensor.name for tensor in self.facts.tensors])
         if specs is None:
-            wanted = [way for compressor in wanted for way in (compressor, *in_each_way(compressor))]
+            compressors = [way for compressor in compressors for way in (compressor, *in_each_way(compressor))]
             if self.ranks_per_node is not None:
-                wanted += [both for compressor in wanted if (both := in_two_levels(compressor)) is not None]
-        self.compressors: dict[str, Compressor] = {str(compressor): compressor for compressor in wanted}
+                compressors += [
+                    two_level for compressor in compressors if (two_level := in_two_levels(compressor)) is not None
+                ]
+        self.compressors: dict[str, Compressor] = {str(compressor): compressor for compressor in compressors}
         of_nodes = (self.facts.tensors, self.ranks_per_node)
         self.encode = {
             spec: encode_time_of(compressor, known, *of_nodes) for spec, compressor in self.compressors.items()
@@ -170,24 +172,24 @@ class Adviser:
 
     @cached_property
     def error(self) -> float:
-        """Relative difference of times that means nothing."""
+        """Relative difference of times that is not significant."""
         return max(self.calibration.noise, MODEL_ERROR)
 
     @cached_property
     def ranks_per_node(self) -> int | None:
-        """How many ranks share a node; None if that is not known."""
+        """Number of ranks of a node; None if unknown."""
         return self.calibration.network.ranks_per_node
 
     def exchange(self, spec: str, ranks: int) -> Exchange:
         """The exchange of a method."""
-        key = spec, self._alike(spec, ranks)
+        key = spec, self._equivalent_ranks(spec, ranks)
         if key not in self._exchanges:
             compressor, tensors = self.compressors[spec], self.facts.tensors
             self._exchanges[key] = exchange_of(compressor, tensors, key[1], self.ranks_per_node)
         return self._exchanges[key]
 
-    def _alike(self, spec: str, ranks: int) -> int:
-        """A number of ranks with which a method sends the same: few methods send anything else with another number."""
+    def _equivalent_ranks(self, spec: str, ranks: int) -> int:
+        """A small number of ranks with the same exchange; the exchange of few methods depends on the number."""
         compressor = self.compressors[spec]
         if any(leaf.payloads_sent(ranks) != 1 for leaf in compressor.leaves()):
             return ranks
@@ -196,25 +198,27 @@ class Adviser:
         return min(ranks, 2 * (self.ranks_per_node or 1))
 
     def possible(self, spec: str, ranks: int) -> bool:
-        """Whether a method can be used with this number of ranks: two levels need as many on each node."""
+        """Whether a method can be used with this number of ranks; two levels need equal numbers on all nodes."""
         return not needs_nodes(self.compressors[spec]) or ranks % min(ranks, self.ranks_per_node or 1) == 0
 
     def parts(self, spec: str, setting: Setting, early: bool = True) -> Parts:
         """The parts of a step's time with one method.
 
         Args:
-            early: whether hvdcomp sends in the backward pass what it can.
+            spec: spec of the method.
+            setting: the setting.
+            early: whether buckets are sent during the backward pass if possible.
         """
         groups: dict[Exchange, list[float]] = {}
         for ranks in np.unique(setting.world_size).tolist():
             groups.setdefault(self.exchange(spec, int(ranks)), []).append(ranks)
-        first, *others = groups
+        first, *further = groups
         parts = self._parts_of(spec, first, setting, early)
-        for exchange in others:
-            those = np.isin(setting.world_size, groups[exchange])
-            world_size = np.where(those, setting.world_size, groups[exchange][0])
-            here = self._parts_of(spec, exchange, replace(setting, world_size=world_size), early)
-            parts = Parts(*(np.where(those, new, old) for new, old in zip(here, parts, strict=True)))
+        for exchange in further:
+            mask = np.isin(setting.world_size, groups[exchange])
+            world_size = np.where(mask, setting.world_size, groups[exchange][0])
+            part = self._parts_of(spec, exchange, replace(setting, world_size=world_size), early)
+            parts = Parts(*(np.where(mask, new, old) for new, old in zip(part, parts, strict=True)))
         return parts
 
     def _parts_of(self, spec: str, exchange: Exchange, setting: Setting, early: bool) -> Parts:
@@ -233,8 +237,8 @@ class Adviser:
         return self.parts(spec, setting).total
 
     def local_step_s(self, spec: str, setting: Setting, every: int) -> float | None:
-        """Seconds of a step with one method where the ranks exchange after each `every`-th step alone; None for methods
-        that `hvdcomp.torch.LocalSteps` refuses. The setting is of numbers."""
+        """Seconds of a step with one method if the ranks exchange only in every `every`-th step; None for methods that
+        `hvdcomp.torch.LocalSteps` refuses. The setting has numbers, not arrays."""
         if not all(leaf.in_units for leaf in self.compressors[spec].leaves()):
             return None
         exchange = self.exchange(spec, int(np.asarray(setting.world_size)))
@@ -252,7 +256,7 @@ class Adviser:
     def wins(self, spec: str, setting: Setting) -> tuple[Range, ...]:
         """Ranges of bandwidth, bytes/s, in which a method is faster than dense, all else as in the setting.
 
-        Looked for between 1 Mb/s and 10 Tb/s, at 200 points to a decade; what lies at either end is taken to go on.
+        Evaluated from 1 Mb/s to 10 Tb/s at 200 points per decade; a range that reaches an end is taken to be open.
         """
         faster = _faster(self, spec, setting, _BANDWIDTHS)
         changes = np.flatnonzero(np.diff(faster.astype(int)))
@@ -261,7 +265,7 @@ class Adviser:
         return tuple(zip(ends[::2], ends[1::2], strict=True))
 
     def advise(self, setting: Setting) -> Advice:
-        """Everything about one setting, of numbers."""
+        """The advice for one setting, which has numbers, not arrays."""
         methods = {}
         ranks = int(np.asarray(setting.world_size))
         for spec in self.compressors:
@@ -274,11 +278,11 @@ class Adviser:
             methods[spec] = Method(spec, exchange, encode, parts, at_end_s, str(limited_by(parts)), wins)
         if setting.world_size == 1:
             return Advice(methods)
-        first, *others = sorted(methods.values(), key=lambda method: method.step_s)
-        free = first if first.spec in FREE else next(other for other in others if other.spec in FREE)
+        first, *slower = sorted(methods.values(), key=lambda method: method.step_s)
+        free = first if first.spec in FREE else next(method for method in slower if method.spec in FREE)
         error = self.error
         take = first if free.step_s / first.step_s - 1 >= error else free
-        rivals = [method for method in (first, *others) if method != take]
+        rivals = [method for method in (first, *slower) if method != take]
         alike = [method.spec for method in rivals if abs(method.step_s / take.step_s - 1) < error]
         least = float(self.least_factor(setting))
         return Advice(
@@ -302,9 +306,9 @@ class Adviser:
         return best if method.step_s / times[best] - 1 > self.calibration.noise else None
 
     def _with(self, early_bytes: float) -> Adviser:
-        other = copy(self)
-        other._early_bytes = early_bytes  # noqa: SLF001
-        return other
+        adviser = copy(self)
+        adviser._early_bytes = early_bytes  # noqa: SLF001
+        return adviser
 
 
 def _model_name(calibration: Calibration, model: str | None) -> str:
@@ -312,21 +316,22 @@ def _model_name(calibration: Calibration, model: str | None) -> str:
     if model is None and len(names) == 1:
         return names[0]
     if model is None or model not in names:
-        asked = "no model was named" if model is None else f"{model!r} is not in it"
-        raise CalibrationError(f"{calibration.name} has the models {', '.join(names)}, and {asked}")
+        problem = "no model was named" if model is None else f"{model!r} is not in it"
+        raise CalibrationError(f"{calibration.name} has the models {', '.join(names)}, and {problem}")
     return model
 
 
 def _faster(adviser: Adviser, spec: str, setting: Setting, bytes_per_s: Any) -> Any:
-    """Where a method is faster than dense; a difference at the end of double precision is none."""
-    there = replace(setting, bytes_per_s=bytes_per_s)
+    """Whether a method is faster than dense, up to rounding, at each bandwidth."""
+    at_bandwidth = replace(setting, bytes_per_s=bytes_per_s)
     return np.broadcast_to(
-        adviser.step_s(spec, there) < adviser.step_s(UNCOMPRESSED, there) * (1 - 1e-12), np.shape(bytes_per_s)
+        adviser.step_s(spec, at_bandwidth) < adviser.step_s(UNCOMPRESSED, at_bandwidth) * (1 - 1e-12),
+        np.shape(bytes_per_s),
     )
 
 
 def _bisect(adviser: Adviser, spec: str, setting: Setting, low: float, high: float) -> float:
-    """The bandwidth between two at which one method overtakes the other."""
+    """The bandwidth between `low` and `high` at which the faster method changes."""
     at_low = bool(_faster(adviser, spec, setting, low))
     for _ in range(50):
         middle = float(np.sqrt(low * high))

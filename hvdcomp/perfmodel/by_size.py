@@ -1,4 +1,4 @@
-"""Encode times that nobody measured: those of another model, by the models' sizes."""
+"""Estimated encode times, from those of another model by the models' sizes."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from hvdcomp.perfmodel.calibration import Calibration, ModelFacts, load
 from hvdcomp.perfmodel.compute import EncodeTime
 
 REFERENCE = "v100-p3.8xlarge"
-"""The preset whose encode times stand in where a calibration has none at all."""
+"""The preset whose encode times are used if a calibration has none."""
 
 
 def encode_times(calibration: Calibration, model: str) -> dict[str, EncodeTime]:
-    """By spec the encode times of a model: its own, and estimates of other methods.
+    """The encode times of a model by spec: its own, and estimates of other methods.
 
-    Encoding is taken to need time in proportion to the elements. Of the models that have a time of a method, the one
-    counts whose size is nearest. They are the calibration's; if none of them has an encode time, those of `REFERENCE`.
+    Encode time is taken to be proportional to the number of elements. The estimate is from the model of nearest size
+    with a time of the method, among the calibration's models; if none has an encode time, among those of `REFERENCE`.
     """
-    asked, own = calibration.models[model], calibration.models[model].compute.encode
-    others: Mapping[str, ModelFacts] = calibration.models
+    facts, own = calibration.models[model], calibration.models[model].compute.encode
+    models: Mapping[str, ModelFacts] = calibration.models
     where = ""
-    if not any(_encoded(facts) for facts in others.values()):
+    if not any(_encoded(other) for other in models.values()):
         reference = load(REFERENCE)
-        others, where = reference.models, f" in {REFERENCE} ({reference.machine['accelerator']})"
+        models, where = reference.models, f" in {REFERENCE} ({reference.machine['accelerator']})"
     times = dict(own)
-    for spec in dict.fromkeys(spec for facts in others.values() for spec in _encoded(facts)):
+    for spec in dict.fromkeys(spec for other in models.values() for spec in _encoded(other)):
         if spec in own:
             continue
-        known = [name for name, facts in others.items() if spec in facts.compute.encode]
-        factor, nearest = min(((_size(asked) / _size(others[name]), name) for name in known), key=_distance)
-        scaled = others[nearest].compute.encode[spec].part(factor)
+        known = [name for name, other in models.items() if spec in other.compute.encode]
+        factor, nearest = min(((_size(facts) / _size(models[name]), name) for name in known), key=_distance)
+        scaled = models[nearest].compute.encode[spec].part(factor)
         source = f"estimated: that of {nearest}{where} times {factor:.3g}, by the models' elements"
         times[spec] = dataclasses.replace(scaled, source=source, estimated=True)
     return times
 
 
 def _encoded(facts: ModelFacts) -> list[str]:
-    """The methods with a time; without what a library sends by itself."""
+    """The methods with an encode time, without casts."""
     return [spec for spec in facts.compute.encode if parse_compressor(spec).wire_dtype("float32") is None]
 
 

@@ -1,7 +1,7 @@
-"""The calibration file: what was measured (or published) of a network, of models and of compressors on one machine.
+"""The calibration file: measured (or published) times of a network, of models and of compressors on one machine.
 
-JSON, version 1. `docs/calibration-file.md` shows one and says what each field means. The presets that come with the
-package are such files, with published numbers.
+JSON, version 1; `docs/calibration-file.md` documents its fields. The presets of the package are such files, with
+published numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hvdcomp.errors import SpecError
 from hvdcomp.files import parse_json, replace_text
 from hvdcomp.perfmodel.compute import Compute, EncodeTime
 from hvdcomp.perfmodel.fields import CalibrationError, Fields
-from hvdcomp.perfmodel.network import ALGORITHMS, Among, CollectiveCost, Inner, Levels, Network
+from hvdcomp.perfmodel.network import ALGORITHMS, Among, CollectiveCost, Inner, Network, TwoLevelCosts
 from hvdcomp.perfmodel.shapes import MODELS, tensors_of
 
 FORMAT = "hvdcomp-calibration"
@@ -33,15 +33,15 @@ class ModelFacts:
     """One model on the calibrated machine.
 
     Attributes:
-        tensors: its parameters.
-        compute: its times.
-        bucket_bytes: how much the framework sends at a time during the backward pass; where `compute.ready` is known,
-            how much at most (Horovod's fusion threshold).
-        early_bytes: of gradients, the least that hvdcomp sends by itself in the backward pass, where it takes the
-            library's buckets (DistributedDataParallel); None where that is said to `hvdcomp.Compression`.
-        shapes: the name of a model of `hvdcomp.perfmodel.shapes` that the tensors are of, or None.
-        sources: where numbers are from, by field.
-        estimated: names of fields that are not measured, but estimated as `sources` says.
+        tensors: the model's parameters.
+        compute: the model's times.
+        bucket_bytes: bytes that the framework sends at a time during the backward pass; at most, if `compute.ready` is
+            known (Horovod's fusion threshold).
+        early_bytes: least bytes of gradients in a bucket of hvdcomp, if it uses the library's buckets
+            (DistributedDataParallel); None if `hvdcomp.Compression` sets it.
+        shapes: name of the model in `hvdcomp.perfmodel.shapes`, or None.
+        sources: source of the numbers, by field.
+        estimated: names of fields that were estimated, as `sources` says, and not measured.
     """
 
     tensors: tuple[TensorInfo, ...]
@@ -58,12 +58,12 @@ class Calibration:
     """The content of a calibration file.
 
     Attributes:
-        name: what it is called in output.
-        network, models: what was measured.
-        machine: facts such as accelerator, link, versions; texts by name.
-        noise: relative difference of times below which no method is to be called faster than another.
-        noise_note: what that is based on.
-        network_source: where the network's numbers are from.
+        name: name in output.
+        network, models: the measured times.
+        machine: texts by name, such as accelerator, link and versions.
+        noise: relative difference of times below which no method counts as faster.
+        noise_note: the basis of `noise`.
+        network_source: source of the network's numbers.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Calibration:
 
 
 def presets() -> tuple[str, ...]:
-    """Names of the calibrations that come with the package."""
+    """Names of the package's calibrations."""
     return tuple(sorted(file.stem for file in _PRESETS.glob("*.json")))
 
 
@@ -84,7 +84,7 @@ def load(source: str | Path) -> Calibration:
     """The calibration in a file, or a preset by its name.
 
     Raises:
-        CalibrationError: if there is none, it cannot be read, or something in it is missing or wrong; names the field.
+        CalibrationError: if it does not exist, cannot be read, or a field is missing or invalid; names the field.
     """
     place = Path(source)
     if isinstance(source, str) and os.sep not in source and not source.endswith(".json") and not Path(source).exists():
@@ -106,7 +106,7 @@ def load(source: str | Path) -> Calibration:
 
 
 def _completed(data: Any, where: str) -> Any:
-    """A calibration with the fields of the preset that it names as `like`, where it has none of its own."""
+    """Calibration data completed by the fields of the preset named in `like`."""
     if not isinstance(data, dict) or "like" not in data:
         return data
     like = data["like"]
@@ -117,10 +117,10 @@ def _completed(data: Any, where: str) -> Any:
 
 
 def save(calibration: Calibration, file: Path) -> None:
-    """Writes a calibration so that `load` reads it again.
+    """Writes a calibration to a file that `load` reads.
 
     Raises:
-        OSError: if it cannot be written; a file that was there before is as it was.
+        OSError: if it cannot be written; an existing file has not changed then.
     """
     replace_text(file, json.dumps(as_json(calibration), indent=1, allow_nan=False) + "\n")
 
@@ -129,7 +129,7 @@ def from_json(data: Any, where: str = "the calibration") -> Calibration:
     """A calibration from parsed JSON.
 
     Raises:
-        CalibrationError: as `load`.
+        CalibrationError: as in `load`.
     """
     top = Fields(data, where, "")
     kind, version = top.text("format"), top.number("version", lowest=0)
@@ -143,7 +143,7 @@ def from_json(data: Any, where: str = "the calibration") -> Calibration:
     noise = top.section("noise", optional=True)
     network = top.section("network")
     models = top.section("models")
-    made = Calibration(
+    calibration = Calibration(
         name=top.text("name"),
         network=_network(network),
         network_source=network.text("source", ""),
@@ -152,11 +152,11 @@ def from_json(data: Any, where: str = "the calibration") -> Calibration:
         noise=noise.number("relative", 0.0, lowest=0),
         noise_note=noise.text("note", ""),
     )
-    if not made.models:
+    if not calibration.models:
         raise models.error("is empty: at least one model is needed")
     for read in (noise, network, top):
         read.finish()
-    return made
+    return calibration
 
 
 def as_json(calibration: Calibration) -> dict[str, Any]:
@@ -190,19 +190,19 @@ def _network(fields: Fields) -> Network:
     return Network(**_costs(fields), inner=inner, levels=levels)
 
 
-def _levels(fields: Fields) -> Levels:
+def _levels(fields: Fields) -> TwoLevelCosts:
     known = {}
     for name in ("node", "across"):
         section = fields.section(name)
         known[name] = Among(**_costs(section))
         section.finish()
-    levels = Levels(fields.whole("ranks_per_node", lowest=2), **known)
+    levels = TwoLevelCosts(fields.whole("ranks_per_node", lowest=2), **known)
     fields.finish()
     return levels
 
 
 def _costs(fields: Fields) -> dict[str, Any]:
-    """By kind of collective; files of earlier versions have no alltoall and no reduce-scatter."""
+    """Costs by kind of collective; files of earlier versions lack alltoall and reduce-scatter."""
     optional = [kind for kind in ("alltoall", "reducescatter") if fields.has(kind)]
     return {kind: _cost(kind, fields) for kind in ("allreduce", "allgather", *optional)}
 
@@ -227,9 +227,9 @@ def _cost(kind: str, parent: Fields) -> CollectiveCost:
     return cost
 
 
-def _levels_as_json(levels: Levels) -> dict[str, Any]:
-    both = {"node": _costs_as_json(levels.node), "across": _costs_as_json(levels.across)}
-    return {"ranks_per_node": levels.ranks_per_node, **both}
+def _levels_as_json(levels: TwoLevelCosts) -> dict[str, Any]:
+    costs = {"node": _costs_as_json(levels.node), "across": _costs_as_json(levels.across)}
+    return {"ranks_per_node": levels.ranks_per_node, **costs}
 
 
 def _costs_as_json(costs: Network | Among) -> dict[str, Any]:
@@ -292,7 +292,7 @@ def _ready(fields: Fields) -> tuple[tuple[float, float], ...]:
 
 
 def _spec(fields: Fields, spec: str) -> str:
-    """In the form that the compressor itself is printed in, so that equal compressors are found."""
+    """The spec in its canonical form, by which equal compressors are found."""
     try:
         return str(parse_compressor(spec))
     except SpecError as error:

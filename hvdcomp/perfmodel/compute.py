@@ -1,4 +1,4 @@
-"""Times of the computer: forward and backward pass, and encoding and decoding, on one rank without a network."""
+"""Times of computation on one rank: forward and backward pass, encoding and decoding."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Array = Any
 
 @dataclass(frozen=True)
 class EncodeTime:
-    """Seconds that one step's compression takes for a whole model, memory included.
+    """Seconds of one step's compression of a whole model, memory included.
 
     Attributes:
-        encode_s, decode_s: what does not depend on the number of ranks.
-        decode_per_rank_s: what decoding a payload of the whole model takes. A rank decodes one of each rank if they are
-            gathered, and about two if they are scattered (`Exchange.decoded`).
-        source: where the numbers are from.
-        estimated: whether they are not measured, but estimated as `source` says.
+        encode_s, decode_s: times that do not depend on the number of ranks.
+        decode_per_rank_s: time to decode one payload of the whole model. A rank decodes a payload of each rank if they
+            are gathered, and about two if they are scattered (`Exchange.decoded`).
+        source: source of the numbers.
+        estimated: whether they were estimated, as `source` says, and not measured.
     """
 
     encode_s: float
@@ -31,11 +31,11 @@ class EncodeTime:
     estimated: bool = False
 
     def seconds(self, decoded: ArrayLike) -> Array:
-        """Encoding and decoding together, where a rank decodes this number of payloads."""
+        """Seconds of encoding and decoding, if a rank decodes this number of payloads."""
         return self.encode_s + self.decode_s + self.decode_per_rank_s * np.asarray(decoded, float)
 
     def part(self, share: float) -> EncodeTime:
-        """The time of a share of the model, if all of it takes alike."""
+        """The time of a share of the model, taken to be proportional."""
         return EncodeTime(self.encode_s * share, self.decode_s * share, self.decode_per_rank_s * share)
 
 
@@ -44,23 +44,23 @@ class Compute:
     """The times of one model on one rank.
 
     Attributes:
-        backward_s: the backward pass alone.
-        forward_s: the forward pass and all else that is neither backward pass nor exchange; None if not known.
-        optimizer_s: the optimizer's step, which does not depend on the batch.
-        engine_s: what a step through hvdcomp's engine takes beside passes, encoding and its collectives: the numbers
-            that ride along, and the handling of each tensor by Horovod or DistributedDataParallel.
-        horovod_s: what a step takes, after its last collective, in which Horovod or DistributedDataParallel carries the
-            gradients itself, whatever they are cast to.
-        ready: when that library can send what during the backward pass: pairs of the share of all bytes, up to 1, and
-            of the share of the backward pass after which that share of the bytes is ready. Both rise. Empty if not
-            known. Horovod can send each gradient by itself, DistributedDataParallel its buckets.
-        gamma: by how much communication that runs at the same time slows the backward pass, 1 or more.
-        hides: of the time that hvdcomp's engine would save by sending during the backward pass if computing and sending
-            shared nothing but what gamma says, the share that it really saves; from 0 to 1. Where one processor core
-            does both it is far from 1.
-        batch_size: of one rank, that the times are for; None if not known.
-        encode: by spec of the compressor. Of what that library carries itself, "none" included, it is all that such a
-            step takes beside what the other numbers say.
+        backward_s: seconds of the backward pass alone.
+        forward_s: seconds of the forward pass and all else except backward pass and exchange; None if unknown.
+        optimizer_s: seconds of the optimizer's step, which does not depend on the batch.
+        engine_s: further seconds of a step through hvdcomp's engine, beside passes, encoding and collectives: the
+            presence check, and the handling of each tensor by Horovod or DistributedDataParallel.
+        horovod_s: seconds after the last collective of a step whose gradients Horovod or DistributedDataParallel
+            exchanges itself, with any cast.
+        ready: pairs of a share of all bytes, up to 1, and the share of the backward pass after which the library can
+            send these bytes; both ascending. Empty if unknown. Horovod sends single gradients, DistributedDataParallel
+            its buckets.
+        gamma: factor by which concurrent communication slows the backward pass, 1 or more.
+        hides: the share, from 0 to 1, of the time that hvdcomp's engine really saves by sending during the backward
+            pass, relative to the saving if computation and communication shared no resource except by gamma. Far below
+            1 if one processor core does both.
+        batch_size: batch size of one rank for these times; None if unknown.
+        encode: encode time by spec of the compressor. For methods that the library exchanges itself, "none" included,
+            it is the remaining time of such a step beside the other numbers.
     """
 
     backward_s: float
@@ -75,10 +75,10 @@ class Compute:
     hides: float = 1.0
 
     def share(self, batch_size: ArrayLike | None) -> Array:
-        """By how much another batch size multiplies the times of the passes: taken as proportional.
+        """The factor of the passes' times for another batch size, taken to be proportional.
 
         Raises:
-            ValueError: if it is not known which batch size the times are for.
+            ValueError: if the batch size of the times is unknown.
         """
         if batch_size is None:
             return 1.0

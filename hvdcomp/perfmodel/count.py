@@ -1,4 +1,4 @@
-"""In how many set-ups compression pays: what `advise` would say of each, counted."""
+"""Counts of the set-ups in which compression pays, by the advice for each."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from hvdcomp.perfmodel.predict import Setting
 
 WORLD_SIZES = (8, 16, 32, 64, 96, 128)
 BATCHES = (0.25, 0.5, 1, 2)
-"""Batch sizes of the set-ups, in those of the calibration; the times of the passes go with them."""
+"""Batch sizes of the set-ups, as factors of the calibration's; times of the passes are proportional."""
 
 
 def counts(calibration: Calibration, specs: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
-    """A row for each model of a calibration, over `WORLD_SIZES` and, if the calibration says a batch size, `BATCHES`.
+    """A row for each model of a calibration, over `WORLD_SIZES` and, if the calibration has a batch size, `BATCHES`.
 
     Args:
-        specs: as of `Adviser`.
+        calibration: the calibration.
+        specs: as in `Adviser`.
 
     Yields:
-        calibration, model, setups: which, and how many.
-        dense_fastest, fp16_fastest, compressor_fastest: in how many each is the fastest, by whatever lead.
-        compressor_taken: in how many a compressor leads over the free ones by more than the model's error.
-        often: the compressor that is the fastest of all compressors most often; empty if there is none.
-        largest_gain_percent: by how much the fastest compressor is faster than the free ones, where it is most.
+        calibration, model, setups: the names, and the number of set-ups.
+        dense_fastest, fp16_fastest, compressor_fastest: numbers of set-ups in which each is the fastest by any lead.
+        compressor_taken: number of set-ups in which a compressor leads over the free methods by more than the model's
+            error.
+        often: the compressor that is most often the fastest compressor; empty if there is none.
+        largest_gain_percent: the largest lead of a compressor over the free methods.
     """
     for model in calibration.models:
         adviser = Adviser(calibration, model, specs)
@@ -51,7 +53,7 @@ def counts(calibration: Calibration, specs: Sequence[str] | None = None) -> Iter
 
 
 def _times(adviser: Adviser, spec: str) -> Any:
-    """Seconds of a step in each set-up, ranks by batches; infinite where the method cannot be used."""
+    """Seconds of a step in each set-up, ranks by batches; infinite if the method cannot be used."""
     batch = adviser.facts.compute.batch_size
     batches = None if batch is None else np.unique([max(1, round(batch * share)) for share in BATCHES])
     ranks = np.array(WORLD_SIZES)[:, None]

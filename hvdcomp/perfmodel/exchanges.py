@@ -1,9 +1,9 @@
 """The exchange of a step: rounds of collectives and their bytes, as hvdcomp carries them out.
 
-Nothing is decided here: the plan says which compressor each tensor has, the compressor says its rounds, and what shares
-a collective follows the rule of `hvdcomp.exchange.fusion`. Scattered float32 tensors are counted as a bucket cuts them,
-all together; other scattered tensors go one by one, each filled up to whole units for each rank. In two levels all
-tensors are counted as a bucket deals them out, and each rank has an equal share of what goes between nodes.
+The plan has each tensor's compressor, the compressor its rounds, and payloads share collectives by the rule of
+`hvdcomp.exchange.fusion`. Scattered float32 tensors are counted as one bucket; other scattered tensors one by one, each
+padded to whole units for each rank. In two levels all tensors are counted as one bucket, and each rank sends an equal
+share of the bytes between nodes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hvdcomp.compressors.choice import MIN_NDIM, MIN_NUMEL, Chooser, Plan
 from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.protocol import Context, Group
 from hvdcomp.compressors.scatter_bucket import payloads_of_chunks
-from hvdcomp.compressors.sizes import Payload
+from hvdcomp.compressors.sizes import SentPayload
 from hvdcomp.compressors.two_level import TwoLevel
 from hvdcomp.compressors.two_level_bucket import payloads_in_node
 from hvdcomp.errors import SpecError
@@ -30,11 +30,13 @@ Array = Any
 
 
 class Collective(NamedTuple):
-    """One fused collective: its kind, a key of `network.ALGORITHMS`, and the bytes that each rank hands to it.
+    """One fused collective.
 
-    `dtype` is the element type that an allreduce or a reduce-scatter adds up; empty for the others, which carry bytes.
-    `among` says whose collective it is: that of all ranks, of the ranks of a node, or of those with the same place in
-    each node.
+    Attributes:
+        kind: a key of `network.ALGORITHMS`.
+        bytes: bytes that each rank hands over.
+        dtype: element type of an allreduce or a reduce-scatter; empty for other kinds, which carry bytes.
+        among: the group of ranks.
     """
 
     kind: str
@@ -43,14 +45,14 @@ class Collective(NamedTuple):
     among: Group = "all"
 
 
-_FLAG = Payload("allgather", 4.0)
-"""The engine's flag travels with an allreduce or an allgather of the first round. Where there is none it goes alone."""
+_FLAG = SentPayload("allgather", 4.0)
+"""The engine's flag, sent with an allreduce or allgather of the first round, or alone if there is none."""
 
-_Key = tuple[str, str, Group]  # kind, group and ranks of payloads that share a collective
+_Key = tuple[str, str, Group]  # kind, group and ranks (`among`) of payloads that share a collective
 _Rounds = list[dict[_Key, float]]  # bytes
 
 Round = tuple[Collective, ...]
-"""Collectives that are started together. The next round needs their answers."""
+"""Collectives that start together. The next round needs their results."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,11 @@ class Exchange:
     """The bytes that one rank hands to the collectives in one step.
 
     Attributes:
-        rounds: in order.
-        overlapped: whether Horovod carries it itself, in buckets and during the backward pass, because it takes no
-            more than casts. Everything else is exchanged after the backward pass.
-        dense_bytes: of the gradients themselves.
-        ranks_per_node: how many ranks share a node; it matters where some collectives are theirs.
+        rounds: the rounds in order.
+        overlapped: whether Horovod exchanges all gradients itself, in buckets during the backward pass, because they
+            are only cast. Other exchanges are after the backward pass.
+        dense_bytes: bytes of the gradients.
+        ranks_per_node: number of ranks of a node; matters for collectives within and between nodes.
     """
 
     rounds: tuple[Round, ...]
@@ -77,13 +79,13 @@ class Exchange:
 
     @property
     def is_dense(self) -> bool:
-        """Whether it takes as many bytes as the gradients have, or more."""
+        """Whether the exchange has at least as many bytes as the gradients."""
         return self.bytes >= self.dense_bytes
 
     @property
     def bytes_in_node(self) -> float:
-        """Bytes of the collectives of a node's ranks, where there are other nodes."""
-        every = [collective for each in self.rounds for collective in each]
+        """Bytes of collectives within nodes, if there are several nodes."""
+        every = [collective for collectives in self.rounds for collective in collectives]
         if not any(collective.among == "across" for collective in every):
             return 0.0
         return sum(collective.bytes for collective in every if collective.among == "node")
@@ -95,19 +97,18 @@ class Exchange:
 
     @property
     def encodes_first(self) -> bool:
-        """Whether all that is encoded is so before the first collective, and not after one within the node."""
+        """Whether encoding precedes the first collective, and not a collective within the node precedes encoding."""
         return not any(collective.among == "node" for collective in self.rounds[0])
 
     def decoded(self, ranks: Array) -> Array:
-        """The share that a rank decodes in a step, as a multiple of what it encodes of its gradients.
+        """The ratio of the bytes that a rank decodes to those that it encodes.
 
-        Of what is gathered, that is the number of ranks. Of what is scattered it is 2 - 1 / ranks: the parts of a chunk
-        that the other ranks sent, and the means of all chunks. What is encoded is the same both ways: of what is
-        scattered, the chunks of the other ranks and the mean of the own one. In two levels nodes take
-        the place of ranks.
+        For gathered payloads it is the number of ranks. For scattered ones it is 2 - 1 / ranks: the other ranks'
+        payloads of a chunk, and the means of all chunks. The encoded bytes are equal: scattered, a rank encodes the
+        other ranks' chunks and the mean of its own. In two levels, nodes replace ranks.
 
         Args:
-            ranks: those that the exchange is of; any, if nothing is scattered.
+            ranks: number of ranks of the exchange; any if nothing is scattered.
         """
         ranks = np.asarray(ranks, float)
         encoded: Array = 0.0
@@ -135,22 +136,21 @@ def exchange_of(
     min_numel: int = MIN_NUMEL,
     min_ndim: int = MIN_NDIM,
 ) -> Exchange:
-    """The exchange of one step of a model, without residuals that are still to be sent.
+    """The exchange of one step of a model, without pending residuals.
 
-    Left out are a flag of four bytes, unless it goes alone, and at most seven bytes of padding (in what is scattered,
-    for each rank) in the first round of a step, and the eight bytes a tensor that Horovod allreduces during the
-    backward pass to keep ranks in step.
+    Not counted are the flag of four bytes, unless it is sent alone, at most seven bytes of padding in the first round
+    (for each rank, if scattered), and the presence check of eight bytes for each tensor under Horovod.
 
     Args:
-        compressor: what the user asks for; each tensor gets what `Chooser` gives it.
-        tensors: all that have a gradient.
-        ranks: how many there are. It matters where chunks are scattered, and in two levels.
-        ranks_per_node: how many share a node; None if that is not known. Nodes are taken to be full but for the last.
-        min_numel, min_ndim: as for `Chooser`.
+        compressor: the compressor; `Chooser` gives each tensor its own.
+        tensors: all tensors with a gradient.
+        ranks: number of ranks; matters if chunks are scattered, and in two levels.
+        ranks_per_node: number of ranks of a node; None if unknown. All nodes but the last are taken to be full.
+        min_numel, min_ndim: as in `Chooser`.
 
     Raises:
         ValueError: if there is nothing to exchange.
-        SpecError: for two levels, where nothing is known of nodes.
+        SpecError: for two levels without a known number of ranks of a node.
     """
     tensors = [tensor for tensor in tensors if tensor.size]
     if not tensors:
@@ -163,16 +163,16 @@ def exchange_of(
 def exchange_of_plan(
     tensors: Iterable[TensorInfo], plan: Plan, overlapped: bool, ranks: int, ranks_per_node: int | None = None
 ) -> Exchange:
-    """The exchange of one step at a plan; what is left out is the same as of `exchange_of`.
+    """The exchange of one step under a plan; the same bytes are not counted as in `exchange_of`.
 
     Args:
-        tensors: all that have a gradient, sorted by name.
-        plan: the compressor of each of them.
+        tensors: all tensors with a gradient, sorted by name.
+        plan: the compressor of each tensor.
         overlapped: as in `Exchange`.
-        ranks, ranks_per_node: as for `exchange_of`.
+        ranks, ranks_per_node: as in `exchange_of`.
 
     Raises:
-        SpecError: as of `exchange_of`.
+        SpecError: as in `exchange_of`.
     """
     members = [(tensor, plan[tensor.name]) for tensor in tensors if tensor.size]
     two_level = [compressor for _, compressor in members if isinstance(compressor, TwoLevel)]
@@ -182,7 +182,7 @@ def exchange_of_plan(
             "several ranks on each node, or leave it out"
         )
     rounds = _rounds_of(members, ranks, ranks_per_node or 1)
-    # The flag goes along with what all ranks exchange, but not to one rank each.
+    # The flag is sent with allreduces and allgathers of all ranks, but not with an alltoall.
     if rounds and not any(kind in ("allreduce", "allgather") and among == "all" for kind, _, among in rounds[0]):
         _add(rounds, [_FLAG])
     collectives = tuple(
@@ -195,26 +195,26 @@ def exchange_of_plan(
 
 def _rounds_of(members: Iterable[tuple[TensorInfo, Compressor]], ranks: int, ranks_per_node: int) -> _Rounds:
     rounds: _Rounds = []
-    together: dict[Hashable, list[tuple[TensorInfo, Any]]] = {}
+    buckets: dict[Hashable, list[tuple[TensorInfo, Any]]] = {}
     for tensor, compressor in members:
         if isinstance(compressor, TwoLevel) and ranks_per_node == 1:
             compressor = compressor.compressor
         family = compressor.bucket_family if tensor.dtype == "float32" and compressor.has_bucket_form else None
         scattered = isinstance(compressor, Gathering) and compressor.scatters(ranks)
         if isinstance(compressor, TwoLevel) or (scattered and family is not None):
-            together.setdefault(tensor.name if family is None else family, []).append((tensor, compressor))
+            buckets.setdefault(tensor.name if family is None else family, []).append((tensor, compressor))
         else:
             _add(rounds, compressor.payloads(tensor.shape, tensor.dtype, ranks))
-    for bucket in together.values():
+    for bucket in buckets.values():
         in_levels = isinstance(bucket[0][1], TwoLevel)
         _add(rounds, _in_levels(bucket, ranks, ranks_per_node) if in_levels else payloads_of_chunks(bucket, ranks))
     return rounds
 
 
-def _in_levels(bucket: Sequence[tuple[TensorInfo, TwoLevel]], ranks: int, ranks_per_node: int) -> list[Payload]:
-    """The bytes that one rank hands to the collectives of a bucket in two levels.
+def _in_levels(bucket: Sequence[tuple[TensorInfo, TwoLevel]], ranks: int, ranks_per_node: int) -> list[SentPayload]:
+    """One rank's payloads of a bucket in two levels.
 
-    Between nodes it is the mean of the node's ranks: their shards are of different tensors.
+    Between nodes they are the mean over the node's ranks, whose shards are of different tensors.
     """
     inside = [(tensor, compressor.compressor) for tensor, compressor in bucket]
     whole = [_kept(*member) for member in inside] if inside[0][1].of_matrices else None
@@ -225,19 +225,19 @@ def _in_levels(bucket: Sequence[tuple[TensorInfo, TwoLevel]], ranks: int, ranks_
     return [before, *(_part(payloads, local) for payloads in between), after]
 
 
-def _part(payloads: Mapping[_Key, float], ranks: int) -> Payload:
-    """One of this many equal parts of the only payload of a round, which goes between nodes."""
+def _part(payloads: Mapping[_Key, float], ranks: int) -> SentPayload:
+    """The share of one of `ranks` ranks in the only payload of a round between nodes."""
     (((kind, group, _), size),) = payloads.items()
-    return Payload(kind, size / ranks, group, "across")
+    return SentPayload(kind, size / ranks, group, "across")
 
 
 def _kept(tensor: TensorInfo, compressor: Compressor) -> int:
-    """Elements that a method keeps of a tensor from step to step, which travel back with the result."""
+    """Elements of a method's state of a tensor, which is sent back with the result."""
     x = shapes.ShapeArray(tensor.shape, tensor.dtype)
     return sum(number_of_elements(array.shape) for array in compressor.prepare(shapes, x, (), Context("", 0, 0, 0, 1)))
 
 
-def _add(rounds: _Rounds, payloads: Iterable[Payload]) -> None:
+def _add(rounds: _Rounds, payloads: Iterable[SentPayload]) -> None:
     """Adds payloads to the rounds, one to each."""
     for number, payload in enumerate(payloads):
         if number == len(rounds):

@@ -1,4 +1,4 @@
-"""Reading JSON objects field by field, with errors that name the file, the field and what it may hold."""
+"""Reads JSON objects field by field, with errors that name the file, the field and the allowed values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _REQUIRED: Any = object()
 
 
 class CalibrationError(ValueError):
-    """A calibration that is not there, cannot be read, or holds something wrong."""
+    """A calibration that does not exist, cannot be read, or has an invalid field."""
 
 
 class Fields:
@@ -19,8 +19,8 @@ class Fields:
 
     Args:
         data: the object.
-        file: named in errors.
-        path: where in the file it stands, as in models.resnet50; empty for the whole file.
+        file: name of the file, for errors.
+        path: path of the object in the file, such as models.resnet50; empty for the whole file.
     """
 
     def __init__(self, data: Any, file: str, path: str) -> None:
@@ -31,25 +31,25 @@ class Fields:
             raise self.error(f"must be a JSON object, not {shortened(data)}")
         self._data: dict[str, Any] = data
 
-    def error(self, what: str, name: str | None = None) -> CalibrationError:
+    def error(self, problem: str, name: str | None = None) -> CalibrationError:
         """An error about this object, or a field of it."""
         place = self._place(name)
-        return CalibrationError(f"{self._file}: {place} {what}" if place else f"{self._file} {what}")
+        return CalibrationError(f"{self._file}: {place} {problem}" if place else f"{self._file} {problem}")
 
     def _place(self, name: str | None) -> str:
         return ".".join(part for part in (self._path, name) if part)
 
     def names(self) -> list[str]:
-        """The fields that there are."""
+        """The names of all fields."""
         return list(self._data)
 
     def has(self, name: str) -> bool:
-        """Whether a field is there and not null."""
+        """Whether a field exists and is not null."""
         self._read.add(name)
         return self._data.get(name) is not None
 
     def finish(self) -> None:
-        """Raises CalibrationError for a field that nobody asked for: it is likely misspelt."""
+        """Raises CalibrationError for a field that was never read, which is probably misspelt."""
         unknown = [name for name in self._data if name not in self._read]
         if unknown:
             known = ", ".join(sorted(self._read))
@@ -84,23 +84,24 @@ class Fields:
         return int(value)
 
     def pairs(
-        self, name: str, what: str, *, second_rises: bool = False, lowest_second: float = 0
+        self, name: str, noun: str, *, second_rises: bool = False, lowest_second: float = 0
     ) -> tuple[tuple[float, float], ...]:
-        """A list of pairs whose first numbers rise from above 0; empty if the field is not there.
+        """A list of pairs whose first numbers are positive and ascending; empty if the field is missing.
 
         Args:
+            name: name of the field.
             what: the pair, in words.
             second_rises: whether the second numbers must not fall.
-            lowest_second: what they must be at least.
+            lowest_second: least value of the second numbers.
         """
         rows = self._list(name)
         pairs: list[tuple[float, float]] = []
         for row in rows:
             if not isinstance(row, list) or len(row) != 2:
-                raise self.error(f"must hold pairs of {what}, not {shortened(row)}", name)
+                raise self.error(f"must hold pairs of {noun}, not {shortened(row)}", name)
             first, second = self._number(row[0], name, None, 0), self._number(row[1], name, lowest_second, None)
             if pairs and (first <= pairs[-1][0] or (second_rises and second < pairs[-1][1])):
-                raise self.error(f"must rise from pair to pair ({what}), but {row} follows {list(pairs[-1])}", name)
+                raise self.error(f"must rise from pair to pair ({noun}), but {row} follows {list(pairs[-1])}", name)
             pairs.append((first, second))
         return tuple(pairs)
 
@@ -112,15 +113,15 @@ class Fields:
         return sizes
 
     def texts(self) -> dict[str, str]:
-        """The whole object, as texts by name."""
+        """All fields of the object, as texts by name."""
         return {name: self.text(name) for name in self._data}
 
     def list_of_texts(self, name: str) -> list[str]:
-        """A list of texts; empty if the field is not there."""
+        """A list of texts; empty if the field is missing."""
         return list(self._typed(tuple[str, ...], name, []))
 
     def section(self, name: str, optional: bool = False) -> Fields:
-        """An object in this one; an empty one if it is optional and not there."""
+        """An object in this one; an empty one if it is optional and missing."""
         return Fields(self._get(name, {} if optional else _REQUIRED), self._file, self._place(name))
 
     def sections(self, name: str) -> list[Fields]:

@@ -1,5 +1,5 @@
-"""The style of all pictures: colours that colour-blind people tell apart, and no background, so that a picture is
-legible on a light and on a dark page. Needs matplotlib."""
+"""The style of all figures: colour-blind safe colours and no background, legible on light and dark pages. Needs
+matplotlib."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-# Okabe and Ito's palette less its yellow and black, which vanish on a light or a dark page.
+# Okabe and Ito's palette without yellow and black, which vanish on a light or a dark page.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#888888")
 LINES = ("solid", "dashed", "dotted", "dashdot")
-INK = "#7d7d7d"  # axes, texts and what stands for dense gradients: legible on white and on near black
+INK = "#7d7d7d"  # axes, texts and lines of dense gradients: legible on white and on near black
 
 
 def new_figure(width: float, height: float) -> Figure:

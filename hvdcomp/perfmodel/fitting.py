@@ -1,4 +1,4 @@
-"""Which model of a calibration a training is of."""
+"""The model of a calibration that fits a training."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hvdcomp.perfmodel.fields import CalibrationError
 
 
 def model_of(calibration: Calibration, tensors: Iterable[TensorInfo], source: str, model: str | None) -> ModelFacts:
-    """The model of a calibration that a training's tensors are of. Names do not count: they are up to programs.
+    """The model of a calibration with the shapes of a training's tensors. Tensor names are ignored.
 
     Args:
-        calibration: with the models.
-        tensors: of the training.
-        source: where the calibration is from, for messages.
-        model: the name that it must have; None for any.
+        calibration: the calibration.
+        tensors: the training's tensors.
+        source: source of the calibration, for messages.
+        model: name of the model; None for any.
 
     Raises:
-        CalibrationError: if none is, or more than one.
+        CalibrationError: if no model fits, or more than one.
     """
     own = _shapes(tensors)
     if model is not None and model not in calibration.models:

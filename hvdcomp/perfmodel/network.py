@@ -1,7 +1,7 @@
 """Times of the network: latency and transfer time of collectives, from few measured numbers.
 
-Each algorithm is told by two things: how many messages follow one another, and how many bytes pass the busiest link
-of a rank. All functions take numbers or NumPy arrays that broadcast against each other.
+An algorithm is described by two numbers: the messages that follow one another, and the bytes over a rank's busiest
+link. All functions take numbers or NumPy arrays that broadcast against each other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Array = Any  # a number or a NumPy array of float64
 
 
 class Traffic(NamedTuple):
-    """Of one rank in one collective: messages that follow one another, and bytes over its busiest link."""
+    """A rank's traffic in one collective: successive messages, and bytes over its busiest link."""
 
     messages: Array
     bytes: Array
@@ -28,9 +28,12 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Seconds:
-    """Time of a collective, in s: waiting for messages to arrive, moving bytes, and before both, until it starts.
+    """Time of a collective, in s.
 
-    Collectives that are asked for together start together.
+    Attributes:
+        latency: time of waiting for messages.
+        transfer: time of moving bytes.
+        start: time until the collective starts; collectives requested together start together.
     """
 
     latency: Array
@@ -39,7 +42,7 @@ class Seconds:
 
     @property
     def total(self) -> Array:
-        """All together."""
+        """The sum of the times."""
         return self.start + self.latency + self.transfer
 
     def __add__(self, other: Seconds) -> Seconds:
@@ -84,8 +87,8 @@ ALGORITHMS: dict[str, dict[str, Callable[[Array, Array], Traffic]]] = {
     "alltoall": {"direct": _direct_alltoall, "pairwise": _part_by_part},
     "reducescatter": {"ring": _part_by_part},
 }
-"""Traffic of `bytes` handed over by each of `ranks`, by kind of collective and algorithm. What a rank hands to an
-alltoall or a reduce-scatter are its parts for all ranks together.
+"""The traffic if each of `ranks` ranks hands over `bytes`, by kind of collective and algorithm. The bytes of an
+alltoall or a reduce-scatter are those of the parts for all ranks.
 
 Allreduce: Agarwal et al. 2022, table 1 and equation 1. Allgather, direct: the same, appendix B. Allgather, ring: the
 bandwidth term is that of direct, and there are as many messages as other ranks (Thakur et al. 2005, section 4.1).
@@ -96,7 +99,7 @@ Reduce-scatter, ring: the first half of a ring allreduce, whose second half is a
 """
 
 _STANDS_IN = {"alltoall": "allgather", "reducescatter": "allreduce"}
-"""By kind of a collective whose cost is not known: the kind whose messages and bytes are taken to cost the same."""
+"""For a kind of collective with an unknown cost, the kind whose cost by message and byte is used."""
 
 _STAND_IN_ALGORITHMS = {("alltoall", "direct"): "direct", ("alltoall", "ring"): "pairwise"}
 
@@ -107,17 +110,17 @@ class CollectiveCost:
 
     Attributes:
         algorithm: a key of `ALGORITHMS[kind]`.
-        latency_s: alpha, seconds a message.
+        latency_s: alpha, seconds of a message.
         bytes_per_s: bandwidth of a rank's link, for messages beyond the table.
-        transfer: optional table of (bytes over the link, seconds), both rising, without latency. Between its entries
-            and from (0, 0) to the first the time is interpolated; beyond the last it goes on at `bytes_per_s`.
-        incast: optional table of (ranks, factor), for collectives whose senders all reach one receiver at once: by
-            how much more than the bandwidth says a transfer takes. Between entries it is interpolated.
-        start_s: seconds until an idle Horovod takes up a collective (its cycle), whatever the number of ranks.
-        fusion_s_per_byte: what copying into Horovod's fusion buffer and back takes, by byte handed over, where several
-            tensors travel together.
-        reduction_s_per_byte: by element type, how much longer a byte over the link takes than one of float32, for the
-            adding up. It does not change with the bandwidth. A type that is not there takes no longer.
+        transfer: optional table of (bytes over the link, seconds), both ascending, without latency. It is interpolated
+            linearly from (0, 0), and continued at `bytes_per_s` beyond the last entry.
+        incast: optional table of (ranks, factor) for collectives in which all senders reach one receiver at once: the
+            factor of the transfer time, interpolated linearly.
+        start_s: seconds until an idle Horovod starts a collective (its cycle), for any number of ranks.
+        fusion_s_per_byte: seconds a byte of copying into Horovod's fusion buffer and back, if several tensors are
+            fused.
+        reduction_s_per_byte: additional seconds of adding up a byte over the link relative to float32, by element type;
+            0 for types that are missing. Does not depend on the bandwidth.
     """
 
     algorithm: str
@@ -143,10 +146,10 @@ class CollectiveCost:
         Args:
             kind: a key of `ALGORITHMS`.
             size: bytes that each rank hands over.
-            ranks: how many there are; one exchanges nothing and takes no time.
-            speed: by how many times the link is faster than `bytes_per_s` and the table say.
-            dtype: element type that an allreduce adds up.
-            fused: whether Horovod puts it together from several tensors.
+            ranks: number of ranks; with one rank the time is 0.
+            speed: factor by which the link is faster than `bytes_per_s` and the table.
+            dtype: element type of an allreduce.
+            fused: whether Horovod fuses several tensors.
         """
         ranks, size = np.asarray(ranks, float), np.asarray(size, float)
         traffic = ALGORITHMS[kind][self.algorithm](size, ranks)
@@ -171,30 +174,30 @@ class CollectiveCost:
 
 
 def network_of_link(bits_per_s: float, latency_s: float) -> Network:
-    """The network of ranks that each have a link of this rate, and exchange in rings.
+    """The network of ranks with a link of this rate each, and ring algorithms.
 
     Args:
-        bits_per_s: of each link, both ways at once.
-        latency_s: seconds a message.
+        bits_per_s: rate of each link, both ways at once.
+        latency_s: seconds of a message.
     """
     cost = CollectiveCost("ring", latency_s, bits_per_s / 8)
     return Network(cost, cost)
 
 
 def reduction_of_scatter(of_allreduce: Mapping[str, float]) -> dict[str, float]:
-    """What adding up takes in a reduce-scatter, as of `reduction_s_per_byte`, from what it takes in an allreduce.
+    """`reduction_s_per_byte` of a reduce-scatter, from that of an allreduce.
 
-    A reduce-scatter adds up all bytes that it moves. An allreduce does so with half of them: the others are sums.
+    A reduce-scatter adds up all bytes that it moves, an allreduce only half of them, as the others are sums.
     """
     return {dtype: 2 * seconds for dtype, seconds in of_allreduce.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Known:
-    """Costs of kinds of collectives, of which some may not be known.
+class _Costs:
+    """Costs of kinds of collectives.
 
     Attributes:
-        alltoall, reducescatter: None if not known.
+        alltoall, reducescatter: costs; None if unknown.
     """
 
     alltoall: CollectiveCost | None = None
@@ -203,30 +206,30 @@ class _Known:
     def cost(self, kind: str) -> CollectiveCost:
         """The cost of a kind of collective.
 
-        That of an unknown alltoall is made of allgather's numbers, and that of an unknown reduce-scatter of
-        allreduce's: a message, a byte over the link and a byte to be added up take the same.
+        An unknown alltoall has the numbers of the allgather, and an unknown reduce-scatter those of the allreduce, for
+        a message, a byte over the link and a byte to add up.
         """
         known: CollectiveCost | None = getattr(self, kind)
         if known is not None:
             return known
-        other: CollectiveCost = getattr(self, _STANDS_IN[kind])
+        substitute: CollectiveCost = getattr(self, _STANDS_IN[kind])
         return replace(
-            other,
-            algorithm=_STAND_IN_ALGORITHMS.get((kind, other.algorithm), "ring"),
-            reduction_s_per_byte=reduction_of_scatter(other.reduction_s_per_byte),
+            substitute,
+            algorithm=_STAND_IN_ALGORITHMS.get((kind, substitute.algorithm), "ring"),
+            reduction_s_per_byte=reduction_of_scatter(substitute.reduction_s_per_byte),
         )
 
     def stand_in(self, kind: str) -> str | None:
-        """The kind whose numbers serve for this one, if this one is not known; None if it is."""
+        """The kind whose numbers are used if this kind is unknown; None if it is known."""
         return None if getattr(self, kind) is not None else _STANDS_IN[kind]
 
 
 @dataclass(frozen=True)
-class Among(_Known):
-    """The times of collectives among some of the ranks.
+class Among(_Costs):
+    """The costs of collectives in a group of ranks.
 
     Attributes:
-        allreduce, allgather, alltoall, reducescatter: costs; of the latter two None if not known.
+        allreduce, allgather, alltoall, reducescatter: costs; the latter two None if unknown.
     """
 
     allreduce: CollectiveCost
@@ -238,21 +241,21 @@ class Inner(Among):
     """The fast link between the ranks of one node, for collectives in two stages.
 
     Attributes:
-        ranks_per_node: how many share a node and its link to other nodes.
+        ranks_per_node: number of ranks that share a node and its link to other nodes.
     """
 
     ranks_per_node: int = field(kw_only=True)
 
 
 @dataclass(frozen=True)
-class Levels:
-    """The times of the collectives of two levels.
+class TwoLevelCosts:
+    """The costs of the collectives of two levels.
 
     Attributes:
-        ranks_per_node: how many share a node and its link to other nodes.
-        node: among the ranks of a node.
-        across: among the ranks that have the same place in each node, while those of the other places exchange as much
-            over the same links.
+        ranks_per_node: number of ranks that share a node and its link to other nodes.
+        node: costs among the ranks of a node.
+        across: costs among the ranks with the same local rank, while those with other local ranks exchange as much over
+            the same links.
     """
 
     ranks_per_node: int
@@ -261,33 +264,33 @@ class Levels:
 
 
 @dataclass(frozen=True)
-class Network(_Known):
-    """The times of collectives between ranks.
+class Network(_Costs):
+    """The costs of collectives between ranks.
 
     Attributes:
         allreduce, allgather, alltoall, reducescatter: costs between ranks, or between nodes if there is an inner link;
-            of the latter two None if not known.
-        inner: None if ranks exchange without regard to nodes (a ring through all ranks needs no more: one of its
-            links leaves each node).
-        levels: None if they are not known; with an inner link they follow from that.
+            the latter two None if unknown.
+        inner: the link within nodes; None if collectives do not depend on nodes (as in a ring through all ranks, of
+            which one link leaves each node).
+        levels: the costs of two levels; None if unknown, or if they follow from `inner`.
     """
 
     allreduce: CollectiveCost
     allgather: CollectiveCost
     inner: Inner | None = None
-    levels: Levels | None = None
+    levels: TwoLevelCosts | None = None
 
     @property
     def ranks_per_node(self) -> int | None:
-        """How many ranks share a node; None if that is not known."""
+        """Number of ranks of a node; None if unknown."""
         known = self.levels or self.inner
         return None if known is None else known.ranks_per_node
 
-    def costs_among(self, among: Group) -> _Known:
-        """The costs that tell those of collectives among some ranks.
+    def costs_among(self, among: Group) -> _Costs:
+        """The costs of collectives in a group of ranks.
 
         Raises:
-            CalibrationError: for those of a node, or of the same place in each node, if nodes are not known.
+            CalibrationError: for "node" and "across", if nodes are unknown.
         """
         if among == "all":
             return self
@@ -309,22 +312,22 @@ class Network(_Known):
     ) -> Seconds:
         """Time of one collective.
 
-        With an inner link: an allreduce or a reduce-scatter within each node and one between nodes, each of all bytes;
-        an allgather between nodes of what each node's ranks hand over, and one within nodes of what that brought; an
-        alltoall within each node of all bytes, and one between nodes of what each node's ranks hand over. Nodes are
-        full but for the last.
+        With an inner link, an allreduce or a reduce-scatter is one within each node and one between nodes, each of all
+        bytes; an allgather is one between nodes of the bytes of each node's ranks, and one within nodes of its result;
+        an alltoall is one within each node of all bytes, and one between nodes of the bytes of each node's ranks. All
+        nodes but the last are full.
 
         Args:
             kind: a key of `ALGORITHMS`.
             size: bytes that each rank hands over.
-            ranks: how many there are, all together.
-            bytes_per_s: the bandwidth of allreduce if another than measured; those of the other kinds change in
-                proportion, but for those within a node.
-            dtype, fused: as for `CollectiveCost.seconds`.
-            among: whose collective it is.
+            ranks: number of all ranks.
+            bytes_per_s: the allreduce's bandwidth, if it is not the measured one; bandwidths of other kinds are
+                proportional, except within a node.
+            dtype, fused: as in `CollectiveCost.seconds`.
+            among: the group of ranks.
 
         Raises:
-            CalibrationError: as of `costs_among`.
+            CalibrationError: as in `costs_among`.
         """
         speed = 1.0 if bytes_per_s is None else np.asarray(bytes_per_s, float) / self.allreduce.bytes_per_s
         if among != "all":
@@ -349,5 +352,5 @@ class Network(_Known):
         local, nodes = np.minimum(ranks, per_node), np.ceil(ranks / per_node)
         if among == "node":
             return cost.seconds(kind, size, local, dtype=dtype, fused=fused)
-        # Those of an inner link are of the node's link, which carries what all of its ranks send.
+        # Costs with an inner link are those of the node's link, which carries the bytes of all its ranks.
         return cost.seconds(kind, size if self.levels is not None else size * local, nodes, speed, dtype, fused)

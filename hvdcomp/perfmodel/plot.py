@@ -1,4 +1,4 @@
-"""Draws a sweep: time of a step by method, and below it the compression that would be needed. Needs matplotlib."""
+"""Draws a sweep: step times by method, and the compression factor needed below. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def draw(swept: Sweep, title: str, marked: float | None, file: Path) -> None:
     """Writes a PNG. Raises OSError if it cannot be written.
 
     Args:
-        swept: what to draw.
-        title: above it.
-        marked: where on the axis the setting itself lies; None if nowhere.
-        file: to write.
+        swept: the sweep.
+        title: title of the figure.
+        marked: place of the setting itself on the axis; None for none.
+        file: file to write.
     """
     figure = new_figure(8, 6.2)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    others = [spec for spec in swept.step_s if spec != UNCOMPRESSED]
-    for number, spec in enumerate(others):
+    compressed = [spec for spec in swept.step_s if spec != UNCOMPRESSED]
+    for number, spec in enumerate(compressed):
         style = {"color": COLOURS[number % 6], "linestyle": LINES[number // 6 % len(LINES)]}  # its grey is for dense
         above.plot(swept.values, 1e3 * swept.step_s[spec], label=spec, linewidth=1.5, **style)
     above.plot(swept.values, 1e3 * swept.step_s[UNCOMPRESSED], label=UNCOMPRESSED, color=INK, linewidth=2.2)
@@ -49,15 +49,15 @@ def draw(swept: Sweep, title: str, marked: float | None, file: Path) -> None:
 
 
 def _plain_ticks(axes: Axes) -> None:
-    """Labels more than powers of ten where the axis is short: it may have none."""
+    """Labels more than powers of ten on a short axis, which may have no power of ten."""
     for axis in (axes.xaxis, axes.yaxis):
         low, high = axis.get_view_interval()
         digits = (2, 3, 5, 7) if high < 10 * low else (2, 5) if high < 1000 * low else ()
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.set_minor_formatter(FuncFormatter(partial(_if_it_begins_with, digits)))
+        axis.set_minor_formatter(FuncFormatter(partial(_if_leading_digit, digits)))
 
 
-def _if_it_begins_with(digits: tuple[int, ...], value: float, _position: int | None) -> str:
+def _if_leading_digit(digits: tuple[int, ...], value: float, _position: int | None) -> str:
     return f"{value:g}" if _leading_digit(value) in digits else ""
 
 

@@ -1,4 +1,4 @@
-"""The model itself: how long a step takes, from what is exchanged, what network and computer cost, and a schedule.
+"""The performance model: the time of a step, from its exchange, the costs of network and computer, and a schedule.
 
 Everything in a `Setting` may be an array; a sweep over thousands of settings is one call.
 """
@@ -19,22 +19,22 @@ from hvdcomp.perfmodel.schedule import Buckets, Parts, cut, early, overlapped, p
 Array = Any
 
 UNCOMPRESSED = "none"
-"""The spec of dense gradients. Nothing is encoded there, and what its encode time says is what a step takes beside."""
+"""The spec of dense gradients. Its encode time is the remaining time of a step, as nothing is encoded."""
 
 LIMITS = ("compute", "encode", "network", "latency")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where training would run: numbers, or arrays that broadcast against each other.
+    """The conditions of a training: numbers, or arrays that broadcast against each other.
 
     Attributes:
         world_size: number of ranks, 1 or more.
         bytes_per_s: bandwidth of a rank's (or node's) link; None for the calibration's.
-        batch_size: of one rank; None for the calibration's.
-        compute_speed: by how many times the computer is faster than calibrated, encoding included.
-        encode_speed: by how many times encoding and decoding are faster in addition.
-        payload: by how much what is sent after the backward pass is multiplied.
+        batch_size: batch size of one rank; None for the calibration's.
+        compute_speed: factor by which the computer is faster than calibrated, encoding included.
+        encode_speed: additional factor by which encoding and decoding are faster.
+        payload: factor of the bytes sent after the backward pass.
 
     Raises:
         ValueError: for a value out of range.
@@ -59,7 +59,7 @@ class Setting:
 
     @property
     def exchanges(self) -> Array:
-        """Where there is somebody to exchange with."""
+        """Whether there are other ranks."""
         return np.asarray(self.world_size) > 1
 
 
@@ -75,22 +75,21 @@ def predict(
     """The parts of a step's time, in s.
 
     Args:
-        network, compute: of the machine and model.
-        exchange: what a method sends, with the setting's number of ranks.
-        bucket_bytes: how much is sent at a time during the backward pass; at most, if `compute.ready` is known.
-        setting: where it would run.
-        encode: what encoding and decoding take; None for nothing. What an overlapped method spends on it stands
-            before its communication and is not hidden either. Of dense gradients, where nothing is encoded, it is what
-            a step takes beside all else, and counts as latency.
-        early_bytes: of gradients, the least that the engine sends by itself in the backward pass, as `bucket_bytes` of
-            `hvdcomp.Compression`; None if it sends all at its end.
+        network, compute: times of the machine and model.
+        exchange: the exchange of a step with the setting's number of ranks.
+        bucket_bytes: bytes sent at a time during the backward pass; at most, if `compute.ready` is known.
+        setting: the setting.
+        encode: time of encoding and decoding; None for none. In an overlapped method it precedes communication and is
+            not hidden. For dense gradients it is the remaining time of a step, and counts as latency.
+        early_bytes: least bytes of gradients in a bucket that the engine sends during the backward pass, as
+            `bucket_bytes` of `hvdcomp.Compression`; None if it sends all at its end.
     """
     step, backward = passes(compute, setting)
     cost_of = _cost_of(network, setting)
     if exchange.overlapped:
-        parts = _carried(compute, exchange, exchange.bytes, bucket_bytes, setting, cost_of)
+        parts = _overlapped_step(compute, exchange, exchange.bytes, bucket_bytes, setting, cost_of)
         if exchange.is_dense:
-            return parts._replace(latency=parts.latency + _beside(encode, setting, exchange))
+            return parts._replace(latency=parts.latency + _overhead_s(encode, setting, exchange))
         return parts._replace(encode=parts.encode + encode_s(encode, setting, exchange))
     spent = encode_s(encode, setting, exchange)
     parts = sequential(step, spent, exchange, cost_of, setting.payload)
@@ -106,12 +105,12 @@ def predict(
 def local_step_s(
     network: Network, compute: Compute, exchange: Exchange, setting: Setting, encode: EncodeTime | None, every: int
 ) -> Array:
-    """Seconds of a step of which each `every`-th alone ends with an exchange, behind which nothing is hidden
-    (`hvdcomp.torch.LocalSteps`): a step of one rank, and the exchange over `every`. The outer step is not counted.
+    """Mean seconds of a step if only every `every`-th step ends with an exchange, without overlap
+    (`hvdcomp.torch.LocalSteps`): a step without exchange, plus the exchange over `every`. Without the outer step.
 
     Args:
-        network, compute, exchange, setting, encode: as for `predict`.
-        every: steps from one exchange to the next.
+        network, compute, exchange, setting, encode: as in `predict`.
+        every: number of steps between exchanges.
     """
     step, _ = passes(compute, setting)
     spent = encode_s(encode, setting, exchange)
@@ -120,10 +119,10 @@ def local_step_s(
     return step + (parts.total - step + engine_s) / every
 
 
-def _carried(
+def _overlapped_step(
     compute: Compute, exchange: Exchange, size: Array, bucket_bytes: float, setting: Setting, cost_of: Any
 ) -> Parts:
-    """A step whose gradients, of `size` bytes in all, Horovod itself carries."""
+    """A step whose gradients, of `size` bytes in all, Horovod itself exchanges."""
     step, backward = passes(compute, setting)
     gamma, ranks = compute.gamma, setting.world_size
     if compute.ready:
@@ -141,28 +140,28 @@ def _carried(
 
 
 def passes(compute: Compute, setting: Setting) -> tuple[Array, Array]:
-    """Seconds of a step without communication, and of the backward pass in it."""
+    """Seconds of a step without communication, and of its backward pass."""
     faster = np.asarray(setting.compute_speed, float)
     share = compute.share(setting.batch_size) / faster
-    both = ((compute.forward_s or 0.0) + compute.backward_s) * share
-    return both + compute.optimizer_s / faster, compute.backward_s * share
+    passes_s = ((compute.forward_s or 0.0) + compute.backward_s) * share
+    return passes_s + compute.optimizer_s / faster, compute.backward_s * share
 
 
 def encode_s(encode: EncodeTime | None, setting: Setting, exchange: Exchange) -> Array:
-    """Seconds of encoding and decoding; none where there is nobody to exchange with."""
+    """Seconds of encoding and decoding; 0 without other ranks."""
     if encode is None:
         return 0.0
     faster = np.asarray(setting.compute_speed, float) * np.asarray(setting.encode_speed, float)
     return np.where(setting.exchanges, encode.seconds(exchange.decoded(setting.world_size)) / faster, 0.0)
 
 
-def _beside(encode: EncodeTime | None, setting: Setting, dense: Exchange) -> Array:
-    """`encode_s` of dense gradients: what encodes faster does not change it."""
+def _overhead_s(encode: EncodeTime | None, setting: Setting, dense: Exchange) -> Array:
+    """`encode_s` of dense gradients, which does not depend on the encode speed."""
     return encode_s(encode, replace(setting, encode_speed=1.0), dense)
 
 
 def decode_s(encode: EncodeTime | None, setting: Setting, exchange: Exchange) -> Array:
-    """Seconds of decoding, as far as they are known apart from those of encoding."""
+    """Seconds of decoding, as far as they are known separately."""
     if encode is None:
         return 0.0
     return encode_s(replace(encode, encode_s=0.0), setting, exchange)
@@ -171,7 +170,7 @@ def decode_s(encode: EncodeTime | None, setting: Setting, exchange: Exchange) ->
 def limited_by(parts: Parts) -> Array:
     """The largest of the four parts of a step's time, by its name in `LIMITS`.
 
-    The passes are left out where they end before the communication that was to hide behind them.
+    Passes that end before the communication that they hide are not counted.
     """
     compute = np.where(parts.waits, 0.0, parts.compute)
     every = np.broadcast_arrays(compute, parts.encode, parts.transfer, parts.latency)
@@ -186,19 +185,18 @@ def least_compression_factor(
     setting: Setting,
     efficiency: float = 0.95,
 ) -> Array:
-    """By how much an ideal compressor would have to compress, for a step to be nearly as fast as on one rank.
+    """The compression factor with which an ideal compressor makes a step nearly as fast as on one rank.
 
-    An ideal compressor costs nothing and shrinks every bucket of the dense exchange during the backward pass, and what
-    dense gradients take beside all else.
-    What it can reach at best is a step whose communication is all hidden: the backward pass slowed by gamma. That is
-    taken as linear scaling here, since gamma alone can be more than the missing share.
+    An ideal compressor costs nothing. It divides by the factor the bytes of every bucket of the dense exchange and the
+    overhead of dense gradients. The best step that it can reach hides all communication behind a backward pass slowed
+    by gamma. That step counts as linear scaling here, since gamma alone can exceed the allowed loss.
 
     Args:
         network, compute, dense, bucket_bytes, setting: as for `predict`; `dense` is the uncompressed exchange.
-        efficiency: share of linear scaling that is to be reached, 0 < efficiency < 1.
+        efficiency: share of linear scaling to reach, 0 < efficiency < 1.
 
     Returns:
-        The factor, 1 where no compression is needed, NaN where latency alone is too much for any factor.
+        The factor: 1 if no compression is needed, NaN if latency alone costs more than any factor can save.
     """
     if not 0 < efficiency < 1:
         raise ValueError(f"efficiency must be between 0 and 1, not {efficiency}")
@@ -206,14 +204,14 @@ def least_compression_factor(
     cost_of = _cost_of(network, setting)
 
     def seconds(factor: Array) -> Array:
-        parts = _carried(compute, dense, dense.bytes / factor, bucket_bytes, setting, cost_of)
-        return parts.total + _beside(compute.encode.get(UNCOMPRESSED), setting, dense) / factor
+        parts = _overlapped_step(compute, dense, dense.bytes / factor, bucket_bytes, setting, cost_of)
+        return parts.total + _overhead_s(compute.encode.get(UNCOMPRESSED), setting, dense) / factor
 
     slowed = np.where(setting.exchanges, compute.gamma, 1.0) * backward
     allowed = (step - backward + slowed) / efficiency
     shape = np.broadcast(seconds(1.0), allowed).shape
     low, high = np.zeros(shape), np.full(shape, np.log(1e9))
-    for _ in range(60):  # halves an interval of logarithms: far below what can be told apart
+    for _ in range(60):  # halves an interval of logarithms, far below any relevant difference
         middle = (low + high) / 2
         enough = seconds(np.exp(middle)) <= allowed
         low, high = np.where(enough, low, middle), np.where(enough, middle, high)
@@ -222,7 +220,7 @@ def least_compression_factor(
 
 
 def _cost_of(network: Network, setting: Setting) -> Any:
-    def cost_of(kind: str, size: Array, **what: Any) -> Seconds:
-        return network.seconds(kind, size, setting.world_size, setting.bytes_per_s, **what)
+    def cost_of(kind: str, size: Array, **options: Any) -> Seconds:
+        return network.seconds(kind, size, setting.world_size, setting.bytes_per_s, **options)
 
     return cost_of

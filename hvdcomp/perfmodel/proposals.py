@@ -1,4 +1,4 @@
-"""Compressors that nobody named: those that evidence allows and a calibration can predict, the fastest of each kind."""
+"""Proposed compressors: the fastest of each kind that evidence allows and a calibration can predict."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from hvdcomp.compressors.two_level import within
 from hvdcomp.perfmodel.ways import in_two_levels
 
 MOST = 3
-"""Compressors that are proposed: each is to be tried, and mixed with others."""
+"""Largest number of proposed compressors, as each is tried and mixed with others."""
 
 REACH = 0.25
-"""Share by which a step may be longer than with the fastest of all: what is further off is not worth a trial."""
+"""Share by which a step may be longer than the fastest to be worth a trial."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The training that proposals are made for.
+class Criteria:
+    """The criteria for proposals in one training.
 
     Attributes:
-        loss: by how much more, as a share, a compressor may raise the loss.
-        optimizer: as in `hvdcomp.compressors.evidence.Evidence`; None if it is not known.
-        beside: specs of other compressors that the training uses at times, such as a warm-up's.
+        loss: largest increase of the loss by a compressor, as a share.
+        optimizer: as in `hvdcomp.compressors.evidence.Evidence`; None if unknown.
+        beside: specs of other compressors that the training uses temporarily, such as a warm-up's.
     """
 
     loss: float
@@ -39,54 +39,54 @@ class Proposals:
     """The compressors that can be proposed.
 
     Attributes:
-        specs: of the compressors, the fastest first.
-        unpredicted: specs of those that evidence allows, and whose encode time is not known.
+        specs: specs of the proposed compressors, the fastest first.
+        unpredicted: specs of compressors that evidence allows and whose encode time is unknown.
     """
 
     specs: tuple[str, ...] = ()
     unpredicted: tuple[str, ...] = ()
 
-    def missing(self, asked: Asked, source: str) -> str | None:
-        """Advice how to get more proposals, in a sentence; None if nothing is missing."""
+    def missing(self, criteria: Criteria, source: str) -> str | None:
+        """A sentence of advice on how to get more proposals; None if none is missing."""
         if self.unpredicted:
             options = " ".join(f"--compressor '{spec}'" for spec in self.unpredicted)
             return (
-                f"auto leaves out what loss={asked.loss:g} allows and {source} has no encode time of, for this model: "
-                f"{', '.join(self.unpredicted)}. Calibrate with {options}"
+                f"auto leaves out what loss={criteria.loss:g} allows and {source} has no encode time of, for this "
+                f"model: {', '.join(self.unpredicted)}. Calibrate with {options}"
             )
-        if self.specs or any(_allowed(asked)):
+        if self.specs or any(_allowed(criteria)):
             return None
-        optimizer, way_out = asked.optimizer, "Give a larger loss=, or compressors= of your own"
+        optimizer, way_out = criteria.optimizer, "Give a larger loss=, or compressors= of your own"
         if optimizer is None:
             optimizer, way_out = "SGD and with Adam, and which it is, is not known", f"{way_out}, or optimizer="
         return (
-            f"auto proposes no compressor: none was measured to raise the loss by {asked.loss:.2%} at most with "
+            f"auto proposes no compressor: none was measured to raise the loss by {criteria.loss:.2%} at most with "
             f"{optimizer}. {way_out}"
         )
 
 
 def propose(
-    asked: Asked,
+    criteria: Criteria,
     fixed: Sequence[Compressor],
     seconds_of: Callable[[Compressor], float | None],
     least: float,
     two_levels: bool = False,
 ) -> Proposals:
-    """Chooses a handful of compressors by the predicted time of a step.
+    """Chooses a few compressors by the predicted time of a step.
 
-    The fastest is among them however slow it is: a network may become slower. Then come those of other kinds that are
-    within `REACH` of the fastest of all, as long as residuals stay bounded where all of them take turns.
+    The fastest is always among them, as a network may become slower. The others are of other kinds and within `REACH`
+    of the fastest method, as long as residuals stay bounded if all of them take turns.
 
     Args:
-        asked: by what compressors are proposed.
+        criteria: the criteria.
         fixed: the training's own compressor, and those that the user named.
-        seconds_of: predicts a step with a compressor; None if its encode time is not known.
-        least: seconds of a step with the fastest that is no proposal.
-        two_levels: whether the ranks are known to form nodes, and so may exchange in two levels.
+        seconds_of: function from a compressor to the predicted seconds of a step; None if its encode time is unknown.
+        least: seconds of the fastest step without proposals.
+        two_levels: whether nodes are known to have equal numbers of ranks, which two levels need.
     """
     times: dict[Compressor, float] = {}
     unpredicted = []
-    for compressor in _allowed(asked):
+    for compressor in _allowed(criteria):
         if compressor in fixed:
             continue
         flat = seconds_of(compressor)
@@ -94,24 +94,24 @@ def propose(
             unpredicted.append(str(compressor))
             continue
         times[compressor] = flat
-        both = in_two_levels(compressor) if two_levels else None
-        if both is not None and both not in fixed and (seconds := seconds_of(both)) is not None:
-            times[both] = seconds
+        two_level = in_two_levels(compressor) if two_levels else None
+        if two_level is not None and two_level not in fixed and (seconds := seconds_of(two_level)) is not None:
+            times[two_level] = seconds
     limit = (1 + REACH) * min([least, *times.values()])
     chosen: list[Compressor] = []
-    together = [*fixed, *map(parse_compressor, asked.beside)]
+    in_use = [*fixed, *map(parse_compressor, criteria.beside)]
     for compressor in sorted(times, key=lambda compressor: times[compressor]):
         if len(chosen) == MOST or (chosen and times[compressor] > limit):
             break
-        is_new = within(compressor).name not in [within(other).name for other in chosen]
-        if is_new and can_take_turns([*together, *chosen, compressor]):
+        is_new = within(compressor).name not in [within(proposal).name for proposal in chosen]
+        if is_new and can_take_turns([*in_use, *chosen, compressor]):
             chosen.append(compressor)
     return Proposals(tuple(map(str, chosen)), tuple(unpredicted))
 
 
-def _allowed(asked: Asked) -> Iterator[Compressor]:
-    """What evidence allows."""
+def _allowed(criteria: Criteria) -> Iterator[Compressor]:
+    """The compressors that evidence allows."""
     for compressor in map(parse_compressor, measured_specs()):
-        lost = lost_with(compressor, asked.optimizer)
-        if lost is not None and lost <= asked.loss:
+        lost = lost_with(compressor, criteria.optimizer)
+        if lost is not None and lost <= criteria.loss:
             yield compressor

@@ -1,4 +1,4 @@
-"""Bandwidths as a user writes them: as Linux's `tc` does, in bits per second."""
+"""Parses bandwidths in the notation of Linux's `tc`, in bits per second."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def parse_rate(text: str) -> float:
     """Bits per second of a rate such as "100mbit" or "2.5gbit".
 
     Raises:
-        ValueError: if it is not one, or is 0.
+        ValueError: if the text is no rate, or 0.
     """
     match = _RATE.fullmatch(text.strip().lower())
     bits = float(match[1]) * _UNITS[match[2]] if match else 0.0
@@ -25,10 +25,10 @@ def parse_rate(text: str) -> float:
 
 
 def parse_gbps(text: str) -> float:
-    """Gigabits per second of a rate with a unit, as `parse_rate` takes it, or of a number, which is of Gb/s.
+    """Gigabits per second of a rate with a unit, as in `parse_rate`, or of a number in Gb/s.
 
     Raises:
-        ValueError: if it is neither, or is not above 0.
+        ValueError: if the text is neither, or not above 0.
     """
     try:
         number = float(text)

@@ -1,9 +1,9 @@
-"""How computing and exchanging overlap: as hvdcomp and Horovod run a step.
+"""The overlap of computation and exchange in a step of hvdcomp or Horovod.
 
-Overlapped (dense and casts): Horovod sends buckets while the backward pass goes on; or, where it is known when which
-gradients are ready, all that are, one collective after the other. Sequential (all else): hvdcomp's engine encodes,
-exchanges and decodes after the backward pass. After Agarwal et al. 2022, section 4.1 and appendix B. Early: the engine
-starts buckets in the backward pass.
+Overlapped (dense and casts): Horovod sends buckets during the backward pass; or, if the times when gradients are ready
+are known, all ready gradients, one collective after the other. Sequential (other methods): hvdcomp's engine encodes,
+exchanges and decodes after the backward pass. Both after Agarwal et al. 2022, section 4.1 and appendix B. Early: the
+engine starts buckets during the backward pass.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from hvdcomp.perfmodel.exchanges import Exchange, Round
 from hvdcomp.perfmodel.network import Seconds
 
 Array = Any
-CostOf = Callable[..., Seconds]  # time of a collective: its kind, the bytes of one rank, `dtype` and `fused`
+CostOf = Callable[..., Seconds]  # time of a collective, from its kind, the bytes of one rank, `dtype` and `fused`
 
 
 class Buckets(NamedTuple):
-    """How bytes are cut: `number` buckets, all of `size` bytes but the last, of `last`."""
+    """Bytes cut into `number` buckets, all of `size` bytes except the last one of `last` bytes."""
 
     number: int
     size: float
@@ -29,9 +29,9 @@ class Buckets(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The parts that a step's time is the sum of, in s; of communication, only what is not hidden.
+    """The parts of a step's time, in s, whose sum is the total; of communication, only the exposed part.
 
-    `waits` says whether the backward pass is over before what was to hide behind it, so that a faster computer would
+    `waits` is whether the backward pass ends before the communication that it hides, so that a faster computer would
     only wait longer.
     """
 
@@ -47,9 +47,9 @@ class Parts(NamedTuple):
         return self.compute + self.encode + self.transfer + self.latency
 
     def towards(self, other: Parts, share: float) -> Parts:
-        """What lies between these and others, of steps in which nothing waits: 0 for these, 1 for the others."""
-        own, theirs = self[:4], other[:4]
-        between = (first + share * (second - first) for first, second in zip(own, theirs, strict=True))
+        """Interpolates between these parts (share 0) and other ones (share 1), for steps without waits."""
+        pairs = zip(self[:4], other[:4], strict=True)
+        between = (own_part + share * (other_part - own_part) for own_part, other_part in pairs)
         return Parts._make([*between, self.waits])
 
 
@@ -61,28 +61,28 @@ def cut(total: float, bucket_bytes: float) -> Buckets:
 
 
 def overlapped(compute: Array, backward: Array, gamma: Array, buckets: Buckets, cost_of: CostOf, ranks: Array) -> Parts:
-    """max(gamma backward, (k - 1) T(b)) + T(last), and what else is computed.
+    """max(gamma backward, (k - 1) T(b)) + T(last), plus the other computation.
 
-    All but the last bucket travel during the backward pass, and slow it by gamma. One rank exchanges nothing and is
-    not slowed.
+    All buckets except the last are sent during the backward pass, and slow it by gamma. A single rank exchanges nothing
+    and is not slowed.
 
     Args:
         compute: seconds of a step without communication.
-        backward: seconds of that in which communication can hide.
+        backward: seconds of the backward pass, which hides communication.
         gamma: slow-down of the backward pass.
-        buckets: what is sent.
-        cost_of: the network.
-        ranks: how many there are.
+        buckets: the buckets.
+        cost_of: cost of collectives.
+        ranks: number of ranks.
     """
     slowed = np.where(np.asarray(ranks) > 1, gamma, 1.0) * backward
     hidden = cost_of("allreduce", buckets.size) * (buckets.number - 1)
     last = cost_of("allreduce", buckets.last)
     beyond = np.maximum(hidden.total - slowed, 0)
-    # What sticks out is of the same mixture as all of it.
+    # The exposed part has the same proportions as the whole.
     share = beyond / np.where(hidden.total > 0, hidden.total, 1)
-    seen = hidden * share + last
-    waiting = seen.latency + seen.start
-    return Parts(compute - backward + slowed, np.zeros_like(seen.total), seen.transfer, waiting, beyond > 0)
+    exposed = hidden * share + last
+    waiting = exposed.latency + exposed.start
+    return Parts(compute - backward + slowed, np.zeros_like(exposed.total), exposed.transfer, waiting, beyond > 0)
 
 
 def when_ready(
@@ -96,20 +96,20 @@ def when_ready(
     ranks: Array,
     dtype: str = "",
 ) -> Parts:
-    """Goes through a step as Horovod's background thread does.
+    """Simulates a step of Horovod's background thread.
 
-    The thread runs one collective at a time. When it is free, it sends all gradients that are ready by then, up to
-    `most` bytes, as one collective. If it has to wait for the first of them, it sleeps until its next cycle, and what
-    becomes ready meanwhile goes along. DistributedDataParallel has no cycle, and what is ready are its buckets: of
-    these no two fit into one collective, as each but the first and the last has `most` bytes or more. Where there are
-    but these two, and small, they count as one.
+    The thread runs one collective at a time. When it is free, it sends all gradients that are ready, up to `most`
+    bytes, as one collective. If none is ready, it sleeps until its next cycle, and sends all that are ready then.
+    DistributedDataParallel has no cycle, and its buckets become ready instead: no two of them fit into one collective,
+    as all but the first and the last have at least `most` bytes. If there are only these two, and small, they count as
+    one.
 
     Args:
-        compute, backward, gamma, cost_of, ranks: as for `overlapped`.
+        compute, backward, gamma, cost_of, ranks: as in `overlapped`.
         ready: as in `Compute`.
         size: bytes of all gradients.
-        most: bytes of a collective at most, unless one gradient has more (Horovod's fusion threshold).
-        dtype: element type in which they travel.
+        most: largest bytes of a collective, unless a single gradient has more (Horovod's fusion threshold).
+        dtype: element type of the collectives.
     """
     shares, moments = (np.array(column) for column in zip(*ready, strict=True))
     several = np.asarray(ranks) > 1
@@ -123,29 +123,30 @@ def when_ready(
         arrives = moments[at] * slowed
         idle = arrives >= clock
         begins = np.where(idle, arrives + cost_of("allreduce", size).start, clock)
-        here = np.searchsorted(moments, begins / slowed, side="right")
+        ready_end = np.searchsorted(moments, begins / slowed, side="right")
         fits = np.searchsorted(shares, edges[at] + most / size * (1 + 1e-9), side="right")
-        upto = np.maximum(at + 1, np.minimum(here, fits))
+        upto = np.maximum(at + 1, np.minimum(ready_end, fits))
         cost = cost_of("allreduce", (edges[upto] - edges[at]) * size, dtype=dtype, fused=upto - at > 1)
         waits = np.where(under_way, ~idle & (clock > slowed), waits)
         clock = np.where(under_way, begins + cost.latency + cost.transfer, clock)
         spent = spent + Seconds(cost.latency, cost.transfer, np.where(idle, cost.start, 0.0)) * under_way
         sent = np.where(under_way, upto, sent)
     beyond = np.maximum(clock - slowed, 0) * several
-    # What sticks out is of the same mixture as all of it.
-    seen = spent * (beyond / np.where(spent.total > 0, spent.total, 1))
-    return Parts(compute - backward + slowed, np.zeros(shape), seen.transfer, seen.latency + seen.start, waits)
+    # The exposed part has the same proportions as the whole.
+    exposed = spent * (beyond / np.where(spent.total > 0, spent.total, 1))
+    latency = exposed.latency + exposed.start
+    return Parts(compute - backward + slowed, np.zeros(shape), exposed.transfer, latency, waits)
 
 
 def sequential(compute: Array, encode: Array, exchange: Exchange, cost_of: CostOf, payload: Array = 1.0) -> Parts:
-    """compute + encode and decode + every collective, one after the other; those of a round start together.
+    """compute + encode and decode + all collectives in turn; those of a round start together.
 
     Args:
         compute: seconds of a step without communication.
         encode: seconds of encoding and decoding.
-        exchange: what is sent.
-        cost_of: the network.
-        payload: by how much the bytes are multiplied.
+        exchange: the exchange.
+        cost_of: cost of collectives.
+        payload: factor of the bytes.
     """
     latency: Array = 0.0
     transfer: Array = 0.0
@@ -157,7 +158,7 @@ def sequential(compute: Array, encode: Array, exchange: Exchange, cost_of: CostO
 
 
 def _of_round(collectives: Round, cost_of: CostOf, payload: Array) -> Seconds:
-    """Time of collectives that start together, one after the other; bytes are multiplied by `payload`."""
+    """Time of a round's collectives, which start together and run in turn; bytes are multiplied by `payload`."""
     costs = [
         cost_of(collective.kind, collective.bytes * payload, dtype=collective.dtype, among=collective.among)
         for collective in collectives
@@ -167,18 +168,18 @@ def _of_round(collectives: Round, cost_of: CostOf, payload: Array) -> Seconds:
 
 
 class Piece(NamedTuple):
-    """A bucket that the engine starts in the backward pass: its share of a model's bytes, and after which share of the
-    pass the last of its gradients is ready."""
+    """A bucket that the engine starts during the backward pass: its share of a model's bytes, and the share of the pass
+    after which its last gradient is ready."""
 
     share: float
     moment: float
 
 
 def pieces(ready: Sequence[tuple[float, float]], least: float) -> list[Piece]:
-    """The buckets that start in the backward pass; what fills no bucket is left for its end.
+    """The buckets that start during the backward pass; bytes that do not fill a bucket are sent at its end.
 
     Args:
-        ready: as in `Compute`; nothing starts early where it is not known.
+        ready: as in `Compute`; if empty, no bucket starts early.
         least: share of all bytes that fills a bucket.
 
     Example:
@@ -204,28 +205,28 @@ def early(
     cost_of: CostOf,
     payload: Array = 1.0,
 ) -> Parts:
-    """Goes through a step in which some buckets are encoded, and start their first collectives, in the backward pass.
+    """Simulates a step in which some buckets are encoded, and start their first collectives, during the backward pass.
 
-    Encoding delays the pass. The network carries one collective after the other, and slows the pass by gamma - 1 of the
-    time for which it is busy meanwhile. At the end of the pass the rest is encoded and sent. Further rounds begin then;
-    while one bucket waits for its answers, those of the others are under way. What was sent early is decoded while the
-    rest is under way. Where the first round only brings together what is to be encoded, all is encoded and decoded
-    after the pass, and nothing is under way meanwhile.
+    Encoding delays the pass. The network carries one collective at a time, and slows the pass by gamma - 1 of its busy
+    time. At the end of the pass the remaining tensors are encoded and sent. Then further rounds begin; while one bucket
+    waits for its results, collectives of the others run. Early buckets are decoded during the exchange of the
+    remainder. If encoding follows the first round, as within nodes, all is encoded and decoded after the pass, without
+    overlap.
 
     Args:
         compute: seconds of a step without communication.
-        backward: seconds of the backward pass in it.
+        backward: seconds of the backward pass.
         gamma: as in `Compute`.
         encode, decode: seconds of encoding and of decoding, of the whole model.
-        exchange: what is sent.
-        buckets: that start early, in their order; their shares of encoding and of bytes are taken to be equal.
-        cost_of: the network.
-        payload: by how much the bytes are multiplied.
+        exchange: the exchange.
+        buckets: the early buckets in order; their shares of encode time and of bytes are taken to be equal.
+        cost_of: cost of collectives.
+        payload: factor of the bytes.
     """
     at_once = encode if exchange.encodes_first else 0.0
-    first, *others = exchange.rounds
-    rest = 1.0 - sum(bucket.share for bucket in buckets)
-    rest = rest if rest > 1e-9 else 0.0
+    first, *further = exchange.rounds
+    remainder = 1.0 - sum(bucket.share for bucket in buckets)
+    remainder = remainder if remainder > 1e-9 else 0.0
 
     def cost(collectives: Round, share: float) -> Seconds:
         return _of_round(collectives, cost_of, payload * share)
@@ -240,20 +241,20 @@ def early(
     slowed = (np.asarray(gamma) - 1) * hidden
     ends = ends + slowed
     network = np.maximum(network, ends)
-    shares = [*(bucket.share for bucket in buckets), *([rest] if rest else [])]
-    if rest:
-        spent = spent + (taken := cost(first, rest))
+    shares = [*(bucket.share for bucket in buckets), *([remainder] if remainder else [])]
+    if remainder:
+        spent = spent + (taken := cost(first, remainder))
         network = network + taken.total
     network = network + encode - at_once
-    for collectives in others:
+    for collectives in further:
         several = [cost(collectives, share) for share in shares]
         taken = sum(several[1:], several[0])
-        # The others start while the first one's collectives are under way.
+        # Other buckets start during the first one's collectives.
         taken = Seconds(taken.latency, taken.transfer, several[0].start)
         spent = spent + taken
         network = network + taken.total
     ends = ends + encode - at_once
-    meanwhile = 1 - rest if exchange.encodes_first else 0.0
+    meanwhile = 1 - remainder if exchange.encodes_first else 0.0
     done = np.maximum(network, ends + decode * meanwhile) + decode * (1 - meanwhile)
-    seen = spent * ((done - ends - decode) / np.where(spent.total > 0, spent.total, 1))
-    return Parts(compute + slowed, encode + decode, seen.transfer, seen.latency + seen.start, np.False_)
+    exposed = spent * ((done - ends - decode) / np.where(spent.total > 0, spent.total, 1))
+    return Parts(compute + slowed, encode + decode, exposed.transfer, exposed.latency + exposed.start, np.False_)

@@ -1,10 +1,10 @@
 """The parameter shapes of well-known models: gradients to compress, without the models or their data.
 
-The counts of tensors and parameters are those of torchvision's ResNets, VGG-16 and ViT-L/16; of BERT-base and
-BERT-large (uncased) and RoBERTa-base, all with pooler; of the smallest GPT-2, whose output weights are those of its
-embedding; of the 252 MB two-layer LSTM of GraVAC (Tyagi and Swany 2023, table 1): Penn Treebank's 10,000 words, 1,500
-units; and of ResNet-20 for CIFAR-10 (He et al. 2016, section 4.2), whose shortcuts have no parameters. `small-tensors`
-is no model: 200 matrices of 64 x 64, for which the cost of a tensor outweighs that of its elements.
+Tensors and parameters are those of torchvision's ResNets, VGG-16 and ViT-L/16; BERT-base and BERT-large (uncased) and
+RoBERTa-base, all with pooler; the smallest GPT-2, whose output weights are its embedding; the 252 MB two-layer LSTM of
+GraVAC (Tyagi and Swany 2023, table 1) with Penn Treebank's 10,000 words and 1,500 units; and ResNet-20 for CIFAR-10
+(He et al. 2016, section 4.2), whose shortcuts have no parameters. `small-tensors` is no model but 200 matrices of
+64 x 64, whose cost per tensor exceeds that of their elements.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _vgg16() -> Shapes:
 
 
 def _bert(layers: int, hidden: int, words: int, positions: int, types: int) -> Shapes:
-    """An encoder as of BERT."""
+    """A BERT encoder."""
     shapes: Shapes = {
         "embeddings.word": (words, hidden),
         "embeddings.position": (positions, hidden),
@@ -93,7 +93,7 @@ def _bert(layers: int, hidden: int, words: int, positions: int, types: int) -> S
 
 
 def _gpt2() -> Shapes:
-    """Its matrices are inputs x outputs, as published."""
+    """GPT-2; matrices are inputs x outputs, as published."""
     hidden = 768
     shapes: Shapes = {"wte": (50257, hidden), "wpe": (1024, hidden)}
     for layer in range(12):
@@ -111,7 +111,7 @@ def _gpt2() -> Shapes:
 
 
 def _vit_l_16() -> Shapes:
-    """For 1,000 classes, images of 224 pixels and patches of 16."""
+    """ViT-L/16 for 1,000 classes and images of 224 pixels."""
     hidden, patches = 1024, (224 // 16) ** 2
     shapes: Shapes = {
         "class_token": (1, 1, hidden),
@@ -129,8 +129,8 @@ def _vit_l_16() -> Shapes:
             shapes[f"encoder.layers.{layer}.{name}.weight"] = (outputs, inputs)
             shapes[f"encoder.layers.{layer}.{name}.bias"] = (outputs,)
         for norm in ("ln_1", "ln_2"):
-            both = (f"encoder.layers.{layer}.{norm}.{part}" for part in ("weight", "bias"))
-            shapes |= dict.fromkeys(both, (hidden,))
+            names = (f"encoder.layers.{layer}.{norm}.{part}" for part in ("weight", "bias"))
+            shapes |= dict.fromkeys(names, (hidden,))
     shapes |= {"encoder.ln.weight": (hidden,), "encoder.ln.bias": (hidden,)}
     return {**shapes, "heads.weight": (1000, hidden), "heads.bias": (1000,)}
 

@@ -1,6 +1,6 @@
-"""What if: one quantity of the setting varied over a range, all methods at once.
+"""Sweeps: predictions of all methods with one quantity of the setting varied over a range.
 
-Serves the questions of Agarwal et al. 2022: bandwidth (figures 3 and 19), faster computers (figure 20), faster encoding
+The questions of Agarwal et al. 2022: bandwidth (figures 3 and 19), faster computers (figure 20), faster encoding
 at the price of more bytes (figure 21), batch size (figure 9), world size (figures 6 to 8), and with each of them the
 compression that an ideal method would need (figures 12 and 18).
 """
@@ -27,7 +27,7 @@ class Axis:
     Attributes:
         label: its name and unit on a plot.
         whole: whether only whole numbers make sense.
-        apply: a setting with other values of it.
+        apply: function from a setting and values to the setting with these values.
     """
 
     label: str
@@ -50,9 +50,9 @@ class Sweep:
 
     Attributes:
         axis: a key of `AXES`.
-        values: (points,), rising.
-        step_s: by method, (points,).
-        least_factor: (points,), see `least_compression_factor`; NaN where no factor is enough.
+        values: values on the axis (points,), ascending.
+        step_s: seconds of a step (points,), by method.
+        least_factor: see `least_compression_factor`, (points,); NaN where no factor suffices.
     """
 
     axis: str
@@ -67,15 +67,15 @@ def parse_axis(text: str) -> tuple[str, np.ndarray]:
     Bandwidths may have a unit: `bandwidth=100mbit..10gbit`.
 
     Raises:
-        ValueError: for an unknown axis or something that is no range of positive numbers.
+        ValueError: for an unknown axis, or values that are no range of positive numbers.
     """
-    name, equals, rest = (part.strip() for part in text.partition("="))
+    name, equals, values_text = (part.strip() for part in text.partition("="))
     if name not in AXES or not equals:
         raise ValueError(f"{text!r} does not name what to vary; write one of: {', '.join(AXES)}, as in bandwidth=1..30")
-    low, dots, high = rest.partition("..")
+    low, dots, high = values_text.partition("..")
     try:
         number = parse_gbps if name == "bandwidth" else float
-        numbers = [number(low), number(high)] if dots else sorted({number(part) for part in rest.split(",")})
+        numbers = [number(low), number(high)] if dots else sorted({number(part) for part in values_text.split(",")})
     except ValueError:
         numbers = []
     if len(numbers) < 2 or not numbers[0] > 0 or not numbers[0] < numbers[-1] or not np.all(np.isfinite(numbers)):
@@ -92,11 +92,12 @@ def sweep(adviser: Adviser, setting: Setting, axis: str, values: np.ndarray, gro
     """Predicts every method of an adviser along one axis.
 
     Args:
-        adviser: whose model and methods.
-        setting: all else, of numbers.
+        adviser: the model and methods.
+        setting: the other conditions, numbers.
         axis: a key of `AXES`.
-        values: of it, (points,).
-        growth: for axis "encode": a compressor that encodes k times faster sends `growth` k times more. None: no more.
+        values: values on the axis (points,).
+        growth: for axis "encode": a compressor that encodes k times faster sends `growth` k times the bytes. None for
+            the same bytes.
 
     Raises:
         ValueError: for `growth` with another axis, or values out of range.

@@ -1,5 +1,4 @@
-"""The ways in which a method's payloads can be exchanged, and the encode time of each: gathered or scattered, among all
-ranks or in two levels."""
+"""The exchanges of a method, gathered or scattered, among all ranks or in two levels, and the encode time of each."""
 
 from __future__ import annotations
 
@@ -23,29 +22,29 @@ WAYS = ("gather", "scatter")
 
 
 def in_each_way(compressor: Compressor) -> tuple[Compressor, ...]:
-    """The method gathered and scattered; the compressor itself where there is no choice, or an allreduce is asked for.
+    """The method gathered and scattered; the compressor itself if it has no such choice, or uses an allreduce.
 
     Example:
         >>> from hvdcomp import FP16, QSGD
-        >>> [str(one) for one in in_each_way(QSGD(bits=4))]
+        >>> [str(method) for method in in_each_way(QSGD(bits=4))]
         ['qsgd:bits=4', 'qsgd:bits=4,exchange=scatter']
-        >>> [str(one) for one in in_each_way(FP16())]
+        >>> [str(method) for method in in_each_way(FP16())]
         ['fp16']
-        >>> [str(one) for one in in_each_way(FP16(exchange="auto"))]
+        >>> [str(method) for method in in_each_way(FP16(exchange="auto"))]
         ['fp16:exchange=gather', 'fp16:exchange=scatter']
     """
-    if not _travels_whole(compressor):
+    if not _is_decoded_by_ranks(compressor):
         return (compressor,)
     return tuple(dataclasses.replace(compressor, exchange=way) for way in WAYS)
 
 
-def _travels_whole(compressor: Compressor) -> TypeGuard[Gathering]:
-    """Whether ranks decode each other's payloads, and no allreduce adds them up."""
+def _is_decoded_by_ranks(compressor: Compressor) -> TypeGuard[Gathering]:
+    """Whether ranks decode each other's payloads instead of adding them up by an allreduce."""
     return isinstance(compressor, Gathering) and compressor.wire_dtype("float32") is None
 
 
 def in_two_levels(compressor: Compressor) -> Compressor | None:
-    """The method between nodes alone; None where it cannot stand there, or needs no compressor at all.
+    """The method between nodes only; None if it is not allowed there, or only casts.
 
     Example:
         >>> from hvdcomp import QSGD
@@ -66,21 +65,22 @@ def encode_time_of(
     tensors: Sequence[TensorInfo] = (),
     ranks_per_node: int | None = None,
 ) -> EncodeTime | None:
-    """The encode time of a compressor: its own, or else an estimate from the same method exchanged in another way.
+    """The encode time of a compressor: its own, or an estimate from the same method with another exchange.
 
-    Gathered and scattered payloads are taken to need the same time to encode. How many are decoded follows from the
-    exchange; that counts where the known time says what decoding one of them takes (`decode_per_rank_s`). What
-    scattering takes beside, such as passes over chunks that error feedback needs, is not in the estimate. In two levels
-    a rank encodes and decodes its share of the model; what is dealt out and put together again is not in the estimate.
-    What a cast takes is taken to be that of dense gradients, in proportion to the bytes.
+    Gathered and scattered payloads are taken to have the same encode time. The number of decoded payloads follows from
+    the exchange, and matters if the time to decode one is known (`decode_per_rank_s`). Other costs of scattering, such
+    as additional passes for error feedback, are not estimated. In two levels a rank encodes and decodes its share of
+    the model; cutting and joining shards is not estimated. The time of a cast is estimated from that of dense
+    gradients, in proportion to the bytes.
 
     Args:
-        known: by spec.
-        tensors: of the model; they matter to methods that get whole ones in two levels.
-        ranks_per_node: for two levels.
+        compressor: the compressor.
+        known: known encode times by spec.
+        tensors: the model's tensors, needed for methods for matrices in two levels.
+        ranks_per_node: number of ranks of a node, needed for two levels.
 
     Returns:
-        None if neither is known.
+        The encode time; None if it is unknown and cannot be estimated.
     """
     own = known.get(str(compressor))
     if own is None and isinstance(compressor, TwoLevel) and ranks_per_node is not None:
@@ -95,13 +95,13 @@ def encode_time_of(
         share = dtype_bytes(wire) / dtype_bytes("float32")
         source = "estimated from that of dense gradients, by the bytes"
         return dataclasses.replace(known[UNCOMPRESSED].part(share), source=source, estimated=True)
-    if own is not None or not _travels_whole(compressor):
+    if own is not None or not _is_decoded_by_ranks(compressor):
         return own
     for way in (*WAYS, "auto"):
-        other = str(dataclasses.replace(compressor, exchange=way))
-        if other in known:
+        spec = str(dataclasses.replace(compressor, exchange=way))
+        if spec in known:
             source = "estimated from that of the same method exchanged in another way, by the payloads that are decoded"
-            return dataclasses.replace(known[other], source=source, estimated=True)
+            return dataclasses.replace(known[spec], source=source, estimated=True)
     return None
 
 
@@ -112,30 +112,32 @@ def encode_time_at(
     tensors: Sequence[TensorInfo] = (),
     ranks_per_node: int | None = None,
 ) -> EncodeTime | None:
-    """The encode time of a compressor at so many times its level.
+    """The encode time of a compressor at `factor` times its level.
 
-    Between levels whose times are known, those are interpolated; beyond them that of the nearest counts. So it does
-    where only one is known, and that of the compressor itself where not all of its methods have the same level.
+    It is interpolated between levels with known times; beyond them it is that of the nearest level. If the compressor's
+    methods do not have a common level, it is the compressor's own time.
 
     Args:
-        known, tensors, ranks_per_node: as of `encode_time_of`.
+        compressor: the compressor.
+        factor: factor of its level.
+        known, tensors, ranks_per_node: as in `encode_time_of`.
 
     Returns:
-        None if that of no level is known.
+        The encode time; None if it is unknown at every level.
     """
     times = {}
-    for other in map(parse_compressor, known) if compressor.level is not None else ():
-        is_alike = within(other).name == within(compressor).name and other.level_name == compressor.level_name
-        if is_alike and other.level is not None:
-            alike = compressor.at_level(other.level)
+    for method in map(parse_compressor, known) if compressor.level is not None else ():
+        is_alike = within(method).name == within(compressor).name and method.level_name == compressor.level_name
+        if is_alike and method.level is not None:
+            alike = compressor.at_level(method.level)
             if (time := encode_time_of(alike, known, tensors, ranks_per_node)) is not None:
-                times[other.level] = time
+                times[method.level] = time
     if compressor.level is None or not times:
         return encode_time_of(compressor, known, tensors, ranks_per_node)
-    wanted, levels = compressor.level * factor, sorted(times)
+    target, levels = compressor.level * factor, sorted(times)
 
     def between(of: Callable[[EncodeTime], float]) -> float:
-        return float(np.interp(wanted, levels, [of(times[level]) for level in levels]))
+        return float(np.interp(target, levels, [of(times[level]) for level in levels]))
 
     return EncodeTime(
         between(lambda time: time.encode_s),

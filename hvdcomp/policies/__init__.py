@@ -1,6 +1,6 @@
-"""Policies: when, and how hard, to compress. Pure objects that know no framework, no Horovod and no clock.
+"""Policies decide when, and how hard, to compress. They are pure objects without framework, Horovod or clock.
 
-A new one is a class with a `name` in a file of this folder, and no line elsewhere.
+A class with a `name` in a file of this folder is found without registration.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ POLICIES: dict[str, type[LevelSchedule] | type[Policy[Any]]] = {
     **classes_by_name(__name__, LevelSchedule),
     **classes_by_name(__name__, Policy),
 }
-"""By the name in a spec string: schedules, which every rank follows by itself, and policies, which rank 0 decides."""
+"""Schedules, which every rank follows by itself, and policies, which rank 0 decides, by their name in a spec string."""
 
 
 def changes_batch_size(policy: LevelSchedule | Policy[Any] | None) -> bool:
-    """Whether decisions of a policy are about the batch size instead of levels."""
+    """Whether a policy sets the batch size instead of levels."""
     return isinstance(policy, Policy) and policy.first_decision.sets_batch_size
 
 
@@ -36,7 +36,7 @@ def parse_policy(spec: str) -> LevelSchedule | Policy[Any]:
 
     Raises:
         SpecError: for an unknown name or setting, a missing setting, or a value of the wrong kind; lists what exists.
-            For a policy of earlier versions; says what to take instead.
+            Also for a policy of earlier versions; says which policy replaces it.
     """
     if isinstance(spec, str):
         refuse_removed(spec)

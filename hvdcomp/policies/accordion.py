@@ -1,7 +1,7 @@
 """Accordion: little compression in critical regimes of the training, much outside them.
 
-A regime is critical when the norm of the gradient accumulated over an epoch has changed much since it was last looked
-at, or when the learning rate falls. The choice is made for each tensor by itself.
+A regime is critical when the norm of the gradient accumulated over an epoch has changed much since the last comparison,
+or when the learning rate falls. Each tensor has its own regime.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Eta = Annotated[float, number(lambda eta: eta > 0, "a number above 0")]
 
 
 def finite(norm: float) -> float | None:
-    """A norm to be compared with later; None for one that cannot be, because some gradient was not finite."""
+    """A norm for later comparison; None if it is not finite."""
     return float(norm) if math.isfinite(norm) else None
 
 
 def is_critical(previous: float | None, current: float, eta: float) -> bool:
     """Whether |previous - current| / previous >= eta (Agarwal et al. 2021, section 4.1).
 
-    What cannot be compared counts as critical, which costs bytes but no accuracy: no previous norm, one of zero, and
-    norms that are not finite.
+    If norms cannot be compared, the regime counts as critical, which costs bytes but no accuracy: without a previous
+    norm, with a previous norm of zero, or with norms that are not finite.
     """
     if previous is None or not previous > 0 or not math.isfinite(current):
         return True
@@ -42,11 +42,10 @@ class CriticalRegimes(AccumulatedGradientPolicy[State]):
     """Base of the two uses of Accordion's detector.
 
     Attributes:
-        eta: the relative change of the norm from which on a regime is critical.
-        interval: norms are compared at the end of every `interval` epochs, of which only the last one's gradients are
-            accumulated.
-        steps: instead of `interval`: compare at the end of every `steps` steps, and accumulate over all of these.
-            Falling learning rates are then noticed at the end of these steps too.
+        eta: the relative change of the norm from which a regime is critical.
+        interval: norms are compared at the end of every `interval` epochs; gradients of the last epoch are accumulated.
+        steps: instead of `interval`: norms are compared at the end of every `steps` steps, over which gradients are
+            accumulated. Falling learning rates are then noticed at the end of these steps too.
     """
 
     eta: Eta = 0.5
@@ -57,7 +56,7 @@ class CriticalRegimes(AccumulatedGradientPolicy[State]):
         self.require_interval(self.interval, CriticalRegimes.interval)
 
     def compares_at(self, end: int) -> bool:
-        """Whether norms are compared at the end of a period, the first one being number 1."""
+        """Whether norms are compared at the end of period number `end`, counted from 1."""
         return bool(self.steps) or end % self.interval == 0
 
 
@@ -66,9 +65,9 @@ class AccordionState:
     """The state of `Accordion`.
 
     Attributes:
-        critical: by tensor name, whether its regime is.
-        previous: by tensor name, the accumulated gradient's norm when it was last compared; None if there is none.
-        ends: epochs (or windows of steps) that ended.
+        critical: whether the tensor's regime is critical, by tensor name.
+        previous: norm of the accumulated gradient at the last comparison, by tensor name; None before the first.
+        ends: number of epochs (or windows of steps) that ended.
     """
 
     critical: Mapping[str, bool]
@@ -80,9 +79,9 @@ class AccordionState:
 class Accordion(CriticalRegimes[AccordionState]):
     """Accordion for gradient compression (Agarwal et al. 2021, arXiv:2010.16248, algorithm 1).
 
-    A tensor is at level `low` while its regime is critical, else at `high`. Every regime is critical until its norm has
-    been compared for the first time. A learning rate that falls at the end of any epoch makes all regimes critical
-    until norms are compared the next time; one that rises does nothing.
+    A tensor has level `low` while its regime is critical, else `high`. Every regime is critical until its norm was
+    compared for the first time. A learning rate that falls at the end of any epoch makes all regimes critical until the
+    next comparison of norms; a rising one changes nothing.
 
     Attributes:
         low: the level (ratio, rank, bits) of low compression, the larger number.
@@ -114,7 +113,7 @@ class Accordion(CriticalRegimes[AccordionState]):
 
     def request(self, state: AccordionState) -> Request:
         norms = {Statistic.NORMS} if self.compares_at(state.ends + 1) else set()
-        # Every epoch, because of the learning rates.
+        # A request every epoch, because learning rates may fall.
         return self.request_after(1, {Statistic.LEARNING_RATES} | norms, ever={Statistic.NORMS})
 
     def decision(self, state: AccordionState) -> Levels:

@@ -22,8 +22,8 @@ class AdaQSState:
     """The state of `AdaQS`.
 
     Attributes:
-        factors: by tensor name, the compression factor.
-        reference: by tensor name, the ratio at the last change of its factor; None before the first usable one.
+        factors: compression factor by tensor name.
+        reference: ratio at the last change of the factor, by tensor name; None before the first usable ratio.
     """
 
     factors: Mapping[str, float]
@@ -32,19 +32,19 @@ class AdaQSState:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaQS(AccumulatedGradientPolicy[AdaQSState]):
-    """AdaQS (Guo et al. 2020, Accelerating distributed deep learning by adaptive gradient quantization, ICASSP), in
-    the form in which Agarwal et al. 2021 (arXiv:2010.16248, section 5) compare with it: for any compressor.
+    """AdaQS (Guo et al. 2020, Accelerating distributed deep learning by adaptive gradient quantization, ICASSP), for
+    any compressor, as in the comparison of Agarwal et al. 2021 (arXiv:2010.16248, section 5).
 
-    Each tensor decides by itself. Its first ratio is the reference. When (reference - ratio) / reference >= fall, its
-    compression factor is halved, once, and the ratio becomes the reference. A ratio that rises changes neither. A
+    Each tensor is treated on its own. Its first ratio is the reference. When (reference - ratio) / reference >= fall,
+    its compression factor is halved once, and the ratio becomes the reference. A rising ratio changes neither, and a
     factor never rises again.
 
     Attributes:
-        start: the compression factor to begin with.
-        fall: the relative fall from which on the factor is halved, between 0 and 1. The papers name no value.
+        start: the first compression factor.
+        fall: the relative fall of the ratio that halves the factor, between 0 and 1. The papers give no value.
         floor: the smallest compression factor.
-        interval: decide at the end of every `interval` epochs, over which gradients are accumulated.
-        steps: instead of `interval`: decide at the end of every `steps` steps, and accumulate over these.
+        interval: number of epochs between decisions, over which gradients are accumulated.
+        steps: instead of `interval`: number of steps between decisions, over which gradients are accumulated.
     """
 
     start: float
@@ -83,7 +83,7 @@ class AdaQS(AccumulatedGradientPolicy[AdaQSState]):
             if not math.isfinite(ratio):
                 continue
             reference = references[name]
-            if reference is None or not reference > 0:  # from zero nothing can fall
+            if reference is None or not reference > 0:  # no ratio is below zero
                 references[name] = float(ratio)
             elif (reference - ratio) / reference >= self.fall:
                 factors[name] = max(float(self.floor), factors[name] / 2)

@@ -1,13 +1,13 @@
 """Auto: chooses between dense, fp16 and some compressors by the time of steps, so that compression never costs time.
 
 The performance model names the candidates and predicts a step's time for each (`hvdcomp.adaptation.candidates`). The
-training begins with the fastest by the model, and measures it. Candidates that the model puts near the best are tried,
-each for a few steps, between steps of the best so far: a machine's speed changes, and only what is measured in
-succession can be compared. The fastest by measurement stays. A trial begins when its expected cost is no more than a
-small share of the time so far, so that all trials together stay below that share. When the time of steps has changed
-since the candidate was chosen, all candidates are open again; and what was tried long ago is tried once more.
+training begins with the candidate predicted to be fastest, and measures it. Candidates that the model puts near the
+best are tried, each for a few steps, between steps of the best: as a machine's speed changes, only measurements in
+succession can be compared. The fastest by measurement stays. A trial begins when its expected cost is at most a small
+share of the time so far, so that all trials together stay below that share. When the time of steps has changed since
+the candidate was chosen, all candidates are open again; and a candidate tried long ago is tried once more.
 
-This is not from a paper.
+The policy is hvdcomp's own, not from a paper.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from hvdcomp.policies.schedules import Levelled
 from hvdcomp.specs.described import Rule, at_least, number
 
 WARM_UP = 10
-"""Steps at the start of a training that are not counted, before those after the first change. Caches, allocators and
-names make them slow, whatever they send: the first candidate would look worse than it is."""
+"""Steps at the start of a training that are not counted, before the `SETTLING` steps. Caches, allocators and the
+exchange of names slow them down, so that the first candidate would look worse than it is."""
 
 DENSE_CANDIDATE = "dense"
-"""Name of the candidate that sends everything as it is."""
+"""Name of the candidate without compression."""
 
-_HOPELESS = 1.5  # a trial ends early if its steps take this many times as long as those of the best, or the reverse
-_FEW = 4  # measurements after which what the changes themselves cost counts in any case
-_MOST = 16  # measurements of a candidate that cannot be told apart from the best, in windows
-_UNEVEN = 0.05  # standard error of a trial's ratio however alike its steps are: the next minute may be another
+_HOPELESS = 1.5  # a trial ends early if its steps take this many times as long as the best's, or the reverse
+_FEW = 4  # measurements of a candidate after which the cost of changing to it counts in any case
+_MOST = 16  # windows of measurements of a candidate that cannot be distinguished from the best
+_UNEVEN = 0.05  # least standard error of a trial's ratio, as a machine's speed changes from minute to minute
 _MOST_PATIENCE = 64  # looks in a row
-_LOOK_S = 1.0  # seconds, about: a decision has its price, and steps may be short
+_LOOK_S = 1.0  # seconds between decisions, approximately, as a decision has a cost
 _AGAIN = 100  # windows after which a candidate whose time is known is tried once more
 
 
 def _are_texts(value: object) -> bool:
-    return isinstance(value, tuple) and all(isinstance(each, str) for each in value)
+    return isinstance(value, tuple) and all(isinstance(text, str) for text in value)
 
 
 _Compressors = Annotated[tuple[str, ...], Rule(_are_texts, 'a list, such as ["topk:ratio=0.01", "qsgd:bits=8"]')]
@@ -62,26 +62,24 @@ _Excess = Annotated[float, number(lambda value: value > 0, "above 0, such as 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Auto(Policy[AutoState]):
-    """Dense, fp16 or compressed, by tensor group, whatever makes steps fastest.
+    """Dense, fp16 or compressed, for each group of tensors, as makes steps fastest.
 
-    The compressor that the training was given, or one of others that are named here, is what "compressed" means; their
-    levels are not changed. If one leaves its exchange open (`exchange="auto"`), its payloads are gathered or scattered,
-    whatever makes steps faster.
+    "Compressed" means the training's own compressor or one of `compressors`; their levels do not change. If a
+    compressor leaves its exchange open (`exchange="auto"`), payloads are gathered or scattered, as makes steps faster.
 
     Attributes:
-        calibration: file or preset of `hvdcomp.perfmodel`. Rank 0 alone reads it.
-        compressors: what may be chosen beside the training's own compressor: compressors, or specs of such. They are
-            kept as specs.
-        loss: compressors are proposed too that were measured to raise the loss by this share at most
+        calibration: file or preset of `hvdcomp.perfmodel`. Only rank 0 reads it.
+        compressors: compressors, or their specs, to choose from beside the training's own. They are kept as specs.
+        loss: compressors whose measured increase of the loss is at most this share are proposed too
             (`hvdcomp.compressors.evidence`); 0 for none.
-        model: of the calibration; empty for the one whose tensors have the training's shapes.
+        model: model of the calibration; empty for the model whose tensors have the training's shapes.
         batch: batch size of one rank, if it is not the calibration's; 0 if it is.
-        window: steps that a candidate is measured for, after those that settle.
-        every: steps between two looks while nothing is tried; more if these take less than a second.
-        margin: candidates are tried if they may take no more than this share longer than the best.
+        window: number of steps for which a candidate is measured, after the steps that settle.
+        every: steps between two decisions while nothing is tried; more if these take less than a second.
+        margin: candidates are tried if they may take at most this share longer than the best.
         budget: share of the time that trials may cost.
-        drift: a step time that differs by more than this share from what it was when the candidate was chosen opens
-            all again, if that is so at four looks in a row.
+        drift: if the step time differs by more than this share from the time when the candidate was chosen, at four
+            decisions in a row, all candidates are open again.
     """
 
     calibration: Annotated[str, Rule(bool, "a calibration file or the name of a preset")]
@@ -112,11 +110,11 @@ class Auto(Policy[AutoState]):
 
     def request(self, state: AutoState) -> Request:
         next_read = Statistic.STEP_TIMES if state.candidates else Statistic.CANDIDATES
-        both = frozenset({Statistic.CANDIDATES, Statistic.STEP_TIMES})
-        return Request(frozenset({next_read}), Period(until=max(1, state.until)), ever=both)
+        known = frozenset({Statistic.CANDIDATES, Statistic.STEP_TIMES})
+        return Request(frozenset({next_read}), Period(until=max(1, state.until)), ever=known)
 
     def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
-        """Any compressor will do. The calibration is looked at when the tensors are known, on rank 0."""
+        """Accepts any compressor. Rank 0 checks the calibration when the tensors are known."""
 
     def initial_state(self, tensors: Sequence[str]) -> AutoState:
         return AutoState(tuple(tensors))
@@ -133,73 +131,73 @@ class Auto(Policy[AutoState]):
             assert statistics.candidates is not None
             return self._begin(state, statistics.candidates, step)
         assert statistics.step_times is not None
-        state, counted = state.with_times(statistics.step_times, step)
+        state, times = state.with_times(statistics.step_times, step)
         trial = state.trial
         if trial.trying:
-            trial = dataclasses.replace(trial, times=(*trial.times, *counted))
+            trial = dataclasses.replace(trial, times=(*trial.times, *times))
             state = dataclasses.replace(state, trial=trial)
             missing = self._missing(state)
             if missing:
                 why = f"measures {state.chosen} for {missing} more steps"
                 return dataclasses.replace(state, until=step + missing, why=why)
-            now = Measured.of(trial.times)
-            if trial.rival and now.seconds * _HOPELESS > trial.of_rival.seconds:
+            latest = Measured.of(trial.times)
+            if trial.rival and latest.seconds * _HOPELESS > trial.of_rival.seconds:
                 return self._return(state, step)
-            # The first of all, or so much better that nothing is left for a second look.
-            state = self._compare(state, state.chosen, now, []) if trial.rival else self._note(state, now)
-            state = dataclasses.replace(state, trial=Trial(latest=now), usual={})
+            # The first candidate of all, or one so much faster that no second measurement of the rival is needed.
+            state = self._compare(state, state.chosen, latest, []) if trial.rival else self._note(state, latest)
+            state = dataclasses.replace(state, trial=Trial(latest=latest), usual={})
         elif trial.tried:
-            if len(counted) < LEAST:  # times that cannot be
+            if len(times) < LEAST:  # times were invalid
                 return dataclasses.replace(state, until=step + self.window)
-            after = Measured.of(counted)
+            after = Measured.of(times)
             state = self._note(self._compare(state, trial.tried, Measured.of(trial.times), [after]), after)
             state = dataclasses.replace(state, trial=Trial(latest=after))
-        elif len(counted) >= LEAST:
-            now = Measured.of(counted)
-            usual = state.usual.get(state.chosen, now.seconds)
-            state = dataclasses.replace(state, trial=Trial(latest=now), usual={**state.usual, state.chosen: usual})
-            if abs(now.seconds - usual) > max(self.drift * usual, SURE * now.error):
+        elif len(times) >= LEAST:
+            latest = Measured.of(times)
+            usual = state.usual.get(state.chosen, latest.seconds)
+            state = dataclasses.replace(state, trial=Trial(latest=latest), usual={**state.usual, state.chosen: usual})
+            if abs(latest.seconds - usual) > max(self.drift * usual, SURE * latest.error):
                 state = dataclasses.replace(state, drifted=state.drifted + 1)
                 if state.drifted < state.patience:
-                    why = f"steps take {_ms(now.seconds)}, {_ms(usual)} before: looks once more at {state.chosen}"
-                    return dataclasses.replace(state, until=step + self._until_look(now.seconds), why=why)
-                state = state.opened_again(now)
+                    why = f"steps take {_ms(latest.seconds)}, {_ms(usual)} before: looks once more at {state.chosen}"
+                    return dataclasses.replace(state, until=step + self._until_look(latest.seconds), why=why)
+                state = state.opened_again(latest)
             else:
-                state = dataclasses.replace(self._note(state, now), drifted=0)
+                state = dataclasses.replace(self._note(state, latest), drifted=0)
         return self._go_on(state, step)
 
-    # What has been measured.
+    # Measurements.
 
-    def _begin(self, state: AutoState, known: Candidates, step: int) -> AutoState:
-        """Takes the fastest by the model."""
-        self.of_tensors(dict.fromkeys(known.order), dict.fromkeys(state.order), "candidates")
-        candidates = known.candidates
+    def _begin(self, state: AutoState, offer: Candidates, step: int) -> AutoState:
+        """Chooses the candidate that the model predicts to be fastest."""
+        self.of_tensors(dict.fromkeys(offer.order), dict.fromkeys(state.order), "candidates")
+        candidates = offer.candidates
         if not candidates or not all(0 < candidate.seconds < math.inf for candidate in candidates.values()):
             raise ValueError(f"{self.name} needs candidates with positive finite times, not {dict(candidates)}")
-        state = dataclasses.replace(state, order=tuple(known.order), candidates=candidates)
+        state = dataclasses.replace(state, order=tuple(offer.order), candidates=candidates)
         first = min(candidates, key=lambda name: candidates[name].seconds)
         why = f"begins with {first}: predicted {_ms(candidates[first].seconds)}, the fastest of {len(candidates)}"
         tried = state.trying(first, step, why)
         return dataclasses.replace(tried, since=tried.since + WARM_UP, until=tried.until + WARM_UP)
 
     def _missing(self, state: AutoState) -> int:
-        """Steps that a trial has yet to take."""
+        """Steps that the trial still needs."""
         trial = state.trial
         enough = trial.rival and len(trial.times) >= LEAST
         if enough and min(trial.times) > _HOPELESS * trial.of_rival.seconds:
             return 0
         return max(0, self.window - len(trial.times))
 
-    def _note(self, state: AutoState, now: Measured) -> AutoState:
-        """Enters what the chosen candidate takes, and what others take in proportion."""
+    def _note(self, state: AutoState, latest: Measured) -> AutoState:
+        """Records the time of the chosen candidate, and scales the times of the others in proportion."""
         old = state.measured.get(state.chosen)
-        merged = now if old is None else old.with_more(now, _MOST * self.window)
+        merged = latest if old is None else old.with_more(latest, _MOST * self.window)
         factor = 1.0 if old is None else merged.seconds / old.seconds
-        others = {name: measured.scaled(factor) for name, measured in state.measured.items()}
-        return dataclasses.replace(state, measured={**others, state.chosen: merged})
+        rescaled = {name: measured.scaled(factor) for name, measured in state.measured.items()}
+        return dataclasses.replace(state, measured={**rescaled, state.chosen: merged})
 
     def _compare(self, state: AutoState, name: str, trial: Measured, after: Sequence[Measured]) -> AutoState:
-        """Enters what was tried, by how much longer its steps took than the rival's before and after."""
+        """Records a trial by the ratio of its step time to the rival's before and after it."""
         sides = [state.trial.of_rival, *after]
         seconds = sum(side.seconds for side in sides) / len(sides)
         change = sides[-1].seconds - sides[0].seconds
@@ -207,17 +205,17 @@ class Auto(Policy[AutoState]):
         doubt = math.hypot(trial.error / trial.seconds, error / seconds, _UNEVEN)
         rival = state.trial.rival or state.chosen
         scaled = trial.seconds * state.measured[rival].seconds / seconds
-        now = Measured(scaled, doubt * scaled, trial.steps, state.since)
-        old = known_before(state.measured.get(name), state.expected(rival, name), now)
-        merged = now if old is None else old.with_more(now, _MOST * self.window)
+        result = Measured(scaled, doubt * scaled, trial.steps, state.since)
+        old = known_before(state.measured.get(name), state.expected(rival, name), result)
+        merged = result if old is None else old.with_more(result, _MOST * self.window)
         return dataclasses.replace(state, measured={**state.measured, name: merged})
 
-    # What comes next.
+    # Next steps.
 
     def _go_on(self, state: AutoState, step: int) -> AutoState:
-        """Begins a trial that is worth its price, or stays with the best."""
+        """Begins an affordable trial, or stays with the best candidate."""
         best = state.best()
-        if best != state.chosen or state.trial.latest is None:  # first to be measured itself
+        if best != state.chosen or state.trial.latest is None:  # the best must be measured first
             return self._stay(state, best, step, None)
         near = self._open(state, best)
         offers = sorted((self._price(state, best, name), state.expected(best, name), name) for name in near)
@@ -235,14 +233,14 @@ class Auto(Policy[AutoState]):
         return self._stay(state, best, step, short)
 
     def _open(self, state: AutoState, best: str) -> list[str]:
-        """The candidates that may turn out to be faster than the best, by a difference that counts."""
+        """The candidates that may be noticeably faster than the best."""
         due = []
         limit = state.measured[best]
         for name in state.candidates:
             measured = state.measured.get(name)
             if measured is None:
-                # Dense in any case, whatever the model says: the promise is never to be slower than dense. And where
-                # steps have changed, the model's world and that of earlier trials are gone.
+                # Dense is tried whatever the model predicts, as the policy promises never to be slower. After a drift
+                # of step times, predictions and earlier trials no longer hold, so that all candidates are tried.
                 if name == DENSE_CANDIDATE or state.reopened or state.is_near(best, name, self.margin):
                     due.append(name)
             elif name != best and measured.steps < _MOST * self.window:
@@ -252,17 +250,17 @@ class Auto(Policy[AutoState]):
         return due
 
     def _price(self, state: AutoState, best: str, name: str) -> float:
-        """Seconds that a trial is expected to cost."""
+        """Expected cost of a trial, in seconds."""
         expected = state.expected(best, name) * (1 if name in state.measured else 1 - DOUBT)
         return max(0.0, expected - state.measured[best].seconds) * (SETTLING + self.window)
 
     def _short_of(self, state: AutoState, name: str, price: float) -> float:
-        """Seconds that the training has yet to take until a trial is affordable; the first few may be at no price."""
-        few = name not in state.measured or state.measured[name].steps < _FEW * self.window
-        return 0.0 if few and price == 0 else (state.spent + price) / self.budget - state.elapsed
+        """Seconds of training until a trial is affordable; 0 for the first trials if their expected cost is 0."""
+        is_new = name not in state.measured or state.measured[name].steps < _FEW * self.window
+        return 0.0 if is_new and price == 0 else (state.spent + price) / self.budget - state.elapsed
 
     def _return(self, state: AutoState, step: int) -> AutoState:
-        """Ends a trial with a second look at what it is compared with."""
+        """Ends a trial and measures the rival a second time."""
         rival = state.trial.rival
         return dataclasses.replace(
             state,
@@ -274,12 +272,12 @@ class Auto(Policy[AutoState]):
         )
 
     def _stay(self, state: AutoState, best: str, step: int, short: float | None) -> AutoState:
-        """Stays with the best, or returns to it, until the next look or until a trial is affordable."""
+        """Stays with the best candidate, or returns to it, until the next decision or until a trial is affordable."""
         seconds = state.measured[best].seconds
         changed = best != state.chosen
         wait = self._until_look(seconds)
         if changed:
-            wait = SETTLING + self.window  # to be compared with others
+            wait = SETTLING + self.window  # measured for comparison
         elif short is not None and short < wait * seconds:
             wait = max(self.window, math.ceil(short / seconds))
         return dataclasses.replace(
@@ -293,10 +291,10 @@ class Auto(Policy[AutoState]):
         )
 
     def _until_look(self, seconds: float) -> int:
-        """Steps until the next look, if they take so long."""
+        """Steps until the next decision, given the seconds of a step."""
         return max(self.every, math.ceil(_LOOK_S / seconds))
 
-    # States as JSON, in which the fields of the trial stand beside those of the state.
+    # States as JSON, with the trial's fields beside the state's.
 
     def to_json(self, state: AutoState) -> dict[str, Any]:
         data = super().to_json(state)
@@ -304,10 +302,10 @@ class Auto(Policy[AutoState]):
         return data | trial
 
     def fields_of(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        rest = dict(data)
-        if vars(Trial()).keys() <= rest.keys():  # one that is not whole is left out, and missed
-            rest["trial"] = {name: rest.pop(name) for name in vars(Trial())}
-        return super().fields_of(rest)
+        fields = dict(data)
+        if vars(Trial()).keys() <= fields.keys():  # an incomplete trial is left out and reported as missing
+            fields["trial"] = {name: fields.pop(name) for name in vars(Trial())}
+        return super().fields_of(fields)
 
 
 def _why_try(state: AutoState, best: str, name: str) -> str:
@@ -319,14 +317,14 @@ def _why_try(state: AutoState, best: str, name: str) -> str:
 
 
 def _why_stay(state: AutoState, best: str) -> str:
-    others = {name: measured.seconds for name, measured in state.measured.items() if name != best}
+    seconds_of = {name: measured.seconds for name, measured in state.measured.items() if name != best}
     seconds = _ms(state.measured[best].seconds)
-    if not others:
+    if not seconds_of:
         return f"{best} takes {seconds}; nothing else promises to be faster at a price that is low enough"
-    second = min(others, key=lambda name: others[name])
-    if others[second] < state.measured[best].seconds:
-        return f"{best} stays at {seconds}: {second} takes {_ms(others[second])}, a difference that may be chance"
-    return f"{best} is the fastest measured: {seconds}, then {second}: {_ms(others[second])}"
+    second = min(seconds_of, key=lambda name: seconds_of[name])
+    if seconds_of[second] < state.measured[best].seconds:
+        return f"{best} stays at {seconds}: {second} takes {_ms(seconds_of[second])}, a difference that may be chance"
+    return f"{best} is the fastest measured: {seconds}, then {second}: {_ms(seconds_of[second])}"
 
 
 def _ms(seconds: float) -> str:

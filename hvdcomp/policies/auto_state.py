@@ -1,4 +1,4 @@
-"""The state of `auto`: candidates, the times of their steps, and which trial is under way."""
+"""The state of `auto`: candidates, their step times, and the trial under way."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from hvdcomp.policies.median import median_with_error
 from hvdcomp.policies.request import Candidate
 
 PATIENCE = 4
-"""Looks in a row that have to find another time, before all is open again for the first time."""
+"""Decisions in a row that must see another step time before all candidates are open again for the first time."""
 
 SETTLING = 2
-"""Steps after a change that are not counted. The first sends what compression had kept back, and Horovod learns the
-names and sizes of what it exchanges anew."""
+"""Steps after a change that are not counted: the first sends residuals, and Horovod negotiates new names and sizes."""
 
 LEAST = 2  # steps to judge a candidate by
-_CLOCK_S = 1e-9  # no clock tells less: a step time below that is an error of the clock, and does not count
-DOUBT = 0.1  # share by which a prediction may be too high; what is within that is tried at no price
-_PRIOR = 2  # steps that a prediction weighs as much as, with DOUBT as its standard error
-_AGREES = 2  # standard errors within which it does: what a trial contradicts does not count
-SURE = 3  # standard errors that a change must exceed: else restless steps would always open all again
-NOTICEABLE = 0.01  # differences of step times that are looked for
+_CLOCK_S = 1e-9  # a shorter step time is an error of the clock and does not count
+DOUBT = 0.1  # share by which a prediction may be too high; trials within it cost nothing
+_PRIOR = 2  # weight of a prediction, in steps, with DOUBT as its standard error
+_AGREES = 2  # standard errors within which trial and prediction agree; a contradicted prediction does not count
+SURE = 3  # standard errors that a change must exceed, so that noisy steps do not reopen all candidates
+NOTICEABLE = 0.01  # least relative difference of step times that matters
 
 
 @dataclass(frozen=True)
@@ -32,10 +31,10 @@ class Measured:
     """The time of a candidate's steps.
 
     Attributes:
-        seconds: their median.
-        error: standard error of it.
-        steps: how many were counted.
-        at: the step from which on the latest of them were; None where that is not known.
+        seconds: median of the step times.
+        error: standard error of the median.
+        steps: number of steps.
+        at: first step of the latest measurement; None if unknown.
     """
 
     seconds: float
@@ -47,19 +46,19 @@ class Measured:
 
     @classmethod
     def of(cls, times: Sequence[float]) -> Measured:
-        """The measurement of some times, at least one."""
+        """The measurement of one or more step times."""
         return cls(*median_with_error(times), len(times))
 
     def scaled(self, factor: float) -> Measured:
-        """The same measurement for steps that take `factor` times as long."""
+        """The measurement with all times multiplied by `factor`."""
         return Measured(factor * self.seconds, factor * self.error, self.steps, self.at)
 
     def contradicts(self, other: Measured, errors: float) -> bool:
-        """Whether the difference is more than so many standard errors."""
+        """Whether two measurements differ by more than `errors` standard errors."""
         return abs(self.seconds - other.seconds) > errors * math.hypot(self.error, other.error)
 
     def with_more(self, other: Measured, most: int) -> Measured:
-        """Both together, each by its number of steps; of what was known before, no more than `most` weigh."""
+        """The weighted mean of two measurements, by number of steps; the older one counts for at most `most` steps."""
         old = min(self.steps, most)
         steps = old + other.steps
         seconds = (old * self.seconds + other.steps * other.seconds) / steps
@@ -72,11 +71,11 @@ class Trial:
     """The trial under way, or the latest trial.
 
     Attributes:
-        trying: whether the chosen candidate is being tried; else it stays until something speaks against it.
-        rival: the candidate that is compared with what is being tried; "" for none, as of the first of all.
-        tried: the candidate whose trial is over, while the steps that follow it are measured; "" for none.
-        latest: of the rival, or else of the chosen candidate, its latest steps; None where those are too few.
-        times: seconds of the steps of this trial that count, or of the one that has just ended.
+        trying: whether the chosen candidate is being tried; if not, it is the best so far.
+        rival: the candidate that the tried one is compared with; "" for the first candidate of all.
+        tried: the candidate whose trial is over, while the rival is measured again; "" for none.
+        latest: latest measurement of the rival, or without a rival of the chosen candidate; None if too short.
+        times: seconds of the counted steps of this trial, or of the trial that has just ended.
     """
 
     trying: bool = False
@@ -87,8 +86,8 @@ class Trial:
 
     @property
     def of_rival(self) -> Measured:
-        """The latest steps of the rival."""
-        assert self.latest is not None  # nothing is tried before
+        """The latest measurement of the rival."""
+        assert self.latest is not None  # no trial begins before
         return self.latest
 
 
@@ -97,23 +96,23 @@ class AutoState:
     """The state of `Auto`.
 
     Attributes:
-        order: names of the tensors, those first that are most worth compressing.
-        candidates: by name, with predicted times; none before they are told.
+        order: names of the tensors, the most worth compressing first.
+        candidates: candidates with predicted times, by name; empty before the first decision.
         chosen: the candidate in force.
-        why: the reason for that, in words.
-        since: the first step, counted from 0, that obeys it and does not belong to the training's warm-up.
-        until: the next decision is made when this number of steps have ended.
-        trial: under way.
-        measured: by name, what was measured since all candidates were last open. A trial counts in proportion to the
-            rival: by how much longer its steps took than those of the rival before and after it. The first trial counts
-            together with the prediction, as if that were two steps more, unless they contradict each other.
-        before: by name, medians that were measured earlier.
-        usual: by name, seconds of a step when the candidate began to stay, by which a drift is noticed.
-        drifted: looks in a row that found another time.
-        patience: number of such looks that opens all candidates again.
-        reopened: the candidate that was in force when all was opened again; "" where trials have to be affordable.
+        why: the reason for the choice, in words.
+        since: the first step, counted from 0, with the chosen candidate after the training's warm-up.
+        until: number of steps after which the next decision is made.
+        trial: the trial under way.
+        measured: measurements since all candidates were last open, by name. A trial is recorded as the ratio of its
+            step time to the rival's before and after it, times the rival's. The first trial is averaged with the
+            prediction, which counts as two steps, unless they contradict each other.
+        before: earlier medians, by name.
+        usual: seconds of a step when the candidate began to stay, by name; a drift is noticed by it.
+        drifted: number of decisions in a row that saw another step time.
+        patience: number of such decisions that opens all candidates again.
+        reopened: the candidate in force when all were opened again; "" if trials must be affordable.
         elapsed: seconds of all steps so far.
-        spent: seconds of these that trials and changes took beyond steps of the best.
+        spent: seconds by which steps of trials and changes exceeded those of the best.
     """
 
     order: tuple[str, ...]
@@ -133,21 +132,21 @@ class AutoState:
     spent: float = 0.0
 
     def with_times(self, times: Sequence[float], step: int) -> tuple[AutoState, list[float]]:
-        """The state with the times in its accounts, and those times that say how long the chosen candidate takes."""
-        known = [(number, time) for number, time in enumerate(times, step - len(times)) if _CLOCK_S <= time < math.inf]
+        """Accounts for step times; returns the new state, and the times that count for the chosen candidate."""
+        valid = [(number, time) for number, time in enumerate(times, step - len(times)) if _CLOCK_S <= time < math.inf]
         settled = self.since + SETTLING
         trying, latest = self.trial.trying, self.trial.latest
-        others = [name for name in self.measured if not (trying and name == self.chosen)]
-        best = min((self.measured[name].seconds for name in others), default=math.inf)
+        compared = [name for name in self.measured if not (trying and name == self.chosen)]
+        best = min((self.measured[name].seconds for name in compared), default=math.inf)
         if trying and latest is not None:
             best = latest.seconds
-        beyond = sum(time - best for number, time in known if trying or number < settled)
-        elapsed = self.elapsed + sum(time for _, time in known)
+        beyond = sum(time - best for number, time in valid if trying or number < settled)
+        elapsed = self.elapsed + sum(time for _, time in valid)
         state = dataclasses.replace(self, elapsed=elapsed, spent=self.spent + max(0.0, beyond))
-        return state, [time for number, time in known if number >= settled]
+        return state, [time for number, time in valid if number >= settled]
 
     def trying(self, name: str, step: int, why: str) -> AutoState:
-        """The state in which another candidate is tried, from a step on, against the one in force."""
+        """The state in which candidate `name` is tried from a step on, with the present candidate as its rival."""
         return dataclasses.replace(
             self,
             chosen=name,
@@ -158,47 +157,46 @@ class AutoState:
             drifted=0,
         )
 
-    def opened_again(self, now: Measured) -> AutoState:
-        """The state in which all candidates are open: only how fast the chosen one is, is still known."""
+    def opened_again(self, latest: Measured) -> AutoState:
+        """The state in which all candidates are open, and only the chosen one has a measurement."""
         before = {**self.before, **{name: measured.seconds for name, measured in self.measured.items()}}
         return dataclasses.replace(
-            self, measured={self.chosen: now}, before=before, drifted=0,
-            usual={self.chosen: now.seconds}, reopened=self.chosen,
+            self, measured={self.chosen: latest}, before=before, drifted=0,
+            usual={self.chosen: latest.seconds}, reopened=self.chosen,
         )  # fmt: skip
 
     def best(self) -> str:
-        """The fastest by measurement. What stays is not left for a difference that may be chance."""
+        """The fastest candidate by measurement; the chosen one unless another is faster by more than noise."""
         best = min(self.measured, key=lambda name: self.measured[name].seconds)
-        fastest, ours = self.measured[best], self.measured[self.chosen]
+        fastest, present = self.measured[best], self.measured[self.chosen]
         doubt = max(fastest.error, NOTICEABLE * fastest.seconds)
-        return best if ours.seconds - fastest.seconds > doubt else self.chosen
+        return best if present.seconds - fastest.seconds > doubt else self.chosen
 
     def longest_ago(self, best: str, before: int) -> str:
-        """The candidate but the best that was tried longest ago, or never; "" if that is not before a step.
+        """The candidate, other than the best, that was tried longest ago or never, before step `before`; "" for none.
 
-        What it takes may have changed without a sign in the steps of the best.
+        Its step time may have changed without a change in the best's.
         """
         at = {name: self.measured[name].at or 0 if name in self.measured else -1 for name in self.candidates}
         name = min(at.keys() - {best}, key=lambda candidate: (at[candidate], candidate), default="")
         return name if name and at[name] <= before else ""
 
     def expected(self, best: str, name: str) -> float:
-        """Seconds of a step as measured, or as predicted, corrected by what the best takes instead of predicted."""
+        """Seconds of a step as measured; else as predicted, times the best's ratio of measured to predicted time."""
         if name in self.measured:
             return self.measured[name].seconds
         correction = self.measured[best].seconds / self.candidates[best].seconds
         return self.candidates[name].seconds * correction
 
     def is_near(self, best: str, name: str, margin: float) -> bool:
-        """Whether a candidate is within the margin: as predicted, as once measured, or relative to the best's time."""
+        """Whether a candidate may be within the margin of the best, by its expected time or an earlier measurement."""
         least = min(self.expected(best, name), self.before.get(name, self.candidates[name].seconds))
         return least <= (1 + margin) * self.measured[best].seconds
 
 
-def known_before(measured: Measured | None, predicted: float, now: Measured) -> Measured | None:
-    """The time measured before a trial or, without that, the prediction as if it were measured: a first trial may be as
-    far off. None if the trial contradicts it."""
+def known_before(measured: Measured | None, predicted: float, trial: Measured) -> Measured | None:
+    """The measurement before a trial, or without it the prediction as a measurement; None if the trial contradicts."""
     if measured is not None:
-        return None if measured.contradicts(now, SURE) else measured  # it would be of another time
+        return None if measured.contradicts(trial, SURE) else measured  # the speed has changed since
     prior = Measured(predicted, DOUBT * predicted, _PRIOR)
-    return None if prior.contradicts(now, _AGREES) else prior
+    return None if prior.contradicts(trial, _AGREES) else prior

@@ -1,8 +1,8 @@
-"""What a policy is: settings, a state, and a pure step from one state to the next.
+"""The base class of policies: settings, a state, and a pure step from one state to the next.
 
-A policy is a frozen description; its state is a separate, small, frozen dataclass that survives as JSON. At each
-moment of decision it gets one `Statistics`, which holds what its `request` names, and answers with a decision. It
-reads no clock and no file, and knows no tensors: numbers in, a decision out, so that any run can be replayed.
+A policy is a frozen description; its state is a separate, small, frozen dataclass that can be saved as JSON. At each
+moment of decision it gets one `Statistics` with the statistics of its `request`, and answers with a decision. It reads
+no clock, no file and no tensor: numbers in, a decision out, so that any run can be replayed.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ class Policy(Described, Generic[State]):
     Class attributes:
         name: the policy's name in a spec string.
         state_type: the dataclass of its state, whose fields have types that `hvdcomp.specs.typed.typed` takes.
-        state_growth: bytes by which a state may grow as JSON, beside some for each tensor; more takes another message.
+        state_growth: bytes by which a state's JSON may grow, beside an allowance for each tensor; a larger state takes
+            another message.
 
     Attributes:
-        lag: 1 to obey a decision one step later, so that no step waits for it: it travels to the other ranks behind the
-            next step's computation. 0 to have every step wait for the decision that is meant for it.
+        lag: 1 to obey a decision one step later, so that its broadcast overlaps with the next step's computation. 0 to
+            have every step wait for its decision.
     """
 
     lag: Annotated[int, Rule(between(0, 1).allows, "0 or 1")] = 1
@@ -49,7 +50,7 @@ class Policy(Described, Generic[State]):
     state_growth: ClassVar[int] = 512
 
     def request(self, state: State) -> Request:
-        """The request of the policy in a state: when it decides next, and by what."""
+        """The request of the policy in a state: the time of its next decision and the statistics for it."""
         raise NotImplementedError
 
     @property
@@ -59,8 +60,8 @@ class Policy(Described, Generic[State]):
 
     @property
     def loss(self) -> float:
-        """By how much more, as a share, the loss may be raised by compressors that decisions name and no user did; 0
-        for none of these."""
+        """The largest measured increase of the loss, as a share, of compressors that the policy may propose; 0 for no
+        proposals."""
         return 0.0
 
     def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
@@ -75,25 +76,25 @@ class Policy(Described, Generic[State]):
             )
 
     def initial_state(self, tensors: Sequence[str]) -> State:
-        """The state to begin with.
+        """The initial state.
 
         Args:
-            tensors: names of the tensors that are compressed. Those that always go dense are no policy's business.
+            tensors: names of the tensors that are compressed, without those that are always sent dense.
         """
         raise NotImplementedError
 
     def decision(self, state: State) -> Decision:
-        """The decision that is in force in a state: at the beginning, after a decision and after a restart."""
+        """The decision in force in a state: at the start, after each update and after a restart."""
         raise NotImplementedError
 
     @property
     def first_decision(self) -> Decision:
-        """A decision of this policy without tensors: of the kind that all of its decisions are, or like it."""
+        """The decision of this policy without tensors, of the same kind as its other decisions."""
         return self.decision(self.initial_state(()))
 
     @property
     def first_request(self) -> Request:
-        """The request of this policy without tensors; its `ever` is that of all requests."""
+        """The request of this policy without tensors; all its requests have the same `ever`."""
         return self.request(self.initial_state(()))
 
     def update(self, state: State, statistics: Statistics) -> State:
@@ -101,44 +102,44 @@ class Policy(Described, Generic[State]):
         raise NotImplementedError
 
     def decide(self, state: State, statistics: Statistics) -> tuple[State, Decision]:
-        """One moment of decision.
+        """Decides once.
 
         Args:
-            state: as the last call returned it, or `initial_state`. It is not changed.
-            statistics: with at least all that `request(state)` names.
+            state: the state from the last call, or `initial_state`. It is not changed.
+            statistics: statistics with at least the fields that `request(state)` names.
 
         Returns:
             The state to keep, and the decision for the steps that follow.
 
         Raises:
-            ValueError: if a requested statistic is missing, or is not of these tensors.
+            ValueError: if a requested statistic is missing, or is of other tensors.
         """
-        asked = self.request(state).statistics
-        missing = sorted(each.value for each in asked if getattr(statistics, each.value) is None)
+        requested = self.request(state).statistics
+        missing = sorted(statistic.value for statistic in requested if getattr(statistics, statistic.value) is None)
         if missing:
             raise ValueError(f"{self.name} needs {', '.join(missing)} to decide after step {statistics.step}")
         state = self.update(state, statistics)
         return state, self.decision(state)
 
     def to_json(self, state: State) -> dict[str, Any]:
-        """A state as JSON can hold it, where keys are text."""
+        """A state as JSON data, whose keys are text."""
         return {"policy": self.name, **_with_text_keys(state)}
 
     def from_json(self, data: Mapping[str, Any]) -> State:
         """The state that `to_json` wrote.
 
         Raises:
-            ValueError: if it is not of this kind of policy, or holds what such a state cannot.
+            ValueError: if the data are of another policy, or a field has an invalid value.
         """
         return typed(self.state_type, self.fields_of(data), self.name)
 
     def fields_of(self, data: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of a state as JSON. Raises ValueError if it is not of this kind of policy."""
+        """The fields in a state's JSON data. Raises ValueError if the data are of another policy."""
         if not isinstance(data, Mapping):
             raise ValueError(f"{shortened(data)} is not a state of {self.name}, which has fields by name")
         fields = {key: value for key, value in data.items() if key != "policy"}
         expected = {field.name for field in dataclasses.fields(self.state_type)}
-        needed = expected.difference(getattr(self.state_type, "later", ()))  # not in states of versions before them
+        needed = expected.difference(getattr(self.state_type, "later", ()))  # later: fields that old states lack
         if data.get("policy") != self.name or not needed <= fields.keys() <= expected:
             kept = f"policy {data.get('policy')!r} with {', '.join(sorted(fields)) or 'nothing'}"
             raise ValueError(
@@ -151,46 +152,46 @@ class Policy(Described, Generic[State]):
         """Raises SpecError unless a setting is a whole number of at least `least`."""
         self.require(is_whole(getattr(self, setting), least), setting, f"a whole number of at least {least}")
 
-    def of_tensors(self, values: Mapping[str, Value], tensors: Mapping[str, Any], what: str) -> Mapping[str, Value]:
-        """The values, if they are of exactly these tensors.
+    def of_tensors(self, values: Mapping[str, Value], tensors: Mapping[str, Any], noun: str) -> Mapping[str, Value]:
+        """Returns the values after checking that they are of exactly these tensors.
 
         Raises:
-            ValueError: if not.
+            ValueError: if a tensor is missing or unknown; `noun` names the values in the message.
         """
         wrong = {"missing": tensors.keys() - values.keys(), "not expected": values.keys() - tensors.keys()}
         words = [f"{word}: {', '.join(sorted(names))}" for word, names in wrong.items() if names]
         if words:
-            raise ValueError(f"{self.name} was given {what} of other tensors than it began with; {'; '.join(words)}")
+            raise ValueError(f"{self.name} was given {noun} of other tensors than it began with; {'; '.join(words)}")
         return values
 
 
 @dataclass(frozen=True, kw_only=True)
 class AccumulatedGradientPolicy(Policy[State]):
-    """Base of policies that look at accumulated gradients every now and then.
+    """Base of policies that decide by accumulated gradients.
 
     Attributes:
-        steps: decide at the end of every `steps` steps, and accumulate over them; 0 to count epochs instead.
-        statistic: whose gradients are accumulated, "local" (rank 0's own) or "aggregated" (the mean over the ranks).
+        steps: number of steps between decisions, over which gradients are accumulated; 0 to count epochs instead.
+        statistic: the gradients that are accumulated: "local" (rank 0's own) or "aggregated" (the mean over ranks).
     """
 
     steps: Annotated[int, at_least(0)] = 0
     statistic: Source = "local"
 
     def require_interval(self, interval: int, default: int) -> None:
-        """Raises SpecError unless a policy that takes `interval` was given that or `steps`."""
+        """Raises SpecError if both `interval` and `steps` were given."""
         if self.steps and interval != default:
             raise SpecError(f"{self.name}: give interval (in epochs) or steps, not both")
 
     def request_after(
         self, epochs: int, statistics: Set[Statistic], ever: Set[Statistic] = frozenset()
     ) -> Request:
-        """The request for statistics at the end of every `steps` steps or, without these, of every `epochs` epochs."""
+        """The request for statistics at the end of every `steps` steps, or of every `epochs` epochs if `steps` is 0."""
         period = Period(steps=self.steps) if self.steps else Period(epochs=epochs)
         return Request(frozenset(statistics), period, self.statistic, frozenset(ever))
 
 
 def _with_text_keys(value: Any) -> Any:
-    """Dataclasses as mappings, and numbers that are keys, however deep, as text that makes the number again."""
+    """Converts dataclasses to mappings, and numeric keys at any depth to text that gives the same number."""
     if dataclasses.is_dataclass(value):
         value = as_fields(value)
     if not isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Policies of the batch size: fewer exchanges through larger batches, made by accumulating gradients.
+"""Policies of the batch size: fewer exchanges by larger batches, for which gradients are accumulated.
 
 Both scale the learning rate by the same factor as the batch, which keeps the noise of the updates (Goyal et al. 2017,
 arXiv:1706.02677; Smith et al. 2018, arXiv:1711.00489).
@@ -23,7 +23,7 @@ Batch = Annotated[int, at_least(1)]
 """A batch size, in samples."""
 
 ROUNDING = 1e-9
-"""Relative: 0.1 / 0.02 must be a decay by 5, whatever floating point makes of it."""
+"""Relative tolerance: 0.1 / 0.02 must count as a decay by 5 in spite of rounding."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class AccordionBatchSizeState:
 
     Attributes:
         grown: whether the batch is the large one.
-        previous: norm of the model's accumulated gradient when it was last compared; None if there is none.
-        ends: epochs (or windows of steps) that ended.
+        previous: norm of the model's accumulated gradient at the last comparison; None before the first.
+        ends: number of epochs (or windows of steps) that ended.
     """
 
     grown: bool = False
@@ -45,12 +45,12 @@ class AccordionBatchSizeState:
 class AccordionBatchSize(CriticalRegimes[AccordionBatchSizeState]):
     """Accordion for the batch size (Agarwal et al. 2021, arXiv:2010.16248, section 4.1).
 
-    The batch is small until, at a comparison of norms, the regime of the whole model is not critical and the learning
-    rate does not fall; from then on it is large for good.
+    The batch is small until a comparison of norms finds that the regime of the whole model is not critical and that the
+    learning rate does not fall; it is large from then on.
 
     Attributes:
-        low: the small batch, that the training is started with, in samples.
-        high: the large one, a multiple of it.
+        low: the small batch, with which the training starts, in samples.
+        high: the large batch, a multiple of `low`.
     """
 
     low: Batch
@@ -76,9 +76,9 @@ class AccordionBatchSize(CriticalRegimes[AccordionBatchSizeState]):
         return AccordionBatchSizeState()
 
     def request(self, state: AccordionBatchSizeState) -> Request:
-        both = {Statistic.LEARNING_RATES, Statistic.MODEL_NORM}
+        statistics = {Statistic.LEARNING_RATES, Statistic.MODEL_NORM}
         compares = not state.grown and self.compares_at(state.ends + 1)
-        return self.request_after(1, both if compares else set(), ever=both)
+        return self.request_after(1, statistics if compares else set(), ever=statistics)
 
     def decision(self, state: AccordionBatchSizeState) -> BatchSize:
         factor = self.high // self.low if state.grown else 1
@@ -87,7 +87,7 @@ class AccordionBatchSize(CriticalRegimes[AccordionBatchSizeState]):
     def update(self, state: AccordionBatchSizeState, statistics: Statistics) -> AccordionBatchSizeState:
         ends = state.ends + 1
         if state.grown or not self.compares_at(ends):
-            # A learning rate that falls between two comparisons calls for the small batch, which it is already.
+            # A learning rate that falls between two comparisons asks for the small batch, which is in use already.
             return AccordionBatchSizeState(state.grown, state.previous, ends)
         norm, rates = statistics.model_norm, statistics.learning_rates
         assert norm is not None
@@ -97,7 +97,7 @@ class AccordionBatchSize(CriticalRegimes[AccordionBatchSizeState]):
 
 
 def require_room(policy: Policy[Any], accumulation: int, steps_per_epoch: int | None) -> None:
-    """Raises SpecError unless an epoch of `steps_per_epoch` starting batches has room for the largest batch."""
+    """Raises SpecError if the largest batch is longer than an epoch of `steps_per_epoch` starting batches."""
     if steps_per_epoch is not None and accumulation > steps_per_epoch:
         raise SpecError(
             f"{policy}: the largest batch takes {accumulation} of the starting ones, and an epoch has only "
@@ -110,7 +110,7 @@ class IncreaseBatchSizeState:
     """The state of `IncreaseBatchSize`.
 
     Attributes:
-        peak: the highest learning rate that the schedule has had.
+        peak: the highest learning rate of the schedule so far.
         accumulation: as in `BatchSize`.
     """
 
@@ -122,16 +122,16 @@ class IncreaseBatchSizeState:
 class IncreaseBatchSize(Policy[IncreaseBatchSizeState]):
     """Grows the batch where the schedule would decay the learning rate (Smith et al. 2018, arXiv:1711.00489).
 
-    The batch is as many times the starting one as the schedule's rate is below its peak: the largest whole number that
-    the decay allows and `high` leaves room for. The learning rate is multiplied with that number, so that what the
-    batch cannot make up for is decayed after all. With several parameter groups the largest rate counts. If the
-    schedule returns to its peak (a warm restart), the batch returns to its starting size. A rate of zero, as at the
-    end of some schedules, changes nothing.
+    The batch grows by the factor by which the schedule's rate is below its peak, rounded down to a whole number and
+    limited by `high`. The learning rate is multiplied by that number, so that the part of the decay that the batch
+    cannot replace remains. With several parameter groups the largest rate counts. If the schedule returns to its peak
+    (a warm restart), the batch returns to its first size. A rate of zero, as at the end of some schedules, changes
+    nothing.
 
     Attributes:
-        low: the batch that the training is started with, in samples.
+        low: the batch with which the training starts, in samples.
         high: the largest batch.
-        steps: look at the learning rate at the end of every `steps` steps; 0 for at the end of every epoch.
+        steps: number of steps between decisions; 0 to decide at the end of every epoch.
     """
 
     low: Batch
@@ -166,8 +166,8 @@ class IncreaseBatchSize(Policy[IncreaseBatchSizeState]):
 
     def update(self, state: IncreaseBatchSizeState, statistics: Statistics) -> IncreaseBatchSizeState:
         assert statistics.learning_rates is not None
-        now, following = max(statistics.learning_rates.now), max(statistics.learning_rates.next)
-        peak = max(state.peak, now, following)
+        present, following = max(statistics.learning_rates.now), max(statistics.learning_rates.next)
+        peak = max(state.peak, present, following)
         if not following > 0:
             return IncreaseBatchSizeState(peak, state.accumulation)
         decay = math.floor(min(peak / following * (1 + ROUNDING), self.high // self.low))

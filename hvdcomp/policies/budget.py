@@ -1,4 +1,4 @@
-"""A budget: the levels of all tensors that lose least among those that send as much as may be sent."""
+"""A budget of bytes, error or time: the levels of all tensors that use it best."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from hvdcomp.specs.levels import Level
 
 @dataclass(frozen=True)
 class BudgetState(TensorLevels):
-    """The state of `Budget`: levels and, where it has two limits, the regime.
+    """The state of `Budget`: levels and, with two limits, the regime.
 
     Attributes:
         critical: whether the regime was critical at the last decision; None before the first, and with one limit.
-        previous: norm of the model's accumulated gradient then; None if there is none to compare with.
+        previous: norm of the model's accumulated gradient at the last decision; None if not known or not finite.
     """
 
     critical: bool | None = None
@@ -43,37 +43,35 @@ class BudgetState(TensorLevels):
 
 @dataclass(frozen=True, kw_only=True)
 class Budget(OptimalLevels[BudgetState]):
-    """Spends what the user can afford on the tensors where it counts: L-GreCo's programme with a limit of the user's.
+    """Chooses the levels of all tensors by the programme of L-GreCo, within a limit of bytes, error or time.
 
-    With `factor` the levels are those that lose least of all that send no more than the uncompressed bytes / `factor`;
-    with `ms` of all that send no more than can be exchanged in that time, by the performance model and a calibration.
-    With `error` they are those that send least of all that lose no more than that share. What a level loses is
-    ||G - C(G)||, of the mean G of the last gradients, as in L-GreCo (Markov et al. 2022, arXiv:2210.17357); the limit
-    in bytes is not published.
+    The error of a level is ||G - C(G)||, with the mean G of the last gradients, as in L-GreCo (Markov et al. 2022,
+    arXiv:2210.17357). With `factor`, the levels have the least error of all that send at most the uncompressed bytes /
+    `factor`; with `ms`, of all that can be exchanged in that time, by the performance model and a calibration. With
+    `error`, the levels send the fewest bytes of all with at most that error. The limit in bytes is not published.
 
     Until the first decision, after `last` steps, all tensors have their own levels: those of the training's compressor,
-    or of the methods that it routes tensors to. They also say around which levels to look. If no choice is within the
-    limit, all tensors get what comes nearest to it.
+    or of the methods that it routes tensors to. Levels to choose from lie around the own levels. If no choice is within
+    the limit, all tensors get the levels nearest to it.
 
-    With `critical` there are two limits, and Accordion's rule (Agarwal et al. 2021, arXiv:2010.16248), applied to the
-    whole model, chooses at each decision: it is in critical regimes that `critical` counts in place of the other.
+    With `critical` there are two limits. Accordion's rule (Agarwal et al. 2021, arXiv:2010.16248), applied to the whole
+    model, chooses at each decision: in critical regimes, `critical` replaces the other limit.
 
     Attributes:
-        factor: uncompressed bytes / sent bytes of a rank in a step, of the whole model.
-        error: share of the norms that may be lost: the sum of ||G - C(G)|| over the sum of ||G||.
-        ms: milliseconds by which the exchange may make a step longer: encoding, exchanging and decoding, as far as the
-            backward pass does not hide them. One of the three.
-        critical: the same limit while the regime is critical, one that allows more: a smaller factor or error, or more
-            milliseconds; 0 for the same as ever.
-        eta: for `critical`, the relative change of the norm from one decision to the next from which on a regime is
-            critical.
-        calibration: for `ms`, a file or a preset of `hvdcomp.perfmodel`. Rank 0 alone reads it.
-        model: of the calibration; empty for the one whose tensors have the training's shapes.
+        factor: uncompressed bytes / sent bytes of a rank in a step, for the whole model.
+        error: limit of the relative error: the sum of ||G - C(G)|| over the sum of ||G||.
+        ms: milliseconds by which the exchange may lengthen a step: encoding, exchange and decoding, as far as they do
+            not overlap with the backward pass. Exactly one of `factor`, `error` and `ms` is given.
+        critical: the limit in critical regimes, which must allow more: a smaller factor or error, or more milliseconds;
+            0 for a single limit.
+        eta: for `critical`, the relative change of the norm between two decisions from which a regime is critical.
+        calibration: for `ms`, a file or a preset of `hvdcomp.perfmodel`. Only rank 0 reads it.
+        model: model of the calibration; empty for the model whose tensors have the training's shapes.
         batch: batch size of one rank, if it is not the calibration's; 0 if it is.
-        interval, last, least, most, levels, statistic: as of `OptimalLevels`.
+        interval, last, least, most, levels, statistic: as in `OptimalLevels`.
     """
 
-    factor: Annotated[float, number(lambda it: it == 0 or 1 < it <= 1e12, "above 1 and at most 1e12")] = 0.0
+    factor: Annotated[float, number(lambda factor: factor == 0 or 1 < factor <= 1e12, "above 1 and at most 1e12")] = 0.0
     error: Annotated[float, number(lambda error: 0 <= error < 1, "above 0 and below 1")] = 0.0
     ms: Annotated[float, number(lambda ms: 0 <= ms <= 1e9, "above 0 and at most 1e9")] = 0.0
     critical: Annotated[float, number(lambda limit: limit >= 0, "a limit above 0")] = 0.0
@@ -112,10 +110,10 @@ class Budget(OptimalLevels[BudgetState]):
             raise SpecError(f"{self.name}: {' and '.join(of_ms)} is for ms; leave it out with {given[0]}")
         if self.critical:
             allows_more = self.critical > self.ms if self.ms else self.critical < self._limit
-            what = f"more than {given[0]}" if self.ms else f"less than {given[0]}"
-            what += " and more than 1" if self.factor else ""
+            bound = f"more than {given[0]}" if self.ms else f"less than {given[0]}"
+            bound += " and more than 1" if self.factor else ""
             in_range = self.critical > 1 or not self.factor
-            self.require(allows_more and in_range, "critical", f"{what}, so that more may be sent")
+            self.require(allows_more and in_range, "critical", f"{bound}, so that more may be sent")
         elif self.eta != Budget.eta:
             raise SpecError(f"{self.name}: eta={self.eta} is for critical (the limit in critical regimes); give both")
 
@@ -130,7 +128,7 @@ class Budget(OptimalLevels[BudgetState]):
         """Raises ConfigurationError if the exchange takes longer than `ms` at all levels.
 
         Args:
-            seconds: as `Statistics.exchange_seconds`.
+            seconds: as in `Statistics.exchange_seconds`.
         """
         fastest = min(seconds, key=seconds.__getitem__)
         reached = 1000 * seconds[fastest]
@@ -143,15 +141,15 @@ class Budget(OptimalLevels[BudgetState]):
 
     def request(self, state: BudgetState) -> Request:
         undecided = all(level is None for level in state.levels.values())
-        beside = {
+        limits = {
             Statistic.NORMS: self.error,
             Statistic.EXCHANGE_SECONDS: self.ms,
             Statistic.MODEL_NORM: self.critical,
             Statistic.LEARNING_RATES: self.critical,
         }
-        asked = frozenset({Statistic.LEVEL_TABLE, *(each for each, limit in beside.items() if limit)})
+        statistics = frozenset({Statistic.LEVEL_TABLE, *(statistic for statistic, limit in limits.items() if limit)})
         period = Period(steps=self.looks if undecided else self.interval, last=self.looks)
-        return Request(asked, period, self.statistic, around=self.around)
+        return Request(statistics, period, self.statistic, around=self.around)
 
     def update(self, state: BudgetState, statistics: Statistics) -> BudgetState:
         if self.critical:
@@ -179,15 +177,16 @@ class Budget(OptimalLevels[BudgetState]):
 
 
 def bytes_within(seconds: Mapping[int, float], limit: float) -> float:
-    """The most bytes that take no longer than a limit, where the time of some numbers of bytes is known.
+    """The most bytes whose exchange is within a time limit, by linear interpolation.
 
-    Between these the time is interpolated. It may fall with more bytes, where less is to be encoded.
+    Time may fall with more bytes, as less is encoded.
 
     Args:
-        seconds: by bytes.
+        seconds: seconds of the exchange, by bytes.
+        limit: limit of the time in seconds.
 
     Returns:
-        Infinite if even the most bytes that are known take no longer; 0 if all take longer.
+        The number of bytes; infinite if the largest number in `seconds` is within the limit, 0 if none is.
     """
     known = sorted(seconds.items())
     if known[-1][1] <= limit:

@@ -23,10 +23,10 @@ class ConstantState:
 
 @dataclass(frozen=True, kw_only=True)
 class Constant(Policy[ConstantState]):
-    """Always the same level.
+    """A level that never changes.
 
     Attributes:
-        level: of all tensors; None for the compressor's own.
+        level: level of all tensors; None for the compressor's own.
     """
 
     level: Annotated[Level | None, or_none(LEVEL)] = None

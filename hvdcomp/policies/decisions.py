@@ -1,6 +1,6 @@
-"""Decisions of policies. A decision knows which plan it asks for, how it is written as JSON, and what a report shows.
+"""Decisions of policies: each knows its plan, its JSON form and its row of a report.
 
-A new kind of decision is a subclass of `Decision` and nothing else.
+A new kind of decision is a subclass of `Decision`, without registration.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hvdcomp.specs.levels import Level, Unit
 from hvdcomp.specs.typed import as_fields, typed
 
 Gain = Literal["error_feedback", "raw"]
-"""What the energy that compression keeps of x = g + r is compared with: that of x, or that of the gradient g alone."""
+"""The denominator of the gain, the energy kept of x = g + r: the energy of x, or that of the gradient g alone."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class Decision:
     """Base of all decisions.
 
     Class attributes:
-        kind: the word for it in JSON.
-        sets_batch_size: whether it is about the batch size instead of compression.
-        uses_factors: whether it may ask for any level that a compression factor leads to.
-        shown: its attributes that a report shows under the same names.
-        later: its fields that logs of earlier versions lack; `to_json` leaves them out while they have their defaults.
+        kind: name of the kind in JSON.
+        sets_batch_size: whether decisions set the batch size instead of compression.
+        uses_factors: whether decisions give compression factors, which may lead to any level.
+        shown: attributes that a report shows under the same names.
+        later: fields that logs of earlier versions lack; `to_json` leaves them out if they have their defaults.
     """
 
     kind: ClassVar[str]
@@ -36,18 +36,18 @@ class Decision:
     later: ClassVar[tuple[str, ...]] = ()
 
     def plan(self, plans: Any) -> Any:
-        """The plan that it asks for: one of those that `hvdcomp.adaptation.plans.Plans` makes."""
+        """The plan of this decision, made by `plans`, a `hvdcomp.adaptation.plans.Plans`."""
         return plans.own()
 
     def batch(self) -> BatchSize:
-        """The batch size that it asks for; a decision that is not about it asks for that of the start."""
+        """The batch size of this decision; by default that of the start."""
         return BatchSize()
 
     def observer(self, observers: Any) -> Any:
-        """The observer of steps that obey the decision, from `hvdcomp.adaptation.observers.Observers`, or None."""
+        """The observer of this decision's steps, from `hvdcomp.adaptation.observers.Observers`, or None."""
 
     def measures(self, period_ends: bool) -> bool:
-        """Whether a step that obeys it is measured, on all ranks alike.
+        """Whether a step under this decision is measured; the same on all ranks.
 
         Args:
             period_ends: whether the step is the last of a period.
@@ -55,7 +55,7 @@ class Decision:
         return False
 
     def to_json(self) -> dict[str, Any]:
-        """Its `kind` and its fields."""
+        """The decision as JSON data: its `kind` and its fields."""
         fields = dataclasses.asdict(self)
         return {"kind": self.kind, **{name: fields[name] for name in as_fields(self)}}
 
@@ -64,25 +64,25 @@ class Decision:
         """The decision that `to_json` of this class wrote.
 
         Raises:
-            LookupError: if a field is not there.
-            ValueError: if one holds what such a decision cannot.
+            LookupError: if a field is missing.
+            ValueError: if a field has an invalid value.
         """
         names = [field.name for field in dataclasses.fields(cls) if field.name in data or field.name not in cls.later]
         decision: Decision = typed(cls, {name: data[name] for name in names}, cls.kind)
         return decision
 
     def row(self, state: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
-        """The numbers that a report shows of it, by the attributes of `hvdcomp.tools.report.decisions.Decisions`.
+        """The decision's values in a report, by the attributes of `hvdcomp.tools.report.decisions.Decisions`.
 
         Args:
-            state: the policy's, as JSON.
-            tensors: names of those whose level is decided.
+            state: the policy's state, as JSON data.
+            tensors: names of the tensors whose level is decided.
 
         Raises:
-            LookupError, TypeError, ValueError, AttributeError: if the state is not of a policy that decides so.
+            LookupError, TypeError, ValueError, AttributeError: if the state is of a policy with other decisions.
         """
         critical = state.get("critical")
-        if isinstance(critical, bool):  # of the whole model
+        if isinstance(critical, bool):  # one regime for the whole model
             critical = {"": critical}
         share = {"critical": sum(map(bool, critical.values())) / len(critical)} if critical else {}
         return {**share, **{name: getattr(self, name) for name in self.shown}}
@@ -117,14 +117,15 @@ class Factors(Decision):
 
 @dataclass(frozen=True)
 class MultiLevel(Decision):
-    """For the whole model: to which compression factors to compress, and which result to send.
+    """The two compression factors of the whole model, and the choice of the result to send.
 
     Attributes:
         minimum: factor of the first compression, of the gradient with its residual.
-        candidate: factor, still against the dense size, to which the result is compressed again; None for not again.
-        send: which of the two, or the uncompressed gradient with its residual.
-        factor: what the factors count.
-        gain: which gains are to be told, as of the setting of `GraVAC`.
+        candidate: factor of the second compression, of the first one's result, relative to the dense size; None for no
+            second compression.
+        send: the result that is sent; "dense" for the uncompressed gradient with its residual.
+        factor: unit of the factors.
+        gain: kind of gains to measure, as in `GraVAC`.
     """
 
     minimum: float
@@ -140,7 +141,7 @@ class MultiLevel(Decision):
 
     @property
     def sent(self) -> float:
-        """The compression factor of what is sent, 1.0 for dense."""
+        """The compression factor of the result sent; 1.0 for dense."""
         if self.send == "candidate" and self.candidate is not None:
             return self.candidate
         return 1.0 if self.send == "dense" else self.minimum
@@ -161,11 +162,11 @@ class MultiLevel(Decision):
 
 @dataclass(frozen=True)
 class BatchSize(Decision):
-    """How much larger than at the start the batch is.
+    """The batch size relative to the start.
 
     Attributes:
-        accumulation: batches of the starting size that are accumulated for one update, which takes their mean.
-        learning_rate_factor: what the schedule's learning rate is to be multiplied with.
+        accumulation: number of starting batches accumulated for one update, which uses their mean.
+        learning_rate_factor: factor of the schedule's learning rate.
     """
 
     accumulation: int = 1
@@ -184,8 +185,8 @@ class Methods(Decision):
     """The method of each tensor.
 
     Attributes:
-        methods: by tensor name the spec of its compressor; None for the one that the training was given.
-        others: the same of all tensors that are not named, also of those that are too small to be compressed.
+        methods: spec of the compressor, by tensor name; None for the training's own compressor.
+        others: spec of the compressor of all other tensors, small ones included; None for the training's own.
     """
 
     methods: Mapping[str, str | None]
@@ -209,8 +210,8 @@ def decision_from_json(data: Mapping[str, Any]) -> Decision:
     """The decision that `Decision.to_json` wrote.
 
     Raises:
-        ValueError: if its kind is unknown, or a field holds what it cannot.
-        LookupError: if a field is not there.
+        ValueError: if the kind is unknown, or a field has an invalid value.
+        LookupError: if a field is missing.
     """
     kinds = {kind.kind: kind for kind in Decision.__subclasses__()}
     if data["kind"] not in kinds:

@@ -1,8 +1,8 @@
-"""GraVAC: looks, while it trains, for the compression factor with the best product of speed and fidelity.
+"""GraVAC: searches during training for the compression factor with the best product of speed and compression gain.
 
-Every step compresses twice: to a modest factor that is known to be good, and from there to a candidate factor. How
-much of the gradient each keeps (its gain) decides which of them is sent; how fast the steps are decides where the
-search ends.
+Every step compresses twice: to a moderate factor known to be good, and its result to a candidate factor. The gains,
+the shares of the gradient's energy that are kept, decide which result is sent; the throughput decides where the search
+ends.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from hvdcomp.specs.described import SHARE, Rule, Share, at_least, number, or_non
 from hvdcomp.specs.levels import Unit
 
 WINDOWS = {"exponential": 500, "geometric": 2000}
-"""Steps for which a candidate is evaluated, by how the candidates follow on each other."""
+"""Steps for which a candidate is evaluated, by `scaling`."""
 
 SELDOM = 10
-"""Steps of which one measures gains, and gains that a window has at least, unless `every` says otherwise."""
+"""The default of `every`, and the least number of measurements in a window for it to be used."""
 
 
 def error_gain(energy: float, error_energy: float) -> float:
     """The compression gain 1 - ||x - C(x)||^2 / ||x||^2 within [0, 1].
 
-    Where C(x) keeps some elements and drops the others, this is the gain ||C(x)||^2 / ||x||^2 of Tyagi and Swany (2023,
-    arXiv:2305.12201, section III). Of quantizers that round at random and of signs of unit size, where C(x) may have
-    more energy than x, theirs would say nothing.
+    For methods that keep some elements and drop the others, this is the gain ||C(x)||^2 / ||x||^2 of Tyagi and Swany
+    (2023, arXiv:2305.12201, section III). For stochastic quantizers and signs of unit size, whose C(x) may have more
+    energy than x, their definition is not meaningful.
 
     Args:
         energy: ||x||^2, summed over all tensors of the model.
-        error_energy: ||x - C(x)||^2, likewise.
+        error_energy: ||x - C(x)||^2, summed likewise.
 
     Returns:
-        1.0 if there is nothing to send: nothing is lost then. NaN if x is not finite.
+        The gain; 1.0 if x is zero, as nothing is lost then, and NaN if x is not finite.
     """
     if not math.isfinite(energy):
         return math.nan
@@ -51,18 +51,18 @@ def error_gain(energy: float, error_energy: float) -> float:
 
 
 def raw_gain(energy: float, error_energy: float, gradient_energy: float) -> float:
-    """The energy that compression keeps of x = g + r, against that of the gradient g alone: `error_gain` times
+    """The energy that compression keeps of x = g + r over the energy of the gradient g: `error_gain` times
     ||x||^2 / ||g||^2.
 
-    Where C(x) keeps some elements and drops the others, or projects x, this is ||C(x)||^2 / ||g||^2. It exceeds 1 where
-    the residual r brings in more energy than compression loses.
+    For methods that keep some elements and drop the others, or project x, this is ||C(x)||^2 / ||g||^2. It exceeds 1
+    if the residual r adds more energy than compression loses.
 
     Args:
-        energy, error_energy: as of `error_gain`.
-        gradient_energy: ||g||^2, likewise.
+        energy, error_energy: as in `error_gain`.
+        gradient_energy: ||g||^2, summed likewise.
 
     Returns:
-        1.0 if there is nothing to send. NaN if x or g is not finite, or if g alone is zero.
+        The gain; 1.0 if x and g are zero, and NaN if x or g is not finite, or if only g is zero.
     """
     if energy == gradient_energy == 0:
         return error_gain(energy, error_energy)
@@ -73,16 +73,16 @@ def raw_gain(energy: float, error_energy: float, gradient_energy: float) -> floa
 
 @dataclass(frozen=True)
 class GraVACState:
-    """The state of `GraVAC`. Factors are compression factors against the dense size.
+    """The state of `GraVAC`. Factors are compression factors relative to the dense size.
 
     Attributes:
         minimum: factor of the first compression.
-        candidate: factor of the second; None if there is nothing to evaluate.
-        send: what is sent, as in `MultiLevel`.
-        gains: smoothed, by factor, of those two as far as they are known.
-        throughput: samples/s times gain, by factor, when the factor was last sent; 1.0 for dense.
-        steps: that ended.
-        ended: whether the search has.
+        candidate: factor of the second compression; None if there is nothing to evaluate.
+        send: the result that is sent, as in `MultiLevel`.
+        gains: smoothed gains of the two factors, by factor, as far as known.
+        throughput: samples/s times gain when a factor was last sent, by factor; factor 1.0 is dense.
+        steps: number of steps that ended.
+        ended: whether the search has ended.
     """
 
     minimum: float
@@ -98,29 +98,29 @@ class GraVACState:
 class GraVAC(Policy[GraVACState]):
     """GraVAC (Tyagi and Swany 2023, arXiv:2305.12201, algorithm 1).
 
-    Smoothing starts anew for each factor, with its first gain: what was measured for one candidate says nothing of
-    the next. A factor whose gain is not known yet is not sent. A step whose gain is not finite changes no gain. Of a
-    step's time, what was spent only to learn gains is left out. If the search ends at a factor that is not above the
-    first one, that is all there is to send, and nothing is evaluated any more.
+    Smoothing starts anew for each factor with its first gain, as gains of other candidates say nothing about it. A
+    factor whose gain is not yet known is not sent. Gains that are not finite are ignored. The time spent only on
+    measuring gains is subtracted from a step's time. If the search ends at a factor that is not above the first one,
+    that factor is always sent, and nothing is evaluated any more.
 
     Attributes:
-        min: the first compression's factor at the beginning.
+        min: the initial factor of the first compression.
         max: the largest factor.
-        epsilon: the gain from which on a factor may be sent.
+        epsilon: the gain from which a factor may be sent.
         omega: relative difference below which two gains, or two throughputs, are the same.
         scaling: "exponential", candidates 2, 4, 16, 256... times `min`, or "geometric", 2, 4, 8, 16... times; `max` is
             the last.
-        window: steps for which each candidate is evaluated; None for 500 (exponential) or 2000 (geometric).
+        window: number of steps for which each candidate is evaluated; None for 500 (exponential) or 2000 (geometric).
         smoothing: weight of a new gain in the moving average; None for N/100 with N ranks, at most 1, for each of
             `every` steps.
-        every: gains are measured, and what to send is decided, in one of `every` steps; 1 for the published algorithm,
-            which costs much where steps are short. None for 10 if that divides the window into 10 or more parts, and
-            for 1 otherwise.
-        factor: what factors count, of what is dense and of what is sent: "bytes", with those of indices, or "elements",
-            without indices, as published. Where no element is left out, "elements" are as many numbers of 32 bits.
+        every: one of `every` steps measures gains and decides what to send; 1 for the published algorithm, which is
+            costly where steps are short. None for 10 if that divides the window into 10 or more parts, and for 1
+            otherwise.
+        factor: unit of the factors: "bytes", indices included, or "elements", without indices, as published. For
+            methods that leave out no element, "elements" counts 32-bit numbers.
         gain: "error_feedback", the share of x = g + r that is kept (`error_gain`), as in the published text, or "raw",
-            what is kept of x against the gradient g alone (`raw_gain`), as in the published code.
-        lag: 1: steps obey what the one before them showed; all are dense until gains are first measured.
+            the energy kept of x over that of the gradient g (`raw_gain`), as in the published code.
+        lag: 1: a step obeys the decision of the step before it; steps are dense until gains are first measured.
     """
 
     min: Annotated[float, number(lambda factor: factor > 1, "a compression factor above 1")] = 10.0
@@ -164,8 +164,8 @@ class GraVAC(Policy[GraVACState]):
     def _every(self) -> int:
         if self.every is not None:
             return self.every
-        parts, rest = divmod(self._window, SELDOM)
-        return SELDOM if parts >= SELDOM and not rest else 1
+        parts, remainder = divmod(self._window, SELDOM)
+        return SELDOM if parts >= SELDOM and not remainder else 1
 
     def request(self, state: GraVACState) -> Request:
         return Request(frozenset({Statistic.GAINS, Statistic.TIMING}), Period(steps=self._every))
@@ -194,14 +194,14 @@ class GraVAC(Policy[GraVACState]):
         weight = self.smoothing
         if weight is None:
             weight = min(1.0, measured.ranks / 100)
-            if self._every > 1:  # as if the gains of the steps between had been the same
+            if self._every > 1:  # as if the steps in between had had the same gains
                 weight = 1 - (1 - weight) ** self._every
         old = state.gains
         gains = {cf: weight * value + (1 - weight) * old[cf] if cf in old else value for cf, value in new.items()}
         return dataclasses.replace(state, gains=gains)
 
     def _choose(self, state: GraVACState) -> GraVACState:
-        """Sends the smallest of what keeps enough."""
+        """Sends the most compressed result whose gain is enough."""
         send: Literal["dense", "minimum", "candidate"] = "dense"
         if state.candidate is not None and state.gains.get(state.candidate, -math.inf) >= self.epsilon:
             send = "candidate"
@@ -210,7 +210,7 @@ class GraVAC(Policy[GraVACState]):
         return dataclasses.replace(state, send=send)
 
     def _record(self, state: GraVACState, timing: Timing) -> GraVACState:
-        """Enters the throughput of what was sent. A time that cannot be is left out."""
+        """Records the throughput of the result sent. An invalid time is ignored."""
         state = dataclasses.replace(state, steps=state.steps + self._every)
         cf = self.decision(state).sent
         seconds = timing.seconds - timing.evaluation_seconds
@@ -220,12 +220,12 @@ class GraVAC(Policy[GraVACState]):
         return dataclasses.replace(state, throughput={**state.throughput, cf: timing.samples / seconds * kept})
 
     def _look(self, state: GraVACState) -> GraVACState:
-        """At the end of a window: promotes the minimum, turns to the next candidate, ends the search."""
+        """At the end of a window, raises the minimum, goes on to the next candidate, or ends the search."""
         if state.ended or state.steps % self._window:
             return state
         minimum, candidate = state.minimum, state.candidate
         if candidate is not None:
-            if self._same(state.gains.get(candidate), state.gains.get(minimum)):
+            if self._is_close(state.gains.get(candidate), state.gains.get(minimum)):
                 minimum = candidate
             candidate = next((cf for cf in self.candidates if cf > candidate), candidate)
         ideal = self._ideal(state.throughput)
@@ -237,13 +237,13 @@ class GraVAC(Policy[GraVACState]):
         return dataclasses.replace(state, minimum=minimum, candidate=candidate, gains=gains, ended=ideal is not None)
 
     def _ideal(self, throughput: Mapping[float, float]) -> float | None:
-        """The lower of the two factors with the best throughput, dense left out, if that is the same for both."""
+        """The lower of the two factors with the best throughput, without dense, if both throughputs are close."""
         best = sorted((cf for cf in throughput if cf > 1), key=lambda cf: (-throughput[cf], cf))[:2]
-        if len(best) == 2 and self._same(throughput[best[0]], throughput[best[1]]):
+        if len(best) == 2 and self._is_close(throughput[best[0]], throughput[best[1]]):
             return min(best)
         return None
 
-    def _same(self, value: float | None, reference: float | None) -> bool:
+    def _is_close(self, value: float | None, reference: float | None) -> bool:
         if value is None or reference is None or not reference > 0:
             return False
         return abs(value - reference) / reference <= self.omega

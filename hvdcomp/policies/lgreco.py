@@ -1,4 +1,4 @@
-"""L-GreCo: the levels of all tensors that send the fewest bytes without losing more than their own levels would."""
+"""L-GreCo: the levels of all tensors that send the fewest bytes with no more error than the tensors' own levels."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from hvdcomp.specs.levels import Level
 
 @dataclass(frozen=True, kw_only=True)
 class LGreCo(OptimalLevels[TensorLevels]):
-    """L-GreCo (Markov et al. 2022, arXiv:2210.17357): for each tensor the level that sends the fewest bytes in all.
+    """L-GreCo (Markov et al. 2022, arXiv:2210.17357): the levels of all tensors that send the fewest bytes in all.
 
-    The error of a level is ||G - C(G)||, of the mean G of the last gradients. The errors of all tensors add up to no
-    more than `alpha` times those at the tensors' own levels, which are those of the training's compressor, or of the
-    methods that it routes tensors to. No decision sends more bytes than the own levels, unless `alpha` is below 1: then
-    it may take more. If no choice is within the budget, each tensor gets the level that loses least. Where a sum of
-    gradients is not finite, the levels stay as they are.
+    The error of a level is ||G - C(G)||, with the mean G of the last gradients. The errors of all tensors add up to at
+    most `alpha` times the sum at the tensors' own levels, which are those of the training's compressor, or of the
+    methods that it routes tensors to. No decision sends more bytes than the own levels, unless `alpha` is below 1. If
+    no choice is within the budget, each tensor gets the level with the least error. If a sum of gradients is not
+    finite, levels do not change.
 
-    Bytes stand for time. The performance model says that of one method a byte takes as long in every tensor and at
-    every level (tests/policies/test_policies_lgreco.py holds that), so no calibration could change a choice.
+    Bytes stand for time: in the performance model a byte of one method takes the same time in every tensor and at every
+    level (tested by tests/policies/test_policies_lgreco.py), so that no calibration could change a choice.
 
     Attributes:
         alpha: the budget, as a share of the error at the own levels.
-        interval, last, least, most, levels, statistic: as of `OptimalLevels`.
+        interval, last, least, most, levels, statistic: as in `OptimalLevels`.
     """
 
     alpha: Annotated[float, number(lambda alpha: 0 < alpha <= 1e6, "a number above 0 and at most 1e6")] = 1.0
@@ -45,10 +45,10 @@ class LGreCo(OptimalLevels[TensorLevels]):
 
 
 def cheapest(table: LevelTable, alpha: float) -> dict[str, Level]:
-    """The level of each tensor, as `LGreCo` chooses it; `alpha` is the share of the error at the own levels."""
+    """The levels that `LGreCo` chooses; `alpha` is its setting."""
     budget = alpha * math.fsum(errors[table.own[name]] for name, errors in table.errors.items())
     levels = fewest_bytes(table, budget) or least_of(table.errors)
-    # Rounding up takes from the budget, which the own levels use up to the last bit where alpha is 1.
+    # Errors are rounded up, so that with alpha=1 the own levels themselves may exceed the budget.
     own = {name: table.own[name] for name in levels}
     return own if alpha >= 1 and _bytes_of(table, levels) >= _bytes_of(table, own) else levels
 

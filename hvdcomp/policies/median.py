@@ -1,4 +1,4 @@
-"""Statistics that a few wild values do not move."""
+"""Statistics that are robust against outliers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def median_with_error(values: Sequence[float]) -> tuple[float, float]:
     """The median and its standard error, estimated from the median absolute deviation as for a normal distribution.
 
     Args:
-        values: one at least; of one alone the error is 0.
+        values: one value or more; the error of a single value is 0.
     """
     middle = median(values)
     spread = 1.4826 * median(abs(value - middle) for value in values)

@@ -1,7 +1,7 @@
-"""The best levels of all tensors by measured errors and bytes: dynamic programming, and the base of the policies.
+"""The best levels of all tensors by measured errors and bytes: dynamic programming, and the base of its policies.
 
-Tensors differ in what a level costs and in what it loses. Every now and then rank 0 measures both, for a handful of
-levels of each tensor, and dynamic programming finds the best choice exactly, up to the rounding of what is limited.
+Tensors differ in the bytes and the error of a level. At intervals rank 0 measures both, for a few levels of each
+tensor, and dynamic programming finds the best choice exactly, up to rounding of the limited quantity.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hvdcomp.specs.described import at_least, between, number
 from hvdcomp.specs.levels import Level
 
 PARTS = 10_000
-"""What is limited is rounded up to one of so many parts of the limit."""
+"""Number of parts of the limit; limited values are rounded up to whole parts."""
 
 Least = Annotated[float, number(lambda least: 1e-6 <= least <= 1, "a factor from 1e-6 to 1")]
 Most = Annotated[float, number(lambda most: 1 <= most <= 1e6, "a factor from 1 to 1e6")]
@@ -33,7 +33,7 @@ _ByLevel = Mapping[str, Mapping[Level, float]]  # by tensor name and level
 
 
 def in_parts(values: Sequence[float], limit: float) -> np.ndarray:
-    """Values as whole parts of a limit, rounded up; `PARTS` + 1 for what is beyond it."""
+    """Values as whole parts of a limit, rounded up; `PARTS` + 1 for values beyond the limit."""
     array = np.asarray(values, float)
     if limit <= 0:
         return np.where(array > 0, PARTS + 1, 0)
@@ -42,17 +42,18 @@ def in_parts(values: Sequence[float], limit: float) -> np.ndarray:
 
 
 def least_cost(parts: Sequence[np.ndarray], costs: Sequence[np.ndarray]) -> list[int] | None:
-    """The choice of one candidate for each tensor that costs least, with at most `PARTS` parts in all.
+    """The cheapest choice of one candidate for each tensor, with at most `PARTS` parts in all.
 
-    D[l][b], the least cost of the first l tensors with at most b parts, is the least D[l - 1][b - parts[c]] + costs[c]
-    of all candidates c of tensor l. Of two candidates that cost the same, the first is taken.
+    D[l][b], the least cost of the first l tensors with at most b parts, is the minimum of
+    D[l - 1][b - parts[c]] + costs[c] over the candidates c of tensor l. Among equal costs, the first candidate is
+    taken.
 
     Args:
-        parts: by tensor, what each candidate takes of the limit, as `in_parts` gives it.
-        costs: by tensor, what each candidate costs.
+        parts: for each tensor the parts of each candidate, from `in_parts`.
+        costs: for each tensor the cost of each candidate.
 
     Returns:
-        The place of each tensor's candidate; None if no choice is within the limit.
+        The index of each tensor's candidate; None if no choice is within the limit.
     """
     least = np.zeros(PARTS + 1)
     choices = []
@@ -79,7 +80,7 @@ def least_cost(parts: Sequence[np.ndarray], costs: Sequence[np.ndarray]) -> list
 
 @dataclass(frozen=True)
 class TensorLevels:
-    """The state of a policy of optimal levels: the level of each tensor by name, None for its own."""
+    """The state of a policy of optimal levels: the level of each tensor by name; None for its own level."""
 
     levels: Mapping[str, Level | None]
 
@@ -91,16 +92,15 @@ Chosen = TypeVar("Chosen", bound=TensorLevels)
 class OptimalLevels(Policy[Chosen]):
     """Base of the policies that choose the best levels by errors and bytes.
 
-    Where a sum of gradients is not finite, the levels stay as they are.
+    If a sum of gradients is not finite, levels do not change.
 
     Attributes:
-        interval: decide at the end of every `interval` steps.
-        last: gradients of so many steps before a decision are looked at; all of them if `interval` is less.
-        least, most: the smallest and the largest level to choose, as factors of a tensor's own.
-        levels: how many levels there are to choose from: `least` and `most`, and between them a geometric sequence, of
-            which the one nearest to the own level is that. Ranks and bits are rounded; what a method does not have is
-            left out.
-        statistic: whose gradients are looked at, "local" (rank 0's own) or "aggregated" (the mean over the ranks).
+        interval: number of steps between decisions.
+        last: number of steps before a decision whose gradients are accumulated; at most `interval`.
+        least, most: the smallest and the largest level to choose, as factors of a tensor's own level.
+        levels: number of levels to choose from: a geometric sequence from `least` to `most`, in which the own level
+            replaces the factor nearest to 1. Ranks and bits are rounded; levels that a method lacks are left out.
+        statistic: the gradients that are accumulated: "local" (rank 0's own) or "aggregated" (the mean over ranks).
     """
 
     interval: Annotated[int, at_least(1)] = 100
@@ -120,12 +120,12 @@ class OptimalLevels(Policy[Chosen]):
 
     @property
     def looks(self) -> int:
-        """Steps whose gradients are looked at before a decision."""
+        """Number of steps before a decision whose gradients are accumulated."""
         return min(self.last, self.interval)
 
     @property
     def around(self) -> tuple[float, ...]:
-        """The levels to choose from, ascending, as factors of a tensor's own; 1.0 is one of them."""
+        """The levels to choose from, as ascending factors of a tensor's own level; 1.0 is one of them."""
         step = math.log(self.most / self.least) / (self.levels - 1)
         factors = [self.least * math.exp(place * step) for place in range(self.levels)]
         factors[0], factors[-1] = float(self.least), float(self.most)
@@ -154,42 +154,43 @@ class OptimalLevels(Policy[Chosen]):
     def update(self, state: Chosen, statistics: Statistics) -> Chosen:
         table = statistics.level_table
         assert table is not None
-        # A tensor without a level, or without a gradient, has no errors, and keeps what it has.
+        # A tensor without a level, or without a gradient, has no errors and keeps its level.
         self.of_tensors({**{name: {} for name in state.levels}, **table.errors}, state.levels, "level errors")
         if not all(math.isfinite(error) for errors in table.errors.values() for error in errors.values()):
             return state
         return dataclasses.replace(state, levels={**state.levels, **self.choose(table, statistics, state)})
 
     def choose(self, table: LevelTable, statistics: Statistics, state: Chosen) -> dict[str, Level]:
-        """The level of each tensor of a table, all errors of which are finite; `statistics` are those that it is of."""
+        """The level of each tensor of the table, whose errors are finite; the table is part of `statistics`."""
         raise NotImplementedError
 
 
 def fewest_bytes(table: LevelTable, limit: float) -> dict[str, Level] | None:
-    """The levels that send the fewest bytes, with errors that add up to a limit at most; None if there are none.
+    """The levels that send the fewest bytes with at most `limit` total error; None if there are none.
 
-    Of two levels with as many bytes, that which loses less is taken.
+    Among levels with equal bytes, the one with less error is taken.
     """
     return _best(table.errors, table.sent, limit)
 
 
 def least_error(table: LevelTable, limit: float) -> dict[str, Level] | None:
-    """The levels whose errors add up to the least, with bytes of a limit at most; None if there are none.
+    """The levels with the least total error that send at most `limit` bytes; None if there are none.
 
     Args:
-        limit: of the sum of bytes, of the tensors of the table.
+        table: errors and bytes of the levels.
+        limit: limit of the bytes of the table's tensors.
     """
     return _best(table.sent, table.errors, limit)
 
 
 def least_of(values: _ByLevel) -> dict[str, Level]:
-    """The level with the least value, of each tensor."""
+    """The level with the least value, for each tensor."""
     return {name: min(levels, key=levels.__getitem__) for name, levels in values.items()}
 
 
 def _best(limited: _ByLevel, costs: _ByLevel, limit: float) -> dict[str, Level] | None:
-    """The levels that cost least, with limited values that add up to a limit at most; None if there are none."""
-    # What takes least of the limit comes first, so that of two levels with the same cost it is taken.
+    """The levels with the least total cost whose limited values add up to at most `limit`; None if there are none."""
+    # Candidates ascend by the limited value, so that among equal costs the one with less of it is taken.
     candidates = {name: sorted(values, key=values.__getitem__) for name, values in limited.items()}
     chosen = least_cost(
         [in_parts([limited[name][level] for level in levels], limit) for name, levels in candidates.items()],

@@ -1,4 +1,4 @@
-"""Policies that earlier versions had: who gives an old spec, log or checkpoint is told what to take now."""
+"""Removed policies: the error for an old spec, log or checkpoint names the replacement."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hvdcomp.errors import SpecError
 
 
 class _Removed(NamedTuple):
-    specs: str  # a pattern of what a spec begins with
-    what: str
+    specs: str  # pattern of the start of a spec
+    name: str
     why: str
     instead: str
 
@@ -34,8 +34,8 @@ _REMOVED = (
 
 
 def refuse_removed(spec: str) -> None:
-    """Raises SpecError, which says why and what to take instead, if a policy's spec string asks for what is no more."""
+    """Raises SpecError, with the reason and the replacement, if a spec string names a removed policy or setting."""
     spec = spec.strip()
     for removed in _REMOVED:
         if re.match(removed.specs, spec):
-            raise SpecError(f"{spec!r}: {removed.what} was taken out, because {removed.why}; take {removed.instead}")
+            raise SpecError(f"{spec!r}: {removed.name} was taken out, because {removed.why}; take {removed.instead}")

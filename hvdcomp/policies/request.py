@@ -1,6 +1,6 @@
 """The requests of policies, and the statistics that answer them.
 
-`Policy.request` names statistics and the period after which they are told, as one `Statistics`.
+`Policy.request` names statistics and a period, at whose end the policy gets them as one `Statistics`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hvdcomp.specs.levels import Level
 
 
 class Statistic(Enum):
-    """A statistic that a policy may ask for. Each value is the name of the field of `Statistics` that holds it."""
+    """A statistic that a policy may request. Each value is the name of its field in `Statistics`."""
 
     LEARNING_RATES = "learning_rates"
     NORMS = "norms"
@@ -33,8 +33,8 @@ class LearningRates:
     """The learning rates of the training's schedule, one for each parameter group, without any policy's own factor.
 
     Attributes:
-        now: of the period that ends, at its first step, so that a change in the middle of a period is not missed.
-        next: of the step that follows.
+        now: rates at the first step of the period that ends, so that a change within a period is not missed.
+        next: rates of the next step.
     """
 
     now: tuple[float, ...]
@@ -46,17 +46,17 @@ class LearningRates:
 
     @property
     def fall(self) -> bool:
-        """Whether that of any group falls."""
+        """Whether the rate of any group falls."""
         return any(after < before for before, after in zip(self.now, self.next, strict=True))
 
 
 @dataclass(frozen=True)
 class GravacGains:
-    """Compression gains of one step, whole model, see `hvdcomp.policies.gravac`; NaN if there is none.
+    """Compression gains of one step for the whole model (`hvdcomp.policies.gravac`); NaN if there is none.
 
     Attributes:
-        minimum: of the first compression.
-        candidate: of the second; None if there was none.
+        minimum: gain of the first compression.
+        candidate: gain of the second compression; None if there was none.
         ranks: number of ranks.
     """
 
@@ -67,12 +67,12 @@ class GravacGains:
 
 @dataclass(frozen=True)
 class Timing:
-    """How long the steps of a period took.
+    """Samples and time of the steps of a period.
 
     Attributes:
-        samples: that all ranks together took in, in any unit that stays the same throughout a training.
-        seconds: of the whole iterations.
-        evaluation_seconds: of these, those spent only to learn gains, which a steady state would not spend.
+        samples: samples of all ranks together, in any unit that does not change during a training.
+        seconds: seconds of the whole iterations.
+        evaluation_seconds: the part of `seconds` spent only on measuring gains, which later steps do not spend.
     """
 
     samples: float
@@ -82,13 +82,13 @@ class Timing:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to send all gradients, and what the performance model says of it.
+    """A choice of methods for all tensors, with its predicted step time.
 
     Attributes:
         seconds: predicted time of a step.
         compressed: number of tensors, the first in the order of `Candidates`, that get `method`.
-        rest: spec of the compressor of all others; None for that of the training.
-        method: spec of the compressor of these tensors; None for that of the training.
+        rest: spec of the compressor of all other tensors; None for the training's own.
+        method: spec of the compressor of the first tensors; None for the training's own.
     """
 
     seconds: float
@@ -101,11 +101,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The candidates to choose from, see `hvdcomp.adaptation.candidates`.
+    """The candidates to choose from (`hvdcomp.adaptation.candidates`).
 
     Attributes:
         order: names of the tensors whose method may be chosen, the most worth compressing first.
-        candidates: by name.
+        candidates: the candidates by name.
     """
 
     order: tuple[str, ...]
@@ -114,17 +114,17 @@ class Candidates:
 
 @dataclass(frozen=True)
 class LevelTable:
-    """The loss and the bytes of some levels of each tensor. Levels that a tensor's method does not have are left out.
+    """The error and the bytes of some levels of each tensor.
 
-    Tensors whose method has no level, or that had no gradient, are left out.
+    The table leaves out levels that a tensor's method does not have, and tensors without a level or a gradient.
 
     Attributes:
-        errors: by tensor name and level, ||G - C(G)|| of the mean G of the accumulated gradients. NaN if a sum of
+        errors: ||G - C(G)|| with the mean G of the accumulated gradients, by tensor name and level. NaN if a sum of
             gradients is not finite.
-        sent: the bytes that a rank sends of the tensor in a step at each level.
-        own: by tensor name, the level that it has without a policy.
-        other_bytes: that a rank sends in a step of all tensors that are left out, by their own methods.
-        dense_bytes: of the whole model in a step without compression.
+        sent: bytes that a rank sends in a step, by tensor name and level.
+        own: level without a policy, by tensor name.
+        other_bytes: bytes that a rank sends in a step for all tensors that are left out, by their own methods.
+        dense_bytes: bytes of the whole model in a step without compression.
     """
 
     errors: Mapping[str, Mapping[Level, float]]
@@ -141,29 +141,26 @@ class LevelTable:
 
 @dataclass(frozen=True)
 class Statistics:
-    """The statistics at one moment of decision. A field that the policy did not ask for may be None.
+    """The statistics for one decision. A field that the policy did not request may be None.
 
     Attributes:
-        step: steps that ended, from the start of the training.
-        epoch: epochs that ended; None if they are not counted.
-        learning_rates: now and next.
-        norms: by tensor name, the 2-norm of the accumulated gradient: the sum of the raw gradients, before memory and
-            averaging, of all steps of the period that ends. 0.0 for a tensor that had no gradient.
-        model_norm: the same of the whole model: all tensors as one vector.
-        mean_to_std: by tensor name, the absolute mean of the accumulated gradient's elements over their standard
-            deviation.
-        gains, timing: of the last step of a period, and of all its steps; for policies whose periods are counted in
-            steps.
-        candidates: what there is to choose from; told once, before the first step is exchanged. The policy that asks
-            for it has settings of what they are made from: `calibration`, `model` and `batch`, as `Auto`; and it may
-            have its `compressors` and `loss`.
-        step_times: seconds of each step since the last decision, in order: from the end of one step's exchange to
-            that of the next, by rank 0's clock. NaN for the first step after a start.
-        level_table: errors and bytes, for the levels of `Request.around`.
-        exchange_seconds: predicted time of a step's exchange, by the bytes that a rank sends in a step, ascending: with
-            all tensors at so many times their own levels as `Request.around` says. The policy that asks for it has
-            settings of what they are predicted by, `calibration`, `model` and `batch`, and its `require_reachable`
-            refuses a limit that no level keeps.
+        step: number of steps that ended since the start of the training.
+        epoch: number of epochs that ended; None if they are not counted.
+        learning_rates: the rates of this period and of the next step.
+        norms: 2-norm of the accumulated gradient, by tensor name: the sum of the raw gradients, before memory and
+            averaging, of all steps of the period that ends. 0.0 for a tensor without a gradient.
+        model_norm: 2-norm of the accumulated gradient of the whole model, all tensors as one vector.
+        mean_to_std: absolute mean of the accumulated gradient's elements over their standard deviation, by tensor name.
+        gains: gains of the last step of a period counted in steps.
+        timing: samples and time of all steps of a period counted in steps.
+        candidates: the candidates; given once, before the first step is exchanged. A policy that requests them has the
+            settings `calibration`, `model` and `batch` of `Auto`, and may have its `compressors` and `loss`.
+        step_times: seconds of each step since the last decision, in order, from the end of one step's exchange to the
+            end of the next, by rank 0's clock. NaN for the first step after a start.
+        level_table: errors and bytes of the levels of `Request.around`.
+        exchange_seconds: predicted time of a step's exchange, by the bytes that a rank sends in a step, ascending; all
+            tensors are at the same factor of `Request.around` of their own levels. A policy that requests it has the
+            settings `calibration`, `model` and `batch`, and its `require_reachable` refuses limits that no level meets.
     """
 
     step: int
@@ -186,13 +183,13 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Period:
-    """When a policy decides. Two of the first three are 0.
+    """The times of a policy's decisions. Two of the first three fields are 0.
 
     Attributes:
-        epochs: at the end of every `epochs` epochs.
-        steps: at the end of every `steps` steps.
-        until: once, when `until` steps have ended.
-        last: of the steps of a period of `steps`, how many at its end have their gradients accumulated; 0 for all.
+        epochs: number of epochs between decisions.
+        steps: number of steps between decisions.
+        until: number of steps after which a single decision is made.
+        last: number of steps at the end of a period of `steps` whose gradients are accumulated; 0 for all.
     """
 
     epochs: int = 0
@@ -203,15 +200,14 @@ class Period:
 
 @dataclass(frozen=True)
 class Request:
-    """The request of a policy while it is in one state.
+    """The request of a policy in one state.
 
     Attributes:
-        statistics: what the next `decide` reads. Nothing else need be computed in the period before it.
-        period: at whose end `decide` is called, and over which gradients are accumulated; None for never.
-        source: whose gradients are accumulated: "local", rank 0's own, or "aggregated", the mean over the ranks.
-        ever: what requests of other states may name. All ranks go by it, whatever state rank 0 has reached.
-        around: for LEVEL_TABLE and EXCHANGE_SECONDS, the levels to look at, as factors of each tensor's own level; 1.0
-            is one of them.
+        statistics: statistics that the next `decide` reads; no others need be computed in the period before it.
+        period: the period at whose end `decide` is called, and over which gradients are accumulated; None for never.
+        source: the gradients that are accumulated: "local", rank 0's own, or "aggregated", the mean over ranks.
+        ever: statistics that requests of any state may name, by which all ranks prepare, whatever rank 0's state is.
+        around: levels for LEVEL_TABLE and EXCHANGE_SECONDS, as factors of each tensor's own level; 1.0 is one of them.
     """
 
     statistics: frozenset[Statistic] = frozenset()

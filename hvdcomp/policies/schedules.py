@@ -1,4 +1,4 @@
-"""Schedules: levels that depend on nothing but the step, so that every rank finds the same one by itself."""
+"""Schedules: levels that depend on the step only, so that every rank finds them by itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FALLING = "let levels fall, such as levels=(0.25, 0.05) before topk:ratio=0.01"
 
 
 class Levelled(Protocol):
-    """The part of a compressor that a schedule or a policy must know."""
+    """The part of a compressor that schedules and policies use."""
 
     @property
     def level(self) -> Level | None: ...
@@ -40,9 +40,9 @@ class LevelSchedule(Described):
         """The level of a step.
 
         Args:
-            step: from 0.
-            steps_per_epoch: None if the user did not say.
-            own: the compressor's own level, None if it has none.
+            step: number of the step, from 0.
+            steps_per_epoch: number of steps of an epoch; None if unknown.
+            own: the compressor's own level; None if it has none.
 
         Returns:
             A level, `DENSE`, levels by the size of tensors, or None for the compressor's own.
@@ -53,18 +53,18 @@ class LevelSchedule(Described):
         """Raises SpecError if the schedule cannot work with this compressor or run."""
 
     def require_epochs_to_count(self, steps_per_epoch: int | None) -> None:
-        """Raises SpecError if nobody says how many steps an epoch has."""
+        """Raises SpecError if the number of steps of an epoch is unknown."""
         if not steps_per_epoch:
             raise SpecError(f"{self.name}: epochs can only be counted with steps_per_epoch=len(loader); or give steps")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ListedLevels(LevelSchedule):
-    """Base of the schedules that are lists: levels, and where each ends.
+    """Base of the schedules with a list of levels and a list of their ends.
 
     Attributes:
-        levels: one after another.
-        epochs, steps: ends of levels, as how many epochs or steps have ended by then; they rise.
+        levels: the levels in order.
+        epochs, steps: ends of the levels in epochs or in steps, ascending.
     """
 
     levels: tuple[Level, ...]
@@ -77,12 +77,12 @@ class ListedLevels(LevelSchedule):
         self.require(listed, "levels", "one number or more, such as 0.1|0.002")
 
     def require_ends(self, *settings: str, count: int) -> None:
-        """Raises SpecError unless exactly one of some settings is given, as so many whole numbers that rise."""
+        """Raises SpecError unless exactly one of the settings is given, with `count` ascending whole numbers."""
         given = [setting for setting in settings if getattr(self, setting)]
         choice = f"{', '.join(f'{setting}=...' for setting in settings[:-1])} or {settings[-1]}=..."
         if len(given) != 1:
-            found = " and ".join(given) or "none"
-            raise SpecError(f"{self.name}: say where levels end with {choice}, one of them; {found} is given")
+            listed = " and ".join(given) or "none"
+            raise SpecError(f"{self.name}: say where levels end with {choice}, one of them; {listed} is given")
         ends = getattr(self, given[0])
         rising = isinstance(ends, tuple | list) and all(is_whole(end, 1) for end in ends) and _rises_always(ends)
         self.require(rising, given[0], "whole numbers of at least 1 that rise, such as 3|8")
@@ -104,17 +104,17 @@ class ListedLevels(LevelSchedule):
             compressor.at_level(level)
 
     def ends(self, steps_per_epoch: int | None) -> list[int]:
-        """The ends of levels as numbers of steps."""
+        """The ends of the levels in steps."""
         return list(self.steps) or [end * (steps_per_epoch or 0) for end in self.epochs]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(ListedLevels):
-    """Levels that are fixed beforehand: each until its end, and then the compressor's own. They may rise and fall.
+    """A list of levels, each until its end, and then the compressor's own level. Levels may rise and fall.
 
     Attributes:
-        levels: of all tensors, one after another.
-        epochs, steps: how many epochs, or steps, have ended when each level ends; one of the two, as many as levels.
+        levels: levels of all tensors, in order.
+        epochs, steps: end of each level in epochs or in steps; one of the two.
     """
 
     name: ClassVar[str] = "schedule"
@@ -130,14 +130,14 @@ class Schedule(ListedLevels):
 
 @dataclass(frozen=True, kw_only=True)
 class Legacy(ListedLevels):
-    """LEGACY (ICLR 2026): much is sent early in the training, or of small tensors, and nothing has to be measured.
+    """LEGACY (ICLR 2026): less compression early in the training, or of small tensors, without measurements.
 
-    The compressor's own level does not count: the last level is that of the last steps, or of the largest tensors.
+    The compressor's own level is not used: the last level is that of the last steps, or of the largest tensors.
 
     Attributes:
-        levels: falling.
-        epochs, steps: how many epochs, or steps, have ended when each level but the last ends.
-        sizes: instead of these: each level but the last is of tensors with fewer elements than its size.
+        levels: the levels, descending.
+        epochs, steps: end of each level but the last, in epochs or in steps.
+        sizes: instead of ends: each level but the last is for tensors with fewer elements than its size.
     """
 
     sizes: tuple[int, ...] = ()
@@ -168,12 +168,12 @@ class WarmUp(LevelSchedule):
     of 0.001 (Lin et al. 2018, arXiv:1712.01887, section 3.3).
 
     Attributes:
-        dense_steps: number of steps that are sent uncompressed before anything else.
-        levels: the levels of the periods that follow, one each.
-        start: instead of `levels`: the first level of a geometric sequence that would reach the compressor's own
-            level after `periods` periods. Levels that are whole numbers (ranks, bits) are rounded.
-        periods: length of that sequence.
-        epochs, steps: the length of a period; one of the two.
+        dense_steps: number of uncompressed steps at the start.
+        levels: the level of each period after the dense steps.
+        start: instead of `levels`: the first level of a geometric sequence that reaches the compressor's own level
+            after `periods` periods. Integer levels (ranks, bits) are rounded.
+        periods: number of periods of that sequence.
+        epochs, steps: length of a period in epochs or in steps; one of the two.
     """
 
     dense_steps: int = 0
@@ -204,7 +204,7 @@ class WarmUp(LevelSchedule):
 
     @property
     def _set(self) -> tuple[Level, ...]:
-        """The levels that the settings name."""
+        """The levels in the settings."""
         return self.levels if self.start is None else (self.start,)
 
     def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
@@ -230,7 +230,7 @@ class WarmUp(LevelSchedule):
         return _until(ends, (DENSE, *levels, None), step)
 
     def _sequence(self, own: Level | None) -> tuple[Level, ...]:
-        """The geometric sequence from `start` on; nothing without `start`, or without a level to reach."""
+        """The geometric sequence from `start`; empty without `start`, or without a level to reach."""
         if own is None or self.start is None:
             return ()
         levels = [self.start * (own / self.start) ** (period / self.periods) for period in range(self.periods)]
@@ -238,7 +238,7 @@ class WarmUp(LevelSchedule):
 
 
 def _until(ends: Sequence[int], values: Sequence[Value], step: int) -> Value:
-    """The value of a step: each is that of the steps before its end, and the last, one more, of all others."""
+    """The value of a step: value i is that of the steps before end i, and the last value that of all later steps."""
     return values[bisect_right(ends, step)]
 
 
@@ -251,5 +251,5 @@ def _listed(numbers: Sequence[Level]) -> str:
 
 
 def _rises(levels: Sequence[Level]) -> bool:
-    """Whether less is compressed at a later level than at an earlier one."""
+    """Whether any level is larger, so less compressed, than the one before it."""
     return any(later > earlier for earlier, later in pairwise(levels))

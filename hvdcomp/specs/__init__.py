@@ -1,1 +1,1 @@
-"""Spec strings: descriptions that print as they are parsed. Knows no compressor and no policy."""
+"""Spec strings: descriptions that are parsed from text and print as that text. Independent of compressors."""

@@ -1,4 +1,4 @@
-"""Descriptions that print as the spec string that makes them again."""
+"""Descriptions that print as the spec string from which they are parsed."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ from hvdcomp.errors import SpecError
 
 
 class Rule(NamedTuple):
-    """What a setting may be, in its type: `rank: Annotated[int, Rule(allows, what)]`; errors say `what` is allowed.
+    """A rule of a setting, in its type: `rank: Annotated[int, Rule(allows, allowed_text)]`.
 
-    The type is read as text later, so a lambda that stands there can use its own argument alone.
+    The type is evaluated later from its text, so that a lambda in it can use its own argument only.
+
+    Attributes:
+        allows: function that says whether a value is allowed.
+        allowed_text: the allowed values in words, for errors.
     """
 
     allows: Callable[[Any], bool]
-    what: str
+    allowed_text: str
 
 
 class Described:
     """Base of the frozen dataclasses that a spec string can name.
 
     Class attributes:
-        name: its name there.
-        examples: spec strings of it in its forms, the commonest first, which errors and manuals show.
+        name: the name in a spec string.
+        examples: example spec strings, the most common first, for errors and manuals.
     """
 
     name: ClassVar[str]
@@ -45,22 +49,23 @@ class Described:
     def __post_init__(self) -> None:
         kind: Any = type(self)
         for setting, rule in _rules(kind).items():
-            self.require(rule.allows(getattr(self, setting)), setting, rule.what)
+            self.require(rule.allows(getattr(self, setting)), setting, rule.allowed_text)
 
-    def require(self, allowed: bool, setting: str, what: str) -> None:
-        """Raises SpecError, which says `what` is allowed, unless a setting is."""
+    def require(self, allowed: bool, setting: str, allowed_text: str) -> None:
+        """Raises SpecError unless a setting is allowed; `allowed_text` describes the allowed values."""
         if not allowed:
-            raise SpecError(f"{self.name}: {setting}={getattr(self, setting)!r} is not allowed; it must be {what}")
+            value = getattr(self, setting)
+            raise SpecError(f"{self.name}: {setting}={value!r} is not allowed; it must be {allowed_text}")
 
 
 def fields_of(kind: type[Described]) -> list[dataclasses.Field[Any]]:
-    """The settings of a description, those of its own before what it shares with others."""
+    """The settings of a description, positional fields before keyword-only ones."""
     return sorted(dataclasses.fields(kind), key=lambda field: bool(field.kw_only))  # type: ignore[arg-type]
 
 
 def is_number(value: object) -> bool:
     """Whether a setting is a finite number."""
-    # Not math.isfinite, which fails on whole numbers beyond the largest float.
+    # Unlike math.isfinite, this accepts integers beyond the largest float.
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
@@ -69,24 +74,24 @@ def is_whole(value: object, least: float) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def number(allows: Callable[[Any], bool], what: str) -> Rule:
-    """Allows the finite numbers that `allows` does."""
-    return Rule(lambda value: is_number(value) and allows(value), what)
+def number(allows: Callable[[Any], bool], allowed_text: str) -> Rule:
+    """A rule for finite numbers that `allows` accepts."""
+    return Rule(lambda value: is_number(value) and allows(value), allowed_text)
 
 
 def at_least(least: int) -> Rule:
-    """Allows whole numbers from `least`."""
+    """A rule for whole numbers from `least`."""
     return Rule(lambda value: is_whole(value, least), f"a whole number of at least {least}")
 
 
 def between(least: int, most: int) -> Rule:
-    """Allows whole numbers from `least` to `most`."""
+    """A rule for whole numbers from `least` to `most`."""
     return Rule(lambda value: is_whole(value, least) and value <= most, f"a whole number from {least} to {most}")
 
 
 def or_none(rule: Rule) -> Rule:
-    """Allows None as well."""
-    return Rule(lambda value: value is None or rule.allows(value), rule.what)
+    """The rule that allows None as well."""
+    return Rule(lambda value: value is None or rule.allows(value), rule.allowed_text)
 
 
 SHARE = number(lambda value: 0 < value <= 1, "above 0 and at most 1")
@@ -94,14 +99,14 @@ Share = Annotated[float, SHARE]
 Truth = Annotated[bool, Rule(lambda value: isinstance(value, bool), "true or false")]
 
 
-@functools.cache  # a level that is set makes a description anew
+@functools.cache  # a new description is made for every level
 def _rules(kind: Any) -> Mapping[str, Rule]:
     hints = typing.get_type_hints(kind, include_extras=True)
     return {name: rule for name, hint in hints.items() for rule in getattr(hint, "__metadata__", ())}
 
 
 def _text(value: object) -> str:
-    """A list of texts stands in parentheses: they may hold commas, numbers cannot."""
+    """A value as text; a list of texts is in parentheses, because texts may contain commas."""
     if not isinstance(value, tuple):
         return str(value)
     text = "|".join(map(str, value))

@@ -1,4 +1,4 @@
-"""Spec strings: `name:field=value,field=value`, the way to name a method on a command line or in a manifest."""
+"""Spec strings, `name:field=value,field=value`, which describe methods on command lines and in manifests."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _QUOTED_OR_ONE = re.compile(r'"(?:[^"\\]|\\.)*"|.', re.DOTALL)
 _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
-def parse(spec: str, kinds: Mapping[str, type[Kind]], what: str) -> Kind:
+def parse(spec: str, kinds: Mapping[str, type[Kind]], noun: str) -> Kind:
     """The object that a spec string describes.
 
     Args:
-        spec: a name, and after a colon its settings.
+        spec: a name, followed by a colon and settings.
         kinds: classes by name.
-        what: the word for them in errors, such as "compressor".
+        noun: the word for the classes in errors, such as "compressor".
 
     Raises:
         SpecError: for an unknown name or setting, a missing setting, or a value of the wrong kind; lists what exists.
     """
-    name, _, rest = text_of(spec, what, next(iter(kinds.values())).examples[0]).partition(":")
+    name, _, settings = text_of(spec, noun, next(iter(kinds.values())).examples[0]).partition(":")
     if name not in kinds:
         guess = did_you_mean(name, kinds)
-        raise SpecError(f"unknown {what} {name!r} in {spec!r}{guess}; there are: {', '.join(kinds)}")
+        raise SpecError(f"unknown {noun} {name!r} in {spec!r}{guess}; there are: {', '.join(kinds)}")
     kind = kinds[name]
     types = typing.get_type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
-    for setting in split_outside(rest, ",") if rest else []:
+    for setting in split_outside(settings, ",") if settings else []:
         key, equals, text = (part.strip() for part in setting.partition("="))
         if key not in fields or not equals:
             guess = did_you_mean(key, fields)
@@ -51,24 +51,25 @@ def parse(spec: str, kinds: Mapping[str, type[Kind]], what: str) -> Kind:
     return kind(**values)
 
 
-def text_of(spec: object, what: str, example: str) -> str:
-    """A spec string without the spaces around it.
+def text_of(spec: object, noun: str, example: str) -> str:
+    """A spec string without surrounding spaces.
 
     Args:
-        what: as of `parse`.
-        example: of a spec.
+        spec: the spec string.
+        noun: as in `parse`.
+        example: an example of a spec, for the error.
 
     Raises:
-        SpecError: if it is no text.
+        SpecError: if the spec is no text.
     """
     if isinstance(spec, str):
         return spec.strip()
     instead = ", or hand it over without from_spec" if isinstance(spec, Described) else ""
-    raise SpecError(f"{spec!r} is no spec string of a {what}; give text, such as {example!r}{instead}")
+    raise SpecError(f"{spec!r} is no spec string of a {noun}; give text, such as {example!r}{instead}")
 
 
 def split_outside(text: str, separator: str) -> list[str]:
-    """The parts of a text between separators that stand neither in parentheses nor in double quotes.
+    """Splits a text at separators outside parentheses and double quotes.
 
     Example:
         >>> split_outside("calibration=c.json,compressors=(qsgd:bits=4,exchange=scatter|natural)", ",")
@@ -92,16 +93,16 @@ def split_outside(text: str, separator: str) -> list[str]:
 def _usage(kind: type[Described], fields: Mapping[str, dataclasses.Field]) -> str:
     if not fields:
         return f"{kind.name} has no settings: write {kind.name!r}"
-    others = [f"{key}={field.default}" for key, field in fields.items() if field.default is not dataclasses.MISSING]
+    defaults = [f"{key}={field.default}" for key, field in fields.items() if field.default is not dataclasses.MISSING]
     words = f"write {kind.examples[0]!r}"
-    return f"{words}, for example; by default {', '.join(others)}" if others else f"{words}, for example"
+    return f"{words}, for example; by default {', '.join(defaults)}" if defaults else f"{words}, for example"
 
 
 def convert(text: str, kind: Any, where: str) -> Any:
-    """A value of a type from its text; `where` names it in the error.
+    """The value of a type from its text; `where` names it in errors.
 
     Raises:
-        SpecError: if the text is not of that type.
+        SpecError: if the text is no value of the type.
     """
     if kind is bool:
         if text.lower() not in _TRUTH:
@@ -123,14 +124,14 @@ def convert(text: str, kind: Any, where: str) -> Any:
 
 
 def _texts(text: str, where: str) -> tuple[str, ...]:
-    """The texts of a list in parentheses, which may hold commas themselves."""
+    """The texts of a list in parentheses; texts may contain commas."""
     if not (text.startswith("(") and text.endswith(")")):
         raise SpecError(f"{where}: expected a list in parentheses, its parts with | between them, such as (one|two)")
     return tuple(part.strip() for part in split_outside(text[1:-1], "|")) if text[1:-1].strip() else ()
 
 
 def number(text: str, where: str) -> float | int:
-    """A whole number where the text is one, else a float; `where` is as of `convert`."""
+    """An int if the text is a whole number, else a float; `where` as in `convert`."""
     try:
         return int(text)
     except ValueError:

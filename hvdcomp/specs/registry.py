@@ -1,4 +1,4 @@
-"""Registration: a class in a file of a package is found there; no list of them is kept anywhere."""
+"""Registration: classes are found in the files of a package, without a list."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ Kind = TypeVar("Kind", bound=Described)
 
 
 def classes_by_name(package: str, base: type[Kind]) -> dict[str, type[Kind]]:
-    """The classes with a `name` that the modules of a package define, by that name.
+    """The classes with a `name` in the modules of a package, by name.
 
     Imports every module of the package.
 
     Args:
-        package: such as "hvdcomp.compressors".
-        base: what the classes are subclasses of. Those that set no `name` themselves are bases of others, and left out.
+        package: name of the package, such as "hvdcomp.compressors".
+        base: base of the classes. Classes that do not set `name` themselves are bases of others, and left out.
 
     Returns:
-        In the order of the modules' names, and of the lines of each module.
+        The classes, in the order of the modules' names, and of the lines of each module.
 
     Raises:
-        TypeError: if two classes have one name.
+        TypeError: if two classes have the same name.
     """
     kinds: dict[str, type[Kind]] = {}
     for name in sorted(module.name for module in pkgutil.iter_modules(sys.modules[package].__path__)):
@@ -36,9 +36,9 @@ def classes_by_name(package: str, base: type[Kind]) -> dict[str, type[Kind]]:
             if not defined_here or not issubclass(kind, base) or "name" not in vars(kind):
                 continue
             if kinds.setdefault(kind.name, kind) is not kind:
-                other = kinds[kind.name]
+                first = kinds[kind.name]
                 raise TypeError(
-                    f"{other.__module__}.{other.__name__} and {kind.__module__}.{kind.__name__} are both named "
+                    f"{first.__module__}.{first.__name__} and {kind.__module__}.{kind.__name__} are both named "
                     f"{kind.name!r}; rename one"
                 )
     return kinds

@@ -1,4 +1,4 @@
-"""Values of types, dataclasses included, from what a JSON or TOML file holds: one check for every such file."""
+"""Typed values, dataclasses included, from parsed JSON or TOML: the check of all such files."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ def typed(kind: Any, value: Any, where: str, texts: Mapping[str, float] | None =
         typed(tuple[int, ...], [1, 2], "ranks")  # (1, 2)
 
     Args:
-        kind: Any, str, int, float (also of whole numbers), bool, Path, a Literal, None beside one of these, `int |
-            float`, a tuple of one type, a Mapping whose keys are texts or numbers, or a dataclass of these.
+        kind: the type: Any, str, int, float (accepts whole numbers), bool, Path, a Literal, an optional of these,
+            `int | float`, a tuple of one type, a Mapping whose keys are texts or numbers, or a dataclass of these.
+        value: the parsed value.
         where: the place of the value, for messages.
-        texts: numbers that the file holds as texts, such as "NaN", which JSON has no number for.
+        texts: numbers by their texts in the file, such as "NaN", which JSON cannot hold.
 
     Raises:
-        ValueError: the value is not of that type, or the dataclass refuses it.
+        ValueError: if the value is not of the type, or the dataclass refuses it.
     """
     origin, inner = _parts(kind)
     if kind is Any:
@@ -43,7 +44,7 @@ def typed(kind: Any, value: Any, where: str, texts: Mapping[str, float] | None =
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in inner:
             return None
-        inner = tuple(each for each in inner if each is not type(None))
+        inner = tuple(option for option in inner if option is not type(None))
         return typed(float if set(inner) == {int, float} else inner[0], value, where, texts)
     if origin is typing.Literal:
         if value not in inner:
@@ -71,17 +72,17 @@ def typed(kind: Any, value: Any, where: str, texts: Mapping[str, float] | None =
 
 
 def as_fields(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass as files hold them; `typed` makes it of them again.
+    """The fields of a dataclass for a file, from which `typed` restores it.
 
-    Fields that its class names as `later` are left out while they have their defaults: files of versions that did not
-    have them are to be the same as files of today.
+    Fields in the class's `later` are left out if they have their defaults, so that files equal those of versions
+    without these fields.
     """
     later = getattr(value, "later", ())
     return {name: item for name, item in vars(value).items() if name not in later or item != getattr(type(value), name)}
 
 
 def shortened(value: Any) -> str:
-    """A value of a message, which may be a whole file."""
+    """A value for a message, cut if it is long."""
     text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
@@ -96,7 +97,7 @@ def _dataclass(kind: Any, value: Any, where: str, texts: Mapping[str, float] | N
     return kind(**{name: typed(hints[name], item, name, texts) for name, item in value.items()})
 
 
-# A policy's state is read in every decision, and what follows from a type alone takes longer than all else.
+# Cached, as a policy's state is read in every decision, and type hints take most of the time.
 type_hints = functools.cache(typing.get_type_hints)
 
 

@@ -1,4 +1,4 @@
-"""All that TensorFlow users need beside `hvdcomp.Compression`; `hvdcomp.tensorflow.keras` has a callback for Keras."""
+"""The names for TensorFlow users beside `hvdcomp.Compression`; `hvdcomp.tensorflow.keras` has a Keras callback."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hvdcomp.tensorflow.simulated import serve_simulated
 
 _FILES = {
-    "by_name": "names",  # this one, matrix_of and refuse_keras_3 are for the project's own tools
+    "by_name": "names",  # by_name, matrix_of and refuse_keras_3 are for the project's own tools
     "matrix_of": "layout",
     "refuse_keras_3": "caller",
     "CompressedAdam": "compressed_adam",
@@ -25,7 +25,7 @@ __all__ = ["CompressedAdam", "CompressionState", "RowExchange", "saved_state", "
 
 
 def __getattr__(name: str) -> Any:
-    """Imports TensorFlow when what needs it is asked for: the core reads `hvdcomp.tensorflow.framework` without it."""
+    """Imports TensorFlow with the first name that needs it; the core imports `hvdcomp.tensorflow.framework` without."""
     if name in _FILES:
         return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

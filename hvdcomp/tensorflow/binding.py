@@ -1,18 +1,18 @@
-"""Serves stock `hvd.DistributedGradientTape` and `hvd.DistributedOptimizer` of horovod.tensorflow, and Keras `fit`.
+"""The binding of stock `hvd.DistributedGradientTape` and `hvd.DistributedOptimizer` of horovod.tensorflow.
 
-Horovod's functions that average gradients are always traced, so `compress` and `decompress` are called while a graph
-is made, not while it runs. The first `compress` of a list of gradients therefore puts two operations into the graph
-beside Horovod's own, which call back into Python in each step:
+Horovod always traces its functions that average gradients, so that `compress` and `decompress` are called while a
+graph is made, not while it runs. Therefore the first `compress` of a list of gradients adds two operations to the
+graph, which call back into Python in each step:
 
-- one that begins a step. It needs no gradient, so that it can run ahead of the backward pass: it fixes the plan and
-  starts the exchange of the ranks' presence.
-- one that takes all gradients of the list as arrays, runs the engine on them, and returns the means. The arrays are of
-  NumPy or, on a GPU, of PyTorch.
+- one begins a step. It needs no gradient, so that it can run before the backward pass: it fixes the plan and starts
+  the presence check.
+- one takes all gradients of the list as arrays, runs the engine on them, and returns the means. The arrays are NumPy's
+  or, on a GPU, PyTorch's.
 
 Levels, policies and residuals live in Python, as in PyTorch: nothing is traced again when they change. Horovod itself
-is given a number in place of each gradient, of which it makes an operation. No result depends on it, so TensorFlow
-leaves the operation out when the graph runs. Where the compressor is nothing but a
-cast, and no policy may change that, Horovod carries the cast gradients itself, as they become ready.
+gets a number instead of each gradient. No result depends on its operation, so that TensorFlow leaves it out when the
+graph runs. If the compressor only casts, and no policy may change that, Horovod allreduces the cast gradients itself,
+as they become ready.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class _Ticket:
     """The context that Horovod carries from compress to decompress.
 
     Attributes:
-        result: the mean, in the graph that calls Horovod; None where Horovod carries the gradient itself.
-        dtype: of the gradient.
+        result: the mean, in the graph that calls Horovod; None if Horovod allreduces the gradient itself.
+        dtype: element type of the gradient.
     """
 
     result: tf.Tensor | None
@@ -58,13 +58,13 @@ class _Ticket:
 
 @dataclass
 class _Traced:
-    """The parts of a graph that were made for one list of gradients.
+    """The operations in a graph for one list of gradients.
 
     Attributes:
         gradients: the list.
-        names: of those of its members that are compressed, by position.
+        names: names of the compressed gradients, by position.
         begun: the output of the operation that begins a step.
-        results: by position; empty where Horovod carries the gradients itself.
+        results: the means by position; empty if Horovod allreduces the gradients itself.
     """
 
     gradients: Sequence[Any]
@@ -80,13 +80,13 @@ class TensorFlowBinding(TensorFlowTraining):
     """Ties one `Compression` to the tapes or the optimizer of one training.
 
     Args:
-        setup: what the user gave. Its `parameters` are variables by name, or a function that returns them; None for
-            those of the list that `tensor` is in. Its `grad_scaler` and `optimizer` are those of Keras; None for those
-            that are calling.
-        tensor: the gradient that is to be compressed; None before the first step.
+        setup: the user's settings and objects. Its `parameters` are variables by name, or a function that returns them;
+            None for the variables of the list with `tensor`. Its `grad_scaler` and `optimizer` are Keras's; None for
+            the calling ones.
+        tensor: the gradient to compress; None before the first step.
 
     Raises:
-        ConfigurationError: if there are no variables, or they cannot be known yet.
+        ConfigurationError: if there are no variables, or they are not known yet.
     """
 
     broadcast = "hvd.broadcast_variables(model.variables, root_rank=0)"
@@ -96,12 +96,12 @@ class TensorFlowBinding(TensorFlowTraining):
         self._names = {variable.ref(): name for name, variable in variables.items()}
         self._traced: _Traced | None = None
         self._facts_of_call: dict[str, Any] = {}
-        self._summed = False  # whether Horovod was told to take the sum of the gradients, and not their mean
-        self._trained: set[str] = set()  # names of variables that had a gradient in any trace
+        self._summed = False  # whether Horovod takes the sum of gradients instead of the mean
+        self._trained: set[str] = set()  # names of variables with a gradient in any trace
         self._steps_per_call = 1
         communicator = HorovodTensorFlowCommunicator(setup.process_set)
         if communicator.world_size > 1 or elastic.may_change():
-            self._on_device = device_of(variables.values(), says=communicator.rank == 0)
+            self._on_device = device_of(variables.values(), warns=communicator.rank == 0)
         with _refused_on_every_rank(communicator, np.zeros((0,), np.float32)):
             super().__init__(setup, variables, communicator)
 
@@ -134,10 +134,10 @@ class TensorFlowBinding(TensorFlowTraining):
             return tf.cast(tensor, ticket.dtype)
         return tf.identity(ticket.result)
 
-    # While a graph is made.
+    # Calls while a graph is made.
 
     def _trace(self, call: GradientsCall) -> _Traced:
-        """Puts the operations for a list of gradients into the graph in which Horovod was called with it."""
+        """Adds the operations for a list of gradients to the graph that calls Horovod with it."""
         self._check(call)
         if self._optimizer is None:
             self._optimizer = call.optimizer
@@ -161,14 +161,14 @@ class TensorFlowBinding(TensorFlowTraining):
         freezes = isinstance(self._optimizer, CompressedAdam)
         casting = settings.policy is None and self.engine.passthrough and not freezes
         gradients = [call.gradients[place] for place in names]
-        # Horovod compresses each gradient in a branch of its own, where no other branch can see the result.
+        # Horovod compresses each gradient in a branch of its own, whose results other branches cannot use.
         with _graph_of_call().as_default():
             if casting:
                 compressed = set(names.values())
                 begun = _begun(lambda _: self._begin_casts(compressed))
                 return _Traced(call.gradients, names, begun, {})
             self.refuse_predivision(1.0 / call.prescale_factor)
-            # The steps that were made are read in the graph: only there is it known that this one is not counted yet.
+            # The number of steps is read in the graph, where this step is certainly not counted yet.
             begun = _begun(self._begin, self._optimizer.iterations if freezes else 0)
             with tf.control_dependencies([begun]):
                 ordered = list(names.values())
@@ -180,11 +180,11 @@ class TensorFlowBinding(TensorFlowTraining):
         name = self._names.get(variable.ref())
         if name is not None:
             return name
-        known = "variables of hvdcomp.Compression"
+        source = "variables of hvdcomp.Compression"
         if self.setup.parameters is None:
-            known = f"{len(self._variables)} variables that hvdcomp.Compression took from the first list of gradients"
+            source = f"{len(self._variables)} variables that hvdcomp.Compression took from the first list of gradients"
         raise ConfigurationError(
-            f"a gradient of {variable.name!r} arrived, which is not in the {known}; give it all that are trained: "
+            f"a gradient of {variable.name!r} arrived, which is not in the {source}; give it all that are trained: "
             "variables=model.trainable_variables, those of several models added up"
         )
 
@@ -203,14 +203,14 @@ class TensorFlowBinding(TensorFlowTraining):
                 "process_set=..."
             )
 
-    # While a graph runs.
+    # Calls while a graph runs.
 
     def _begin(self, steps_made: Any = 0) -> int:
-        """Begins a step on all ranks, or on none: afterwards Horovod waits for what each rank puts in."""
+        """Begins a step on all ranks or on none, as Horovod then waits for every rank."""
         self.steps_made = int(steps_made)
         if self.is_stale:
             self.follow_ranks()
-        alone = self.communicator.world_size == 1  # the others of an elastic job are gone: nothing is exchanged
+        alone = self.communicator.world_size == 1  # the other ranks of an elastic job are gone
         if alone:
             self.meet_elastic_ranks()
         else:
@@ -231,13 +231,13 @@ class TensorFlowBinding(TensorFlowTraining):
 
     def _begin_casts(self, names: Set[str]) -> int:
         if self.is_stale or not self.agreed:
-            self._begin()  # where the ranks compare what they were told
+            self._begin()  # the ranks compare their settings
         if self.communicator.world_size == 1:
             return self.engine.step_number
         self.engine.enter_casts(names)
         return self.engine.step_number
 
-    # What `Binding` asks of the framework.
+    # Methods of `Training`.
 
     @property
     def summed(self) -> bool:
@@ -255,14 +255,14 @@ class TensorFlowBinding(TensorFlowTraining):
         return self._steps_per_call
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        with tf.init_scope():  # the first step may be being traced
+        with tf.init_scope():  # the first step may be under tracing
             super().load_state_dict(state)
-        self._summed = self._summed or state["own"].get("op") == "sum"  # with one rank no call will tell
+        self._summed = self._summed or state["own"].get("op") == "sum"  # with one rank no call sets it
 
 
 @contextmanager
 def _refused_on_every_rank(communicator: Ranks, like: Array) -> Iterator[None]:
-    """`refused_on_every_rank`, while a graph is made. In a session of TensorFlow 1 nothing can be exchanged then."""
+    """`refused_on_every_rank` while a graph is made; without an exchange in sessions of TensorFlow 1."""
     with tf.init_scope():
         alone = communicator.world_size == 1 or not communicator.included or not tf.executing_eagerly()
         with nullcontext() if alone else refused_on_every_rank(communicator, like):
@@ -284,7 +284,7 @@ def _known_variables(variables: Any, tensor: tf.Tensor | None) -> dict[str, tf.V
 
 def _begun(begin: Callable[[Any], int], number: Any = 0) -> tf.Tensor:
     """The operation that begins a step, in the graph that is being made; what begins it is given a number."""
-    with tf.device("CPU:0"):  # what it returns need not go to a GPU
+    with tf.device("CPU:0"):  # its result need not go to a GPU
         return tf.py_function(begin, [tf.identity(number)], tf.int64, name="hvdcomp_begin")
 
 

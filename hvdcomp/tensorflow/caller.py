@@ -20,13 +20,13 @@ class GradientsCall(NamedTuple):
     """One call of Horovod's function that averages a list of gradients.
 
     Attributes:
-        gradients, variables: as long as each other; a gradient may be None or tf.IndexedSlices.
+        gradients, variables: lists of equal length; a gradient may be None or tf.IndexedSlices.
         op: Horovod's reduction operation.
-        process_set: Horovod's.
-        prescale_factor: what Horovod multiplies with before it adds.
-        optimizer: the Keras optimizer that calls; None where a tape does.
-        loss_scale_optimizer: the one around it, if any.
-        steps_per_execution: how many steps Keras makes in one call of its function; 1 outside of Keras.
+        process_set: Horovod's process set.
+        prescale_factor: Horovod's factor before the sum.
+        optimizer: the calling Keras optimizer; None for a tape.
+        loss_scale_optimizer: the LossScaleOptimizer around it, if any.
+        steps_per_execution: number of steps that Keras makes in one call of its function; 1 outside of Keras.
     """
 
     gradients: Sequence[Any]
@@ -40,12 +40,12 @@ class GradientsCall(NamedTuple):
 
 
 def gradients_call(tensor: tf.Tensor) -> GradientsCall:
-    """The call that a gradient is being compressed for.
+    """The call of Horovod for which a gradient is compressed.
 
     Raises:
-        ConfigurationError: if it is none of Horovod's tape or optimizer, or if XLA is to compile it.
+        ConfigurationError: if the caller is neither Horovod's tape nor its optimizer, or if XLA compiles the call.
     """
-    gradients = caller_local("grads", lambda value: _is_list(value) and any(each is tensor for each in value))
+    gradients = caller_local("grads", lambda value: _is_list(value) and any(element is tensor for element in value))
     variables = caller_local("vars", lambda value: _is_list(value) and len(value) == len(gradients or ()))
     if gradients is None or variables is None:
         raise ConfigurationError(
@@ -72,9 +72,9 @@ def _steps_per_execution() -> int:
 
 
 def refuse_keras_3(optimizer: Any) -> None:
-    """Raises ConfigurationError for an optimizer of Keras 3: Horovod takes it, and then never calls anybody."""
-    theirs = any(kind.__module__.startswith("keras.") for kind in type(optimizer).__mro__)  # Horovod's is a subclass
-    if theirs and int(getattr(sys.modules.get("keras"), "__version__", "0").split(".")[0]) >= 3:
+    """Raises ConfigurationError for an optimizer of Keras 3, which Horovod accepts but then never calls."""
+    from_keras = any(kind.__module__.startswith("keras.") for kind in type(optimizer).__mro__)  # or its subclass
+    if from_keras and int(getattr(sys.modules.get("keras"), "__version__", "0").split(".")[0]) >= 3:
         raise ConfigurationError(
             f"{type(optimizer).__name__} is an optimizer of Keras 3, with which Horovod trains every rank for itself, "
             "without an error: set TF_USE_LEGACY_KERAS=1 before TensorFlow is imported, with tf_keras installed, or "
@@ -83,7 +83,7 @@ def refuse_keras_3(optimizer: Any) -> None:
 
 
 def refuse_keras_3_caller() -> None:
-    """Refuses, in the same way, an optimizer that Horovod is about to wrap."""
+    """`refuse_keras_3` for an optimizer that Horovod is about to wrap."""
     refuse_keras_3(caller_local("optimizer", lambda value: value is not None, "create_distributed_optimizer"))
 
 
@@ -98,12 +98,12 @@ def refuse_to_be_traced() -> None:
 
 
 def is_optimizer(candidate: Any) -> bool:
-    """Whether it is an optimizer: one of Keras, or of TensorFlow 1."""
+    """Whether an object is an optimizer of Keras or TensorFlow 1."""
     return hasattr(type(candidate), "apply_gradients")
 
 
 def is_loss_scale_optimizer(candidate: Any) -> bool:
-    """Whether it is a Keras LossScaleOptimizer."""
+    """Whether an object is a Keras LossScaleOptimizer."""
     return is_optimizer(candidate) and hasattr(type(candidate), "get_scaled_loss")
 
 

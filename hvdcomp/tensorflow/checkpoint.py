@@ -4,8 +4,8 @@
         model=model, optimizer=optimizer, compression=hvdcomp.tensorflow.CompressionState(compression)
     )
 
-Residuals differ between the ranks: to lose nothing, let every rank save to a path of its own. `saved_state` reads what
-is in such a checkpoint, for `hvdcomp.state_for`.
+Residuals differ between the ranks: to keep them, every rank saves to a path of its own. `saved_state` reads the state
+in such a checkpoint, for `hvdcomp.state_for`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import tensorflow as tf
 from hvdcomp.bindings.setup import UsedCompression
 from hvdcomp.errors import ConfigurationError
 
-_ARRAY = "array of hvdcomp"  # the key of an object that stands for an array in another file of the archive
-_PAIRS = "pairs of hvdcomp"  # the key of an object that stands for one whose keys are no text, which JSON has not
+_ARRAY = "array of hvdcomp"  # key of an object for an array in another file of the archive
+_PAIRS = "pairs of hvdcomp"  # key of an object for a mapping whose keys are not text
 _STATE = "state.json"
 
 
 class CompressionState(tf.train.experimental.PythonState):
-    """The state of a `Compression`, as `Compression.state_dict` gives it, for `tf.train.Checkpoint`.
+    """The state of a `Compression`, as in `Compression.state_dict`, for `tf.train.Checkpoint`.
 
-    Restore before the first step; `Compression.load_state_dict` says what is refused.
+    Restore before the first step; `Compression.load_state_dict` documents errors.
 
     Args:
-        compression: whose state is saved and restored.
+        compression: the compression.
     """
 
     def __init__(self, compression: UsedCompression) -> None:
@@ -46,19 +46,19 @@ class CompressionState(tf.train.experimental.PythonState):
         return file.getvalue()
 
     def deserialize(self, string_value: bytes) -> None:
-        """Restores what `serialize` returned."""
+        """Restores the result of `serialize`."""
         self._compression.load_state_dict(_state_in(string_value))
 
 
 def saved_state(path: str, name: str = "compression") -> dict[str, Any]:
-    """The state that a `CompressionState` has saved, as `Compression.state_dict` returned it.
+    """The state that a `CompressionState` saved, as in `Compression.state_dict`.
 
     Args:
-        path: of a checkpoint, as `tf.train.Checkpoint.save` and `write` return it.
-        name: under which the `CompressionState` was given to `tf.train.Checkpoint`.
+        path: path of a checkpoint, from `tf.train.Checkpoint.save` or `write`.
+        name: name of the `CompressionState` in `tf.train.Checkpoint`.
 
     Raises:
-        ConfigurationError: if there is none.
+        ConfigurationError: if the checkpoint has no such state.
     """
     try:
         return _state_in(tf.train.load_checkpoint(path).get_tensor(f"{name}/.ATTRIBUTES/py_state"))
@@ -70,13 +70,13 @@ def saved_state(path: str, name: str = "compression") -> dict[str, Any]:
 
 
 def _state_in(serialized: bytes) -> dict[str, Any]:
-    """The state that `CompressionState.serialize` was made from."""
+    """The state in the bytes of `CompressionState.serialize`."""
     with zipfile.ZipFile(io.BytesIO(serialized)) as archive:
         return dict(json.loads(archive.read(_STATE), object_hook=lambda entry: _with_array(entry, archive)))
 
 
 def _without_arrays(value: Any, archive: zipfile.ZipFile) -> Any:
-    """The value with each array replaced by the name of the file in the archive that holds it."""
+    """The value with each array replaced by the name of its file in the archive."""
     if isinstance(value, np.ndarray):
         name = f"array{len(archive.namelist())}"
         archive.writestr(name, tf.io.serialize_tensor(value).numpy())

@@ -16,11 +16,11 @@ from hvdcomp.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Momentum:
-    """The momentum that a variable's gradient is sent with.
+    """The momentum added to a variable's gradient before the exchange.
 
     Attributes:
-        mean: of the gradients so far, as Adam has it; the same on all ranks, and in the variable's shape.
-        weight: by which it is multiplied before it is added to a gradient.
+        mean: Adam's first moment, the same on all ranks, in the variable's shape.
+        weight: its factor.
     """
 
     mean: tf.Variable
@@ -30,23 +30,23 @@ class Momentum:
 
 @tf_keras.utils.register_keras_serializable(package="hvdcomp")
 class CompressedAdam(tf_keras.optimizers.AdamW):
-    """AdamW that stops to adapt its second moment, so that the ranks can exchange momenta in place of gradients.
+    """AdamW that stops adapting its second moment, so that the ranks can exchange momenta instead of gradients.
 
-    `hvdcomp.torch.CompressedAdam` says how, and why. Horovod's optimizer finds it by itself; with tapes give it to
+    `hvdcomp.torch.CompressedAdam` documents the method. Horovod's optimizer finds it by itself; for tapes, pass it as
     `hvdcomp.Compression(..., optimizer=optimizer)`.
 
         optimizer = hvdcomp.tensorflow.CompressedAdam(6e-4, freeze_after=1500)
         optimizer = hvd.DistributedOptimizer(optimizer, compression=hvdcomp.Compression(hvdcomp.EFSignSGD()))
 
     Args:
-        learning_rate, options: as of `tf_keras.optimizers.AdamW`, but for `amsgrad`.
-        freeze_after: steps before the second moments are frozen; 15 to 25 % of the training.
-        warm_up, floor, refreshes_per_gap: as of `hvdcomp.torch.CompressedAdam`.
+        learning_rate, options: as in `tf_keras.optimizers.AdamW`, without `amsgrad`.
+        freeze_after: number of steps before second moments are frozen; 15 to 25 % of the training.
+        warm_up, floor, refreshes_per_gap: as in `hvdcomp.torch.CompressedAdam`.
 
     Raises:
-        ConfigurationError: without `freeze_after`, or for numbers of steps or refreshes that are none; for a floor that
-            is no share; for `amsgrad`; for `local_steps`, which only PyTorch has.
-        SpecError: for a `warm_up` that is no compressor.
+        ConfigurationError: without `freeze_after`; for an invalid number of steps or refreshes, or an invalid floor;
+            for `amsgrad`; for `local_steps`, which only PyTorch has.
+        SpecError: if `warm_up` is no compressor.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class CompressedAdam(tf_keras.optimizers.AdamW):
 
     @property
     def frozen(self) -> bool:
-        """Whether the next step is one with frozen second moments."""
+        """Whether second moments are frozen in the next step."""
         return int(self.iterations) >= self.freeze_after
 
     @property
@@ -85,26 +85,26 @@ class CompressedAdam(tf_keras.optimizers.AdamW):
         return is_refresh(step, self.freeze_after, self.refreshes_per_gap)
 
     def sends_momenta(self) -> tf.Tensor:
-        """Whether the gradients of the next step have the noise of a compressed momentum, also in a graph."""
+        """Whether the next step's gradients have the noise of a compressed momentum; usable in a graph."""
         frozen = self.iterations >= self.freeze_after
         if self.refreshes_per_gap is None:
             return frozen
         return tf.logical_and(frozen, tf.logical_not(self._scheduled(self.iterations + 1)))
 
     def momentum(self, variable: tf.Variable) -> Momentum:
-        """The momentum that the gradient of a variable is sent with, in steps with frozen second moments."""
+        """The momentum added to a variable's gradient in steps with frozen second moments."""
         return Momentum(self._momentums[self._place(variable)], self.beta_1 / (1 - self.beta_1))
 
     def update_step(self, gradient: Any, variable: tf.Variable) -> None:
-        """As of `tf_keras.optimizers.AdamW`."""
+        """As in `tf_keras.optimizers.AdamW`."""
         place, dtype = self._place(variable), variable.dtype
         m, v = self._momentums[place], self._velocities[place]
-        gradient = tf.convert_to_tensor(gradient)  # also of rows
+        gradient = tf.convert_to_tensor(gradient)  # IndexedSlices too
         step, last = self.iterations + 1, tf.minimum(self.iterations + 1, self.freeze_after)
-        frozen = tf.where(step == self.freeze_after + 1, self._on_floor(v), v)
+        frozen = tf.where(step == self.freeze_after + 1, self._with_floor(v), v)
         if self.refreshes_per_gap is not None:
-            seen = tf.where(tf.math.is_inf(frozen), tf.zeros_like(frozen), frozen)
-            frozen = tf.where(self._scheduled(step), self._on_floor(self._adapted(seen, gradient)), frozen)
+            finite = tf.where(tf.math.is_inf(frozen), tf.zeros_like(frozen), frozen)
+            frozen = tf.where(self._scheduled(step), self._with_floor(self._adapted(finite, gradient)), frozen)
             before = refreshes_among(self.freeze_after, self.refreshes_per_gap)
             last += tf.maximum(self._refreshes_among(step) - before, 0)
         of_first = 1 - tf.pow(tf.cast(self.beta_1, dtype), tf.cast(step, dtype))
@@ -115,24 +115,24 @@ class CompressedAdam(tf_keras.optimizers.AdamW):
         variable.assign_sub((m * rate) / (tf.sqrt(v) + self.epsilon))
 
     def get_config(self) -> dict[str, Any]:
-        """As of `tf_keras.optimizers.Optimizer`."""
+        """As in `tf_keras.optimizers.Optimizer`."""
         own = {"freeze_after": self.freeze_after, "warm_up": self.compressor_before, "floor": self.floor}
         return {**super().get_config(), **own, "refreshes_per_gap": self.refreshes_per_gap}
 
     def _adapted(self, v: Any, gradient: tf.Tensor) -> tf.Tensor:
         return v + (tf.square(gradient) - v) * (1 - self.beta_2)
 
-    def _on_floor(self, v: Any) -> tf.Tensor:
+    def _with_floor(self, v: Any) -> tf.Tensor:
         """The frozen part of a second moment."""
-        # An element without a gradient so far gets no step, whatever noise compression makes of it.
+        # An element without a gradient so far must not be moved by compression's noise.
         return tf.where(v == 0, tf.cast(math.inf, v.dtype), tf.maximum(v, tf.reduce_mean(v) * self.floor))
 
     def _scheduled(self, step: tf.Tensor) -> tf.Tensor:
-        """Whether a step, counted from 1, is on the schedule of refreshes."""
+        """Whether step `step`, counted from 1, is on the schedule of refreshes."""
         return self._refreshes_among(step) > self._refreshes_among(step - 1)
 
     def _refreshes_among(self, steps: tf.Tensor) -> tf.Tensor:
-        """`refreshes_among`, for a number of steps that is known when the graph runs."""
+        """`refreshes_among` in a graph."""
         begun = (steps - 1) // self.refreshes_per_gap + 1
         doublings = tf.reduce_sum(tf.cast(begun >= 2 ** tf.range(1, 62, dtype=steps.dtype), steps.dtype))
         gap = 2**doublings
@@ -144,7 +144,7 @@ class CompressedAdam(tf_keras.optimizers.AdamW):
 
 
 def _refuse_local_steps(options: dict[str, Any]) -> None:
-    """Takes `local_steps` out of the options; raises ConfigurationError if it is above 1."""
+    """Removes `local_steps` from the options; raises ConfigurationError if it is above 1."""
     local_steps = options.pop("local_steps", 1)
     if local_steps != 1:
         raise ConfigurationError(

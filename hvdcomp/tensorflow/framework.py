@@ -1,4 +1,4 @@
-"""The names that the core uses of TensorFlow: `hvdcomp.bindings.frameworks.Framework` says what each name means."""
+"""TensorFlow's implementation of `hvdcomp.bindings.frameworks.Framework`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvdcomp.tensorflow.names import by_name
 if TYPE_CHECKING:
     from hvdcomp.tensorflow.binding import TensorFlowBinding
 
-__all__ = ["by_name"]  # one of the names that the core asks for
+__all__ = ["by_name"]  # used by the core
 
 TITLE = "TensorFlow"
 ARGUMENT = "variables"
@@ -31,12 +31,12 @@ def owns_scaler(scaler: Any) -> bool:
     return hasattr(type(scaler), "loss_scale")
 
 
-def is_model(given: Any) -> bool:
-    return hasattr(type(given), "trainable_variables")
+def is_model(value: Any) -> bool:
+    return hasattr(type(value), "trainable_variables")
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Any will do until a learning rate is asked of it."""
+    """Accepts any optimizer; its learning rate is checked when it is read."""
 
 
 def prepare(kind: type) -> None:
@@ -47,7 +47,7 @@ def prepare(kind: type) -> None:
 
 
 def check_wrapping() -> None:
-    # Horovod's optimizer hashes the compression when it is made; one of Keras 3 never calls it again.
+    # Called when Horovod's optimizer hashes the compression; for Keras 3 it is the only call.
     if _is_imported():
         from hvdcomp.tensorflow.caller import refuse_keras_3_caller
 

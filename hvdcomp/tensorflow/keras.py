@@ -1,4 +1,4 @@
-"""A callback that shows, checks and records what a `Compression` does during Keras `fit`."""
+"""A callback for Keras `fit` that checks a training and records its `Compression`."""
 
 from __future__ import annotations
 
@@ -20,27 +20,26 @@ from hvdcomp.tensorflow.optimizer import learning_rate_of, unwrapped
 
 
 class PolicyCallback(tf_keras.callbacks.Callback):
-    """Tells a training by `fit` what its compression and its policy do.
+    """Checks a training by `fit`, and records its compression and policy.
 
-    - Before training it checks what would go wrong later: a model compiled without Horovod's optimizer or with
-      `jit_compile=True`, a `steps_per_epoch` of the policy that is not that of `fit`, a policy that changes the batch
-      size, which `fit` cannot follow.
+    - Before training it refuses a model compiled without Horovod's optimizer or with `jit_compile=True`, another
+      `steps_per_epoch` than that of `fit`, and a policy that changes the batch size, which `fit` cannot follow.
     - At the end of each epoch it adds `compression_factor` (dense bytes / sent bytes that may leave the node),
       `megabytes_sent` (all that this rank sent, both in that epoch) and `learning_rate` to the logs, where History,
       CSVLogger and the progress bar show them.
     - On rank 0 it writes TensorBoard scalars: `Compression.metrics` of the latest step, the level of each tensor, the
       learning rate, and the megabytes sent since the epoch began.
-    - It leaves validation out of the times of steps, by which some policies decide.
+    - It excludes validation from step times, by which some policies decide.
 
-    The decisions themselves do not need it: `fit` without this callback trains alike.
+    Decisions do not depend on it: `fit` without this callback trains alike.
 
     Args:
-        compression: as in Horovod's optimizer.
-        log_dir: of the TensorBoard scalars; None for none.
-        update_freq: when to write the scalars: "epoch", or after how many batches.
+        compression: the compression of Horovod's optimizer.
+        log_dir: folder of the TensorBoard scalars; None for none.
+        update_freq: "epoch", or the number of batches between writing the scalars.
 
     Raises:
-        ConfigurationError: for another update_freq; in `fit`, for what it checks.
+        ConfigurationError: for another update_freq; in `fit`, for a failed check.
     """
 
     def __init__(
@@ -53,8 +52,8 @@ class PolicyCallback(tf_keras.callbacks.Callback):
         self._log_dir = log_dir
         self._update_freq = update_freq
         self._writer: tf.summary.SummaryWriter | None = None
-        self._pause = ExitStack()  # while validation goes on
-        self._epoch_began = Cost()  # what was sent until then
+        self._pause = ExitStack()  # during validation
+        self._epoch_began = Cost()  # totals at the start of the epoch
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Checks the model, and opens the TensorBoard file."""
@@ -83,27 +82,27 @@ class PolicyCallback(tf_keras.callbacks.Callback):
             self._writer = tf.summary.create_file_writer(str(self._log_dir))
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Notes what was sent until now."""
+        """Records the totals at the start of the epoch."""
         self._epoch_began = replace(self._compression.ledger.totals)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Writes the scalars, if it is time."""
+        """Writes the scalars every `update_freq` batches."""
         if self._update_freq != "epoch" and (batch + 1) % int(self._update_freq) == 0:
             self._write(self._scalars())
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Adds to the logs, and writes the scalars."""
+        """Adds values to the logs, and writes the scalars."""
         if logs is not None:
             logs |= self._scalars()
         if self._update_freq == "epoch":
             self._write(self._scalars())
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Stops the clock by which policies time steps: validation belongs to none."""
+        """Stops the clock of steps during validation."""
         self._pause.enter_context(self._compression.paused())
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Lets it go on."""
+        """Starts the clock of steps again."""
         self._pause.close()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
@@ -113,9 +112,9 @@ class PolicyCallback(tf_keras.callbacks.Callback):
             self._writer = None
 
     def _scalars(self) -> dict[str, float]:
-        """The learning rate, and what was sent since the epoch began."""
+        """The learning rate, and the epoch's compression factor and megabytes sent."""
         epoch = replace(self._compression.ledger.totals)
-        epoch.add(self._epoch_began, -1)  # bytes only: its times mean nothing now
+        epoch.add(self._epoch_began, -1)  # bytes only: the difference of times is not meaningful
         scalars = {"learning_rate": learning_rate_of(unwrapped(self.model.optimizer))}
         if (factor := epoch.compression_factor) is not None:
             scalars |= {"compression_factor": factor, "megabytes_sent": epoch.bytes_sent / 1e6}
@@ -125,7 +124,7 @@ class PolicyCallback(tf_keras.callbacks.Callback):
         if self._writer is None:
             return
         written: dict[str, float] = {f"hvdcomp/{name}": value for name, value in scalars.items()}
-        written |= self._compression.metrics()  # the compression factor too is that of a step
+        written |= self._compression.metrics()  # replaces the compression factor by that of the latest step
         written |= {f"hvdcomp/level/{name}": level for name, level in self._compression.levels.items()}
         with self._writer.as_default(step=self._compression.ledger.steps):
             for name, value in written.items():

@@ -1,8 +1,8 @@
-"""Which matrix a variable is to methods that take tensors for matrices.
+"""The matrix shape of a variable, for methods that work on matrices.
 
-To them the first dimension is that of the rows, as PyTorch has it: (out, in, height, width). In Keras the kernel of a
+These methods take the first dimension for the rows, as in PyTorch: (out, in, height, width). In Keras the kernel of a
 convolution is (height, width, in, out), that of a dense layer for attention (in, heads, size), and that of the layer
-behind it (heads, size, out).
+after it (heads, size, out).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from hvdcomp.arrays.types import number_of_elements
 
 
 def matrix_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a variable as compressors see it, of the same elements in the same order.
+    """The shape of a variable for compressors, with the same elements in the same order.
 
-    Dimensions are divided, in their order, where rows and columns are fewest together, so that least is sent: the last
-    one of a kernel is that of the columns, as a rule. Of two dimensions or fewer, they stay.
+    Dimensions are split, in their order, where the sum of rows and columns is smallest, so that the fewest bytes are
+    sent: usually before the last dimension of a kernel. Shapes of two dimensions or fewer do not change.
 
     >>> matrix_of((3, 3, 64, 128)), matrix_of((768, 12, 64)), matrix_of((3, 3, 512, 1))
     ((576, 128), (768, 768), (9, 512))

@@ -1,4 +1,4 @@
-"""Names of variables that are the same in every process, and in every model made anew."""
+"""Names of variables that are the same in every process, and for every rebuilt model."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from hvdcomp.errors import ConfigurationError
 
 
 def stable_names(names: Sequence[str]) -> list[str]:
-    """Names without what Keras counts up in each process, unique, in the order given.
+    """Unique names without Keras's counters, in the same order.
 
-    Keras calls the first dense layer that a process makes `dense`, the second `dense_1`, whichever model they are in.
-    State that is kept by such names would not be found again by a model that was built twice. So the numbers are given
-    anew: the first `dense_7` becomes `dense`, the next layer of that kind `dense_1`.
+    Keras names the first dense layer of a process `dense`, the second `dense_1`, in whatever model they are, so that a
+    model built twice would have other names, and not find its state. So the layers are counted anew: the first, such as
+    `dense_7`, becomes `dense`, the next one of that kind `dense_1`.
 
     >>> stable_names(["dense_7/kernel:0", "dense_7/bias:0", "dense_9/kernel:0"])
     ['dense/kernel', 'dense/bias', 'dense_1/kernel']
     """
-    numbers: dict[str, dict[str, int]] = {}  # of the parts that differ by nothing but a number
+    numbers: dict[str, dict[str, int]] = {}  # numbers of the parts with the same base
 
     def renumbered(part: str) -> str:
         base = re.sub(r"_\d+$", "", part)
-        known = numbers.setdefault(base, {})
-        number = known.setdefault(part, len(known))
+        parts = numbers.setdefault(base, {})
+        number = parts.setdefault(part, len(parts))
         return f"{base}_{number}" if number else base
 
     result: dict[str, None] = {}
@@ -39,10 +39,10 @@ def stable_names(names: Sequence[str]) -> list[str]:
 
 
 def by_name(variables: Iterable[Any]) -> dict[str, Any]:
-    """Variables by their stable names, in the order given.
+    """Variables by their stable names, in the same order.
 
     Raises:
-        ConfigurationError: if there are none, or if one is no tf.Variable, as those of Keras 3.
+        ConfigurationError: if there are no variables, or if one is no tf.Variable, as in Keras 3.
     """
     variables = list(variables)
     for variable in variables:

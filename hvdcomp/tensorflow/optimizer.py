@@ -1,4 +1,4 @@
-"""What the binding must know of a Keras optimizer, and change in it."""
+"""Settings of Keras optimizers, and a factor of their learning rate."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def learning_rate_of(optimizer: Any) -> float:
-    """The learning rate of the next step, that of a schedule included."""
+    """The learning rate of the next step, from a schedule too."""
     names = ("_learning_rate", "learning_rate", "_lr")  # the last one of optimizers of TensorFlow 1
     rate = next((value for name in names if (value := getattr(optimizer, name, None)) is not None), None)
     if rate is None:
@@ -41,19 +41,19 @@ def momentum_of(optimizer: Any) -> str | None:
 
 
 class ScaledRate:
-    """Lets an optimizer apply gradients at a multiple of its learning rate, which everybody else sees unchanged.
+    """Makes an optimizer apply gradients at a multiple of its learning rate, whose value does not change otherwise.
 
-    It has to be made before a function that applies gradients is traced; the multiple may change later.
+    It must be made before a function that applies gradients is traced; the multiple may change later.
 
     Raises:
-        ConfigurationError: for an optimizer of another kind than those of tf_keras.
+        ConfigurationError: for an optimizer that is not of tf_keras.
     """
 
     def __init__(self, optimizer: Any) -> None:
         self._factor = tf.Variable(1.0, trainable=False, name="hvdcomp_learning_rate_factor")
         self._of_next_step = 1.0
         self._legacy = hasattr(optimizer, "_decayed_lr")
-        if self._legacy:  # they ask this method
+        if self._legacy:  # they read their rate by this method
             own_rate = optimizer._decayed_lr
             optimizer._decayed_lr = lambda dtype: own_rate(dtype) * tf.cast(self._factor, dtype)
         elif hasattr(optimizer, "update_step"):
@@ -65,19 +65,18 @@ class ScaledRate:
             )
 
     def set(self, factor: float) -> None:
-        """Sets the multiple, from the next step on: one whose gradients were exchanged before keeps the earlier one.
+        """Sets the multiple from the next exchange on; a step whose gradients were exchanged keeps the earlier one.
 
-        A legacy optimizer takes it at once, as it reads its rate before it waits for gradients.
+        A legacy optimizer uses it at once, as it reads its rate before it waits for gradients.
         """
         self._of_next_step = factor
         if self._legacy:
             self.begin_step()
 
     def begin_step(self) -> None:
-        """To be called when the exchange of a step's gradients begins.
+        """Fixes the multiple of a step; to be called when the exchange of its gradients begins.
 
-        What a rank takes up after that, such as a decision that a checkpoint has to hold, is for the next step: other
-        ranks may take it up later.
+        A decision applied after that, as for a checkpoint, is for the next step, as other ranks may apply it later.
         """
         self._factor.assign(self._of_next_step)
 
@@ -93,7 +92,7 @@ class ScaledRate:
 
     @contextmanager
     def _in_place(self, optimizer: Any, factor: tf.Tensor) -> Iterator[None]:
-        # The rate is a property of the class; this is what it reads.
+        # The attribute that the property of the rate reads.
         scheduled = callable(optimizer._learning_rate) and not isinstance(optimizer._learning_rate, tf.Variable)
         where = "_current_learning_rate" if scheduled else "_learning_rate"
         own = getattr(optimizer, where)

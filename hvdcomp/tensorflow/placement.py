@@ -1,4 +1,4 @@
-"""Where gradients are compressed: on the GPU where they lie, by PyTorch and its kernels, or else on the host."""
+"""The device of compression: the gradients' GPU, by PyTorch and its kernels, or else the host."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ if TYPE_CHECKING:
     from hvdcomp.arrays.tensorflow_on_device import DeviceTensors
 
 
-def device_of(variables: Iterable[tf.Variable], says: bool) -> DeviceTensors | None:
-    """What hands gradients over to PyTorch, on the first variable's GPU; None where they are compressed on the host.
+def device_of(variables: Iterable[tf.Variable], warns: bool) -> DeviceTensors | None:
+    """The converter of gradients to PyTorch on the first variable's GPU; None for compression on the host.
 
     Args:
-        says: whether it warns if gradients lie on a GPU and are compressed on the host all the same.
+        variables: the variables.
+        warns: whether to warn if gradients are on a GPU and compressed on the host.
     """
-    there = [
+    on_gpu = [
         variable
         for variable in variables
         if (cuda.serves_host() or _on_gpu(variable)) and variable.shape.num_elements()
     ]
-    if not there or tf.is_symbolic_tensor(getattr(there[0], "handle", there[0])):  # of a session of TensorFlow 1
+    if not on_gpu or tf.is_symbolic_tensor(getattr(on_gpu[0], "handle", on_gpu[0])):  # a session of TensorFlow 1
         return None
-    reason = _why_not(there[0])
+    reason = _why_not(on_gpu[0])
     if not reason:
         from hvdcomp.arrays.tensorflow_on_device import DeviceTensors
 
-        with tf.init_scope():  # the first step may be being traced
-            return DeviceTensors(there[0].read_value())
-    if says:
+        with tf.init_scope():  # the first step may be under tracing
+            return DeviceTensors(on_gpu[0].read_value())
+    if warns:
         warn_alone(f"gradients on the GPU are copied to the host and compressed there: {reason}")
     return None
 
 
 def _why_not(variable: tf.Variable) -> str:
-    """Why PyTorch cannot work where a variable is; empty where it can."""
+    """The reason why PyTorch cannot work on a variable's device; "" if it can."""
     try:
         import torch
     except (ImportError, OSError) as error:

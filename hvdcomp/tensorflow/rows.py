@@ -1,4 +1,4 @@
-"""`RowExchange`: the mean of `tf.IndexedSlices`, as embedding tables have them, of which each row travels once."""
+"""`RowExchange`: the mean of `tf.IndexedSlices`, the gradients of embedding tables, with each row sent once."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ _ON_HOST = np.zeros(0, np.float32)
 
 
 class RowExchange:
-    """Lets Horovod's tape or optimizer exchange `tf.IndexedSlices` row by row, and all else as before.
+    """Makes Horovod's tape or optimizer exchange `tf.IndexedSlices` row by row, and dense gradients as before.
 
         rows = hvdcomp.tensorflow.RowExchange()  # once, on every rank
         tape = rows.serve(hvd.DistributedGradientTape(tape, compression=compression))          # in a loop, or
         optimizer = rows.serve(hvd.DistributedOptimizer(optimizer, compression=compression))   # for Keras fit
 
-    Horovod gathers the slices of all ranks as they are, so that a row that was looked up often travels as often. Here a
-    rank adds up the slices of a row before. The result is the same mean (or sum, with op=hvd.Sum), but for last bits:
-    `tf.IndexedSlices` in which each row is once, in the order of their ids. `hvdcomp.exchange.rows` says how they
-    travel. They are exchanged on the host, after the other gradients.
+    Horovod gathers the slices of all ranks, so that a row looked up several times is sent as often. Here a rank first
+    adds up the slices of a row. The result is the same mean (or sum, with op=hvd.Sum) up to rounding, as
+    `tf.IndexedSlices` with each row once, in the order of ids. `hvdcomp.exchange.rows` describes the exchange. It runs
+    on the host, after that of dense gradients.
 
     Args:
-        wire_dtype: in which rows and means travel: tf.bfloat16 or tf.float16; or tf.int8, with the largest magnitude of
-            each row beside it, of which an element is off by 1/254 at most, and a mean again. What is rounded away is
-            lost. Default: as they are.
+        wire_dtype: element type in which rows and means are sent: tf.bfloat16 or tf.float16; or tf.int8, with the
+            largest magnitude of each row, where an element's error is at most 1/254 of it, and that of a mean again.
+            Rounding errors are not kept. Default: the gradient's own.
 
     Attributes:
-        ledger: bytes of each step, as of `Compression.ledger`, without times; empty with one rank. The dense bytes are
-            the whole tables'.
+        ledger: bytes of each step, as in `Compression.ledger`, without times; empty with one rank. Dense bytes are
+            those of whole tables.
 
     Raises:
         ConfigurationError: for another wire_dtype.
@@ -55,52 +55,54 @@ class RowExchange:
         return Ledger() if self._means is None else self._means.ledger
 
     def serve(self, distributed: Any) -> Any:
-        """Changes what hvd.DistributedGradientTape or hvd.DistributedOptimizer returned, and returns it.
+        """Changes a tape of hvd.DistributedGradientTape or an optimizer of hvd.DistributedOptimizer, and returns it.
 
         Raises:
-            ConfigurationError: for anything else, or what was served before; with op=hvd.Adasum or
+            ConfigurationError: for another object, or one served before; with op=hvd.Adasum or
                 backward_passes_per_step above 1.
         """
-        reduce_others: Any = getattr(distributed, "_allreduce_grads", None)
-        told = _settings_of(reduce_others)
-        if "process_set" not in told:
+        reduce_dense: Any = getattr(distributed, "_allreduce_grads", None)
+        settings = _settings_of(reduce_dense)
+        if "process_set" not in settings:
             raise ConfigurationError(
                 f"RowExchange.serve was given a {type(distributed).__name__}; give it, once, what "
                 "hvd.DistributedGradientTape or hvd.DistributedOptimizer returns"
             )
-        if told["op"] not in (hvd.Average, hvd.Sum):
+        if settings["op"] not in (hvd.Average, hvd.Sum):
             raise ConfigurationError("RowExchange works with op=hvd.Average and op=hvd.Sum, not hvd.Adasum")
         if getattr(distributed, "_agg_helper", None) is not None:
             raise ConfigurationError(
                 "RowExchange works with backward_passes_per_step=1: Horovod adds up several passes in whole tables"
             )
         if self._ranks is None:
-            self._ranks = HorovodTensorFlowCommunicator(told["process_set"])
+            self._ranks = HorovodTensorFlowCommunicator(settings["process_set"])
 
         def reduce(gradients: Sequence[Any], variables: Sequence[Any], *options: Any) -> list[Any]:
             assert self._ranks is not None
-            places = [place for place, one in enumerate(gradients) if isinstance(one, tf.IndexedSlices)]
+            places = [place for place, gradient in enumerate(gradients) if isinstance(gradient, tf.IndexedSlices)]
             if not places or self._ranks.world_size == 1:
-                return list(reduce_others(gradients, variables, *options))
-            others = [place for place in range(len(gradients)) if place not in places]
+                return list(reduce_dense(gradients, variables, *options))
+            dense_places = [place for place in range(len(gradients)) if place not in places]
             means: dict[int, Any] = {}
-            if others:
-                dense, trained = [gradients[one] for one in others], [variables[one] for one in others]
-                means |= zip(others, reduce_others(dense, trained, *options), strict=True)
-            # At the same time they would wait in more threads than TensorFlow may have.
+            if dense_places:
+                dense = [gradients[place] for place in dense_places]
+                trained = [variables[place] for place in dense_places]
+                means |= zip(dense_places, reduce_dense(dense, trained, *options), strict=True)
+            # In turn, as both at once may need more threads than TensorFlow has.
             with tf.control_dependencies([mean for mean in means.values() if mean is not None]):
-                slices, tables = [gradients[one] for one in places], [variables[one] for one in places]
-                means |= zip(places, self._reduce_slices(slices, tables, told["op"]), strict=True)
+                slices = [gradients[place] for place in places]
+                tables = [variables[place] for place in places]
+                means |= zip(places, self._reduce_slices(slices, tables, settings["op"]), strict=True)
             return [means[place] for place in range(len(gradients))]
 
         distributed._allreduce_grads = reduce
         return distributed
 
     def _reduce_slices(self, gradients: Sequence[Any], variables: Sequence[Any], op: int) -> list[Any]:
-        """Puts the exchange into the graph that is being made; run eagerly, makes it."""
+        """Adds the exchange to the present graph; in eager mode, runs it."""
         tables = {
-            name: Table(one.dtype.name, one.shape[0], one.shape[1:].num_elements())
-            for name, one in by_name(variables).items()
+            name: Table(variable.dtype.name, variable.shape[0], variable.shape[1:].num_elements())
+            for name, variable in by_name(variables).items()
         }
         if self._tables not in ({}, tables):
             raise ConfigurationError(
@@ -111,12 +113,16 @@ class RowExchange:
         assert self._ranks is not None
         factor = self._ranks.world_size if op == hvd.Sum else 1
         with tf.device("CPU:0"):
-            given = [part for one, table in zip(gradients, tables.values(), strict=True) for part in _own(one, table)]
-            means = tf.numpy_function(self._exchange, given, [one.dtype for one in given], name="hvdcomp_rows")
+            pairs = zip(gradients, tables.values(), strict=True)
+            inputs = [part for gradient, table in pairs for part in _ids_and_rows(gradient, table)]
+            means = tf.numpy_function(
+                self._exchange, inputs, [part.dtype for part in inputs], name="hvdcomp_rows"
+            )
         results = []
-        for one, ids, values in zip(gradients, means[::2], means[1::2], strict=True):
-            values = tf.reshape(values, [-1, *one.values.shape[1:]])
-            results.append(tf.IndexedSlices(values * factor, tf.cast(ids, one.indices.dtype), one.dense_shape))
+        for gradient, ids, values in zip(gradients, means[::2], means[1::2], strict=True):
+            values = tf.reshape(values, [-1, *gradient.values.shape[1:]])
+            ids = tf.cast(ids, gradient.indices.dtype)
+            results.append(tf.IndexedSlices(values * factor, ids, gradient.dense_shape))
         return results
 
     def _exchange(self, *arrays: np.ndarray) -> list[np.ndarray]:
@@ -124,19 +130,19 @@ class RowExchange:
         if self._means is None:
             assert self._ranks is not None
             self._means = RowMeans(self._ranks, self._tables, self._wire, _ON_HOST)
-        given = [Rows(ids, values) for ids, values in zip(arrays[::2], arrays[1::2], strict=True)]
-        means = self._means.exchange(given, [True] * len(given))
+        rows = [Rows(ids, values) for ids, values in zip(arrays[::2], arrays[1::2], strict=True)]
+        means = self._means.exchange(rows, [True] * len(rows))
         return [part for mean in means if mean is not None for part in mean]
 
 
 def _settings_of(reduce: Any) -> dict[str, Any]:
-    """What Horovod's function that averages gradients was made with."""
-    function = getattr(reduce, "python_function", reduce)  # of the tf.function
+    """The settings in the closure of Horovod's function that averages gradients."""
+    function = getattr(reduce, "python_function", reduce)  # the function inside the tf.function
     return dict(inspect.getclosurevars(function).nonlocals) if inspect.isfunction(function) else {}
 
 
-def _own(slices: tf.IndexedSlices, table: Table) -> tuple[tf.Tensor, tf.Tensor]:
-    """The ids of a gradient, each once, and its rows (n, columns)."""
+def _ids_and_rows(slices: tf.IndexedSlices, table: Table) -> tuple[tf.Tensor, tf.Tensor]:
+    """The unique ids of a gradient, and its rows (n, columns)."""
     ids, places = tf.unique(tf.cast(slices.indices, tf.int64))
     rows = tf.math.unsorted_segment_sum(slices.values, places, tf.size(ids))
     return ids, tf.reshape(rows, [-1, table.columns])

@@ -1,4 +1,4 @@
-"""Serves one of several models in one process, each of which counts as a rank: what a tape does under Horovod."""
+"""The binding of simulated ranks: several models in one process, each of which is a rank, as under Horovod's tape."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class SimulatedBinding(TensorFlowTraining):
     """Ties one `Compression` to one model of a simulation.
 
     Args:
-        setup: what the user gave.
-        variables: all that are trained, by name.
-        communicator: of the rank.
+        setup: the user's settings and objects.
+        variables: all trained variables, by name.
+        communicator: the rank's communicator.
     """
 
     broadcast = "the same seed on every rank"
@@ -43,7 +43,7 @@ class SimulatedBinding(TensorFlowTraining):
         self.check_presence(int(self.communicator.wait(started)[0]))
         return self.means_of(list(self._variables), gradients)
 
-    # What `Binding` asks of the framework.
+    # Methods of `Training`.
 
     def now(self) -> float:
         return self._ranks.now()
@@ -64,13 +64,13 @@ def serve_simulated(
     """Lets the model of a simulated rank exchange its gradients compressed.
 
     Args:
-        compression: of this model alone.
-        variables: all that are trained.
-        communicator: of the rank.
-        optimizer: of Keras, that steps with the gradients.
+        compression: a compression of this model only.
+        variables: all trained variables.
+        communicator: the rank's communicator.
+        optimizer: the model's Keras optimizer.
 
     Returns:
-        What makes means of the gradients of all variables, in their order; to be called once in each step.
+        The function from the gradients of all variables to their means, in order; to be called once in each step.
     """
     named = by_name(variables)
     return compression.serve(lambda setup: SimulatedBinding(setup, named, communicator), optimizer).exchange

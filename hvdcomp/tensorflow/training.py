@@ -1,4 +1,4 @@
-"""The work of every binding of TensorFlow, whoever hands over the gradients."""
+"""The base of all TensorFlow bindings."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class TensorFlowTraining(Binding):
     """Ties one `Compression` to variables of TensorFlow.
 
     Args:
-        setup: what the user gave. Its `grad_scaler` and `optimizer` are those of Keras; None where they are not known.
-        variables: all that are trained, by name.
-        communicator: of the ranks that exchange.
+        setup: the user's settings and objects. Its `grad_scaler` and `optimizer` are Keras's; None if unknown.
+        variables: all trained variables, by name.
+        communicator: the communicator of the ranks that exchange.
 
     Attributes:
-        steps_made: by the optimizer before the step that begins; kept only where that matters.
+        steps_made: the optimizer's number of steps before the present one; set only for a `CompressedAdam`.
     """
 
     overlaps_with_policy = False
@@ -47,22 +47,22 @@ class TensorFlowTraining(Binding):
         self._grad_scaler = setup.grad_scaler
         self._optimizer = None if setup.optimizer is None else unwrapped(setup.optimizer)
         self._scaled: ScaledRate | None = None
-        self._terms: dict[str, Array] = {}  # that were added to gradients in this step
+        self._terms: dict[str, Array] = {}  # momenta added to the gradients of this step
         if isinstance(self._optimizer, CompressedAdam):
             setup.compression.settings.require_momenta(self._optimizer.compressor_before, 1)
-        tensors = [_described(name, variable) for name, variable in variables.items()]
+        tensors = [_describe(name, variable) for name, variable in variables.items()]
         super().__init__(setup, tensors, communicator, np.zeros((0,), np.float32))
 
     def means_of(self, names: Sequence[str], gradients: Sequence[Array]) -> list[Array]:
-        """`run_engine` on gradients of the variables' shapes, in an order of the caller's."""
+        """The means of gradients in the variables' shapes, by `run_engine`, in the order of `names`."""
         tensors = [self.engine.tensors[name] for name in names]
-        given = {tensor.name: x.reshape(tensor.shape) for tensor, x in zip(tensors, gradients, strict=True)}
-        self._add_momenta(given)
-        results = self.run_engine(given)
+        by_name = {tensor.name: x.reshape(tensor.shape) for tensor, x in zip(tensors, gradients, strict=True)}
+        self._add_momenta(by_name)
+        results = self.run_engine(by_name)
         return [results[tensor.name].reshape(tensor.own_shape) for tensor in tensors]
 
     def _add_momenta(self, gradients: dict[str, Array]) -> None:
-        """Puts what is to be sent in the place of gradients; it changes no array."""
+        """Replaces gradients by their sums with momenta, without changing an array."""
         names = self.units.momenta.keys() & gradients.keys()
         self._terms = {name: self._array_of(name) * self._weight_of(name) for name in names}
         for name, term in self._terms.items():
@@ -76,7 +76,7 @@ class TensorFlowTraining(Binding):
         array = mean.numpy() if self._on_device is None else self._on_device.arrays([mean.read_value()])[0]
         return array.reshape(self.engine.tensors[name].shape)
 
-    # What `Binding` asks of the framework.
+    # Methods of `Training`.
 
     def take_back(self, means: Mapping[str, Array]) -> None:
         for name, term in self._terms.items():
@@ -118,7 +118,7 @@ class TensorFlowTraining(Binding):
         if self._scaled is None:
             self._scaled = ScaledRate(self._known_optimizer())
         self._scaled.set(batch_size.learning_rate_factor)
-        if self.communicator.world_size == 1:  # where no exchange may ever begin
+        if self.communicator.world_size == 1:  # there may be no exchange
             self._scaled.begin_step()
 
     def loss_scale(self) -> float | None:
@@ -131,9 +131,9 @@ class TensorFlowTraining(Binding):
         return np.array(array) if self._on_device is None else self._on_device.to_host(array)
 
     def place(self, array: Any, name: str) -> Array:
-        on_host = np.array(array)  # also of a tensor, which older states hold
+        on_host = np.array(array)  # old states hold tensors
         tensor = self.engine.tensors[name]
-        if on_host.shape == tensor.own_shape:  # as older states have it
+        if on_host.shape == tensor.own_shape:  # the shape in old states
             on_host = on_host.reshape(tensor.shape)
         return on_host if self._on_device is None else self._on_device.from_host(on_host)
 
@@ -146,15 +146,15 @@ class TensorFlowTraining(Binding):
         return self._optimizer
 
 
-def _described(name: str, variable: tf.Variable) -> TensorInfo:
-    dtype = variable.dtype.base_dtype.name  # float32, where it is float32_ref
+def _describe(name: str, variable: tf.Variable) -> TensorInfo:
+    dtype = variable.dtype.base_dtype.name  # float32 for float32_ref
     shape = tuple(variable.shape)
     return TensorInfo(name, matrix_of(shape), dtype, in_framework=shape)
 
 
 def _checksum(variable: tf.Variable) -> int:
-    """The sum of the elements' bit patterns, taken as whole numbers; 0 in a session of TensorFlow 1."""
-    # What a session holds can be read by that session only.
+    """The sum of the elements' bit patterns as integers; 0 in a session of TensorFlow 1."""
+    # Variables of a session can be read by that session only.
     if not hasattr(variable, "numpy") or tf.is_symbolic_tensor(getattr(variable, "handle", variable)):
         return 0
     values = np.ascontiguousarray(variable.numpy())

@@ -1,7 +1,7 @@
-"""Terminal output of all commands: tables and lines that are never cut off, and groups of commands.
+"""Terminal output of all commands: tables and lines without truncation, and groups of commands.
 
-A long cell continues in the next line. A table that is too wide is shown row by row. Output to a file or a pipe has
-no width limit, unless COLUMNS sets one.
+A long cell is wrapped. A table that is too wide is shown row by row. Output to a file or a pipe has no width limit,
+unless COLUMNS sets it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LEAST = 20  # columns: a longer word may be broken
 
 
 def make_console(**options: Any) -> Console:
-    """A console, with rich's options, that prints text unchanged: no highlighting, no markup, no emoji."""
+    """A console with rich's options, without highlighting, markup and emoji."""
     console = Console(**{"highlight": False, "markup": False, "emoji": False, **options})
     if "width" not in options and not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
         console.width = _NO_LIMIT
@@ -36,8 +36,8 @@ def make_table(*headings: str, numbers: Sequence[str] = ()) -> Table:
     """An empty table.
 
     Args:
-        headings: of the columns; each may have several lines.
-        numbers: headings of columns of numbers, which are right-aligned and never broken.
+        headings: headings of the columns, of one or more lines.
+        numbers: headings of columns with numbers, which are right-aligned and not wrapped.
     """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_header=any(headings))
     for heading in headings:
@@ -63,17 +63,17 @@ def print_table(console: Console, table: Table, title: str | None = None) -> Non
 
 
 def _least_width(console: Console, table: Table) -> int:
-    """The least width of a readable table, in columns: numbers and short words are not broken."""
+    """The least width at which numbers and short words of a table are not broken."""
     width = 1
     for column in table.columns:
-        sizes = [Measurement.get(console, console.options, text) for text in (column.header, *column.cells)]
+        sizes = [Measurement.get(console, console.options, cell) for cell in (column.header, *column.cells)]
         widths = [size.maximum if column.no_wrap else min(size.minimum, _LEAST) for size in sizes]
         width += max(widths, default=0) + 1
     return width
 
 
 class Group(click.Group):
-    """A group that suggests the nearest command for an unknown name."""
+    """A command group that suggests a name for an unknown command."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -86,10 +86,10 @@ class Group(click.Group):
 
 
 class LazyGroup(Group):
-    """A group that lists commands without importing them, so that its `--help` needs none of their dependencies.
+    """A command group that lists commands without importing them, so that `--help` does not need their dependencies.
 
     Args:
-        lazy: module, name in the module, and a line of help of each command, by the command's name.
+        lazy: for each command by name its module, its name in that module, and a line of help.
     """
 
     def __init__(self, *args: Any, lazy: Mapping[str, tuple[str, str, str]], **attributes: Any) -> None:

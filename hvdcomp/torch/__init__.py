@@ -1,4 +1,4 @@
-"""The PyTorch binding: what Horovod calls for each gradient, and how a gradient is known."""
+"""The bindings of PyTorch: Horovod, DistributedDataParallel, FSDP, local steps and simulations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """A name that needs PyTorch, imported when it is asked for."""
+    """Imports a name that needs PyTorch when it is first used."""
     if name == "CompressedAdam":
         from hvdcomp.torch.compressed_adam import CompressedAdam
 
@@ -42,7 +42,7 @@ def __getattr__(name: str) -> Any:
 
 
 def all_ranks(backend: str = "horovod") -> Communicator:
-    """All ranks: of Horovod, through its PyTorch, or of torch.distributed, where the backend is "ddp"."""
+    """The communicator of all ranks of Horovod, or of torch.distributed if the backend is "ddp"."""
     if backend == "ddp":
         from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
 
@@ -58,13 +58,13 @@ def serve_simulated(
     """Lets the model of a simulated rank exchange its gradients compressed.
 
     Args:
-        compression: of this model alone.
+        compression: a compression of this model only.
         model: a `torch.nn.Module` on any device.
-        communicator: of the rank.
-        optimizer: that steps with the gradients.
+        communicator: the rank's communicator.
+        optimizer: the optimizer of the model.
 
     Returns:
-        What puts the means in the place of the gradients; to be called after the backward passes of each step.
+        The function that replaces gradients by means; to be called after the backward passes of each step.
     """
     from hvdcomp.torch.simulated import SimulatedBinding
 

@@ -1,13 +1,13 @@
-"""Serves stock `hvd.DistributedOptimizer` of horovod.torch.
+"""The binding of stock `hvd.DistributedOptimizer` of horovod.torch.
 
 Horovod calls `compress` for every gradient as it becomes ready (in any order), and `decompress` for every gradient
-once all were compressed. A step takes one of two ways, the same on all ranks:
+once all were compressed. A step goes one of two ways, the same on all ranks:
 
-- cast: where the plan needs no more than an allreduce of cast gradients, Horovod carries them itself, overlapped with
-  the backward pass (`hvdcomp.torch.passthrough`).
-- engine: `compress` notes the gradient and gives Horovod one number to allreduce; it may start collectives of the
-  engine's, and never waits. The first `decompress` runs the engine, whose collectives are then safe to wait for,
-  because every rank has submitted everything of Horovod's own.
+- cast: if the plan only casts gradients, Horovod allreduces them itself, overlapped with the backward pass
+  (`hvdcomp.torch.passthrough`).
+- engine: `compress` keeps the gradient and gives Horovod one number to allreduce; it may start collectives of the
+  engine, and never waits. The first `decompress` runs the engine. Waiting for its collectives is safe then, because
+  every rank has submitted all of Horovod's own.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from hvdcomp.errors import ConfigurationError, RankMismatchError
 from hvdcomp.exchange.agreement import refused_on_every_rank
 from hvdcomp.policies.decisions import BatchSize
 from hvdcomp.torch.caller import ParameterNames
-from hvdcomp.torch.everyone import Everyone
 from hvdcomp.torch.optimizer import HorovodOptimizer, compression_of, enter_step
 from hvdcomp.torch.parameters import by_name
 from hvdcomp.torch.passthrough import UNCHANGED, Passthrough, Ticket
+from hvdcomp.torch.presence import PresenceCheck
 from hvdcomp.torch.training import TorchTraining, may_overlap
 
 
@@ -38,8 +38,8 @@ class TorchBinding(TorchTraining):
     """Ties one `Compression` to one Horovod optimizer.
 
     Args:
-        setup: what the user gave. Its `parameters` are by name, or a function that returns pairs; None for those of
-            Horovod's optimizer. Its `optimizer` is Horovod's; None where it is calling.
+        setup: the user's settings and objects. Its `parameters` are by name, or a function that returns pairs; None for
+            those of Horovod's optimizer. Its `optimizer` is Horovod's; None if it is the caller.
     """
 
     overlaps_with_policy = True
@@ -51,17 +51,17 @@ class TorchBinding(TorchTraining):
         communicator = HorovodTorchCommunicator(setup.process_set or getattr(optimizer, "process_set", None))
         with refused_on_every_rank(communicator, torch.empty(0)):
             parameters = by_name(setup.parameters, optimizer)
-            self._horovods = HorovodOptimizer(optimizer, parameters)
+            self._horovod_optimizer = HorovodOptimizer(optimizer, parameters)
             self.overlaps = may_overlap(setup, parameters)
             super().__init__(setup, parameters, communicator, optimizer)
-        self._passes = getattr(optimizer, "backward_passes_per_step", 1)  # at the start
+        self._passes = getattr(optimizer, "backward_passes_per_step", 1)  # before any policy
 
     def meet(self, communicator: Ranks) -> None:
         assert isinstance(communicator, HorovodTorchCommunicator)
         super().meet(communicator)
-        self._everyone = Everyone(communicator)
+        self._presence_check = PresenceCheck(communicator)
         self._casting = False
-        self._alone = False  # whether the step has no exchange
+        self._alone = False  # whether the present step has no exchange
         self._pending: dict[str, torch.Tensor] = {}
         self._results: dict[str, torch.Tensor] = {}
         self._open = 0  # tensors of this step that were not decompressed yet
@@ -75,19 +75,19 @@ class TorchBinding(TorchTraining):
                 self.begin()
         if self._alone:
             self._open += 1
-            return torch.zeros(1, dtype=torch.int64), Ticket("", False, tensor)  # Horovod wants something to allreduce
+            return torch.zeros(1, dtype=torch.int64), Ticket("", False, tensor)  # Horovod needs a tensor to allreduce
         if self._casting:
             sent = self._passthrough.compress(tensor)
             self._open += 1
             return sent
         name = self._names.of(tensor, self._optimizer)
         self._open += 1
-        if name in self._pending or name not in self._horovods.own:
-            self._horovods.refuse_gradient(name)
-        self._pending[name] = self.sent_with(name, tensor)
+        if name in self._pending or name not in self._horovod_optimizer.own:
+            self._horovod_optimizer.refuse_gradient(name)
+        self._pending[name] = self.add_momentum(name, tensor)
         self.engine.overlap.ready(name, tensor)
-        # An int64, because Horovod fuses tensors of one element type, and must not fuse these with the engine's
-        # buffers: what is fused depends on timing, and would change the order of additions from run to run.
+        # An int64, so that Horovod does not fuse it with the engine's buffers: fusion depends on timing, and would
+        # change the order of additions from run to run.
         return torch.full((1,), self.presence), Ticket(name, False, tensor)
 
     def decompress(self, tensor: torch.Tensor, ticket: Ticket) -> torch.Tensor:
@@ -112,12 +112,12 @@ class TorchBinding(TorchTraining):
         assert ticket.gradient is not None
         self._open -= 1
         if not self._open:
-            self.engine.enter_alone(self._horovods.own, PRESENCE_BYTES * len(self._horovods.own))
+            self.engine.enter_alone(self._horovod_optimizer.own, PRESENCE_BYTES * len(self._horovod_optimizer.own))
         return ticket.gradient
 
     def begin(self) -> None:
-        """`Binding.begin`, and which way the step takes."""
-        self._horovods.check_caller(self.setup.compression)
+        """`Binding.begin`, and the choice between casts and the engine."""
+        self._horovod_optimizer.check_caller(self.setup.compression)
         enter_step(self._optimizer)
         self._results.clear()
         self._pending.clear()
@@ -132,26 +132,26 @@ class TorchBinding(TorchTraining):
             coordinator = self.coordinator
             self._passthrough.begin(coordinator.source if coordinator is not None and coordinator.observes else None)
         else:
-            if era := self.engine.overlap.era:  # else this step has nothing that starts early, on no rank
-                self._everyone.ask(self.presence, f"hvdcomp.order{era}.presence")
-            self.expect(self._everyone.agrees)
+            if era := self.engine.overlap.era:  # else no rank starts buckets early in this step
+                self._presence_check.start(self.presence, f"hvdcomp.order{era}.presence")
+            self.expect(self._presence_check.agrees)
 
     @torch.no_grad()
     def _run_pending(self, presence: int) -> None:
-        """Runs the engine on what is pending; `presence` is what Horovod made of the ranks' numbers."""
+        """Runs the engine on the pending gradients; `presence` is Horovod's result of the ranks' presences."""
         try:
             self.check_presence(presence if self.summed else presence * self.communicator.world_size)
         except (ConfigurationError, RankMismatchError):
-            self._horovods.finish()
+            self._horovod_optimizer.finish()
             raise
-        self._everyone.end()
+        self._presence_check.end()
         pending, self._pending = self._pending, {}
         self._results = self.run_engine(pending)
         if self.summed:
             for result in self._results.values():
                 result.mul_(self.communicator.world_size)
 
-    # What `Binding` asks of the framework.
+    # Methods of `Training`.
 
     @property
     def summed(self) -> bool:
@@ -161,13 +161,13 @@ class TorchBinding(TorchTraining):
         return PRESENCE_BYTES * (tensors + bool(self.engine.overlap.era))
 
     def facts(self) -> dict[str, Any]:
-        return self._horovods.facts()
+        return self._horovod_optimizer.facts()
 
     def trained(self) -> Set[str]:
-        return self._horovods.own
+        return self._horovod_optimizer.own
 
     def reason_to_refuse(self) -> str | None:
-        return self._horovods.reason_to_refuse()
+        return self._horovod_optimizer.reason_to_refuse()
 
     def follow_batch_size(self, batch_size: BatchSize) -> None:
         super().follow_batch_size(batch_size)
@@ -175,18 +175,19 @@ class TorchBinding(TorchTraining):
 
 
 def _checked_optimizer(setup: Setup) -> Any:
-    """The Horovod optimizer, given or calling, checked; None if compress is called by something else."""
-    ours, optimizer = setup.compression, setup.optimizer
+    """The Horovod optimizer, given or the caller, after checks; None if another function called compress."""
+    compression, optimizer = setup.compression, setup.optimizer
     if optimizer is None:
-        optimizer = caller_local("self", lambda value: compression_of(value) is ours)
-    elif compression_of(optimizer) is not ours:
+        optimizer = caller_local("self", lambda value: compression_of(value) is compression)
+    elif compression_of(optimizer) is not compression:
         raise ConfigurationError(
             f"this {type(optimizer).__name__} does not use this hvdcomp.Compression; give what "
             "hvd.DistributedOptimizer(..., compression=compression) returned"
         )
-    theirs = getattr(optimizer, "process_set", None)
-    if setup.process_set is not None and theirs is not None and setup.process_set != theirs:
+    process_set = getattr(optimizer, "process_set", None)
+    if setup.process_set is not None and process_set is not None and setup.process_set != process_set:
         raise ConfigurationError(
-            f"hvdcomp.Compression was given process set {setup.process_set}, the optimizer {theirs}; give both the same"
+            f"hvdcomp.Compression was given process set {setup.process_set}, the optimizer {process_set}; give both "
+            "the same"
         )
     return optimizer

@@ -1,4 +1,4 @@
-"""Finds out which parameter a gradient belongs to: Horovod passes a compressor nothing but the tensor."""
+"""The parameter of a gradient, as Horovod passes only the tensor to a compressor."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from hvdcomp.errors import ConfigurationError
 
 
 class ParameterNames:
-    """Knows which parameter a gradient belongs to.
+    """Finds the name of a gradient's parameter.
 
     Args:
-        parameters: by name.
+        parameters: the parameters by name.
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         self._parameters = parameters
-        self._successor: dict[str | None, str] = {}  # who followed whom in the last step
+        self._successor: dict[str | None, str] = {}  # the order of parameters in the last step
         self._previous: str | None = None
 
     def begin_step(self) -> None:
-        """To be called before the first gradient of a step."""
+        """Begins a step; to be called before its first gradient."""
         self._previous = None
 
     def of(self, gradient: torch.Tensor, optimizer: Any) -> str:
-        """The name of the parameter whose gradient this is: first the one that came next in the last step.
+        """The name of the gradient's parameter; the parameter that came next in the last step is tried first.
 
         Raises:
-            ConfigurationError: if it is of none.
+            ConfigurationError: if the gradient is of no parameter.
         """
         guess = self._successor.get(self._previous)
         if guess is not None and self._parameters[guess].grad is gradient:
@@ -45,7 +45,7 @@ class ParameterNames:
         return name
 
     def _by_caller(self, gradient: torch.Tensor, optimizer: Any) -> str:
-        """For what is no parameter's gradient itself: the dense copy of a sparse gradient, or a mistake."""
+        """The name for a tensor that is no parameter's `grad`, such as the dense copy of a sparse gradient."""
         parameter = caller_local("p", lambda value: isinstance(value, torch.nn.Parameter))
         for name, known in self._parameters.items():
             if known is parameter:

@@ -17,14 +17,14 @@ from hvdcomp.specs.described import is_whole
 
 @dataclass(frozen=True)
 class Momentum:
-    """The momentum that a gradient is sent with: g + b1 / (1 - b1) m, the momentum divided by 1 - b1.
+    """The momentum added to a gradient before the exchange: g + b1 / (1 - b1) m is the momentum divided by 1 - b1.
 
     Attributes:
         mean: m, the first moment before this step; the same on all ranks.
         weight: b1 / (1 - b1).
 
     Class attributes:
-        sent_always: whether it is sent also where nothing is lost.
+        sent_always: whether the momentum is added also if the exchange is lossless.
     """
 
     mean: torch.Tensor
@@ -32,25 +32,25 @@ class Momentum:
     sent_always: ClassVar[bool] = False
 
     def add_to(self, gradient: torch.Tensor, scale: float) -> None:
-        """Makes of a gradient, in place, what is sent. scale: by which the gradient is multiplied."""
+        """Adds the momentum to a gradient, in place; `scale` is the gradient's own factor."""
         gradient.add_(self.mean, alpha=self.weight * scale)
 
     def take_from(self, mean: torch.Tensor, scale: float) -> None:
-        """Makes of the mean of what the ranks sent, in place, what the optimizer gets."""
+        """Subtracts the momentum from the ranks' mean, in place."""
         mean.sub_(self.mean, alpha=self.weight * scale)
 
 
 @dataclass(frozen=True)
 class LocalMomenta:
-    """The tensor sent in place of a gradient after local steps: the mean of the momenta since the last exchange, by
-    their rates, divided by 1 - b1. The optimizer gets the mean of it.
+    """The tensor sent instead of a gradient after local steps: the mean of the momenta since the last exchange,
+    weighted by their rates, divided by 1 - b1. The optimizer gets its mean over the ranks.
 
     Attributes:
-        mean: m of this rank, before this step.
+        mean: m of this rank before this step.
         weight: b1 / (1 - b1).
-        moved: the sum of rate times m over the steps since the last exchange, without this one.
-        share: this step's part of the sum of the rates.
-        of_moved: the factor of `moved`.
+        moved: sum of rate times m over the earlier steps since the last exchange.
+        share: this step's share of the sum of rates.
+        of_moved: factor of `moved`.
     """
 
     mean: torch.Tensor
@@ -61,68 +61,67 @@ class LocalMomenta:
     sent_always: ClassVar[bool] = True
 
     def add_to(self, gradient: torch.Tensor, scale: float) -> None:
-        """As of `Momentum`."""
+        """As in `Momentum`."""
         gradient.mul_(self.share).add_(self.mean, alpha=self.weight * self.share * scale)
         gradient.add_(self.moved, alpha=self.of_moved * scale)
 
     def take_from(self, mean: torch.Tensor, scale: float) -> None:
-        """As of `Momentum`."""
+        """As in `Momentum`."""
 
 
-# Options of a group that AdamW does not have.
+# Options of a parameter group beyond AdamW's.
 _OWN = ("freeze_after", "warm_up", "local_steps", "floor", "refreshes_per_gap")
 
 
 class CompressedAdam(torch.optim.AdamW):
-    """AdamW that stops to adapt its second moment, so that the ranks can exchange momenta in place of gradients.
+    """AdamW that stops adapting its second moment, so that the ranks can exchange momenta instead of gradients.
 
-    Under a stock Adam error feedback does harm: what was held back enters the second moment squared. Here the first
-    `freeze_after` steps are those of AdamW. After them the second moment stays as it is, and the ranks compress and
-    exchange the momentum b1 m + (1 - b1) g, by any compressor with its memory: with one bit an element this is 1-bit
-    Adam (Tang et al. 2021, arXiv:2102.02888, algorithm 1).
+    With a stock Adam, error feedback does harm, as residuals enter the second moment squared. Here the first
+    `freeze_after` steps are AdamW's. Then the second moment is frozen, and the ranks compress and exchange the momentum
+    b1 m + (1 - b1) g, by any compressor with its memory; with one bit an element this is 1-bit Adam (Tang et al. 2021,
+    arXiv:2102.02888, algorithm 1).
 
         optimizer = hvdcomp.torch.CompressedAdam(model.parameters(), lr=6e-4, freeze_after=1500)
         compression = hvdcomp.Compression(hvdcomp.EFSignSGD())
         hvdcomp.ddp.register(model, compression, optimizer=optimizer)   # or hvd.DistributedOptimizer(optimizer, ...)
 
-    Gradients stay gradients for everybody else: the ranks send g + b1 / (1 - b1) m, which is the momentum divided by
-    1 - b1, and take that term away from the mean. Whatever exchanges without it, such as a single rank or a lossless
-    compressor, has the same result. `clip_grad_norm_` would see the noise of the compression, which is larger than the
+    `param.grad` still holds gradients: the ranks send g + b1 / (1 - b1) m, which is the momentum divided by 1 - b1, and
+    subtract the second term from the mean. An exchange without that term, as on a single rank or with a lossless
+    compressor, has the same result. `clip_grad_norm_` would see the compression's noise, which is larger than the
     gradient: clip in the first steps only, `if not optimizer.frozen`.
 
-    With `local_steps` above 1 each rank makes that number of steps with its own momentum, and the ranks then exchange
-    the mean of the momenta since the last exchange, by which all of them move from where they were equal: the local
-    steps of 0/1 Adam (Lu et al. 2023, arXiv:2202.06009, algorithm 1), in a fixed number. In between the ranks' weights
+    With `local_steps` above 1 each rank makes that number of steps with its own momentum. The ranks then exchange the
+    mean of the momenta since the last exchange, by which all move from the weights of that exchange: the local steps
+    of 0/1 Adam (Lu et al. 2023, arXiv:2202.06009, algorithm 1), in a fixed number. In between the ranks' weights
     differ: save and evaluate when `in_sync`.
 
-    Where the second moment is zero when it is frozen, the element never had a gradient, and stays as it is: its moment
-    becomes infinite in the state. Let rare rows of embeddings have a gradient before.
+    An element whose second moment is zero when frozen never had a gradient, and does not change afterwards: its moment
+    becomes infinite in the state. Freeze only after rare rows of embeddings have had a gradient.
 
     Args:
-        params, lr, betas, eps, weight_decay: as of `torch.optim.AdamW`.
-        freeze_after: steps of a parameter before its second moment is frozen; 15 to 25 % of the training. A state of
-            `torch.optim.AdamW` can be loaded, whose steps count.
-        warm_up: the compressor of the steps before, as a spec: one that does no harm to AdamW, such as "int8", "int4",
+        params, lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
+        freeze_after: number of a parameter's steps after which its second moment is frozen; 15 to 25 % of the training.
+            Steps in a loaded state of `torch.optim.AdamW` count.
+        warm_up: spec of the compressor before that, one that does not harm AdamW, such as "int8", "int4",
             "powersgd:rank=4" or "none".
-        local_steps: after that, the ranks exchange in steps whose number is a multiple of this.
-        floor: the least second moment that is frozen, as a share of the mean of its tensor. Without one, compression's
-            noise, which is as large everywhere, throws elements far whose second moment is small; 0 for none, as
-            published.
-        refreshes_per_gap: refreshes of the frozen second moments before the gap between two of them doubles, as in 0/1
-            Adam (kappa there, and 16): from the training's first step on, steps of these gaps that come after
-            `freeze_after` exchange their gradients uncompressed, and add their squares. None for no refresh. It does
-            not go with local steps, before which 0/1 Adam has ended its refreshes.
+        local_steps: after freezing, the ranks exchange in steps whose number is a multiple of this.
+        floor: least frozen second moment, as a share of its tensor's mean. Without a floor, the compression's noise,
+            which is equal for all elements, makes elements with a small second moment jump; 0 for none, as published.
+        refreshes_per_gap: number of refreshes of the frozen second moments before the gap between refreshes doubles, as
+            in 0/1 Adam (kappa there, and 16). Gaps are counted from the training's first step; a refresh after
+            `freeze_after` exchanges gradients uncompressed and adds their squares. None for no refresh. Not allowed
+            with local steps, before which 0/1 Adam has ended its refreshes.
 
     Attributes:
-        frozen: whether the next step is one with frozen second moments. Those of parameters that have begun later than
-            others may follow later.
+        frozen: whether second moments are frozen in the next step. Those of parameters that began later than others may
+            follow later.
         refreshes: whether the next step refreshes frozen second moments.
         in_sync: whether all ranks have the same weights now.
         exchanges: whether gradients are exchanged in the next step.
 
     Raises:
-        ConfigurationError: without `freeze_after`, or for numbers of steps that are none.
-        SpecError: for a `warm_up` that is no compressor.
+        ConfigurationError: without `freeze_after`, or for invalid numbers of steps.
+        SpecError: if `warm_up` is no compressor.
     """
 
     def __init__(
@@ -139,7 +138,7 @@ class CompressedAdam(torch.optim.AdamW):
         floor: float = 0.01,
         refreshes_per_gap: int | None = None,
     ) -> None:
-        self._sums: dict[torch.Tensor, float] = {}  # of the rates that momenta were sent with in this step
+        self._sums: dict[torch.Tensor, float] = {}  # sum of rates of each momentum sent in this step
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         spec = str(parse_compressor(warm_up))
         own = (freeze_after, spec, local_steps, floor, refreshes_per_gap)
@@ -151,13 +150,13 @@ class CompressedAdam(torch.optim.AdamW):
         self._complete()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of `torch.optim.Optimizer`."""
+        """As in `torch.optim.Optimizer`."""
         super().add_param_group(param_group)
-        if "freeze_after" in self.defaults:  # else __init__ is not done
+        if "freeze_after" in self.defaults:  # false during __init__
             self._complete()
 
     def _complete(self) -> None:
-        """Gives all groups what they lack: Horovod makes an optimizer anew of its groups, and AdamW's have less."""
+        """Completes the options of all groups: groups from Horovod's wrapper or an AdamW state may lack some."""
         for group in self.param_groups:
             for option in _OWN:
                 group.setdefault(option, self.defaults[option])
@@ -173,7 +172,7 @@ class CompressedAdam(torch.optim.AdamW):
                     f"{group['local_steps']}, whose exchanges have no gradient of all ranks; leave one of the two out"
                 )
 
-    # What the binding of a `hvdcomp.Compression` asks, before each exchange.
+    # Properties that bindings read before each exchange.
 
     @property
     def compressor_before(self) -> str:
@@ -182,14 +181,14 @@ class CompressedAdam(torch.optim.AdamW):
 
     @property
     def local_steps(self) -> int:
-        """As given."""
+        """The setting of that name."""
         return int(self.param_groups[0]["local_steps"])
 
     @property
     def frozen(self) -> bool:
         for group in self.param_groups:
             states = [self.state[parameter] for parameter in group["params"] if parameter in self.state]
-            if any("frozen_at" in state for state in states):  # asked before each step, and steps are tensors
+            if any("frozen_at" in state for state in states):  # faster than reading `step`, a tensor
                 continue
             if states and max(int(state["step"]) for state in states) < group["freeze_after"]:
                 return False
@@ -215,7 +214,7 @@ class CompressedAdam(torch.optim.AdamW):
         return max((int(state["step"]) for state in self.state.values()), default=0)
 
     def momenta(self) -> dict[torch.Tensor, Momentum | LocalMomenta]:
-        """The momentum that each gradient is sent with in the next step, by parameter; none for those sent alone."""
+        """The momentum to add to each gradient in the next step, by parameter; only for frozen parameters."""
         self._freeze()
         return {
             parameter: self._momentum(parameter, group)
@@ -235,7 +234,7 @@ class CompressedAdam(torch.optim.AdamW):
 
     @staticmethod
     def _rate(group: dict[str, Any], state: dict[str, Any]) -> float:
-        """By what the next first moment is multiplied, with the correction of its bias."""
+        """The learning rate of the next step with the bias correction of the first moment."""
         return float(group["lr"]) / (1 - float(group["betas"][0]) ** (int(state["step"]) + 1))
 
     def _is_frozen(self, parameter: torch.Tensor) -> bool:
@@ -243,13 +242,13 @@ class CompressedAdam(torch.optim.AdamW):
 
     @torch.no_grad()
     def _freeze(self) -> None:
-        """Freezes the second moments that are due."""
+        """Freezes second moments after `freeze_after` steps."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state.get(parameter)
                 if state and "frozen_at" not in state and (step := int(state["step"])) >= group["freeze_after"]:
                     state["frozen_at"] = step
-                    _put_on_floor(state["exp_avg_sq"], group["floor"])
+                    _apply_floor(state["exp_avg_sq"], group["floor"])
                     if group["local_steps"] > 1:
                         state["anchor"], state["moved"] = torch.empty_like(parameter), torch.empty_like(parameter)
                         self._begin_locally([parameter])
@@ -258,28 +257,28 @@ class CompressedAdam(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As of `torch.optim.AdamW`."""
+        """As in `torch.optim.AdamW`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._freeze()
-        alone = not self.exchanges  # what is not frozen yet waits for a step in which it is exchanged
+        alone = not self.exchanges  # parameters not frozen yet wait for a step with an exchange
         refreshes = self.refreshes
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
-        given = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
-        frozen = {parameter for parameter in given if self._is_frozen(parameter)}
-        for parameter in given if alone else frozen:
+        gradients = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+        frozen = {parameter for parameter in gradients if self._is_frozen(parameter)}
+        for parameter in gradients if alone else frozen:
             parameter.grad = None
         try:
             super().step()
         finally:
-            for parameter, gradient in given.items():
+            for parameter, gradient in gradients.items():
                 parameter.grad = gradient
         for group in self.param_groups:
             if refreshes:
-                for parameter in (each for each in group["params"] if each in frozen):
-                    _refresh(self.state[parameter], given[parameter], group)
+                for parameter in frozen.intersection(group["params"]):
+                    _refresh(self.state[parameter], gradients[parameter], group)
             self._step_frozen(group, [parameter for parameter in group["params"] if parameter in frozen])
             if group["local_steps"] > 1 and not alone:
                 self._begin_locally([parameter for parameter in group["params"] if parameter in frozen])
@@ -287,7 +286,7 @@ class CompressedAdam(torch.optim.AdamW):
         return loss
 
     def _step_frozen(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
-        """The step of parameters whose second moment is frozen."""
+        """The step of parameters with a frozen second moment."""
         if not parameters:
             return
         (b1, b2), kept = group["betas"], 1 - float(group["lr"]) * group["weight_decay"]
@@ -312,16 +311,16 @@ class CompressedAdam(torch.optim.AdamW):
     def _meet(
         self, parameter: torch.Tensor, state: dict[str, Any], scale: torch.Tensor, rate: float, b1: float, kept: float
     ) -> None:
-        """The step in which the ranks have exchanged their momenta: from where they last were equal."""
+        """The step after an exchange of momenta, from the weights of the exchange before."""
         assert parameter.grad is not None
         torch.mul(parameter.grad, 1 - b1, out=state["exp_avg"])
         parameter.copy_(state["anchor"].addcdiv_(state["exp_avg"], scale, value=-self._sums[parameter]))
 
     def _begin_locally(self, parameters: list[torch.Tensor]) -> None:
-        """Lets local steps begin from where parameters are, which is the same on all ranks."""
+        """Begins local steps from the present parameters, which are the same on all ranks."""
         for parameter in parameters:
             state = self.state[parameter]
-            state["anchor"].copy_(parameter)  # also where nobody has exchanged, as on a single rank
+            state["anchor"].copy_(parameter)  # also without an exchange, as on a single rank
             state["moved"].zero_()
             state["rates"] = 0.0
 
@@ -329,7 +328,7 @@ class CompressedAdam(torch.optim.AdamW):
 def _move_alone(
     parameter: torch.Tensor, state: dict[str, Any], scale: torch.Tensor, rate: float, b1: float, kept: float
 ) -> None:
-    """The step of one rank by its own momentum."""
+    """A local step by this rank's own momentum."""
     assert parameter.grad is not None
     state["exp_avg"].lerp_(parameter.grad, 1 - b1)
     parameter.mul_(kept).addcdiv_(state["exp_avg"], scale, value=-rate)
@@ -337,21 +336,21 @@ def _move_alone(
     state["rates"] += rate
 
 
-def _put_on_floor(v: torch.Tensor, floor: float) -> None:
-    """Makes of a second moment, in place, what is frozen."""
+def _apply_floor(v: torch.Tensor, floor: float) -> None:
+    """Applies the floor to a second moment, in place, before it is frozen."""
     unused = v == 0
     v.clamp_(min=v.mean() * floor)
-    v.masked_fill_(unused, math.inf)  # without a gradient so far: no step, whatever noise compression makes of it
+    v.masked_fill_(unused, math.inf)  # no gradient so far: compression's noise must not move it
 
 
 def _refresh(state: dict[str, Any], gradient: torch.Tensor, group: dict[str, Any]) -> None:
     """Adds the mean gradient of a step to a frozen second moment, as AdamW does."""
     v, b2 = state["exp_avg_sq"], group["betas"][1]
     v.masked_fill_(v.isinf(), 0).mul_(b2).addcmul_(gradient, gradient, value=1 - b2)
-    _put_on_floor(v, group["floor"])
+    _apply_floor(v, group["floor"])
     state["refreshes"] = state.get("refreshes", 0) + 1
 
 
 def _adaptations(state: dict[str, Any]) -> int:
-    """The number of gradients in a second moment that is frozen."""
+    """Number of gradients in a frozen second moment."""
     return int(state["frozen_at"]) + int(state.get("refreshes", 0))

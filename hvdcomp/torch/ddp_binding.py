@@ -1,12 +1,12 @@
-"""Serves `torch.nn.parallel.DistributedDataParallel`, as its communication hook.
+"""The binding of `torch.nn.parallel.DistributedDataParallel`, as its communication hook.
 
-DDP calls the hook with one of its buckets after the other, in an order that is the same on all ranks, when all
-gradients of the bucket are there; and takes a future for each. A step takes one of two ways, the same on all ranks:
+DDP calls the hook with each of its buckets, in the same order on all ranks, when all gradients of the bucket are ready,
+and gets a future for each. A step goes one of two ways, the same on all ranks:
 
-- cast: where the plan needs no more than an allreduce of gradients of one element type, and a policy has nothing to
-  decide or to measure in the step, each bucket is reduced as it lies in memory, while the backward pass goes on.
-- engine: the engine is told of the gradients, and may start collectives of its own. In the hook of the last bucket,
-  when nothing of the backward pass is left to be done, it runs to the end, and all futures are given their results.
+- cast: if the plan only casts all gradients to one element type, and a policy has nothing to decide or to measure in
+  the step, each bucket is allreduced in place during the backward pass.
+- engine: the engine gets the gradients, and may start collectives. In the hook of the last bucket, at the end of the
+  backward pass, it finishes the step, and all futures get their results.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from hvdcomp.compressors.choice import Plan
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import refused_on_every_rank
 from hvdcomp.torch import half_precision
-from hvdcomp.torch.everyone import Everyone
 from hvdcomp.torch.parameters import by_name, plain_names, unique
+from hvdcomp.torch.presence import PresenceCheck
 from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining, may_overlap
 from hvdcomp.torch.unaveraged import Unaveraged
 from hvdcomp.torch.uses import Uses
@@ -40,15 +40,15 @@ _DRIFTING = (
 )
 
 
-class _Taken(NamedTuple):
-    """A bucket of DDP, in the step under way.
+class _TakenBucket(NamedTuple):
+    """A bucket of DDP in the present step.
 
     Attributes:
-        names: of its parameters.
-        buffer: of its gradients, and then of their means.
-        gradients: by name, in the buffer; none if they are sparse.
-        future: of the means.
-        whole: whether the bucket is reduced as it lies in memory.
+        names: names of its parameters.
+        buffer: storage of its gradients, and later of their means.
+        gradients: views of the buffer by name; empty if the gradient is sparse.
+        future: future of the means.
+        whole: whether the bucket is allreduced in place.
     """
 
     names: Sequence[str]
@@ -62,8 +62,8 @@ class DDPBinding(TorchTraining):
     """Ties one `Compression` to one model in DistributedDataParallel.
 
     Args:
-        setup: what the user gave. Its `optimizer` steps with the gradients; None where it is not known.
-        model: whose buckets are handed over. It is not kept: DDP keeps its hook.
+        setup: the user's settings and objects. Its `optimizer` is the model's; None if unknown.
+        model: the model in DDP. The binding holds no strong reference to it, as DDP holds its hook.
     """
 
     overlaps_with_policy = True
@@ -77,29 +77,35 @@ class DDPBinding(TorchTraining):
         with refused_on_every_rank(communicator, torch.empty(0)):
             _check(setup, model)
             trained = _trained(model)
-            parameters = trained if setup.parameters is None else _as_given(setup, trained)
-            names = unique(model.module.named_parameters() if setup.parameters is None else _given(setup).items())
+            parameters = trained if setup.parameters is None else _by_users_names(setup, trained)
+            names = unique(
+                model.module.named_parameters() if setup.parameters is None else _named_parameters(setup).items()
+            )
             finds_unused = model.find_unused_parameters and not model.static_graph
-            # torch.distributed matches collectives by their order, and on a device a backward pass may have some of its
-            # own, as with SyncBatchNorm: all ranks must start a bucket between the same two. So none asks whether the
-            # others' answer has come by now: it waits. The device has work for longer.
-            self._everyone = Everyone(communicator, waits=any(parameter.is_cuda for parameter in trained.values()))
+            # torch.distributed matches collectives by their order, and on a device a backward pass may have its own, as
+            # with SyncBatchNorm: all ranks must start a bucket between the same two. So the presence check waits for
+            # its result instead of polling it. The device has work for longer.
+            on_device = any(parameter.is_cuda for parameter in trained.values())
+            self._presence_check = PresenceCheck(communicator, waits=on_device)
             self.overlaps = may_overlap(setup, trained) and not finds_unused
             super().__init__(setup, parameters, communicator, setup.optimizer, names)
             self._unaveraged = Unaveraged(model, trained.values(), _ignored(model), setup.optimizer, _DRIFTING)
             self._register(model)
         self._model = weakref.ref(model)
-        self._told = {"find_unused_parameters": model.find_unused_parameters, "static_graph": model.static_graph}
-        self._uses = Uses(model, parameters) if any(self._told.values()) else None  # where that has to be found out
-        self._unused: Set[str] = frozenset()  # of a static graph
+        self._model_settings = {
+            "find_unused_parameters": model.find_unused_parameters,
+            "static_graph": model.static_graph,
+        }
+        self._uses = Uses(model, parameters) if any(self._model_settings.values()) else None  # tracks used parameters
+        self._unused: Set[str] = frozenset()  # parameters without gradients in a static graph
         self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters.items()}
-        self._wire: torch.dtype | None = None  # of a step that casts
-        self._wire_of: tuple[Plan | None, torch.dtype | None] = (None, None)  # the latest plan, and its wire
-        self._asked = True
-        self._kept: set[str] | None = None  # tensors of a step without an exchange; None in one with
-        self._step: list[_Taken] = []
+        self._wire: torch.dtype | None = None  # element type of a step that casts
+        self._wire_of: tuple[Plan | None, torch.dtype | None] = (None, None)  # the latest plan and its element type
+        self._checks_presence = True
+        self._kept: set[str] | None = None  # tensors of a step without an exchange; None in other steps
+        self._step: list[_TakenBucket] = []
         self._pending: dict[str, torch.Tensor] = {}
-        self._batches: list[Sequence[str]] = []  # names in each of DDP's buckets, in the latest step
+        self._batches: list[Sequence[str]] = []  # names of the tensors of each DDP bucket in the latest step
         self.engine.overlap.follow([])
 
     def _register(self, model: DistributedDataParallel) -> None:
@@ -112,15 +118,15 @@ class DDPBinding(TorchTraining):
             ) from None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A model in DDP that is copied or pickled takes along what its hook was given, but not the hook: the copy's
-        gradients are averaged without. So nothing goes along."""
+        """Pickles as None: a copied or pickled model in DDP keeps the hook's state but not the hook, so that the copy's
+        gradients are averaged without compression."""
         return type(None), ()
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Takes a bucket of DDP, whose gradients are there.
+        """Takes a bucket of DDP whose gradients are ready.
 
         Returns:
-            The means, in the bucket's place.
+            A future of the means, in the bucket's storage.
         """
         if bucket.index() == 0:
             self._kept = None if self.exchanges else set()
@@ -133,20 +139,20 @@ class DDPBinding(TorchTraining):
         gradients = {} if buffer.is_sparse else dict(zip(names, bucket.gradients(), strict=True))
         whole = self._wire is not None or buffer.is_sparse
         if whole:
-            self.observe("local", gradients)  # now: their means take their place
+            self.observe("local", gradients)  # now, before means overwrite them
         future = self._reduce_whole(buffer) if whole else _future(buffer)
-        self._step.append(_Taken(names, buffer, gradients, future, whole))
+        self._step.append(_TakenBucket(names, buffer, gradients, future, whole))
         if not whole:
             for name, gradient in gradients.items():
                 if name not in self._unused:
-                    self._pending[name] = self.sent_with(name, gradient)
+                    self._pending[name] = self.add_momentum(name, gradient)
                     self.engine.overlap.ready(name, gradient)
         if bucket.is_last():
             self._end()
         return future
 
     def _keep(self, buffer: torch.Tensor, is_last: bool, names: set[str]) -> torch.futures.Future[torch.Tensor]:
-        """Leaves this rank its own gradients; `names` are of those so far."""
+        """Keeps this rank's own gradients; `names` are those of the step so far."""
         self._kept = names
         if is_last:
             self.engine.enter_alone(names)
@@ -155,20 +161,20 @@ class DDPBinding(TorchTraining):
         return future
 
     def begin(self) -> None:
-        """`Binding.begin`, and which way the step takes."""
+        """`Binding.begin`, and the choice between casts and the engine."""
         self._step.clear()
         self._pending.clear()
         super().begin()
         self._wire = self._wire_of_plan() if self.engine.passthrough and not self.needs_engine else None
-        # What is nothing but casts in every step needs no question in any: that would cost a latency.
-        self._asked = self._wire is None or self.plan_may_change
-        if self._asked:
-            self._everyone.ask(self.presence, UNNAMED)
+        # A training that only casts in all steps needs no presence check, which would cost a latency.
+        self._checks_presence = self._wire is None or self.plan_may_change
+        if self._checks_presence:
+            self._presence_check.start(self.presence, UNNAMED)
         if self._wire is None:
-            self.expect(self._everyone.agrees)
+            self.expect(self._presence_check.agrees)
 
     def _wire_of_plan(self) -> torch.dtype | None:
-        """In which all gradients travel, if all are cast alike."""
+        """The element type to which all gradients are cast; None if they differ or are compressed."""
         plan = self.engine.plan
         if self._wire_of[0] is not plan:
             wires = {compressor.wire_dtype(self.engine.tensors[name].dtype) for name, compressor in plan.items()}
@@ -176,20 +182,20 @@ class DDPBinding(TorchTraining):
         return self._wire_of[1]
 
     def _reduce_whole(self, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """An allreduce of a bucket as it is, or cast."""
+        """Starts the allreduce of a bucket, cast if the plan says so."""
         if buffer.is_sparse or self._wire in (None, buffer.dtype):
-            mean = buffer.div_(self.communicator.world_size)  # first, as DDP does without a hook: the same bits
+            mean = buffer.div_(self.communicator.world_size)  # before the sum, for the same bits as DDP without a hook
             started = self.communicator.start_allreduce(mean, "sum", UNNAMED)
             return started.work.get_future().then(lambda _: mean)
-        # Divided at last, as in the engine and in Horovod: before, what is small would lose bits on every rank.
+        # Divided after the sum, as in the engine and Horovod: before it, small numbers would lose bits on every rank.
         started = self.communicator.start_allreduce(half_precision.narrow(buffer, self._wire), "mean", UNNAMED)
         return started.work.get_future().then(lambda _: half_precision.widen(started.finish(started.result), buffer))
 
     @torch.no_grad()
     def _end(self) -> None:
         """Ends a step, in the hook of its last bucket."""
-        if self._asked:
-            self.check_presence(self._everyone.end())
+        if self._checks_presence:
+            self.check_presence(self._presence_check.end())
         self.refuse()
         if self._wire is not None:
             self._end_casts()
@@ -205,40 +211,40 @@ class DDPBinding(TorchTraining):
 
     def _end_casts(self) -> None:
         if self.coordinator is not None:
-            # Its clock, and who looks at means, want the end of the step. DDP would wait for it now too.
+            # The coordinator's clock and observers of means need the end of the step, for which DDP would wait now too.
             for bucket in self._step:
                 bucket.future.wait()
             for bucket in self._step:
                 self.observe("aggregated", bucket.gradients)
         if self._uses is not None:
             self._uses.names.clear()
-        self.engine.enter_casts({name for bucket in self._step for name in bucket.names}, self._asked)
+        self.engine.enter_casts({name for bucket in self._step for name in bucket.names}, self._checks_presence)
         self.end_step()
 
     def _used(self, gradients: Mapping[str, torch.Tensor], uses: Uses) -> dict[str, torch.Tensor]:
-        """The gradients that any rank has made. DDP hands over zeros for the others, and drops what comes of them."""
+        """The gradients that any rank has. For the others DDP hands over zeros, and drops the results."""
         flags = torch.tensor([name in uses.names for name in gradients], dtype=torch.int32)
         uses.names.clear()
         anywhere = self.communicator.wait(self.communicator.start_allreduce(flags, "max", UNNAMED)).tolist()
         used = {name: gradients[name] for name, flag in zip(gradients, anywhere, strict=True) if flag}
-        if self._told["static_graph"]:  # they are the same in every step
+        if self._model_settings["static_graph"]:  # the same in every step
             uses.stop()
             self._uses = None
             self._unused = gradients.keys() - used.keys()
         return used
 
     def _follow_buckets(self) -> None:
-        """DDP makes its buckets anew after its first step: so are ours. Those of the last one wait for nothing more,
-        and go with all that is left."""
+        """Uses DDP's buckets, which change after its first step, for the engine. Tensors of DDP's last bucket are sent
+        at the end of the step."""
         batches = [bucket.names for bucket in self._step]
         if batches != self._batches:
             self._batches = batches
             self.engine.overlap.follow(batches[:-1])
 
-    # What `Binding` asks of the framework.
+    # Methods of `Training`.
 
     def facts(self) -> dict[str, Any]:
-        return self._told
+        return self._model_settings
 
     def trained(self) -> Set[str]:
         return frozenset(self._names.values())
@@ -255,7 +261,7 @@ class DDPBinding(TorchTraining):
 
 
 def compressed_hook(binding, bucket):
-    """The hook that DDP calls. DDP compares annotations with its own, and does not know such as are strings."""
+    """The hook that DDP calls; without annotations, because DDP would compare them with types, and they are strings."""
     return binding.reduce(bucket)
 
 
@@ -301,7 +307,7 @@ def _check(setup: Setup, model: DistributedDataParallel) -> None:
 
 
 def _trained(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
-    """The parameters whose gradients DDP averages, by their names in the module that it was given."""
+    """The parameters whose gradients DDP averages, by their names in its module."""
     ignored = model.parameters_to_ignore
     named = dict(model.module.named_parameters())
     return {
@@ -312,26 +318,26 @@ def _trained(model: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
 
 
 def _ignored(model: DistributedDataParallel) -> Iterator[torch.nn.Parameter]:
-    """The parameters that DDP was told to leave alone."""
+    """The parameters that DDP ignores."""
     for name, parameter in model.module.named_parameters():
         if name in model.parameters_to_ignore:
             yield parameter
 
 
-def _as_given(setup: Setup, trained: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
+def _by_users_names(setup: Setup, trained: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Parameter]:
     """The parameters by the names that the user gave."""
-    given = _given(setup)
-    known = {parameter: name for name, parameter in given.items()}
-    missing = [name for name, parameter in trained.items() if parameter not in known]
+    named = _named_parameters(setup)
+    names = {parameter: name for name, parameter in named.items()}
+    missing = [name for name, parameter in trained.items() if parameter not in names]
     if missing:
         raise ConfigurationError(
             f"the named_parameters of hvdcomp.Compression lack {', '.join(missing)}, which DistributedDataParallel "
             "trains; leave named_parameters out, or give those of the model"
         )
-    return {known[parameter]: parameter for parameter in trained.values()}
+    return {names[parameter]: parameter for parameter in trained.values()}
 
 
-def _given(setup: Setup) -> dict[str, torch.nn.Parameter]:
+def _named_parameters(setup: Setup) -> dict[str, torch.nn.Parameter]:
     return by_name(setup.parameters, None)
 
 

@@ -1,9 +1,8 @@
 """Lets `hvd.elastic.TorchState(..., compression=compression)` keep a `hvdcomp.Compression`, and a `LocalSteps`.
 
-Horovod asks a handler for what it does not know: at a commit to keep a copy, after a failure to go back to it, and
-when the ranks have changed to make all ranks agree. The last is done by `hvdcomp.bindings.elastic` in the first step.
-Only a policy that changes the batch size needs it earlier, since the training loop reads `compression.accumulation`
-before that step.
+Horovod calls a handler to save the object at a commit, to restore it after a failure, and to synchronise it when the
+ranks have changed. `hvdcomp.bindings.elastic` synchronises in the first step. Only a policy that changes the batch size
+needs it earlier, because the training loop reads `compression.accumulation` before that step.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ class CompressionHandler(StateHandler):
 
 
 class LocalStepsHandler(StateHandler):
-    """Keeps one `LocalSteps` with the weights of the model, which between two exchanges are others on each rank.
+    """Keeps one `LocalSteps` with the weights of the model, which differ between ranks between two exchanges.
 
-    A rank that goes on has its own weights, moments and steps. A new one takes from rank 0 the outer weights, which it
-    begins from, the outer momentum, the state of the inner optimizer, and how far the round is.
+    A surviving rank keeps its own weights, moments and steps. A new rank takes from rank 0 the outer weights, from
+    which it begins, the outer momentum, the state of the inner optimizer, and the steps since the exchange.
 
     Args:
         value: the optimizer.
@@ -69,32 +68,32 @@ class LocalStepsHandler(StateHandler):
         self.value.roll_back(copy.deepcopy(state))
 
     def sync(self) -> None:
-        state = caller_local("self", lambda one: isinstance(one, TorchState))
-        if any(isinstance(one.value, torch.nn.Module) for one in getattr(state, "_handlers", {}).values()):
+        state = caller_local("self", lambda value: isinstance(value, TorchState))
+        if any(isinstance(handler.value, torch.nn.Module) for handler in getattr(state, "_handlers", {}).values()):
             raise ConfigurationError(
                 "hvd.elastic.TorchState was given a model beside LocalSteps: Horovod would give all ranks the weights "
                 "of rank 0, and what the others did since the latest exchange would be lost. LocalSteps keeps the "
                 "weights; leave out model="
             )
-        known = self.value.state_dict()
-        known.get(OWN, {}).pop("compression", None)  # on which the ranks agree by themselves
-        message = (list(_parameters(self.value)), known) if hvd.rank() == 0 else None
+        own = self.value.state_dict()
+        own.get(OWN, {}).pop("compression", None)  # synchronised by the binding
+        message = (list(_parameters(self.value)), own) if hvd.rank() == 0 else None
         weights, common = hvd.broadcast_object(message, root_rank=0, name="hvdcomp.local_steps")
         if OWN not in common:  # rank 0 has not begun
             put(_parameters(self.value), weights)
-        if OWN not in common or OWN not in known:
+        if OWN not in common or OWN not in own:
             self.value.join(common)
         self.save()
 
 
 def _parameters(optimizer: LocalSteps) -> Iterator[torch.Tensor]:
-    return (one.detach() for group in optimizer.param_groups for one in group["params"])
+    return (parameter.detach() for group in optimizer.param_groups for parameter in group["params"])
 
 
 def register(kind: type) -> None:
-    """Tells Horovod to keep objects of this kind by `CompressionHandler`, and `LocalSteps` by its own handler; once is
-    enough."""
+    """Registers `CompressionHandler` for objects of this kind with Horovod, and `LocalStepsHandler`; later calls do
+    nothing."""
     registry = get_handler_registry()
-    if all(known is not kind for known, _ in registry):
-        # Horovod takes the first that fits, and a LocalSteps is an optimizer of PyTorch too.
+    if all(registered is not kind for registered, _ in registry):
+        # LocalSteps comes first, as Horovod takes the first handler that fits, and a LocalSteps is an optimizer too.
         set_handler_registry([(LocalSteps, LocalStepsHandler), *registry, (kind, CompressionHandler)])

@@ -1,4 +1,4 @@
-"""The names that the core uses of PyTorch: `hvdcomp.bindings.frameworks.Framework` says what each name means."""
+"""PyTorch's implementation of `hvdcomp.bindings.frameworks.Framework`."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def owns_scaler(scaler: Any) -> bool:
     return hasattr(type(scaler), "get_scale")
 
 
-def is_model(given: Any) -> bool:
-    return hasattr(type(given), "named_parameters")
+def is_model(value: Any) -> bool:
+    return hasattr(type(value), "named_parameters")
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -44,7 +44,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def prepare(kind: type) -> None:
-    """Horovod's elastic state learns how to keep a compression, if it may be used."""
+    """Registers the compression with Horovod's elastic state, if that may be used."""
     if "horovod.torch.elastic" in sys.modules or ("horovod.torch" in sys.modules and may_change()):
         from hvdcomp.torch.elastic import register
 
@@ -52,7 +52,7 @@ def prepare(kind: type) -> None:
 
 
 def check_wrapping() -> None:
-    """Nothing is wrong with any optimizer; the binding looks at it when the first gradient arrives."""
+    """Accepts any optimizer; the binding checks it when the first gradient arrives."""
 
 
 def can_bind(parameters: Any, optimizer: Any) -> bool:

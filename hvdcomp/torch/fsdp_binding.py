@@ -1,8 +1,8 @@
-"""Serves models in FSDP2 (`fully_shard`) that are replicated too: hybrid sharding, HSDP.
+"""The binding of models in FSDP2 (`fully_shard`) with replicas: hybrid sharding, HSDP.
 
-FSDP reduces the gradients of a module to this rank's shards, and calls hooks on its own stream. They are exchanged with
-the replicas' by the engine, in their place: dense inside of a shard group, compressed between replicas. Buckets start
-while the backward pass goes on, and what is left when it is over.
+FSDP reduces the gradients of a module to this rank's shards, and calls hooks on its own stream. The engine exchanges
+the shards in place with the other replicas: so gradients are dense within a shard group and compressed between
+replicas. Buckets start during the backward pass, and the remaining gradients are sent at its end.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.torch_distributed import UNNAMED, TorchDistributedCommunicator
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import gather_rows, refused_on_every_rank
-from hvdcomp.torch.everyone import Everyone
 from hvdcomp.torch.parameters import unique
+from hvdcomp.torch.presence import PresenceCheck
 from hvdcomp.torch.sharded import (
     before_forward_passes,
     check_settings,
     check_sharding,
     modules_of,
-    one_group_a_module,
+    several_meshes_error,
 )
 from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining, may_overlap
 
@@ -35,9 +35,9 @@ class FSDPBinding(TorchTraining):
     """Ties one `Compression` to the shards of one model.
 
     Args:
-        setup: what the user gave.
-        model: sharded by `fully_shard` over one dimension.
-        group: the ranks that have the same shards, one of each replica.
+        setup: the user's settings and objects.
+        model: a model sharded by `fully_shard` over one dimension.
+        group: the ranks with the same shards, one of each replica.
     """
 
     overlaps_with_policy = False
@@ -48,52 +48,52 @@ class FSDPBinding(TorchTraining):
 
     def __init__(self, setup: Setup, model: torch.nn.Module, group: dist.ProcessGroup) -> None:
         communicator, like = TorchDistributedCommunicator(group), torch.empty(0)
-        if dist.get_rank() != 0:  # several shards decide, each for itself; one may write the log
+        if dist.get_rank() != 0:  # every shard group decides for itself; only one may write the log
             setup.compression.decision_log = None
         # On a device, all ranks must start a bucket between the same two of FSDP's collectives, as in `DDPBinding`.
         parameters = unique(model.named_parameters())
-        on_device = any(one.is_cuda for one in parameters.values())
-        self._everyone = Everyone(communicator, waits=on_device)
+        on_device = any(parameter.is_cuda for parameter in parameters.values())
+        self._presence_check = PresenceCheck(communicator, waits=on_device)
         with refused_on_every_rank(communicator, like):
             check_settings(setup)
             trained = check_sharding(parameters.items())
             _require_replicas(trained, group)
         _require_same_parts(trained, communicator, like)
-        # Of small parameters, a rank may have nothing.
-        self._sharded = {name: one for name, one in trained.items() if _local(one).numel()}
+        # A rank may have no elements of a small parameter.
+        self._sharded = {name: parameter for name, parameter in trained.items() if _local(parameter).numel()}
         with refused_on_every_rank(communicator, like):
             shards = {name: _local(parameter) for name, parameter in self._sharded.items()}
             self.overlaps = may_overlap(setup, shards)
             super().__init__(setup, shards, communicator, setup.optimizer, parameters)
-            self._frozen = {name: one for name, one in parameters.items() if not one.requires_grad}
+            self._frozen = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
             self._register(model)
-        self._due = False  # whether gradients of this backward pass wait for the exchange
+        self._due = False  # whether gradients of this backward pass await the exchange
         self._ready: dict[str, torch.Tensor] = {}  # gradients of this backward pass, in the order in which they came
 
     def _register(self, model: torch.nn.Module) -> None:
         try:
             for module in modules_of(model).values():
-                module.set_all_reduce_hook(self._arrived)
+                module.set_all_reduce_hook(self._module_reduced)
         except ValueError as error:
-            raise one_group_a_module(error) from None
+            raise several_meshes_error(error) from None
         for name, parameter in self._sharded.items():
-            # FSDP calls it when the gradient is in its place, after the module's hook.
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._come, name))
+            # FSDP calls it after the module's hook, when `grad` is set.
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._gradient_ready, name))
         before_forward_passes(model, self._forget)
 
     @torch.no_grad()
-    def _arrived(self, shard: torch.Tensor) -> None:
-        """The hook of each FSDP module, called when its gradients were reduced to this rank's shard."""
+    def _module_reduced(self, shard: torch.Tensor) -> None:
+        """The hook of each FSDP module, called when its gradients are reduced to this rank's shard."""
         if not self._due:
             self.begin()
-            self._everyone.ask(self.presence, UNNAMED)
-            self.expect(self._everyone.agrees)
+            self._presence_check.start(self.presence, UNNAMED)
+            self.expect(self._presence_check.agrees)
             self._due = True
-            # What FSDP itself does at the end of a backward pass was queued before.
+            # Runs after FSDP's own callback of the backward pass, which was queued before.
             torch.autograd.Variable._execution_engine.queue_callback(self._exchange)
 
     @torch.no_grad()
-    def _come(self, name: str, parameter: torch.nn.Parameter) -> None:
+    def _gradient_ready(self, name: str, parameter: torch.nn.Parameter) -> None:
         if name in self._ready and self.engine.overlap.started:
             raise ConfigurationError(
                 f"FSDP has reduced the gradient of {name} twice in a backward pass, and a part may be on its way "
@@ -107,17 +107,19 @@ class FSDPBinding(TorchTraining):
     def _exchange(self) -> None:
         self._due = False
         ready, self._ready = self._ready, {}
-        self.check_presence(self._everyone.end())
-        left = {name: _local(one.grad) for name, one in self._sharded.items() if one.grad is not None}
-        self.run_in_place({**ready, **left})  # in the order in which they came, which the ranks learn of rank 0
+        self.check_presence(self._presence_check.end())
+        gradients = {
+            name: _local(parameter.grad) for name, parameter in self._sharded.items() if parameter.grad is not None
+        }
+        self.run_in_place({**ready, **gradients})  # in this order, which the ranks take from rank 0
 
     def _forget(self) -> None:
-        """Drops what a backward pass that has raised has left."""
+        """Drops the state left by a backward pass that has raised."""
         if not self._due:
             return
         # On the host a bucket starts where the ranks are known to agree, which one may know before another. So some may
         # have started more of them than others, and torch.distributed matches collectives by their order.
-        if self.engine.overlap.era and not self._everyone.waits:
+        if self.engine.overlap.era and not self._presence_check.waits:
             raise ConfigurationError(
                 "a backward pass has raised, and some ranks may have begun to exchange gradients that others have not; "
                 "go on from a checkpoint in new processes, or give hvdcomp.Compression overlap=False"
@@ -125,7 +127,7 @@ class FSDPBinding(TorchTraining):
         self._due = False
         self._ready = {}
 
-    # What `Binding` asks of the framework.
+    # Methods of `Training`.
 
     def facts(self) -> dict[str, Any]:
         return {}
@@ -145,7 +147,7 @@ class FSDPBinding(TorchTraining):
 
 
 def _require_replicas(trained: Mapping[str, DTensor], group: dist.ProcessGroup) -> None:
-    """Raises ConfigurationError if ranks of the group have parts of one copy of the parameters."""
+    """Raises ConfigurationError if ranks of the group hold different shards of one replica."""
     members = set(dist.get_process_group_ranks(group))
     for name, parameter in trained.items():
         shared = members.intersection(parameter.device_mesh.mesh.tolist())
@@ -161,15 +163,15 @@ def _require_replicas(trained: Mapping[str, DTensor], group: dist.ProcessGroup) 
 def _require_same_parts(
     trained: Mapping[str, DTensor], communicator: TorchDistributedCommunicator, like: torch.Tensor
 ) -> None:
-    """Raises ConfigurationError on every rank of the group if they have different parts of the parameters."""
-    meshes = [one.device_mesh for one in trained.values()][:1]
+    """Raises ConfigurationError on every rank of the group if the ranks hold different shards."""
+    meshes = [parameter.device_mesh for parameter in trained.values()][:1]
     place = "of nothing" if not meshes else f"{meshes[0].get_local_rank()} of {meshes[0].size()}"
     rows = gather_rows(communicator, place.encode().ljust(32), like, "hvdcomp.parts")
     if len(set(rows)) > 1:
-        said = ", ".join(row.decode().strip() for row in rows)
+        parts = ", ".join(row.decode().strip() for row in rows)
         raise ConfigurationError(
             "the ranks of the mesh that hvdcomp.fsdp.register was given have different parts of the parameters, by "
-            f"rank {said}; give it mesh['replicate'] of the mesh of whose mesh['shard'] fully_shard was given"
+            f"rank {parts}; give it mesh['replicate'] of the mesh of whose mesh['shard'] fully_shard was given"
         )
 
 

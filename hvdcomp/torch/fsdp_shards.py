@@ -1,7 +1,7 @@
-"""Serves models in FSDP2 (`fully_shard`) without replicas: takes the place of FSDP's reduce-scatter.
+"""The binding of models in FSDP2 (`fully_shard`) without replicas, in place of FSDP's reduce-scatter.
 
-FSDP hands over the flat gradient of a module when that module's backward pass is over, a row for each rank, and gets
-this rank's row of the mean. So the exchange overlaps with the rest of the backward pass as FSDP's own does.
+After a module's backward pass FSDP hands over its flat gradient, a row for each rank, and gets this rank's row of the
+mean. So the exchange overlaps with the rest of the backward pass, as FSDP's own does.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from hvdcomp.exchange.ledger import Cost, Sent
 from hvdcomp.exchange.shards import ShardReducer
 from hvdcomp.files import VERSION
 from hvdcomp.torch.parameters import plain_names
-from hvdcomp.torch.resharding import Layout, Rows, resharded
+from hvdcomp.torch.resharding import FlatLayout, OwnedRows, resharded
 from hvdcomp.torch.sharded import (
     before_forward_passes,
     check_settings,
     check_sharding,
     modules_of,
-    one_group_a_module,
+    several_meshes_error,
 )
 from hvdcomp.torch.training import refuse_capture
 
@@ -42,12 +42,12 @@ class ShardsBinding:
     """Ties one `Compression` to the reduce-scatters of one model; all ranks make it at the same point.
 
     Args:
-        setup: what the user gave.
-        model: sharded by `fully_shard` over all ranks.
+        setup: the user's settings and objects.
+        model: a model sharded by `fully_shard` over all ranks.
 
     Attributes:
-        engine: that compresses.
-        coordinator, accumulation: as of `Binding`, without a policy.
+        engine: the reducer that compresses.
+        coordinator, accumulation: as in a `Binding` without a policy.
     """
 
     coordinator = None
@@ -60,10 +60,12 @@ class ShardsBinding:
             check_settings(setup)
             _check(setup)
             trained = _trained(model, communicator.world_size)
-        shapes = {f"parameter {name}": f"{one.dtype} {tuple(one.shape)}" for name, one in trained.items()}
+        shapes = {
+            f"parameter {name}": f"{parameter.dtype} {tuple(parameter.shape)}" for name, parameter in trained.items()
+        }
         facts = {**settings.describe(), "hvdcomp": VERSION, KERNELS: kernels.available(), **shapes}
         require_agreement(communicator, facts, like)
-        self._device = next((one.device_mesh.device_type for one in trained.values()), "cpu")
+        self._device = next((parameter.device_mesh.device_type for parameter in trained.values()), "cpu")
         try:
             self.engine = ShardReducer(
                 communicator, settings.compressor, settings.memory, settings.seed, settings.min_numel,
@@ -80,15 +82,15 @@ class ShardsBinding:
                 f"reduce-scatter as it is; with {RANKS_PER_NODE}=1 each rank counts as a node"
             )
         self._method = f"{settings.compressor} with memory {self.engine.memory}"
-        self._due = False  # whether the step under way has to be ended
+        self._due = False  # whether the end of the present step is pending
         modules = modules_of(model)
         self._layouts = _layouts(model)
         try:
             for name, module in zip(plain_names(modules), modules.values(), strict=True):
-                # FSDP asks for no more than these methods, and its own class is private.
+                # FSDP uses these methods only, and its own class is private.
                 module.set_custom_reduce_scatter(_ReduceScatter(self, name or "model"))  # type: ignore[arg-type]
         except ValueError as error:
-            raise one_group_a_module(error) from None
+            raise several_meshes_error(error) from None
         before_forward_passes(model, self._forget)
 
     @torch.no_grad()
@@ -96,8 +98,8 @@ class ShardsBinding:
         """Writes this rank's row of the mean, or of the sum.
 
         Args:
-            name: of the module.
-            row, rows, group, op: as FSDP gives them to its own reduce-scatter.
+            name: name of the module.
+            row, rows, group, op: arguments of FSDP's own reduce-scatter.
         """
         if not self._due:
             refuse_capture()
@@ -122,18 +124,18 @@ class ShardsBinding:
         self.engine.end_step()
 
     def _forget(self) -> None:
-        """What a backward pass that has raised has sent counts to the step that follows."""
+        """Counts the bytes of a backward pass that has raised to the step that follows."""
         self._due = False
 
-    # What `Compression` asks of a binding.
+    # Methods that `Compression` calls.
 
     @property
     def has_begun(self) -> bool:
-        """Whether a gradient has come."""
+        """Whether there was a gradient."""
         return bool(self.engine.plan)
 
     def compress(self, tensor: torch.Tensor) -> Any:
-        """Refuses what Horovod hands over."""
+        """Raises ConfigurationError: Horovod must not hand over gradients."""
         raise ConfigurationError(
             "this hvdcomp.Compression serves a model in FSDP, which averages its gradients; use the optimizer as it "
             "is, without hvd.DistributedOptimizer"
@@ -178,11 +180,11 @@ class ShardsBinding:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """`Compression.load_state_dict`.
 
-        On other ranks or nodes, `hvdcomp.dcp.load` gives it the states of all ranks.
+        For other numbers of ranks or nodes, `hvdcomp.dcp.load` passes the states of all ranks.
 
         Raises:
-            ConfigurationError: if it is of another compressor, or of another rank and comes alone: rows follow from the
-                ranks.
+            ConfigurationError: if the state is of another compressor; or of another rank without the states of all
+                ranks, as rows depend on the ranks.
         """
         shared, own = parts_of(state)
         engine = self.engine
@@ -201,17 +203,17 @@ class ShardsBinding:
                     "shard fits the same rank of as many alone. hvdcomp.dcp.load has it cut anew for other ranks, on "
                     "several nodes; or go on without a state on all ranks: what was left to be sent is lost then"
                 )
-            states = resharded(every, self._layouts, Rows(engine.owners, engine.communicator.world_size, nodes))
+            states = resharded(every, self._layouts, OwnedRows(engine.owners, engine.communicator.world_size, nodes))
         engine.set_level(shared["level"])
         engine.step_number = shared["step"]
         engine.states = {
-            name: tuple(one.to(self._device, copy=True) for one in arrays) for name, arrays in states.items()
+            name: tuple(array.to(self._device, copy=True) for array in arrays) for name, arrays in states.items()
         }
         engine.ledger.go_on_from(Cost(**own["totals"]), own["steps"])
 
 
 class _ReduceScatter:
-    """What FSDP calls in place of its own reduce-scatter of a module's flat gradient."""
+    """The reduce-scatter of a module's flat gradient that FSDP calls in place of its own."""
 
     def __init__(self, binding: ShardsBinding, name: str) -> None:
         self._binding = binding
@@ -265,40 +267,42 @@ def _trained(model: torch.nn.Module, ranks: int) -> dict[str, DTensor]:
     """The trained parameters, by name.
 
     Raises:
-        ConfigurationError: if one is not sharded over all ranks, and over nothing else.
+        ConfigurationError: if a parameter is not sharded over exactly all ranks.
     """
     if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
         raise ConfigurationError(
             f"PyTorch {torch.__version__} has no FSDPModule.set_custom_reduce_scatter; install PyTorch 2.13"
         )
-    found = check_sharding(model.named_parameters())
-    for name, one in found.items():
-        mesh = one.device_mesh
+    trained = check_sharding(model.named_parameters())
+    for name, parameter in trained.items():
+        mesh = parameter.device_mesh
         if mesh.mesh.tolist() != list(range(ranks)):
             raise ConfigurationError(
                 f"parameter {name} is sharded over {mesh.size()} ranks, and not over all {ranks} in order. With "
                 "replicas, give hvdcomp.fsdp.register their dimension, mesh['replicate']; without, shard over all ranks"
             )
-    return found
+    return trained
 
 
-def _layouts(model: torch.nn.Module) -> dict[str, Layout]:
-    """The parameters whose gradients are flat together, by module; without modules whose parameters are cut along
-    another dimension than the first."""
+def _layouts(model: torch.nn.Module) -> dict[str, FlatLayout]:
+    """The layout of each module's flat gradient; without modules whose parameters are cut along another dimension than
+    the first."""
     modules: Mapping[str, Any] = modules_of(model)
-    seen: set[torch.nn.Module] = set()
+    visited: set[torch.nn.Module] = set()
 
     def flat(module: torch.nn.Module, name: str) -> Iterator[tuple[str, Any]]:
-        """In FSDP's order: of the modules inside before those of a module itself."""
-        seen.add(module)
+        """The parameters in FSDP's order: those of child modules before the module's own."""
+        visited.add(module)
         for inside, child in module.named_children():
-            if child not in seen and not isinstance(child, FSDPModule):
+            if child not in visited and not isinstance(child, FSDPModule):
                 yield from flat(child, f"{name}{inside}.")
-        yield from ((f"{name}{own}", one) for own, one in module.named_parameters(recurse=False) if one.requires_grad)
+        for own_name, parameter in module.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                yield f"{name}{own_name}", parameter
 
-    found: dict[str, Layout] = {}
+    layouts: dict[str, FlatLayout] = {}
     for name, module in zip(plain_names(modules), modules.values(), strict=True):
-        parameters = list({one: own for own, one in flat(module, "")}.items())
-        if all(one.placements == (Shard(0),) for one, _ in parameters):
-            found[name or "model"] = [(own, list(one.shape)) for one, own in parameters]
-    return found
+        parameters = list({parameter: own_name for own_name, parameter in flat(module, "")}.items())
+        if all(parameter.placements == (Shard(0),) for parameter, _ in parameters):
+            layouts[name or "model"] = [(own_name, list(parameter.shape)) for parameter, own_name in parameters]
+    return layouts

@@ -1,6 +1,6 @@
-"""Multiplies the learning rate while the optimizer steps, and at no other time.
+"""A factor of the learning rate that holds only while the optimizer steps.
 
-Schedulers, and policies that look at the schedule, see the rates that the user set.
+Schedulers, and policies that read the schedule, see the user's rates.
 """
 
 from __future__ import annotations
@@ -11,34 +11,33 @@ import torch
 
 
 class ScaledSteps:
-    """Lets an optimizer step at a multiple of its learning rates.
+    """Makes an optimizer step at a multiple of its learning rates.
 
     Attributes:
-        factor: the multiple, from the next step on: one whose gradients were exchanged before keeps the earlier one.
+        factor: the multiple, from the next exchange on; a step whose gradients were exchanged keeps the earlier one.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.factor = 1.0
         self._optimizer = optimizer
-        self._of_step: float | None = None  # the multiple of the step whose gradients have been exchanged
-        self._own: list[Any] | None = None  # the rates as the user set them, during a step
+        self._of_step: float | None = None  # the factor of the step whose gradients were exchanged
+        self._own: list[Any] | None = None  # the user's rates, during a step
         optimizer.register_step_pre_hook(self._scale)
         optimizer.register_step_post_hook(self._restore)
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """The rates as the user set them, also while the optimizer steps."""
+        """The user's rates, also while the optimizer steps."""
         return rates_of(self._optimizer) if self._own is None else tuple(map(float, self._own))
 
     def begin_step(self) -> None:
-        """To be called when the exchange of a step's gradients begins.
+        """Fixes the factor of a step; to be called when the exchange of its gradients begins.
 
-        What a rank takes up after that, such as a decision that a checkpoint has to hold, is for the next step: other
-        ranks may take it up later.
+        A decision applied after that, as for a checkpoint, is for the next step, as other ranks may apply it later.
         """
         self._of_step = self.factor
 
-    # A step of Horovod's optimizer calls that of the optimizer that it wraps, and both call the hooks.
+    # Both Horovod's optimizer and the wrapped one call the hooks in a step.
 
     def _scale(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         factor = self.factor if self._of_step is None else self._of_step

@@ -1,4 +1,4 @@
-"""`LocalSteps`: several steps of each rank alone between two exchanges, and an outer optimizer (DiLoCo)."""
+"""`LocalSteps`: local steps of each rank between exchanges, and an outer optimizer (DiLoCo)."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from hvdcomp.torch.local_steps_auto import AutoRounds, RoundLength
 from hvdcomp.torch.local_steps_binding import NO_NEW_GROUP, NO_SCALER, LocalStepsBinding
 from hvdcomp.torch.local_steps_rounds import Rounds, Sent, grouped
 
-OWN = "local_steps"  # our part of a state
+OWN = "local_steps"  # key of this optimizer's part of a state
 
 
 class LocalSteps(torch.optim.Optimizer):
-    """Wraps an optimizer: each rank steps `every` times by itself, then the ranks exchange how far they have moved.
+    """Wraps an optimizer: each rank makes `every` local steps, then the ranks exchange pseudo-gradients.
 
-    The pseudo-gradient of a rank is its weights at the latest exchange minus those now. It goes through the compressor
-    with its memory, the mean over the ranks is the gradient by which an outer SGD moves the weights of the latest
-    exchange, and all ranks go on from there (Douillard et al. 2023, DiLoCo, arXiv:2311.08105, algorithm 1).
+    The pseudo-gradient of a rank is its weights at the latest exchange minus its present weights. It goes through the
+    compressor with its memory. By the mean over the ranks, an outer SGD moves the weights of the latest exchange, and
+    all ranks go on from the result (Douillard et al. 2023, DiLoCo, arXiv:2311.08105, algorithm 1).
 
         compression = hvdcomp.Compression(hvdcomp.Int4())
         optimizer = torch.optim.AdamW(model.parameters(), lr=4e-4)
@@ -46,49 +46,47 @@ class LocalSteps(torch.optim.Optimizer):
             loss_of(model(inputs), targets).backward()
             optimizer.step()
 
-    The model is not wrapped in DistributedDataParallel, and the inner optimizer not in hvd.DistributedOptimizer.
-    Between two exchanges the weights of the ranks differ: evaluate and end when `in_sync`, or with `outer_weights`,
-    which are the same on all ranks after every step. Statistics of batch normalization are buffers, and never
-    exchanged. Weights are to be in float32 (with torch.autocast for the rest): the weights of the latest exchange have
-    the type of the parameters.
+    Do not wrap the model in DistributedDataParallel, nor the inner optimizer in hvd.DistributedOptimizer. Between two
+    exchanges the ranks' weights differ: evaluate and end when `in_sync`, or with `outer_weights`, which are the same on
+    all ranks after every step. Statistics of batch normalization are buffers, and are not exchanged. Weights should be
+    float32 (with torch.autocast for the computation), as the weights of the latest exchange have the parameters' type.
 
-    With `fragments` the parameters go in groups, at staggered steps, and with `delay` they travel while the ranks make
-    more steps (Douillard et al. 2025, Streaming DiLoCo, arXiv:2501.18512, algorithm 2).
+    With `fragments` the parameters are exchanged in groups at staggered steps, and with `delay` the exchange overlaps
+    with later steps (Douillard et al. 2025, Streaming DiLoCo, arXiv:2501.18512, algorithm 2).
 
-    To be made on every rank, and stepped the same number of times. Learning rate schedulers work as with the inner
-    optimizer, whose parameter groups these are. Beside it, each rank keeps the weights of the latest exchange, an outer
-    momentum, and what the memory keeps.
+    Every rank makes it, and steps it equally often. Learning rate schedulers work as with the inner optimizer, whose
+    parameter groups it shares. Each rank also keeps the weights of the latest exchange, an outer momentum, and the
+    state of the memory.
 
     Args:
-        optimizer: the inner one, of any kind; with its own clipping and learning rate.
-        every: steps from one exchange to the next; 30 to 500 were published. With "auto", or such as
+        optimizer: the inner optimizer, of any kind; with its own clipping and learning rate.
+        every: number of steps between exchanges; 30 to 500 were published. With "auto", or such as
             "auto:share=0.05,start=10", rank 0 decides after each exchange, by the rule of
             `hvdcomp.torch.local_steps_auto.AutoRounds`; neither with `fragments`, a delay nor a local share.
-        compression: of this optimizer alone. Default: float32 as it is. Rules by name and checkpoints go by the names
-            that it was given as `named_parameters`, or the inner optimizer was (PyTorch 2.6), or else by numbers.
-        fragments: groups of whole parameters, of about equal size; each is exchanged once in `every` steps.
-        delay: steps from sending a fragment to applying what has come of it; less than `every / fragments`. Of methods
-            that exchange several times (PowerSGD, those in scatter) the first exchange alone travels meanwhile.
-        local_share: a rank's weights are then this share of its own and the rest of the outer ones. With a delay and 0,
-            what it has done since sending is lost; 0.5 keeps half of it.
-        outer_lr, outer_momentum, nesterov: of `torch.optim.SGD` on the mean of the pseudo-gradients. 1 and 0 average
-            the weights of the ranks.
-        communicator: of the ranks that exchange. Default: all ranks of torch.distributed, or if that was not started,
-            of Horovod.
+        compression: the compression of this optimizer only. Default: none, in float32. Rules by name and checkpoints
+            use the names in its `named_parameters`, or those of the inner optimizer (PyTorch 2.6), or else numbers.
+        fragments: number of groups of whole parameters, of about equal size; each is exchanged once in `every` steps.
+        delay: number of steps from sending a fragment to applying its mean; less than `every / fragments`. In methods
+            with several exchanges (PowerSGD, scatter) only the first one overlaps with steps.
+        local_share: the share of a rank's own weights in its weights after an exchange; the outer weights have the
+            other share. With a delay and 0, its steps since sending are lost; 0.5 keeps half of them.
+        outer_lr, outer_momentum, nesterov: settings of the outer `torch.optim.SGD` on the mean of the pseudo-gradients.
+            With 1 and 0 it averages the ranks' weights.
+        communicator: the communicator of the ranks that exchange. Default: all ranks of torch.distributed, or if that
+            was not started, of Horovod.
 
     Attributes:
         inner, outer: the two optimizers.
-        every: steps of the round under way.
-        compression: with the ledger, in which a local step has no bytes.
-        in_sync: whether all ranks have the same weights now: with several fragments, a delay or a local share after
-            `exchange` only.
+        every: number of steps of the present round.
+        compression: the compression; local steps have no bytes in its ledger.
+        in_sync: whether all ranks have the same weights now; with several fragments, a delay or a local share only
+            after `exchange`.
 
     Raises:
-        ConfigurationError: for numbers that are none, an inner optimizer that exchanges by itself, or where no ranks
-            were started; on every rank, for what does not go with local steps (policies that rank 0 decides, a
+        ConfigurationError: for invalid numbers, an inner optimizer that exchanges itself, or if no ranks were started;
+            on every rank, for settings that local steps do not allow (policies that rank 0 decides, a
             torch.amp.GradScaler, methods without a magnitude).
-        RankMismatchError: on every rank, in the first step, if the ranks were told different things, or if their
-            weights differ.
+        RankMismatchError: on every rank, in the first step, if the ranks' settings or weights differ.
     """
 
     _binding: LocalStepsBinding | None = None
@@ -108,7 +106,7 @@ class LocalSteps(torch.optim.Optimizer):
         communicator: Ranks | None = None,
     ) -> None:
         _check(optimizer, outer_lr, outer_momentum)
-        sizes = [one.numel() for group in optimizer.param_groups for one in group["params"]]
+        sizes = [parameter.numel() for group in optimizer.param_groups for parameter in group["params"]]
         self._auto = parse(every, {AutoRounds.name: AutoRounds}, "round length") if isinstance(every, str) else None
         first = every if self._auto is None else self._auto.start
         self._rounds = Rounds(first, fragments, delay, local_share)  # type: ignore[arg-type]
@@ -121,24 +119,24 @@ class LocalSteps(torch.optim.Optimizer):
         self._length = None if self._auto is None else RoundLength(self._auto.start)
         self._fragments = grouped(sizes, fragments)
         if compression is None:
-            compression = _made(NoCompression())
+            compression = _compression_of(NoCompression())
         require_compression(compression, "hvdcomp.torch.LocalSteps")
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._step_supports_amp_scaling = True  # so that a GradScaler calls `step` always, which refuses it
+        self._step_supports_amp_scaling = True  # so that a GradScaler always calls `step`, which refuses it
         self.inner, self.compression = optimizer, compression
         self._share_groups()
-        self._steps = 0  # since all ranks had the same weights
+        self._steps = 0  # number of steps since all ranks had the same weights
         self._sent: Sent | None = None
         self._timed_from: tuple[float, int] | None = None  # seconds, and steps of the round by then
-        self._anchored = False  # whether the anchors are those to go on from
+        self._anchored = False  # whether the anchors are the weights of the latest exchange
         anchors = [parameter.detach().clone() for parameter in self._parameters()]
         self.outer = torch.optim.SGD(
             anchors, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov and outer_momentum > 0
         )
         ranks = started_ranks() if communicator is None else communicator
-        self._told: dict[str, Any] = {}
+        self._settings: dict[str, Any] = {}
         self._binding = compression.serve(
-            lambda setup: LocalStepsBinding(setup, optimizer, anchors, self._told, ranks), self.outer
+            lambda setup: LocalStepsBinding(setup, optimizer, anchors, self._settings, ranks), self.outer
         )
 
     @classmethod
@@ -146,8 +144,8 @@ class LocalSteps(torch.optim.Optimizer):
         """DiLoCo as published (arXiv:2311.08105): 500 steps, then Nesterov momentum 0.9 at rate 0.7, dense.
 
         Args:
-            optimizer: AdamW in the paper.
-            every, options: as of the class; any compressor may be given.
+            optimizer: the inner optimizer, AdamW in the paper.
+            every, options: as in the class; any compressor is allowed.
         """
         return cls(optimizer, every, **options)
 
@@ -156,14 +154,14 @@ class LocalSteps(torch.optim.Optimizer):
         cls, optimizer: torch.optim.Optimizer, every: int = 30, named_parameters: Any = None, **options: Any
     ) -> LocalSteps:
         """SparseLoCo (Sarfi et al. 2025, arXiv:2508.15706): the largest 64 of each 4096 elements in 2 bits, error
-        feedback that decays by 0.95, and the mean of what was sent taken from the weights, without an outer momentum.
+        feedback with a decay of 0.95, and an outer SGD at rate 1 without momentum.
 
         Args:
-            optimizer: AdamW with betas (0.9, 0.95) in the paper.
-            named_parameters: as of `Compression`.
-            every, options: as of the class, without `compression`.
+            optimizer: the inner optimizer, AdamW with betas (0.9, 0.95) in the paper.
+            named_parameters: as in `Compression`.
+            every, options: as in the class, without `compression`.
         """
-        sparse = _made(ChunkedTopK(), memory=ErrorFeedback(decay=0.95), named_parameters=named_parameters)
+        sparse = _compression_of(ChunkedTopK(), memory=ErrorFeedback(decay=0.95), named_parameters=named_parameters)
         return cls(optimizer, every, **{"outer_lr": 1.0, "outer_momentum": 0.0, **options}, compression=sparse)
 
     @property
@@ -175,7 +173,7 @@ class LocalSteps(torch.optim.Optimizer):
         return self._steps == 0
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """A step of the inner optimizer; each `every`-th ends with an exchange, in which all ranks wait for each other.
+        """A step of the inner optimizer; every `every`-th step ends with an exchange, in which all ranks wait.
 
         Raises:
             ConfigurationError: on every rank, in the exchange, if the weights of any rank are inf or NaN.
@@ -199,20 +197,20 @@ class LocalSteps(torch.optim.Optimizer):
         return loss
 
     def exchange(self) -> None:
-        """Exchanges everything now, as at the end of a training, after which all ranks have the same weights; to be
-        called on every rank. A fragment that is under way is applied first."""
+        """Exchanges all parameters now, as at the end of a training, so that all ranks have the same weights; to be
+        called on every rank. A fragment under way is applied first."""
         self._begin()
         if self._sent is not None:
             self._receive(self._sent.places, self._rounds.local_share)
-        everything = list(range(len(self._anchors())))
-        self._send(everything, background=False)
-        self._receive(everything, 0.0)
+        places = list(range(len(self._anchors())))
+        self._send(places, background=False)
+        self._receive(places, 0.0)
         self._end_round()
 
     @contextmanager
     def outer_weights(self) -> Iterator[None]:
-        """Inside, the model has the outer weights: those of the latest exchange of each parameter, the same on all
-        ranks. To evaluate and to publish a model with; no step may be made there."""
+        """A context in which the model has the outer weights: those of each parameter's latest exchange, the same on
+        all ranks. For evaluating and publishing the model; no step is allowed inside."""
         own = [parameter.detach().clone() for parameter in self._parameters()]
         if self._anchored:
             put(self._parameters(), self._anchors())
@@ -232,14 +230,14 @@ class LocalSteps(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _receive(self, places: Sequence[int], local_share: float) -> None:
-        """Ends the exchange of the parameters at these places, and applies what has come of it."""
+        """Ends the exchange of the parameters at these places, and applies the mean."""
         assert self._binding is not None
         self._sent = None
         means = self._binding.receive()
         anchors, parameters = self._anchors(), self._parameters()
         for place, mean in zip(places, means, strict=True):
             anchors[place].grad = mean
-        self.outer.step()  # it leaves out parameters without a gradient
+        self.outer.step()  # skips parameters without a gradient
         self.outer.zero_grad()
         for place in places:
             if local_share:
@@ -263,18 +261,18 @@ class LocalSteps(torch.optim.Optimizer):
         self._timed_from = now, 0
 
     def _begin(self) -> LocalStepsBinding:
-        """The binding, after the ranks have compared what they were told: in the first step, and the first after a
-        change of the ranks."""
+        """The binding; compares the ranks' settings in the first step, and in the first one after a change of the
+        ranks."""
         binding = self._binding
         assert binding is not None
         if binding.is_stale:
             binding.follow_ranks()
         if not binding.has_begun:
-            if not self._anchored:  # weights may have been loaded since this was made
+            if not self._anchored:  # weights may have been loaded since __init__
                 put(self._anchors(), self._parameters())
                 self._anchored = True
             outer = self.outer.param_groups[0]
-            self._told |= {
+            self._settings |= {
                 **self._rounds._asdict(),
                 **{f"outer {name}": outer[name] for name in ("lr", "momentum", "nesterov")},
                 "local steps since the latest exchange": self._steps,
@@ -287,24 +285,24 @@ class LocalSteps(torch.optim.Optimizer):
             self._timed_from = binding.now(), self._steps + 1  # the gradients of this step are there already
         return binding
 
-    # What an optimizer is asked for.
+    # Methods of an optimizer.
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of the inner optimizer."""
+        """As in the inner optimizer."""
         self.inner.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused, with ConfigurationError: give the inner optimizer all groups before."""
-        if self._binding is not None:  # else __init__ is not done
+        """Raises ConfigurationError: the inner optimizer must have all groups before."""
+        if self._binding is not None:  # None during __init__
             raise ConfigurationError(NO_NEW_GROUP)
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the inner optimizer, and under "local_steps" all that goes on beside it: the weights of the
-        latest exchange, the outer momentum, the steps since then, what is under way, and the state of the compression.
+        """The state of the inner optimizer, and under "local_steps" the weights of the latest exchange, the outer
+        momentum, the number of steps since, the exchange under way, and the state of the compression.
 
-        Between two exchanges it is, as the model's, another one on each rank: to go on bit for bit, save both on every
-        rank.
+        Between two exchanges it differs between ranks, as the model's state does: to continue bit for bit, save both on
+        every rank.
         """
         state = self.inner.state_dict()
         if self._anchored:
@@ -321,12 +319,12 @@ class LocalSteps(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` returned, before the first step; to be called on every rank, which gives what
-        it saved itself. The weights of the model are to be loaded too.
+        """Restores a state of `state_dict` before the first step; to be called on every rank with the state that the
+        rank saved. The weights of the model must be loaded too.
 
-        A state of the inner optimizer alone begins anew: with an exchange behind it, and without outer momentum. Where
-        every rank gives what rank 0 saved between two exchanges, all go on from there, and what the others did since
-        the latest exchange is lost. `outer_lr`, `outer_momentum` and `nesterov` are those that were saved.
+        A state of the inner optimizer only begins as after an exchange, without outer momentum. If every rank loads the
+        state of rank 0, saved between two exchanges, all continue from it, and the other ranks' steps since the latest
+        exchange are lost. `outer_lr`, `outer_momentum` and `nesterov` are restored.
 
         Raises:
             ConfigurationError: after a step, or for a state of other tensors or another compressor.
@@ -336,14 +334,14 @@ class LocalSteps(torch.optim.Optimizer):
         self._load(state_dict, self.compression.load_state_dict)
 
     def roll_back(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes back to what `state_dict` returned at an earlier time, as elastic Horovod does after a failure; to be
-        called on every rank, with weights of the model from the same time."""
+        """Restores an earlier state of `state_dict` after steps, as elastic Horovod does after a failure; to be called
+        on every rank, with the model's weights from the same time."""
         self._load(state_dict, self.compression.roll_back)
 
     def join(self, state_dict: Mapping[str, Any]) -> None:
-        """Goes on beside other ranks as a new one, from what `state_dict` returned on any of them: from the outer
-        weights, which the model gets, with the moments of that rank, and before this one has moved anything. Where that
-        rank had not begun, from the weights that the model has. The state of the compression is left to the caller."""
+        """Joins other ranks as a new rank, with a state of `state_dict` from any of them: the model gets the outer
+        weights, the inner optimizer that rank's moments, and pseudo-gradients are zero. If that rank had not begun, the
+        model keeps its weights. The state of the compression is left to the caller."""
         self._load(state_dict, lambda _: None)
         if self._anchored:
             put(self._parameters(), self._anchors())
@@ -354,11 +352,13 @@ class LocalSteps(torch.optim.Optimizer):
     def _load(self, state_dict: Mapping[str, Any], load_compression: Callable[[dict[str, Any]], None]) -> None:
         own = state_dict.get(OWN)
         if own is not None:
-            shapes, given = ([tuple(one.shape) for one in each] for each in (self._anchors(), own["anchors"]))
-            if shapes != given:
+            shapes, saved_shapes = (
+                [tuple(anchor.shape) for anchor in anchors] for anchors in (self._anchors(), own["anchors"])
+            )
+            if shapes != saved_shapes:
                 raise ConfigurationError(
-                    f"the state is of parameters of shapes {given}, and this optimizer has {shapes}; give the state of "
-                    "a LocalSteps with the same model and parameter groups"
+                    f"the state is of parameters of shapes {saved_shapes}, and this optimizer has {shapes}; give the "
+                    "state of a LocalSteps with the same model and parameter groups"
                 )
             if own.get("sent") is not None and own["rounds"] != self._rounds._asdict():
                 raise ConfigurationError(
@@ -366,7 +366,7 @@ class LocalSteps(torch.optim.Optimizer):
                     f"{self._rounds._asdict()}; give it the same"
                 )
         load_compression({} if own is None else own.get("compression", {}))
-        self.inner.load_state_dict({name: one for name, one in state_dict.items() if name != OWN})
+        self.inner.load_state_dict({name: entry for name, entry in state_dict.items() if name != OWN})
         self._share_groups()
         self._anchored, self._steps, self._sent = own is not None, 0, None
         if self._auto is not None:
@@ -388,7 +388,7 @@ class LocalSteps(torch.optim.Optimizer):
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
     def _parameters(self) -> list[torch.Tensor]:
-        return [one for group in self.inner.param_groups for one in group["params"]]
+        return [parameter for group in self.inner.param_groups for parameter in group["params"]]
 
     def _anchors(self) -> list[torch.Tensor]:
         anchors: list[torch.Tensor] = self.outer.param_groups[0]["params"]
@@ -397,7 +397,7 @@ class LocalSteps(torch.optim.Optimizer):
 
 @torch.no_grad()
 def put(tensors: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None:
-    """Copies values into as many tensors."""
+    """Copies values into tensors."""
     for tensor, value in zip(tensors, values, strict=True):
         tensor.copy_(value)
 
@@ -408,12 +408,12 @@ def _check(optimizer: Any, rate: Any, momentum: Any) -> None:
             f"LocalSteps was given a {type(optimizer).__name__}; give it an optimizer of PyTorch, such as "
             "torch.optim.AdamW(model.parameters()). TensorFlow and Keras have no local steps"
         )
-    if isinstance(optimizer, CompressedAdam | LocalSteps) or hasattr(optimizer, "_requires_update"):  # of Horovod
+    if isinstance(optimizer, CompressedAdam | LocalSteps) or hasattr(optimizer, "_requires_update"):  # Horovod's
         raise ConfigurationError(
             f"LocalSteps was given a {type(optimizer).__name__} that exchanges by itself; give it the optimizer of one "
             "rank alone, such as torch.optim.AdamW(model.parameters())"
         )
-    if any(hasattr(one, "device_mesh") for group in optimizer.param_groups for one in group["params"]):
+    if any(hasattr(parameter, "device_mesh") for group in optimizer.param_groups for parameter in group["params"]):
         raise ConfigurationError(
             "LocalSteps exchanges whole parameters, and these are sharded (FSDP, tensor parallelism); exchange the "
             "gradients between the replicas instead, with hvdcomp.fsdp.register"
@@ -424,14 +424,14 @@ def _check(optimizer: Any, rate: Any, momentum: Any) -> None:
         raise ConfigurationError(f"LocalSteps: outer_momentum={momentum!r} is not possible; give 0, or a share below 1")
 
 
-def _made(compressor: Compressor, **options: Any) -> UsedCompression:
-    """A `hvdcomp.Compression`, beside which this folder stands: it may serve another framework."""
-    made: UsedCompression = import_module("hvdcomp").Compression(compressor, **options)
-    return made
+def _compression_of(compressor: Compressor, **options: Any) -> UsedCompression:
+    """A `hvdcomp.Compression`, imported late because it is not a part of this framework's folder."""
+    compression: UsedCompression = import_module("hvdcomp").Compression(compressor, **options)
+    return compression
 
 
 def started_ranks() -> Ranks:
-    """All ranks of torch.distributed, or where that was not started, of Horovod."""
+    """The communicator of all ranks of torch.distributed, or if that was not started, of Horovod."""
     started = dist.is_available() and dist.is_initialized()
     hvd = sys.modules.get("horovod.torch")
     if started or hvd is None or not hvd.is_initialized():

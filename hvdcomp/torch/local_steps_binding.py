@@ -1,6 +1,6 @@
-"""Serves `LocalSteps`: exchanges, after several steps of each rank alone, how far the ranks have moved.
+"""The binding of `LocalSteps`, which exchanges pseudo-gradients after several local steps of each rank.
 
-It takes pseudo-gradients, the weights at the latest exchange minus those now, where the other bindings take gradients.
+A pseudo-gradient is the weights at the latest exchange minus the present weights.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class LocalStepsBinding(TorchTraining):
     """Ties one `Compression` to the parameters of one `LocalSteps`.
 
     Args:
-        setup: what the user gave. Its `optimizer` is the outer one.
-        inner: the optimizer of a rank's own steps.
+        setup: the user's settings and objects. Its `optimizer` is the outer one.
+        inner: the optimizer of local steps.
         anchors: the weights at the latest exchange, one for each parameter, in the order of the groups.
-        told: what must be the same on all ranks beside the compression; it is asked for in the first step.
-        communicator: of the ranks.
+        settings: settings that must be the same on all ranks, beside the compression's; read in the first step.
+        communicator: the communicator.
     """
 
     overlaps_with_policy = False
@@ -51,13 +51,13 @@ class LocalStepsBinding(TorchTraining):
         setup: Setup,
         inner: torch.optim.Optimizer,
         anchors: Sequence[torch.Tensor],
-        told: Mapping[str, Any],
+        settings: Mapping[str, Any],
         communicator: Ranks,
     ) -> None:
-        self._told, self._inner = told, inner
+        self._settings, self._inner = settings, inner
         self._sent: list[str] = []
         self._bytes_beside = 0  # of the latest `agree`
-        # In an elastic job the others may be elsewhere, since new ranks begin while they train.
+        # In an elastic job, new ranks make it while the other ranks train.
         with nullcontext() if may_change() else refused_on_every_rank(communicator, torch.empty(0)):
             _check(setup, communicator)
             parameters = _named(setup, inner.param_groups)
@@ -66,7 +66,7 @@ class LocalStepsBinding(TorchTraining):
 
     def compare(self) -> None:
         """Compares settings and weights in the first local step, and the first after a change of the ranks; waits for
-        all of them then."""
+        all ranks then."""
         self._first_steps.compare()
         if self.communicator.rank == 0:
             _warn_of_momentum(self.engine, self._optimizer.param_groups[0]["momentum"])
@@ -76,7 +76,7 @@ class LocalStepsBinding(TorchTraining):
         self.engine.enter_alone(self._parameters.keys())
 
     def meet(self, communicator: Ranks) -> None:
-        self._under_way: UnderWay | None = None  # what was under way among other ranks is lost
+        self._under_way: UnderWay | None = None  # an exchange with former ranks is lost
         super().meet(communicator)
 
     @property
@@ -86,7 +86,7 @@ class LocalStepsBinding(TorchTraining):
 
     @torch.no_grad()
     def moved(self, places: Sequence[int]) -> list[torch.Tensor]:
-        """The pseudo-gradients of this rank, of the parameters at these places."""
+        """This rank's pseudo-gradients of the parameters at these places."""
         parameters = list(self._parameters.values())
         anchors = list(self._anchors.values())
         return [anchors[place] - parameters[place].detach() for place in places]
@@ -121,39 +121,40 @@ class LocalStepsBinding(TorchTraining):
 
     @torch.no_grad()
     def send(self, places: Sequence[int], moved: Sequence[torch.Tensor], background: bool, earlier: int = 0) -> None:
-        """Begins an exchange of pseudo-gradients, which `receive` is to end.
+        """Begins an exchange of pseudo-gradients, which `receive` ends.
 
         Args:
-            places: of their parameters.
-            background: whether local steps are made before it is ended; nobody may change `moved` then.
-            earlier: the number of steps that were entered since it was begun before a restart.
+            places: places of the parameters.
+            moved: the pseudo-gradients.
+            background: whether local steps are made before `receive`; `moved` must not change then.
+            earlier: number of steps since the exchange was first begun, if it is begun again after a restart.
         """
         names = list(self._parameters)
         self._sent = [names[place] for place in places]
-        now = self.engine.step_number
-        self.engine.step_number = now - earlier  # random choices and schedules of levels go by it
+        step_number = self.engine.step_number
+        self.engine.step_number = step_number - earlier  # random numbers and schedules depend on it
         self.begin()
-        asked = self.communicator.start_allreduce(torch.full((1,), self.presence), "sum", "hvdcomp.presence")
-        self.check_presence(int(self.communicator.wait(asked)))
+        started = self.communicator.start_allreduce(torch.full((1,), self.presence), "sum", "hvdcomp.presence")
+        self.check_presence(int(self.communicator.wait(started)))
         sent = dict(zip(self._sent, moved, strict=True))
         self._under_way = self.engine.start(sent, in_place=not background, alone=not background)
-        self.engine.step_number = now
+        self.engine.step_number = step_number
 
     @torch.no_grad()
     def receive(self) -> list[torch.Tensor]:
-        """Ends the exchange that is under way; the mean of the ranks' pseudo-gradients, in the order of `send`.
+        """Ends the exchange under way; returns the mean of the ranks' pseudo-gradients, in the order of `send`.
 
         Raises:
-            ConfigurationError: on every rank, if that of any is not finite. Nothing was changed then.
+            ConfigurationError: on every rank, if any rank's pseudo-gradient is not finite. Nothing has changed then.
         """
         assert self._under_way is not None
         under_way, self._under_way = self._under_way, None
         means = self.engine.finish(under_way, self._parameters.keys() - set(self._sent))
         if self.engine.found_inf is not None and float(self.engine.found_inf) != 0:  # it is NaN then
-            raise ConfigurationError(self._what_is_not_finite())
+            raise ConfigurationError(self._describe_not_finite())
         return [means[name] for name in self._sent]
 
-    def _what_is_not_finite(self) -> str:
+    def _describe_not_finite(self) -> str:
         bad = [name for name, parameter in self._parameters.items() if not torch.isfinite(parameter.detach()).all()]
         where = f"on this rank in {', '.join(bad[:3])}" if bad else "on another rank, whose message names the tensors"
         return (
@@ -163,10 +164,10 @@ class LocalStepsBinding(TorchTraining):
             "gradients"
         )
 
-    # What `Binding` asks of the framework.
+    # Methods of `Training`.
 
     def facts(self) -> dict[str, Any]:
-        return dict(self._told)
+        return dict(self._settings)
 
     def trained(self) -> Set[str]:
         return self._parameters.keys()
@@ -176,7 +177,7 @@ class LocalStepsBinding(TorchTraining):
         return None if count == len(self._parameters) else NO_NEW_GROUP
 
     def checksums(self, names: Sequence[str]) -> list[int]:
-        """Of the anchors: between two exchanges the weights themselves differ."""
+        """Checksums of the anchors, as the weights themselves differ between two exchanges."""
         return checksums_of(self._anchors, names)
 
 
@@ -244,17 +245,17 @@ NO_NEW_GROUP = (
 
 
 def _named(setup: Setup, groups: Sequence[Mapping[str, Any]]) -> dict[str, torch.nn.Parameter]:
-    """The parameters of the groups by name, in their order: the names that the `Compression` was given, or those that
-    the optimizer was made with, or else the numbers of group and parameter."""
-    parameters = [one for group in groups for one in group["params"]]
+    """The parameters of the groups by name, in their order: by the names of the `Compression`, or those of the
+    optimizer, or else the numbers of group and parameter."""
+    parameters = [parameter for group in groups for parameter in group["params"]]
     if setup.parameters is not None:
-        given = {one: name for name, one in by_name(setup.parameters, None).items()}
-        if missing := sum(parameter not in given for parameter in parameters):
+        given_names = {parameter: name for name, parameter in by_name(setup.parameters, None).items()}
+        if missing := sum(parameter not in given_names for parameter in parameters):
             raise ConfigurationError(
                 f"named_parameters of hvdcomp.Compression lacks {missing} of the optimizer's {len(parameters)} "
                 "parameters; give it named_parameters=model.named_parameters() of the model that is trained"
             )
-        names = [given[parameter] for parameter in parameters]
+        names = [given_names[parameter] for parameter in parameters]
     elif all("param_names" in group for group in groups):  # made of model.named_parameters(), from PyTorch 2.6 on
         names = plain_names(name for group in groups for name in group["param_names"])
     else:

@@ -1,4 +1,4 @@
-"""Which parameters `LocalSteps` exchanges after which step."""
+"""The schedule of `LocalSteps`: the parameters that are exchanged after each step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hvdcomp.specs.described import is_number, is_whole
 
 
 class Rounds(NamedTuple):
-    """When the fragments of a model are exchanged (Douillard et al. 2025, Streaming DiLoCo, arXiv:2501.18512, section
-    2.2): each once in `every` steps, at staggered steps, so that never two are under way.
+    """The schedule of a model's fragments (Douillard et al. 2025, Streaming DiLoCo, arXiv:2501.18512, section 2.2):
+    each is exchanged once in `every` steps, at staggered steps, so that at most one is under way.
 
     Attributes:
-        every: steps from one exchange of a parameter to the next.
-        fragments: the number of groups of parameters.
-        delay: steps from sending a fragment to applying what has come of it.
-        local_share: what a rank keeps of its own weights then, from 0 to 1.
+        every: number of steps between exchanges of a parameter.
+        fragments: number of groups of parameters.
+        delay: number of steps from sending a fragment to applying its mean.
+        local_share: the share of a rank's own weights after an exchange, from 0 to below 1.
     """
 
     every: int
@@ -28,7 +28,7 @@ class Rounds(NamedTuple):
     local_share: float
 
     def check(self, parameters: int) -> None:
-        """Raises ConfigurationError if these numbers are not possible with so many parameters."""
+        """Raises ConfigurationError if the schedule is not possible with this number of parameters."""
         every, fragments, delay, share = self
         if not is_whole(every, 1):
             raise ConfigurationError(
@@ -56,23 +56,23 @@ class Rounds(NamedTuple):
         return self.fragments == 1 and self.delay == 0 and self.local_share == 0
 
     def due(self, steps: int) -> int | None:
-        """The number of the fragment that is sent after so many steps, from 1; None if none is.
+        """The number of the fragment sent after step `steps`, counted from 1; None if none is.
 
         Example:
             >>> rounds = Rounds(every=7, fragments=3, delay=0, local_share=0.0)
             >>> [rounds.due(steps) for steps in range(1, 10)]
             [None, 0, None, 1, None, 2, None, None, 0]
         """
-        number, rest = divmod((steps - 1) % self.every + 1, self.every // self.fragments)
-        return number - 1 if rest == 0 and number <= self.fragments else None
+        number, remainder = divmod((steps - 1) % self.every + 1, self.every // self.fragments)
+        return number - 1 if remainder == 0 and number <= self.fragments else None
 
 
 def grouped(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """The places of parameters of these sizes in groups of about equal size: the largest first, each to the group that
-    has least."""
+    """The places of parameters in groups of about equal size: the largest parameter first, each to the smallest
+    group."""
     groups: list[list[int]] = [[] for _ in range(count)]
     filled = [0] * count
-    for place in sorted(range(len(sizes)), key=lambda one: -sizes[one]):
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
         least = filled.index(min(filled))
         groups[least].append(place)
         filled[least] += max(1, sizes[place])
@@ -80,12 +80,12 @@ def grouped(sizes: Sequence[int], count: int) -> list[list[int]]:
 
 
 class Sent(NamedTuple):
-    """A fragment that was sent, and not applied yet.
+    """A fragment that was sent and not yet applied.
 
     Attributes:
-        places: of its parameters.
-        at: the number of steps after which it was sent.
-        moved: the pseudo-gradients of this rank: from them the exchange can be started again.
+        places: places of its parameters.
+        at: number of steps after which it was sent.
+        moved: this rank's pseudo-gradients, from which the exchange can be started again.
     """
 
     places: list[int]

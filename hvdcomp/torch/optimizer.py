@@ -1,4 +1,4 @@
-"""Settings of Horovod's optimizer, and uses of it that would leave the ranks with different weights."""
+"""Horovod's optimizer: its settings, and refusals of uses that would leave the ranks with different weights."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from horovod.common.exceptions import HorovodInternalError
 from hvdcomp.bindings.callers import caller_local
 from hvdcomp.errors import ConfigurationError
 
-_NO_PASS = -1  # what PyTorch calls the backward pass outside of any
-_passes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by optimizer, the backward pass in which a step began
+_NO_PASS = -1  # PyTorch's number outside of any backward pass
+_passes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # the backward pass in which a step began, by optimizer
 _OPERATIONS = {hvd.Average: "Average", hvd.Sum: "Sum"}
 
 _WRAPPED_TWICE = (
@@ -30,14 +30,14 @@ _SHARED = (
 
 
 class HorovodOptimizer:
-    """Horovod's optimizer as far as a binding asks.
+    """Horovod's optimizer, for a binding.
 
     Args:
-        optimizer: that `hvd.DistributedOptimizer` returned; None if something else of Horovod calls.
-        parameters: of the `hvdcomp.Compression`, by name.
+        optimizer: the optimizer from `hvd.DistributedOptimizer`; None if another function of Horovod is the caller.
+        parameters: the parameters of the `hvdcomp.Compression`, by name.
 
     Raises:
-        ConfigurationError: for op=hvd.Adasum, or if it was called in `optimizer.step(closure)`.
+        ConfigurationError: for op=hvd.Adasum, or within `optimizer.step(closure)`.
 
     Attributes:
         own: names of the parameters whose gradients the optimizer hands over.
@@ -46,13 +46,13 @@ class HorovodOptimizer:
     def __init__(self, optimizer: Any, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         self.optimizer = optimizer
         self._names = {parameter: name for name, parameter in parameters.items()}
-        self._theirs: Mapping[torch.nn.Parameter, str] = getattr(optimizer, "_parameter_names", {})
+        self._names_in_horovod: Mapping[torch.nn.Parameter, str] = getattr(optimizer, "_parameter_names", {})
         self._hooked: set[torch.nn.Parameter] = getattr(optimizer, "_requires_update", set())
         self.own = frozenset(self._names[parameter] for parameter in self._hooked if parameter in self._names)
         self._counted = 0  # parameters in the optimizer's groups
         self._unhooked: list[torch.nn.Parameter] = []
         if optimizer is not None:
-            if not hasattr(optimizer, "op"):  # Horovod has another optimizer for it
+            if not hasattr(optimizer, "op"):  # Horovod's other optimizer, for Adasum
                 raise ConfigurationError(
                     "op=hvd.Adasum compresses parameter changes instead of gradients, which error feedback and "
                     "aggregation do not fit; use op=hvd.Average"
@@ -65,7 +65,7 @@ class HorovodOptimizer:
         optimizer = self.optimizer
         if optimizer is None:
             return {}
-        names = {self._theirs.get(parameter) for parameter in self._hooked if parameter not in self._names}
+        names = {self._names_in_horovod.get(parameter) for parameter in self._hooked if parameter not in self._names}
         return {
             "op": _OPERATIONS.get(optimizer.op, optimizer.op),
             "backward_passes_per_step": optimizer.backward_passes_per_step,
@@ -75,18 +75,18 @@ class HorovodOptimizer:
         }
 
     def reason_to_refuse(self) -> str | None:
-        """Names parameters whose gradients Horovod would not average, if there are any."""
+        """The reason to refuse steps if Horovod would not average some gradients; else None."""
         groups = () if self.optimizer is None else self.optimizer.param_groups
         count = sum(len(group["params"]) for group in groups)
         if count != self._counted:
             self._counted = count
-            everything = [parameter for group in groups for parameter in group["params"]]
-            self._unhooked = [parameter for parameter in everything if parameter not in self._hooked]
+            parameters = [parameter for group in groups for parameter in group["params"]]
+            self._unhooked = [parameter for parameter in parameters if parameter not in self._hooked]
         drifting = [parameter for parameter in self._unhooked if parameter.requires_grad]
         if not drifting:
             return None
         names = [
-            self._names.get(parameter) or self._theirs.get(parameter) or str(tuple(parameter.shape))
+            self._names.get(parameter) or self._names_in_horovod.get(parameter) or str(tuple(parameter.shape))
             for parameter in drifting
         ]
         return (
@@ -103,15 +103,15 @@ class HorovodOptimizer:
             raise ConfigurationError(_SHARED)
 
     def finish(self) -> None:
-        """Waits for what Horovod still carries of a step that is given up, so that its names are free again."""
+        """Waits for Horovod's pending collectives of an abandoned step, so that their names are free again."""
         handles = [handle for handle, _ in getattr(self.optimizer, "_handles", {}).values()]
         for handle in handles:
-            if isinstance(handle, int):  # else it has not been submitted, or is of a sparse gradient
+            if isinstance(handle, int):  # not an int before submission, and for sparse gradients
                 with contextlib.suppress(ValueError, HorovodInternalError):  # waited for already, or failed
                     hvd.synchronize(handle)
 
     def refuse_gradient(self, name: str) -> None:
-        """Raises ConfigurationError for a gradient that no step of this optimizer has, or has already."""
+        """Raises ConfigurationError for a gradient of another optimizer, or one handed over twice."""
         if name in self.own:
             raise ConfigurationError(_WRAPPED_TWICE)
         if self.optimizer is not None:
@@ -119,34 +119,34 @@ class HorovodOptimizer:
 
 
 def enter_step(optimizer: Any) -> None:
-    """To be called when a step begins.
+    """Registers the beginning of a step.
 
     Raises:
-        ConfigurationError: if gradients of the same names are being made, or exchanged, for another optimizer.
+        ConfigurationError: if another optimizer has gradients of the same names under way.
     """
     if optimizer is None:
         return
     current = torch._C._current_graph_task_id()
     if _clash(optimizer, current):
-        gc.collect()  # an optimizer that was dropped may still be there
+        gc.collect()  # frees optimizers that were dropped
         if why := _clash(optimizer, current):
             raise ConfigurationError(why)
     _passes[optimizer] = current
 
 
 def _clash(optimizer: Any, current: int) -> str | None:
-    """Why gradients of this optimizer cannot be told from those of another one; None if they can."""
-    for other, began in list(_passes.items()):
-        together = began == current != _NO_PASS
-        if other is optimizer or not (together or _is_under_way(other)):
+    """The reason why gradients of this optimizer cannot be distinguished from another's; None if they can."""
+    for other_optimizer, began in list(_passes.items()):
+        in_one_pass = began == current != _NO_PASS
+        if other_optimizer is optimizer or not (in_one_pass or _is_under_way(other_optimizer)):
             continue
-        own, theirs = _names_of(optimizer), _names_of(other)
-        equal = sorted(own.keys() & theirs.keys())
-        if any(own[name] is theirs[name] for name in equal):
+        own, other_names = _names_of(optimizer), _names_of(other_optimizer)
+        equal = sorted(own.keys() & other_names.keys())
+        if any(own[name] is other_names[name] for name in equal):
             return _WRAPPED_TWICE
         if equal:
             when, before = "are in one backward pass", ""
-            if not together:
+            if not in_one_pass:
                 when = "wait for optimizer.step() after a backward pass each"
                 before = "step with one before the other's backward pass, drop an optimizer that is given up, or "
             return (
@@ -158,23 +158,23 @@ def _clash(optimizer: Any, current: int) -> str | None:
 
 
 def _is_under_way(optimizer: Any) -> bool:
-    """Whether Horovod was given gradients of this optimizer, and nobody has waited for them yet. That they have arrived
-    does not count: one rank may know it before another."""
+    """Whether Horovod has gradients of this optimizer that were not waited for. Their completion does not count, as
+    ranks may see it at different times."""
     return any(map(_is_open, (handle for handle, _ in optimizer._handles.values())))
 
 
 def _is_open(handle: Any) -> bool:
-    if not isinstance(handle, int):  # it has not been submitted, or is of a sparse gradient
+    if not isinstance(handle, int):  # not submitted, or a sparse gradient
         return False
     try:
         hvd.poll(handle)
-    except ValueError:  # waited for
+    except ValueError:  # already waited for
         return False
     return True
 
 
 def compression_of(candidate: Any) -> Any:
-    """The `compression` of an optimizer of Horovod; None for anything else."""
+    """The `compression` of a Horovod optimizer; None for other objects."""
     return getattr(candidate, "_compression", None)
 
 
@@ -183,12 +183,12 @@ def _names_of(optimizer: Any) -> dict[str, torch.nn.Parameter]:
 
 
 def _before_step(optimizer: Any, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> None:
-    """A hook of PyTorch, which hands over the arguments of `optimizer.step`, with the optimizer as the first."""
+    """A step pre-hook of PyTorch; `arguments` are those of `optimizer.step`, starting with the optimizer."""
     _refuse_closure(optimizer, options.get("closure", arguments[1] if len(arguments) > 1 else None))
 
 
 def _refuse_closure(optimizer: Any, closure: Any) -> None:
-    """Raises ConfigurationError if the gradients that a closure makes would not be averaged."""
+    """Raises ConfigurationError for a closure whose gradients would not be averaged."""
     if closure is not None and getattr(optimizer, "_should_synchronize", False):
         raise ConfigurationError(
             "optimizer.step(closure) computes gradients after Horovod has averaged: every rank would step with its "

@@ -1,4 +1,4 @@
-"""Parameters by name, as a user or Horovod's optimizer gives them. Imports no PyTorch."""
+"""Parameters by name, from a user or Horovod's optimizer. Does not import PyTorch."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 from hvdcomp.errors import ConfigurationError
 
-# What wrappers put into names: torch.compile, activation checkpointing and the first FSDP. DistributedDataParallel and
-# DataParallel put `_WHOLE` in front; a module of the user's own may well have a part of that name further inside.
+# Parts of names from wrappers: torch.compile, activation checkpointing and FSDP1. DistributedDataParallel and
+# DataParallel prepend `_WHOLE`, which may also be the name of a user's inner module.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _WHOLE = "module."
 
 
 def plain_names(names: Iterable[str]) -> list[str]:
-    """The names of a model's parameters without what wrappers put into them, in the order given.
+    """The names of a model's parameters without the parts from wrappers, in the same order.
 
-    Routing, random choices and checkpoints go by names, and must not depend on how a model is run.
+    Routing, random numbers and checkpoints depend on names, and must not depend on wrappers.
 
     >>> plain_names(["module._orig_mod.head.weight", "module._orig_mod.head.bias"])
     ['head.weight', 'head.bias']
@@ -28,8 +28,7 @@ def plain_names(names: Iterable[str]) -> list[str]:
 
 
 def with_plain_names(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A state of `Compression.state_dict`, in order, with the names that parameters have now: in version 0.1.0 they had
-    those of wrappers.
+    """A valid state of `Compression.state_dict` with `plain_names`; version 0.1.0 saved names from wrappers.
     """
     names = list(state["shared"]["tensors"])
     new = {old: name for old, name in zip(names, plain_names(names), strict=True) if old != name}
@@ -48,12 +47,12 @@ def by_name(named_parameters: Any, optimizer: Any) -> dict[str, Any]:
     """Parameters by `plain_names`.
 
     Args:
-        named_parameters: what `unique` returned, or a function that returns pairs; None for the names that Horovod's
-            optimizer has.
-        optimizer: that of Horovod, or None.
+        named_parameters: a result of `unique`, or a function that returns pairs; None for the names of Horovod's
+            optimizer.
+        optimizer: Horovod's optimizer, or None.
 
     Raises:
-        ConfigurationError: if they are not unique pairs, or if there are none and no optimizer either.
+        ConfigurationError: if names are not unique, or if both arguments are None.
     """
     if named_parameters is None:
         if optimizer is None:
@@ -66,7 +65,7 @@ def by_name(named_parameters: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def unique(named_parameters: Any) -> dict[str, Any]:
-    """Pairs of name and parameter as a dictionary, by `plain_names`.
+    """A dictionary of pairs of name and parameter, by `plain_names`.
 
     Raises:
         ConfigurationError: if they are not pairs, or a name occurs twice.

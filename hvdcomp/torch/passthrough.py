@@ -1,6 +1,6 @@
-"""Steps that Horovod carries itself: each gradient as it is, or cast, while the backward pass goes on.
+"""Steps whose gradients Horovod allreduces itself, cast or unchanged, during the backward pass.
 
-Each gradient interrupts that pass, so where all are cast alike its name is not looked up.
+Each gradient interrupts that pass, so that its name is not looked up if all gradients are cast alike.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Ticket(NamedTuple):
     """The context that Horovod carries from compress to decompress.
 
     Attributes:
-        name: of the tensor; "" where it was not looked up.
-        cast: whether Horovod carries the gradient itself.
-        gradient: None where what Horovod allreduced is the result as it is.
+        name: name of the tensor; "" if it was not looked up.
+        cast: whether Horovod allreduces the gradient itself.
+        gradient: the gradient; None if Horovod's result needs no cast.
     """
 
     name: str
@@ -29,18 +29,18 @@ class Ticket(NamedTuple):
     gradient: torch.Tensor | None
 
 
-UNCHANGED = Ticket("", True, None)  # of a tensor whose name was not looked up
+UNCHANGED = Ticket("", True, None)  # for tensors whose name was not looked up
 
 
 class Passthrough:
-    """The work of a binding in steps that need no more than an allreduce of (cast) gradients.
+    """A binding's part in steps that only cast gradients.
 
     Args:
-        engine: whose plan says how each gradient is cast.
-        parameters: by name.
-        names: of their gradients.
-        optimizer: Horovod's; None if something else calls.
-        observe: is given a source, as in `Policy.source`, and gradients by name.
+        engine: the engine, whose plan has each gradient's cast.
+        parameters: the parameters by name.
+        names: finds the names of gradients.
+        optimizer: Horovod's optimizer; None for another caller.
+        observe: function that gets a source, as in `Policy.source`, and gradients by name.
     """
 
     def __init__(
@@ -56,23 +56,23 @@ class Passthrough:
         self._names = names
         self._optimizer = optimizer
         self._observe = observe
-        self._observed: str | None = None  # whose gradients this rank looks at in this step
-        # Of the latest plan that is nothing but casts: the element type in which each tensor travels, by name and
-        # element type; by element type alone, if all are cast alike; and the latter if this step asks for no names.
+        self._observed: str | None = None  # source of the gradients observed in this step
+        # For the latest plan of casts: the wire's element type of each tensor, by name and element type; by element
+        # type only, if all are cast alike; and the latter for steps that need no names.
         self._wires_of: Plan | None = None
         self._wires: dict[tuple[str, torch.dtype], torch.dtype] = {}
         self._wires_alike: dict[torch.dtype, torch.dtype] = {}
         self._alike: dict[torch.dtype, torch.dtype] = {}
-        self._named: set[str] = set()  # tensors of this step
-        self._unnamed: list[torch.Tensor] = []  # gradients of this step whose names are not known yet
-        self._all: frozenset[str] = frozenset()  # tensors of the latest step in which each was named in the end
+        self._named: set[str] = set()  # names of tensors of this step
+        self._unnamed: list[torch.Tensor] = []  # gradients of this step without a name so far
+        self._all: frozenset[str] = frozenset()  # all tensors of the latest step in which all names were looked up
         self._unchanged = {name: Ticket(name, True, None) for name in parameters}
 
     def begin(self, observed: str | None) -> None:
-        """Starts a step.
+        """Begins a step.
 
         Args:
-            observed: whose gradients this rank looks at, as in `Policy.source`; None for nobody's.
+            observed: source of the gradients that this rank observes, as in `Policy.source`; None for none.
         """
         plan = self._engine.plan
         if self._wires_of is not plan:
@@ -83,7 +83,7 @@ class Passthrough:
         self._named.clear()
         self._unnamed.clear()
         self._observed = observed
-        # What Horovod makes of a sparse gradient can be named only while it is handed over.
+        # The dense copy of a sparse gradient can be named only while Horovod hands it over.
         copies = getattr(self._optimizer, "sparse_as_dense", False)
         self._alike = self._wires_alike if observed is None and not copies else {}
 
@@ -102,19 +102,19 @@ class Passthrough:
         return sent, self._unchanged[name] if sent is tensor else Ticket(name, True, tensor)
 
     def decompress(self, tensor: torch.Tensor, ticket: Ticket) -> torch.Tensor:
-        """The gradient's mean, from what Horovod allreduced."""
+        """The mean gradient, from Horovod's result."""
         result = tensor if ticket.gradient is None else _as_gradient(tensor, ticket.gradient)
         if self._observed == "aggregated":
             self._observe("aggregated", {ticket.name: result})
         return result
 
     def end(self) -> None:
-        """Ends a step: counts what its tensors cost."""
+        """Ends a step and enters its bytes in the ledger."""
         self._engine.enter_casts(self._names_of_step())
-        self._unnamed.clear()  # now: who sets gradients to None wants their memory back
+        self._unnamed.clear()  # frees the memory of gradients that are set to None
 
     def _names_of_step(self) -> Set[str]:
-        """The tensors of a step. Horovod hands over the same ones in each: if their number is the same, they are."""
+        """The tensors of a step. Horovod's are the same in all steps, so that an equal number means equal tensors."""
         if not self._unnamed:
             return self._named
         if len(self._unnamed) + len(self._named) == len(self._all):
@@ -125,7 +125,7 @@ class Passthrough:
         return self._all
 
     def _wire_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """The element type in which a gradient travels."""
+        """The wire's element type of a gradient."""
         wire = self._wires.get((name, dtype))
         if wire is None:
             text = self._engine.plan[name].wire_dtype(str(dtype).removeprefix("torch."))

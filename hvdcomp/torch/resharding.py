@@ -1,8 +1,8 @@
-"""What shards had left to be sent, for another number of ranks or nodes.
+"""Residuals of shards for another number of ranks or nodes.
 
-With N nodes, a row of the mean lacks 1/N of what the ranks of all nodes keep of it. What is lacking is added up, cut as
-the new ranks have the parameters, and dealt out alike to the ranks that have a row's place in other nodes: N' - 1 of
-N' then, so that each keeps N' / (N' - 1) of it.
+With N nodes, the pending part of a row's mean is 1/N of the sum of its residuals on all nodes. This sum is cut by the
+new ranks' rows and shared equally by the ranks that send a row to its owner, one on each other node: with N' nodes
+there are N' - 1 of them, and each gets N' / (N' - 1) of the pending part.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 from hvdcomp.bindings.state_check import parts_of
 from hvdcomp.errors import ConfigurationError
 
-Layout = Sequence[tuple[str, Sequence[int]]]
+FlatLayout = Sequence[tuple[str, Sequence[int]]]
 """The parameters of a flat gradient, in its order: names and shapes."""
 
 
-class Rows(NamedTuple):
-    """The rows that a rank keeps something of.
+class OwnedRows(NamedTuple):
+    """The rows of which a rank has residuals.
 
     Attributes:
-        owners: the ranks that get the mean of them, in order.
-        ranks, nodes: of the training.
+        owners: the ranks that own the rows, in order.
+        ranks, nodes: numbers of ranks and nodes of the training.
     """
 
     owners: Sequence[int]
@@ -32,71 +32,72 @@ class Rows(NamedTuple):
     nodes: int
 
 
-def length_of(layout: Layout, ranks: int) -> int:
-    """Elements of a row of a flat gradient: FSDP cuts the first dimension, in parts of the same length."""
+def length_of(layout: FlatLayout, ranks: int) -> int:
+    """Elements of a row of a flat gradient; FSDP cuts the first dimension into parts of equal length."""
     return sum(_part(shape, ranks) for _, shape in layout)
 
 
 def resharded(
-    states: Iterable[Mapping[str, Any]], layouts: Mapping[str, Layout], new: Rows
+    states: Iterable[Mapping[str, Any]], layouts: Mapping[str, FlatLayout], new: OwnedRows
 ) -> dict[str, tuple[torch.Tensor, ...]]:
-    """What a rank is to keep of each flat gradient, float32 (rows, length).
+    """The residual of a new rank for each flat gradient, float32 (rows, length).
 
     Args:
-        states: of all ranks that there were, read one by one.
-        layouts: of the flat gradients, by name.
-        new: what the rank has rows of.
+        states: the states of all old ranks, read one by one.
+        layouts: the layouts of the flat gradients, by name.
+        new: the rows of the new rank.
 
     Raises:
         ConfigurationError: if the states are of other flat gradients.
     """
-    made: dict[str, torch.Tensor] = {}
+    residuals: dict[str, torch.Tensor] = {}
     for state in states:
         shared, own = parts_of(state)
-        old = Rows(own["owners"], own["size"], shared["nodes"])
+        old = OwnedRows(own["owners"], own["size"], shared["nodes"])
         factor = new.nodes / (new.nodes - 1) / old.nodes
         for name, kept in own["residuals"].items():
             (array,) = kept["arrays"]
             layout = layouts.get(name, ())
-            same = _as_lists(shared["layouts"].get(name, ())) == _as_lists(layout)
-            if not same or array.shape[1] != length_of(layout, old.ranks):
+            is_same = _as_lists(shared["layouts"].get(name, ())) == _as_lists(layout)
+            if not is_same or array.shape[1] != length_of(layout, old.ranks):
                 raise ConfigurationError(
                     f"what was left to be sent of module {name} cannot be cut anew for {new.ranks} ranks: its "
                     "parameters are others than in the checkpoint, are cut along another dimension than the first, or "
                     "did not all have gradients. Go on with as many ranks and nodes as before, or without a state on "
                     "all ranks: what was left to be sent is lost then"
                 )
-            made.setdefault(name, torch.zeros(len(new.owners), length_of(layout, new.ranks)))
-            for mine, theirs in _overlaps(layout, old, new):
-                made[name][mine] += array[theirs] * factor
-    return {name: (one,) for name, one in made.items()}
+            residuals.setdefault(name, torch.zeros(len(new.owners), length_of(layout, new.ranks)))
+            for new_cut, old_cut in _overlaps(layout, old, new):
+                residuals[name][new_cut] += array[old_cut] * factor
+    return {name: (residual,) for name, residual in residuals.items()}
 
 
-def _as_lists(layout: Layout) -> list[tuple[str, list[int]]]:
+def _as_lists(layout: FlatLayout) -> list[tuple[str, list[int]]]:
     return [(name, list(shape)) for name, shape in layout]
 
 
-_Cut = tuple[int, slice]  # of the elements of a row
+_Cut = tuple[int, slice]  # a row and its elements
 
 
-def _overlaps(layout: Layout, old: Rows, new: Rows) -> Iterator[tuple[_Cut, _Cut]]:
-    """Where the same elements of parameters lie in new rows and in old ones."""
+def _overlaps(layout: FlatLayout, old: OwnedRows, new: OwnedRows) -> Iterator[tuple[_Cut, _Cut]]:
+    """The places of common elements in new rows and in old rows."""
     old_start = new_start = 0
     for _, shape in layout:
         size = torch.Size(shape).numel()
         old_part, new_part = _part(shape, old.ranks), _part(shape, new.ranks)
-        for mine, owner in enumerate(new.owners):
-            for row, before in enumerate(old.owners):
-                start = max(owner * new_part, before * old_part)
-                length = min((owner + 1) * new_part, (before + 1) * old_part, size) - start
+        for new_row, owner in enumerate(new.owners):
+            for old_row, old_owner in enumerate(old.owners):
+                start = max(owner * new_part, old_owner * old_part)
+                length = min((owner + 1) * new_part, (old_owner + 1) * old_part, size) - start
                 if length > 0:
-                    there = old_start + start - before * old_part
-                    here = new_start + start - owner * new_part
-                    yield (mine, slice(here, here + length)), (row, slice(there, there + length))
+                    old_place = old_start + start - old_owner * old_part
+                    new_place = new_start + start - owner * new_part
+                    new_cut = new_row, slice(new_place, new_place + length)
+                    yield new_cut, (old_row, slice(old_place, old_place + length))
         old_start, new_start = old_start + old_part, new_start + new_part
 
 
 def _part(shape: Sequence[int], ranks: int) -> int:
-    """Elements of a parameter that each rank has, what fills up the last included."""
-    first, *others = shape
-    return -(-first // ranks) * torch.Size(others).numel()
+    """Elements of a parameter on each rank, padding included."""
+    first, *inner = shape
+    return -(-first // ranks) * torch.Size(inner).numel()

@@ -1,4 +1,4 @@
-"""`RowExchange`: the mean of gradients of embedding tables, of which only the rows that are not zero travel."""
+"""`RowExchange`: the mean of gradients of embedding tables, whose nonzero rows only are exchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ON_HOST = torch.empty(0)
 
 
 class RowExchange:
-    """Puts the mean over all ranks in the place of the gradients of embedding tables, row by row.
+    """Replaces the gradients of embedding tables by their mean over all ranks, row by row.
 
         rows = hvdcomp.torch.RowExchange(model)  # on every rank, before DistributedDataParallel, which then
         model = DistributedDataParallel(model)   # leaves these tables alone
@@ -28,33 +28,33 @@ class RowExchange:
         rows.exchange()
         optimizer.step()
 
-    Sums are made in the order of the ranks, in float32 or the table's wider type, so that all ranks get the same bits.
-    What is inf or NaN is added up as any other number, and reaches all ranks.
+    Sums are in rank order, in float32 or the table's wider type, so that all ranks get the same bits. An inf or NaN is
+    added like other numbers, and reaches all ranks.
 
-    A gradient that is sparse (`nn.Embedding(sparse=True)`) stays sparse, with the rows of any rank. Of a dense one,
-    rows whose elements are all zero do not travel.
+    A sparse gradient (`nn.Embedding(sparse=True)`) stays sparse, with the rows of all ranks. All-zero rows of a dense
+    gradient are not sent.
 
     Args:
-        model: whose tables these are, not yet wrapped.
+        model: the model with the tables, not yet wrapped.
         tables: names of weights of `nn.Embedding` or `nn.EmbeddingBag`, (rows, columns) each. Default: those with
             sparse=True.
-        wire_dtype: in which rows and means travel: torch.bfloat16 or torch.float16; or torch.int8, with the largest
-            magnitude of each row beside it, of which an element is off by 1/254 at most, and a mean again. What is
-            rounded away is lost. Default: as they are.
-        communicator: of the ranks. Default: all ranks of torch.distributed, or if that was not started, of Horovod.
+        wire_dtype: element type in which rows and means are sent: torch.bfloat16 or torch.float16; or torch.int8, with
+            the largest magnitude of each row, where an element's error is at most 1/254 of it, and that of a mean
+            again. Rounding errors are not kept. Default: the table's own.
+        communicator: the communicator of the ranks. Default: all ranks of torch.distributed, or if that was not
+            started, of Horovod.
 
     Attributes:
-        model: as given.
+        model: the model.
         tables: the modules, by the names of their weights.
         ranks: the communicator.
-        means: what makes the means of rows.
-        ledger: bytes of each step, as of `Compression.ledger`, without times. The dense bytes are the whole tables'.
+        means: the exchange of rows' means.
+        ledger: bytes of each step, as in `Compression.ledger`, without times. Dense bytes are those of whole tables.
 
     Raises:
-        ConfigurationError: on every rank, for tables that are none, are sharded or have max_norm; or where no ranks
-            were started.
-        RankMismatchError: on every rank, if they were told different things, or in the first exchange, if the tables'
-            weights differ.
+        ConfigurationError: on every rank, for names that are no tables, and tables that are sharded or have max_norm;
+            or if no ranks were started.
+        RankMismatchError: on every rank, if settings differ, or in the first exchange, if the tables' weights differ.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class RowExchange:
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """To be called on every rank in each step, after the backward passes, and before clipping, `unscale_` of a
-        scaler, and the optimizer's step. A table of which no rank has a gradient is left alone."""
+        """Exchanges the gradients; to be called on every rank in each step, after the backward passes, and before
+        clipping, a scaler's `unscale_` and the optimizer's step. Tables without a gradient on any rank are left out."""
         tables = list(self.tables.values())
         self.compare_weights()
         present = [table.weight.grad is not None for table in tables]
@@ -89,14 +89,14 @@ class RowExchange:
                 put(table, mean)
 
     def compare_weights(self) -> None:
-        """Before the first step: raises RankMismatchError on every rank, if the tables' weights differ."""
+        """Raises RankMismatchError on every rank, before the first step, if the tables' weights differ."""
         if self.ledger.steps:
             return
-        weights = {name: one.weight for name, one in self.tables.items()}
+        weights = {name: table.weight for name, table in self.tables.items()}
         sums = zip(weights, checksums_of(weights, list(weights)), strict=True)
         facts = {f"{WEIGHTS}{name}": f"{number:x}" for name, number in sums}
-        same = "the same random seed, or the same checkpoint, on every rank"
-        require_agreement(self.ranks, facts, _ON_HOST, same)
+        remedy = "the same random seed, or the same checkpoint, on every rank"
+        require_agreement(self.ranks, facts, _ON_HOST, remedy)
 
 
 def _tables_of(model: Any, names: Iterable[str] | None) -> dict[str, Any]:
@@ -106,22 +106,22 @@ def _tables_of(model: Any, names: Iterable[str] | None) -> dict[str, Any]:
             "RowExchange was given a model in DistributedDataParallel, which exchanges its tables already; give it the "
             "model before"
         )
-    known = {f"{name}.weight": one for name, one in model.named_modules() if isinstance(one, EMBEDDINGS)}
-    wanted = [name for name, one in known.items() if one.sparse] if names is None else list(names)
-    missing = [name for name in wanted if name not in known]
-    if missing or not wanted:
+    embeddings = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, EMBEDDINGS)}
+    table_names = [name for name, table in embeddings.items() if table.sparse] if names is None else list(names)
+    missing = [name for name in table_names if name not in embeddings]
+    if missing or not table_names:
         given = f"{', '.join(missing)}, which is no weight of an embedding" if missing else "no table with sparse=True"
-        raise ConfigurationError(f"RowExchange was given {given}; the model has {', '.join(known) or 'none'}")
-    for name in wanted:
-        if known[name].max_norm is not None:
+        raise ConfigurationError(f"RowExchange was given {given}; the model has {', '.join(embeddings) or 'none'}")
+    for name in table_names:
+        if embeddings[name].max_norm is not None:
             raise ConfigurationError(
-                f"{name} has max_norm={known[name].max_norm}, by which each rank scales the rows that it looks up, so "
-                "that weights would differ between the ranks; leave max_norm out"
+                f"{name} has max_norm={embeddings[name].max_norm}, by which each rank scales the rows that it looks "
+                "up, so that weights would differ between the ranks; leave max_norm out"
             )
-        if hasattr(known[name].weight, "device_mesh"):
+        if hasattr(embeddings[name].weight, "device_mesh"):
             raise ConfigurationError(f"{name} is sharded, and RowExchange serves tables that each rank has in whole")
-    of_weight = {id(known[name].weight): name for name in reversed(wanted)}  # tables may share one
-    return {name: known[name] for name in wanted if of_weight[id(known[name].weight)] == name}
+    of_weight = {id(embeddings[name].weight): name for name in reversed(table_names)}  # tables may share one
+    return {name: embeddings[name] for name in table_names if of_weight[id(embeddings[name].weight)] == name}
 
 
 def _name_of(dtype: torch.dtype) -> str:
@@ -129,15 +129,16 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _leave_alone(model: torch.nn.Module, weights: Iterable[torch.Tensor]) -> None:
-    """Tells DistributedDataParallel, under all names that the weights have, beside what it was told before."""
-    ours = {id(weight) for weight in weights}
-    names = [name for name, one in model.named_parameters(remove_duplicate=False) if id(one) in ours]
+    """Makes DistributedDataParallel ignore the weights, under all their names, beside those it ignores already."""
+    ids = {id(weight) for weight in weights}
+    parameters = model.named_parameters(remove_duplicate=False)
+    names = [name for name, parameter in parameters if id(parameter) in ids]
     before = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [*before, *names])
 
 
 def rows_of(weight: torch.Tensor) -> Rows:
-    """The ids, in order and each once, and the rows of the gradient that are not zero."""
+    """The nonzero rows of the gradient, and their ids, unique and in order."""
     gradient = weight.grad
     if gradient is None:
         return Rows(weight.new_empty(0, dtype=torch.int64), weight[:0])
@@ -149,7 +150,7 @@ def rows_of(weight: torch.Tensor) -> Rows:
 
 
 def put(table: Any, rows: Rows) -> None:
-    """Makes rows the gradient of a table; of the layout that it has, or would have."""
+    """Sets the gradient of a table to these rows, in its present or natural layout."""
     weight, (ids, values) = table.weight, rows
     if table.sparse if weight.grad is None else weight.grad.is_sparse:
         shape = weight.shape

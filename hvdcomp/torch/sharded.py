@@ -1,4 +1,4 @@
-"""What both ways of serving FSDP ask of a model and of settings."""
+"""Checks of models and settings that both bindings of FSDP share."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hvdcomp.torch.compressed_adam import CompressedAdam
 
 
 def modules_of(model: torch.nn.Module) -> dict[str, FSDPModule]:
-    """The FSDP modules in a model by name, itself included."""
+    """The FSDP modules of a model by name, the model itself included."""
     return {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
 
 
 def check_settings(setup: Setup) -> None:
-    """Raises ConfigurationError for settings that suit no model in FSDP."""
+    """Raises ConfigurationError for settings that do not work with FSDP."""
     if setup.process_set is not None:
         raise ConfigurationError("process_set is for Horovod; hvdcomp.fsdp.register takes a mesh")
     if isinstance(setup.optimizer, CompressedAdam):
@@ -32,12 +32,13 @@ def check_settings(setup: Setup) -> None:
 
 
 def check_sharding(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> dict[str, DTensor]:
-    """The trained parameters of which ranks have parts, by name.
+    """The trained parameters, all sharded, by name.
 
     Raises:
-        ConfigurationError: if one is not sharded, over several dimensions of a mesh, or over other ranks than another.
+        ConfigurationError: if a parameter is not sharded, is sharded over several mesh dimensions, or over other ranks
+            than another parameter.
     """
-    found: dict[str, DTensor] = {}
+    sharded: dict[str, DTensor] = {}
     ranks: dict[str, list[int]] = {}
     for name, parameter in parameters:
         if not parameter.requires_grad:
@@ -59,20 +60,20 @@ def check_sharding(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> dict
                 "without tensor parallelism: fully_shard takes its ranks too"
             )
             raise ConfigurationError(f"parameter {name} is sharded over a mesh of {mesh.ndim} dimensions, {cause}")
-        found[name] = parameter
+        sharded[name] = parameter
         ranks[name] = mesh.mesh.tolist()
     first = next(iter(ranks), "")
-    if other := next((name for name, members in ranks.items() if members != ranks[first]), None):
+    if other_name := next((name for name, members in ranks.items() if members != ranks[first]), None):
         raise ConfigurationError(
-            f"parameter {other} is sharded over the ranks {ranks[other]}, and {first} over {ranks[first]}; give "
-            "fully_shard the same mesh for all parameters"
+            f"parameter {other_name} is sharded over the ranks {ranks[other_name]}, and {first} over {ranks[first]}; "
+            "give fully_shard the same mesh for all parameters"
         )
-    return found
+    return sharded
 
 
 def before_forward_passes(model: torch.nn.Module, forget: Callable[[], None]) -> None:
-    """Has `forget` called before each forward pass outside of a backward pass: what waits for the end of one by then,
-    waits for one that has raised. (Forward passes inside of one are those of activation checkpoints.)"""
+    """Calls `forget` before each forward pass outside of a backward pass: state that then still waits for the end of a
+    backward pass belongs to one that has raised. (Activation checkpoints make forward passes inside of one.)"""
 
     @torch.compiler.disable
     def begin(*_: Any) -> None:
@@ -82,8 +83,8 @@ def before_forward_passes(model: torch.nn.Module, forget: Callable[[], None]) ->
     model.register_forward_pre_hook(begin, prepend=True)  # before FSDP's own, which gathers weights
 
 
-def one_group_a_module(error: ValueError) -> ConfigurationError:
-    """What FSDP's refusal of a hook means, which it makes alike on every rank."""
+def several_meshes_error(error: ValueError) -> ConfigurationError:
+    """The error for FSDP's refusal of a hook, which is the same on every rank."""
     return ConfigurationError(
         f"FSDP takes no hook for a module whose parameters are sharded over several meshes: {error} Leave meshes out "
         "of what shard_placement_fn returns, or call fully_shard on modules that have one mesh each"

@@ -1,7 +1,7 @@
-"""Serves one of several models in one process, each of which counts as a rank.
+"""The binding of simulated ranks: several models in one process, each of which is a rank.
 
-A step does what it does under DistributedDataParallel, with the same bits: gradients that are no more than cast travel
-in its buckets, as they become ready, and all others through the engine.
+A step has the results of DistributedDataParallel, bit for bit: gradients that are only cast are allreduced in its
+buckets as they become ready, and all others go through the engine.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from hvdcomp.torch import half_precision
 from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 2**20, 25 * 2**20
-"""Bytes of gradients that fill the first bucket of DistributedDataParallel, and the others."""
+"""Bytes of the first bucket of DistributedDataParallel, and of its other buckets."""
 
 
 class SimulatedBinding(TorchTraining):
     """Ties one `Compression` to one model of a simulation.
 
     Args:
-        setup: what the user gave.
-        model: on any device.
-        communicator: of the rank.
+        setup: the user's settings and objects.
+        model: the model, on any device.
+        communicator: the rank's communicator.
     """
 
     overlaps_with_policy = True
@@ -41,22 +41,22 @@ class SimulatedBinding(TorchTraining):
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         super().__init__(setup, trained, communicator, setup.optimizer)  # type: ignore[arg-type]
         self.engine.ledger.clock.follow(self.now)
-        self._ready: dict[str, Moment] = {}  # when each gradient was there, in this order
-        self._order: list[str] = []  # of the gradients in DDP's buckets; none before its first step
+        self._ready: dict[str, Moment] = {}  # time at which each gradient was ready, in this order
+        self._order: list[str] = []  # order of gradients in DDP's buckets; empty before its first step
         self._may_change = self.plan_may_change
         for name, parameter in trained.items():
             parameter.register_post_accumulate_grad_hook(self._noting(name))
 
     def _noting(self, name: str) -> Any:
         def note(parameter: torch.Tensor) -> None:
-            self._ready.pop(name, None)  # of an earlier backward pass of this step
+            self._ready.pop(name, None)  # from an earlier backward pass of this step
             self._ready[name] = self._ranks.moment()
 
         return note
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Puts means in the place of the gradients; to be called after the backward passes of a step."""
+        """Replaces gradients by means; to be called after the backward passes of a step."""
         ready, self._ready = self._ready, {}
         gradients = {name: gradient for name in ready if (gradient := self._parameters[name].grad) is not None}
         if not self.exchanges:
@@ -66,40 +66,40 @@ class SimulatedBinding(TorchTraining):
         tensors, plan = self.engine.tensors, self.engine.plan
         wires = {compressor.wire_dtype(tensors[name].dtype) for name, compressor in plan.items()}
         casts = self.engine.passthrough and not self.needs_engine and len(wires) == 1
-        asked = self._may_change or not casts
-        if asked:
-            # It is asked when the first gradients are there, and known at the end of the backward pass.
+        is_checked = self._may_change or not casts
+        if is_checked:
+            # The presence check starts with the first gradient, and ends with the backward pass.
             self._ranks.starts_at = next(iter(ready.values()))
-            everyone = self.communicator.start_allreduce(torch.full((1,), self.presence), "sum", "hvdcomp.presence")
+            presence = self.communicator.start_allreduce(torch.full((1,), self.presence), "sum", "hvdcomp.presence")
             self._ranks.starts_at = None
-            self.check_presence(int(self.communicator.wait(everyone)))
+            self.check_presence(int(self.communicator.wait(presence)))
         if casts:
-            self._cast(gradients, ready, wires.pop(), asked)
+            self._cast(gradients, ready, wires.pop(), is_checked)
         else:
             self.run_in_place(
-                {name: self.sent_with(name, gradients[name]) for name in self._parameters if name in gradients}
+                {name: self.add_momentum(name, gradients[name]) for name in self._parameters if name in gradients}
             )
-        self._order = self._order or list(ready)  # DDP makes its buckets anew after its first step
+        self._order = self._order or list(ready)  # DDP rebuilds its buckets after its first step
 
     def _cast(
-        self, gradients: Mapping[str, torch.Tensor], ready: Mapping[str, Moment], wire: str | None, asked: bool
+        self, gradients: Mapping[str, torch.Tensor], ready: Mapping[str, Moment], wire: str | None, is_checked: bool
     ) -> None:
         self.observe("local", gradients)
         for names in self._buckets(gradients):
-            together = [gradients[name] for name in names]
-            buffer = torch.cat([gradient.flatten() for gradient in together])
+            in_bucket = [gradients[name] for name in names]
+            buffer = torch.cat([gradient.flatten() for gradient in in_bucket])
             self._ranks.starts_at = np.max([ready[name] for name in names], axis=0)
             self._reduce(buffer, wire)
             self._ranks.starts_at = None
-            means = buffer.split([gradient.numel() for gradient in together])
-            for gradient, mean in zip(together, means, strict=True):
+            means = buffer.split([gradient.numel() for gradient in in_bucket])
+            for gradient, mean in zip(in_bucket, means, strict=True):
                 gradient.copy_(mean.view_as(gradient))
         self.observe("aggregated", gradients)
-        self.engine.enter_casts(set(gradients), asked)
+        self.engine.enter_casts(set(gradients), is_checked)
         self.end_step()
 
     def _reduce(self, buffer: torch.Tensor, wire: str | None) -> None:
-        """Puts the mean of all ranks into a bucket, as `DDPBinding` does."""
+        """Replaces a bucket by the mean of all ranks, as `DDPBinding` does."""
         ranks, name = self.communicator, "hvdcomp.bucket"
         dtype = buffer.dtype if wire is None else getattr(torch, wire)
         if dtype == buffer.dtype:
@@ -110,7 +110,7 @@ class SimulatedBinding(TorchTraining):
             )
 
     def _buckets(self, gradients: Mapping[str, torch.Tensor]) -> Iterator[Sequence[str]]:
-        """The names of the gradients that DDP puts into a bucket, one bucket after the other."""
+        """The names of the gradients in each DDP bucket, in order."""
         if not self._order:
             yield [name for name in self._parameters if name in gradients]
             return
@@ -124,7 +124,7 @@ class SimulatedBinding(TorchTraining):
         if names:
             yield names
 
-    # What `Binding` asks of the framework.
+    # Methods of `Training`.
 
     def now(self) -> float:
         return self._ranks.now()

@@ -1,4 +1,4 @@
-"""The work of every binding of PyTorch, whoever hands over the gradients."""
+"""The base of all PyTorch bindings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hvdcomp.torch.learning_rate import ScaledSteps, rates_of
 from hvdcomp.torch.packing import packed, unpacked
 from hvdcomp.torch.parameters import with_plain_names
 
-# `Training.absence` under torch.distributed, which tells collectives apart by nothing but their order.
+# `Training.absence` under torch.distributed, which matches collectives by their order only.
 WITHOUT_HOROVOD = (
     "the others were in another collective of theirs. Give every rank the same number of batches, and let all of them "
     "start their own collectives at the same places."
@@ -27,9 +27,9 @@ WITHOUT_HOROVOD = (
 
 
 def refuse_capture() -> None:
-    """Raises ConfigurationError while a CUDA graph records what the current stream does.
+    """Raises ConfigurationError while a CUDA graph captures the current stream.
 
-    What changes from step to step is chosen on the host: random numbers, where residuals lie, what a policy decides.
+    The host chooses what changes from step to step: random numbers, addresses of residuals, decisions of a policy.
     """
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise ConfigurationError(
@@ -44,15 +44,15 @@ class TorchTraining(Binding):
     """Ties one `Compression` to parameters of PyTorch.
 
     Args:
-        setup: what the user gave.
-        parameters: all that may have a gradient, by name.
-        communicator: of the ranks that exchange.
-        optimizer: of these parameters; None where it is not known.
-        names: as of `Binding`.
+        setup: the user's settings and objects.
+        parameters: all parameters that may have a gradient, by name.
+        communicator: the communicator of the ranks that exchange.
+        optimizer: the optimizer of these parameters; None if unknown.
+        names: as in `Binding`.
 
     Class attributes:
-        optimizer_from: what a user writes so that the optimizer is known.
-        averaged_by: what averages the model's gradients, where that is not Horovod's optimizer.
+        optimizer_from: code that makes the optimizer known, for messages.
+        averaged_by: the object that averages the model's gradients, if it is not Horovod's optimizer.
     """
 
     results_in_place = True
@@ -78,7 +78,7 @@ class TorchTraining(Binding):
         super().__init__(setup, tensors, communicator, torch.empty(0), names)
 
     def _require_local_steps(self, setup: Setup, local_steps: int) -> None:
-        """Raises ConfigurationError for what does not go with steps of one rank alone."""
+        """Raises ConfigurationError for settings that do not work with local steps."""
         if self.summed:
             raise ConfigurationError(
                 f"CompressedAdam: local_steps={local_steps} does not go with op=hvd.Sum, since a rank that steps alone "
@@ -92,7 +92,7 @@ class TorchTraining(Binding):
             )
 
     def run_in_place(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """`run_engine`, whose means take the gradients' place."""
+        """`run_engine`, and writes the means to the gradients."""
         for name, mean in self.run_engine(gradients).items():
             if mean.data_ptr() != gradients[name].data_ptr():
                 gradients[name].copy_(mean)
@@ -103,8 +103,8 @@ class TorchTraining(Binding):
         if self.coordinator is not None and self.coordinator.decision.sets_batch_size:
             self._scaled_steps().begin_step()
 
-    def sent_with(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        """Adds to a gradient, in place, what it is sent with; to be called once before the engine gets it."""
+    def add_momentum(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        """Adds the momentum to a gradient, in place; to be called once before the engine gets it."""
         if name in self.units.momenta:
             self.units.momenta[name].add_to(gradient, self.units.of_momenta)
         return gradient
@@ -115,19 +115,19 @@ class TorchTraining(Binding):
 
     @property
     def plan_may_change(self) -> bool:
-        """Whether gradients that are only cast in one step may be compressed in another."""
+        """Whether gradients that are only cast in one step may be compressed in another step."""
         settings = self.setup.compression.settings
         follows = isinstance(self._optimizer, CompressedAdam)
         return settings.policy is not None or settings.compressor.level is not None or follows
 
     def compress(self, tensor: torch.Tensor) -> Any:
-        """Refuses what Horovod hands over, where something else averages gradients."""
+        """Raises ConfigurationError: Horovod must not hand over gradients that another object averages."""
         raise ConfigurationError(
             f"this hvdcomp.Compression serves a model in {self.averaged_by}, which averages its gradients; use the "
             "optimizer as it is, without hvd.DistributedOptimizer"
         )
 
-    # What `Binding` asks of the framework.
+    # Methods of `Training`.
 
     def checksums(self, names: Sequence[str]) -> list[int]:
         return checksums_of(self._parameters, names)
@@ -160,7 +160,7 @@ class TorchTraining(Binding):
 
     @property
     def exchanges(self) -> bool:
-        """Whether gradients are exchanged in the step that begins; the same on all ranks."""
+        """Whether this step exchanges gradients; the same on all ranks."""
         return not isinstance(self._optimizer, CompressedAdam) or self._optimizer.exchanges
 
     def momenta_of_step(self) -> Mapping[str, Momentum | LocalMomenta]:
@@ -214,20 +214,20 @@ def _describe(name: str, parameter: torch.nn.Parameter) -> TensorInfo:
 
 
 def checksums_of(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> list[int]:
-    """A number for each of these tensors, by which ranks compare them."""
+    """A checksum of each of these tensors."""
     return [_checksum(tensors[name]) for name in names]
 
 
 def _checksum(parameter: torch.Tensor) -> int:
-    """The sum of the elements' bit patterns, taken as whole numbers."""
+    """The sum of the elements' bit patterns as integers."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
     return int(parameter.detach().view(bits).sum(dtype=torch.int64)) & 2**64 - 1
 
 
 def may_overlap(setup: Setup, parameters: Mapping[str, torch.nn.Parameter]) -> bool:
-    """Whether buckets may start before all gradients are there: on a CUDA device if the user asks for it.
+    """Whether buckets may start before all gradients are ready; on a CUDA device only if the user asks for it.
 
-    Each bucket is launched by itself. On an H100 whose host was what a step waited for, that took longer than all
+    Early buckets are launched one by one. On an H100 whose steps were bound by the host, that took longer than all
     buckets together at the end: 1.6 times the step (docs/encoding.md).
     """
     return setup.compression.settings.overlap is True or not any(parameter.is_cuda for parameter in parameters.values())

@@ -1,4 +1,4 @@
-"""Finds parameters that are trained although nothing averages their gradients: the ranks' weights would drift apart."""
+"""Finds trained parameters whose gradients nothing averages, so that the ranks' weights would drift apart."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from hvdcomp.errors import ConfigurationError
 
 
 class Unaveraged:
-    """Looks for parameters that came, or were unfrozen, too late.
+    """Looks for parameters that were added or unfrozen too late.
 
     Args:
-        model: whose gradients are averaged.
-        averaged: the parameters whose gradients are.
-        aside: parameters of the model that may be trained without.
-        optimizer: that steps with the gradients; None where it is not known.
-        advice: what a message says behind the names of the parameters.
+        model: the model whose gradients are averaged.
+        averaged: the parameters whose gradients are averaged.
+        aside: parameters of the model that may be trained without averaging.
+        optimizer: the optimizer of the model; None if unknown.
+        advice: format of the message, with a field for the names of parameters.
     """
 
-    _all: ClassVar[WeakSet[Unaveraged]] = WeakSet()  # of all trainings of this process
+    _all: ClassVar[WeakSet[Unaveraged]] = WeakSet()  # all instances of this process
 
     def __init__(
         self,
@@ -38,27 +38,25 @@ class Unaveraged:
         self._advice = advice
         self._averaged = {id(parameter): parameter for parameter in averaged}
         in_model = set(map(id, model.parameters()))
-        # What is outside of the model, and in the optimizer from the start, is left to whoever put it there.
+        # Parameters outside of the model that were in the optimizer from the start are the user's responsibility.
         outside = (parameter for parameter in self._in_optimizer() if id(parameter) not in in_model)
         self._known = self._averaged | {id(parameter): parameter for parameter in (*aside, *outside)}
-        self._lists: list[dict[str, Any]] = []  # of each module, its parameters and its children
-        self._seen: list[Any] = []  # what was in them; kept, so that nothing else comes to lie where it lay
+        self._lists: list[dict[str, Any]] = []  # the parameters and the children of each module
+        self._entries: list[Any] = []  # the objects in them, kept so that their addresses are not reused
         self._unknown: list[torch.nn.Parameter] = []  # of these parameters
-        self._asked = False  # since the optimizer's latest step
+        self._checked_in_step = False  # since the optimizer's latest step
         self._counted = self._count()
         self._added: list[torch.nn.Parameter] = []  # to the optimizer, after that
         self._all.add(self)
-        # Where only such parameters are trained, no gradient is handed over: the optimizer's step alone tells. One that
-        # is wrapped without a hook of its own, such as accelerate's, has none.
+        # If only such parameters are trained, no gradient is handed over, and only the optimizer's step shows it. Some
+        # wrapped optimizers, such as accelerate's, have no hooks.
         if hasattr(optimizer, "_optimizer_step_pre_hooks"):
             finalize(model, optimizer.register_step_pre_hook(self._before_step).remove)
 
     def reason_to_refuse(self) -> str | None:
-        """Names them, and says what to do; None as long as all is well.
-
-        It is asked in each step.
+        """The message that names such parameters; None if there are none. Called in each step.
         """
-        self._asked = True
+        self._checked_in_step = True
         model = self._model()
         if model is None:
             return None
@@ -66,25 +64,25 @@ class Unaveraged:
         late = {id(parameter): parameter for parameter in parameters if parameter.requires_grad}
         if not late:
             return None
-        elsewhere = set().union(*(other._averaged for other in self._all if other._model() is not None))
+        elsewhere = set().union(*(training._averaged for training in self._all if training._model() is not None))
         names = {id(parameter): name.removeprefix("module.") for name, parameter in model.named_parameters()}
         drifting = [names.get(key, f"one of shape {tuple(late[key].shape)}") for key in late if key not in elsewhere]
         return self._advice.format(", ".join(drifting)) if drifting else None
 
     def _before_step(self, *_: Any) -> None:
-        asked, self._asked = self._asked, False
-        reason = None if asked else self.reason_to_refuse()
+        was_checked, self._checked_in_step = self._checked_in_step, False
+        reason = None if was_checked else self.reason_to_refuse()
         if reason is not None:
             raise ConfigurationError(reason)
 
     def _in_model(self, model: torch.nn.Module) -> list[torch.nn.Parameter]:
-        """The parameters of the model. Walking through its modules takes long, so they are looked at anew only where
-        a child or a parameter of any of them is another one."""
-        seen = self._in_lists()
-        if not seen or len(seen) != len(self._seen) or not all(map(operator.is_, seen, self._seen)):
+        """The unknown parameters of the model. Walking through its modules is slow, and repeated only if a child or a
+        parameter of any module has changed."""
+        entries = self._in_lists()
+        if not entries or len(entries) != len(self._entries) or not all(map(operator.is_, entries, self._entries)):
             modules = list(model.modules())
             self._lists = [registered for module in modules for registered in (module._parameters, module._modules)]
-            self._seen = self._in_lists()
+            self._entries = self._in_lists()
             parameters = (
                 parameter for module in modules for parameter in module._parameters.values() if parameter is not None
             )
@@ -92,10 +90,10 @@ class Unaveraged:
         return self._unknown
 
     def _in_lists(self) -> list[Any]:
-        return [each for of_module in self._lists for each in of_module.values()]
+        return [entry for registered in self._lists for entry in registered.values()]
 
     def _in_groups(self) -> list[torch.nn.Parameter]:
-        """The parameters that were added to the optimizer."""
+        """The unknown parameters that were added to the optimizer."""
         count = self._count()
         if count != self._counted:
             self._counted = count

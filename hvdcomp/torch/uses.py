@@ -1,4 +1,4 @@
-"""Which parameters the backward passes reach."""
+"""The parameters that backward passes reach."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 class Uses:
     """The parameters that this rank has used since the latest exchange.
 
-    A gradient does not tell: that of a parameter which is used may be zero on all ranks, in the first step too, as it
-    is behind a factor that starts at zero.
+    Gradients do not show it: that of a used parameter may be zero on all ranks, in the first step too, as behind a
+    factor that starts at zero.
 
     Args:
-        model: of the parameters; with it goes what is noted.
-        parameters: by name.
+        model: the model; hooks are removed when it is freed.
+        parameters: the parameters by name.
 
     Attributes:
-        names: of those that were used; to be cleared after an exchange.
+        names: names of the used parameters; to be cleared after an exchange.
     """
 
     def __init__(self, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter]) -> None:
@@ -32,7 +32,7 @@ class Uses:
         finalize(model, self.stop)
 
     def stop(self) -> None:
-        """Notes no more."""
+        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdcomp.adaptation.gains import TwoLevels
+from hvdcomp.adaptation.gains import CompressionGains
 from hvdcomp.adaptation.plans import Plans, levelled_tensors
 from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.types import number_of_elements
@@ -42,7 +42,7 @@ every_backend = pytest.mark.parametrize("backend", BACKENDS)
 SENDING = ["minimum", "candidate", "candidate", "dense", "candidate", "minimum", "dense"]
 
 
-def attach(engine: Engine, observer: TwoLevels) -> None:
+def attach(engine: Engine, observer: CompressionGains) -> None:
     engine.before_compress = observer.before_compress
 
 
@@ -101,7 +101,7 @@ def test_two_levels_of_gravac_are_those_of_numpy_in_all_three_modes(backend: str
             for model in models:
                 model.begin(step, minimum, candidate)
             decision = MultiLevel(minimum, candidate, what)  # type: ignore[arg-type]
-            observer = TwoLevels(plans, decision, communicator.rank == 0)
+            observer = CompressionGains(plans, decision, communicator.rank == 0)
             attach(engine, observer)
             engine.set_plan(decision.plan(plans))
             engine.begin()
@@ -123,7 +123,7 @@ def test_without_a_candidate_only_the_first_gain_is_measured(backend: str, what:
     (run,) = run_engines(1, infos(SHAPES), parse_compressor("topk:ratio=0.5"), lambda r, s: {}, 0, min_numel=16)
     engine, plans = run.engine, Plans(run.engine, COMPRESSED)
     decision = MultiLevel(4.0, None, what)
-    observer = TwoLevels(plans, decision, True)
+    observer = CompressionGains(plans, decision, True)
     attach(engine, observer)
     engine.set_plan(decision.plan(plans))
     engine.begin()
@@ -147,7 +147,7 @@ def test_gains_of_what_is_not_finite_are_nan(backend: str, what: Any, bad: float
     def work(communicator: InProcessCommunicator) -> None:
         engine = Engine(communicator, infos(SHAPES), parse_compressor("topk:ratio=0.5"), min_numel=16)
         plans, decision = Plans(engine, COMPRESSED), MultiLevel(4.0, 20.0, what)
-        observer = TwoLevels(plans, decision, True)
+        observer = CompressionGains(plans, decision, True)
         attach(engine, observer)
         engine.set_plan(decision.plan(plans))
         engine.begin()
@@ -177,7 +177,7 @@ def test_two_levels_of_any_method_keep_a_share_and_send_the_smaller_thing(backen
         engine = Engine(communicator, infos(SHAPES), compressor, memory=ErrorFeedback(), min_numel=16)
         decision = MultiLevel(2.0, 6.0, "candidate")
         plans = Plans(engine, COMPRESSED)
-        observer = TwoLevels(plans, decision, communicator.rank == 0)
+        observer = CompressionGains(plans, decision, communicator.rank == 0)
         attach(engine, observer)
         engine.set_plan(decision.plan(plans))
         out = []
@@ -210,7 +210,7 @@ def test_what_is_sent_is_the_second_compression_of_the_first_on_every_rank(spec:
         engine = Engine(communicator, infos(SHAPES), compressor, memory=ErrorFeedback(), min_numel=16)
         plans = Plans(engine, COMPRESSED)
         levels = [plans.at_factor(factor) for factor in (3.0, 8.0)]
-        observer = TwoLevels(plans, MultiLevel(3.0, 8.0, "candidate"), measures)
+        observer = CompressionGains(plans, MultiLevel(3.0, 8.0, "candidate"), measures)
         x: dict[str, Any] = {}
         kept: list[dict[str, np.ndarray]] = []
 
@@ -272,7 +272,7 @@ def test_only_what_a_steady_state_would_not_do_counts_as_evaluation(
     watch_previews(monkeypatch, plans, note)
     monkeypatch.setattr(numpy_arrays, "mark", lambda like, spare=None: clock)
     decided = MultiLevel(2.0, 6.0, what)
-    observer = TwoLevels(plans, decided, True)
+    observer = CompressionGains(plans, decided, True)
     attach(engine, observer)
     engine.set_plan(decided.plan(plans))
     engine.begin()
@@ -298,7 +298,7 @@ def test_ranks_that_measure_nothing_compress_no_more_than_they_send(
         plans = Plans(engine, COMPRESSED)
         watch_previews(monkeypatch, plans, lambda names, plan: previews.extend(names))
         decision = MultiLevel(3.0, 8.0, what)
-        observer = TwoLevels(plans, decision, communicator.rank == 0)
+        observer = CompressionGains(plans, decision, communicator.rank == 0)
         attach(engine, observer)
         engine.set_plan(decision.plan(plans))
         for step, due in enumerate((True, False)):
@@ -315,7 +315,7 @@ def test_ranks_that_measure_nothing_compress_no_more_than_they_send(
     run_ranks(2, work)
 
 
-class Previewing(TwoLevels):
+class Previewing(CompressionGains):
     """Compresses for measuring also what is sent."""
 
     def _lost(
@@ -348,7 +348,7 @@ def test_gains_of_what_is_sent_are_those_of_compressing_alone_and_change_nothing
         def work(communicator: InProcessCommunicator) -> list[Any]:
             engine = Engine(communicator, infos(SHAPES), parse_compressor(spec), memory=ErrorFeedback(), min_numel=16)
             plans, measures = Plans(engine, COMPRESSED), communicator.rank == 0 and looks != "nobody"
-            observer = (Previewing if looks == "in the step" else TwoLevels)(plans, decision, measures)
+            observer = (Previewing if looks == "in the step" else CompressionGains)(plans, decision, measures)
             attach(engine, observer)
             engine.set_plan(decision.plan(plans))
             found: list[Any] = []

@@ -200,8 +200,8 @@ def test_elements_set_aside_answer_as_all_do(zeros: int, backend: str) -> None:
     values[:zeros] = 0
     x = make(backend, values, "float32")
     magnitudes = Magnitudes(arrays_for(x), x, 2000)
-    assert magnitudes._few is not None
-    assert 2000 <= len(magnitudes._few.values) < 6000
+    assert magnitudes._set_aside is not None
+    assert 2000 <= len(magnitudes._set_aside.values) < 6000
     for threshold in np.float32([0.5, 1.0, 1.5, 2.0, 2.3, 3.0, 5.0]):
         reaching = np.abs(values)[np.abs(values) >= threshold]
         assert magnitudes.count(threshold) == len(reaching)

@@ -163,30 +163,30 @@ def test_without_pytorch_one_line_says_that_the_host_compresses(monkeypatch: pyt
     variables = _on_a_gpu(monkeypatch)
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.warns(UserWarning, match="copied to the host and compressed there: PyTorch is needed.*cannot be im"):
-        assert device_of(variables, says=True) is None
+        assert device_of(variables, warns=True) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert device_of(variables, says=False) is None  # on the other ranks
-        assert device_of(variables, says=True) is None  # where warnings are errors
+        assert device_of(variables, warns=False) is None  # on the other ranks
+        assert device_of(variables, warns=True) is None  # where warnings are errors
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_pytorch_that_finds_no_gpu_is_told_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match=r"PyTorch \S+ is needed to compress on the GPU, and finds no CUDA device"):
-        assert device_of(_on_a_gpu(monkeypatch), says=True) is None
+        assert device_of(_on_a_gpu(monkeypatch), warns=True) is None
 
 
 def test_so_is_that_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HVDCOMP_KERNELS", "off")
     with cuda.serving_host(), pytest.warns(UserWarning, match="HVDCOMP_KERNELS=off is in the environment"):
-        assert device_of([tf.Variable(tf.ones(3))], says=True) is None
+        assert device_of([tf.Variable(tf.ones(3))], warns=True) is None
 
 
 def test_on_the_host_nobody_asks_for_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert device_of([tf.Variable(tf.ones(3))], says=True) is None
+        assert device_of([tf.Variable(tf.ones(3))], warns=True) is None
 
 
 _IN_ONE_PROCESS = """

@@ -14,7 +14,7 @@ from tests.harness import infos
 from tests.interpreted import needs_triton
 
 torch = pytest.importorskip("torch")
-from hvdcomp.torch.everyone import Everyone  # noqa: E402
+from hvdcomp.torch.presence import PresenceCheck  # noqa: E402
 from tests.cuda_kernels import recorded  # noqa: E402
 from tests.device_waits import on_device  # noqa: E402
 
@@ -82,9 +82,9 @@ def test_where_all_ranks_must_start_at_the_same_place_they_wait_for_the_answer()
             return self.answers.pop(0)
 
     for waits in (False, True):
-        everyone = Everyone(Slow(), waits)  # type: ignore[arg-type]
+        presence_check = PresenceCheck(Slow(), waits)  # type: ignore[arg-type]
         found = []
         for _ in range(2):
-            everyone.ask(7, "asked")
-            found.append(everyone.agrees())
+            presence_check.start(7, "asked")
+            found.append(presence_check.agrees())
         assert found == [waits, False]

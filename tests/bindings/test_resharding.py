@@ -10,7 +10,7 @@ import torch
 
 from hvdcomp import ConfigurationError
 from hvdcomp.bindings.state_check import FORMAT
-from hvdcomp.torch.resharding import Rows, resharded
+from hvdcomp.torch.resharding import OwnedRows, resharded
 
 LAYOUT = [("a", [5, 3]), ("b", [2]), ("c", [7])]
 SIZES = [15, 2, 7]
@@ -61,7 +61,7 @@ def test_what_the_mean_lacks_stays(old: tuple[int, int], new: tuple[int, int]) -
     nodes, places = new
     made = []
     for rank in range(nodes * places):
-        rows = Rows(owners(rank, nodes, places), nodes * places, nodes)
+        rows = OwnedRows(owners(rank, nodes, places), nodes * places, nodes)
         (kept,) = resharded(iter(saved), {"m": LAYOUT}, rows)["m"]
         made.append(kept.numpy())
     before = lacking([one["own"]["residuals"]["m"]["arrays"][0].numpy() for one in saved], *old)
@@ -71,7 +71,7 @@ def test_what_the_mean_lacks_stays(old: tuple[int, int], new: tuple[int, int]) -
 
 
 def test_other_parameters_are_refused() -> None:
-    rows = Rows([1], 2, 2)
+    rows = OwnedRows([1], 2, 2)
     with pytest.raises(ConfigurationError, match="module m cannot be cut anew for 2 ranks"):
         resharded(states(2, 2, [("a", [5, 4]), ("b", [2]), ("c", [7])]), {"m": LAYOUT}, rows)
     with pytest.raises(ConfigurationError, match="module m cannot"):

@@ -17,7 +17,7 @@ from hvdcomp.arrays.magnitudes import Magnitudes
 from hvdcomp.arrays.shapes import ShapeArray
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome
-from hvdcomp.compressors.sizes import Payload
+from hvdcomp.compressors.sizes import SentPayload
 
 VECTOR, MATRIX, COLUMN, CODES = np.ones(24), np.ones((4, 6), np.float32), np.ones((4, 1)), np.ones(24, np.uint8)
 PLACES = np.arange(5, dtype=np.int32)
@@ -109,5 +109,5 @@ def test_large_tensors_take_no_time_and_nothing_is_drawn() -> None:
 
 def test_sizes_that_alternate_are_counted_as_their_mean() -> None:
     method = PowerSGD(2, alternating=True)
-    assert method.payloads((30, 10)) == (Payload("allreduce", 4 * 2 * 20, "mean float32"),)
+    assert method.payloads((30, 10)) == (SentPayload("allreduce", 4 * 2 * 20, "mean float32"),)
     assert method.payload_bytes((30, 10), dtype="float64") == 8 * 2 * 20

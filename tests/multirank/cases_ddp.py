@@ -129,8 +129,8 @@ def case_buckets_start_in_the_backward_pass_and_change_nothing() -> None:
 
             def wait(*_: Any, binding: Any = binding, early: list[int] = early) -> None:
                 """Before the last gradients: waits for the ranks' answers, for which a small model may be too quick."""
-                while binding._everyone._asked is not None:
-                    binding._everyone.agrees()
+                while binding._presence_check._started is not None:
+                    binding._presence_check.agrees()
                 binding.engine.overlap.ready("", torch.empty(0))
                 early.append(len(binding.engine.overlap.started))
 

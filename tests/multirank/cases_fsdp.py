@@ -195,8 +195,8 @@ def record_events(model: Any, how: hvdcomp.Compression) -> list[str]:
     for number in (0, 2, 4, 6):
 
         def begins(gradient: torch.Tensor, number: int = number) -> None:
-            while binding._everyone._asked is not None:  # a small model may be quicker than the ranks' answers
-                binding._everyone.agrees()
+            while binding._presence_check._started is not None:  # a small model may be quicker than the ranks' answers
+                binding._presence_check.agrees()
             binding.engine.overlap.ready("", torch.empty(0))
             events.append(f"backward of {number}")
 

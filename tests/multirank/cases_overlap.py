@@ -54,8 +54,8 @@ def wait_for_answers(model: torch.nn.Module, how: hvdcomp.Compression) -> None:
     it is a matter of speed whether a bucket starts in the pass of a model so small."""
 
     def wait(*_: Any) -> None:
-        while how._binding is not None and how._binding._everyone._asked is not None:
-            how._binding._everyone.agrees()
+        while how._binding is not None and how._binding._presence_check._started is not None:
+            how._binding._presence_check.agrees()
 
     model[1].register_forward_hook(lambda module, inputs, output: output.register_hook(wait) and None)
 

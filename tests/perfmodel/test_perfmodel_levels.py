@@ -32,14 +32,14 @@ from hvdcomp.perfmodel import (
     predict,
     save,
 )
-from hvdcomp.perfmodel.network import Among, Levels
+from hvdcomp.perfmodel.network import Among, TwoLevelCosts
 from hvdcomp.perfmodel.ways import encode_time_of, in_two_levels
 from tests.perfmodel.test_advise import as_json as advised
 from tests.perfmodel.test_advise import error
 
 FAST, SLOW, SHARED = (CollectiveCost("ring", 1e-5, speed) for speed in (1e10, 1e8, 2.5e7))
 FLAT = Network(SLOW, SLOW)
-NETWORK = replace(FLAT, levels=Levels(4, Among(FAST, FAST), Among(SHARED, SHARED)))
+NETWORK = replace(FLAT, levels=TwoLevelCosts(4, Among(FAST, FAST), Among(SHARED, SHARED)))
 WITHIN, BETWEEN = "two_level(natural)", "two_level(natural:exchange=scatter)"
 
 

@@ -21,7 +21,7 @@ from hvdcomp.compressors import evidence
 from hvdcomp.compressors.evidence import DIVERGED, Evidence
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.perfmodel import Adviser, Asked, Setting, load, propose
+from hvdcomp.perfmodel import Adviser, Criteria, Setting, load, propose
 from hvdcomp.perfmodel.proposals import MOST, REACH
 from hvdcomp.policies import parse_policy
 from hvdcomp.policies.request import Candidates
@@ -73,7 +73,7 @@ def calibration(bytes_per_s: float, encode_s: Mapping[str, float] = ENCODE_S) ->
 
 
 def proposed(
-    tmp_path: Path, content: dict[str, Any], asked: Asked, own: str = "none", others: tuple[str, ...] = ()
+    tmp_path: Path, content: dict[str, Any], criteria: Criteria, own: str = "none", others: tuple[str, ...] = ()
 ) -> tuple[Candidates, list[str]]:
     """The candidates of two ranks, and what rank 0 says of what is missing."""
     file = tmp_path / "cluster.json"
@@ -83,7 +83,7 @@ def proposed(
         if communicator.rank:
             return None  # rank 0 alone is asked
         engine = Engine(communicator, infos(SHAPES), parse_compressor(own))
-        return candidates_of(engine, str(file), others=others, asked=asked)
+        return candidates_of(engine, str(file), others=others, criteria=criteria)
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -101,7 +101,7 @@ def whole(found: Candidates) -> list[str]:
 @needs_trainings
 def test_on_a_slow_network_the_fastest_that_evidence_allows_are_proposed(tmp_path: Path) -> None:
     """Of SGD: not topk, which harms the loss, nor qsgd, which diverged, nor int4 and fp8, though they are faster."""
-    found, said = proposed(tmp_path, calibration(2e7), Asked(0.02, "SGD"))
+    found, said = proposed(tmp_path, calibration(2e7), Criteria(0.02, "SGD"))
     compressed = [name for name in whole(found) if name not in ("dense", "fp16")]
     assert compressed[0] == "powersgd:rank=4"
     assert whole(found)[0] == "powersgd:rank=4"
@@ -119,7 +119,7 @@ def test_on_a_slow_network_the_fastest_that_evidence_allows_are_proposed(tmp_pat
 @needs_trainings
 def test_on_a_fast_network_a_single_one_is_left(tmp_path: Path) -> None:
     encode_s = {spec: 10 * seconds for spec, seconds in ENCODE_S.items()}
-    found, _ = proposed(tmp_path, calibration(1e11, encode_s), Asked(0.02, "SGD"))
+    found, _ = proposed(tmp_path, calibration(1e11, encode_s), Criteria(0.02, "SGD"))
     assert whole(found)[0] in ("dense", "fp16")
     assert len(set(whole(found)) - {"dense", "fp16"}) == 1  # should the network become slower
 
@@ -127,12 +127,12 @@ def test_on_a_fast_network_a_single_one_is_left(tmp_path: Path) -> None:
 @needs_trainings
 def test_the_optimizer_decides(tmp_path: Path) -> None:
     content = calibration(2e7)
-    with_adam = set(whole(proposed(tmp_path, content, Asked(0.02, "Adam"))[0])) - {"dense", "fp16"}
+    with_adam = set(whole(proposed(tmp_path, content, Criteria(0.02, "Adam"))[0])) - {"dense", "fp16"}
     assert "int4" in with_adam
     assert with_adam <= {"int4", "int8"}
-    with_more_loss = set(whole(proposed(tmp_path, content, Asked(0.1, "Adam"))[0]))
+    with_more_loss = set(whole(proposed(tmp_path, content, Criteria(0.1, "Adam"))[0]))
     assert "powersgd:rank=4" in with_more_loss
-    unknown, said = proposed(tmp_path, content, Asked(0.1, None))
+    unknown, said = proposed(tmp_path, content, Criteria(0.1, None))
     assert "powersgd:rank=4" in unknown.candidates  # the one that both allow
     assert not {"int4", "int8", "terngrad"} & set(unknown.candidates)
     assert said == []
@@ -140,16 +140,24 @@ def test_the_optimizer_decides(tmp_path: Path) -> None:
 
 @needs_trainings
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("criteria", "words"),
     [
-        (Asked(0.02, None), r"with SGD and with Adam, and which it is, is not known\. Give a larger .* or optimizer="),
-        (Asked(0.00001, "SGD"), None),  # natural had the loss of dense
-        (Asked(0.02, "Adam"), None),
-        (Asked(0.02, "Lion"), r"to raise the loss by 2\.00% at most with Lion\. Give a larger loss=, or compressors="),
+        (
+            Criteria(0.02, None),
+            r"with SGD and with Adam, and which it is, is not known\. Give a larger .* or optimizer=",
+        ),
+        (Criteria(0.00001, "SGD"), None),  # natural had the loss of dense
+        (Criteria(0.02, "Adam"), None),
+        (
+            Criteria(0.02, "Lion"),
+            r"to raise the loss by 2\.00% at most with Lion\. Give a larger loss=, or compressors=",
+        ),
     ],
 )
-def test_where_evidence_allows_nothing_rank_0_says_the_way_out(asked: Asked, words: str | None, tmp_path: Path) -> None:
-    found, said = proposed(tmp_path, calibration(2e7), asked)
+def test_where_evidence_allows_nothing_rank_0_says_the_way_out(
+    criteria: Criteria, words: str | None, tmp_path: Path
+) -> None:
+    found, said = proposed(tmp_path, calibration(2e7), criteria)
     assert (set(found.candidates) == {"dense", "fp16"}) == (words is not None)
     assert len(said) == (words is not None)
     if words is not None:
@@ -159,7 +167,7 @@ def test_where_evidence_allows_nothing_rank_0_says_the_way_out(asked: Asked, wor
 @needs_trainings
 def test_a_method_without_an_encode_time_is_left_out_and_named(tmp_path: Path) -> None:
     encode_s = {spec: seconds for spec, seconds in ENCODE_S.items() if spec in ("int4", "natural", "powersgd:rank=4")}
-    found, said = proposed(tmp_path, calibration(2e7, encode_s), Asked(0.02, "SGD"))
+    found, said = proposed(tmp_path, calibration(2e7, encode_s), Criteria(0.02, "SGD"))
     assert "powersgd:rank=4" in found.candidates
     (words,) = said
     assert "\n" not in words
@@ -170,12 +178,12 @@ def test_a_method_without_an_encode_time_is_left_out_and_named(tmp_path: Path) -
 @needs_trainings
 def test_what_the_user_named_stays_and_goes_with_what_is_proposed(tmp_path: Path) -> None:
     """qsgd:bits=4 cannot take turns with error feedback, so that powersgd is left out."""
-    found, _ = proposed(tmp_path, calibration(2e7), Asked(0.02, "SGD"), "topk:ratio=0.01", ("int4",))
+    found, _ = proposed(tmp_path, calibration(2e7), Criteria(0.02, "SGD"), "topk:ratio=0.01", ("int4",))
     assert {"topk:ratio=0.01", "int4", "powersgd:rank=4"} <= set(found.candidates)
-    found, _ = proposed(tmp_path, calibration(2e7), Asked(0.02, "SGD"), "qsgd:bits=4")
+    found, _ = proposed(tmp_path, calibration(2e7), Criteria(0.02, "SGD"), "qsgd:bits=4")
     assert "qsgd:bits=4" in found.candidates
     assert "powersgd:rank=4" not in found.candidates
-    found, _ = proposed(tmp_path, calibration(2e7), Asked(0.02, "SGD"), "none", ("powersgd:rank=4",))
+    found, _ = proposed(tmp_path, calibration(2e7), Criteria(0.02, "SGD"), "none", ("powersgd:rank=4",))
     assert list(found.candidates).count("powersgd:rank=4") == 1
 
 
@@ -189,7 +197,7 @@ def test_two_levels_where_the_user_has_named_some(named: bool, tmp_path: Path) -
     both = {"node": {**fast, "reducescatter": fast["allreduce"]}, "across": costs}
     content["network"]["levels"] = {"ranks_per_node": 2, **both}
     others = ("two_level(topk:ratio=0.01)",) if named else ()
-    found, _ = proposed(tmp_path, content, Asked(0.02, "Adam"), others=others)
+    found, _ = proposed(tmp_path, content, Criteria(0.02, "Adam"), others=others)
     assert ("two_level(int4)" in found.candidates) == named
 
 
@@ -200,11 +208,11 @@ def test_a_handful_of_different_kinds() -> None:
     def seconds_of(compressor: Any) -> float | None:
         return 1.0 if compressor.name == "powersgd" else times.get(str(compressor), 1.1)
 
-    found = propose(Asked(0.9, "SGD"), [], seconds_of, 1.2)
+    found = propose(Criteria(0.9, "SGD"), [], seconds_of, 1.2)
     kinds = [parse_compressor(spec).name for spec in found.specs]
     assert len(set(kinds)) == len(kinds) == MOST
     assert kinds[0] == "powersgd"
-    assert propose(Asked(0.9, "SGD"), [], lambda one: 2.0 if one.name == "onebit" else 3.0, 1.0).specs[1:] == ()
+    assert propose(Criteria(0.9, "SGD"), [], lambda one: 2.0 if one.name == "onebit" else 3.0, 1.0).specs[1:] == ()
 
 
 @needs_trainings

@@ -1,6 +1,6 @@
 """The kernels of buckets on CUDA devices, in Triton: the same names and the same arithmetic as those in C.
 
-Triton and PyTorch are imported at the first use, not with hvdcomp. Where TRITON_INTERPRET=1 is in the environment then,
+Triton and PyTorch are imported at the first use, not with hvdcomp. If TRITON_INTERPRET=1 is then in the environment,
 Triton's interpreter runs the same kernels on a CPU, for tests (`serving_host`).
 """
 
@@ -46,16 +46,16 @@ METHODS = {
     "arctopk",
     "powersgd",
 }
-"""Whose bucket forms find all their kernels here."""
+"""Methods whose bucket forms have all their kernels here."""
 
 MOST_ELEMENTS = 2**31 - 2**16
-"""Of a tensor. Kernels number elements in 32 bits, and up to a block of a sparse payload (`sparse_decode.COUNTED`)
-beyond the last one."""
+"""Most elements of a tensor. Kernels number elements in 32 bits, and count up to a block of a sparse payload
+(`sparse_decode.COUNTED`) beyond the last element."""
 
 _COMPILED_AHEAD = "HVDCOMP_TRITON_CACHE"
 _OLDEST = 3, 6  # of Triton
-_HIGHEST_RANK = 32  # whose products a program can hold
-_ALIGNMENT = 32  # elements: what a device reads at once
+_HIGHEST_RANK = 32  # of low-rank factors: a program must hold all their products
+_ALIGNMENT = 32  # elements that a device reads at once
 _serves_host = False
 
 
@@ -65,16 +65,16 @@ def available() -> bool:
 
 
 def why_not() -> str:
-    """Why there are none; empty where there are some."""
-    return _missing_here()[0]
+    """The reason why there are no kernels for CUDA devices; empty if there are."""
+    return _reason_and_remedy()[0]
 
 
 def way_out() -> str:
-    """What to do to have some; empty where there are some."""
-    return _missing_here()[1]
+    """Instructions to get kernels for CUDA devices; empty if there are."""
+    return _reason_and_remedy()[1]
 
 
-def _missing_here() -> tuple[str, str]:
+def _reason_and_remedy() -> tuple[str, str]:
     if os.environ.get("HVDCOMP_KERNELS", "") == "off":
         return "HVDCOMP_KERNELS=off is in the environment", "Unset HVDCOMP_KERNELS."
     return _missing()
@@ -86,9 +86,9 @@ def _missing() -> tuple[str, str]:
     try:
         import torch
 
-        found = version("triton")
-        if tuple(map(int, found.split(".")[:2])) < _OLDEST:
-            return f"Triton {found} is installed, and {'.'.join(map(str, _OLDEST))} or later is needed", install
+        installed = version("triton")
+        if tuple(map(int, installed.split(".")[:2])) < _OLDEST:
+            return f"Triton {installed} is installed, and {'.'.join(map(str, _OLDEST))} or later is needed", install
 
         from hvdcomp.kernels.cuda import language
     except ImportError as error:
@@ -101,27 +101,27 @@ def _missing() -> tuple[str, str]:
 
 
 def _failure_of_loader(triton: Any) -> str:
-    """Why Triton cannot load kernels here, although there is a device; empty if it can.
+    """The reason why Triton cannot load kernels, although there is a device; empty if it can.
 
-    What loads them is a module in C, which Triton compiles at its first use.
+    A module in C loads them, which Triton compiles at its first use.
     """
     try:
         triton.runtime.driver.active.utils  # noqa: B018
     except Exception as error:  # whatever a compiler, a linker or a file system may do
-        what = f"{error.cmd[0]} failed" if isinstance(error, subprocess.CalledProcessError) else str(error)
-        first = next(iter(what.splitlines()), type(error).__name__)
-        return f"what loads Triton's kernels lies compiled nowhere, and cannot be compiled here ({first})"
+        message = f"{error.cmd[0]} failed" if isinstance(error, subprocess.CalledProcessError) else str(error)
+        first_line = next(iter(message.splitlines()), type(error).__name__)
+        return f"what loads Triton's kernels lies compiled nowhere, and cannot be compiled here ({first_line})"
     return ""
 
 
 def compiled_ahead() -> str:
-    """The folder of what Triton has compiled ahead, which is only read: where the image for GPU has it in its
-    environment of Python, or what `HVDCOMP_TRITON_CACHE` names."""
+    """The read-only folder of kernels that Triton has compiled ahead: `HVDCOMP_TRITON_CACHE`, or a folder in the Python
+    environment of the GPU image."""
     return os.environ.get(_COMPILED_AHEAD) or f"{sys.prefix}/share/hvdcomp/triton"
 
 
 def described() -> str:
-    """What ranks compare, for their payloads to fit: whether gradients on CUDA devices have these kernels."""
+    """The kernels for gradients on CUDA devices, which must be the same on all ranks for their payloads to fit."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return "no CUDA"
@@ -129,7 +129,7 @@ def described() -> str:
 
 
 def takes(compressor: Any, size: int) -> bool:
-    """Whether kernels take a tensor of a number of elements and its compressor."""
+    """Whether kernels support a compressor for a tensor with this number of elements."""
     if compressor.name == "two_level":
         return takes(compressor.compressor, size)
     return (
@@ -141,24 +141,24 @@ def takes(compressor: Any, size: int) -> bool:
 
 
 def serves(array: Any) -> bool:
-    """Whether kernels can work on an array of PyTorch where it is."""
-    return _is_asked_to_serve(array) and available()
+    """Whether kernels can work on a PyTorch array without moving it."""
+    return _is_served_device(array) and available()
 
 
-def _is_asked_to_serve(array: Any) -> bool:
+def _is_served_device(array: Any) -> bool:
     return bool(array.is_cuda or (_serves_host and array.is_cpu))
 
 
 def warn_where_none(array: Any) -> None:
-    """Warns, once, if an array of PyTorch lies on a device and there are no kernels, unless that was asked for."""
-    if hasattr(array, "is_cuda") and _is_asked_to_serve(array) and all(_missing()):
+    """Warns, once, if a PyTorch array is on a device that has no kernels, unless HVDCOMP_KERNELS=off."""
+    if hasattr(array, "is_cuda") and _is_served_device(array) and all(_missing()):
         reason, remedy = _missing()
         _warn(f"gradients on the GPU are compressed one tensor after the other, which is slower: {reason}. {remedy}")
 
 
 @functools.cache
-def _warn(said: str) -> None:
-    warn_alone(said, stacklevel=3)
+def _warn(message: str) -> None:
+    warn_alone(message, stacklevel=3)
 
 
 def serves_host() -> bool:
@@ -168,7 +168,7 @@ def serves_host() -> bool:
 
 @contextmanager
 def serving_host() -> Iterator[None]:
-    """Within it, these kernels serve arrays on the CPU too. For tests, one at a time."""
+    """A context in which these kernels serve arrays on the CPU too. For tests, one at a time."""
     global _serves_host
     _serves_host = True
     try:
@@ -181,8 +181,8 @@ def placed(arrays: Sequence[Any], dtype: str = "float32") -> tuple[list[Any], li
     """The arrays in row-major order, and the addresses of their first elements.
 
     Returns:
-        The arrays themselves, or copies of those that lie otherwise; None if they are not all of the element type, on
-        one device that kernels serve.
+        The arrays, or copies of those in another order; None if they are not all of the element type and on one device
+        that kernels serve.
     """
     first = arrays[0]
     if not hasattr(first, "is_cuda") or not serves(first) or str(first.dtype) != f"torch.{dtype}":
@@ -194,12 +194,13 @@ def placed(arrays: Sequence[Any], dtype: str = "float32") -> tuple[list[Any], li
 
 
 def split_like(arrays: Sequence[Any], wide: bool = False) -> tuple[list[Any], list[int]]:
-    """Fresh arrays, not filled, in the shapes of the given ones, in one storage, and their addresses.
+    """Uninitialized arrays with the shapes of `arrays`, in one storage, and their addresses.
 
-    Each begins at a multiple of what a device reads at once, if the storage does.
+    Each begins at a multiple of `_ALIGNMENT` elements in the storage.
 
     Args:
-        wide: whether they are of float32, and not of the element type of the given ones.
+        arrays: PyTorch arrays, whose shapes, device and element type the new arrays get.
+        wide: whether the new arrays are float32 instead.
     """
     sizes = [x.numel() for x in arrays]
     padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
@@ -210,8 +211,8 @@ def split_like(arrays: Sequence[Any], wide: bool = False) -> tuple[list[Any], li
 
 
 def let_go(array: Any) -> None:
-    """To be called before the last reference to an array goes that the current stream may still use: PyTorch may have
-    made it on another one."""
+    """To be called before the last reference to an array is dropped that the current stream may still use: PyTorch may
+    have allocated it on another stream."""
     if array.is_cuda:
         import torch
 

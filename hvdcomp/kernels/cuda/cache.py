@@ -1,4 +1,4 @@
-"""Where Triton finds compiled kernels, and keeps those that it compiles."""
+"""The cache of kernels that Triton has compiled."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hvdcomp.kernels.cuda import compiled_ahead
 
 
 class OverlaidCache(FileCacheManager):
-    """Triton's own folder (`TRITON_CACHE_DIR`, or `~/.triton/cache`) laid over what was compiled ahead.
+    """A cache in Triton's own folder (`TRITON_CACHE_DIR`, or `~/.triton/cache`) and in that of kernels compiled ahead.
 
-    What is in neither is compiled, and kept in the first. Where that cannot be written, as in the home of a user whom
-    an image does not know, it is kept as long as this process lives.
+    Triton compiles kernels that are in neither, and writes them to its own folder. If that is not writable, as for a
+    user without a home in an image, the kernels are kept for the life of this process.
     """
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
-        self._below = None if override or dump else Path(compiled_ahead()) / key
+        self._compiled_ahead = None if override or dump else Path(compiled_ahead()) / key
         try:
             super().__init__(key, override=override, dump=dump)
         except OSError:
@@ -30,19 +30,19 @@ class OverlaidCache(FileCacheManager):
             os.makedirs(self.cache_dir, exist_ok=True)
 
     def get_file(self, filename: str) -> str | None:
-        return self._found_below(filename) or super().get_file(filename)
+        return self._path_compiled_ahead(filename) or super().get_file(filename)
 
     def get_group(self, filename: str) -> dict[str, str] | None:
-        """The files that were put together with one of this name, by theirs."""
-        group = self._found_below(f"__grp__{filename}")
+        """The paths of the files in the group of this name, by file name."""
+        group = self._path_compiled_ahead(f"__grp__{filename}")
         if group is None:
             return super().get_group(filename)
-        # The paths in it are those where they were compiled.
+        # The group has the paths of the machine that compiled it.
         names = json.loads(Path(group).read_text())["child_paths"]
-        return {name: path for name in names if (path := self._found_below(name)) is not None}
+        return {name: path for name in names if (path := self._path_compiled_ahead(name)) is not None}
 
-    def _found_below(self, filename: str) -> str | None:
-        path = None if self._below is None else self._below / filename
+    def _path_compiled_ahead(self, filename: str) -> str | None:
+        path = None if self._compiled_ahead is None else self._compiled_ahead / filename
         return str(path) if path is not None and path.is_file() else None
 
 

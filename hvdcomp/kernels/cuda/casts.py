@@ -1,4 +1,4 @@
-"""Half precision and bfloat16. Of each tensor, 16-bit numbers begin at place 0 (numbers) of what travels."""
+"""Half precision and bfloat16. The 16-bit numbers of each tensor begin at place 0 (numbers) of the payload."""
 
 from hvdcomp.kernels.cuda.language import tl, triton
 from hvdcomp.kernels.cuda.x import (
@@ -29,7 +29,7 @@ from hvdcomp.kernels.cuda.x import (
 
 @triton.jit
 def _to_wire_at_random(x, i, key, TYPE: tl.constexpr):
-    """The same, rounded at random to one of the two neighbours; nothing becomes infinite that is not so to nearest."""
+    """`to_bits`, but rounded at random to one of the two neighbours; infinite only if rounding to nearest is, too."""
     exact = magnitude(x).to(tl.uint32)
     sign = (x.to(tl.uint32, bitcast=True) >> 16) & 0x8000
     if TYPE == HALF:
@@ -51,7 +51,7 @@ def cast_encode(
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     TYPE: tl.constexpr, NEAREST: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Makes x and its numbers of 16 bits, and leaves at x what they do not say."""
+    """Makes x and its 16-bit numbers; sets x to its rounding error."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     largest = tl.zeros((BLOCK,), tl.int32)
     for block in range(start, end, BLOCK):
@@ -79,7 +79,7 @@ def cast_decode(
     table, segments, tasks, flag, payloads, ranks, row: tl.int64, share,
     TYPE: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The mean of what the ranks sent, in rank order. row: bytes from one rank's numbers to the next one's."""
+    """The mean of the ranks' numbers, in rank order. row: bytes from one rank's numbers to the next one's."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     largest = tl.zeros((BLOCK,), tl.int32)
     for block in range(start, end, BLOCK):
@@ -110,4 +110,4 @@ KERNELS = {
     "bfloat16_encode": lambda on, wire, nearest: _encode(on, wire, nearest, BFLOAT16.value),
     "bfloat16_decode": lambda on, first, ranks, row: _decode(on, first, ranks, row, BFLOAT16.value),
 }
-"""How each is launched, by its name."""
+"""Launchers by kernel name."""

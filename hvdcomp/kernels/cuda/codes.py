@@ -1,4 +1,4 @@
-"""Codes of the quantizers on CUDA devices: what they stand for, and how they are packed.
+"""Codes of the quantizers on CUDA devices: their values and their packing.
 
 They are packed as `hvdcomp/compressors/packing.py` says. Floats of 8 bits are made and read through the bits of float32
 numbers, as in `src/float8.h`: devices below compute capability 8.9 have no such floats.
@@ -29,23 +29,23 @@ def _small_unit(mantissa):
 
 @triton.jit
 def reciprocal_of(scale):
-    """Of a scale, or 0 where it counts as zero: 2**-96 and below."""
-    one = scale * 0 + 1.0
-    return tl.where(scale > 1.262177448353618888658e-29, tl.div_rn(one, tl.where(scale > 0, scale, 1.0)), 0.0)
+    """The reciprocal of a scale, or 0 for a scale that counts as zero: 2**-96 and below."""
+    unit = scale * 0 + 1.0
+    return tl.where(scale > 1.262177448353618888658e-29, tl.div_rn(unit, tl.where(scale > 0, scale, 1.0)), 0.0)
 
 
 @triton.jit
 def scale_of(scales, i, inside, length, BITS: tl.constexpr):
-    """The scales of elements i, `length` or 2**BITS of which share one."""
+    """The scales of elements i. `length` elements share a scale; if BITS >= 0, 2**BITS do."""
     number = i >> BITS if BITS >= 0 else i // length
     return tl.load(scales + number, mask=inside, other=0.0)
 
 
 @triton.jit
 def codes_of(bits, MANTISSA: tl.constexpr):
-    """Of codes of some bits, half the steps from the lowest to the highest, and what a unit is of their scale.
+    """Half the number of steps from the lowest code to the highest, and the unit of codes as a fraction of their scale.
 
-    MANTISSA: its bits, where codes are floats, which have no steps; 0 where they are whole numbers.
+    MANTISSA: mantissa bits of codes that are floats, which have no steps; 0 for codes that are whole numbers.
     """
     if MANTISSA > 0:
         return 0.0, 1 / _largest_float8(MANTISSA)
@@ -56,7 +56,7 @@ def codes_of(bits, MANTISSA: tl.constexpr):
 
 @triton.jit
 def _to_float8(value, noise, MANTISSA: tl.constexpr, NEAREST: tl.constexpr):
-    """The codes of numbers; what is larger than the largest, and NaN, becomes the largest. noise: 23 random bits."""
+    """The codes of numbers. Larger numbers than the largest, and NaN, become the largest. noise: 23 random bits."""
     largest: tl.constexpr = _largest_float8(MANTISSA)
     least: tl.constexpr = _least_float8(MANTISSA)
     absolute = magnitude(value).to(tl.float32, bitcast=True)
@@ -105,7 +105,7 @@ def code_of(x, i, scale, half, key, MANTISSA: tl.constexpr, NEAREST: tl.constexp
 
 @triton.jit
 def decoded(code, half, MANTISSA: tl.constexpr):
-    """What codes stand for, in units."""
+    """The values of codes, in units."""
     if MANTISSA > 0:
         return _from_float8(code, MANTISSA)
     else:  # noqa: RET505 - Triton compiles one branch of the two
@@ -114,20 +114,20 @@ def decoded(code, half, MANTISSA: tl.constexpr):
 
 @triton.jit
 def bytes_of(count, WIDTH: tl.constexpr):
-    """Of packed codes, without a product that may overflow."""
+    """Bytes of packed codes, without a product that may overflow."""
     return count if WIDTH == 8 else count // 8 * WIDTH + (count % 8 * WIDTH + 7) // 8
 
 
 @triton.jit
 def group_of(i, size):
-    """Of codes i of a tensor: where their group begins, and how many codes it has."""
+    """The begin and the number of codes of the group that holds codes i of a tensor."""
     begin = i // GROUP * GROUP
     return begin, tl.minimum(size - begin, GROUP)
 
 
 @triton.jit
 def _code_in_plane(code, shift, payload, place, size, bits, i, inside, WIDTH: tl.constexpr):
-    """Codes i with what a plane holds of them, if there is a plane of this width, and where the next one begins."""
+    """Codes i with the bits of a plane added, if there is a plane of this width; shift and begin of the next plane."""
     if bits & WIDTH != 0:
         begin, length = group_of(i, size)
         bytes_ = bytes_of(length, WIDTH)
@@ -144,7 +144,7 @@ def _code_in_plane(code, shift, payload, place, size, bits, i, inside, WIDTH: tl
 
 @triton.jit
 def packed_code(payload, place, size, bits, i, inside):
-    """Codes i of a tensor's packed ones, int32."""
+    """Codes i of a tensor's packed codes, int32."""
     code = i * 0
     shift = tl.zeros((), tl.int32)
     code, shift, place = _code_in_plane(code, shift, payload, place, size, bits, i, inside, 8)
@@ -156,8 +156,8 @@ def packed_code(payload, place, size, bits, i, inside):
 
 @triton.jit
 def packed_bytes(block, size, WIDTH: tl.constexpr, BYTES: tl.constexpr):
-    """Of packed bytes from number `block` on: where in the tensor their group of codes begins, how many codes and how
-    many bytes it has, and which of these each byte is."""
+    """The group of codes of each packed byte from number `block` on: its begin in the tensor, its numbers of codes and
+    bytes, and the number of the byte in it."""
     byte = block + tl.arange(0, BYTES)
     begin = byte // (64 * WIDTH) * GROUP
     length = tl.minimum(size - begin, GROUP)
@@ -166,6 +166,6 @@ def packed_bytes(block, size, WIDTH: tl.constexpr, BYTES: tl.constexpr):
 
 @triton.jit
 def field_of(begin, length, bytes_, first, end, FIELD: tl.constexpr):
-    """Of `packed_bytes`, the code in a field of each, and whether there is one before `end`."""
+    """The number of the code in a field of each byte of `packed_bytes`, and whether such a code is below `end`."""
     place = first + FIELD * bytes_
     return begin + place, (first < bytes_) & (place < length) & (begin + place < end)

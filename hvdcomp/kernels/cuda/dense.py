@@ -1,7 +1,6 @@
-"""Kernels that change nothing of what is sent: x itself, gradients that travel as they are, what is measured, and what
-ends a step.
+"""Kernels without compression: making x, uncompressed gradients, measurements, and the end of a step.
 
-Sums of squares are in double precision: of each piece first, then of each tensor's pieces in their order.
+Sums of squares are in double precision: first over each piece, then over each tensor's pieces in their order.
 """
 
 from hvdcomp.kernels.cuda.language import tl, triton
@@ -60,7 +59,7 @@ def dense_encode(
 
 @triton.jit
 def dense_decode(table, segments, tasks, flag, mean, PIECE: tl.constexpr, BLOCK: tl.constexpr):
-    """Copies means that lie so to where the results go."""
+    """Copies means, which lie in the order of `dense_encode`, to the results."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     largest = tl.zeros((BLOCK,), tl.int32)
     for block in range(start, end, BLOCK):
@@ -75,25 +74,25 @@ def dense_decode(table, segments, tasks, flag, mean, PIECE: tl.constexpr, BLOCK:
 
 @triton.jit
 def dense_keep(
-    table, segments, tasks, flag, left, FROM: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr
+    table, segments, tasks, flag, residuals, FROM: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Leaves as x what is `left`, which lies so too, and what x was more than a source that was read in its place."""
+    """Sets x to `residuals`, which lie in the order of `dense_encode`, plus the excess of x over a source, if any."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     place = entry(table, segments, segment, PLACE0)
     for block in range(start, end, BLOCK):
         i = block + tl.arange(0, BLOCK)
         inside = i < end
-        now = tl.load(pointer(left, tl.float32) + place + i, mask=inside, other=0.0)
+        residual_now = tl.load(pointer(residuals, tl.float32) + place + i, mask=inside, other=0.0)
         x = floats(table, segments, segment, X) + i
         if FROM == SOURCED:
             source = tl.load(floats(table, segments, segment, SOURCE) + i, mask=inside, other=0.0)
-            now += tl.load(x, mask=inside, other=0.0) - source
-        tl.store(x, now, mask=inside)
+            residual_now += tl.load(x, mask=inside, other=0.0) - source
+        tl.store(x, residual_now, mask=inside)
 
 
 @triton.jit
 def take_off(table, segments, tasks, flag, PIECE: tl.constexpr, BLOCK: tl.constexpr):
-    """Takes off x what was sent of it, where that was left to the next step."""
+    """Subtracts from x what was sent of it, if that was left to the next step."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     sent = floats(table, segments, segment, X_SENT)
     for block in range(start, end, BLOCK):
@@ -127,7 +126,7 @@ def make_and_measure(
 
 @triton.jit
 def measure_left(table, segments, tasks, flag, parts, PIECE: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of squares of each piece of what is left of x when this rank has sent its part."""
+    """The sum of squares of each piece of the residual, which is x less what this rank sent."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     sent = floats(table, segments, segment, X_SENT)
     squares = tl.zeros((BLOCK,), tl.float64)
@@ -145,18 +144,18 @@ def measure_left(table, segments, tasks, flag, parts, PIECE: tl.constexpr, BLOCK
 def add_parts(table, segments, parts, sums, BLOCK: tl.constexpr):
     """The sums of all pieces of each tensor."""
     segment = tl.program_id(0)
-    own = pointer(parts, tl.float64) + entry(table, segments, segment, FIRST_TASK)
+    tensor_parts = pointer(parts, tl.float64) + entry(table, segments, segment, FIRST_TASK)
     tasks = entry(table, segments, segment, TASKS)
     total = tl.zeros((BLOCK,), tl.float64)
     for block in range(0, tasks, BLOCK):
         i = block + tl.arange(0, BLOCK)
-        total += tl.load(own + i, mask=i < tasks, other=0.0)
+        total += tl.load(tensor_parts + i, mask=i < tasks, other=0.0)
     tl.store(pointer(sums, tl.float64) + segment, tl.sum(total, 0))
 
 
 @triton.jit
 def _results(table, segments, segment, TYPE: tl.constexpr):
-    """Where results lie in the end."""
+    """The address of the results at the end of a step."""
     return entry(table, segments, segment, RESULT if TYPE == FLOAT else NARROWED)
 
 
@@ -173,8 +172,8 @@ def narrow_results(
     table, segments, tasks, flag,
     KEEPS: tl.constexpr, TYPE: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rounds results to the gradients' type of 16 bits. If KEEPS, leaves as x what was not sent of it, and what results
-    lack of the means."""
+    """Rounds results to the gradients' type of 16 bits. If KEEPS, sets x to its residual plus the rounding error of the
+    means."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     largest = tl.zeros((BLOCK,), tl.int32)
     for block in range(start, end, BLOCK):
@@ -216,11 +215,13 @@ def settle(
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, ADDS: tl.constexpr, PUTS: tl.constexpr, TYPE: tl.constexpr,
     PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Ends a step: says what was sent of x or, if what is kept is rounded, rounds what is left, and if ADDS, adds
-    gradients to their totals. If the step does not count, adds nothing, but puts what was kept where the next step
-    looks for it, and a NaN into each result: the host does not know whether the step counts, and goes on as if it did.
+    """Ends a step: notes what was sent of x or, where the residual is rounded, rounds it; if ADDS, adds gradients to
+    their totals.
 
-    PUTS: puts results, which lie elsewhere, in the gradients' place. share: gradients are multiplied by it.
+    If the step does not count, it adds nothing, but copies the old residual and velocity to where the next step reads
+    them, and puts a NaN into each result: the host does not know whether the step counts, and goes on as if it did.
+
+    PUTS: whether to copy the results, which lie elsewhere, over the gradients. share: factor of added gradients.
     """
     segment, start, end = piece(table, segments, tasks, PIECE)
     fails = tl.load(pointer(found_inf, tl.float32)) != 0
@@ -264,7 +265,7 @@ def settle(
 
 
 def _make_x(on, sums=None):
-    """sums: float64, of each tensor, for the sums of squares, if they are asked for."""
+    """sums: float64 (tensors,), gets the sums of squares, if not None."""
     if sums is None:
         on.pieces(dense_encode, 0, x=True, COPIES=False)
         return
@@ -295,4 +296,4 @@ KERNELS = {
     "narrow_results": lambda on: on.pieces(narrow_results, KEEPS=on.keeps, TYPE=on.narrow),
     "settle": _settle,
 }
-"""How each is launched, by its name."""
+"""Launchers by kernel name."""

@@ -1,6 +1,6 @@
-"""Launches kernels for a bucket, on one device.
+"""Launches of a bucket's kernels on one device.
 
-Nothing here waits for the device. How often it is launched does not depend on the number of tensors.
+No function here waits for the device. The number of launches does not depend on the number of tensors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PIECE = 8192
 """Elements of a program: a multiple of `packing.GROUP`."""
 
 _BLOCK = 1024  # elements that a program works on at a time
-_FLAGS = 64  # of a step; more are not asked for
+_FLAGS = 64  # of a step, at most
 _LAUNCHERS: dict[str, Callable[..., Any]] = {
     name: launcher
     for module in (dense, casts, signs, quant, quant_more, sparse, sparse_decode, chunks, random, lowrank, together)
@@ -47,21 +47,21 @@ _interpreter = threading.Lock()  # Triton's interpreter serves one thread at a t
 
 
 def brought(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """An array of NumPy on a device. Nobody waits for the copy; the array is not to be changed."""
-    there = torch.from_numpy(array)
+    """A copy of a NumPy array on a device. The copy is asynchronous, so the array must not change."""
+    host = torch.from_numpy(array)
     if device.type == "cuda":
-        # From other memory, a copy may wait for the device. PyTorch keeps pinned memory from others until
-        # the copy is done.
-        there = there.pin_memory()
-    return there.to(device, non_blocking=True)
+        # A copy from pageable memory may wait for the device. PyTorch does not reuse pinned memory until the copy is
+        # done.
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
 
 
 class _Rows:
-    """The table as it was last brought to a device.
+    """The table of a bucket on a device.
 
     Attributes:
-        sent: addresses of what says what was sent of the kept x, and where that of x goes, int64 (2, tensors).
-        there: the table on the device.
+        sent: addresses of the records of what was sent of the kept x and of x, int64 (2, tensors); `x.COLUMNS`.
+        table_on_device: the table, as it was last copied.
     """
 
     def __init__(self, table: Table) -> None:
@@ -71,22 +71,22 @@ class _Rows:
             "tasks": np.bincount(table.tasks["segment"], minlength=tensors),
         }
         self.sent = np.zeros((2, tensors), np.int64)
-        self._now = np.zeros((len(COLUMNS), tensors), np.int64)
-        self._before: np.ndarray | None = None
-        self.there: torch.Tensor
+        self._columns = np.zeros((len(COLUMNS), tensors), np.int64)
+        self._columns_on_device: np.ndarray | None = None
+        self.table_on_device: torch.Tensor
 
     def bring(self, segments: np.ndarray, device: torch.device) -> None:
-        """Brings it to the device, if it has changed."""
+        """Copies the table to the device, if it has changed."""
         for number, name in enumerate(COLUMNS):
             if name.startswith("place"):
-                self._now[number] = segments["place"][:, int(name[-1])]
+                self._columns[number] = segments["place"][:, int(name[-1])]
             elif name in ("kept_sent", "x_sent"):
-                self._now[number] = self.sent[int(name == "x_sent")]
+                self._columns[number] = self.sent[int(name == "x_sent")]
             else:
-                self._now[number] = self._fixed[name] if name in self._fixed else segments[name].astype(np.int64)
-        if self._before is None or not np.array_equal(self._now, self._before):
-            self._before = self._now.copy()
-            self.there = brought(self._before, device)
+                self._columns[number] = self._fixed[name] if name in self._fixed else segments[name].astype(np.int64)
+        if self._columns_on_device is None or not np.array_equal(self._columns, self._columns_on_device):
+            self._columns_on_device = self._columns.copy()
+            self.table_on_device = brought(self._columns_on_device, device)
 
 
 class DeviceKernels:
@@ -98,11 +98,11 @@ class DeviceKernels:
         keeps: 0 if the memory keeps nothing, else 1 and the element type of what it keeps, as of `NARROW`.
 
     Attributes:
-        factor: of the step, what gradients are multiplied with, float32 (1,) on the device.
+        factor: of the gradients in this step, float32 (1,) on the device.
         moves: whether there is momentum correction.
-        flag: address of what says whether the kernels of the call under way have found an inf or NaN.
-        plans: what kernels have worked out of the tensors and levels once, beside `static`.
-        room: memory that each call uses anew (`scratch`); buckets whose kernels are launched in turn may have the same.
+        flag: address of the number that is NaN once a kernel of the current call has found an inf or NaN.
+        plans: results that depend on the tensors and levels alone, besides the arrays of `static`.
+        room: memory for each call (`scratch`); buckets whose kernels are launched in turn may share it.
     """
 
     interpreting = INTERPRETED
@@ -121,12 +121,12 @@ class DeviceKernels:
         self._pieces = self.static("pieces", lambda: pieces)
         self.factor = self.static("one", lambda: np.ones(1, np.float32))
         tensors = len(table.segments)
-        # What says what was sent of x, where nobody keeps it from step to step.
+        # Records of what was sent of x, for memories that do not keep them from step to step.
         sent = self.static("sent", lambda: np.zeros((2, tensors, 4), np.float32))
         self.sent[:] = sent.data_ptr() + 16 * np.arange(2 * tensors).reshape(2, tensors)
         self.moves = False
         self._flags: torch.Tensor
-        self._asked = self.flag = 0
+        self._flags_used = self.flag = 0
         self._aside = Aside(device) if device.type == "cuda" else None
         self._is_aside = False  # the call under way
 
@@ -143,56 +143,58 @@ class DeviceKernels:
     @property
     def rows(self) -> torch.Tensor:
         """The table on the device."""
-        return self._rows.there
+        return self._rows.table_on_device
 
     @property
     def sent(self) -> np.ndarray:
-        """As of `_Rows`."""
+        """Addresses of records, as in `_Rows`."""
         return self._rows.sent
 
     def begin(self, factor: torch.Tensor | None, moves: bool) -> None:
-        """Before the first kernel of a step."""
+        """To be called before the first kernel of a step."""
         self.factor = self._memory["one"] if factor is None else factor.to(torch.float32)
         self.moves = moves
         self._flags = torch.zeros(_FLAGS, device=self.device)
-        self._asked = 0
+        self._flags_used = 0
 
     def zeros(self, count: int, dtype: str) -> torch.Tensor:
         """A vector on the device."""
         return torch.zeros(count, dtype=getattr(torch, dtype), device=self.device)
 
     def scratch(self, name: str, count: int, dtype: str) -> torch.Tensor:
-        """Memory that only one kernel after the other looks at."""
-        found = self.room.get(name)
-        if found is None or found.shape[0] < count:
-            found = self.room[name] = self.zeros(count, dtype)
-        return found
+        """Memory that kernels of one call at a time use."""
+        memory = self.room.get(name)
+        if memory is None or memory.shape[0] < count:
+            memory = self.room[name] = self.zeros(count, dtype)
+        return memory
 
     def passing(self, count: int, dtype: str) -> torch.Tensor:
-        """Memory for this call alone, not filled: too much to be kept for the next one."""
+        """Uninitialized memory for this call alone, which is too large to keep for the next call."""
         return torch.empty(count, dtype=getattr(torch, dtype), device=self.device)
 
     def static(self, name: str, make: Callable[[], np.ndarray]) -> torch.Tensor:
-        """Numbers that follow from the tensors and levels alone, on the device."""
-        found = self._memory.get(name)
-        if found is None:
-            found = self._memory[name] = brought(make(), self.device)
-        return found
+        """An array on the device that depends on the tensors and levels alone."""
+        array = self._memory.get(name)
+        if array is None:
+            array = self._memory[name] = brought(make(), self.device)
+        return array
 
     def call(self, name: str, *arguments: Any, aside: bool = False) -> torch.Tensor:
-        """Launches what `name` needs.
+        """Launches the kernels of an operation.
 
         Args:
-            aside: whether the network need not wait for it; then it neither finds inf or NaN nor uses `scratch`.
+            name: of the operation, a key of a module's `KERNELS`.
+            aside: whether to launch on the side stream, for which the network does not wait; the operation must then
+                neither look for inf or NaN nor use `scratch`.
 
         Returns:
-            What says whether it has found an inf or NaN, float32 (1,): NaN if so, else 0.
+            A flag, float32 (1,) on the device: NaN if the operation has found an inf or NaN, else 0.
         """
         if self._aside is not None and not aside:
             self._aside.join()
         self._rows.bring(self.segments, self.device)
-        flag = self._flags[self._asked : self._asked + 1]
-        self._asked += 1
+        flag = self._flags[self._flags_used : self._flags_used + 1]
+        self._flags_used += 1
         self.flag = flag.data_ptr()
         self._is_aside = aside
         with _on(self.device):
@@ -200,7 +202,7 @@ class DeviceKernels:
         return flag
 
     def pieces(self, kernel: Any, *arguments: Any, x: bool = False, **constants: Any) -> None:
-        """Launches a program for each piece of the tensors. x: whether it makes x."""
+        """Launches a program for each piece of the tensors. x: whether the kernel makes x."""
         common: tuple[Any, ...] = (self.rows, len(self.segments), self._pieces, self.flag)
         if x:
             common += self.arguments_of_x()
@@ -209,22 +211,22 @@ class DeviceKernels:
         self.launch(kernel, self.tasks, *common, *arguments, **constants)
 
     def arguments_of_x(self) -> tuple[Any, ...]:
-        """What `make_x` takes behind the table."""
+        """Arguments of `make_x` after the table."""
         return self.factor, self.table.bucket.decay, self.table.bucket.momentum
 
     def constants_of_x(self) -> dict[str, int]:
-        """What `make_x` is compiled for."""
+        """Constants of `make_x`."""
         nesterov = bool(self.table.bucket.nesterov)
         return {"KEEPS": self.keeps, "MOMENTUM": self.moves, "NESTEROV": nesterov, "FROM": self.origin}
 
     @property
     def narrow(self) -> int:
-        """The element type of gradients, as of `NARROW`."""
+        """The element type of gradients, as in `NARROW`."""
         return int(self.segments["narrow"][0])
 
     @property
     def origin(self) -> int:
-        """Where what is compressed comes from: from `source`, or from gradients of this type."""
+        """The origin of the numbers to compress: `SOURCED`, or the element type of gradients."""
         return SOURCED.value if self.segments["source"][0] else self.narrow
 
     def tensors(self, kernel: Any, *arguments: Any, **constants: Any) -> None:
@@ -232,32 +234,31 @@ class DeviceKernels:
         self.launch(kernel, len(self.segments), self.rows, len(self.segments), *arguments, **constants)
 
     def launch(self, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-        """Launches a number of programs; of tensors they get the addresses.
+        """Launches a number of programs, with the addresses of tensor arguments.
 
-        Multiplications and additions are not fused, so that results are those of the kernels in C.
+        Multiplications and additions are not fused, so that results have the bits of the kernels in C.
         """
         numbers = numbers_of(arguments)
-        beside = self._aside if self._is_aside else None
-        with nullcontext() if beside is None else torch.cuda.stream(beside.after_main()):
+        side = self._aside if self._is_aside else None
+        with nullcontext() if side is None else torch.cuda.stream(side.after_main()):
             if self.interpreting:
                 with _interpreter:
                     kernel[(programs,)](*numbers, **constants)
             else:
                 _launch(kernel.fn, programs, numbers, constants)
-        if beside is not None:
-            beside.launched(*arguments)
+        if side is not None:
+            side.launched(*arguments)
 
 
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
-"""The kernels that were launched, and their constants in the order of their parameters: by function, device, constants
-and types."""
+"""Launched kernels and their constants in the order of their parameters, by function, device, constants and types."""
 
 
 def _launch(function: Callable[..., Any], programs: int, numbers: Sequence[Any], constants: dict[str, Any]) -> None:
     """Launches a kernel on the current device.
 
-    Triton looks at each argument of each launch to find the kernel that was compiled for such, which takes it longer
-    than the launch. Here their types alone decide, so what was found is kept.
+    Triton examines each argument of each launch to find the compiled kernel, which takes longer than the launch. Here
+    the types of arguments alone select the kernel, so it is cached.
     """
     types = tuple([_type_of(number) for number in numbers])
     key = function, triton.runtime.driver.active.get_current_device(), types, *constants.items()
@@ -267,27 +268,27 @@ def _launch(function: Callable[..., Any], programs: int, numbers: Sequence[Any],
         return
     launched = for_all_numbers(function)
     kernel = launched[(programs,)](*numbers, **constants, enable_fp_fusion=False)
-    if kernel is not None:  # a hook of Triton's may take the launch for itself
+    if kernel is not None:  # a hook in Triton may replace the launch
         names = [param.name for param in launched.params if param.is_constexpr]
         _compiled[key] = kernel, tuple(constants[name] for name in names)
 
 
 def _type_of(number: Any) -> Any:
-    """What tells apart the types that Triton has for numbers: integers of 32 bits and longer ones, and others."""
+    """A key of the type that Triton gives a number: integers of 32 bits, longer integers, and others."""
     return -(2**31) <= number < 2**31 if type(number) is int else type(number)
 
 
 def numbers_of(arguments: Sequence[Any]) -> list[Any]:
-    """What kernels are given: of tensors the addresses."""
+    """Arguments of kernels, with addresses in place of tensors."""
     return [argument.data_ptr() if isinstance(argument, torch.Tensor) else argument for argument in arguments]
 
 
 @functools.cache
 def for_all_numbers(function: Callable[..., Any]) -> Any:
-    """A kernel that is compiled once, and not again for an argument that is 1, or that 16 divides: addresses and counts
-    change from bucket to bucket, and each compilation would hold up a step."""
+    """A kernel that is not specialized for arguments that equal 1 or are divisible by 16: addresses and counts change
+    from bucket to bucket, and each compilation would delay a step."""
     parameters = inspect.signature(function).parameters.items()
-    numbers = [name for name, one in parameters if one.annotation is not tl.constexpr]
+    numbers = [name for name, parameter in parameters if parameter.annotation is not tl.constexpr]
     return triton.jit(function, do_not_specialize=numbers, do_not_specialize_on_alignment=numbers)
 
 

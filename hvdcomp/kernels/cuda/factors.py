@@ -1,10 +1,10 @@
-"""Factors of PowerSGD: their columns are made orthonormal, and kept for the next step.
+"""Factors of PowerSGD: kernels that orthonormalize their columns and keep them for the next step.
 
-A tensor's `count` is its rank; place 0 is where P begins among all P of the bucket, place 1 where Q begins among all Q;
-place 2 is the number of the matrix's columns. Factors lie column by column. They are worked on in tiles, so that no
-program has a long column alone, by Cholesky-QR: the products of all pairs of columns say which combinations of the
-columns are orthonormal. In double precision these are more nearly so than what modified Gram-Schmidt gives in single
-precision, as the other statements of the method have it.
+A tensor's `count` is its rank. P begins at place 0 among all P of the bucket, Q at place 1 among all Q. Place 2 is the
+number of the matrix's columns. Factors lie column by column. Kernels work on tiles, so that no program has a long
+column alone, by Cholesky-QR: the products of all pairs of columns give the orthonormal combinations of the columns. In
+double precision these are closer to orthonormal than the results of modified Gram-Schmidt in single precision, which
+the other implementations of the method use.
 """
 
 import numpy as np
@@ -13,9 +13,9 @@ from hvdcomp.kernels.cuda.language import tl, triton
 from hvdcomp.kernels.cuda.x import COUNT, INFINITE, PLACE0, PLACE1, PLACE2, entry, magnitude, pointer, size_of
 
 SMALLEST = tl.constexpr(7.703719777548943e-34)  # 2**-110: a column of a smaller norm is zero
-LARGEST = tl.constexpr(1.298074214633707e33)  # 2**110: one of a larger norm is not kept
-DEPENDENT = tl.constexpr(1e-10)  # a smaller square of what is left of a column is rounding error, of x or of the column
-NOISE = tl.constexpr(5.684341886080802e-14)  # 2**-44: so is one whose error, in double precision, may be a few percent
+LARGEST = tl.constexpr(1.298074214633707e33)  # 2**110: a column of a larger norm is not kept
+DEPENDENT = tl.constexpr(1e-10)  # a smaller squared remainder of a column is rounding error
+NOISE = tl.constexpr(5.684341886080802e-14)  # 2**-44: so is one with an error of a few percent in double precision
 
 _WIDE_AT_A_TIME = 4096  # products
 _SUMS_AT_A_TIME = 1024
@@ -31,9 +31,8 @@ def shape_of(table, segments, segment):
 
 @triton.jit
 def _tile_of_factor(table, segments, tiles, OF_ROWS: tl.constexpr):
-    """This program's part of a factor: which element of the vector of all factors the factor begins with; the length of
-    its columns and their number; where the part begins and ends in each column; and where the tensor's tiles begin, and
-    how many they are."""
+    """This program's tile of a factor: begin of the factor in the vector of all factors; length and number of its
+    columns; begin and end of the tile in each column; first and number of the factor's tiles."""
     tile = pointer(tiles, tl.int64) + 5 * tl.program_id(0)
     segment = tl.load(tile)
     rows, columns, rank = shape_of(table, segments, segment)
@@ -44,16 +43,16 @@ def _tile_of_factor(table, segments, tiles, OF_ROWS: tl.constexpr):
 
 @triton.jit
 def gram(table, segments, tiles, factors, grams, OF_ROWS: tl.constexpr, RANK: tl.constexpr, TALL: tl.constexpr):
-    """The products of all pairs of columns over a tile of a factor, RANK x RANK, in double precision, in which products
-    of float32 numbers are exact, and neither overflow nor vanish. TALL: elements of each column at a time."""
+    """The products of all pairs of columns over a tile of a factor, RANK x RANK, in double precision, where products of
+    float32 numbers are exact and neither overflow nor vanish. TALL: elements of each column at a time."""
     begin, length, rank, first, end, _, _ = _tile_of_factor(table, segments, tiles, OF_ROWS)
-    own = pointer(factors, tl.float32) + begin
+    factor = pointer(factors, tl.float32) + begin
     k = tl.arange(0, RANK)
     sums = tl.zeros((TALL, RANK, RANK), tl.float64)
     for start in range(first, end, TALL):
         i = start + tl.arange(0, TALL)
-        there = (i < end)[:, None] & (k < rank)[None, :]
-        columns = tl.load(own + k[None, :] * length + i[:, None], mask=there, other=0.0).to(tl.float64)
+        valid = (i < end)[:, None] & (k < rank)[None, :]
+        columns = tl.load(factor + k[None, :] * length + i[:, None], mask=valid, other=0.0).to(tl.float64)
         sums += columns[:, :, None] * columns[:, None, :]
     out = pointer(grams, tl.float64) + tl.program_id(0) * RANK * RANK
     tl.store(out + k[:, None] * RANK + k[None, :], tl.sum(sums, 0))
@@ -61,8 +60,8 @@ def gram(table, segments, tiles, factors, grams, OF_ROWS: tl.constexpr, RANK: tl
 
 @triton.jit
 def _inverse_root(products, rank, RANK: tl.constexpr):
-    """T so that F T has orthonormal columns, for a factor F whose columns have these products: the inverse of the
-    Cholesky factor, column by column. T is zero where a column of F is zero or depends on those before it."""
+    """The matrix T for which F T has orthonormal columns, from the products of the columns of a factor F: the inverse
+    of the Cholesky factor. A column of T is zero if that of F is zero or depends on earlier columns."""
     i = tl.arange(0, RANK)
     of_row = tl.sqrt(tl.sum(tl.where(i[:, None] == i[None, :], products, 0.0), 1))
     of_column = tl.sqrt(tl.sum(tl.where(i[:, None] == i[None, :], products, 0.0), 0))
@@ -71,20 +70,20 @@ def _inverse_root(products, rank, RANK: tl.constexpr):
     products = products * by_row[:, None] * by_column[None, :]
     inverse = tl.zeros((RANK, RANK), tl.float64)
     for k in range(0, rank):
-        # Gram-Schmidt, in the product of coefficients that the columns' products make.
+        # Gram-Schmidt on coefficients, whose inner product is that of the columns.
         column = tl.sum(tl.where(i[None, :] == k, products, 0.0), 1)
         along = tl.sum(inverse * column[:, None], 0)
-        left = tl.sum(tl.where(i == k, column, 0.0), 0) - tl.sum(along * along, 0)
-        rest = tl.where(i == k, 1.0, 0.0) - tl.sum(inverse * along[None, :], 1)
-        stands = (left > DEPENDENT) & (left > tl.sum(rest * rest, 0) * NOISE)  # not so of NaN
-        rest = tl.where(stands, rest / tl.sqrt(tl.where(stands, left, 1.0)), 0.0)
-        inverse = tl.where(i[None, :] == k, rest[:, None], inverse)
+        remaining = tl.sum(tl.where(i == k, column, 0.0), 0) - tl.sum(along * along, 0)
+        direction = tl.where(i == k, 1.0, 0.0) - tl.sum(inverse * along[None, :], 1)
+        independent = (remaining > DEPENDENT) & (remaining > tl.sum(direction * direction, 0) * NOISE)  # not so of NaN
+        direction = tl.where(independent, direction / tl.sqrt(tl.where(independent, remaining, 1.0)), 0.0)
+        inverse = tl.where(i[None, :] == k, direction[:, None], inverse)
     return inverse * by_row[:, None]
 
 
 @triton.jit
 def _reciprocal(norm):
-    """Of norms; zero where a column of this norm counts as zero, in which one is that float32 cannot hold."""
+    """Reciprocals of norms; zero for a norm that counts as zero, or that float32 cannot hold."""
     narrow = norm.to(tl.float32)
     holds = (narrow > SMALLEST) & (magnitude(narrow) < INFINITE)
     return tl.where(holds, 1.0 / tl.where(holds, norm, 1.0), 0.0)
@@ -95,8 +94,8 @@ def orthogonalize(
     table, segments, tiles, grams, factors, unit,
     OF_ROWS: tl.constexpr, RANK: tl.constexpr, TALL: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """A tile of orthonormal columns that span those of a factor, from the products of all its tiles; dependent ones are
-    zero. TOGETHER: tiles whose products are added at a time."""
+    """A tile of orthonormal columns with the span of a factor's columns, from the products of all its tiles. Dependent
+    columns become zero. TOGETHER: tiles whose products are added at a time."""
     begin, length, rank, first, end, first_tile, count = _tile_of_factor(table, segments, tiles, OF_ROWS)
     k = tl.arange(0, RANK)
     products = tl.zeros((RANK, RANK), tl.float64)
@@ -109,11 +108,11 @@ def orthogonalize(
     inverse = _inverse_root(products, rank, RANK)
     for start in range(first, end, TALL):
         i = start + tl.arange(0, TALL)
-        there = (i < end)[:, None] & (k < rank)[None, :]
+        valid = (i < end)[:, None] & (k < rank)[None, :]
         at = begin + k[None, :] * length + i[:, None]
-        columns = tl.load(pointer(factors, tl.float32) + at, mask=there, other=0.0).to(tl.float64)
+        columns = tl.load(pointer(factors, tl.float32) + at, mask=valid, other=0.0).to(tl.float64)
         orthonormal = tl.sum(columns[:, :, None] * inverse[None, :, :], 1)
-        tl.store(pointer(unit, tl.float32) + at, orthonormal.to(tl.float32), mask=there)
+        tl.store(pointer(unit, tl.float32) + at, orthonormal.to(tl.float32), mask=valid)
 
 
 @triton.jit
@@ -121,8 +120,8 @@ def lowrank_keep(
     table, segments, tiles, grams, fresh, old, following,
     OF_ROWS: tl.constexpr, RANK: tl.constexpr, TALL: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the columns of P (OF_ROWS) or Q for the next step: the fresh ones, but the old one where that is zero
-    or too large. grams: of the fresh ones."""
+    """A tile of the columns of P (OF_ROWS) or Q for the next step: fresh columns, but the old one in place of a fresh
+    column that is zero or too large. grams: products of the fresh columns."""
     begin, length, rank, first, end, first_tile, count = _tile_of_factor(table, segments, tiles, OF_ROWS)
     k = tl.arange(0, RANK)
     squares = tl.zeros((RANK,), tl.float64)
@@ -132,14 +131,14 @@ def lowrank_keep(
         at = number[:, None] * (RANK * RANK) + k[None, :] * (RANK + 1)
         squares += tl.sum(tl.load(parts + at, mask=(number < count)[:, None], other=0.0), 0)
     norm = tl.sqrt(squares).to(tl.float32)
-    stands = (norm > SMALLEST) & (norm < LARGEST)
+    usable = (norm > SMALLEST) & (norm < LARGEST)
     for start in range(first, end, TALL):
         i = start + tl.arange(0, TALL)
-        there = (i < end)[:, None] & (k < rank)[None, :]
+        valid = (i < end)[:, None] & (k < rank)[None, :]
         at = begin + k[None, :] * length + i[:, None]
-        new = tl.load(pointer(fresh, tl.float32) + at, mask=there & stands[None, :], other=0.0)
-        kept = tl.load(pointer(old, tl.float32) + at, mask=there & (stands == 0)[None, :], other=0.0)
-        tl.store(pointer(following, tl.float32) + at, tl.where(stands[None, :], new, kept), mask=there)
+        new = tl.load(pointer(fresh, tl.float32) + at, mask=valid & usable[None, :], other=0.0)
+        kept = tl.load(pointer(old, tl.float32) + at, mask=valid & (usable == 0)[None, :], other=0.0)
+        tl.store(pointer(following, tl.float32) + at, tl.where(usable[None, :], new, kept), mask=valid)
 
 
 def rank_of(on):
@@ -156,18 +155,18 @@ def shapes_of(on):
 def _tiles(on, of_rows):
     """The tiles of all P, or of all Q."""
     least, most = _TILES_OF_FACTOR
-    found: list[tuple[int, ...]] = []
+    tiles: list[tuple[int, ...]] = []
     for number, shape in enumerate(shapes_of(on)):
         length = shape[0 if of_rows else 1]
         step = max(least, -(-length // most))
-        begin, starts = len(found), range(0, length, step)
-        found += [(number, first, min(first + step, length), begin, len(starts)) for first in starts]
-    return np.array(found, np.int64)
+        begin, starts = len(tiles), range(0, length, step)
+        tiles += [(number, first, min(first + step, length), begin, len(starts)) for first in starts]
+    return np.array(tiles, np.int64)
 
 
 def _products(on, factors, of_rows):
-    """Finds the products of columns of all P (of_rows) or all Q. Returns what launches on the same tiles take: the
-    number of programs, the first arguments, and constants."""
+    """Launches `gram` for all P (of_rows) or all Q. Returns the number of programs, first arguments and constants for
+    other launches on the same tiles."""
     rank = rank_of(on)
     tiles = on.static(f"tiles of {'P' if of_rows else 'Q'}", lambda: _tiles(on, of_rows))
     programs = tiles.shape[0]
@@ -180,12 +179,12 @@ def _products(on, factors, of_rows):
 
 
 def orthonormal(on, factors, unit, of_rows):
-    """Launches what makes `unit` of all P (of_rows) or all Q."""
+    """Launches `orthogonalize` from all P (of_rows) or all Q to `unit`."""
     programs, common, constants = _products(on, factors, of_rows)
     on.launch(orthogonalize, programs, *common, factors, unit, **constants)
 
 
 def keep(on, fresh, old, following, of_rows):
-    """Launches what makes P or Q for the next step."""
+    """Launches `lowrank_keep` for P (of_rows) or Q."""
     programs, common, constants = _products(on, fresh, of_rows)
     on.launch(lowrank_keep, programs, *common, fresh, old, following, **constants)

@@ -1,7 +1,7 @@
-"""Triton, loaded so that it can stand beside TensorFlow.
+"""Triton, loaded so that it works in one process with TensorFlow.
 
-TensorFlow 2.20 and later show the symbols of their LLVM to every library that is loaded after them, and Triton, which
-has an LLVM of its own, ends the process then. Bound to its own symbols first, it works beside it.
+TensorFlow 2.20 and later export the symbols of their LLVM to every library that is loaded after them. Triton has its
+own LLVM and then ends the process. Bound to its own symbols first (RTLD_DEEPBIND), Triton works.
 """
 
 import os
@@ -24,5 +24,5 @@ __all__ = ["INTERPRETED", "tl", "triton"]
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether Triton's interpreter runs kernels: TRITON_INTERPRET=1 was in the environment when they were imported."""
 
-if triton.knobs.cache.manager_class is None:  # not so where TRITON_CACHE_MANAGER is in the environment
+if triton.knobs.cache.manager_class is None:  # not if TRITON_CACHE_MANAGER is in the environment
     triton.knobs.cache.manager_class = OverlaidCache

@@ -1,7 +1,7 @@
-"""PowerSGD: matrices M = P Q' of each tensor, M with place 2 columns; their factors are those of `factors`.
+"""PowerSGD: matrices M = P Q' of each tensor, M with place 2 columns; `factors` describes P and Q.
 
-Sums over a matrix are over tiles, whose partial sums are added in their order: no atomic addition, so that every run
-gives the same bits.
+A sum over a matrix is a sum over tiles, whose partial sums are added in their order, without atomic additions, so that
+every run gives the same bits.
 """
 
 import numpy as np
@@ -38,11 +38,11 @@ def multiply(
     MAKES_X: tl.constexpr, OF_ROWS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ACROSS: tl.constexpr,
 ):  # fmt: skip
-    """What a tile of M gives of P = M Q, or of Q = M' P if OF_ROWS; x is made on the way if MAKES_X.
+    """The partial sums of a tile of M for P = M Q, or for Q = M' P if OF_ROWS; makes x, too, if MAKES_X.
 
-    A tile is a tensor, a first row, a first column, and where its partial sums go: element by element of the factor,
-    RANK of them. ACROSS: elements of the tile that are worked on at a time, along what is summed up. Sums of so many
-    kinds are added up at the end alone: adding them up means that threads exchange them.
+    A tile is a tensor, a first row, a first column, and the place of its partial sums: RANK of them for each element of
+    the factor. ACROSS: elements of the tile at a time along the summed dimension. The ACROSS sums are only added at the
+    end, because threads must exchange them for that.
     """
     tile = pointer(tiles, tl.int64) + 4 * tl.program_id(0)
     segment = tl.load(tile)
@@ -67,8 +67,8 @@ def multiply(
             else:
                 x = made(table, segments, segment, at, inside, KEEPS, FROM)
             largest = tl.maximum(largest, magnitude(x))
-            there = (i < rows)[:, None] & (k < rank)[None, :]
-            factor_ = tl.load(factors + k[None, :] * rows + i[:, None], mask=there, other=0.0)
+            valid = (i < rows)[:, None] & (k < rank)[None, :]
+            factor_ = tl.load(factors + k[None, :] * rows + i[:, None], mask=valid, other=0.0)
             sums += x[:, :, None] * factor_[None, :, :]
         number = tl.arange(0, COLUMNS)
         tl.store(out + number[:, None] * RANK + k[None, :], tl.sum(sums, 1))
@@ -87,8 +87,8 @@ def multiply(
             else:
                 x = made(table, segments, segment, at, inside, KEEPS, FROM)
             largest = tl.maximum(largest, magnitude(x))
-            there = (j < columns)[:, None] & (k < rank)[None, :]
-            factor_ = tl.load(factors + k[None, :] * columns + j[:, None], mask=there, other=0.0)
+            valid = (j < columns)[:, None] & (k < rank)[None, :]
+            factor_ = tl.load(factors + k[None, :] * columns + j[:, None], mask=valid, other=0.0)
             sums += x[:, :, None] * factor_[None, :, :]
         number = tl.arange(0, ROWS)
         tl.store(out + number[:, None] * RANK + k[None, :], tl.sum(sums, 1))
@@ -100,9 +100,9 @@ def add_tiles(
     table, segments, flag, strips, partial, product,
     OF_ROWS: tl.constexpr, RANK: tl.constexpr, WIDE: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Adds the partial sums of the tiles that lie in one strip of a matrix, TOGETHER of them at a time.
+    """Adds the partial sums of the tiles in one strip of a matrix, TOGETHER tiles at a time.
 
-    A strip is a tensor, its first element of the factor, where its partial sums begin, and how many tiles it has.
+    A strip is a tensor, a first element of the factor, the begin of its partial sums, and its number of tiles.
     """
     strip = pointer(strips, tl.int64) + 4 * tl.program_id(0)
     segment = tl.load(strip)
@@ -127,11 +127,11 @@ def add_tiles(
 
 @triton.jit
 def lowrank_decode(table, segments, tasks, flag, p, q, KEEPS: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr):
-    """Writes P Q' to the results, and takes it off x, if something is kept."""
+    """Writes P Q' to the results and, if KEEPS, subtracts it from x."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     rows, columns, rank = shape_of(table, segments, segment)
-    left = pointer(p, tl.float32) + entry(table, segments, segment, PLACE0)
-    right = pointer(q, tl.float32) + entry(table, segments, segment, PLACE1)
+    p_factor = pointer(p, tl.float32) + entry(table, segments, segment, PLACE0)
+    q_factor = pointer(q, tl.float32) + entry(table, segments, segment, PLACE1)
     largest = tl.zeros((BLOCK,), tl.int32)
     for block in range(start, end, BLOCK):
         i = block + tl.arange(0, BLOCK)
@@ -140,8 +140,8 @@ def lowrank_decode(table, segments, tasks, flag, p, q, KEEPS: tl.constexpr, PIEC
         column = i - row * columns
         total = tl.zeros((BLOCK,), tl.float32)
         for k in range(0, rank):
-            factor = tl.load(left + k * rows + row, mask=inside, other=0.0)
-            total += factor * tl.load(right + k * columns + column, mask=inside, other=0.0)
+            factor = tl.load(p_factor + k * rows + row, mask=inside, other=0.0)
+            total += factor * tl.load(q_factor + k * columns + column, mask=inside, other=0.0)
         largest = tl.maximum(largest, magnitude(total))
         tl.store(floats(table, segments, segment, RESULT) + i, total, mask=inside)
         if KEEPS:
@@ -151,17 +151,17 @@ def lowrank_decode(table, segments, tasks, flag, p, q, KEEPS: tl.constexpr, PIEC
 
 
 def _tiles(on, of_rows, rank):
-    """The tiles of all matrices, the strips that they lie in, and how many partial sums they have."""
-    # P has strips of rows, Q of columns. In a strip, one tile lies behind the other.
+    """The tiles of all matrices, their strips, and the number of partial sums."""
+    # P has strips of rows, Q of columns. The partial sums of a strip's tiles are adjacent.
     tiles, strips, end = [], [], 0
     steps = _TILE_OF_Q[::-1] if of_rows else _TILE_OF_P
     for number, shape in enumerate(shapes_of(on)):
         length, summed = shape[::-1] if of_rows else shape
         for first in range(0, length, steps[0]):
-            others = range(0, summed, steps[1])
-            strips.append((number, first, end, len(others)))
-            for other in others:
-                tiles.append((number, other, first, end) if of_rows else (number, first, other, end))
+            summed_starts = range(0, summed, steps[1])
+            strips.append((number, first, end, len(summed_starts)))
+            for summed_start in summed_starts:
+                tiles.append((number, summed_start, first, end) if of_rows else (number, first, summed_start, end))
                 end += steps[0] * rank
     return np.array(tiles, np.int64), np.array(strips, np.int64), end
 
@@ -172,14 +172,14 @@ def _multiply(on, factors, unit, product, makes_x, of_rows):
 
 
 def multiplied(on, factors, product, makes_x, of_rows):
-    """Launches what makes P = M Q of all Q, or all Q of all P if `of_rows`; and x, if `makes_x`."""
+    """Launches P = M Q for all tensors, or Q = M' P if `of_rows`; makes x, too, if `makes_x`."""
     rank = rank_of(on)
     name = f"{'rows' if of_rows else 'columns'} of {rank}"
     if name not in on.plans:
         tiles, strips, on.plans[name] = _tiles(on, of_rows, rank)
         on.static(f"tiles, {name}", lambda: tiles)
         on.static(f"strips, {name}", lambda: strips)
-    tiles, strips = (on.static(f"{one}, {name}", np.array) for one in ("tiles", "strips"))
+    tiles, strips = (on.static(f"{kind}, {name}", np.array) for kind in ("tiles", "strips"))
     partial = on.scratch("partial sums", on.plans[name], "float32")
     rows, columns = _TILE_OF_Q if of_rows else _TILE_OF_P
     wide = columns if of_rows else rows
@@ -201,4 +201,4 @@ KERNELS = {
     "lowrank_decode": lambda on, p, q: on.pieces(lowrank_decode, p, q, KEEPS=on.keeps),
     "lowrank_keep": keep,
 }
-"""How each is launched, by its name."""
+"""Launchers by kernel name."""

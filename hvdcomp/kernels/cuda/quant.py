@@ -1,7 +1,7 @@
-"""Elements as codes that are fractions of a scale: QSGD, whose scales are norms of `length` neighbouring elements each;
-block quantizers, whose scales are the largest magnitudes of as many; and TernGrad, with one scale for a tensor.
+"""Codes that are fractions of a scale: QSGD, whose scales are norms of `length` neighbouring elements each; block
+quantizers, whose scales are the largest magnitudes of `length` elements; and TernGrad, with one scale for a tensor.
 
-Of each tensor, codes of `count` bits lie at place 0 of a payload (`codes.py`), and float scales at place 1.
+Codes of `count` bits of each tensor begin at place 0 of a payload (`codes.py`), and its float scales at place 1.
 """
 
 import numpy as np
@@ -50,8 +50,8 @@ def find_scales(
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     NORMS: tl.constexpr, TOGETHER: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """x, and the scales of `length` elements each: their NORMS, or else their largest magnitudes. A task is a tensor, a
-    first scale and a number of scales; so many are found TOGETHER, WIDE elements at a time."""
+    """Makes x and the scales of `length` elements each: NORMS, or else largest magnitudes. A task is a tensor, a first
+    scale and a number of scales; TOGETHER scales are found at a time, from WIDE elements of each at a time."""
     task = pointer(tasks, tl.int64) + 3 * tl.program_id(0)
     segment = tl.load(task)
     first = tl.load(task + 1).to(tl.int32)
@@ -87,7 +87,7 @@ def terngrad_measure(
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """x; of each piece, the sum of its squares and the bits of its largest magnitude."""
+    """Makes x; the sum of squares of each piece and the bits of its largest magnitude."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     largest = tl.zeros((BLOCK,), tl.int32)
     total = tl.zeros((), tl.float64)
@@ -133,8 +133,8 @@ def _pack_plane(
     WIDTH: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, NEAREST: tl.constexpr, KEEPS: tl.constexpr,
     FROM: tl.constexpr, LEAVES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Packs a plane of a piece's codes, if their bits have one of this width; returns where the next plane begins.
-    LEAVES: whether it takes off x what the codes stand for, for which there must be no other plane."""
+    """Packs a plane of a piece's codes, if their bits have one of this width; returns the next plane's shift and begin.
+    LEAVES: whether to subtract the values of the codes from x, which requires that there is no other plane."""
     bits = entry(table, segments, segment, COUNT).to(tl.int32)
     if bits & WIDTH != 0:
         size = size_of(table, segments, segment)
@@ -148,15 +148,15 @@ def _pack_plane(
             begin, count, of_group, first = packed_bytes(block, size, WIDTH, bytes_)
             packed = tl.zeros((bytes_,), tl.int32)
             for field in tl.static_range(0, 8 // WIDTH):
-                i, there = field_of(begin, count, of_group, first, end, field)
-                scale = scale_of(scales, i, there, length, BITS)
-                x = made(table, segments, segment, i, there, KEEPS, FROM)
+                i, valid = field_of(begin, count, of_group, first, end, field)
+                scale = scale_of(scales, i, valid, length, BITS)
+                x = made(table, segments, segment, i, valid, KEEPS, FROM)
                 code = code_of(x, i, scale, half, key, MANTISSA, NEAREST)
-                packed |= tl.where(there, (code >> shift) & ((1 << WIDTH) - 1), 0) << (field * WIDTH)
+                packed |= tl.where(valid, (code >> shift) & ((1 << WIDTH) - 1), 0) << (field * WIDTH)
                 if LEAVES:
                     if FROM == SOURCED:
-                        x = tl.load(kept + i, mask=there, other=0.0)
-                    tl.store(kept + i, left_of(x, decoded(code, half, MANTISSA) * (scale * unit)), mask=there)
+                        x = tl.load(kept + i, mask=valid, other=0.0)
+                    tl.store(kept + i, left_of(x, decoded(code, half, MANTISSA) * (scale * unit)), mask=valid)
             byte = block + tl.arange(0, bytes_)
             tl.store(pointer(payload, tl.uint8) + place + byte, packed.to(tl.uint8), mask=byte < ended)
         shift += WIDTH
@@ -170,8 +170,8 @@ def codes_encode(
     PLANE: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, NEAREST: tl.constexpr, KEEPS: tl.constexpr,
     FROM: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Packs codes of x, which is made, by scales, which are known; and takes what they stand for off x. PLANE: the
-    width of the only plane of all codes; 0 where some have several."""
+    """Packs codes of x, which is made, by scales, which are known; subtracts the values of the codes from x. PLANE: the
+    width of the only plane of all codes; 0 if some have several."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     shift = tl.zeros((), tl.int32)
     place = entry(table, segments, segment, PLACE0)
@@ -218,7 +218,7 @@ def codes_decode(
     table, segments, tasks, flag, payloads, ranks, row: tl.int64, share, length,
     BITS: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The mean of what the ranks' codes stand for, in rank order; codes of any bits."""
+    """The mean of the values of the ranks' codes, in rank order; for codes of any number of bits."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     size = size_of(table, segments, segment)
     bits = entry(table, segments, segment, COUNT).to(tl.int32)
@@ -247,7 +247,7 @@ def plane_decode(
     table, segments, tasks, flag, payloads, ranks, row: tl.int64, share, length,
     PLANE: tl.constexpr, BITS: tl.constexpr, MANTISSA: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The same of codes that lie in a plane of this width alone: byte by byte, with less to compute."""
+    """`codes_decode` of codes with one plane, of this width: byte by byte, with less to compute."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     size = size_of(table, segments, segment)
     place = entry(table, segments, segment, PLACE0)
@@ -260,22 +260,22 @@ def plane_decode(
         begin, count, of_group, first = packed_bytes(block, size, PLANE, bytes_)
         byte = block + tl.arange(0, bytes_)
         for field in tl.static_range(0, 8 // PLANE):
-            i, there = field_of(begin, count, of_group, first, end, field)
+            i, valid = field_of(begin, count, of_group, first, end, field)
             total = no_sum(bytes_)
             for rank in range(0, ranks):
                 payload = payload_of(payloads, rank, row)
-                packed = tl.load(pointer(payload + place, tl.uint8) + byte, mask=there, other=0).to(tl.int32)
+                packed = tl.load(pointer(payload + place, tl.uint8) + byte, mask=valid, other=0).to(tl.int32)
                 code = (packed >> (field * PLANE)) & ((1 << PLANE) - 1)
-                scale = scale_of(pointer(payload + scales_at, tl.float32), i, there, length, BITS)
+                scale = scale_of(pointer(payload + scales_at, tl.float32), i, valid, length, BITS)
                 total += decoded(code, half, MANTISSA) * (scale * unit)
             total *= share
             largest = tl.maximum(largest, magnitude(total))
-            tl.store(result + i, total, mask=there)
+            tl.store(result + i, total, mask=valid)
     report(flag, largest)
 
 
 def _plane(on, mantissa):
-    """The width of the only plane of all tensors' codes; 0 where some have several."""
+    """The width of the only plane of all tensors' codes; 0 if some have several."""
     if mantissa:
         return 8
     bits = np.unique(on.segments["count"])
@@ -283,7 +283,7 @@ def _plane(on, mantissa):
 
 
 def _bits(on, length):
-    """Where a shift says which scale is an element's: its bits; else -1."""
+    """Bits of the shift from an element's number to that of its scale; -1 if that takes a division."""
     if length >= int(on.segments["size"].max()):
         return 31
     return length.bit_length() - 1 if length & (length - 1) == 0 else -1
@@ -300,25 +300,25 @@ def _encode_runs(on, length, payload, norms, mantissa=0, nearest=False):
 
 
 def find_runs(on, length, payload, norms):
-    """Launches what makes x and the scales of runs of `length` elements; returns it, or the largest tensor's size."""
+    """Launches `find_scales` for runs of `length` elements; returns `length`, or the largest tensor's size if less."""
     length = min(length, int(on.segments["size"].max()))
     at_once = _RUNS if on.interpreting else 1024
     wide = min(triton.next_power_of_2(length), at_once)
 
     def tasks():
-        each = max(1, _RUNS // length)
-        found = [
-            (number, first, min(each, runs - first))
+        runs_per_task = max(1, _RUNS // length)
+        task_table = [
+            (number, first, min(runs_per_task, runs - first))
             for number, runs in enumerate((-(-on.segments["size"] // length)).tolist())
-            for first in range(0, runs, each)
+            for first in range(0, runs, runs_per_task)
         ]
-        return np.array(found, np.int64)
+        return np.array(task_table, np.int64)
 
-    found = on.static(f"runs of {length}", tasks)
+    task_table = on.static(f"runs of {length}", tasks)
     constants = on.constants_of_x() | {"NORMS": norms, "TOGETHER": at_once // wide, "WIDE": wide}
     on.launch(
-        find_scales, found.shape[0], on.rows, len(on.segments), on.flag, *on.arguments_of_x(), found, payload, length,
-        **constants,
+        find_scales, task_table.shape[0], on.rows, len(on.segments), on.flag, *on.arguments_of_x(), task_table, payload,
+        length, **constants,
     )  # fmt: skip
     return length
 
@@ -351,4 +351,4 @@ KERNELS = {
     "multiples_decode": lambda on, length, first, ranks, row: _decode_codes(on, length, 0, first, ranks, row),
     "float8_decode": _decode_codes,
 }
-"""How each is launched, by its name."""
+"""Launchers by kernel name."""

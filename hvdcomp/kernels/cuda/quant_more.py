@@ -41,8 +41,8 @@ def natural_encode(
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """x, its packed signs at place 1, and its exponents, a byte each, at place 0: random bits below the exponent, of
-    which no more than the carry stays."""
+    """Makes x; packs its signs at place 1 and its exponents, a byte each, at place 0. An exponent is rounded at random:
+    random bits are added below it, and only the carry stays."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     size = size_of(table, segments, segment)
     key = entry(table, segments, segment, KEY)
@@ -54,19 +54,19 @@ def natural_encode(
         begin, count, of_group, first = packed_bytes(block, size, 1, bytes_)
         packed = tl.zeros((bytes_,), tl.int32)
         for field in tl.static_range(0, 8):
-            i, there = field_of(begin, count, of_group, first, end, field)
-            x = make_x(table, segments, segment, i, there, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, FROM)
+            i, valid = field_of(begin, count, of_group, first, end, field)
+            x = make_x(table, segments, segment, i, valid, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, FROM)
             largest = tl.maximum(largest, magnitude(x))
             negative = (x < 0).to(tl.int32)
             exponent = tl.minimum((magnitude(x).to(tl.uint32) + (word(i, key) >> 9)) >> 23, 254).to(tl.int32)
             exponent |= (magnitude(x) >= INFINITE).to(tl.int32)  # 255
-            tl.store(exponents + i, exponent.to(tl.uint8), mask=there)
-            packed |= tl.where(there, negative, 0) << field
+            tl.store(exponents + i, exponent.to(tl.uint8), mask=valid)
+            packed |= tl.where(valid, negative, 0) << field
             if KEEPS:
                 kept = floats(table, segments, segment, X) + i
                 if FROM == SOURCED:
-                    x = tl.load(kept, mask=there, other=0.0)
-                tl.store(kept, left_of(x, _power(exponent, negative)), mask=there)
+                    x = tl.load(kept, mask=valid, other=0.0)
+                tl.store(kept, left_of(x, _power(exponent, negative)), mask=valid)
         byte = block + tl.arange(0, bytes_)
         tl.store(signs + byte, packed.to(tl.uint8), mask=byte < bytes_of(end, 1))
     report(flag, largest)
@@ -88,16 +88,16 @@ def natural_decode(
         begin, count, of_group, first = packed_bytes(block, size, 1, bytes_)
         byte = block + tl.arange(0, bytes_)
         for field in tl.static_range(0, 8):
-            i, there = field_of(begin, count, of_group, first, end, field)
+            i, valid = field_of(begin, count, of_group, first, end, field)
             total = no_sum(bytes_)
             for rank in range(0, ranks):
                 payload = payload_of(payloads, rank, row)
-                exponent = tl.load(pointer(payload + place, tl.uint8) + i, mask=there, other=0).to(tl.int32)
-                packed = tl.load(pointer(payload + signs_at, tl.uint8) + byte, mask=there, other=0).to(tl.int32)
+                exponent = tl.load(pointer(payload + place, tl.uint8) + i, mask=valid, other=0).to(tl.int32)
+                packed = tl.load(pointer(payload + signs_at, tl.uint8) + byte, mask=valid, other=0).to(tl.int32)
                 total += _power(exponent, (packed >> field) & 1)
             total *= share
             largest = tl.maximum(largest, magnitude(total))
-            tl.store(result + i, total, mask=there)
+            tl.store(result + i, total, mask=valid)
     report(flag, largest)
 
 
@@ -107,7 +107,7 @@ def global_measure(
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """x, and the bits of each piece's largest magnitude."""
+    """Makes x; the bits of the largest magnitude of each piece."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     largest = tl.zeros((BLOCK,), tl.int32)
     for block in range(start, end, BLOCK):
@@ -134,8 +134,7 @@ def global_maxima(table, segments, maxima, scales, BLOCK: tl.constexpr):
 
 @triton.jit
 def _digits(table, segments, segment, start, end, ranks):
-    """Bits of a digit, digits of a word, words of the tensor, a piece's first word, the one behind its last, and the
-    levels of one rank."""
+    """Bits of a digit, digits of a word, words of the tensor, first and end word of a piece, and levels of one rank."""
     bits = entry(table, segments, segment, COUNT).to(tl.int32)
     size = size_of(table, segments, segment)
     fields = 32 // bits
@@ -179,7 +178,7 @@ def global_encode(
 
 @triton.jit
 def global_decode(table, segments, tasks, flag, scales, ranks, digits, PIECE: tl.constexpr, BLOCK: tl.constexpr):
-    """Means of what sums of words stand for."""
+    """Means of the values of sums of words."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     size = size_of(table, segments, segment)
     bits, fields, words, first, last, levels = _digits(table, segments, segment, start, end, ranks)
@@ -220,4 +219,4 @@ KERNELS = {
     ),
     "globalqsgd_decode": lambda on, scales, ranks, words: on.pieces(global_decode, scales, ranks, words),
 }
-"""How each is launched, by its name."""
+"""Launchers by kernel name."""

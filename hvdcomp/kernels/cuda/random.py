@@ -1,8 +1,7 @@
-"""Random-k: a tensor's element number j goes to where a keyed bijection puts j.
+"""Random-k: the j-th drawn element of a tensor is the one to which a keyed bijection maps j.
 
-The bijection is that of `distinct_indices` in `hvdcomp/compressors/randomness.py`, moved on by place 2. Where an
-element is can be worked out again wherever that is asked, so nothing is sorted and no places are kept. Values lie in
-the order of j.
+The bijection is that of `distinct_indices` in `hvdcomp/compressors/randomness.py`, shifted by place 2. Every kernel
+computes the places of drawn elements again, so nothing is sorted and no places are kept. Values lie in the order of j.
 """
 
 import numpy as np
@@ -32,7 +31,7 @@ _CHUNK = 1024  # elements that a program draws
 
 @triton.jit
 def _mixed(half, key, WIDTH: tl.constexpr):
-    """The highest bits of a word, as many as the other half has."""
+    """The highest WIDTH bits of a mixed word, where WIDTH is the other half's number of bits."""
     word = half * 0x9E3779B9 + key.to(tl.uint32)
     word = (word ^ (word >> 16)) * 0x21F0AAAD
     word = (word ^ (word >> 15) ^ (key >> 32).to(tl.uint32)) * 0xD35A2D97
@@ -41,7 +40,7 @@ def _mixed(half, key, WIDTH: tl.constexpr):
 
 @triton.jit
 def _permuted(number, bits, key):
-    """Numbers below 2**bits, uint32, become others, one to one: a Feistel network of eight rounds."""
+    """A permutation of the numbers below 2**bits, uint32: a Feistel network of eight rounds."""
     low = bits // 2
     left = number >> low
     right = number & ((low * 0 + 1 << low) - 1)
@@ -55,21 +54,21 @@ def _permuted(number, bits, key):
 
 @triton.jit
 def _drawn(table, segments, chunks, CHUNK: tl.constexpr):
-    """This program's tensor, the elements that it draws, where they are in the tensor, and whether there are such."""
+    """This program's tensor; the numbers of its draws; their places in the tensor; and a mask of the valid ones."""
     chunk = pointer(chunks, tl.int64) + 3 * tl.program_id(0)
     segment = tl.load(chunk)
     number = tl.load(chunk + 1).to(tl.int32) + tl.arange(0, CHUNK)
     bits = tl.load(chunk + 2).to(tl.uint32)
-    there = number < entry(table, segments, segment, COUNT).to(tl.int32)
+    valid = number < entry(table, segments, segment, COUNT).to(tl.int32)
     key = entry(table, segments, segment, KEY).to(tl.uint64)
     size = size_of(table, segments, segment).to(tl.uint32)
     i = _permuted(number.to(tl.uint32), bits, key)
-    beyond = there & (i >= size)
+    beyond = valid & (i >= size)
     while tl.max(beyond.to(tl.int32), 0) != 0:
         i = tl.where(beyond, _permuted(i, bits, key), i)
-        beyond = there & (i >= size)
+        beyond = valid & (i >= size)
     i += entry(table, segments, segment, PLACE2).to(tl.uint32)
-    return segment, number, tl.where(i >= size, i - size, i).to(tl.int32), there
+    return segment, number, tl.where(i >= size, i - size, i).to(tl.int32), valid
 
 
 @triton.jit
@@ -77,25 +76,25 @@ def random_take(
     table, segments, flag, chunks, wire, sent, scales, bound,
     KEEPS: tl.constexpr, FROM: tl.constexpr, HALF: tl.constexpr, UNBIASED: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Values of the drawn elements of x, which is made: in `wire` as they travel, in `sent` as receivers read them."""
-    segment, number, i, there = _drawn(table, segments, chunks, CHUNK)
-    x = made(table, segments, segment, i, there, KEEPS, FROM)
+    """Values of the drawn elements of x, which is made: in `wire` as sent, in `sent` as receivers read them."""
+    segment, number, i, valid = _drawn(table, segments, chunks, CHUNK)
+    x = made(table, segments, segment, i, valid, KEEPS, FROM)
     if UNBIASED:
         x *= tl.load(pointer(scales, tl.float32) + segment)
-    report(flag, tl.where(there, magnitude(x), 0))
+    report(flag, tl.where(valid, magnitude(x), 0))
     at = entry(table, segments, segment, PLACE0) + number
     if HALF:
         half = tl.where(x > bound, bound, tl.where(x < -bound, -bound, x)).to(tl.float16)
-        tl.store(pointer(wire, tl.float16) + at, half, mask=there)
+        tl.store(pointer(wire, tl.float16) + at, half, mask=valid)
         x = half.to(tl.float32)
     else:
-        tl.store(pointer(wire, tl.float32) + at, x, mask=there)
-    tl.store(pointer(sent, tl.float32) + at, x, mask=there)
+        tl.store(pointer(wire, tl.float32) + at, x, mask=valid)
+    tl.store(pointer(sent, tl.float32) + at, x, mask=valid)
 
 
 @triton.jit
 def zero_results(table, segments, tasks, flag, PIECE: tl.constexpr, BLOCK: tl.constexpr):
-    """Before the means are written."""
+    """Sets the results to zero before the means are written."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     for block in range(start, end, BLOCK):
         i = block + tl.arange(0, BLOCK)
@@ -104,31 +103,31 @@ def zero_results(table, segments, tasks, flag, PIECE: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def random_put(table, segments, flag, chunks, mean, HALF: tl.constexpr, CHUNK: tl.constexpr):
-    """Means of the drawn elements; the results hold zeros."""
-    segment, number, i, there = _drawn(table, segments, chunks, CHUNK)
+    """Writes the means of the drawn elements to the results, which hold zeros."""
+    segment, number, i, valid = _drawn(table, segments, chunks, CHUNK)
     at = entry(table, segments, segment, PLACE0) + number
     if HALF:
-        value = tl.load(pointer(mean, tl.float16) + at, mask=there, other=0.0).to(tl.float32)
+        value = tl.load(pointer(mean, tl.float16) + at, mask=valid, other=0.0).to(tl.float32)
     else:
-        value = tl.load(pointer(mean, tl.float32) + at, mask=there, other=0.0)
+        value = tl.load(pointer(mean, tl.float32) + at, mask=valid, other=0.0)
     # Added to zero, as by the kernel in C, -0.0 is 0.0.
-    tl.store(floats(table, segments, segment, RESULT) + i, value + 0.0, mask=there)
+    tl.store(floats(table, segments, segment, RESULT) + i, value + 0.0, mask=valid)
     report(flag, magnitude(value))
 
 
 @triton.jit
 def random_keep(table, segments, flag, chunks, sent, MASKING: tl.constexpr, CHUNK: tl.constexpr):
-    """Takes what was sent off x; MASKING: ends the momentum of these elements."""
-    segment, number, i, there = _drawn(table, segments, chunks, CHUNK)
-    value = tl.load(pointer(sent, tl.float32) + entry(table, segments, segment, PLACE0) + number, mask=there, other=0.0)
+    """Subtracts the sent values from x. MASKING: ends the momentum of these elements."""
+    segment, number, i, valid = _drawn(table, segments, chunks, CHUNK)
+    value = tl.load(pointer(sent, tl.float32) + entry(table, segments, segment, PLACE0) + number, mask=valid, other=0.0)
     x = floats(table, segments, segment, X) + i
-    tl.store(x, tl.load(x, mask=there, other=0.0) - value, mask=there)
+    tl.store(x, tl.load(x, mask=valid, other=0.0) - value, mask=valid)
     if MASKING:
-        tl.store(floats(table, segments, segment, NEXT_VELOCITY) + i, tl.zeros((CHUNK,), tl.float32), mask=there)
+        tl.store(floats(table, segments, segment, NEXT_VELOCITY) + i, tl.zeros((CHUNK,), tl.float32), mask=valid)
 
 
 def _launch(on, kernel, *arguments, **constants):
-    """Programs take chunks of drawn elements: their tensor, the number of the first, and the bits of a number."""
+    """Launches a program for each chunk of draws: a tensor, the first draw's number, and the bits of a number."""
 
     def make():
         fewest = 6  # bits: with fewer, not all choices are equally likely
@@ -162,4 +161,4 @@ KERNELS = {
     "random_put": _decode,
     "random_take_off": lambda on, sent, masking: _launch(on, random_keep, sent, MASKING=bool(masking)),
 }
-"""How each is launched, by its name. The kernels in C keep places, and so have other arguments."""
+"""Launchers by kernel name. The kernels in C keep places and therefore have other arguments."""

@@ -1,6 +1,6 @@
-"""Signs read as one of two values, and signs that vote.
+"""Signs that are decoded to one of two values, and signs that vote.
 
-A bit an element, element i of a tensor in bit i % 8 of byte i / 8; a tensor's bits begin at place 0 of a payload.
+Element i of a tensor is bit i % 8 of byte i / 8. A tensor's bits begin at place 0 of a payload.
 """
 
 from hvdcomp.kernels.cuda.language import tl, triton
@@ -28,16 +28,16 @@ from hvdcomp.kernels.cuda.x import (
 
 
 @triton.jit
-def _store_bits(payload, place, block, end, ones, BLOCK: tl.constexpr):
+def _store_bits(payload, place, block, end, bits, BLOCK: tl.constexpr):
     """Packs a block's bits. The block begins at a multiple of 8."""
-    bytes_ = tl.sum(tl.reshape(ones.to(tl.int32), (BLOCK // 8, 8)) << tl.arange(0, 8)[None, :], 1)
+    bytes_ = tl.sum(tl.reshape(bits.to(tl.int32), (BLOCK // 8, 8)) << tl.arange(0, 8)[None, :], 1)
     i = tl.arange(0, BLOCK // 8)
     tl.store(pointer(payload, tl.uint8) + place + block // 8 + i, bytes_.to(tl.uint8), mask=block + 8 * i < end)
 
 
 @triton.jit
 def _bits(payload, place, i, inside):
-    """Bits i of packed ones."""
+    """Bits i of packed bits."""
     return (tl.load(pointer(payload, tl.uint8) + place + i // 8, mask=inside, other=0).to(tl.int32) >> (i % 8)) & 1
 
 
@@ -47,8 +47,8 @@ def two_values_encode(
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     STRICTLY: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """x and its signs; of each piece, the shares of the mean magnitude that are above and below, and how many are
-    above. Divided before they are added, so that no sum overflows."""
+    """Makes x and packs its signs; for each piece, the shares of the mean magnitude of elements above and below zero,
+    and the number of elements above. Magnitudes are divided before they are added, so that no sum overflows."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     size = size_of(table, segments, segment)
     share = tl.div_rn(tl.full((), 1.0, tl.float32), size.to(tl.float32))
@@ -111,7 +111,7 @@ def two_values_decode(
     table, segments, tasks, flag, payloads, ranks, row: tl.int64, share,
     STRICTLY: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The mean of what the ranks' bits say, in rank order."""
+    """The mean of the values of the ranks' bits, in rank order."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     place = entry(table, segments, segment, PLACE0)
     values_at = entry(table, segments, segment, PLACE1)
@@ -142,7 +142,7 @@ def votes_encode(
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     STRICTLY: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """x and its signs; a byte of 1 for each row that holds a nonzero element."""
+    """Makes x and packs its signs; writes a byte of 1 for each row with a nonzero element."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     columns = entry(table, segments, segment, COUNT).to(tl.int32)
     rows = pointer(votes, tl.uint8) + entry(table, segments, segment, PLACE2)
@@ -161,22 +161,22 @@ def votes_encode(
 
 @triton.jit
 def votes_close(table, segments, tasks, flag, payload, votes, PIECE: tl.constexpr, BLOCK: tl.constexpr):
-    """Takes back the bits of rows that do not vote, which are all zero, and packs the votes."""
+    """Clears the bits of rows that do not vote, whose elements are all zero, and packs the votes."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     columns = entry(table, segments, segment, COUNT).to(tl.int32)
     rows = size_of(table, segments, segment) // columns
-    own = pointer(votes, tl.uint8) + entry(table, segments, segment, PLACE2)
+    row_votes = pointer(votes, tl.uint8) + entry(table, segments, segment, PLACE2)
     bits_at = entry(table, segments, segment, PLACE0)
     votes_at = entry(table, segments, segment, PLACE1)
     for block in range(start, end, BLOCK):
         i = block + tl.arange(0, BLOCK)
         inside = i < end
-        voting = tl.load(own + i // columns, mask=inside, other=0) != 0
+        voting = tl.load(row_votes + i // columns, mask=inside, other=0) != 0
         positive = (_bits(payload, bits_at, i, inside) != 0) & voting
         _store_bits(payload, bits_at, block, end, positive, BLOCK)
-        # The tensor's rows, numbered as its elements are: a piece packs those of its numbers.
+        # A piece packs the votes of the rows that have the numbers of its elements.
         if block < rows:
-            cast = tl.load(own + i, mask=inside & (i < rows), other=0) != 0
+            cast = tl.load(row_votes + i, mask=inside & (i < rows), other=0) != 0
             _store_bits(payload, votes_at, block, tl.minimum(end, rows), cast, BLOCK)
 
 
@@ -201,7 +201,7 @@ def votes_decode(
 
 @triton.jit
 def votes_keep(table, segments, tasks, flag, payload, PIECE: tl.constexpr, BLOCK: tl.constexpr):
-    """Takes this rank's own votes off x."""
+    """Subtracts this rank's votes from x."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     columns = entry(table, segments, segment, COUNT).to(tl.int32)
     for block in range(start, end, BLOCK):
@@ -236,4 +236,4 @@ KERNELS = {
     "votes_decode": lambda on, first, ranks, row: on.pieces(votes_decode, first, ranks, row),
     "votes_keep": lambda on, payload: on.pieces(votes_keep, payload),
 }
-"""How each is launched, by its name."""
+"""Launchers by kernel name."""

@@ -1,9 +1,8 @@
-"""What a sparsifier sends: k elements of each tensor, in the order of their indices, and what is left of x.
+"""Encoding of sparsifiers: k elements of each tensor, in the order of their indices, and the residual in x.
 
-`src/sparse.h` says where things lie in a payload, and `sparse_select` how the magnitudes are found between which what
-is sent lies. All elements that reach the upper one are sent. The rest comes from those between the two: the first of
-them, in index order, or, where the method allows more of them than it needs (`LIMITED`), the largest of these first
-ones, of equal ones again the first.
+`src/sparse.h` describes the payload. `sparse_select` finds two magnitudes for each tensor. All elements that reach the
+upper one are sent. The other elements come from those between the two magnitudes: the first in index order, or, if the
+method allows more of them than it needs (`LIMITED`), the largest of these first ones, and the first among equal ones.
 """
 
 import numpy as np
@@ -28,7 +27,7 @@ from hvdcomp.kernels.cuda.sparse_select import (
     digit_of,
     digits_of,
     draw_floors,
-    known,
+    load_state,
     looked_at,
     looked_at_where,
     note_candidates,
@@ -63,7 +62,7 @@ _LOOKED_AT = 512  # candidates that a program works on at a time
 
 @triton.jit
 def _counted(chosen, first, count):
-    """The sums of what `count_chosen` has counted in a number of pieces: surely sent, and eligible."""
+    """Sums of the two counts of `count_chosen` over `count` pieces: elements surely sent, and eligible elements."""
     surely = tl.zeros((SPAN,), tl.int32)
     eligible = tl.zeros((SPAN,), tl.int32)
     for block in range(0, count, SPAN):
@@ -76,7 +75,7 @@ def _counted(chosen, first, count):
 
 @triton.jit
 def _missing(table, segments, segment, chosen):
-    """How many elements of a tensor are to be sent beside those that surely are, and the number of these."""
+    """Number of elements of a tensor to send besides those surely sent; and the number surely sent."""
     first = entry(table, segments, segment, FIRST_TASK)
     surely, _ = _counted(chosen, first, entry(table, segments, segment, TASKS).to(tl.int32))
     return entry(table, segments, segment, COUNT).to(tl.int32) - surely, surely
@@ -87,10 +86,10 @@ def _limits(
     table, segments, segment, start, choices, state, histograms, between,
     LIMITED: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """Of those between the two magnitudes: the number in pieces before, how many are eligible at all, in index order,
-    and the least magnitude of those that are sent. Without LIMITED nobody asks.
+    """For elements between the two magnitudes: their number in earlier pieces, the number of eligible ones (the first
+    in index order), and the least magnitude that is sent. All are 0 without LIMITED.
 
-    between: what `count_chosen` has counted, without LIMITED.
+    between: counts of `count_chosen` without LIMITED.
     """
     before = tl.zeros((), tl.int32)
     eligible = before
@@ -101,17 +100,17 @@ def _limits(
         missing, surely = _missing(table, segments, segment, between)
         eligible = entry(choices, segments, segment, MOST).to(tl.int32) - surely
         least = digits_of(state, histograms, segment, missing, False, ELIGIBLE, 4)
-        low = known(state, segment, LOW)
-        least = tl.where(known(state, segment, HIGH) - low == 1, low, least)
+        low = load_state(state, segment, LOW)
+        least = tl.where(load_state(state, segment, HIGH) - low == 1, low, least)
     return before, eligible, least
 
 
 @triton.jit
-def _classes(bits, there, low, high, before, eligible, least, LIMITED: tl.constexpr):
-    """1 for elements that are surely sent, and for those of which the first are, else 0; and `before` for those that
-    follow."""
-    surely = (there & (bits >= high)).to(tl.int32)
-    between = (there & (bits >= low)).to(tl.int32) - surely
+def _classes(bits, valid, low, high, before, eligible, least, LIMITED: tl.constexpr):
+    """Two masks of 0 and 1, of elements surely sent and of elements of which only the first are sent; and `before` for
+    the elements that follow."""
+    surely = (valid & (bits >= high)).to(tl.int32)
+    between = (valid & (bits >= low)).to(tl.int32) - surely
     if LIMITED:
         first = between * (tl.cumsum(between, 0) + before <= eligible).to(tl.int32)
         before += tl.sum(between, 0)
@@ -125,27 +124,27 @@ def count_chosen(
     table, segments, tasks, flag, choices, state, histograms, places, counts, between, chosen,
     LIMITED: tl.constexpr, KEEPS: tl.constexpr, FROM: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of each piece, how many elements are surely sent, and of how many the first are."""
+    """Counts, in each piece, the elements surely sent and the elements of which only the first are sent."""
     segment, start, end = piece(table, segments, tasks, PIECE)
-    whole = known(state, segment, WHOLE)
-    low = known(state, segment, LOW)
-    high = known(state, segment, HIGH)
+    whole = load_state(state, segment, WHOLE)
+    low = load_state(state, segment, LOW)
+    high = load_state(state, segment, HIGH)
     before, eligible, least = _limits(
         table, segments, segment, start, choices, state, histograms, between, LIMITED, PIECE
     )
     entries = looked_at(counts, start, end, whole)
     surely = tl.zeros((BLOCK,), tl.int32)
-    rest = tl.zeros((BLOCK,), tl.int32)
+    tied = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, entries, BLOCK):
         number = first + tl.arange(0, BLOCK)
-        i, there = looked_at_where(places, start, number, entries, whole, PIECE)
-        bits = bits_of(made(table, segments, segment, i, there, KEEPS, FROM))
-        surely_here, rest_here, before = _classes(bits, there, low, high, before, eligible, least, LIMITED)
+        i, valid = looked_at_where(places, start, number, entries, whole, PIECE)
+        bits = bits_of(made(table, segments, segment, i, valid, KEEPS, FROM))
+        surely_here, tied_here, before = _classes(bits, valid, low, high, before, eligible, least, LIMITED)
         surely += surely_here
-        rest += rest_here
-    own = pointer(chosen, tl.int32) + 2 * tl.program_id(0)
-    tl.store(own, tl.sum(surely, 0))
-    tl.store(own + 1, tl.sum(rest, 0))
+        tied += tied_here
+    piece_counts = pointer(chosen, tl.int32) + 2 * tl.program_id(0)
+    tl.store(piece_counts, tl.sum(surely, 0))
+    tl.store(piece_counts + 1, tl.sum(tied, 0))
 
 
 @triton.jit
@@ -153,36 +152,36 @@ def count_eligible_digits(
     table, segments, tasks, flag, choices, state, histograms, places, counts, between,
     DIGIT: tl.constexpr, KEEPS: tl.constexpr, FROM: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The histogram of a digit of what is eligible between the two magnitudes; nothing where these are neighbours."""
+    """The histogram of a digit of eligible elements between the two magnitudes, unless these are neighbours."""
     segment, start, end = piece(table, segments, tasks, PIECE)
-    low = known(state, segment, LOW)
-    high = known(state, segment, HIGH)
+    low = load_state(state, segment, LOW)
+    high = load_state(state, segment, HIGH)
     if high - low > 1:
-        whole = known(state, segment, WHOLE)
+        whole = load_state(state, segment, WHOLE)
         _, before = _counted(between, entry(table, segments, segment, FIRST_TASK), start // PIECE)
         missing, surely = _missing(table, segments, segment, between)
         eligible = entry(choices, segments, segment, MOST).to(tl.int32) - surely
         digits = digits_of(state, histograms, segment, missing, start == 0, ELIGIBLE, DIGIT)
         entries = looked_at(counts, start, end, whole)
-        found = tl.zeros((BINS,), tl.int32)
+        histogram = tl.zeros((BINS,), tl.int32)
         for first in range(0, entries, BLOCK):
             number = first + tl.arange(0, BLOCK)
-            i, there = looked_at_where(places, start, number, entries, whole, PIECE)
-            bits = bits_of(made(table, segments, segment, i, there, KEEPS, FROM))
-            reaches = (there & (bits >= low) & (bits < high)).to(tl.int32)
-            asked = (reaches != 0) & (tl.cumsum(reaches, 0) + before <= eligible)
+            i, valid = looked_at_where(places, start, number, entries, whole, PIECE)
+            bits = bits_of(made(table, segments, segment, i, valid, KEEPS, FROM))
+            reaches = (valid & (bits >= low) & (bits < high)).to(tl.int32)
+            counted = (reaches != 0) & (tl.cumsum(reaches, 0) + before <= eligible)
             before += tl.sum(reaches, 0)
             digit, higher = digit_of(bits, DIGIT)
-            found += tl.histogram(digit, BINS, mask=asked & (higher == digits))
-        add_histogram(histograms, segment, found, ELIGIBLE, DIGIT)
+            histogram += tl.histogram(digit, BINS, mask=counted & (higher == digits))
+        add_histogram(histograms, segment, histogram, ELIGIBLE, DIGIT)
 
 
 @triton.jit
 def _packed(chosen, first, count, missing):
-    """How many elements of a number of pieces are sent, and how many of them beside those that surely are."""
-    surely, rest = _counted(chosen, first, count)
-    rest = tl.minimum(rest, missing)
-    return surely + rest, rest
+    """Number of elements that `count` pieces send, and how many of these are not surely sent."""
+    surely, tied = _counted(chosen, first, count)
+    tied = tl.minimum(tied, missing)
+    return surely + tied, tied
 
 
 @triton.jit
@@ -191,18 +190,18 @@ def pack_chosen(
     TYPE: tl.constexpr, MASKING: tl.constexpr, LIMITED: tl.constexpr,
     KEEPS: tl.constexpr, FROM: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Packs values, indices and the counts of blocks, and takes what is sent off x; MASKING: ends the momentum of these
-    elements."""
+    """Packs values, indices and the counts of blocks, and subtracts sent values from x. MASKING: ends the momentum of
+    these elements."""
     segment, start, end = piece(table, segments, tasks, PIECE)
-    whole = known(state, segment, WHOLE)
-    low = known(state, segment, LOW)
-    high = known(state, segment, HIGH)
+    whole = load_state(state, segment, WHOLE)
+    low = load_state(state, segment, LOW)
+    high = load_state(state, segment, HIGH)
     before, eligible, least = _limits(
         table, segments, segment, start, choices, state, histograms, between, LIMITED, PIECE
     )
     missing, _ = _missing(table, segments, segment, chosen)
     first_task = entry(table, segments, segment, FIRST_TASK)
-    packed, rest = _packed(chosen, first_task, start // PIECE, missing)
+    packed, tied_sent = _packed(chosen, first_task, start // PIECE, missing)
     counts_at = entry(table, segments, segment, PLACE1)
     if counts_at >= 0:
         if start % COUNTED == 0:
@@ -216,14 +215,14 @@ def pack_chosen(
     entries = looked_at(counts, start, end, whole)
     for first in range(0, entries, BLOCK):
         number = first + tl.arange(0, BLOCK)
-        i, there = looked_at_where(places, start, number, entries, whole, PIECE)
-        x = made(table, segments, segment, i, there, KEEPS, FROM)
-        surely, ones, before = _classes(bits_of(x), there, low, high, before, eligible, least, LIMITED)
-        ones = surely + ones * (rest + tl.cumsum(ones, 0) <= missing).to(tl.int32)
-        rest += tl.sum(ones - surely, 0)
-        sends = ones != 0
-        at = packed + tl.cumsum(ones, 0) - ones
-        packed += tl.sum(ones, 0)
+        i, valid = looked_at_where(places, start, number, entries, whole, PIECE)
+        x = made(table, segments, segment, i, valid, KEEPS, FROM)
+        surely, selected, before = _classes(bits_of(x), valid, low, high, before, eligible, least, LIMITED)
+        selected = surely + selected * (tied_sent + tl.cumsum(selected, 0) <= missing).to(tl.int32)
+        tied_sent += tl.sum(selected - surely, 0)
+        sends = selected != 0
+        at = packed + tl.cumsum(selected, 0) - selected
+        packed += tl.sum(selected, 0)
         sent = x
         if TYPE != FLOAT:
             bits = to_bits(held(x, TYPE), TYPE)
@@ -236,32 +235,32 @@ def pack_chosen(
         else:
             tl.store(pointer(indices, tl.int32) + at, i, mask=sends)
         if KEEPS:
-            left = floats(table, segments, segment, X) + i
+            x_pointer = floats(table, segments, segment, X) + i
             if FROM == SOURCED:
-                x = tl.load(left, mask=sends, other=0.0)
-            tl.store(left, x - sent, mask=sends)
+                x = tl.load(x_pointer, mask=sends, other=0.0)
+            tl.store(x_pointer, x - sent, mask=sends)
         if MASKING:
             tl.store(floats(table, segments, segment, NEXT_VELOCITY) + i, tl.zeros((BLOCK,), tl.float32), mask=sends)
 
 
-def _choices(on, asked):
-    """What kernels are told of each tensor, as numbered in `sparse_select`; with lines and rank of the floor's sample.
+def _choices(on, selection):
+    """Parameters of each tensor, in the rows that `sparse_select` numbers, with lines and rank of the floor's sample.
 
-    That rank is above the expected one by several standard deviations, so that hardly ever too few elements reach the
-    floor. A tensor has no sample if it is small, or if nearly all of it is needed.
+    The rank is several standard deviations above the expected one, so that too few elements hardly ever reach the
+    floor. A tensor has no sample if it is small or if nearly all of it is needed.
     """
     sizes = on.segments["size"]
     lines = np.where(sizes > _SMALL, np.minimum(_SAMPLE, sizes // 4) // LINE.value, 0)
-    expected = asked.need / sizes * lines * LINE.value
+    expected = selection.need / sizes * lines * LINE.value
     rank = np.ceil(1.5 * expected + 4 * np.sqrt(expected) + 4).astype(np.int64)
     rank[3 * rank > lines * LINE.value] = 0
-    return np.stack([asked.need, asked.most, asked.reaching, asked.stride, np.maximum(lines, 1), rank])
+    return np.stack([selection.need, selection.most, selection.reaching, selection.stride, np.maximum(lines, 1), rank])
 
 
-def _encode(on, asked, payload):
+def _encode(on, selection, payload):
     tensors, tasks = len(on.segments), on.tasks
-    method = {"METHOD": asked.method}
-    choices = on.static("choices", lambda: _choices(on, asked))
+    method = {"METHOD": selection.method}
+    choices = on.static("choices", lambda: _choices(on, selection))
     state = on.scratch("state", tensors * STATE.value, "int32")
     histograms = on.scratch("histograms", tensors * QUERIES.value * 4 * BINS.value, "int32")
     places, counts = on.passing(tasks * on.piece, "int16"), on.scratch("noted", tasks, "int32")
@@ -273,17 +272,17 @@ def _encode(on, asked, payload):
     on.pieces(note_candidates, choices, state, places, counts, sums, largest, x=True, **method)
     for digit in range(4):
         on.pieces(count_digits, *noted, DIGIT=digit, **method, **read)
-    on.tensors(decide, choices, state, histograms, sums, largest, asked.rounds, **method)
-    if asked.limited:
+    on.tensors(decide, choices, state, histograms, sums, largest, selection.rounds, **method)
+    if selection.limited:
         on.pieces(count_chosen, *noted, 0, between, LIMITED=False, **read)
         for digit in range(4):
             on.pieces(count_eligible_digits, *noted, between, DIGIT=digit, **read)
-    on.pieces(count_chosen, *noted, between, chosen, LIMITED=asked.limited, **read)
+    on.pieces(count_chosen, *noted, between, chosen, LIMITED=selection.limited, **read)
     on.pieces(
-        pack_chosen, *noted, between, chosen, payload, TYPE=asked.type, MASKING=bool(asked.masks),
-        LIMITED=asked.limited, **read,
+        pack_chosen, *noted, between, chosen, payload, TYPE=selection.type, MASKING=bool(selection.masks),
+        LIMITED=selection.limited, **read,
     )  # fmt: skip
 
 
 KERNELS = {"sparse_encode": _encode}
-"""How it is launched, by its name. What the kernels in C do after it in `sparse_keep`, it has done."""
+"""Launchers by kernel name. This one also does the work of `sparse_keep` of the kernels in C."""

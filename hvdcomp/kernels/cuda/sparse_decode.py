@@ -1,8 +1,8 @@
 """The mean of the elements that the ranks sent, in one launch, whatever the number of ranks.
 
 A program works on one piece of a tensor. A rank sends a tensor's elements in the order of their indices, so those of
-one piece lie behind each other, and a binary search, of all ranks at once, finds where. The program fills its piece
-with zeros and adds to it rank after rank, as the kernel in C does: so the bits are the same.
+one piece are adjacent, and a binary search, for all ranks at once, finds them. The program fills its piece with zeros
+and adds to it rank after rank, as the kernel in C does, so that results have the same bits.
 """
 
 from hvdcomp.kernels.cuda.language import tl, triton
@@ -31,7 +31,7 @@ _CHUNK = 256  # elements of a rank that it adds at a time
 
 @triton.jit
 def _indices(address, number, width, mask):
-    """Indices as they travel: in the tensor, or in a block of it."""
+    """Sent indices: in the tensor, or in a block of it."""
     if width == 2:
         index = tl.load(pointer(address, tl.int16) + number, mask=mask, other=0).to(tl.int32) & 0xFFFF
     else:
@@ -41,18 +41,18 @@ def _indices(address, number, width, mask):
 
 @triton.jit
 def _reaching(address, width, low, high, bound):
-    """One step on the way to the first number from `low` to `high` whose index reaches the bound: closer ones."""
+    """One step of a binary search for the first number whose index reaches the bound: the next `low` and `high`."""
     middle = low + (high - low) // 2  # their sum may be beyond 2**31
-    asks = low < high
-    below = asks & (_indices(address, middle, width, asks) < bound)
+    searching = low < high
+    below = searching & (_indices(address, middle, width, searching) < bound)
     return tl.where(below, middle + 1, low), tl.where(below, high, middle)
 
 
 @triton.jit
 def _ranges(table, segments, segment, start, origin, payloads, ranks, PIECE: tl.constexpr, COUNTS: tl.constexpr):
-    """Which elements of each rank lie in the piece that begins at `start`: the first, and that behind the last.
+    """The first and the end of each rank's sent elements in the piece that begins at `start`.
 
-    origin: where in the tensor the block of these elements begins, 0 if there are no blocks.
+    origin: begin of these elements' block in the tensor, 0 if there are no blocks.
     payloads: addresses, (at least ranks,).
     """
     rank = tl.arange(0, payloads.shape[0])
@@ -65,8 +65,8 @@ def _ranges(table, segments, segment, start, origin, payloads, ranks, PIECE: tl.
         block = origin // COUNTED
         for number in range(0, block, COUNTS):
             before = number + tl.arange(0, COUNTS)
-            asks = (rank < ranks)[:, None] & (before < block)[None, :]
-            first += tl.sum(tl.load(counts[:, None] + before[None, :], mask=asks, other=0), 1)
+            mask = (rank < ranks)[:, None] & (before < block)[None, :]
+            first += tl.sum(tl.load(counts[:, None] + before[None, :], mask=mask, other=0), 1)
         last = first + tl.load(counts + block, mask=rank < ranks, other=0)
     if size_of(table, segments, segment) > PIECE:
         indices = payloads + entry(table, segments, segment, PLACE2)
@@ -88,7 +88,7 @@ def sparse_decode(
     TYPE: tl.constexpr, RANKS: tl.constexpr, COUNTS: tl.constexpr, CHUNK: tl.constexpr,
     PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Means of what `ranks` have sent, whose payloads are `row` bytes apart."""
+    """Means of the ranks' sent elements. Payloads are `row` bytes apart."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     result = floats(table, segments, segment, RESULT)
     for block in range(start, end, BLOCK):
@@ -102,20 +102,20 @@ def sparse_decode(
     payloads = payload_of(payload, number_of_rank, row)
     firsts, lasts = _ranges(table, segments, segment, start, origin, payloads, ranks, PIECE, COUNTS)
     largest = tl.zeros((CHUNK,), tl.int32)
-    own = payload
+    rank_payload = payload
     for rank in range(0, ranks):
         tl.debug_barrier()  # what other threads of this program wrote is read next
         first = tl.sum(tl.where(number_of_rank == rank, firsts, 0), 0)
         last = tl.sum(tl.where(number_of_rank == rank, lasts, 0), 0)
         for chunk in range(first, last, CHUNK):
             number = chunk + tl.arange(0, CHUNK)
-            there = number < last
-            i = origin + _indices(own + indices_at, number, width, there)
-            value = load_as(own + values_at, number, there, TYPE)
-            total = tl.load(result + i, mask=there, other=0.0) + value * share
-            tl.store(result + i, total, mask=there)
-            largest = tl.maximum(largest, tl.where(there, magnitude(total), 0))
-        own += row
+            valid = number < last
+            i = origin + _indices(rank_payload + indices_at, number, width, valid)
+            value = load_as(rank_payload + values_at, number, valid, TYPE)
+            total = tl.load(result + i, mask=valid, other=0.0) + value * share
+            tl.store(result + i, total, mask=valid)
+            largest = tl.maximum(largest, tl.where(valid, magnitude(total), 0))
+        rank_payload += row
     report(flag, largest)
 
 
@@ -126,4 +126,4 @@ def _decode(on, first, ranks, row, type):
 
 
 KERNELS = {"sparse_decode": _decode}
-"""How it is launched, by its name."""
+"""Launchers by kernel name."""

@@ -1,8 +1,8 @@
-"""Between which magnitudes lies what a sparsifier sends of each tensor: from a sample, candidates, and histograms.
+"""The two magnitudes that bound what a sparsifier sends of each tensor, from a sample, candidates and histograms.
 
-A sample of x gives a floor that a little more elements reach than matter. The pass that makes x notes the places of
-these candidates, about 2 in 100 elements where 1 in 100 is sent, and everything after it looks at the candidates alone.
-Where the sample has misled, all elements of the tensor are candidates; the same kernels run, whatever the numbers are.
+A sample of x gives a floor that slightly more elements reach than are needed. The pass that makes x notes the places of
+these candidates, about 2 in 100 elements if 1 in 100 is sent. All later passes read the candidates alone. If the sample
+was misleading, all elements of the tensor are candidates. The same kernels run whatever the numbers are.
 
 Magnitudes are compared by their bits. The magnitude that k elements reach is found digit by digit, from the highest: a
 histogram of a digit's values among the elements with the digits found so far says which value comes next. A method that
@@ -27,7 +27,7 @@ from hvdcomp.kernels.cuda.x import (
     size_of,
 )
 
-# What `sparse._choices` says of each tensor.
+# Rows of `sparse._choices`, with one number for each tensor.
 NEED = tl.constexpr(0)
 MOST = tl.constexpr(1)
 REACHING = tl.constexpr(2)
@@ -35,17 +35,17 @@ STRIDE = tl.constexpr(3)
 LINES = tl.constexpr(4)
 RANK = tl.constexpr(5)
 
-# What the kernels find out of each tensor, int32.
+# Slots of the state of each tensor, int32, which the kernels fill.
 NOTED = tl.constexpr(0)  # number of candidates
 SAMPLED = tl.constexpr(1)  # of these, the number in the sample of the method itself
 FLOOR = tl.constexpr(2)  # bits; 0 if there are no candidates but all elements
-LOW = tl.constexpr(3)  # bits that what is sent reaches
+LOW = tl.constexpr(3)  # bits that all sent elements reach
 HIGH = tl.constexpr(4)  # bits; all elements that reach them are sent
 WHOLE = tl.constexpr(5)  # whether all elements must be looked at
 DIGITS = tl.constexpr(8)  # of each query and number of digits: the digits, and how many elements of them are asked for
 STATE = tl.constexpr(8 + 2 * 4 * 4)
 
-# The queries, of which a method asks the first ones; and last, what a choice among eligible elements asks.
+# Queries: a method has the first one or more; the last is the query of the choice among eligible elements.
 QUERIES = tl.constexpr(4)
 ELIGIBLE = tl.constexpr(3)
 
@@ -57,19 +57,19 @@ MOST_BITS = tl.constexpr(0x7FFFFFFE)
 
 @triton.jit
 def bits_of(x):
-    """The bits of magnitudes, of which there is always a next larger number."""
+    """The bits of magnitudes, capped so that the next larger integer is in range."""
     return tl.minimum(magnitude(x), MOST_BITS)
 
 
 @triton.jit
-def known(state, segment, SLOT: tl.constexpr):
-    """What was found out of a tensor."""
+def load_state(state, segment, SLOT: tl.constexpr):
+    """A slot of a tensor's state."""
     return tl.load(pointer(state, tl.int32) + segment * STATE + SLOT)
 
 
 @triton.jit
-def tell(state, segment, SLOT: tl.constexpr, value):
-    """Notes it."""
+def store_state(state, segment, SLOT: tl.constexpr, value):
+    """Writes a slot of a tensor's state."""
     tl.store(pointer(state, tl.int32) + segment * STATE + SLOT, value)
 
 
@@ -79,16 +79,16 @@ def draw_floors(
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     SAMPLE: tl.constexpr,
 ):  # fmt: skip
-    """The floor of each tensor; and everything that is added up begins at zero.
+    """Draws the floor of each tensor and sets its counters to zero.
 
-    The sample is some lines, one out of each of equal parts of the tensor, at a place in it that follows no rows or
+    The sample consists of lines, one from each of equal parts of the tensor, at places that are independent of rows and
     channels.
     """
     segment = tl.program_id(0)
     counts = pointer(histograms, tl.int32) + segment.to(tl.int64) * (QUERIES * 4 * BINS)
     tl.store(counts + tl.arange(0, QUERIES * 4 * BINS), tl.zeros((QUERIES * 4 * BINS,), tl.int32))
-    tell(state, segment, NOTED, 0)
-    tell(state, segment, SAMPLED, 0)
+    store_state(state, segment, NOTED, 0)
+    store_state(state, segment, SAMPLED, 0)
     floor = tl.zeros((), tl.int32)
     rank = entry(choices, segments, segment, RANK)
     if rank > 0:
@@ -105,7 +105,7 @@ def draw_floors(
             higher = floor | (1 << (30 - step))
             floor = tl.where(tl.sum((bits >= higher).to(tl.int32), 0) >= rank, higher, floor)
         floor = tl.maximum(floor, 1)  # where most are zeros, all others are candidates
-    tell(state, segment, FLOOR, floor)
+    store_state(state, segment, FLOOR, floor)
 
 
 @triton.jit
@@ -114,14 +114,14 @@ def note_candidates(
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     METHOD: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Makes x, and notes the places, in each piece, of elements that reach the floor, and how many they are.
+    """Makes x; notes the number and places of the elements in each piece that reach the floor.
 
-    sums, largest: of the magnitudes of each piece, float64, and bits; where the method asks for them.
+    sums, largest: sum (float64) and maximum (bits) of the magnitudes of each piece, if the method needs them.
     """
     segment, start, end = piece(table, segments, tasks, PIECE)
     task = tl.program_id(0)
-    floor = known(state, segment, FLOOR)
-    own = pointer(places, tl.int16) + task.to(tl.int64) * PIECE
+    floor = load_state(state, segment, FLOOR)
+    piece_places = pointer(places, tl.int16) + task.to(tl.int64) * PIECE
     stride = entry(choices, segments, segment, STRIDE).to(tl.int32)
     most = tl.zeros((BLOCK,), tl.int32)
     noted = tl.zeros((), tl.int32)
@@ -136,17 +136,18 @@ def note_candidates(
         if METHOD == 1:
             magnitudes += tl.where(inside, tl.abs(x), 0.0).to(tl.float64)
         if floor > 0:
-            ones = (bits >= floor).to(tl.int32)
-            tl.store(own + noted + tl.cumsum(ones, 0) - ones, (i - start).to(tl.int16), mask=ones != 0)
-            noted += tl.sum(ones, 0)
+            candidates = (bits >= floor).to(tl.int32)
+            at = piece_places + noted + tl.cumsum(candidates, 0) - candidates
+            tl.store(at, (i - start).to(tl.int16), mask=candidates != 0)
+            noted += tl.sum(candidates, 0)
             if METHOD == 2:
-                sampled += tl.where(i % stride == 0, ones, 0)
+                sampled += tl.where(i % stride == 0, candidates, 0)
     report(flag, most)
     tl.store(pointer(counts, tl.int32) + task, noted)
-    found = pointer(state, tl.int32) + segment * STATE
-    tl.atomic_add(found + NOTED, noted, sem="relaxed")
+    tensor_state = pointer(state, tl.int32) + segment * STATE
+    tl.atomic_add(tensor_state + NOTED, noted, sem="relaxed")
     if METHOD == 2:
-        tl.atomic_add(found + SAMPLED, tl.sum(sampled, 0), sem="relaxed")
+        tl.atomic_add(tensor_state + SAMPLED, tl.sum(sampled, 0), sem="relaxed")
     if METHOD != 0:
         tl.store(pointer(largest, tl.int32) + task, tl.max(most, 0))
     if METHOD == 1:
@@ -156,10 +157,10 @@ def note_candidates(
 @triton.jit
 def _misled(choices, segments, state, segment, METHOD: tl.constexpr):
     """1 if all elements must be looked at, because the candidates do not answer everything, else 0."""
-    few = known(state, segment, NOTED) < entry(choices, segments, segment, NEED)
+    few = load_state(state, segment, NOTED) < entry(choices, segments, segment, NEED)
     if METHOD == 2:
-        few = few | (known(state, segment, SAMPLED) < entry(choices, segments, segment, REACHING))
-    return (few | (known(state, segment, FLOOR) == 0)).to(tl.int32)
+        few = few | (load_state(state, segment, SAMPLED) < entry(choices, segments, segment, REACHING))
+    return (few | (load_state(state, segment, FLOOR) == 0)).to(tl.int32)
 
 
 @triton.jit
@@ -171,11 +172,11 @@ def looked_at(counts, start, end, whole):
 
 @triton.jit
 def looked_at_where(places, start, number, entries, whole, PIECE: tl.constexpr):
-    """Where these are in the tensor, by their numbers; and whether there are such."""
-    there = number < entries
-    own = pointer(places, tl.int16) + tl.program_id(0).to(tl.int64) * PIECE
-    noted = tl.load(own + number, mask=number < tl.where(whole != 0, 0, entries), other=0).to(tl.int32)
-    return start + tl.where(number * 0 + whole != 0, number, noted), there
+    """Places in the tensor of the elements that are looked at, by their numbers; and a mask of the valid ones."""
+    valid = number < entries
+    piece_places = pointer(places, tl.int16) + tl.program_id(0).to(tl.int64) * PIECE
+    noted = tl.load(piece_places + number, mask=number < tl.where(whole != 0, 0, entries), other=0).to(tl.int32)
+    return start + tl.where(number * 0 + whole != 0, number, noted), valid
 
 
 @triton.jit
@@ -189,52 +190,52 @@ def digit_of(bits, DIGIT: tl.constexpr):
 
 
 @triton.jit
-def digits_of(state, histograms, segment, wanted, stores, QUERY: tl.constexpr, DIGIT: tl.constexpr):
+def digits_of(state, histograms, segment, needed, stores, QUERY: tl.constexpr, DIGIT: tl.constexpr):
     """The first `DIGIT` digits of the least magnitude that `wanted` elements reach.
 
-    The histogram of the last of these digits was made by the launch before; what came before it, a program of that
-    launch has noted. stores: whether this program is to note it for the next.
+    The previous launch made the histogram of the last of these digits, and one of its programs noted the digits above.
+    stores: whether this program notes them for the next launch.
     """
     digits = tl.zeros((), tl.int32)
     if DIGIT > 0:
-        own = (segment.to(tl.int64) * QUERIES + QUERY) * 4 + DIGIT - 1
+        histogram = (segment.to(tl.int64) * QUERIES + QUERY) * 4 + DIGIT - 1
         bins = tl.arange(0, BINS)
-        counts = tl.load(pointer(histograms, tl.int32) + own * BINS + bins)
+        counts = tl.load(pointer(histograms, tl.int32) + histogram * BINS + bins)
         if DIGIT > 1:
-            digits = known(state, segment, DIGITS + 8 * QUERY + 2 * (DIGIT - 1))
-            wanted = known(state, segment, DIGITS + 8 * QUERY + 2 * (DIGIT - 1) + 1)
+            digits = load_state(state, segment, DIGITS + 8 * QUERY + 2 * (DIGIT - 1))
+            needed = load_state(state, segment, DIGITS + 8 * QUERY + 2 * (DIGIT - 1) + 1)
         reaching = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-        digit = tl.max(tl.where(reaching >= wanted, bins, 0), 0)
+        digit = tl.max(tl.where(reaching >= needed, bins, 0), 0)
         if DIGIT == 4:
             digits = (digits << 7) | digit
         else:
             digits = (digits << 8) | digit
             if stores:
-                tell(state, segment, DIGITS + 8 * QUERY + 2 * DIGIT, digits)
-                left = wanted - tl.sum(tl.where(bins > digit, counts, 0), 0)
-                tell(state, segment, DIGITS + 8 * QUERY + 2 * DIGIT + 1, left)
+                store_state(state, segment, DIGITS + 8 * QUERY + 2 * DIGIT, digits)
+                still_needed = needed - tl.sum(tl.where(bins > digit, counts, 0), 0)
+                store_state(state, segment, DIGITS + 8 * QUERY + 2 * DIGIT + 1, still_needed)
     return digits
 
 
 @triton.jit
 def add_histogram(histograms, segment, counts, QUERY: tl.constexpr, DIGIT: tl.constexpr):
-    """Adds what this program has counted."""
-    own = (segment.to(tl.int64) * QUERIES + QUERY) * 4 + DIGIT
-    at = pointer(histograms, tl.int32) + own * BINS + tl.arange(0, BINS)
+    """Adds this program's counts to a histogram."""
+    histogram = (segment.to(tl.int64) * QUERIES + QUERY) * 4 + DIGIT
+    at = pointer(histograms, tl.int32) + histogram * BINS + tl.arange(0, BINS)
     tl.atomic_add(at, counts, mask=counts > 0, sem="relaxed")  # another order would make all memory wait
 
 
 @triton.jit
-def _asked_for(table, choices, segments, segment, QUERY: tl.constexpr):
-    """How many elements shall reach the magnitude that a query asks for: k; one more than a threshold may let through;
-    or a share of the method's sample."""
+def _needed_by(table, choices, segments, segment, QUERY: tl.constexpr):
+    """Number of elements that must reach the magnitude of a query: k; one more than a threshold may let through; or a
+    share of the method's sample."""
     if QUERY == 0:
-        wanted = entry(table, segments, segment, COUNT)
+        needed = entry(table, segments, segment, COUNT)
     elif QUERY == 1:
-        wanted = entry(choices, segments, segment, MOST) + 1
+        needed = entry(choices, segments, segment, MOST) + 1
     else:
-        wanted = entry(choices, segments, segment, REACHING)
-    return wanted.to(tl.int32)
+        needed = entry(choices, segments, segment, REACHING)
+    return needed.to(tl.int32)
 
 
 @triton.jit
@@ -249,19 +250,19 @@ def count_digits(
     entries = looked_at(counts, start, end, whole)
     stride = entry(choices, segments, segment, STRIDE).to(tl.int32)
     for query in tl.static_range(METHOD + 1):
-        wanted = _asked_for(table, choices, segments, segment, query)
-        digits = digits_of(state, histograms, segment, wanted, start == 0, query, DIGIT)
-        found = tl.zeros((BINS,), tl.int32)
+        needed = _needed_by(table, choices, segments, segment, query)
+        digits = digits_of(state, histograms, segment, needed, start == 0, query, DIGIT)
+        histogram = tl.zeros((BINS,), tl.int32)
         for first in range(0, entries, BLOCK):
             number = first + tl.arange(0, BLOCK)
-            i, there = looked_at_where(places, start, number, entries, whole, PIECE)
-            bits = bits_of(made(table, segments, segment, i, there, KEEPS, FROM))
+            i, valid = looked_at_where(places, start, number, entries, whole, PIECE)
+            bits = bits_of(made(table, segments, segment, i, valid, KEEPS, FROM))
             digit, higher = digit_of(bits, DIGIT)
-            asked = there & (higher == digits)
+            counted = valid & (higher == digits)
             if query == 2:
-                asked = asked & (i % stride == 0)
-            found += tl.histogram(digit, BINS, mask=asked)
-        add_histogram(histograms, segment, found, query, DIGIT)
+                counted = counted & (i % stride == 0)
+            histogram += tl.histogram(digit, BINS, mask=counted)
+        add_histogram(histograms, segment, histogram, query, DIGIT)
 
 
 @triton.jit
@@ -283,8 +284,8 @@ def _narrowed(threshold, low, high, goes_on, least, beyond):
 
 @triton.jit
 def decide(table, segments, choices, state, histograms, sums, largest, rounds, METHOD: tl.constexpr):
-    """Sets `LOW` and `HIGH` of each tensor: either so that exactly the k largest are meant, or, where the search found
-    no good threshold, to the thresholds on either side."""
+    """Sets `LOW` and `HIGH` of each tensor: to bits that select exactly the k largest elements, or, if the search
+    found no good threshold, to the thresholds on either side of k."""
     segment = tl.program_id(0)
     least = digits_of(state, histograms, segment, 0, False, 0, 4)
     lowest = least
@@ -310,14 +311,14 @@ def decide(table, segments, choices, state, histograms, sums, largest, rounds, M
         goes_on = tl.full((), 1, tl.int32)
         if METHOD == 1:
             mean = tl.sum(total, 0) / size.to(tl.float64)
-            left = tl.zeros((), tl.float64)
-            right = left + 1.0
+            lower = tl.zeros((), tl.float64)
+            upper = lower + 1.0
             for _ in range(0, rounds):
-                middle = (left + right) * 0.5
+                middle = (lower + upper) * 0.5
                 threshold = mean + middle * (peak - mean)
                 low, high, too_few, goes_on = _narrowed(threshold, low, high, goes_on, least, beyond)
-                left = tl.where(too_few, left, middle)
-                right = tl.where(too_few, middle, right)
+                lower = tl.where(too_few, lower, middle)
+                upper = tl.where(too_few, middle, upper)
         else:
             sample = digits_of(state, histograms, segment, 0, False, 2, 4)
             threshold = sample.to(tl.float32, bitcast=True).to(tl.float64)
@@ -331,7 +332,7 @@ def decide(table, segments, choices, state, histograms, sums, largest, rounds, M
         missed = (_bits_of_threshold(high) > least) & (top < INFINITE)
         lowest = tl.where(missed, _bits_of_threshold(low), least)
         highest = tl.where(missed, _bits_of_threshold(high), highest)
-        whole = tl.where(lowest < known(state, segment, FLOOR), 1, whole)
-    tell(state, segment, LOW, lowest)
-    tell(state, segment, HIGH, highest)
-    tell(state, segment, WHOLE, whole)
+        whole = tl.where(lowest < load_state(state, segment, FLOOR), 1, whole)
+    store_state(state, segment, LOW, lowest)
+    store_state(state, segment, HIGH, highest)
+    store_state(state, segment, WHOLE, whole)

@@ -1,7 +1,7 @@
-"""Blocks that all ranks send together: chosen by one sort of the blocks of all tensors, and moved by a program each.
+"""Blocks that all ranks send together: one sort of the blocks of all tensors chooses them, and a program moves each.
 
-A block has place 3 elements; the last one of a tensor may have fewer, and zeros travel in their place. Where blocks are
-judged by norms, place 1 is where those of a tensor begin (bytes); sketches are products as PowerSGD's (`factors`).
+A block has place 3 elements. The last block of a tensor may have fewer and is padded with zeros. If blocks are judged
+by norms, the norms of a tensor begin at place 1 (bytes). Sketches are products like those of PowerSGD (`factors`).
 """
 
 import numpy as np
@@ -18,8 +18,8 @@ _MOST_AT_A_TIME = 1024  # elements of a block
 
 @triton.jit
 def _slot(table, segments, slots, chosen):
-    """This program's tensor; where its block's elements begin among what travels, and in the tensor; how many they are,
-    and how many of them there are in the tensor. A slot is a tensor and the first of these places."""
+    """This program's tensor; the begin of its block on the wire and in the tensor; the block's length, and the number
+    of its elements inside the tensor. A slot is a tensor and a begin on the wire."""
     slot = pointer(slots, tl.int64) + 2 * tl.program_id(0)
     segment = tl.load(slot)
     length = entry(table, segments, segment, PLACE3)
@@ -32,22 +32,22 @@ def _slot(table, segments, slots, chosen):
 def together_take(
     table, segments, slots, chosen, wire, KEEPS: tl.constexpr, FROM: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Puts a block of x, which is made, on the wire, and takes it off x."""
+    """Copies a block of x, which is made, to the wire and subtracts it from x."""
     segment, place, start, length, inside = _slot(table, segments, slots, chosen)
     to = pointer(wire, tl.float32) + place
     for block in range(0, length, BLOCK):
         j = block + tl.arange(0, BLOCK)
-        there = j < inside
-        x = made(table, segments, segment, start + j, there, KEEPS, FROM)
+        valid = j < inside
+        x = made(table, segments, segment, start + j, valid, KEEPS, FROM)
         tl.store(to + j, x, mask=j < length)
         if KEEPS:
             kept = floats(table, segments, segment, X) + start + j
-            tl.store(kept, left_of(tl.load(kept, mask=there, other=0.0), x + 0.0), mask=there)
+            tl.store(kept, left_of(tl.load(kept, mask=valid, other=0.0), x + 0.0), mask=valid)
 
 
 @triton.jit
 def together_put(table, segments, flag, slots, chosen, mean, BLOCK: tl.constexpr):
-    """The means of a block; the results hold zeros."""
+    """Writes the means of a block to the results, which hold zeros."""
     segment, place, start, _, inside = _slot(table, segments, slots, chosen)
     result = floats(table, segments, segment, RESULT) + start
     largest = tl.zeros((BLOCK,), tl.int32)
@@ -60,18 +60,18 @@ def together_put(table, segments, flag, slots, chosen, mean, BLOCK: tl.constexpr
 
 
 class _Plan:
-    """What follows from the tensors and levels.
+    """Index arrays that depend on the tensors and levels alone.
 
     Args:
-        counts: of blocks that are sent of each tensor.
-        numbers: of a block, by which it is judged.
+        counts: number of sent blocks of each tensor.
+        numbers: count of numbers by which a block is judged.
 
     Attributes:
-        slots: tensor, and place of its elements on the wire, of each block that is sent.
-        keys: of each block, its tensor in the upper half, and the largest magnitude's bits in the lower one.
-        places: where what is sent of the tensors is in the order of the keys.
-        begins: the number of the first block of the tensor of each block that is sent.
-        judged: where each block's numbers are, if there are several.
+        slots: tensor and begin on the wire of each sent block.
+        keys: for each block, its tensor in the upper half and the bits of the largest magnitude in the lower half.
+        places: positions of the sent blocks in the order of the keys.
+        begins: for each sent block, the number of its tensor's first block.
+        judged: positions of the numbers by which each block is judged.
     """
 
     def __init__(self, on, counts, numbers):
@@ -90,7 +90,7 @@ class _Plan:
         self.judged = on.static("judged", lambda: (numbers * firsts[of_block] + block)[:, None] + columns)
 
     def choose(self, judged):
-        """The numbers of the best blocks of each tensor, in ascending order; of equal ones the first."""
+        """The numbers of the best blocks of each tensor, in ascending order; the first among equal ones."""
         scores = judged if self.judged.shape[1] == 1 else _norms(judged[self.judged])
         bits = scores.view(torch.int32) & 0x7FFFFFFF
         order = torch.sort(self.keys - bits, stable=True).indices
@@ -98,7 +98,7 @@ class _Plan:
 
 
 def _norms(rows):
-    """Those of `row_norms` in NumPy, in whose order squares are added."""
+    """Norms of rows, with squares added in the order of `row_norms` in NumPy."""
     squares = rows.double().square()
     squares = torch.nn.functional.pad(squares, (0, -rows.shape[1] % 16)).view(len(rows), -1, 16)
     lanes = squares[:, 0]
@@ -140,4 +140,4 @@ KERNELS = {
     "together_encode": _encode,
     "together_decode": _decode,
 }
-"""How each is launched, by its name. The kernels in C have other arguments."""
+"""Launchers by kernel name. The kernels in C have other arguments."""

@@ -1,7 +1,7 @@
-"""What all kernels need: the table of a bucket on the device, its pieces, and x.
+"""Parts of all kernels: the table of a bucket on the device, its pieces, and x.
 
-A table has a row of int64 for each field of `COLUMNS`, and in it a number for each tensor. Addresses are numbers, 0 for
-nothing. Arrays come to kernels as addresses too. A program works on one piece of a tensor, or on one tensor.
+A table has an int64 row for each field of `COLUMNS`, with a number for each tensor. Addresses are numbers; 0 means no
+address. Kernels get arrays as addresses too. A program works on one piece of a tensor, or on one tensor.
 """
 
 from hvdcomp.kernels.cuda.language import tl, triton
@@ -30,9 +30,9 @@ COLUMNS = (
     "narrowed",
     "rounded",
 )
-"""Fields as of `hvd_segment` in `src/bucket.h`; and `kept_sent`: where the rule that says what was sent of `kept` is, a
-float32 number, and behind it what was sent above and below; `x_sent`: where those of x go; `first_task` and `tasks`:
-which pieces are the tensor's."""
+"""Fields of `hvd_segment` in `src/bucket.h`, and `kept_sent`, the address of three float32 numbers, which are the rule
+by which `kept` was sent and the values sent above and below; `x_sent`, the address for those of x; `first_task` and
+`tasks`, the first and the number of the tensor's pieces."""
 
 SIZE = tl.constexpr(0)
 GRADIENT = tl.constexpr(1)
@@ -57,7 +57,7 @@ TOTAL = tl.constexpr(19)
 NARROWED = tl.constexpr(20)
 ROUNDED = tl.constexpr(21)
 
-FLOAT = tl.constexpr(0)  # element types, as of `NARROW` in `kernels.tables`; and what is no gradient at all
+FLOAT = tl.constexpr(0)  # element types of gradients, as of `NARROW` in `kernels.tables`; SOURCED: a source instead
 HALF = tl.constexpr(1)
 BFLOAT16 = tl.constexpr(2)
 SOURCED = tl.constexpr(3)
@@ -93,13 +93,13 @@ def floats(table, segments, segment, COLUMN: tl.constexpr):
 
 @triton.jit
 def size_of(table, segments, segment):
-    """Elements of a tensor, int32: more have no place here."""
+    """Elements of a tensor, int32: no more than `MOST_ELEMENTS`."""
     return entry(table, segments, segment, SIZE).to(tl.int32)
 
 
 @triton.jit
 def piece(table, segments, tasks, PIECE: tl.constexpr):
-    """This program's tensor, and where its piece of it begins and ends, int32."""
+    """This program's tensor, and the begin and end of its piece in the tensor, int32."""
     task = pointer(tasks, tl.int64) + 2 * tl.program_id(0)
     segment = tl.load(task)
     start = tl.load(task + 1).to(tl.int32)
@@ -108,7 +108,7 @@ def piece(table, segments, tasks, PIECE: tl.constexpr):
 
 @triton.jit
 def magnitude(x):
-    """The bits of magnitudes, as integers in their order."""
+    """The bits of magnitudes, integers in the order of the magnitudes."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -121,14 +121,14 @@ def report(flag, largest):
 
 @triton.jit
 def is_address(address, i):
-    """Whether there is anything, for each element."""
+    """Whether the address is not 0, for each element."""
     return i.to(tl.int64) * 0 + address != 0  # a number for each element: Triton's interpreter spreads no truth values
 
 
 @triton.jit
 def unsent(x, rule, sent, inside):
-    """x without what a rule says was sent of it, zero beyond a tensor's end. sent: behind its first number, what was
-    sent above and below."""
+    """x less what was sent of it by a rule, zero beyond a tensor's end. sent: the rule, and the values sent above and
+    below."""
     upper = (x > 0) | ((x == 0) & (rule == 1))
     left = x - tl.where(upper, tl.load(sent + 1), tl.load(sent + 2))
     return tl.where(inside & (rule != 4), tl.where(rule == 0, x, left), 0.0)
@@ -156,14 +156,14 @@ def from_bits(bits, TYPE: tl.constexpr):
 
 @triton.jit
 def held(x, TYPE: tl.constexpr):
-    """The numbers, but the largest of a type in place of what is beyond it."""
+    """The numbers, clipped to the largest magnitude of a type."""
     bound = 65504.0 if TYPE == HALF else 3.3895313892515355e38
     return tl.where(x > bound, bound, tl.where(x < -bound, -bound, x))
 
 
 @triton.jit
 def load_as(address, i, mask, TYPE: tl.constexpr):
-    """Numbers of a type, as floats; zero where the mask says no."""
+    """Numbers of a type, as floats; zero outside the mask."""
     if TYPE == FLOAT:
         return tl.load(pointer(address, tl.float32) + i, mask=mask, other=0.0)
     else:  # noqa: RET505
@@ -188,7 +188,7 @@ def make_x(
     table, segments, segment, i, inside, factor, decay, momentum,
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
 ):  # fmt: skip
-    """Elements i of x, made and written where x goes; or of what is to be compressed in its place."""
+    """Makes elements i of x and writes them to x; or reads those of the source that is compressed in its place."""
     if FROM == SOURCED:
         x = tl.load(floats(table, segments, segment, SOURCE) + i, mask=inside, other=0.0)
     else:
@@ -213,7 +213,7 @@ def make_x(
 
 @triton.jit
 def made(table, segments, segment, i, inside, KEEPS: tl.constexpr, FROM: tl.constexpr):
-    """Elements i of what is compressed, once `make_x` has made them."""
+    """Elements i of the tensor to compress, after `make_x` has made them."""
     if FROM == SOURCED:
         return tl.load(floats(table, segments, segment, SOURCE) + i, mask=inside, other=0.0)
     elif KEEPS or FROM != FLOAT:  # noqa: RET505
@@ -224,14 +224,14 @@ def made(table, segments, segment, i, inside, KEEPS: tl.constexpr, FROM: tl.cons
 
 @triton.jit
 def left_of(x, sent):
-    """x less what was sent; zero where that overflows."""
+    """x less what was sent; zero if that overflows."""
     left = x - sent
     return tl.where(magnitude(left) < INFINITE, left, 0.0)
 
 
 @triton.jit
 def no_sum(BLOCK: tl.constexpr):
-    """What ranks' numbers are added to: -0.0, because a sum of it and another number has that number's bits."""
+    """The first summand of a sum over ranks: -0.0, because -0.0 plus a number has the bits of that number."""
     return tl.full((BLOCK,), -(2**31), tl.int32).to(tl.float32, bitcast=True)
 
 

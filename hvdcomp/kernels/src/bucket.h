@@ -4,7 +4,7 @@
 
 #include "half.h"
 
-/* What of a kept x was sent, and so is no part of the residual. */
+/* The part of a kept x that was sent and is no part of the residual. */
 enum {
     HVD_NOTHING,      /* the residual is x itself */
     HVD_NOT_NEGATIVE, /* `above` where x >= 0, elsewhere `below` */
@@ -13,38 +13,38 @@ enum {
     HVD_EVERYTHING    /* x itself */
 };
 
-/* P Q', of the matrix that a tensor is viewed as. */
+/* P Q', for a tensor that is viewed as a matrix. */
 typedef struct {
     const float *p, *q;    /* column by column */
-    int64_t rank, columns; /* of both; of the matrix */
+    int64_t rank, columns; /* of P and Q; of the matrix */
 } hvd_product;
 
 typedef struct {
     int64_t size;          /* elements */
-    const float *gradient; /* of this step; of 16 bits, where `narrow` says so */
-    float *result;         /* where the mean over the ranks goes; may be the gradient's place */
-    const float *source;   /* what is to be compressed where that is known; NULL: x, which `hvd_x` makes */
+    const float *gradient; /* of this step; of 16 bits if `narrow` is not 0 */
+    float *result;         /* for the mean over the ranks; may be the gradient's place */
+    const float *source;   /* the numbers to compress; NULL: x, which `hvd_x` makes */
     const float *kept;     /* x of an earlier step, of which a part was sent; NULL: there is no residual */
-    float *x;              /* where x goes; NULL: nothing is added to the gradient, which is x then */
+    float *x;              /* for x; NULL: x is the gradient, without a residual */
     const float *velocity; /* of momentum correction; NULL: zero */
-    float *next_velocity;  /* where the next velocity goes; NULL: there is no momentum correction */
-    int64_t count;         /* of elements, columns or bits to send: up to the method */
-    int64_t place[4];      /* where the tensor's parts begin in the payload: up to the method */
+    float *next_velocity;  /* for the next velocity; NULL: there is no momentum correction */
+    int64_t count;         /* of sent elements, columns or bits, by method */
+    int64_t place[4];      /* begins of the tensor's parts in the payload, by method */
     uint64_t key;          /* of the tensor's random numbers in this step */
     float above, below;    /* sent of `kept` */
     float sent_above, sent_below; /* sent of x */
-    int32_t rule, sent_rule;      /* which element of `kept`, and of x, is `above` */
+    int32_t rule, sent_rule;      /* the elements of `kept`, and of x, that are `above` */
     hvd_product product, sent_product; /* sent of `kept`, and of x */
     float *total;                 /* to which gradients are added */
-    double sums[4];               /* what a kernel adds up: up to the kernel */
-    uint16_t *narrowed; /* where results of 16 bits go in the end */
-    int64_t narrow;     /* HVD_HALF or HVD_BFLOAT16: of what type gradients are, and `x` is not NULL; else 0 */
-    uint16_t *rounded;  /* where what is left of x goes in the end, rounded, if it is kept so */
-    int64_t kept_type;  /* HVD_HALF or HVD_BFLOAT16: of what type `kept` and `rounded` are, and no `rule`; else 0 */
+    double sums[4];               /* sums of a kernel, by kernel */
+    uint16_t *narrowed; /* for results of 16 bits */
+    int64_t narrow;     /* the gradients' type, HVD_HALF or HVD_BFLOAT16, where `x` is not NULL; else 0 */
+    uint16_t *rounded;  /* for the rounded residual, if it is kept so */
+    int64_t kept_type;  /* type of `kept` and `rounded`, HVD_HALF or HVD_BFLOAT16, without `rule`; else 0 */
 } hvd_segment;
 
-/* A piece of a tensor. What is added up over a tensor is added up over each piece first, and then in their order, so
- * that the number of threads changes nothing. */
+/* A piece of a tensor. Sums over a tensor are sums over each piece, added in their order, so that the number of threads
+ * changes nothing. */
 typedef struct {
     int64_t segment, start, length;
     double sums[4];
@@ -61,15 +61,15 @@ typedef struct {
     int32_t nesterov;
     int32_t threads;
     float share; /* gradients are multiplied by it when they are added to totals */
-    int32_t keeps; /* whether what is not sent is kept, as x */
+    int32_t keeps; /* whether residuals are kept, as x */
 } hvd_bucket;
 
-/* Elements that are worked on while they lie in a core's first cache. */
+/* Elements of a block, which a core works on in its first cache. */
 #define HVD_BLOCK 4096
 
 static inline int64_t hvd_shorter(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* Whether any of the tasks has found an inf or NaN, which it says by its first count. */
+/* Whether the first count of any task is not 0: it has found an inf or NaN. */
 static inline int32_t hvd_any_found(const hvd_task *tasks, int64_t count) {
     int64_t found = 0;
     for (int64_t i = 0; i < count; i++) found |= tasks[i].counts[0];
@@ -84,13 +84,13 @@ static inline uint32_t hvd_largest_bits(const float *restrict x, int64_t length,
     return largest;
 }
 
-/* x - sent; where that overflows, zero. */
+/* x - sent; zero if that overflows. */
 static inline float hvd_left(float x, float sent) {
     const float left = x - sent;
     return (hvd_bits(left) & 0x7fffffffu) < HVD_INFINITE ? left : 0;
 }
 
-/* Elements of P Q', from `start` on. Each is added up column after column, as `isa_lowrank.c` does it. */
+/* Elements of P Q', from `start` on. Each is a sum column after column, as in `isa_lowrank.c`. */
 static inline void hvd_multiply(
     const hvd_product *product, int64_t size, int64_t start, int64_t length, float *restrict out
 ) {
@@ -126,7 +126,7 @@ static inline double hvd_energy(const float *restrict x, int64_t length) {
     return sum;
 }
 
-/* The residual of a block: what was not sent of the block `kept`, times `decay`. */
+/* The residual of a block: the part of the block `kept` that was not sent, times `decay`. */
 static inline void hvd_residual(
     const hvd_segment *s, const float *restrict kept, int64_t start, int64_t length, float decay, float *restrict out
 ) {
@@ -143,7 +143,7 @@ static inline void hvd_residual(
         for (int64_t i = 0; i < length; i++) out[i] = kept[i] * decay;
 }
 
-/* A block of x, of the blocks of its gradient and of what was kept, if anything. */
+/* A block of x, from the blocks of its gradient and, if there is one, of the kept x. */
 static inline void hvd_make_of(
     const hvd_bucket *b, const hvd_segment *s, const float *restrict gradient, const float *restrict kept,
     int64_t start, int64_t length, float *restrict x
@@ -189,7 +189,7 @@ static inline void hvd_widened(const void *numbers, int64_t type, int64_t start,
 
 #define HVD_WIDENED 1024 /* elements that are widened at a time */
 
-/* A block of x: the gradient with what the memory adds. */
+/* A block of x: the gradient plus residual and momentum. */
 static inline void hvd_make(
     const hvd_bucket *b, const hvd_segment *s, int64_t start, int64_t length, float *restrict x
 ) {
@@ -209,7 +209,7 @@ static inline void hvd_make(
     }
 }
 
-/* What is compressed of a tensor, from `start` on, once it is made. */
+/* The numbers to compress of a tensor, from `start` on, once they are made. */
 static inline const float *hvd_made(const hvd_segment *s, int64_t start) {
     return (s->source ? s->source : s->x ? s->x : s->gradient) + start;
 }
@@ -218,7 +218,7 @@ static inline const float *hvd_made(const hvd_segment *s, int64_t start) {
  *
  * start, length: of the block, at most HVD_BLOCK elements.
  * largest: is raised to the largest magnitude's bits, of which those of inf and NaN are the highest.
- * Returns: the block of x, or of what is to be compressed in its place.
+ * Returns: the block of x, or of the source that is compressed in its place.
  */
 static inline const float *hvd_x(
     const hvd_bucket *b, const hvd_segment *s, int64_t start, int64_t length, uint32_t *largest
@@ -229,7 +229,7 @@ static inline const float *hvd_x(
     return made;
 }
 
-/* The same of a block that nobody else reads: where gradients are of 16 bits and nothing is kept, x is in `room`. */
+/* `hvd_x` for a block that nobody else reads: if gradients have 16 bits and nothing is kept, x is in `room`. */
 static inline const float *hvd_x_once(
     const hvd_bucket *b, const hvd_segment *s, int64_t start, int64_t length, float *room, uint32_t *largest
 ) {

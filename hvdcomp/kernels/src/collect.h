@@ -1,12 +1,12 @@
-/* The elements of a vector whose magnitudes reach a bound, moved together. */
+/* Collection of the elements of a vector whose magnitudes reach a bound. */
 #ifndef HVD_COLLECT_H
 #define HVD_COLLECT_H
 
 #include "masks.h"
 #include "sparse.h"
 
-/* Few elements of 64 reach the bound as a rule: so many are written without asking, and only `count` says how many
- * there were. A loop over the bits would end at a place that the processor cannot foresee. */
+/* As a rule few elements of 64 reach the bound. A fixed number is written without a branch, and `count` gives the
+ * number of valid ones. The processor could not predict the end of a loop over the bits. */
 #define HVD_UNASKED 4
 
 static inline int64_t hvd_collect64(

@@ -10,7 +10,7 @@ extern const struct hvd_kernels hvd_kernels_plain;
 extern const struct hvd_kernels hvd_kernels_avx2, hvd_kernels_avx512;
 #endif
 
-/* From the best to the plainest. */
+/* From the fastest to the most general. */
 static const struct hvd_kernels *const TABLES[] = {
 #ifdef HVD_X86
     &hvd_kernels_avx512,
@@ -21,8 +21,8 @@ static const struct hvd_kernels *const TABLES[] = {
 
 static const struct hvd_kernels *chosen = &hvd_kernels_plain;
 
-/* Whether this CPU and the operating system support all that build.py tells the compiler to use. Each CPU that has
- * the sets named here has F16C, LZCNT and POPCNT too, for which older compilers cannot ask. */
+/* Whether this CPU and the operating system support the compiler options of build.py. Each CPU with the sets named here
+ * also has F16C, LZCNT and POPCNT, for which older compilers cannot test. */
 static int supported(const struct hvd_kernels *table) {
 #ifdef HVD_X86
     __builtin_cpu_init();

@@ -8,13 +8,13 @@
 
 HVD_INLINE float hvd_largest_float8(int mantissa) { return mantissa == 3 ? 448 : 57344; }
 
-/* The bits that a float32 has of the smallest number whose mantissa is whole. */
+/* The float32 bits of the smallest normal number. */
 HVD_INLINE uint32_t hvd_least_float8(int mantissa) { return (mantissa == 3 ? 127u - 6 : 127u - 14) << 23; }
 
-/* The code of a number; what is larger than the largest, and NaN, becomes the largest.
+/* The code of a number. A larger number than the largest, and NaN, become the largest.
  *
- * From one power of two to the next, and below the smallest with a whole mantissa, codes are equally far apart: a
- * number is a whole number of such distances, which is rounded, and which counts on from the code of the power.
+ * Codes are equally far apart from one power of two to the next, and among subnormal numbers. The distance of a number
+ * from the power of two, in units of that, is rounded and added to the code of the power.
  *
  * noise: 23 random bits, if not `nearest`.
  */

@@ -1,4 +1,4 @@
-/* Numbers of 16 bits: half precision, by itself without instructions for it, and bfloat16. */
+/* Numbers of 16 bits: half precision, here without instructions for it, and bfloat16. */
 #ifndef HVD_HALF_H
 #define HVD_HALF_H
 
@@ -8,18 +8,18 @@
 #include <immintrin.h>
 #endif
 
-/* An element type: of gradients, and of what travels. `NARROW` of hvdcomp/kernels/tables.py numbers them so too. */
+/* An element type of gradients and of payloads, numbered as by `NARROW` of hvdcomp/kernels/tables.py. */
 enum { HVD_FLOAT, HVD_HALF, HVD_BFLOAT16 };
 
 #define HVD_LARGEST_HALF 65504.0f
 #define HVD_LARGEST_BFLOAT16 0x1.fep127f
 
-/* The value, or where half precision ends; NaN stays. */
+/* The value, clipped to the largest of half precision; NaN stays. */
 static inline float hvd_within_half(float value) {
     return value > HVD_LARGEST_HALF ? HVD_LARGEST_HALF : value < -HVD_LARGEST_HALF ? -HVD_LARGEST_HALF : value;
 }
 
-/* Rounded to nearest, ties to even; what is beyond half precision becomes inf. */
+/* Rounded to nearest, ties to even; inf if too large for half precision. */
 static inline uint16_t hvd_to_half(float value) {
     const uint32_t sign = hvd_bits(value) >> 16 & 0x8000u, bits = hvd_bits(value) & 0x7fffffffu;
     if (bits > HVD_INFINITE) return (uint16_t)(sign | 0x7e00u);

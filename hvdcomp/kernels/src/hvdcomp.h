@@ -1,4 +1,4 @@
-/* What the shared object offers, and the types that its functions take. Plain C: one object serves every framework.
+/* The functions of the shared object and their types. Plain C: one object serves every framework.
  *
  * The kernels themselves are listed in kernels.def. Each is exported as hvd_<name>. Python reads the same list for its
  * ctypes signatures, so a kernel takes and returns only what `hvdcomp/kernels/signatures.py` knows: pointers and the
@@ -13,12 +13,12 @@
 
 #define HVD_EXPORT __attribute__((visibility("default")))
 
-/* Counts changes of what the functions take. Python refuses another number than its own. */
+/* Version of the functions' parameters. Python refuses another version than its own. */
 #define HVD_ABI_VERSION 1
 
 HVD_EXPORT int32_t hvd_abi_version(void);
 
-/* A digest of the sources that the object was built from, by which Python refuses one that is out of date. */
+/* A digest of the sources that the object was built from. Python refuses an object with another digest. */
 HVD_EXPORT const char *hvd_sources(void);
 
 /* The instruction set whose kernels are called: "plain", "avx2" or "avx512". At first it is the best of this CPU. */

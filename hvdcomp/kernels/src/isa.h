@@ -1,5 +1,5 @@
 /* For files isa_*.c, which are compiled once for each instruction set, with HVD_ISA its name and the compiler's -m
- * options. HVD_NAME(x) is the name of x for this instruction set. What another file does not call is static.
+ * options. HVD_NAME(x) is the name of x for this instruction set. Functions for this file alone are static.
  *
  * Every instruction set and every number of threads gives the same bits: sums are over fixed lanes and fixed blocks,
  * added in order, and the compiler contracts nothing (-ffp-contract=off). Explicit instructions go between

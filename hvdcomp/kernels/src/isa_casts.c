@@ -1,4 +1,4 @@
-/* Half precision and bfloat16. Of each tensor, 16-bit numbers begin at `place[0]` (numbers) of what travels. */
+/* Half precision and bfloat16. The 16-bit numbers of each tensor begin at `place[0]` (numbers) of the payload. */
 #include "half.h"
 #include "put.h"
 #include "quant.h"
@@ -11,8 +11,8 @@ struct job {
     int large, nearest;
 };
 
-/* The magnitude, of so many distances between neighbours in 2**19ths, is carried up to the next whole one by 19 random
- * bits, or is not. Nothing finite becomes infinite that rounding to nearest leaves finite. */
+/* Rounds the magnitude at random: 19 random bits, in units of 2**-19 of the distance between neighbours, are added to
+ * it and may carry. Becomes infinite only if rounding to nearest does, too. */
 static void to_halves_at_random(const float *restrict x, int64_t start, int64_t length, uint64_t key, uint16_t *out) {
     uint32_t weyl = hvd_weyl(start, key);
     for (int64_t i = 0; i < length; i++, weyl += HVD_WEYL) {
@@ -27,7 +27,7 @@ static void to_halves_at_random(const float *restrict x, int64_t start, int64_t 
     }
 }
 
-/* The same with 16 random bits, which are as many as bfloat16 leaves out. */
+/* Rounds at random with 16 random bits, as many as bfloat16 drops. */
 static void to_bfloat16s_at_random(
     const float *restrict x, int64_t start, int64_t length, uint64_t key, uint16_t *out
 ) {

@@ -1,4 +1,4 @@
-/* Kernels that change nothing of what is sent: x itself, gradients that travel as they are, and what is measured. */
+/* Kernels without compression: making x, uncompressed gradients, and measurements. */
 #include "bucket.h"
 #include "isa.h"
 #include "put.h"

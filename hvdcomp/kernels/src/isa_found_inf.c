@@ -1,4 +1,4 @@
-/* Whether anything is not finite. */
+/* The search for numbers that are not finite. */
 #include <stdatomic.h>
 #include <string.h>
 
@@ -26,7 +26,7 @@ static int32_t any_not_finite(const float *numbers, int64_t size) {
     return most >= 0x7f800000;
 }
 
-/* Looks at slice number `task` of all parts, each cut from its beginning. */
+/* Searches slice number `task` of all parts. */
 static void search_slice(void *context, int64_t task) {
     struct search *search = context;
     if (atomic_load_explicit(&search->found, memory_order_relaxed)) return;

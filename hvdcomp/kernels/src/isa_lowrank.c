@@ -1,7 +1,7 @@
-/* PowerSGD: matrices M = P Q' of each tensor, M with place[2] columns. A segment's `count` is its rank; place[0] is
- * where P begins among all P of the bucket, place[1] where Q begins among all Q.
+/* PowerSGD: matrices M = P Q' of each tensor, M with place[2] columns. A segment's `count` is its rank. P
+ * begins at place[0] among all P of the bucket, Q at place[1] among all Q.
  *
- * Rows of M are shared out for P = M Q and for P Q', columns for Q = M' P, so that no sum depends on who adds it. */
+ * Rows of M are shared out for P = M Q and for P Q', columns for Q = M' P, so that no sum depends on the thread. */
 #include "lowrank.h"
 #include "put.h"
 
@@ -10,15 +10,15 @@
 struct job {
     const hvd_bucket *bucket;
     hvd_task *tasks;
-    const float *factors; /* columns that come in */
-    float *unit;          /* the same orthonormal */
+    const float *factors; /* given columns */
+    float *unit;          /* the orthonormalized columns */
     float *out;
     const float *p, *q;
     int32_t makes_x;
     int streams; /* whether x or results are written past the caches */
 };
 
-/* Makes a piece of x, if that is asked for. */
+/* Makes a piece of x, if the job makes x. */
 static inline void visit(
     const struct job *job, const hvd_segment *s, int64_t start, int64_t length, uint32_t *largest
 ) {

@@ -1,12 +1,12 @@
-/* The factors of low-rank approximations: orthonormal columns, and which columns a warm start takes. */
+/* The factors of low-rank approximations: orthonormal columns, and the columns of the next warm start. */
 #include <math.h>
 
 #include "lowrank.h"
 
 #define SMALLEST 0x1p-110f /* a column of a smaller norm is zero, so that dividing by it stays within float32 */
-#define DEPENDENT 1e-5f    /* what is left of a column that was a combination of others is rounding error */
+#define DEPENDENT 1e-5f    /* a relative remainder up to this is rounding error of a dependent column */
 
-/* The 2-norm of a column. Squares neither overflow nor vanish, being added in double precision. */
+/* The 2-norm of a column. Squares neither overflow nor vanish in double precision. */
 static float wide_norm(const float *column, int64_t length) {
     double lanes[HVD_LANES] = {0}, rest = 0;
     int64_t i = 0;
@@ -18,7 +18,7 @@ static float wide_norm(const float *column, int64_t length) {
     return (float)sqrt(lanes[0] + rest);
 }
 
-/* Takes the part along `unit` off some columns. */
+/* Subtracts from some columns their part along `unit`. */
 HVD_INLINE void take_off(int columns, const float *unit, int64_t length, float *rest) {
     float along[4];
     hvd_dots(1, columns, unit, 0, rest, length, length, along, NULL);

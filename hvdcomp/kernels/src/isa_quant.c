@@ -1,7 +1,7 @@
-/* Elements as codes that are fractions of a scale: QSGD, whose scales are norms of `length` neighbouring elements each;
- * block quantizers, whose scales are the largest magnitudes of as many; and TernGrad, with one scale for a tensor.
+/* Codes that are fractions of a scale: QSGD, whose scales are norms of `length` neighbouring elements each; block
+ * quantizers, whose scales are the largest magnitudes of `length` elements; and TernGrad, with one scale for a tensor.
  *
- * Of each tensor, codes of `count` bits lie at `place[0]` of a payload, and float scales at `place[1]`, a multiple of
+ * A tensor's codes of `count` bits begin at `place[0]` of a payload, and its float scales at `place[1]`, a multiple of
  * 4. */
 #include <math.h>
 
@@ -24,8 +24,8 @@ struct job {
     int32_t mantissa;   /* bits of the mantissa of codes that are floats; 0: they are whole numbers */
 };
 
-/* What codes stand for, in units of the scale times `unit`: whole numbers of some bits for code - half, from minus to
- * plus the scale, and floats for what hvd_from_float8 says. */
+/* Values of codes, in units of the scale times `unit`: code - half for whole numbers, from minus to plus the scale, and
+ * those of hvd_from_float8 for floats. */
 struct codes {
     float half, unit;
     int mantissa;
@@ -45,7 +45,7 @@ static void find_scales(const struct job *job, const float *x, int64_t size, flo
     }
 }
 
-#define ONE 0x1p23f /* a unit as codes are rounded: whole numbers of 1 / ONE of it, and 23 random bits */
+#define ONE 0x1p23f /* the fixed-point unit of codes, whose 23 fraction bits are rounded at random */
 
 /* Elements from `start` on that share a scale. NaN is taken as the lowest code. */
 static void quantise(
@@ -99,7 +99,7 @@ static void encode(
     else quantise(x, start, length, scale, half, key, out);
 }
 
-/* What a code stands for, in units. */
+/* The value of a code, in units. */
 HVD_INLINE float decoded(uint8_t code, float half, int mantissa) {
     return mantissa ? hvd_from_float8(code, mantissa) : (float)code - half;
 }
@@ -191,7 +191,7 @@ static void decode_piece(void *context, int64_t number) {
     task->counts[0] = largest >= HVD_INFINITE;
 }
 
-/* Scales of what begins in a piece, where x is made. */
+/* Makes x and the scales that begin in a piece. */
 static void find_scales_of_piece(void *context, int64_t number) {
     const struct job *job = context;
     const hvd_task *task = job->bucket->tasks + number;
@@ -205,7 +205,7 @@ static void find_scales_of_piece(void *context, int64_t number) {
     }
 }
 
-/* Codes of all tensors, whose scales are those of `length` elements each. */
+/* Codes of all tensors, with a scale for each `length` elements. */
 static int32_t encode_runs(struct job *job) {
     hvd_bucket *bucket = (hvd_bucket *)job->bucket;
     if (HVD_BLOCK % job->length != 0) {

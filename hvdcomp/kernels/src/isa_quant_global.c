@@ -1,6 +1,6 @@
 /* Global-QSGD: whole multiples of a fraction of the largest magnitude of all ranks, as digits of words that are added.
  *
- * Digits have `count` bits. Of each tensor of n words, word i holds the elements i, i + n, i + 2 n, ..., the first in
+ * Digits have `count` bits. Word i of a tensor of n words holds the elements i, i + n, i + 2 n, ..., the first in
  * its lowest digit, and lies at `place[0]` (words). */
 #include "put.h"
 #include "quant.h"
@@ -14,7 +14,7 @@ struct job {
     int64_t ranks;
 };
 
-/* The words of a piece, and what their digits are. */
+/* The words of a piece and their digits. */
 struct digits {
     int64_t words, first, end; /* of the tensor; of the piece */
     int bits, fields;

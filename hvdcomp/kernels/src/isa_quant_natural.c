@@ -1,6 +1,6 @@
 /* Natural compression: elements rounded at random to a power of two, as sign and exponent.
  *
- * Of each tensor, a byte for each exponent lies at `place[0]` of a payload, and packed sign bits at `place[1]`. */
+ * A tensor's exponents, a byte each, begin at `place[0]` of a payload, and its packed sign bits at `place[1]`. */
 #include "packing.h"
 #include "put.h"
 #include "quant.h"
@@ -20,7 +20,7 @@ static float power(uint8_t exponent, uint8_t sign) {
     return value;
 }
 
-/* Random bits below the exponent, of which no more than the carry stays. */
+/* Rounds the exponent at random: random bits are added below it, and only the carry stays. */
 static void round_to_powers(
     const float *restrict x, int64_t start, int64_t length, uint64_t key, uint8_t *restrict exponents,
     uint8_t *restrict signs

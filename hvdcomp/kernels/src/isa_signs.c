@@ -1,6 +1,6 @@
-/* Signs read as one of two values, as EF-SignSGD and one-bit SGD read them, and signs that vote.
+/* Signs that are decoded to one of two values (EF-SignSGD, one-bit SGD), and signs that vote.
  *
- * A bit an element, element i of a tensor in bit i % 8 of byte i / 8; a tensor's bits begin at `place[0]` of a payload.
+ * Element i of a tensor is bit i % 8 of byte i / 8. A tensor's bits begin at `place[0]` of a payload.
  * Bytes are in the order of a little-endian machine. */
 #include "bucket.h"
 #include "isa.h"
@@ -149,8 +149,8 @@ int32_t HVD_NAME(two_values_decode)(
     return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
-/* Votes. A tensor is a matrix of `count` columns; `place[1]` is where the bits of its rows' votes begin in a payload,
- * and `place[2]` where its rows' votes begin in scratch memory, a byte each. */
+/* Votes. A tensor is a matrix of `count` columns; The bits of its rows' votes begin at `place[1]` of a payload, and
+ * the votes, a byte each, at `place[2]` of scratch memory. */
 
 static void vote_piece(void *context, int64_t number) {
     const struct job *job = context;
@@ -185,7 +185,7 @@ static void vote_piece(void *context, int64_t number) {
     task->counts[0] = largest >= HVD_INFINITE;
 }
 
-/* Takes back the bits of rows that do not vote, which are all zero, and packs the votes. */
+/* Clears the bits of rows that do not vote, whose elements are all zero, and packs the votes. */
 static void close_votes(void *context, int64_t number) {
     const struct job *job = context;
     const hvd_segment *s = job->bucket->segments + number;
@@ -211,7 +211,7 @@ int32_t HVD_NAME(votes_encode)(
     return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
-/* How many of the ranks have bit `place` set. */
+/* Number of ranks whose bit `place` is set. */
 static int32_t count_bits(const struct job *job, int64_t begin, int64_t place) {
     int32_t count = 0;
     for (int64_t rank = 0; rank < job->ranks; rank++)
@@ -260,7 +260,7 @@ void HVD_NAME(votes_decode)(hvd_bucket *bucket, const uint8_t *payloads, int64_t
     hvd_parallel(bucket->threads, bucket->task_count, elect_piece, &job);
 }
 
-/* x less this rank's own votes, where something is kept. */
+/* Subtracts this rank's votes from x, if x is kept. */
 static void keep_piece(void *context, int64_t number) {
     const struct job *job = context;
     const hvd_task *task = job->bucket->tasks + number;

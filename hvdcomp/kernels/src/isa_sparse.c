@@ -1,8 +1,8 @@
-/* Sparsifiers that choose by magnitude: x, the candidates among its elements, and what of them is sent.
+/* Sparsifiers that choose by magnitude: making x, candidates among its elements, and the choice among these.
  *
- * The pass that makes x sets aside the few elements that can matter, and all questions go to these. They are those
- * that reach a floor, which comes from a sample. Where the sample misled, all elements are candidates: whatever the
- * candidates are, what is chosen is the same. */
+ * The pass that makes x collects the few candidates, which are the elements that reach a floor, and the search reads
+ * these alone. The floor comes from a sample. If the sample was misleading, all elements are candidates. The choice
+ * does not depend on the candidates. */
 #include <math.h>
 
 #include "collect.h"
@@ -11,7 +11,7 @@
 #include "sparse_choice.h"
 
 #define LINE 16        /* elements of a cache line */
-#define EXPECTED 50    /* elements of a sample that shall be among those needed */
+#define EXPECTED 50    /* expected number of sampled elements among those needed */
 #define SMALL 512      /* tensors up to this size have no sample */
 #define MOST_SAMPLED 16384
 #define LANES 64
@@ -25,7 +25,7 @@ struct job {
 
 /* The floor. */
 
-/* Elements to sample of a tensor; 0 if all are to be candidates. */
+/* Number of elements to sample of a tensor; 0 if all elements become candidates. */
 static int64_t sample_size(int64_t size, int64_t need, int64_t share) {
     if (size <= SMALL) return 0;
     const double wanted = (double)EXPECTED * (double)size / (double)need;
@@ -33,16 +33,16 @@ static int64_t sample_size(int64_t size, int64_t need, int64_t share) {
     return (wanted < (double)most ? (int64_t)wanted : most) / LINE * LINE;
 }
 
-/* Where line number `line` of a sample begins: one out of each of equal parts of the tensor, at a place in it that
- * follows no rows or channels. */
+/* Begin of line number `line` of a sample: one line from each of equal parts of the tensor, at a place that is
+ * independent of rows and channels. */
 static int64_t line_start(int64_t size, int64_t lines, int64_t line) {
     const int64_t part = size / LINE / lines;
     const uint64_t place = ((uint64_t)line + 1) * 0x9e3779b97f4a7c15u >> 32;
     return (line * part + (int64_t)(place * (uint64_t)part >> 32)) * LINE;
 }
 
-/* The bits of a magnitude that, by the evidence of a sample, at least `need` of `size` elements reach, and not many
- * more; 0 if nearly all must. It is above 0 else: where most are zeros, all others reach it. */
+/* The bits of a magnitude that, judged by a sample, at least `need` of `size` elements reach, and not many more; 0 if
+ * nearly all are needed, else above 0, so that zeros never reach it. */
 static uint32_t floor_of(const float *sample, int64_t sampled, int64_t need, int64_t size) {
     const double expected = (double)need / (double)size * (double)sampled;
     const int64_t rank = (int64_t)ceil(1.5 * expected + 4 * sqrt(expected) + 4);
@@ -64,7 +64,7 @@ static uint32_t floor_of(const float *sample, int64_t sampled, int64_t need, int
     return low;
 }
 
-/* The floor of a tensor that several tasks share: x of some lines is made before the rest. */
+/* The floor of a tensor that several tasks share: x of the sampled lines is made first. */
 static void find_floor(void *context, int64_t number) {
     const struct job *job = context;
     const hvd_segment *s = job->bucket->segments + number;
@@ -100,7 +100,7 @@ static double sum_of_magnitudes(const float *restrict x, int64_t length) {
     double sum = 0;
     for (int lane = 0; lane < LANES; lane++) sum += lanes[lane];
     if (sum <= 0x1p127) return sum;
-    sum = 0; /* some lane may have overflown */
+    sum = 0; /* a lane may have overflowed */
     for (i = 0; i < length; i++) sum += __builtin_fabsf(x[i]);
     return sum;
 }
@@ -162,7 +162,7 @@ static void make_piece(void *context, int64_t number) {
     choose_and_pack(job, task->segment);
 }
 
-/* What is sent. */
+/* The choice. */
 
 struct packer {
     const struct job *job;
@@ -175,7 +175,7 @@ static void pack(struct packer *to, const float *values, const uint16_t *places,
     const hvd_segment *s = to->s;
     const int64_t first = to->packed, width = s->place[3];
     uint8_t *wire = to->job->wire;
-    count = hvd_shorter(count, s->count - first); /* what cannot be unless x holds NaN */
+    count = hvd_shorter(count, s->count - first); /* more only if x holds NaN */
     if (to->job->sparse->type)
         for (int64_t i = 0; i < count; i++) {
             const uint16_t number = hvd_nearest_finite(values[i], to->job->sparse->type);
@@ -191,7 +191,7 @@ static void pack(struct packer *to, const float *values, const uint16_t *places,
     to->packed += count;
 }
 
-/* Packs those of a task's candidates from number `from` up to `end` that reach `least`. */
+/* Packs the candidates of a task with numbers from `from` up to `end` that reach `least`. */
 static void pack_range(struct packer *to, const struct hvd_run *run, int64_t from, int64_t end, uint32_t least) {
     float values[CHUNK + HVD_SLACK];
     uint16_t places[CHUNK + HVD_SLACK];

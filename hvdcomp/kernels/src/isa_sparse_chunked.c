@@ -1,9 +1,9 @@
-/* The largest elements of each chunk of neighbours: x, what is sent of it, and the mean of what all ranks sent.
+/* The largest elements of each chunk of neighbours: encoding of x, and the mean over ranks.
  *
- * Of a full chunk place[2] elements are sent, `count` of the tensor. In the payload its values begin at place[0], or
- * four means of them; at place[1] begin their places in their chunks, packed, the low eight bits and what is above; and
- * behind them the number of each one's mean, packed. Until all are known, values and places are kept at place[3] of all
- * tensors' ones. Tasks are of whole chunks: start and length count these. */
+ * A full chunk sends place[2] elements, a tensor `count`. In the payload the tensor's values, or four means of them,
+ * begin at place[0]. Their packed places in their chunks begin at place[1]: first the low eight bits, then the higher
+ * bits. The packed number of each value's mean follows. Before they are packed, values and places begin at
+ * place[3] of arrays for all tensors. Tasks are of whole chunks: start and length count chunks. */
 #include <math.h>
 
 #include "collect.h"
@@ -11,7 +11,7 @@
 #include "isa.h"
 #include "packing.h"
 
-enum { FOUR_MEANS, HALF, FLOAT }; /* how values travel; as in hvdcomp/compressors/sparse_chunked.py */
+enum { FOUR_MEANS, HALF, FLOAT }; /* forms of values, as in hvdcomp/compressors/sparse_chunked.py */
 
 #define CANDIDATES 1024
 
@@ -27,7 +27,7 @@ struct job {
     int64_t ranks, row;
 };
 
-/* Where a tensor's packed codes are. */
+/* Addresses of a tensor's packed codes. */
 struct codes {
     uint8_t *low, *high, *bins;
     int bits; /* of a place */
@@ -62,8 +62,8 @@ static void pack(
     if (job->how == FOUR_MEANS) hvd_pack(group->bins, to.bins, size, start, length, 2, unpacks);
 }
 
-/* The `count` largest of a chunk, in their order; of equal ones the first. Once few enough reach a bound that `count`
- * do, these alone are looked at.
+/* The `count` largest of a chunk in index order, the first among equal ones. Once few elements, but at least `count`,
+ * reach a bound, the search reads these alone.
  *
  * guess: a bound to begin with, 0 for none.
  * largest: bits that no magnitude exceeds.
@@ -96,7 +96,7 @@ static uint32_t choose(
         const uint32_t magnitude = hvd_magnitude(from[i]);
         values[taken] = from[i];
         places[taken] = from == x ? (uint16_t)i : of_candidates[i];
-        taken += (magnitude > low) | ((magnitude == low) & (equal > 0)); /* a branch would often be foreseen wrongly */
+        taken += (magnitude > low) | ((magnitude == low) & (equal > 0)); /* a branch would often be mispredicted */
         equal -= magnitude == low;
     }
     return low;
@@ -114,7 +114,7 @@ static void choose_piece(void *context, int64_t number) {
         const int64_t length = hvd_shorter(chunk, end - start), count = (k * length + chunk - 1) / chunk;
         for (int64_t done = 0; done < length; done += HVD_BLOCK)
             hvd_x(job->bucket, s, start + done, hvd_shorter(HVD_BLOCK, length - done), &largest);
-        /* A little less than what the chunk before it took, or half of the largest: most chunks have enough of that. */
+        /* Slightly below the last chunk's least sent magnitude, or half the largest: most chunks have enough above. */
         const uint32_t near = least ? least : largest, less = least ? 1u << 21 : 1u << 23;
         const uint32_t guess = near > less ? near - less : 0;
         least = choose(hvd_made(s, start), length, count, guess, largest, job->values + place, job->places + place);
@@ -123,7 +123,7 @@ static void choose_piece(void *context, int64_t number) {
     task->counts[0] = largest >= HVD_INFINITE;
 }
 
-/* The four means of a tensor's values. `_to_bins` in Python is the plain statement. */
+/* The four means of a tensor's values. `_to_bins` in Python computes the same. */
 struct four {
     double mean, bounds[3];
     float means[4];
@@ -167,9 +167,9 @@ static struct four four_of(const float *values, int64_t count) {
     return found;
 }
 
-/* Where the elements lie that are sent of a tensor, one after the other. */
+/* The places of a tensor's sent elements, one after the other. */
 struct walk {
-    int64_t chunk, k, start, left; /* of its chunk, and how many of that are still to come */
+    int64_t chunk, k, start, left; /* of its chunk; elements of the chunk that follow */
 };
 
 static int64_t next_start(struct walk *walk) {

@@ -1,5 +1,5 @@
-/* The mean of what the ranks sent of their elements: block by block, so that all parts of a block are added while it
- * lies in cache. And what is left of x. */
+/* The mean of the ranks' sent elements, block by block, so that all ranks' parts of a block are added while it lies in
+ * cache; and the residual in x. */
 #include "half.h"
 #include "isa.h"
 #include "put.h"
@@ -11,7 +11,7 @@ struct job {
     const hvd_bucket *bucket;
     const uint8_t *payloads;
     int64_t ranks, row;
-    int32_t type, masking; /* type: in which values travel, as of half.h */
+    int32_t type, masking; /* type: of sent values, as in half.h */
 };
 
 static int64_t index_at(const uint8_t *indices, int64_t width, int64_t place) {
@@ -55,7 +55,7 @@ static struct elements elements_of(const struct job *job, const hvd_task *task, 
     struct elements found = {
         .values = payload + s->place[0], .indices = payload + s->place[2], .width = s->place[3], .type = job->type
     };
-    found.start = found.width == 2 ? 0 : task->start; /* two bytes say where in the task it is */
+    found.start = found.width == 2 ? 0 : task->start; /* indices of two bytes count from the task's begin */
     if (s->place[1] >= 0) {
         const int64_t block = task->start >> BLOCK_BITS;
         found.from = sum_of_counts(payload + s->place[1], block);
@@ -80,7 +80,7 @@ static inline float value_at(const struct elements *e, int64_t i) {
     return value;
 }
 
-/* Where in its task an element is. */
+/* The place of an element in its task. */
 static inline int64_t place_at(const struct elements *e, int64_t i) {
     if (e->width != 2) return index_at(e->indices, e->width, i) - e->start;
     uint16_t place;

@@ -12,16 +12,16 @@
 
 struct job {
     const hvd_bucket *bucket;
-    void *wire; /* where values travel; a tensor's begin at element place[0] */
+    void *wire; /* sent values; a tensor's begin at element place[0] */
     float *sent;
     uint64_t *drawn;
     uint16_t *places;
     int64_t *ends; /* of each task's places */
-    float bound;   /* of values in half precision; 0 for values as they are */
+    float bound;   /* of values in half precision; 0 for float32 values */
     int32_t unbiased, masking;
 };
 
-/* Numbers below 2**bits become others, one to one. */
+/* A permutation of the numbers below 2**bits. */
 static void permute(uint64_t *numbers, int64_t count, int bits, uint64_t key) {
     uint32_t left[BATCH], right[BATCH];
     const int low = bits / 2, high = bits - low;
@@ -51,7 +51,7 @@ static void draw(uint64_t *drawn, int64_t count, uint64_t size, uint64_t key) {
             numbers[i] = (uint64_t)(start + i);
             slots[i] = (uint16_t)i;
         }
-        while (left > 0) { /* those that are too large go on */
+        while (left > 0) { /* permutes again numbers that are too large */
             permute(numbers, left, bits, key);
             int64_t again = 0;
             for (int64_t i = 0; i < left; i++) {
@@ -67,7 +67,7 @@ static void draw(uint64_t *drawn, int64_t count, uint64_t size, uint64_t key) {
     }
 }
 
-/* Moves indices on by `distance` places, around the end. */
+/* Shifts indices cyclically by `distance` places. */
 static void rotate(uint64_t *indices, int64_t count, uint64_t size, uint64_t distance) {
     for (int64_t i = 0; i < count; i++) {
         const uint64_t moved = indices[i] + distance;
@@ -75,7 +75,7 @@ static void rotate(uint64_t *indices, int64_t count, uint64_t size, uint64_t dis
     }
 }
 
-/* Draws a tensor's elements, and puts them into the order of its tasks. */
+/* Draws a tensor's elements and groups them by task. */
 static void draw_places(void *context, int64_t number) {
     const struct job *job = context;
     const hvd_segment *s = job->bucket->segments + number;
@@ -95,7 +95,7 @@ static void draw_places(void *context, int64_t number) {
     for (int64_t i = 0; i < s->count; i++) places[ends[drawn[i] >> BLOCK_BITS]++] = (uint16_t)drawn[i];
 }
 
-/* Which of a tensor's values lie in a task: from the one returned up to `end`. */
+/* The first of a tensor's values in a task; `end` gets the end of these. */
 static int64_t first_of(const struct job *job, const hvd_segment *s, const hvd_task *task, int64_t *end) {
     const int64_t block = task->start >> BLOCK_BITS, *ends = job->ends + s->place[1];
     *end = s->place[0] + ends[block];

@@ -1,9 +1,8 @@
-/* Blocks of elements that all ranks send together: what they are judged by, the best of them, and the means.
+/* Blocks of elements that all ranks send together: scores, the best blocks, and their means.
  *
- * A tensor's blocks begin at place[0] of those of all tensors. `count` of them are sent, whose numbers begin at
- * place[1] of `chosen`, in ascending order, and whose elements at place[2] of what travels. A block has place[3]
- * elements; the last one may have fewer, and zeros travel in their place. Tasks are of whole blocks: start and
- * length count these. */
+ * A tensor's blocks begin at place[0] among those of all tensors. `count` of them are sent. Their numbers, in ascending
+ * order, begin at place[1] of `chosen`, and their elements at place[2] of the wire. A block has place[3] elements; the
+ * last block may have fewer and is padded with zeros. Tasks are of whole blocks: start and length count blocks. */
 #include <math.h>
 
 #include "isa.h"
@@ -14,12 +13,12 @@ struct job {
     const hvd_bucket *bucket;
     hvd_task *tasks;
     const float *judged, *mean;
-    int64_t numbers; /* of a block, in `judged` */
+    int64_t numbers; /* numbers of a block in `judged` */
     float *norms, *scores, *wire;
     int64_t *chosen;
 };
 
-/* The element behind a task's last one. */
+/* The end of a task's elements. */
 static int64_t end_of(const hvd_segment *s, const hvd_task *task) {
     return hvd_shorter((task->start + task->length) * s->place[3], s->size);
 }
@@ -50,7 +49,7 @@ int32_t HVD_NAME(together_judge)(hvd_bucket *bucket, hvd_task *tasks, int64_t co
     return hvd_any_found(tasks, count);
 }
 
-/* Puts a block on the wire, and takes it off x. */
+/* Copies a block to the wire and subtracts it from x. */
 static void send(const hvd_segment *s, int64_t block, float *wire) {
     const int64_t start = block * s->place[3], length = hvd_shorter(s->place[3], s->size - start);
     memcpy(wire, hvd_made(s, start), (size_t)length * sizeof *wire);
@@ -116,7 +115,7 @@ static void decode_piece(void *context, int64_t number) {
         const float *mean = job->mean + s->place[2] + i * length;
         float *result = s->result + chosen[i] * length;
         const int64_t elements = hvd_shorter(length, s->size - chosen[i] * length);
-        for (int64_t j = 0; j < elements; j++) result[j] = mean[j] + 0.0f; /* no -0.0, as where zeros are added to */
+        for (int64_t j = 0; j < elements; j++) result[j] = mean[j] + 0.0f; /* 0.0 for -0.0, as in a sum with zeros */
         largest = hvd_largest_bits(mean, elements, largest);
     }
     task->counts[0] = largest >= HVD_INFINITE;

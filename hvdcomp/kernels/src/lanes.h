@@ -21,7 +21,7 @@
 
 #define HVD_INLINE static inline __attribute__((always_inline))
 
-/* May lie at any address, as the floats that it is read from. */
+/* A vector without alignment, like the floats that it is read from. */
 typedef float hvd_vector __attribute__((vector_size(4 * HVD_WIDTH), aligned(4), may_alias));
 
 typedef int32_t hvd_bits_vector __attribute__((vector_size(4 * HVD_WIDTH)));
@@ -31,7 +31,7 @@ HVD_INLINE hvd_vector hvd_load(const float *from) { return *(const hvd_vector *)
 
 HVD_INLINE void hvd_store(float *to, hvd_vector vector) { *(hvd_vector *)to = vector; }
 
-/* The same past the caches, to a multiple of a vector's bytes; to be followed by `hvd_fence`. */
+/* A store past the caches, to a multiple of a vector's bytes; to be followed by `hvd_fence`. */
 HVD_INLINE void hvd_stream(float *to, hvd_vector vector) {
 #if defined(__AVX512F__)
     _mm512_stream_ps(to, (__m512)vector);

@@ -8,8 +8,8 @@
 /* The products of some rows with some columns, both of `length` elements, to out[row * 4 + column].
  *
  * rows, columns: at most 2 and 4; known when this is compiled, as in every function here that is always inline.
- * ahead: where what the next rows are made of lies, `y_stride` apart, and where they go (NULL: it need not be fetched),
- * to be fetched meanwhile; NULL for nothing. */
+ * ahead: addresses to prefetch: the sources of the next rows, `y_stride` apart, and their destination (NULL: not
+ * prefetched); NULL for no prefetch. */
 HVD_INLINE void hvd_dots(
     int rows, int columns, const float *x, int64_t x_stride, const float *y, int64_t y_stride, int64_t length,
     float *out, const float *const *ahead

@@ -32,7 +32,7 @@ static inline uint64_t hvd_positive64(const float *x, int strictly) {
     return mask;
 }
 
-/* The same for `length` floats, at most 64; the other bits are 0. */
+/* The mask of `length` floats, at most 64; the other bits are 0. */
 static inline uint64_t hvd_positive(const float *x, int64_t length, int strictly) {
     if (length >= 64) return hvd_positive64(x, strictly);
     uint64_t mask = 0;
@@ -80,7 +80,7 @@ static inline void hvd_store_bits(uint8_t *bytes, uint64_t mask, int64_t length)
         for (int64_t i = 0; 8 * i < length; i++) bytes[i] = (uint8_t)(mask >> (8 * i));
 }
 
-/* The next `length` bits, at most 64, of packed ones; the other bits are left open. */
+/* The next `length` bits, at most 64, of packed bits; the other bits are undefined. */
 static inline uint64_t hvd_load_bits(const uint8_t *bytes, int64_t length) {
     uint64_t mask = 0;
     memcpy(&mask, bytes, length >= 64 ? 8 : (size_t)(length + 7) / 8);

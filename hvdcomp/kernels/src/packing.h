@@ -1,4 +1,4 @@
-/* Codes packed as hvdcomp/compressors/packing.py says: in planes, and there in groups. */
+/* Codes packed as in hvdcomp/compressors/packing.py: in planes, and each plane in groups. */
 #ifndef HVDCOMP_PACKING_H
 #define HVDCOMP_PACKING_H
 
@@ -8,8 +8,7 @@
 #define HVD_GROUP 512 /* codes */
 
 /* A plane's bytes of 8 / width codes each: code j + k * bytes goes to byte j, k fields from its lowest bits. `codes`
- * has zeros behind its end, up to whole bytes. Eight bytes at a time; all that is done to them stays within the
- * bytes. */
+ * is padded with zeros to whole bytes. Works on eight bytes at a time, with operations that do not cross bytes. */
 static inline __attribute__((always_inline)) void hvd_pack_plane(
     const uint8_t *restrict codes, int64_t bytes, int shift, int width, uint8_t *restrict out
 ) {

@@ -6,7 +6,7 @@
 #include <stddef.h>
 
 #define MOST_WORKERS 255
-/* How often a thread looks before it sleeps: some tens of microseconds, about what it takes to wake one. */
+/* Number of polls before a thread sleeps: some tens of microseconds, about the time to wake a thread. */
 #define LOOKS 1000
 
 static inline void pause_briefly(void) {
@@ -17,7 +17,7 @@ static inline void pause_briefly(void) {
 #endif
 }
 
-/* Held by the thread whose job the workers do. */
+/* Held by the thread that owns the current job. */
 static pthread_mutex_t in_use = PTHREAD_MUTEX_INITIALIZER;
 
 /* The job. `lock` guards all of it but the two counters that are atomic. */
@@ -27,7 +27,7 @@ static void (*job_work)(void *context, int64_t task);
 static void *job_context;
 static int64_t job_tasks;
 static _Atomic int64_t next_task;
-static int places; /* how many more workers may take part */
+static int places; /* workers that may still join */
 static _Atomic int taking_part;
 static _Atomic uint64_t job_number;
 static int workers;
@@ -37,7 +37,7 @@ static void take_tasks(void (*work)(void *context, int64_t task), void *context,
     while ((task = atomic_fetch_add_explicit(&next_task, 1, memory_order_relaxed)) < tasks) work(context, task);
 }
 
-/* A worker's life. `seen` is the number of the last job that it knows of. */
+/* The loop of a worker. `seen` is the number of its last job. */
 static void *serve(void *first) {
     uint64_t seen = (uint64_t)(uintptr_t)first;
     for (;;) {
@@ -64,7 +64,7 @@ static void *serve(void *first) {
 }
 
 /* Starts workers up to a number, with `lock` held. Signals are left to the process's own threads. If the system gives
- * no more threads, those that there are do the work. */
+ * no more threads, the existing ones do the work. */
 static void have_workers(int wanted) {
     if (workers >= wanted) return;
     sigset_t all, before;
@@ -82,7 +82,7 @@ static void have_workers(int wanted) {
     pthread_attr_destroy(&detached);
 }
 
-/* Fork copies the calling thread alone: the child has no workers, whatever the parent was in the middle of. */
+/* Fork copies the calling thread alone: the child has no workers, whatever the parent was doing. */
 static void start_anew(void) {
     static const pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
     static const pthread_cond_t condition = PTHREAD_COND_INITIALIZER;
@@ -117,7 +117,7 @@ void hvd_parallel(int32_t threads, int64_t tasks, void (*work)(void *context, in
     for (int look = 0; look < LOOKS && atomic_load_explicit(&taking_part, memory_order_relaxed) > 0; look++)
         pause_briefly();
     pthread_mutex_lock(&lock);
-    places = 0; /* who wakes only now finds nothing to do */
+    places = 0; /* a worker that wakes later finds no job */
     while (atomic_load(&taking_part) > 0) pthread_cond_wait(&job_is_done, &lock);
     pthread_mutex_unlock(&lock);
     pthread_mutex_unlock(&in_use);

@@ -1,10 +1,10 @@
-/* The end of decoding: means go to where results are. */
+/* The end of decoding: means become results. */
 #ifndef HVD_PUT_H
 #define HVD_PUT_H
 
 #include "stream.h"
 
-/* A tensor of which x is what was kept, and what was sent of x what was sent of that. */
+/* A copy of the tensor in which x, and what was sent of it, stand in the place of the kept x. */
 static inline hvd_segment hvd_unsent(const hvd_segment *s) {
     hvd_segment left = *s;
     left.kept = s->x;
@@ -15,7 +15,7 @@ static inline hvd_segment hvd_unsent(const hvd_segment *s) {
     return left;
 }
 
-/* Most lines of x stay as they are where few elements were sent. */
+/* Most cache lines of x do not change if few elements were sent. */
 static inline void hvd_add_some(const float *restrict some, int64_t length, float *restrict x) {
     for (int64_t start = 0; start < length; start += 16) {
         const int64_t end = hvd_shorter(start + 16, length);
@@ -26,11 +26,10 @@ static inline void hvd_add_some(const float *restrict some, int64_t length, floa
     }
 }
 
-/* Puts a block of means to the results; past the caches if `large`, then to be followed by `hvd_fence`. Results of 16
- * bits are rounded, and what is left of x, if it is kept, becomes what was not sent of it and what the results lack of
- * the means.
+/* Writes a block of means to the results; past the caches if `large`, then to be followed by `hvd_fence`. Results of 16
+ * bits are rounded; x, if it is kept, becomes its residual plus the rounding error of the means.
  *
- * mean: may be where results of floats go.
+ * mean: may be the place of float results.
  * largest: the bits of the largest magnitude so far. Returns: those, or of inf if a result is not finite. */
 static inline uint32_t hvd_put(
     const hvd_bucket *b, const hvd_segment *s, int64_t start, int64_t length, const float *mean, int large,

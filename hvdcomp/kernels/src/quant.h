@@ -1,4 +1,4 @@
-/* What the kernels of all quantizers share. */
+/* Functions of the kernels of all quantizers. */
 #ifndef HVDCOMP_QUANT_H
 #define HVDCOMP_QUANT_H
 
@@ -12,7 +12,7 @@
 #include <immintrin.h>
 #endif
 
-/* A scale that is not above this counts as zero, as in hvdcomp/compressors/quantization.py. */
+/* A scale up to this counts as zero, as in hvdcomp/compressors/quantization.py. */
 #define HVD_SMALLEST_SCALE 0x1p-96f
 
 static inline float hvd_reciprocal(float scale) { return scale > HVD_SMALLEST_SCALE ? 1 / scale : 0; }
@@ -49,7 +49,7 @@ static inline double hvd_sum_of_squares(const float *x, int64_t length) {
     return lanes[0];
 }
 
-/* Asks for a group of gradients that will be read a block later: while numbers are rounded, memory has time. */
+/* Prefetches a group of gradients that is read one block later, while numbers are rounded. */
 static inline void hvd_ask_ahead(const hvd_segment *s, int64_t start) {
     const int64_t size = s->narrow && !s->source ? sizeof(uint16_t) : sizeof(float);
     const char *next = (const char *)(s->source ? s->source : s->gradient) + (start + HVD_BLOCK) * size;

@@ -5,7 +5,7 @@
 
 #include <stdint.h>
 
-/* What a word is mixed from grows by this from one index to the next. */
+/* Increment of a word's input from one index to the next. */
 #define HVD_WEYL 0x9e3779b9u
 
 static inline uint32_t hvd_weyl(int64_t index, uint64_t key) { return (uint32_t)index * HVD_WEYL + (uint32_t)key; }

@@ -1,10 +1,10 @@
-/* What the kernels of sparsifiers share. `hvdcomp/compressors/sparse_bucket.py` has the same structures.
+/* Structures of the kernels of sparsifiers, as in `hvdcomp/compressors/sparse_bucket.py`.
  *
  * Magnitudes are compared by their bits: those of a larger magnitude are the larger integer.
  *
- * A payload of a bucket holds the tensors' values, the counts of blocks, and the indices. Of a tensor, `count` values
- * begin at byte place[0]; place[1] is where the counts of its blocks begin, or -1 if its indices need no blocks;
- * place[2] is where the indices begin, and place[3] how many bytes each takes. Blocks are the tensor's tasks. */
+ * A payload of a bucket holds the tensors' values, the counts of blocks, and the indices. A tensor's
+ * `count` values begin at byte place[0], the counts of its blocks at place[1] (-1 if its indices need no blocks), and
+ * its indices at place[2], with place[3] bytes each. Blocks are the tensor's tasks. */
 #ifndef HVD_SPARSE_H
 #define HVD_SPARSE_H
 
@@ -14,7 +14,7 @@
 #error "indices are cut to fewer bytes as on a little-endian machine"
 #endif
 
-/* How the threshold is found. */
+/* Methods of finding the threshold. */
 enum {
     HVD_LARGEST, /* the k-th largest magnitude */
     HVD_BISECT,  /* between the mean and the largest magnitude */
@@ -25,10 +25,10 @@ enum {
 typedef struct {
     int64_t first_task, tasks;
     int64_t most;     /* a threshold is good if `count` to this number of elements reach it */
-    int64_t need;     /* this number of candidates answers all questions; no more than the tensor has elements */
-    int64_t sample;   /* where its sample begins, every stride-th element */
-    int64_t sampled;  /* elements of that */
-    int64_t reaching; /* of these, the number that reach the first threshold */
+    int64_t need;     /* number of candidates that suffices for the search; at most the tensor's elements */
+    int64_t sample;   /* begin of its sample, every stride-th element */
+    int64_t sampled;  /* elements of the sample */
+    int64_t reaching; /* sampled elements that reach the first threshold */
     int64_t stride;
     uint32_t floor; /* bits of the magnitude that candidates reach */
     int32_t whole;  /* whether all elements are candidates */
@@ -49,11 +49,11 @@ typedef struct {
     hvd_choice *choices;
     hvd_candidates *candidates;
     float *values;    /* the pool: values of candidates, */
-    uint16_t *places; /* and where they are in their task */
+    uint16_t *places; /* and their places in their task */
     float *sample;    /* magnitudes */
     int32_t method;
     int32_t rounds;
-    int32_t type; /* in which values travel, as of half.h */
+    int32_t type; /* of sent values, as in half.h */
     int32_t unused;
 } hvd_sparse;
 
@@ -61,7 +61,7 @@ typedef struct {
 
 static inline uint32_t hvd_magnitude(float value) { return hvd_bits(value) & 0x7fffffffu; }
 
-/* How many magnitudes reach `least`. */
+/* Number of magnitudes that reach `least`. */
 static inline int64_t hvd_count(const float *restrict x, int64_t length, uint32_t least) {
     int64_t count = 0;
     while (length > 0) { /* piece by piece, because narrow counters are the faster ones */

@@ -1,4 +1,4 @@
-/* Which of a tensor's candidates are sent: exactly k of them, by the search of each method. */
+/* The choice of exactly k of a tensor's candidates, by the search of each method. */
 #ifndef HVD_SPARSE_CHOICE_H
 #define HVD_SPARSE_CHOICE_H
 
@@ -24,7 +24,7 @@ struct hvd_run {
     int64_t start; /* of the task, in the tensor */
 };
 
-/* What is sent: an element whose magnitude's bits reach least[0] if its index is below `first`, least[1] if it is
+/* The sent elements: an element whose magnitude's bits reach least[0] if its index is below `first`, least[1] if it is
  * below `second`, else least[2]. */
 struct hvd_chosen {
     int64_t first, second;
@@ -56,7 +56,7 @@ static inline struct hvd_run hvd_run_of(const struct hvd_view *view, int64_t num
     return some;
 }
 
-/* How many of a run's candidates have an index below `end`. */
+/* Number of a run's candidates with an index below `end`. */
 static inline int64_t hvd_before(const struct hvd_run *run, int64_t end) {
     const int64_t place = end - run->start;
     if (place <= 0) return 0;
@@ -70,7 +70,7 @@ static inline int64_t hvd_before(const struct hvd_run *run, int64_t end) {
     return low;
 }
 
-/* How many candidates with an index below `end` reach `least`, which is the floor or above it. */
+/* Number of candidates with an index below `end` that reach `least`, which is at least the floor. */
 static inline int64_t hvd_count_before(const struct hvd_view *view, uint32_t least, int64_t end) {
     int64_t count = 0;
     for (int64_t i = 0; i < view->choice->tasks; i++) {
@@ -124,7 +124,7 @@ static inline struct hvd_chosen hvd_largest_before(
     return chosen;
 }
 
-/* Takes all elements for candidates. */
+/* Makes all elements candidates. */
 static inline void hvd_take_all(struct hvd_view *view) {
     view->choice->whole = 1;
     view->choice->floor = 0;
@@ -141,14 +141,14 @@ static inline struct hvd_chosen hvd_choose_largest(struct hvd_view *view) {
     return hvd_largest_before(view, view->s->count, 0, floor, view->s->size);
 }
 
-/* Thresholds. `hvdcomp/compressors/thresholds.py` is the plain statement of what follows. */
+/* Thresholds. `hvdcomp/compressors/thresholds.py` has the same search in array functions. */
 
 struct hvd_bracket {
     double low, high;
     int too_few, too_many;
 };
 
-/* The bits of a threshold, which magnitudes are compared with as float32. */
+/* The bits of a threshold, rounded to float32 for comparison with magnitudes. */
 static inline uint32_t hvd_threshold_bits(double threshold) { return hvd_bits((float)threshold); }
 
 static inline void hvd_test(const struct hvd_view *view, struct hvd_bracket *bracket, double threshold) {

@@ -1,4 +1,4 @@
-/* Copies past the caches, for what is too large to be found there by its next reader: a plain store reads the line
+/* Copies past the caches, for data too large to stay in a cache until its next reader: a plain store reads the line
  * first. */
 #ifndef HVD_STREAM_H
 #define HVD_STREAM_H
@@ -12,7 +12,7 @@
 #include <immintrin.h>
 #endif
 
-/* Bytes of all tensors together from which on their results are not in a core's second cache when they are read. */
+/* Bytes of all tensors from which on their results have left a core's second cache before they are read. */
 #define HVD_LARGE (8 << 20)
 
 static inline int hvd_is_large(const hvd_bucket *bucket) {

@@ -17,8 +17,14 @@ import numpy as np
 import torch
 
 from hvdcomp.communicators import Communicator
-from hvdcomp.perfmodel.network import ALGORITHMS, Among, CollectiveCost, Network, reduction_of_scatter
-from hvdcomp.perfmodel.network import Levels as LevelCosts
+from hvdcomp.perfmodel.network import (
+    ALGORITHMS,
+    Among,
+    CollectiveCost,
+    Network,
+    TwoLevelCosts,
+    reduction_of_scatter,
+)
 from hvdcomp.tools.bench.carrier import Carrier
 from hvdcomp.tools.bench.fit import Reading, extra_per_byte, fit_collective, reading
 from hvdcomp.tools.bench.levels import Levels
@@ -122,7 +128,7 @@ def _network(costs: Mapping[Kind, CollectiveCost], ranks_per_node: int | None) -
 
     if ranks_per_node is None:
         return Network(**costs_among("all"))
-    levels = LevelCosts(ranks_per_node, Among(**costs_among("node")), Among(**costs_among("across")))
+    levels = TwoLevelCosts(ranks_per_node, Among(**costs_among("node")), Among(**costs_among("across")))
     return Network(**costs_among("all"), levels=levels)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from hvdcomp.compressors import Compressor, lost_with
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.perfmodel import STOCK_SPECS, Asked, propose
+from hvdcomp.perfmodel import STOCK_SPECS, Criteria, propose
 from hvdcomp.tools.bench.compare import Row, compare
 from hvdcomp.tools.bench.places import place_of
 
@@ -18,7 +18,7 @@ def choices_of(run: dict[str, Any], losses: Sequence[float], optimizer: str | No
     Args:
         run: of one model on one cluster, as in the JSON of `hvdcomp bench steps`.
         losses: as of the policy `auto`.
-        optimizer: as of `hvdcomp.perfmodel.Asked`.
+        optimizer: as of `hvdcomp.perfmodel.Criteria`.
 
     Yields:
         hosts, rate, model, loss: the setting.
@@ -34,7 +34,7 @@ def choices_of(run: dict[str, Any], losses: Sequence[float], optimizer: str | No
     lost = 0.0 if fastest.spec in STOCK_SPECS.values() else lost_with(parse_compressor(fastest.spec), optimizer)
     place = place_of(run)
     for loss in losses:
-        offered = _offered(rows, Asked(loss, optimizer))
+        offered = _offered(rows, Criteria(loss, optimizer))
         chosen = min(offered, key=lambda row: row.predicted_ms)
         yield {
             "hosts": str(place.cluster),
@@ -51,7 +51,7 @@ def choices_of(run: dict[str, Any], losses: Sequence[float], optimizer: str | No
         }
 
 
-def _offered(rows: Sequence[Row], asked: Asked) -> list[Row]:
+def _offered(rows: Sequence[Row], criteria: Criteria) -> list[Row]:
     """The rows of the candidates of `auto`, as far as they were measured: mixtures were not."""
     free = [row for row in rows if row.spec in STOCK_SPECS.values()]
     seconds = {row.spec: row.predicted_ms / 1000 for row in sorted(rows, key=lambda row: -row.predicted_ms)}
@@ -59,5 +59,5 @@ def _offered(rows: Sequence[Row], asked: Asked) -> list[Row]:
     def seconds_of(compressor: Compressor) -> float | None:
         return seconds.get(str(compressor))
 
-    proposals = propose(asked, [], seconds_of, min(seconds[row.spec] for row in free))
+    proposals = propose(criteria, [], seconds_of, min(seconds[row.spec] for row in free))
     return [*free, *(row for row in rows if row.spec in proposals.specs)]

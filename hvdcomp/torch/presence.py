@@ -1,0 +1,61 @@
+"""The check, without waiting, that all ranks make a step, before its buckets start in the backward pass."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from hvdcomp.communicators import Communicator
+
+
+class PolledCommunicator(Communicator, Protocol):
+    """A communicator that can be asked whether a collective has ended."""
+
+    def is_done(self, started: Any) -> bool:
+        """Whether `wait` would return at once."""
+
+
+class PresenceCheck:
+    """An allreduce of all ranks' presences, once in a step, during the backward pass.
+
+    It finds a rank that has joined, has other levels or refuses the step before any bucket has started.
+    `Binding.check_presence` raises the error at the step's end.
+
+    Args:
+        communicator: the communicator.
+        waits: whether `agrees` waits for the result, so that it is the same on all ranks.
+
+    Attributes:
+        waits: as given.
+    """
+
+    def __init__(self, communicator: PolledCommunicator, waits: bool = False) -> None:
+        self._communicator = communicator
+        self.waits = waits
+        self._started: Any = None
+        self._presence = 0
+        self._total = 0
+
+    def start(self, presence: int, name: str) -> None:
+        """Starts the allreduce; to be called on all ranks.
+
+        Args:
+            presence: as in `Binding`.
+            name: name of the collective.
+        """
+        self._started = self._communicator.start_allreduce(torch.full((1,), presence), "sum", name)
+        self._presence, self._total = presence, 0
+
+    def agrees(self) -> bool:
+        """Whether all ranks are known by now to make the step, at the same levels."""
+        if self._started is not None and (self.waits or self._communicator.is_done(self._started)):
+            self.end()
+        return 0 < self._total == self._presence * self._communicator.world_size
+
+    def end(self) -> int:
+        """The sum of the ranks' presences; waits for it. All ranks must have called `start`."""
+        if self._started is not None:
+            started, self._started = self._started, None
+            self._total = int(self._communicator.wait(started))
+        return self._total
