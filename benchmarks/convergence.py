@@ -754,7 +754,7 @@ def main(
     chosen = planned(workloads or tuple(WORKLOADS), seeds, only, runs)
     for pattern in only:
         if not planned(WORKLOADS, [0], [pattern], runs):
-            raise click.BadParameter(f"--only {pattern!r} fits no method; --dry-run lists all")
+            raise click.BadParameter(f"--only {pattern!r} matches no method; --dry-run lists all")
     _check(chosen)
     console = make_console(soft_wrap=True)
     todo = [TimedRun.of(run) for run in chosen if run.seed == seeds[0]] if times else chosen

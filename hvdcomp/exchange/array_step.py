@@ -263,7 +263,7 @@ class ArrayStep:
 
 
 def by_array_functions(
-    xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array]
+    xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array], memory: Memory | None
 ) -> list[tuple[ModuleType, dict[str, Array]]]:
     """Gradients of some tensors by the array functions that are quickest for them: NumPy's, which take less time for an
     operation, for small tensors of float32 where nothing was compiled, and else the framework's.
@@ -271,9 +271,11 @@ def by_array_functions(
     Args:
         names: names of the tensors.
         gradients: of all tensors of the step, by name. If some are on a device, so is the flag of the step.
+        memory: the memory of the tensors. NumPy has no bfloat16 of its own, so residuals in it stay in the framework.
     """
     chosen = {name: gradients[name] for name in names}
-    if kernels.available() or any(map(xp.waits, gradients.values())):
+    rounded = memory is not None and memory.rounds_to == "bfloat16"
+    if kernels.available() or rounded or any(map(xp.waits, gradients.values())):
         return [(xp, chosen)]
     small = {
         name: gradient

@@ -276,7 +276,7 @@ class Engine:
         steps: list[Step] = [bucket_step(xp, group, context, factor, clock) for group in groups]
         if in_none:
             states, memory_for = defaultdict(TensorState) if aside else self.states, self.planner.memory_for
-            for inside, chosen in by_array_functions(xp, in_none, gradients):
+            for inside, chosen in by_array_functions(xp, in_none, gradients, self.memory):
                 steps.append(ArrayStep(xp, chosen, plan, states, memory_for, context, factor, clock, inside))
         return steps
 

@@ -207,6 +207,6 @@ def test_large_tensors_and_other_types_stay_in_the_framework(compiled: bool, mon
         "double": torch.zeros(3, dtype=torch.float64),
         "half": torch.zeros(3, dtype=torch.bfloat16),
     }
-    chosen = [(inside, list(some)) for inside, some in by_array_functions(xp, list(gradients), gradients)]
+    chosen = [(inside, list(some)) for inside, some in by_array_functions(xp, list(gradients), gradients, None)]
     apart = [(numpy_arrays, ["small"]), (xp, ["large", "double", "half"])]
     assert chosen == ([(xp, list(gradients))] if compiled else apart)
