@@ -229,7 +229,7 @@ def case_a_module_may_be_used_twice() -> None:
 
 
 def fail(model: Any, behind: int = 1) -> None:
-    """A backward pass that raises where it leaves a layer's output, when the gradients of all later layers have come."""
+    """A backward pass that raises where it leaves a layer's output, with the gradients of all later layers there."""
 
     def stop(_: torch.Tensor) -> None:
         raise RuntimeError("stopped")
