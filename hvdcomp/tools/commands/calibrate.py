@@ -245,7 +245,7 @@ def print_summary(calibrated: Calibrated, console: Console) -> None:
     print_table(console, _models_table(calibration), "One step")
     if calibrated.noisy:
         advice = " repeat on a quieter machine, or with more --seconds"
-        console.print(Text.assemble(("Too noisy:", "yellow"), advice), soft_wrap=True)
+        console.print(Text.assemble(("Too noisy to trust:", "yellow"), advice), soft_wrap=True)
         for measurement, reading in calibrated.noisy.items():
             milliseconds = f"{1e3 * reading.seconds:.2f} ms"
             console.print(f"  {measurement}: {milliseconds}, repeated medians differ by {reading.spread:.0%}")
