@@ -122,7 +122,7 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
         ({"optimizer": "compressed-adam", "local_steps": 2}, "--local-steps 2: give --steps N too, a multiple of 2"),
         (
             {"optimizer": "compressed-adam", "local_steps": 2, "steps": 4, "framework": "tensorflow"},
-            "--local-steps 2: --framework torch has it alone",
+            "--local-steps 2: only --framework torch has it",
         ),
         (
             {
