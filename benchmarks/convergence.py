@@ -482,10 +482,10 @@ def records_of(table: Table) -> list[dict[str, Any]]:
 
 def _record(table: Table, row: Row) -> dict[str, Any]:
     run, runs = row.outcomes[0].run, len(row.outcomes)
-    losses = [one.loss for one in row.outcomes if one.loss is not None]
-    qualities = [one.quality for one in row.outcomes if one.quality is not None]
-    steps = [one.steps_to_target for one in row.reached if one.steps_to_target is not None]
-    sent = [one.bytes_to_target for one in row.reached if one.bytes_to_target is not None]
+    losses = [outcome.loss for outcome in row.outcomes if outcome.loss is not None]
+    qualities = [outcome.quality for outcome in row.outcomes if outcome.quality is not None]
+    steps = [outcome.steps_to_target for outcome in row.reached if outcome.steps_to_target is not None]
+    sent = [outcome.bytes_to_target for outcome in row.reached if outcome.bytes_to_target is not None]
     seconds = {link: row.seconds(link, table.compute_ms) for link in LINKS if len(steps) == runs}
     return {
         "workload": table.name,
@@ -525,11 +525,11 @@ WELL_KNOWN = (
     *UNCOMPRESSED, "int8", "int4", "qsgd:bits=4", "terngrad", "powersgd:rank=4", "topk:ratio=0.01", "dgc:ratio=0.01",
     "efsignsgd",
 )  # fmt: skip
-LOSES_TOO_MUCH = 5.0  # points or percent, from which on a method is no choice, however little it sends
+LOSES_TOO_MUCH = 5.0  # points or percent; methods that lose as much are left out, however little they send
 
 
 def front_of(table: Table) -> list[Row]:
-    """The rows beside which no other sends less and loses less, from those that send least. One seed shows nothing."""
+    """The rows that lose less than each row that sends less, in the order of their bytes; only of several seeds."""
     front: list[Row] = []
     chosen = [row for row in table.rows if len(row.difference) > 1 and row.outcomes[0].run.workload == table.name]
     for row in sorted(chosen, key=lambda row: (-row.factor, statistics.mean(row.difference))):
@@ -566,7 +566,7 @@ def _time(seconds: float | None, times: float | None) -> str:
 
 
 def origin_of(tables: Sequence[Table]) -> str:
-    """By which command, and at which commits."""
+    """The command that made the page, and the commits of its runs."""
     commits = commits_of(run for table in tables for run in table.runs)
     seeds = sorted({run.seed for table in tables for run in table.runs})
     names = [table.name for table in tables]
@@ -576,15 +576,15 @@ def origin_of(tables: Sequence[Table]) -> str:
 
 
 def marks_of(name: str) -> tuple[str, str]:
-    """Between which a block stands on the page."""
+    """The marks before and after a block of the page."""
     return f"<!-- made: {name} -->", f"<!-- end of {name} -->"
 
 
 def put(page: str, name: str, block: str) -> str:
-    """The page with what is between the marks of a name replaced; as it is if it has none."""
+    """The page with the block between the marks of a name replaced; unchanged if it has no such marks."""
     begin, end = marks_of(name)
-    before, found, after = page.partition(begin)
-    return f"{before}{begin}\n{block}\n{end}{after.partition(end)[2]}" if found else page
+    before, mark, after = page.partition(begin)
+    return f"{before}{begin}\n{block}\n{end}{after.partition(end)[2]}" if mark else page
 
 
 def tables_of(runs: Path, seeds: Sequence[int], compute_ms: Mapping[str, float]) -> list[Table]:

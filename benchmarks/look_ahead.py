@@ -53,14 +53,13 @@ class Way:
     lookups: list[float] = field(default_factory=list)  # with the layers
 
     def report(self) -> dict[str, float]:
-        steps = [one for turn in self.turns[1:] for one in turn]
-        found = {"ms of a step": statistics.median(steps) * 1e3}
-        found["ms of lookups, layers and backward pass"] = statistics.median(self.lookups[TURN:]) * 1e3
-        return {name: round(one, 1) for name, one in found.items()}
+        steps = [seconds for turn in self.turns[1:] for seconds in turn]
+        seconds = {"ms of a step": steps, "ms of lookups, layers and backward pass": self.lookups[TURN:]}
+        return {name: round(statistics.median(values) * 1e3, 1) for name, values in seconds.items()}
 
 
 def work(turns: int, layers_ms: float, size: int) -> None:
-    """Of one rank."""
+    """The benchmark on one rank."""
     import torch
     import torch.distributed as dist
 
@@ -71,16 +70,18 @@ def work(turns: int, layers_ms: float, size: int) -> None:
 
     def made() -> Way:
         weights = [torch.zeros(ROWS, COLUMNS) for _ in range(TABLES)]
-        model = torch.nn.ModuleList(torch.nn.Embedding(ROWS, COLUMNS, sparse=True, _weight=one) for one in weights)
+        tables = [torch.nn.Embedding(ROWS, COLUMNS, sparse=True, _weight=weight) for weight in weights]
+        model = torch.nn.ModuleList(tables)
         optimizer = hvdcomp.torch.RowWiseAdagrad(model.parameters(), lr=0.05)
         return Way(model, optimizer, hvdcomp.torch.RowExchange(model), batches(size))
 
     ways = {name: made() for name in (STOCK, EXCHANGE, AHEAD)}
-    other = ways[AHEAD]
+    way_ahead = ways[AHEAD]
+    names = list(way_ahead.rows.tables)
     ahead = hvdcomp.torch.LookAhead(
-        batches(size), other.rows, other.optimizer, lambda batch: dict(zip(other.rows.tables, batch.T, strict=True))
+        batches(size), way_ahead.rows, way_ahead.optimizer, lambda batch: dict(zip(names, batch.T, strict=True))
     )
-    other.loader = iter(ahead)
+    way_ahead.loader = iter(ahead)
 
     def step(name: str, way: Way, batch: Any) -> None:
         start = time.perf_counter()
@@ -111,20 +112,20 @@ def work(turns: int, layers_ms: float, size: int) -> None:
                 moments.append(time.perf_counter())
             way.turns.append([later - earlier for earlier, later in itertools.pairwise(moments)])
             ahead.flush()
-    pairs = zip(ways[EXCHANGE].model, other.model, strict=True)
-    if not all(torch.equal(one.weight, two.weight) for one, two in pairs):
+    pairs = zip(ways[EXCHANGE].model, way_ahead.model, strict=True)
+    if not all(torch.equal(table.weight, other.weight) for table, other in pairs):
         raise SystemExit("the weights differ")
     if dist.get_rank() == 0:
         medians = {name: [statistics.median(turn) for turn in way.turns[1:]] for name, way in ways.items()}
-        found: dict[str, Any] = {name: way.report() for name, way in ways.items()}
+        report: dict[str, Any] = {name: way.report() for name, way in ways.items()}
         for name in (STOCK, EXCHANGE):
-            ratios = [one / two for one, two in zip(medians[name], medians[AHEAD], strict=True)]
+            ratios = [other / own for other, own in zip(medians[name], medians[AHEAD], strict=True)]
             spread = [statistics.median(ratios), min(ratios), max(ratios)]
-            found[f"times as fast as {name}"] = [round(one, 2) for one in spread]
+            report[f"times as fast as {name}"] = [round(ratio, 2) for ratio in spread]
         for name in (EXCHANGE, AHEAD):
             ledger = ways[name].rows.ledger
-            found[name]["kB"] = round(ledger.totals.bytes_sent / ledger.steps / 1e3)
-        print(json.dumps(found, indent=1))
+            report[name]["kB"] = round(ledger.totals.bytes_sent / ledger.steps / 1e3)
+        print(json.dumps(report, indent=1))
     dist.barrier()
     dist.destroy_process_group()
 

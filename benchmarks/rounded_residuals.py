@@ -3,9 +3,9 @@ does, or at random.
 
     python benchmarks/rounded_residuals.py
 
-Gradients of 10,000 elements are normal around a mean that stays, which has a third of their deviation. Top-k sends some
-of gradient and residual. Lost is what neither was sent nor is kept, late what is kept, in the end and as norms, beside
-the sum of all gradients.
+Gradients of 10,000 elements are normal around a constant mean, which has a third of their deviation. Top-k sends some
+of gradient and residual. The columns are norms at the end, relative to that of the sum of all gradients: "late" of the
+residual, "lost" of the part of the sum that was neither sent nor is in the residual.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def rounded(x: np.ndarray, how: str, rng: np.random.Generator) -> np.ndarray:
 
 
 def run(ratio: float, how: str) -> tuple[float, float]:
-    """What was lost, and what is late."""
+    """The norms "lost" and "late"."""
     rng, rounding = np.random.default_rng(0), np.random.default_rng(1)
     mean = rng.standard_normal(ELEMENTS).astype(np.float32) * np.float32(1e-3)
     residual, arrived, given = np.zeros(ELEMENTS, np.float32), np.zeros(ELEMENTS), np.zeros(ELEMENTS)

@@ -59,16 +59,16 @@ def recorded() -> Iterator[list[Launch]]:
     """Records kernels with their types of arguments and constants within the block, instead of launching them."""
     from hvdcomp.kernels.cuda.device import DeviceKernels
 
-    launches: list[Launch] = []
+    noted: list[Launch] = []
 
     def launch(self: Any, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
-        launches.append((kernel, specialized(kernel, arguments), tuple(sorted(constants.items()))))
+        noted.append((kernel, specialized(kernel, arguments), tuple(sorted(constants.items()))))
 
     before = DeviceKernels.launch
     DeviceKernels.launch = launch  # type: ignore[method-assign]
     try:
         with cuda.serving_host():
-            yield launches
+            yield noted
     finally:
         DeviceKernels.launch = before  # type: ignore[method-assign]
 
@@ -115,7 +115,7 @@ def watch(engine: Engine, sources: bool = False) -> None:
         look.gradient_energies(names)
         look.lost_when_sent(names)
         kept = previews.kept(look, engine.plan, names, Energies())
-        replaced = {name: densified(look.xp, look[name], one) for name, one in kept.items()} if sources else {}
+        replaced = {name: densified(look.xp, look[name], values) for name, values in kept.items()} if sources else {}
         previews.lost(look, engine.plan, names, replaced)
         return replaced
 

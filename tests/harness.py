@@ -250,10 +250,10 @@ class CountingCommunicator:
     def start_broadcast(self, array: Array, name: str) -> Any:
         return self.inner.start_broadcast(array, name)
 
-    def wait(self, handle: Any) -> Array:
+    def wait(self, started: Any) -> Array:
         if self.at_wait is not None:
             self.at_wait()
-        return self.inner.wait(handle)
+        return self.inner.wait(started)
 
 
 class Run(NamedTuple):

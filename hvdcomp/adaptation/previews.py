@@ -32,7 +32,7 @@ class Previews:
 
     Args:
         tensors: all tensors, by name.
-        states: of the tensors, by name.
+        states: state of each tensor, by name.
     """
 
     def __init__(self, tensors: Mapping[str, TensorInfo], states: Mapping[str, TensorState]) -> None:
@@ -82,7 +82,7 @@ class Previews:
         """C(x) of some tensors that no step has, by name.
 
         Args:
-            context: of the step; its name is not looked at.
+            context: context of the step, whose name is not read.
             lost: gets ||x - C(x)||^2 of each.
         """
         addresses, _alive = self._addresses(xp, xs)
@@ -94,7 +94,7 @@ class Previews:
                 lost.add(bucket.names, bucket.lost(xp, xs[bucket.names[0]]))
             bucket.let_go()
         pairs = {}
-        for name in [name for name in xs if name not in kept]:  # in their order, which that of additions follows
+        for name in [name for name in xs if name not in kept]:  # in this order, also that of additions
             kept[name] = self._of_tensor(xp, xs[name], compressors[name], dataclasses.replace(context, name=name))
             pairs[name] = (xs[name], kept[name])
         if lost is not None:
@@ -109,7 +109,7 @@ class Previews:
         return self._lost(xp, list(xs), xs, addresses, compressors, context, {})
 
     def _addresses(self, xp: ModuleType, xs: Mapping[str, Array]) -> tuple[dict[str, int], Sequence[Array]]:
-        """Where those tensors lie that a bucket can take, as the step does it, and what has to live until then."""
+        """Addresses of the tensors that a bucket takes, as in a step, and the arrays that must live as long."""
         placed = _placed(xp, list(xs.values())) if xs else None
         if placed is None:
             return {}, []
@@ -130,9 +130,9 @@ class Previews:
 
         Args:
             xs: x by name.
-            addresses: of x by name, where the step has it in a bucket.
+            addresses: address of x, by name, of the tensors that the step has in a bucket.
             compressors: by name; the same object for the same compressors is quickest.
-            sources: what is compressed in place of x, of the tensors where that is something else.
+            sources: as of `lost`.
         """
         energies = Energies()
         done: set[str] = set()
@@ -229,11 +229,11 @@ class _Bucket:
 
     Args:
         where: as of `Bucket`: device and array functions; empty on the host.
-        room: for what it makes.
+        room: memory for x and C(x).
 
     Attributes:
-        names: of its tensors.
-        bucket: what its compressors see.
+        names: names of its tensors.
+        bucket: the bucket of its compressors.
     """
 
     def __init__(
@@ -251,8 +251,8 @@ class _Bucket:
 
         Args:
             xs: x of each tensor.
-            addresses: of x, by name.
-            sources: of what is compressed in its place, of the tensors where that is something else.
+            addresses: address of x, by name.
+            sources: addresses of the arrays that are compressed in place of x, by name.
         """
         bucket, segments = self.bucket, self.bucket.segments
         made: Sequence[tuple[Sequence[Array], Any]] = (

@@ -106,15 +106,15 @@ def _exchange_seconds(policy: Any, training: Training) -> Mapping[int, float] | 
     Raises:
         ConfigurationError: if its calibration cannot be used, or no level keeps its limit.
     """
-    criteria = policy.first_request
-    if Statistic.EXCHANGE_SECONDS not in criteria.ever:
+    request = policy.first_request
+    if Statistic.EXCHANGE_SECONDS not in request.ever:
         return None
     from hvdcomp.adaptation.exchange_seconds import exchange_seconds_of
     from hvdcomp.perfmodel import CalibrationError
 
     try:
         model, batch, overlaps = policy.model or None, policy.batch or None, training.overlaps_with_policy
-        seconds = exchange_seconds_of(training.engine, policy.calibration, criteria.around, model, batch, overlaps)
+        seconds = exchange_seconds_of(training.engine, policy.calibration, request.around, model, batch, overlaps)
     except CalibrationError as error:
         raise ConfigurationError(_cannot_use(policy.calibration, error)) from None
     policy.require_reachable(seconds)

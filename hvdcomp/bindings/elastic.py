@@ -128,11 +128,11 @@ def _from_rank_0(communicator: Ranks, like: Array, message: bytes) -> bytes:
 
 def _change_in_words(ranks: Sequence[Survivor]) -> str:
     """Rank 0's warning about a change; "" if nothing was lost."""
-    survivors = [survivor for survivor in ranks if survivor != NEW]
+    survivors = [old for old in ranks if old != NEW]
     if not survivors:
         return ""
     before = survivors[0].ranks
-    kept = {survivor.rank for survivor in survivors}
+    kept = {old.rank for old in survivors}
     lost = [rank for rank in range(before) if rank not in kept]
     if ranks[0] == NEW:
         return (
@@ -141,7 +141,7 @@ def _change_in_words(ranks: Sequence[Survivor]) -> str:
         )
     if not lost:
         return ""
-    norm = math.sqrt(math.fsum(survivor.energy for survivor in survivors) / len(survivors))
+    norm = math.sqrt(math.fsum(old.energy for old in survivors) / len(survivors))
     return (
         f"{len(lost)} of {before} ranks are gone ({', '.join(map(str, lost))}), and with them what they had left to be "
         f"sent: about {len(lost) / before:.0%} of all that was held back. A rank that went on holds residuals of norm "

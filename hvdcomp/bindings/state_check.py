@@ -246,7 +246,7 @@ def _check_level(level: Any, compressor: Compressor) -> None:
 
 
 def _check_shapes(arrays: Sequence[Array], tensor: TensorInfo, where: str) -> None:
-    """Checks that arrays have a tensor's shape, and no higher precision than it is kept in."""
+    """Checks that arrays have a tensor's shape, and at most the precision in which its state is kept."""
     for array in arrays:
         shape = tuple(array.shape)
         if shape not in (tensor.shape, tensor.own_shape):

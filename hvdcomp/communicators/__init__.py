@@ -58,5 +58,5 @@ class Communicator(Protocol):
     def start_broadcast(self, array: Array, name: str) -> Any:
         """Starts a broadcast of rank 0's uint8 vector, which has the same length on all ranks."""
 
-    def wait(self, handle: Any) -> Array:
+    def wait(self, started: Any) -> Array:
         """The result of a started collective, in fresh storage."""

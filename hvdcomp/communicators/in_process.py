@@ -160,8 +160,8 @@ class InProcessCommunicator:
     def _start(self, kind: str, name: str, array: Array) -> Any:
         return kind, name, array
 
-    def wait(self, handle: Any) -> Array:
-        kind, name, array = handle
+    def wait(self, started: Any) -> Array:
+        kind, name, array = started
         return self.group.meet(self._number, (kind, name, tuple(array.shape), array, self._members))
 
 

@@ -39,5 +39,5 @@ class LoopbackCommunicator:
     def start_broadcast(self, array: Array, name: str) -> Array:
         return array
 
-    def wait(self, handle: Array) -> Array:
-        return handle
+    def wait(self, started: Array) -> Array:
+        return started

@@ -143,8 +143,8 @@ class SimulatedCommunicator(InProcessCommunicator):
     def _start(self, kind: str, name: str, array: Array) -> Any:
         return kind, name, array, self.moment() if self.starts_at is None else self.starts_at
 
-    def wait(self, handle: Any) -> Array:
-        kind, name, array, start = handle
+    def wait(self, started: Any) -> Array:
+        kind, name, array, start = started
         return self.group.meet_at(self._number, (kind, name, tuple(array.shape), array, self._members), start)
 
 

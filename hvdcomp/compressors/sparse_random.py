@@ -11,8 +11,6 @@ from hvdcomp.compressors.protocol import AllReduce
 from hvdcomp.compressors.randomness import rotations, step_keys
 from hvdcomp.compressors.sparse_payload import LARGEST_HALF, carried_dtype, elements_kept
 
-_BLOCK_BITS = 16  # of a place in a task
-
 
 class _Layout:
     """The offsets of each tensor's values, and storage for the places drawn.

@@ -164,11 +164,11 @@ class TwoLevel(Compressor):
 
     def bytes_in_bucket(self, tensor: TensorInfo, context: Context) -> tuple[float, float]:
         """An even share of the tensor's bytes for each rank of a node, as a rank's real part may be any or none."""
-        node, across, _ = _node_places(context)
-        sent, _ = self.compressor.bytes_in_bucket(tensor, dataclasses.replace(context, world_size=across.size))
-        crossing = sent / node.size if across.size > 1 or node.size == 1 else 0
-        within = 4 * tensor.size * (1 + 1 / node.size) if node.size > 1 else 0
-        return crossing + within, within if across.size > 1 else 0
+        ranks, nodes = (group.size for group in _node_places(context)[:2])
+        sent, _ = self.compressor.bytes_in_bucket(tensor, dataclasses.replace(context, world_size=nodes))
+        crossing = sent / ranks if nodes > 1 or ranks == 1 else 0
+        in_node = 4 * tensor.size * (1 + 1 / ranks) if ranks > 1 else 0
+        return crossing + in_node, in_node if nodes > 1 else 0
 
     # A step.
 

@@ -67,7 +67,7 @@ def with_flag(
         for request in requests
         if isinstance(request, AllReduce) and request.op == "mean" and request.group == "all"
     ]
-    if not (means and isinstance(means[0], np.ndarray)):  # beside what is in NumPy it stays there
+    if not (means and isinstance(means[0], np.ndarray)):  # a mean in NumPy takes the flag in NumPy
         flag = of_framework(xp, flag, like)
     if not means:
         requests.append(AllGather((flag,)))

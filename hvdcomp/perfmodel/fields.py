@@ -90,7 +90,7 @@ class Fields:
 
         Args:
             name: name of the field.
-            what: the pair, in words.
+            noun: the pair, in words.
             second_rises: whether the second numbers must not fall.
             lowest_second: least value of the second numbers.
         """

@@ -1,4 +1,4 @@
-"""How many steps a round of `LocalSteps` has where that is decided at run time: `every="auto"`."""
+"""The number of steps of a round of `LocalSteps` with `every="auto"`, decided during the training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AutoRounds(Described):
 
     Attributes:
         start: steps of the first rounds.
-        share: of the time of a round that its exchange may take.
+        share: largest share of a round's time that its exchange may take.
     """
 
     start: Annotated[int, at_least(1)] = 30
@@ -46,11 +46,11 @@ class RoundLength:
     """Decides by the rule of `AutoRounds`; each rank has one, and rank 0's is obeyed.
 
     Attributes:
-        steps: decided for the round after the next exchange.
-        rounds: that were measured.
-        allowed: C, or the part of it of the rounds so far.
+        steps: number of steps of the round after the next exchange.
+        rounds: number of measured rounds.
+        allowed: C, or the part of it from the rounds so far.
         top_rate: the largest learning rate so far.
-        step_seconds, exchange_seconds: of a step and of an exchange, the latest counting half.
+        step_seconds, exchange_seconds: mean seconds of a step and of an exchange, the latest counting half.
     """
 
     steps: int
@@ -66,10 +66,11 @@ class RoundLength:
         """Takes in a round, and decides.
 
         Args:
-            steps: of the round.
-            drift: S after it.
-            rate: the learning rate at its end. With 0 nothing is learnt.
-            step_seconds, exchange_seconds: of a step until all ranks had made it, and of the exchange.
+            rule: the settings.
+            steps: number of steps of the round.
+            drift: S after the round.
+            rate: the learning rate at its end. A round with 0 is ignored.
+            step_seconds, exchange_seconds: seconds of a step until all ranks had made it, and of the exchange.
         """
         if rate <= 0:
             return

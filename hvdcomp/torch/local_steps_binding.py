@@ -109,10 +109,10 @@ class LocalStepsBinding(TorchTraining):
         """
         own = sketch(moved)
         head = torch.tensor([float(decided * (self.communicator.rank == 0)), float(own.dot(own))], dtype=own.dtype)
-        told = torch.cat([head, own])
-        self._bytes_beside = told.nbytes
+        message = torch.cat([head, own])
+        self._bytes_beside = message.nbytes
         ranks = self.communicator
-        total = ranks.wait(ranks.start_allreduce(told, "sum", "hvdcomp.rounds"))
+        total = ranks.wait(ranks.start_allreduce(message, "sum", "hvdcomp.rounds"))
         mean = total[1:] / ranks.world_size
         return round(float(total[0])), max(0.0, float(mean[0] - mean[1:].dot(mean[1:])))
 

@@ -20,13 +20,13 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
         tables = hvdcomp.torch.RowWiseAdagrad([table.weight for table in rows.tables.values()], lr=0.05)
 
-    Rows without a gradient stay as they are, of sparse gradients and of dense ones.
+    Rows whose gradient is missing or all zero do not change.
 
     Args:
         params: the tables' weights (rows, columns), or groups of them.
         lr: the learning rate.
         eps: above 0.
-        initial_accumulator_value: with which sums begin.
+        initial_accumulator_value: the first value of all sums.
 
     Raises:
         ConfigurationError: for a parameter that is no matrix, or an option below its bound.
@@ -44,7 +44,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         super().__init__(params, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of `torch.optim.Optimizer`, which begins with it too."""
+        """As in `torch.optim.Optimizer`, whose constructor calls it too."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         for table in group["params"]:
@@ -57,7 +57,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates the rows that have a gradient; returns what the closure does, which makes the gradients."""
+        """Updates the rows that have a gradient; returns the result of the closure, which makes the gradients."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -52,9 +52,9 @@ class NoPayload(Communicator):
         handle = self._ranks.start_broadcast(_zeros(8, array), f"{self._method}.{name}")
         return handle, self._answers.start_broadcast(array, name)
 
-    def wait(self, handle: Any) -> torch.Tensor:
-        self._ranks.wait(handle[0])
-        return handle[1]
+    def wait(self, started: Any) -> torch.Tensor:
+        self._ranks.wait(started[0])
+        return started[1]
 
 
 def _zeros(size: int, like: torch.Tensor, dtype: torch.dtype = torch.uint8) -> torch.Tensor:

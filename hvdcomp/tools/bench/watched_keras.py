@@ -110,21 +110,22 @@ class KerasWatch:
         refuse_keras_3(optimizer)
         pairs = [*grads_and_vars]
         variables = [variable for gradient, variable in pairs if gradient is not None]
-        passes = [passed for passed in self._passes if all(id(variable) in passed.gradients for variable in variables)]
+        ids = {id(variable) for variable in variables}
+        passes = [backward for backward in self._passes if ids <= backward.gradients.keys()]
         if self._optimizer is None:
             self._optimizer, self._variables = optimizer, variables
         if optimizer is not self._optimizer:
             self._other_optimizers.add(type(optimizer).__name__)
         if optimizer is not self._optimizer or not passes:
             return method(optimizer, pairs, *args, **kw)
-        passed = passes[-1]
-        _check(passed, variables)
+        backward = passes[-1]
+        _check(backward, variables)
         exchanged = _when_computed([gradient for gradient, _ in pairs])
         result = method(optimizer, pairs, *args, **kw)
         stepped = _when_computed([variable.read_value() for variable in variables])
         keys = [id(variable) for variable in variables]
-        read = tf.stack([passed.begin, exchanged, stepped, *(passed.ready[key] for key in keys)])
-        tf.numpy_function(self._end_step, [read, *(passed.gradients[key] for key in keys)], [])
+        read = tf.stack([backward.begin, exchanged, stepped, *(backward.ready[key] for key in keys)])
+        tf.numpy_function(self._end_step, [read, *(backward.gradients[key] for key in keys)], [])
         return result
 
     def _end_step(self, read: np.ndarray, *gradients: np.ndarray) -> list[np.ndarray]:
@@ -189,15 +190,15 @@ def _graphs() -> list[Any]:
     return graphs
 
 
-def _check(passed: _Pass, variables: list[Any]) -> None:
+def _check(backward: _Pass, variables: list[Any]) -> None:
     """Raises SetupError for steps whose times would be meaningless."""
-    if passed.graph not in _graphs():
+    if backward.graph not in _graphs():
         raise SetupError(
             "the gradients are computed in one tf.function, and the optimizer is called outside of it: to profile the "
             "training, put both into one tf.function, or use Keras fit"
         )
     for variable in variables:
-        if isinstance(passed.gradients[id(variable)], tf.IndexedSlices):
+        if isinstance(backward.gradients[id(variable)], tf.IndexedSlices):
             raise SetupError(
                 f"the gradient of {variable.name} is sparse, as that of an embedding, which hvdcomp profile does not "
                 "support: profile the model with tf.one_hot and a matrix in its place"

@@ -128,7 +128,8 @@ def command(
 
     For dense gradients and for each compressor, predicts the time of a training step, its bottleneck, and the
     bandwidth below which the compressor is faster than dense gradients. Recommends a compressor if it is faster than
-    dense and fp16 gradients, which lose no accuracy, by more than the model's error. Nothing is measured or run.
+    dense and fp16 gradients, which libraries send themselves, by more than the model's error. Nothing is measured or
+    run.
     """
     if count:
         _count(context, calibration, compressors)

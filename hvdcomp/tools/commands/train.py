@@ -56,7 +56,7 @@ def _option(name: str, help_text: str, **attributes: Any) -> Any:
 
 
 def _steps_or_rule(context: click.Context, parameter: click.Parameter, value: int | str) -> int | str:
-    """A number of steps, or the rule by which there is one."""
+    """A number of steps, or the rule that decides it."""
     try:
         return int(value)
     except ValueError:

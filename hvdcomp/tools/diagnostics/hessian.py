@@ -97,16 +97,16 @@ def largest_hessian_eigenvalue(
     _check(iterations, tolerance, seed, batches)
     hessian = _Hessian(model, loss_function, batches, parameters, seed, reduce)
     generator = torch.Generator().manual_seed(seed)
-    plain = shifted = _power_iteration(hessian, generator, 0.0, iterations, tolerance)
+    plain = last = _power_iteration(hessian, generator, 0.0, iterations, tolerance)
     rising = plain.rayleigh > 0 and not plain.converged  # too early to tell
     if plain.rayleigh < (1 - tolerance) * plain.norm and not rising:
-        shifted = _power_iteration(hessian, generator, plain.norm, iterations, tolerance)
+        last = _power_iteration(hessian, generator, plain.norm, iterations, tolerance)
     return HessianEigenvalue(
-        value=shifted.rayleigh,
+        value=last.rayleigh,
         dominant=plain.rayleigh,
         iterations=hessian.products,
-        relative_change=shifted.relative_change,
-        converged=plain.converged and shifted.converged,
+        relative_change=last.relative_change,
+        converged=plain.converged and last.converged,
     )
 
 

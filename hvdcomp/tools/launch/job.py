@@ -156,7 +156,7 @@ def read_settings(
     for key, value in flags.items():
         if value is None:
             continue
-        _refuse_unknown([key], [field for types in types_of.values() for field in types], "flags")
+        _refuse_unknown([key], [name for types in types_of.values() for name in types], "flags")
         name = next(name for name, types in types_of.items() if key in types)
         flag = _typed(types_of[name][key], value, key)
         values[name][key] = {**values[name].get(key, {}), **flag} if isinstance(flag, dict) else flag

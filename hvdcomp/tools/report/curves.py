@@ -270,13 +270,13 @@ def _draw_times(section: Section) -> Figure:
 
 def smooth(values: np.ndarray) -> np.ndarray:
     """Centred running mean over a fiftieth of the steps, fewer at both ends; NaN where a value is missing."""
-    times = np.isfinite(values)
-    sums = np.cumsum(np.concatenate([[0.0], np.where(times, values, 0.0)]))
-    counts = np.cumsum(np.concatenate([[0], times]))
+    is_finite = np.isfinite(values)
+    sums = np.cumsum(np.concatenate([[0.0], np.where(is_finite, values, 0.0)]))
+    counts = np.cumsum(np.concatenate([[0], is_finite]))
     centres = np.arange(values.size)
     reach = np.minimum(values.size // 100, np.minimum(centres, values.size - 1 - centres))
     low, high = centres - reach, centres + reach + 1
-    return np.where(times, (sums[high] - sums[low]) / np.maximum(1, counts[high] - counts[low]), np.nan)
+    return np.where(is_finite, (sums[high] - sums[low]) / np.maximum(1, counts[high] - counts[low]), np.nan)
 
 
 def limit_height(axes: Axes) -> bool:

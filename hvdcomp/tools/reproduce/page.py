@@ -114,9 +114,9 @@ def _decided(artefact: Artefact, outcomes: Outcome) -> Iterator[str]:
         head = ("", "")
 
 
-def _summed(outcomes: Outcome) -> str:
-    answers = [holds_text(row) for row in outcomes.rows]
-    return _line(_link(outcomes.name), *(str(answers.count(word)) for word in ("yes", "no", "open")))
+def _summed(outcome: Outcome) -> str:
+    answers = [holds_text(row) for row in outcome.rows]
+    return _line(_link(outcome.name), *(str(answers.count(word)) for word in ("yes", "no", "open")))
 
 
 def _link(name: str) -> str:

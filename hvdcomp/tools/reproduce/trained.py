@@ -417,7 +417,7 @@ def _levels_chosen(run: Trained) -> dict[str, list[float]]:
         for number, level in new.get("changed", {}).items():
             now[int(number)] = level
         chosen.append(list(now))
-    return {name: [float(windows[number]) for windows in chosen] for number, name in enumerate(names)}
+    return {name: [float(window[number]) for window in chosen] for number, name in enumerate(names)}
 
 
 def ranks(artefact: Artefact, t: Trainings) -> Outcome:

@@ -260,15 +260,15 @@ class Checkpoints:
         """A message about the fate of the saved residuals; None if each rank keeps its own."""
         then, now = self.old_ranks, self._ranks.size
         if self._residuals == "drop":
-            kept_names = "is dropped, as --residuals drop says"
+            fate = "is dropped, as --residuals drop says"
         elif then == now:
             return None
         elif then < now:
-            kept_names = f"is kept, by rank{' 0' if then == 1 else f's 0 to {then - 1}'}"
+            fate = f"is kept, by rank{' 0' if then == 1 else f's 0 to {then - 1}'}"
         else:
             most = -(-then // now)
-            kept_names = f"is kept, {'' if then % now == 0 else 'up to '}{most} old ranks in each"
-        return f"checkpoint of {_counted(then)}, this run has {_counted(now)}: what was left to be sent {kept_names}"
+            fate = f"is kept, {'' if then % now == 0 else 'up to '}{most} old ranks in each"
+        return f"checkpoint of {_counted(then)}, this run has {_counted(now)}: what was left to be sent {fate}"
 
     def restore(self, learner: Learner) -> None:
         """Loads the checkpoint that was found into the learner. Call it on every rank.
@@ -317,7 +317,7 @@ class Checkpoints:
 
         def complete() -> None:
             if self._ranks.rank == 0:
-                self._complete(part, place, {name: text for path in digests for name, text in path.items()})
+                self._complete(part, place, {name: text for of_rank in digests for name, text in of_rank.items()})
 
         try:
             digests = self._on_all(write)
@@ -360,7 +360,7 @@ class Checkpoints:
                     f"the checkpoint in {self.folder} cannot be written on rank {rank}: {failure}; the one before it, "
                     "if any, is complete"
                 )
-        return [path for _, path in answers]
+        return [of_rank for _, of_rank in answers]
 
     def _place(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"

@@ -78,11 +78,11 @@ class Learner(ABC):
         """
 
     def end(self) -> None:
-        """Lets all ranks have the same weights, after the last step."""
+        """Gives all ranks the same weights after the last step."""
         return
 
     def common_weights(self) -> AbstractContextManager[None]:
-        """Inside, the model has the weights that are to be the same on all ranks."""
+        """A context in which the model has the weights that all ranks share."""
         return nullcontext()
 
     @abstractmethod

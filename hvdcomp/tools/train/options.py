@@ -354,8 +354,8 @@ class TrainingOptions:
 
     @property
     def common_every(self) -> int | None:
-        """Of how many steps all ranks have the same weights after each; None if they never need to, being evaluated by
-        the outer weights, and exchanging once more in the end."""
+        """Number of steps after which all ranks have the same weights; None if the run is evaluated with the outer
+        weights, and ends with one more exchange."""
         return self.local_steps if isinstance(self.local_steps, int) and not self._streams else None
 
     @property
@@ -371,7 +371,7 @@ class TrainingOptions:
             yield self.optimizer != "compressed-adam", f"{shown}: --optimizer compressed-adam takes a number"
         if not self.steps_alone:
             return
-        yield self.framework == "torch", f"{shown}: --framework torch has it alone"
+        yield self.framework == "torch", f"{shown}: only --framework torch has it"
         if every is None:
             yield self.steps is not None, f"{shown}: give --steps N too, after which the ranks exchange once more"
         else:
@@ -395,8 +395,7 @@ class TrainingOptions:
             value = getattr(self, name)
             yield (
                 (takes and isinstance(every, int)) or value == getattr(TrainingOptions, name),
-                f"--{name.replace('_', '-')} {value} is of --local-steps N, a number above 1, with another optimizer "
-                "than compressed-adam",
+                f"--{name.replace('_', '-')} {value} needs --local-steps N, a number above 1, without compressed-adam",
             )
         if takes and isinstance(every, int):
             yield 1 <= self.fragments <= every, f"--fragments {self.fragments}: from 1 to --local-steps {every}"
@@ -546,7 +545,7 @@ class TrainingOptions:
         """The arguments of `hvdcomp.Compression.from_spec`, without those of the data and the framework.
 
         Raises:
-            SpecError: the policy is not a policy.
+            SpecError: for an invalid policy.
         """
         decides = self.policy is not None and isinstance(parse_policy(self.policy), Policy)
         return {

@@ -80,7 +80,7 @@ class HorovodRanks(Ranks):
 
     def gather(self, value: Any, name: str) -> list[Any]:
         # Horovod's default name would depend on the value's type.
-        return self._hvd.allgather_object(value, name=f"hvdcomp.tools.train.{name}")
+        return self._hvd.allgather_object(value, name=f"hvdcomp.train.{name}")
 
     def broadcast(self, value: Any, name: str) -> Any:
-        return self._hvd.broadcast_object(value, name=f"hvdcomp.tools.train.{name}")
+        return self._hvd.broadcast_object(value, name=f"hvdcomp.train.{name}")

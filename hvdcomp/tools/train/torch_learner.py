@@ -226,7 +226,7 @@ class TorchLearner(Learner):
             rank_content["optimizer"].get("local_steps", {}).pop("compression", None)  # kept above, by itself
         contents[folder / _OWN.format(self._rank)] = rank_content
         for file, content in contents.items():
-            # PyTorch's rank_content writer drops the reason of a failure.
+            # PyTorch's own writer drops the reason of a failure.
             buffer = io.BytesIO()
             torch.save(content, buffer)
             write_file(file, buffer.getbuffer())
@@ -260,7 +260,7 @@ class TorchLearner(Learner):
         self._compression.load_state_dict(state, optimizer=self._optimizer)
 
     def _shared_state(self) -> dict[str, Any]:
-        """The weights, and what the optimizer keeps; called on every rank."""
+        """The weights and the optimizer's state; called on every rank."""
         return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
 
     def _load_shared(self, state: dict[str, Any]) -> None:

@@ -111,8 +111,8 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
             "--local-steps auto: --optimizer compressed-adam takes a number",
         ),
         ({"local_steps": 4, "fragments": 2}, "--local-steps 4: give --steps N too, after which"),
-        ({"fragments": 2}, "--fragments 2 is of --local-steps N, a number above 1"),
-        ({"local_steps": "auto", "steps": 4, "delay": 2}, "--delay 2 is of --local-steps N"),
+        ({"fragments": 2}, "--fragments 2 needs --local-steps N, a number above 1"),
+        ({"local_steps": "auto", "steps": 4, "delay": 2}, "--delay 2 needs --local-steps N"),
         ({"local_steps": 4, "steps": 9, "fragments": 5}, "--fragments 5: from 1 to --local-steps 4"),
         ({"local_steps": 4, "steps": 9, "fragments": 2, "delay": 2}, "--delay 2: from 0 to 1 steps"),
         ({"local_steps": 4, "steps": 9, "local_share": 1.0}, "--local-share 1.0: from 0 up to, not including, 1"),
@@ -122,7 +122,7 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
         ({"optimizer": "compressed-adam", "local_steps": 2}, "--local-steps 2: give --steps N too, a multiple of 2"),
         (
             {"optimizer": "compressed-adam", "local_steps": 2, "steps": 4, "framework": "tensorflow"},
-            "--local-steps 2: --framework torch has it alone",
+            "--local-steps 2: only --framework torch has it",
         ),
         (
             {

@@ -282,7 +282,8 @@ class KubernetesSettings:
             return
         if not re.fullmatch(r"[1-9][0-9]*:[1-9][0-9]*", self.elastic, re.ASCII):
             raise ConfigurationError(
-                f"elastic: {self.elastic!r} must be MIN:MAX, the least and the largest number of ranks, as 2:8"
+                f"elastic: {self.elastic!r} must be MIN:MAX, the least and the largest number of ranks, both 1 or "
+                "more, as 2:8"
             )
         least, most = self.bounds
         if not least <= self.job.ranks <= most:
