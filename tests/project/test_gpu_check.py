@@ -142,7 +142,7 @@ def test_the_probe_of_the_network_is_a_calibration(tmp_path: Path, monkeypatch: 
 
     parts.network("cpu", keep, tmp_path, 1, "")
     assert [row["link"].split(":")[0] for row in rows if row][:2] == ["allreduce", "allgather"]
-    assert load(tmp_path / "network.json").machine["ranks"] == 2
+    assert load(tmp_path / "network.json").machine["ranks"] == "2"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
