@@ -28,4 +28,4 @@ _PLACES = {
 @click.group(cls=LazyGroup, lazy=_PLACES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="hvdcomp")
 def main() -> None:
-    """Gradient compression for Horovod, in PyTorch and TensorFlow."""
+    """Gradient compression for Horovod, in PyTorch and TensorFlow, and for PyTorch's DDP and FSDP."""

@@ -93,7 +93,12 @@ _START = (
     shown=False,
 )
 @_option("--compression", "Compressor of the gradients, such as topk:ratio=0.01.", metavar="SPEC")
-@_option("--memory", "Memory for what is not sent: error_feedback or none.", metavar="SPEC", shown="by compressor")
+@_option(
+    "--memory",
+    "Memory for what is not sent: none, error_feedback, or error_feedback:dtype=bf16 of 2 bytes a parameter.",
+    metavar="SPEC",
+    shown="by compressor",
+)
 @_option(
     "--policy",
     "Policy that changes the level, such as warmup:levels=0.25|0.05,epochs=1.",
