@@ -36,7 +36,7 @@ import click
 from pages import MEASURED, commits_of, end_if_failed, mean_and_interval, parse_seeds, with_interval
 
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.files import csv_of, replace_files, replace_text
+from hvdcomp.files import csv_of, replace_files, replace_text, with_block
 from hvdcomp.tools.reproduce.trainings import Run, keep_records, seeds_there, train_missing
 from hvdcomp.tools.terminal import make_console
 from hvdcomp.tools.train.options import NO_TIME, TEXT_DATA, TrainingOptions
@@ -580,13 +580,6 @@ def marks_of(name: str) -> tuple[str, str]:
     return f"<!-- made: {name} -->", f"<!-- end of {name} -->"
 
 
-def put(page: str, name: str, block: str) -> str:
-    """The page with the block between the marks of a name replaced; unchanged if it has no such marks."""
-    begin, end = marks_of(name)
-    before, mark, after = page.partition(begin)
-    return f"{before}{begin}\n{block}\n{end}{after.partition(end)[2]}" if mark else page
-
-
 def tables_of(runs: Path, seeds: Sequence[int], compute_ms: Mapping[str, float]) -> list[Table]:
     """The tables of all runs that are there."""
     found = [table_of(name, seeds, runs, compute_ms.get(name)) for name in WORKLOADS]
@@ -601,7 +594,7 @@ def write_page(file: Path, tables: Sequence[Table]) -> None:
     new = ["# What every compressor does to accuracy", *marks]
     text = file.read_text() if file.exists() else "\n\n".join(new) + "\n"
     for name, block in blocks.items():
-        text = put(text, name, block)
+        text = with_block(text, *marks_of(name), block) or text
     records = [record for table in tables for record in records_of(table)]
     columns = {key: None for record in records for key in record}  # an accuracy, or a perplexity
     file.parent.mkdir(parents=True, exist_ok=True)

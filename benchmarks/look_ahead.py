@@ -23,9 +23,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import click
+import numpy as np
+
+from hvdcomp.tools.train.data_clicks import zipf
 
 TABLES, ROWS, COLUMNS = 4, 50_000, 256
-EXPONENT = 1.3
 TURN = 10  # steps
 STOCK, EXCHANGE, AHEAD = "stock", "exchange", "look ahead"
 
@@ -34,11 +36,9 @@ def batches(size: int) -> Iterator[Any]:
     """Ids (size, tables), other ones on each rank."""
     import torch
 
-    often = (1 / torch.arange(1, ROWS + 1).double() ** EXPONENT).cumsum(0)
-    generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
+    draws = np.random.default_rng(int(os.environ["RANK"])).random((30, size, TABLES))
     # Drawn before the first step: a loader would have workers for it.
-    drawn = torch.rand(30, size, TABLES, generator=generator).double() * float(often[-1])
-    yield from itertools.cycle(torch.searchsorted(often, drawn))
+    yield from itertools.cycle(torch.from_numpy(zipf(draws, ROWS)))
 
 
 @dataclass

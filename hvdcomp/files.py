@@ -67,6 +67,13 @@ def replace_text(path: Path, text: str) -> None:
     replace_files({path: text.encode("utf-8", errors="replace")})
 
 
+def with_block(text: str, begin: str, end: str, block: str) -> str | None:
+    """A text with the lines between two marks replaced by a block; None if it lacks a mark."""
+    before, first, rest = text.partition(begin)
+    _, last, after = rest.partition(end)
+    return f"{before}{begin}\n{block}\n{end}{after}" if first and last else None
+
+
 def csv_of(rows: Sequence[Mapping[str, Any]]) -> bytes:
     """A CSV file with a heading, of one or more rows.
 

@@ -5,7 +5,6 @@ A pseudo-gradient is the weights at the latest exchange minus the present weight
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence, Set
 from contextlib import nullcontext
 from typing import Any
@@ -91,11 +90,6 @@ class LocalStepsBinding(TorchTraining):
         anchors = list(self._anchors.values())
         return [anchors[place] - parameters[place].detach() for place in places]
 
-    def now(self) -> float:
-        """Seconds on the clock by which rounds are timed."""
-        ranks: object = self.communicator
-        return ranks.now() if isinstance(ranks, SimulatedCommunicator) else time.perf_counter()
-
     @torch.no_grad()
     def agree(self, decided: int, moved: Sequence[torch.Tensor]) -> tuple[int, float]:
         """Waits for all ranks; the number of steps that rank 0 has decided, and the drift.
@@ -165,6 +159,10 @@ class LocalStepsBinding(TorchTraining):
         )
 
     # Methods of `Training`.
+
+    def now(self) -> float:
+        ranks: object = self.communicator
+        return ranks.now() if isinstance(ranks, SimulatedCommunicator) else super().now()
 
     def facts(self) -> dict[str, Any]:
         return dict(self._settings)

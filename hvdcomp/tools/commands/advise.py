@@ -44,7 +44,7 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
         raise click.BadParameter(str(error)) from None
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.option(
     "--calibration",
     metavar="FILE|PRESET",

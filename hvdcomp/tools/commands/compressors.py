@@ -17,7 +17,7 @@ from rich.text import Text
 from hvdcomp.compressors import COMPRESSORS, Compressor, first_to_try
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import SpecError
-from hvdcomp.files import replace_text
+from hvdcomp.files import replace_text, with_block
 from hvdcomp.specs.described import fields_of
 from hvdcomp.specs.suggestions import did_you_mean
 from hvdcomp.tools.terminal import make_console, make_table, print_table
@@ -28,7 +28,7 @@ END = "<!-- end of what was made -->"
 _ATTRIBUTE = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILINE)  # of a docstring
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.argument("names", metavar="[NAME]...", nargs=-1)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list instead of a table.")
 @click.option(
@@ -218,12 +218,11 @@ def _write_into(path: Path, table: str) -> None:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise click.ClickException(f"{path} cannot be read: {error.strerror}") from None
-    before, begin, after_begin = text.partition(BEGIN)
-    _, end, after = after_begin.partition(END)
-    if not begin or not end:
+    written = with_block(text, BEGIN, END, table.removesuffix("\n"))
+    if written is None:
         raise click.ClickException(f"{path} has no markers for the table; add these two lines:\n{BEGIN}\n{END}")
     try:
-        replace_text(path, f"{before}{BEGIN}\n{table}{END}{after}")
+        replace_text(path, written)
     except OSError as error:
         raise click.ClickException(f"{path} cannot be written: {error.strerror or error}") from None
     click.echo(f"Wrote the table of compressors into {path}.", err=True)

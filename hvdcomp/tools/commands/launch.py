@@ -124,6 +124,6 @@ backend_option = click.option(
 """The option of every scheduler for the library."""
 
 
-@click.group(cls=LazyGroup, lazy=_SCHEDULERS, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, lazy=_SCHEDULERS)
 def command() -> None:
     """Run a training program on a cluster."""

@@ -28,8 +28,6 @@ from hvdcomp.tools.launch.k8s.settings import KubernetesSettings, check_job_name
 from hvdcomp.tools.launch.k8s.state import MPIJobState
 from hvdcomp.tools.terminal import make_console, make_table, print_table
 
-_CONTEXT = {"help_option_names": ["-h", "--help"]}
-
 _where = [
     click.option(
         "--namespace",
@@ -74,7 +72,7 @@ def _with(options: list[Callable[[Any], Any]]) -> Callable[[Any], Any]:
     return decorate
 
 
-@click.group(cls=ProgramGroup, invoke_without_command=True, context_settings=_CONTEXT)
+@click.group(cls=ProgramGroup, invoke_without_command=True)
 @_with(_submission)
 @click.option("--dry-run", is_flag=True, help="Print the MPIJob as YAML and send nothing.")
 @click.option("--detach", is_flag=True, help="Submit the job, and do not follow it.")
@@ -137,7 +135,7 @@ def _note(text: str) -> None:
     click.echo(f"{datetime.now():%H:%M:%S} {text}", err=True)
 
 
-@k8s.command(context_settings=_CONTEXT)
+@k8s.command()
 @_name
 @_with(_where)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
@@ -167,7 +165,7 @@ def _row(pod: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@k8s.command("list", context_settings=_CONTEXT)
+@k8s.command("list")
 @_with(_where)
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list.")
 def list_jobs(namespace: str | None, context: str | None, as_json: bool) -> None:
@@ -203,7 +201,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
     print_table(make_console(), table)
 
 
-@k8s.command(context_settings=_CONTEXT)
+@k8s.command()
 @_name
 @_with(_where)
 @click.option("--follow", "until_end", is_flag=True, help="Follow the log to the job's end; return its exit status.")
@@ -218,7 +216,7 @@ def logs(ctx: click.Context, name: str, namespace: str | None, context: str | No
             click.echo(line)
 
 
-@k8s.command(context_settings=_CONTEXT)
+@k8s.command()
 @_name
 @_with(_where)
 def delete(name: str, namespace: str | None, context: str | None) -> None:

@@ -30,8 +30,6 @@ from hvdcomp.tools.launch.slurm.script import batch_script
 from hvdcomp.tools.launch.slurm.settings import SlurmJob
 from hvdcomp.tools.terminal import make_console, make_table, print_table
 
-_CONTEXT = {"help_option_names": ["-h", "--help"]}
-
 
 class _JobNumber(click.ParamType):
     """A job's number as Slurm prints it. `int` reads 12_3, a task of an array, as the number of another job."""
@@ -119,7 +117,7 @@ _poll_option = click.option(
 )
 
 
-@click.group(cls=ProgramGroup, invoke_without_command=True, context_settings=_CONTEXT)
+@click.group(cls=ProgramGroup, invoke_without_command=True)
 @click.option("--settings", "path", type=click.Path(path_type=Path), help="TOML file with tables [job] and [slurm].")
 @_settings_options
 @click.option("--dry-run", is_flag=True, help="Print the batch script, and submit nothing.")
@@ -163,7 +161,7 @@ def slurm(
         context.exit(_follow(scheduler, job, cancel_on_interrupt))
 
 
-@slurm.command(context_settings=_CONTEXT)
+@slurm.command()
 @click.argument("job_id", type=_JobNumber(), required=False)
 def status(job_id: int | None) -> None:
     """Show the state of a job, or of all your jobs."""
@@ -178,7 +176,7 @@ def status(job_id: int | None) -> None:
     print_table(make_console(), table)
 
 
-@slurm.command(context_settings=_CONTEXT)
+@slurm.command()
 @click.argument("job_id", type=_JobNumber())
 @click.option("--follow", is_flag=True, help="Follow the output until the job ends, and return its exit code.")
 @click.option(
@@ -200,7 +198,7 @@ def logs(context: click.Context, job_id: int, follow: bool, log_folder: Path, po
             click.echo(line)
 
 
-@slurm.command(context_settings=_CONTEXT)
+@slurm.command()
 @click.argument("job_id", type=_JobNumber())
 def delete(job_id: int) -> None:
     """Cancel a job."""

@@ -23,7 +23,7 @@ class CannotReplay(click.ClickException):
     exit_code = 2
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.argument("log", metavar="DECISIONS.JSONL", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the result as a JSON object.")
 @click.pass_context

@@ -15,7 +15,7 @@ from hvdcomp.tools.report.table import Section, cells, make_sections, policy_lin
 from hvdcomp.tools.terminal import make_console, make_table, print_table
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
     "--output",

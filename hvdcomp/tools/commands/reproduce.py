@@ -12,7 +12,7 @@ from hvdcomp.tools.reproduce.published import PAPERS, Artefact, artefacts
 from hvdcomp.tools.terminal import make_console, make_table, print_table
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.argument("names", metavar="[NAME]...", nargs=-1)
 @click.option("--quick", is_flag=True, help="Use fewer seeds: about a minute for each NAME.")
 @click.option(

@@ -19,12 +19,17 @@ _SEED = 42
 _EXPONENT = 1.3  # of Zipf's law
 
 
+def zipf(draws: np.ndarray, rows: int) -> np.ndarray:
+    """Ids below `rows` by Zipf's law, from uniform draws of [0, 1), in their shape."""
+    frequencies = np.cumsum(1 / np.arange(1, rows + 1) ** _EXPONENT)
+    return np.searchsorted(frequencies / frequencies[-1], draws)
+
+
 def load() -> DataSet:
     """Samples (N, 13 + 8) of float32, the numbers before the ids, which are exact as floats; labels are 0 or 1."""
     size = DLRM_SIZE
     draws, count = np.random.default_rng(_SEED), TRAIN + VALIDATION + TEST
-    frequencies = np.cumsum(1 / np.arange(1, size.rows + 1) ** _EXPONENT)
-    ids = np.searchsorted(frequencies / frequencies[-1], draws.random((count, size.tables)))
+    ids = zipf(draws.random((count, size.tables)), size.rows)
     dense = draws.standard_normal((count, size.dense))
     scores = draws.standard_normal((size.tables, size.rows))
     logits = dense @ draws.standard_normal(size.dense) / 3 + scores[np.arange(size.tables), ids].sum(1) / 2

@@ -277,6 +277,9 @@ def test_what_is_written_by_hand_is_kept(benchmark_file: ModuleType, page: Path,
     words = ["--page-only", "--runs", str(tmp_path / "runs"), "--table", str(page), "--compute-ms", "gpt=7"]
     assert CliRunner().invoke(benchmark_file.main, words).exit_code == 0
     assert page.read_text() == f"# By hand\n\nBefore.\n{table}\nAfter.\n"
+    page.write_text(without_end := "Before.\n<!-- made: gpt -->\nOld.\nAfter.\n")
+    assert CliRunner().invoke(benchmark_file.main, words).exit_code == 0
+    assert page.read_text() == without_end
 
 
 def test_an_interval_is_of_students_t(benchmark_file: ModuleType) -> None:

@@ -82,7 +82,9 @@ def test_the_parts_of_a_step_are_told_apart_and_the_training_stays_as_it_is(grap
     least = np.zeros(4)
     least[[BACKWARD, EXCHANGE, OPTIMIZER]] = 2 * PART_S, PART_S, 2 * PART_S
     assert watched.parts.shape == (4, 4)
-    assert (watched.parts >= 0.9 * least).all(), watched.parts  # two clocks
+    # Two clocks; and what marks the end of a part may come late, into the next part.
+    assert (np.median(watched.parts, 0) >= 0.95 * least).all(), watched.parts
+    assert (watched.parts.sum(1) >= 0.95 * least.sum()).all(), watched.parts
     # The least of four steps: another process may have had the processor in one of them.
     most = least + np.array([0.1, PART_S, PART_S, 3 * PART_S])  # variables may be updated one after the other
     assert (watched.parts.min(axis=0) < most).all(), watched.parts
