@@ -35,5 +35,5 @@ def test_a_decision_is_on_its_way_when_the_other_rank_has_ended(controller: str,
     assert "rank 0 has ended" in done.stdout
     assert "rank 1 has ended" in done.stdout
     assert "Traceback" not in done.stdout
-    if (controller, last) == ("mpi", "nothing"):
+    if (controller, last) == ("mpi", "nothing"):  # `hvd.shutdown()` ends MPI whoever waits
         assert "MPI has not ended" in done.stdout, "a rank that ends while it waits for rank 0 would end it"

@@ -28,6 +28,11 @@ class SlowInTheEnd(hvdcomp.GraVAC):
     def decide(self, state: Any, statistics: Statistics) -> Any:
         if statistics.step == STEPS:
             time.sleep(2)
+            if "mpi4py.MPI" in sys.modules:
+                from mpi4py import MPI
+
+                # Not after the step: when the decision has left, the other rank may end, and with it MPI.
+                print(f"MPI has {'' if MPI.Is_finalized() else 'not '}ended\n", end="", flush=True)
         return super().decide(state, statistics)
 
 
@@ -55,10 +60,6 @@ def main() -> None:
         optimizer.step()
     if last == "shutdown":
         shut_down()
-    elif rank == 0 and "mpi4py.MPI" in sys.modules:
-        from mpi4py import MPI
-
-        print(f"MPI has {'' if MPI.Is_finalized() else 'not '}ended\n", end="", flush=True)
     print(f"rank {rank} has ended\n", end="", flush=True)
 
 
