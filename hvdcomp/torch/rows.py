@@ -14,6 +14,7 @@ from hvdcomp.exchange.agreement import WEIGHTS, refused_on_every_rank, require_a
 from hvdcomp.exchange.rows import RowMeans, Rows, Table, wire_name
 from hvdcomp.torch.local_steps import started_ranks
 from hvdcomp.torch.training import checksums_of
+from hvdcomp.torch.unaveraged import note_tables
 
 EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _ON_HOST = torch.empty(0)
@@ -74,6 +75,7 @@ class RowExchange:
         shapes = {name: Table(_name_of(weight.dtype), *weight.shape) for name, weight in weights.items()}
         self.means = RowMeans(self.ranks, shapes, wire, _ON_HOST)
         _leave_alone(model, weights.values())
+        note_tables(weights.values())
         self.ledger = self.means.ledger
 
     @torch.no_grad()
