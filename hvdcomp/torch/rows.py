@@ -17,6 +17,7 @@ from hvdcomp.torch.training import checksums_of
 from hvdcomp.torch.unaveraged import note_tables
 
 EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+_ALL = "all"
 _ON_HOST = torch.empty(0)
 
 
@@ -37,7 +38,8 @@ class RowExchange:
 
     Args:
         model: the model with the tables, not yet wrapped.
-        tables: names of weights of `nn.Embedding` or `nn.EmbeddingBag`, (rows, columns) each. Default: those with
+        tables: names of weights of `nn.Embedding` or `nn.EmbeddingBag`, (rows, columns) each; or "all" for all of them,
+            but for weights that another kind of module shares, whose gradients have no zero rows. Default: those with
             sparse=True.
         wire_dtype: element type in which rows and means are sent: torch.bfloat16 or torch.float16; or torch.int8, with
             the largest magnitude of each row, where an element's error is at most 1/254 of it, and that of a mean
@@ -109,7 +111,13 @@ def _tables_of(model: Any, names: Iterable[str] | None) -> dict[str, Any]:
             "model before"
         )
     embeddings = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, EMBEDDINGS)}
-    table_names = [name for name, table in embeddings.items() if table.sparse] if names is None else list(names)
+    if names is None:
+        names = [name for name, table in embeddings.items() if table.sparse]
+    elif names == _ALL:
+        others = (module for module in model.modules() if not isinstance(module, EMBEDDINGS))
+        shared = {id(weight) for module in others for weight in module.parameters(recurse=False)}
+        names = [name for name, table in embeddings.items() if id(table.weight) not in shared]
+    table_names = list(names)
     missing = [name for name in table_names if name not in embeddings]
     if missing or not table_names:
         given = f"{', '.join(missing)}, which is no weight of an embedding" if missing else "no table with sparse=True"

@@ -203,6 +203,17 @@ def test_tables_that_share_a_weight_are_served_once() -> None:
     assert model._ddp_params_and_buffers_to_ignore == ["items.weight", "words.weight", "again.weight"]
 
 
+def test_all_tables_are_those_whose_weight_no_layer_shares() -> None:
+    model = Model()
+    model.tied = torch.nn.Embedding(3, 3)
+    model.tied.weight = model.layer.weight
+    rows = RowExchange(model, "all", communicator=LoopbackCommunicator())
+    assert list(rows.tables) == [f"{name}.weight" for name in SHAPES]
+    model.dense(torch.tensor([3, 3])).sum().backward()
+    rows.exchange()
+    assert model.dense.weight.grad.tolist() == [[2 * (row == 3)] * 2 for row in range(SHAPES["dense"][0])]
+
+
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
