@@ -40,9 +40,9 @@ Published numbers are those of the papers. The numbers beside them are counted f
 and a short training ends before that part has arrived. So low and high compression differ more than in the papers. A
 reversed result of a training says that the finding does not carry over to so short a training, not that it is wrong.
 
-The dissertation that holds the first two papers has two more systems. Of Bagpipe (arXiv:2202.12429), which fetches the
-embeddings of recommendation models ahead, there is the exchange, in [LookAhead](embeddings.md); its figures are not
-compared yet. CHAI (clustered-head attention) is about inference, where no gradients are sent, and is out of scope.
+The dissertation that holds the first three papers has one more system, CHAI (clustered-head attention). It is about
+inference, where no gradients are sent, and is out of scope. Of Bagpipe, which fetches the embeddings of recommendation
+models ahead, there is the exchange, in [LookAhead](embeddings.md), and only the abstract's numbers are compared.
 """
 _QUICK = """In {quick} results, whose command ends in `--quick`, trainings have few seeds. Without `--quick` they have
 ten; that has not been run yet.
