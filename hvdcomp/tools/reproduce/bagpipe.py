@@ -37,7 +37,7 @@ def look_ahead(artefact: Artefact) -> Outcome:
         Row(what="share of accesses to 1 % of the rows", published=published["share"], ours=often, note=note),
         Row(what="share of a batch's rows that the next batch looks up", ours=urgent),
         *(
-            Row(what=f"share of a batch's rows in a cache of the {ahead} batches before", ours=hit)
+            Row(what=f"share of a batch's rows in a cache of earlier batches: {ahead}", ours=hit)
             for ahead, hit in zip(AHEAD, hits, strict=True)
         ),
         Row(what=f"times as fast by looking ahead, {where}", published=times, ours=faster, holds=faster > 1.05),
