@@ -78,7 +78,7 @@ def stated_bytes(ranks: int, kind: str, value_bytes: int = 4, scale_bytes: int =
         own = [np.flatnonzero(one.any(1)) for one in parts(ranks, name, kind)]
         union = np.unique(np.concatenate(own))
         row_bytes = value_bytes * columns + scale_bytes
-        ids += [4 * len(one) for one in own]
+        ids += [2 * len(one) for one in own]
         rows += [row_bytes * len(one) for one in own]
         for rank, one in enumerate(own):
             owners = np.searchsorted(union, one) % ranks
@@ -190,6 +190,22 @@ def test_a_table_that_nobody_used_is_left_alone_and_nan_reaches_all() -> None:
         assert dense.count_nonzero() == 4
         assert not dense.signbit().any()
         assert words.coalesce().indices().tolist() == [[1]]
+
+
+@pytest.mark.parametrize(("size", "id_bytes"), [(2**16, 2), (2**16 + 1, 4)])
+def test_ids_travel_in_16_bits_if_they_fit(size: int, id_bytes: int) -> None:
+    def work(communicator: SimulatedCommunicator) -> tuple[Any, int]:
+        model = torch.nn.Sequential(torch.nn.Embedding(size, 2, sparse=True))
+        torch.nn.init.zeros_(model[0].weight)
+        rows = RowExchange(model, communicator=communicator)
+        model(torch.tensor([0, 2**15 - 1 + communicator.rank, size - 1])).sum().backward()
+        rows.exchange()
+        return model[0].weight.grad.coalesce(), rows.ledger.totals.bytes_sent
+
+    for gradient, sent in SimulatedGroup(2).run(work):
+        assert gradient.indices()[0].tolist() == [0, 2**15 - 1, 2**15, size - 1]
+        assert gradient.values()[:, 0].tolist() == [1, 0.5, 0.5, 1]
+        assert sent == 8 + 3 * (id_bytes + 8)
 
 
 def test_tables_that_share_a_weight_are_served_once() -> None:

@@ -66,7 +66,7 @@ def case_it_trains_as_dense_gradients_do_in_far_fewer_bytes() -> None:
         # What reaches a rank, of a ring's allreduce, of all looked-up rows with ids of 8 bytes, and at most of ours.
         ring, all_rows = 2 * (size - 1) / size * dense_bytes, (size - 1) * LOOKUPS * (8 + 4 * COLUMNS)
         unique = max(len(one.unique()) for one in gathered(looked_up[-1]))
-        ours = (size - 1) * (8 + unique * (4 + 4 * COLUMNS))
+        ours = (size - 1) * (8 + unique * (2 + 4 * COLUMNS))
         assert 10 * ours < ring
         assert 2 * ours < all_rows
 
@@ -80,7 +80,7 @@ def stated_bytes(looked_up: torch.Tensor) -> int:
     most, back = max(map(len, ids)), -(-len(union) // size)
     owners = most > to_owners + back
     assert owners == (size > 2)
-    return 8 + 4 * most + row * (size * to_owners + back if owners else most)
+    return 8 + 2 * most + row * (size * to_owners + back if owners else most)
 
 
 def case_nan_on_one_rank_reaches_all_in_its_row_only() -> None:
