@@ -90,10 +90,11 @@ def command(
 ) -> None:
     """Run some steps of a training program, and recommend a compressor for it.
 
-    PROGRAM is an unchanged training program, which may have python before it, in PyTorch, with DistributedDataParallel or Horovod, or in TensorFlow, with
-    Horovod's tape or optimizer. Times its steps, measures the network and each compressor on copies of the program's
-    own gradients, carries out the exchange of the best compressors, and prints the advice of `hvdcomp advise` with the
-    lines to add to the program. The training's weights are not affected.
+    PROGRAM is an unchanged training program, which may have python before it, in PyTorch, with
+    DistributedDataParallel or Horovod, or in TensorFlow, with Horovod's tape or optimizer. Times its steps, measures
+    the network and each compressor on copies of the program's own gradients, carries out the exchange of the best
+    compressors, and prints the advice of `hvdcomp advise` with the lines to add to the program. The training's
+    weights are not affected.
     """
     if re.fullmatch(r"python[\d.]*", Path(program).name):  # the command by which the user starts the program
         as_module = arguments[:1] == ("-m",)
