@@ -144,6 +144,45 @@ def test_rows_travel_in_int8_within_the_stated_error(ranks: int, kind: str) -> N
             assert error.max() > 0.2 * bound.max()
 
 
+def test_the_largest_rows_are_sent_and_the_others_kept() -> None:
+    """Also across a state that is saved and loaded."""
+    ranks, steps, (count, columns) = 2, 5, SHAPES["items"]
+
+    def given(rank: int, step: int) -> np.ndarray:
+        draws, dense = np.random.default_rng([rank, step]), np.zeros((count, columns), np.float32)
+        dense[draws.choice(30, 9, replace=False)] = draws.normal(size=(9, columns))
+        return dense
+
+    def work(communicator: SimulatedCommunicator) -> list[np.ndarray]:
+        means, state = [], {}
+        for step in range(steps):
+            model = Model()
+            rows = RowExchange(model, ["items.weight"], ratio=0.4, communicator=communicator)
+            rows.load_state_dict(state)
+            model.items.weight.grad = torch.from_numpy(given(communicator.rank, step)).to_sparse(1)
+            rows.exchange()
+            means.append(model.items.weight.grad.to_dense().numpy())
+            state = rows.state_dict()
+        return means
+
+    kept, expected = np.zeros((ranks, count, columns), np.float32), []
+    for step in range(steps):
+        kept += [given(rank, step) for rank in range(ranks)]
+        sent = np.zeros_like(kept)
+        for rank in range(ranks):
+            largest = np.argsort(np.linalg.norm(kept[rank], axis=1))[-4:]  # of 9 rows, a share of 0.4
+            sent[rank, largest], kept[rank, largest] = kept[rank, largest], 0
+        expected.append((sent[0] + sent[1]) / 2)
+    for means in SimulatedGroup(ranks).run(work):
+        np.testing.assert_array_equal(means, expected)
+
+
+def test_a_state_of_other_tables_is_refused() -> None:
+    rows = RowExchange(Model(), ["items.weight"], ratio=1.0, communicator=LoopbackCommunicator())
+    with pytest.raises(ConfigurationError, match=r"a state of other\.weight; it serves items\.weight"):
+        rows.load_state_dict({"other.weight": {}})
+
+
 def test_rows_of_zeros_and_nan_travel_in_int8() -> None:
     def work(communicator: SimulatedCommunicator) -> Any:
         model = Model()
@@ -237,6 +276,7 @@ def test_all_tables_are_those_whose_weight_no_layer_shares() -> None:
         (Model, {"tables": []}, "no table"),
         (lambda: torch.nn.Linear(2, 2), {}, "no table with sparse=True; the model has none"),
         (lambda: Model(max_norm=1.0), {}, "items.weight has max_norm=1.0"),
+        (Model, {"ratio": 0.0}, "ratio=0.0 is not possible; give it a share"),
         (Model, {"wire_dtype": torch.int16}, "wire_dtype=torch.int16 is not possible"),
     ],
 )

@@ -215,6 +215,9 @@ def case_wrong_uses_are_refused() -> None:
     ):
         said = raised(ConfigurationError, lambda one=optimizer: LookAhead([], ours.rows, one, ids_of))
         assert message in said
+    some = RowExchange(ours.model, ratio=0.5)
+    said = raised(ConfigurationError, lambda: LookAhead([], some, ours.optimizer, ids_of))
+    assert "ratio=0.5; leave it out" in said
     assert "batches=0" in raised(ConfigurationError, lambda: ours.ahead([], 0))
     names = ["items.weight", "dense.weight"]
     ours.model.dense = torch.nn.Embedding(3, 2)

@@ -83,6 +83,28 @@ def stated_bytes(looked_up: torch.Tensor) -> int:
     return 8 + 2 * most + row * (size * to_owners + back if owners else most)
 
 
+def case_what_the_largest_rows_leave_is_kept() -> None:
+    model, generator = Clicks(), own_generator()
+    rows = RowExchange(model, ratio=0.2)
+    given, sent = torch.zeros(ROWS, COLUMNS), torch.zeros(ROWS, COLUMNS)
+    for _ in range(4):
+        model.zero_grad()
+        ids = torch.multinomial(OFTEN, LOOKUPS, replacement=True, generator=generator)
+        model.table(ids).square().sum().backward()
+        given += model.table.weight.grad.to_dense()
+        rows.exchange()
+        sent += model.table.weight.grad.to_dense()
+        last = rows.ledger.last
+        most = max(-(-len(one.unique()) // 5) for one in gathered(ids))
+        assert last is not None
+        assert dist.get_world_size() > 2 or last.bytes_sent == 8 + most * (2 + 4 * COLUMNS)
+    kept = rows.state_dict()["table.weight"]
+    assert len(kept["ids"])
+    given[kept["ids"]] -= kept["values"]
+    torch.testing.assert_close(sent, torch.stack(gathered(given)).mean(0))
+    assert_same_everywhere(sent)
+
+
 def case_nan_on_one_rank_reaches_all_in_its_row_only() -> None:
     model = Clicks()
     rows = RowExchange(model)
