@@ -23,7 +23,7 @@ from hvdcomp.tools.train.options import SetupError
 _FILE = "train.txt"
 _FIELDS = [rb"[01]", *[rb"(?:-?[0-9]{1,18})?"] * 13, *[rb"(?:[0-9a-f]{1,8})?"] * 26]
 _LINE = re.compile(rb"\t".join(_FIELDS))
-_EXPECTED = "a label of 0 or 1, 13 integers and 26 hexadecimal numbers, each after a tab, of which all may be missing"
+_EXPECTED = "a label of 0 or 1, then after a tab each 13 integers and 26 hexadecimal numbers, which may be missing"
 _CHUNK = 2**14  # lines
 _HELD_BACK = 7  # the file has seven days
 

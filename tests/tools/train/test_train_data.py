@@ -415,7 +415,7 @@ def test_damaged_criteo_is_named_with_the_line(tmp_path: Path, place: int, field
     lines = _criteo_lines(9)
     lines[6][place] = field
     path = _write_criteo(tmp_path, lines)
-    with pytest.raises(SetupError, match=re.escape(f"{path}, line 7: {found}; expected a label of 0 or 1, 13 int")):
+    with pytest.raises(SetupError, match=re.escape(f"{path}, line 7: {found}; expected a label of 0 or 1, then")):
         data_criteo.load(tmp_path, 100, None)
 
 
