@@ -422,7 +422,7 @@ class Row:
         return {outcome.run.seed for outcome in self.outcomes}
 
     def seconds(self, link: str, compute_ms: float, seeds: Collection[int] | None = None) -> float | None:
-        """To the target, the mean over the seeds, by default all; None unless all their runs are there and reached it."""
+        """Seconds to the target, the mean over some seeds, by default all; None unless all their runs reached it."""
         chosen = self.seeds if seeds is None else seeds
         reached = [one.seconds(link, compute_ms) for one in self.reached if one.run.seed in chosen]
         found = [seconds for seconds in reached if seconds is not None]
