@@ -74,6 +74,14 @@ def test_a_hand_written_page_is_short(name: str) -> None:
     assert words <= MOST_WORDS, f"{words} words: cut what is said twice, or split it where it has two subjects"
 
 
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs").rglob("*.png")), ids=lambda path: path.stem)
+def test_a_picture_has_no_background_of_its_own(picture: Path) -> None:
+    """It would be a white field on a dark page."""
+    image = pytest.importorskip("matplotlib.image").imread(picture)
+    assert image.shape[2] == 4
+    assert image[0, 0, 3] == image[-1, -1, 3] == 0
+
+
 def defined() -> dict[str, set[str]]:
     """What each file of the code and of its tests defines: functions, classes, attributes, constants, kernels."""
     sources = [*(ROOT / "hvdcomp").rglob("*.py"), *(ROOT / "hvdcomp").rglob("*.[ch]"), *(ROOT / "tests").rglob("*.py")]
