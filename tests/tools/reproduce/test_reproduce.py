@@ -98,6 +98,16 @@ def test_what_has_a_counterpart_is_found_and_kept(
     assert list(tmp_path.iterdir()) == [tmp_path / f"{name}.json"], "no training was made"
 
 
+@pytest.mark.parametrize("name", CHEAP)
+def test_what_the_page_has_of_counts_and_predictions_is_what_comes_of_them_today(name: str, tmp_path: Path) -> None:
+    shown = read(Path(__file__).parents[3] / "docs" / "reproduction" / f"{name}.json")
+    found = read(write(run(artefacts()[name], quick=True, runs=tmp_path), tmp_path))
+    assert found.verdict == shown.verdict
+    numbers = [[(row.what, row.ours) for row in outcome.rows if row.half is None] for outcome in (shown, found)]
+    trained = {row.what for row in shown.rows if row.half is not None}
+    assert [row for row in numbers[1] if row[0] not in trained] == numbers[0]
+
+
 @pytest.mark.parametrize(("number", "count"), [(1, 6), (2, 4), (3, 6), (4, 4), (5, 6), (6, 6)])
 def test_floats_of_fixed_levels_are_those_of_accordions_tables(number: int, count: int) -> None:
     """From shapes alone: PowerSGD's to the digits that are printed."""
