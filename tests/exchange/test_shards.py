@@ -65,7 +65,10 @@ def test_it_is_what_was_stated(
 
 
 @needs_triton
-@pytest.mark.parametrize("spec", ["int8", "int4", "fp8", "bf16", "int4:rounding=stochastic"])
+@pytest.mark.parametrize(
+    "spec",
+    [pytest.param(one, marks=[pytest.mark.thorough] * (one not in ("int8", "int4", "fp8", "bf16"))) for one in METHODS],
+)
 def test_kernels_of_devices_do_what_was_stated(
     spec: str, in_interpreter: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
