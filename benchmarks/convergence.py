@@ -26,7 +26,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -412,10 +412,21 @@ class Row:
     def reached(self) -> list[Outcome]:
         return [outcome for outcome in self.outcomes if outcome.steps_to_target is not None]
 
-    def seconds(self, link: str, compute_ms: float) -> float | None:
-        """To the target, the mean; None unless all runs reached it."""
-        seconds = [found for one in self.reached if (found := one.seconds(link, compute_ms)) is not None]
-        return statistics.mean(seconds) if len(seconds) == len(self.outcomes) else None
+    @property
+    def has_nodes(self) -> bool:
+        """Whether ranks lie on nodes, within which nothing takes time."""
+        return self.outcomes[0].run.method.spec.startswith("two_level")
+
+    @property
+    def seeds(self) -> set[int]:
+        return {outcome.run.seed for outcome in self.outcomes}
+
+    def seconds(self, link: str, compute_ms: float, seeds: Collection[int] | None = None) -> float | None:
+        """Seconds to the target, the mean over some seeds, by default all; None unless all their runs reached it."""
+        chosen = self.seeds if seeds is None else seeds
+        reached = [one.seconds(link, compute_ms) for one in self.reached if one.run.seed in chosen]
+        found = [seconds for seconds in reached if seconds is not None]
+        return statistics.mean(found) if len(found) == len(chosen) else None
 
 
 @dataclass(frozen=True)
@@ -437,13 +448,17 @@ class Table:
     def workload(self) -> Workload:
         return WORKLOADS[self.name]
 
-    def better_uncompressed(self, link: str) -> float | None:
-        """Seconds to the target of the better of none and fp16."""
-        plain = [row for row in self.rows if row.outcomes[0].run.method.spec in UNCOMPRESSED]
+    def times_as_fast(self, row: Row, link: str, beside: Sequence[str] = UNCOMPRESSED) -> float | None:
+        """How many times as fast as the quickest of some methods a row is at the target, on the seeds of the row.
+
+        None if either did not get there, and for methods with nodes: the others have a link for each rank.
+        """
+        plain = [row for row in self.rows if row.outcomes[0].run.method.spec in beside]
         if self.workload.beside is not None:
-            beside = [row for row in plain if row.outcomes[0].run.workload == self.workload.beside]
-            plain = beside or plain
-        return min((one for row in plain if (one := row.seconds(link, self.compute_ms)) is not None), default=None)
+            plain = [row for row in plain if row.outcomes[0].run.workload == self.workload.beside] or plain
+        seconds = row.seconds(link, self.compute_ms)
+        theirs = [one for other in plain if (one := other.seconds(link, self.compute_ms, row.seeds)) is not None]
+        return min(theirs) / seconds if theirs and seconds is not None and not row.has_nodes else None
 
 
 def table_of(name: str, seeds: Sequence[int], runs: Path, compute_ms: float | None) -> Table | None:
@@ -503,17 +518,12 @@ def _record(table: Table, row: Row) -> dict[str, Any]:
         "megabytes": _rounded(statistics.mean(sent) / 1e6) if len(steps) == runs else None,
         "compute_ms": _rounded(table.compute_ms),
         **{f"seconds_{link}": _rounded(seconds.get(link)) for link in LINKS},
-        **{f"times_as_fast_{link}": _rounded(_times(table, link, seconds.get(link))) for link in LINKS},
+        **{f"times_as_fast_{link}": _rounded(table.times_as_fast(row, link)) for link in LINKS},
     }
 
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None or math.isnan(value) else float(f"{value:.5g}")
-
-
-def _times(table: Table, link: str, seconds: float | None) -> float | None:
-    plain = table.better_uncompressed(link)
-    return None if plain is None or seconds is None else plain / seconds
 
 
 def _mean(name: str, values: Sequence[Any]) -> dict[str, float | None]:
@@ -529,9 +539,11 @@ LOSES_TOO_MUCH = 5.0  # points or percent; methods that lose as much are left ou
 
 
 def front_of(table: Table) -> list[Row]:
-    """The rows that lose less than each row that sends less, in the order of their bytes; only of several seeds."""
+    """The rows that lose less than each row that sends less, in the order of their bytes; only of several seeds, and
+    without nodes, as bytes between nodes are not those of a rank."""
     front: list[Row] = []
-    chosen = [row for row in table.rows if len(row.difference) > 1 and row.outcomes[0].run.workload == table.name]
+    own = [row for row in table.rows if row.outcomes[0].run.workload == table.name]
+    chosen = [row for row in own if len(row.difference) > 1 and not row.has_nodes]
     for row in sorted(chosen, key=lambda row: (-row.factor, statistics.mean(row.difference))):
         lost = statistics.mean(row.difference)
         if lost < min([LOSES_TOO_MUCH, *(statistics.mean(better.difference) for better in front)]):
@@ -565,6 +577,23 @@ def _time(seconds: float | None, times: float | None) -> str:
     return "-" if seconds is None else f"{seconds:.1f}" + ("" if times is None else f" ({times:.2f}x)")
 
 
+def savings_of(tables: Sequence[Table]) -> str:
+    """The best method's seconds to the target on each link, beside those of uncompressed training, in Markdown."""
+    lines = [f"| | {' | '.join(LINKS.values())} |", f"|---|{'--:|' * len(LINKS)}"]
+    for table in tables:
+        cells = []
+        for link in LINKS:
+            times = [(found, row) for row in table.rows if (found := table.times_as_fast(row, link)) is not None]
+            if not times:
+                cells.append("-")
+                continue
+            best, row = max(times, key=lambda entry: entry[0])
+            beside_none = table.times_as_fast(row, link, ["none"])
+            cells.append(f"{row.label} {best:.2f} x ({beside_none:.1f} x)")
+        lines.append(f"| {table.name}, {OPTIMIZERS[table.workload.options['optimizer']]} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def origin_of(tables: Sequence[Table]) -> str:
     """The command that made the page, and the commits of its runs."""
     commits = commits_of(run for table in tables for run in table.runs)
@@ -589,7 +618,8 @@ def tables_of(runs: Path, seeds: Sequence[int], compute_ms: Mapping[str, float])
 def write_page(file: Path, tables: Sequence[Table]) -> None:
     """Writes the tables between their marks on the page, the rest of which is written by hand, and beside it the plot
     and the CSV of all rows. A new page has the marks of all workloads."""
-    blocks = {"origin": origin_of(tables), **{table.name: block_of(table) for table in tables}}
+    own = {table.name: block_of(table) for table in tables}
+    blocks = {"origin": origin_of(tables), **own, "savings": savings_of(tables)}
     marks = ["\n".join([f"## {name}\n", *marks_of(name)]) for name in blocks]
     new = ["# What every compressor does to accuracy", *marks]
     text = file.read_text() if file.exists() else "\n\n".join(new) + "\n"

@@ -170,7 +170,8 @@ def markdown(runs: Sequence[Mapping[str, Any]], details: Mapping[str, Any]) -> s
     lines = [
         "# PyTorch's communication hooks and hvdcomp's",
         "",
-        f"Made by `{details['command']}` on {details['cores']} cores, with {_versions(runs)}. {summary(rows)}",
+        f"Made by `{details['command']}`, at commit `{details['commit']}`, on {details['cores']} cores, with "
+        f"{_versions(runs)}. {summary(rows)}",
         "",
         ABOUT.format(**details),
         "",

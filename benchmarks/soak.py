@@ -36,6 +36,8 @@ from typing import Any
 
 import click
 
+from hvdcomp.files import commit
+
 CASES: dict[str, tuple[str, str | None]] = {
     "fp16": ("fp16", None),
     "topk": ("topk:ratio=0.01", None),
@@ -274,7 +276,8 @@ def page_of(cases: dict[str, dict[str, Any]], steps: int, ranks: int, faults: fl
     lines = [
         "# Long trainings",
         "",
-        f"Made by `python benchmarks/soak.py --steps {steps} --ranks {ranks} --faults {faults:g}`: {ranks} ranks, "
+        f"Made by `python benchmarks/soak.py --steps {steps} --ranks {ranks} --faults {faults:g}`, at commit "
+        f"`{commit()}`: {ranks} ranks, "
         f"{steps} steps of each case, a fault in {faults:.0%} of them, drawn at random:",
         "",
         *[f"- {name}: {meaning}" for name, meaning in FAULTS.items()],

@@ -23,9 +23,9 @@ import click
 import convergence
 from pages import MEASURED, commits_of, end_if_failed, findings_of, parse_seeds, with_interval
 
-from hvdcomp.files import csv_of, replace_files
+from hvdcomp.files import commit, csv_of, replace_files
 from hvdcomp.tools.bench.cluster import Cluster, ClusterError
-from hvdcomp.tools.reproduce.trainings import Run, commit, keep_records
+from hvdcomp.tools.reproduce.trainings import Run, keep_records
 from hvdcomp.tools.terminal import make_console
 
 METHODS = ("none", "fp16", "terngrad", "powersgd:rank=4", "topk:ratio=0.01")

@@ -75,7 +75,9 @@ __all__ = [
     "state_for",
     "track",
     "write_metrics",
-    *sorted(name for name, value in globals().items() if isinstance(value, type)),
+    *sorted(
+        name for name, value in globals().items() if isinstance(value, type) and value.__module__.startswith(__name__)
+    ),
 ]
 
 

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import secrets
+import subprocess
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -23,11 +24,26 @@ DEEPEST_JSON = 100
 """Largest depth of nested lists and objects in a JSON file: far more than hvdcomp uses, and not too deep for recursive
 functions."""
 
+_ROOT = Path(__file__).parents[1]
+
 try:
     VERSION = version("hvdcomp")
 except PackageNotFoundError:  # a checkout that is not installed
     VERSION = "0+checkout"
 """hvdcomp's version, as in the files that it writes."""
+
+
+def commit() -> str:
+    """The commit of the sources, with a plus sign if they differ from it; the version of a package without them."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=_ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        if (_ROOT / ".git").exists():  # else the folder is in another checkout
+            changed = git("status", "--porcelain", "--", "hvdcomp", "benchmarks", ":!benchmarks/measured")
+            return git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
+    return f"hvdcomp {VERSION}"
 
 
 def replace_files(contents: Mapping[Path, bytes]) -> None:

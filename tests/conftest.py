@@ -108,7 +108,7 @@ def in_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Disables the compiled kernels, so that tensors are compressed one by one."""
+    """Disables the compiled kernels: buckets are in NumPy, and `aggregate` compresses each tensor."""
     monkeypatch.setenv("HVDCOMP_KERNELS", "off")
     kernels.reset()
     yield

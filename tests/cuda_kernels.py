@@ -8,6 +8,7 @@ registers and the bytes of spilled registers that it takes. It fails if any does
 
 from __future__ import annotations
 
+import ast
 import functools
 import itertools
 import os
@@ -44,7 +45,7 @@ SPECS = (
 COMPILED = (
     *SPECS, "powersgd:rank=32", "int4:rounding=stochastic,block=100", "fp8:rounding=stochastic", "fp8:format=e5m2",
     "fp8:rounding=stochastic,format=e5m2,block=100", "arctopk:ratio=0.2,sketch=32",
-    "chunkedtopk:chunk=65536,k=3000,values=fp16", "efsignsgd:exchange=scatter",
+    "chunkedtopk:chunk=65536,k=3000,values=fp16", "efsignsgd:exchange=scatter", "qsgd:bits=7",
 )  # fmt: skip
 
 MOST_SPILLED = 64  # bytes a thread
@@ -168,7 +169,8 @@ def every_form() -> list[Launch]:
         of_spec = [launches(spec, shapes, memory, ranks=3) for memory in (NoMemory(), ErrorFeedback(), momentum)]
         of_spec += [launches(spec, shapes, memory, 2, 3, True, True) for memory in (NoMemory(), ErrorFeedback())]
         of_spec.append(launches(spec, shapes, momentum, 1, 3, True))
-        for dtype, memory in itertools.product(("float16", "bfloat16"), (NoMemory(), ErrorFeedback(), momentum)):
+        narrow = sorted({"float16", "bfloat16"} & parse_compressor(spec).bucket_dtypes)
+        for dtype, memory in itertools.product(narrow, (NoMemory(), ErrorFeedback(), momentum)):
             of_spec += [launches(spec, shapes, memory, 2, 3, watched, dtype=dtype) for watched in (False, True)]
         if spec in ("efsignsgd", "topk:ratio=0.01", "powersgd:rank=4"):
             of_spec += [launches(spec, shapes, ErrorFeedback(dtype=dtype), 2, 3) for dtype in ("fp16", "bf16")]
@@ -230,9 +232,28 @@ def resources(assembly: str, capability: int) -> tuple[int, int]:
     return int(registers[1]), sum(map(int, spilled))
 
 
+def kernels_in_source() -> set[str]:
+    """The names of all functions in Triton that no other of them calls: those that are launched."""
+    functions = {
+        function.name: function
+        for file in Path(cuda.__file__).parent.glob("*.py")
+        for function in ast.parse(file.read_text()).body
+        if isinstance(function, ast.FunctionDef) and "triton.jit" in map(ast.unparse, function.decorator_list)
+    }
+    called = {
+        node.func.id
+        for function in functions.values()
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    return functions.keys() - called
+
+
 def main(capabilities: list[int]) -> None:
     os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp())
     forms = every_form()
+    forgotten = kernels_in_source() - {kernel.__name__ for kernel, _, _ in forms}
+    assert not forgotten, f"no method of COMPILED launches {forgotten}"
     print(f"{len(forms)} kernels; registers / bytes spilled / bytes of shared memory")
     print(f"{'kernel':<20}" + "".join(f"{f'sm_{capability}':>16}" for capability in capabilities))
     for form in sorted(forms, key=lambda form: form[0].__name__):

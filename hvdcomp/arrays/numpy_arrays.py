@@ -214,7 +214,7 @@ def add_at(x: Array, indices: Array, values: Array) -> Array:
 
 def reciprocal_or_zero(x: Array, threshold: Array) -> Array:
     """1 / x where x > threshold, else 0."""
-    return np.where(x > threshold, 1 / np.where(x > threshold, x, 1), 0).astype(x.dtype)
+    return np.divide(1, x, out=np.zeros_like(x), where=x > threshold)
 
 
 def finite_or_zero(x: Array) -> Array:
@@ -261,11 +261,11 @@ def row_norms(x: Array) -> Array:
     Another order might round a norm halfway between two numbers of the element type to the other one.
     """
     rows, length = x.shape
-    squares = np.zeros((rows, -(-length // 16), 16), np.float64)
-    flat = squares.reshape(rows, -1)[:, :length]
+    whole = length // 16
     with np.errstate(over="ignore"):
-        np.square(x, out=flat, dtype=np.float64)
-        lanes = np.add.reduce(squares, axis=1)
+        squares = np.square(x, dtype=np.float64, order="C")
+        lanes = np.add.reduce(squares[:, : 16 * whole].reshape(rows, whole, 16), axis=1)
+        lanes[:, : length - 16 * whole] += squares[:, 16 * whole :]
         for half in (8, 4, 2, 1):
             lanes = lanes[:, :half] + lanes[:, half:]
         return np.sqrt(lanes).astype(x.dtype)

@@ -57,10 +57,11 @@ class TorchDistributedCommunicator(Ranks):
         ConfigurationError: if torch.distributed was not started, or this process is not in the group.
 
     Example:
-        >>> torch.distributed.init_process_group("gloo")  # under torchrun
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun needs "gloo" alone
         >>> ranks = TorchDistributedCommunicator()
         >>> ranks.wait(ranks.start_allreduce(torch.ones(3), "mean", "any name"))
         tensor([1., 1., 1.])
+        >>> dist.destroy_process_group()
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:

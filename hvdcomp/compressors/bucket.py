@@ -21,6 +21,7 @@ from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.memory import Memory, MomentumCorrection, NoMemory
 from hvdcomp.compressors.protocol import Context, Request, TensorInfo
 from hvdcomp.compressors.randomness import tensor_keys
+from hvdcomp.kernels import in_numpy
 from hvdcomp.kernels.tables import NARROW, Table
 
 BUCKET_BYTES = 25 * 2**20
@@ -144,6 +145,12 @@ class Bucket:
         """Whether an element's momentum is cleared when the element is sent (momentum factor masking)."""
         return isinstance(self.memory, MomentumCorrection) and self.memory.masking
 
+    @property
+    def has_form(self) -> bool:
+        """Whether its method's own bucket form is run, and not `aggregate` of each tensor (`each_tensor`)."""
+        method = self.compressors[0]
+        return method.has_bucket_form and (self.device is not None or kernels.available() or method.needs_no_kernels)
+
     def keys(self, purpose: str) -> np.ndarray:
         """The keys of the tensors' random numbers, as `step_keys` takes them."""
         return tensor_keys([tensor.name for tensor in self.tensors], self.context.seed, purpose)
@@ -184,7 +191,10 @@ class Bucket:
         """
         if self.device is not None:
             return self.kernels.call(kernel, *arguments, aside=aside)
-        function = getattr(kernels.library(release=self.table.elements > _QUICK), f"hvd_{kernel}")
+        library = kernels.library(release=self.table.elements > _QUICK)
+        if library is None:
+            return in_numpy.call(kernel, self.table, *arguments)
+        function = getattr(library, f"hvd_{kernel}")
         addresses = (
             argument.__array_interface__["data"][0] if isinstance(argument, np.ndarray) else argument
             for argument in arguments
@@ -197,13 +207,17 @@ class Bucket:
             sums = self.zeros(len(self.tensors), "float64")
             self.call(kernel, sums)
             return sums
+        if not kernels.available():
+            return in_numpy.sums_of(kernel, self.table)
         self.call(kernel)
         return self.segments["sums"][:, 0].copy()
 
     def holds_inf(self, name: str) -> bool:
         """Whether the storage that a column of the table points to holds an inf or NaN; on the host only."""
-        addresses, sizes = (np.ascontiguousarray(self.segments[column]) for column in (name, "size"))
         library: Any = kernels.library(release=self.table.elements > _QUICK)
+        if library is None:
+            return in_numpy.holds_inf(self.table, name)
+        addresses, sizes = (np.ascontiguousarray(self.segments[column]) for column in (name, "size"))
         threads = self.table.bucket.threads
         return bool(library.hvd_found_inf(addresses.ctypes.data, sizes.ctypes.data, len(sizes), threads))
 

@@ -7,7 +7,6 @@ in the framework, which has threads. `step_of` prefers a method's own bucket for
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 from collections.abc import Generator, Iterable, Mapping
 from types import ModuleType
@@ -24,7 +23,6 @@ from hvdcomp.compressors.protocol import (
     Context,
     Request,
     SparseVector,
-    TensorInfo,
 )
 from hvdcomp.compressors.sizes import bytes_of
 from hvdcomp.kernels.tables import NOTHING
@@ -37,7 +35,7 @@ def step_of(bucket: Bucket) -> Generator[Request | list[Request], Any, bool | Ar
     """The generator of a bucket's step (`BucketAggregation`). A list of requests that it yields gets a list of
     answers."""
     method = bucket.compressors[0]
-    form = method.aggregate_bucket if method.has_bucket_form else _aggregate_each
+    form = method.aggregate_bucket if bucket.has_form else _aggregate_each
     found_inf: bool | Array = yield from form(bucket)
     if bucket.widens and bucket.device is not None:  # on the host, decoding has narrowed them
         found_inf = found_inf + bucket.call("narrow_results")
@@ -49,7 +47,7 @@ def step_of(bucket: Bucket) -> Generator[Request | list[Request], Any, bool | Ar
 def preview_of(bucket: Bucket) -> None:
     """Runs a bucket's step, which has begun, as if this rank were the only one that sends: its results are C(x)."""
     method = bucket.compressors[0]
-    form = method.preview_bucket if method.has_bucket_form else _preview_each
+    form = method.preview_bucket if bucket.has_form else _preview_each
     form(bucket)
 
 
@@ -177,13 +175,8 @@ def compressed(bucket: Bucket) -> list[np.ndarray]:
 
 
 def _arrays(bucket: Bucket, name: str) -> list[np.ndarray]:
-    addresses = bucket.segments[name].tolist()
-    return [_floats(address, tensor) for address, tensor in zip(addresses, bucket.tensors, strict=True)]
-
-
-def _floats(address: int, tensor: TensorInfo) -> np.ndarray:
-    storage = memoryview((ctypes.c_float * tensor.size).from_address(address))
-    return np.frombuffer(storage, np.float32).reshape(tensor.shape)
+    vectors = bucket.table.vectors(name)
+    return [vector.reshape(tensor.shape) for vector, tensor in zip(vectors, bucket.tensors, strict=True)]
 
 
 def _numpy(array: Array) -> np.ndarray:

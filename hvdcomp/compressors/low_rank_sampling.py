@@ -36,6 +36,10 @@ class ATOMO(Compressor):
 
     Attributes:
         rank: number of triplets sent, at most the smaller of rows and columns, which sends the gradient exactly.
+
+    Example:
+        >>> ATOMO(rank=4).payload_bytes((1000, 1000))
+        32000
     """
 
     rank: Count

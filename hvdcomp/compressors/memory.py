@@ -79,6 +79,10 @@ class ErrorFeedback(Memory):
         dtype: element type of the residual between two steps: "float32", or "fp16" or "bf16", which take 2 bytes an
             element in place of 4. Then x - C(x) is rounded to nearest, and the rounding error is lost: C(x) + r + that
             error = g + the earlier r. What exceeds the type becomes its largest number. x itself is not rounded.
+
+    Example:
+        >>> str(ErrorFeedback(decay=0.9))
+        'error_feedback:decay=0.9'
     """
 
     decay: Share = 1.0
@@ -137,6 +141,10 @@ class MomentumCorrection(Memory):
         clip: bound of the 2-norm of this rank's gradient, all tensors together and before anything is added, times
             size**-1/2 with `size` ranks; 0 for no clipping. With a loss scaler, gradients include the loss scale.
         masking: whether u becomes zero where elements are sent.
+
+    Example:
+        >>> str(MomentumCorrection(momentum=0.8))
+        'momentum_correction:momentum=0.8'
     """
 
     momentum: float = 0.9
@@ -182,7 +190,12 @@ class MomentumCorrection(Memory):
 
 @dataclass(frozen=True)
 class NoMemory(Memory):
-    """No memory: x is the gradient, and nothing is kept."""
+    """No memory: x is the gradient, and nothing is kept.
+
+    Example:
+        >>> str(NoMemory())
+        'none'
+    """
 
     name: ClassVar[str] = "none"
     examples: ClassVar[tuple[str, ...]] = ("none",)

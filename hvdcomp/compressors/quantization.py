@@ -46,6 +46,10 @@ class QSGD(Multiples):
     Attributes:
         bits: bits of a code, sign included, 1 to 8.
         bucket: consecutive elements that share a norm; the last bucket may be shorter.
+
+    Example:
+        >>> QSGD(bits=4).payload_bytes((1000, 1000))
+        507816
     """
 
     bits: Annotated[int, between(1, 8)]  # type: ignore[misc]
@@ -96,6 +100,10 @@ class TernGrad(Multiples):
 
     Attributes:
         clip: magnitudes are first clipped to clip * sigma; 0 or inf for no clipping.
+
+    Example:
+        >>> TernGrad().payload_bytes((1000, 1000))
+        250004
     """
 
     clip: float = 2.5
@@ -139,6 +147,10 @@ class Natural(Gathering):
     Random bits are added to the mantissa of a float and only the carry is kept, which rounds up to the next power of
     two with exactly the right probability, for denormal numbers too (to 0 or 2**-126). Magnitudes above 2**127, the
     highest power of two of float32, become 2**127; inf and NaN are kept.
+
+    Example:
+        >>> Natural().payload_bytes((1000, 1000))
+        1125000
     """
 
     name: ClassVar[str] = "natural"
@@ -197,6 +209,10 @@ class GlobalQSGD(Compressor):
 
     Attributes:
         bits: bits of a field, 2 to 16; 2, 4, 8 and 16 use all bits of the int32.
+
+    Example:
+        >>> GlobalQSGD().payload_bytes((1000, 1000))
+        1000004
     """
 
     bits: Annotated[int, between(2, 16)] = 8

@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from hvdcomp.arrays.shapes import ShapeArray
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.protocol import Context
 
+_ALL_BITS = 2**64 - 1
 _ROUNDS = 8  # of the bijection; after six, some pairs of elements of a small tensor are still 1 % likelier than others
 _LEAST_BITS = 6  # least bits of its domain; with fewer, some choices are likelier than others
 
@@ -108,27 +110,36 @@ def step_keys(keys: np.ndarray, step: int, rank: int | None) -> np.ndarray:
     Each key goes through the generator SplitMix64 twice (Steele et al. 2014, doi:10.1145/2660193.2660195): output
     `step` of the generator seeded by the key seeds a second one, and its output `rank` is the step's key.
     """
-    for number in (step, -1 if rank is None else rank):
-        keys = keys + np.uint64((number + 1) * 0x9E3779B97F4A7C15 % 2**64)
-        keys = (keys ^ keys >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-        keys = (keys ^ keys >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-        keys = keys ^ keys >> np.uint64(31)
-    return keys
+    return _mixed(_mixed(keys, step), -1 if rank is None else rank)
+
+
+def _mixed(keys: Any, number: int) -> Any:
+    """Output `number` of SplitMix64 seeded by each key: a uint64 array, or an int, which takes far less time."""
+    keys = keys + (number + 1) * 0x9E3779B97F4A7C15 % 2**64 & _ALL_BITS
+    keys = (keys ^ keys >> 30) * 0xBF58476D1CE4E5B9 & _ALL_BITS
+    keys = (keys ^ keys >> 27) * 0x94D049BB133111EB & _ALL_BITS
+    return keys ^ keys >> 31
 
 
 def shared_key(context: Context, purpose: str) -> int:
     """The key of this tensor, step and purpose that all ranks share."""
-    return int(step_keys(_name_key(context.name, context.seed, purpose), context.step, None)[0])
+    return _key(context, purpose, -1)
 
 
 def rank_key(context: Context, purpose: str) -> int:
     """The key of this tensor, step and purpose for this rank only."""
-    return int(step_keys(_name_key(context.name, context.seed, purpose), context.step, context.rank)[0])
+    return _key(context, purpose, context.rank)
+
+
+def _key(context: Context, purpose: str, rank: int) -> int:
+    """As `step_keys` has it."""
+    key: int = _mixed(_mixed(_name_key(context.name, context.seed, purpose), context.step), rank)
+    return key
 
 
 @lru_cache(maxsize=4096)
-def _name_key(name: str, seed: int, purpose: str) -> np.ndarray:
-    return tensor_keys([name], seed, purpose)
+def _name_key(name: str, seed: int, purpose: str) -> int:
+    return int(tensor_keys([name], seed, purpose)[0])
 
 
 def random_words(xp: ModuleType, key: int, count: int, like: Array) -> Array:

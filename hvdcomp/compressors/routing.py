@@ -147,8 +147,6 @@ def _has_level(compressor: Compressor) -> bool:
 class ByName(Router):
     """Chooses by the tensor's name: the first pattern that matches decides.
 
-        ByName({"embed.*": TopK(0.001), "*.bias": NoCompression(), "*": PowerSGD(4)})
-
     Patterns are those of Python's `fnmatch`, whole names, upper and lower case told apart: `*` stands for any text
     (also with dots and slashes), `?` for one character, `[abc]` for one of several.
 
@@ -158,6 +156,12 @@ class ByName(Router):
 
     Raises:
         SpecError: if there are no patterns, if a pattern is given twice or after "*", or if a value is no compressor.
+
+    Example:
+        >>> from hvdcomp import NoCompression, PowerSGD, TopK
+        >>> methods = ByName({"embed.*": TopK(0.001), "*.bias": NoCompression(), "*": PowerSGD(4)})
+        >>> str(methods.route(TensorInfo("layer.weight", (256, 256))))
+        'powersgd:rank=4'
     """
 
     patterns: tuple[tuple[str, Compressor], ...]
@@ -244,6 +248,12 @@ class BySize(_ByThreshold):
         threshold: number of elements from which a tensor is large.
         small: compressor of tensors with fewer elements.
         large: compressor of all other tensors.
+
+    Example:
+        >>> from hvdcomp import Int8, TopK
+        >>> methods = BySize(threshold=100_000, small=Int8(), large=TopK(0.01))
+        >>> str(methods.route(TensorInfo("layer.weight", (256, 256))))
+        'int8'
     """
 
     small: Compressor
@@ -264,6 +274,12 @@ class ByDimensions(_ByThreshold):
         threshold: number of dimensions from which `others` is taken.
         fewer: compressor of tensors with fewer dimensions.
         others: compressor of all other tensors.
+
+    Example:
+        >>> from hvdcomp import FP16, TopK
+        >>> methods = ByDimensions(threshold=2, fewer=FP16(), others=TopK(0.01))
+        >>> str(methods.route(TensorInfo("layer.bias", (256,))))
+        'fp16'
     """
 
     fewer: Compressor

@@ -44,6 +44,10 @@ class SignSGD(Compressor):
 
     Attributes:
         zeros: "rows" or "elements": the parts of a tensor that have a bit to abstain.
+
+    Example:
+        >>> SignSGD().payload_bytes((1000, 1000))
+        125125
     """
 
     zeros: str = "rows"
@@ -121,6 +125,10 @@ class OneBit(Gathering):
     Attributes:
         per_row: whether each row of the gradient as a matrix (first dimension by the others) has its own pair of means,
             instead of one pair for the tensor. Seide et al. use a pair for each column of their weight matrices.
+
+    Example:
+        >>> OneBit().payload_bytes((1000, 1000))
+        125008
     """
 
     per_row: Truth = False
@@ -181,7 +189,12 @@ class OneBit(Gathering):
 
 @dataclass(frozen=True)
 class EFSignSGD(Gathering):
-    """Signs times the mean magnitude |x|_1 / d (Karimireddy et al. 2019, algorithm 1). Zero counts as positive."""
+    """Signs times the mean magnitude |x|_1 / d (Karimireddy et al. 2019, algorithm 1). Zero counts as positive.
+
+    Example:
+        >>> EFSignSGD().payload_bytes((1000, 1000))
+        125004
+    """
 
     name: ClassVar[str] = "efsignsgd"
     examples: ClassVar[tuple[str, ...]] = ("efsignsgd",)

@@ -104,7 +104,12 @@ class Sparsifier(ByRatio):
 
 @dataclass(frozen=True)
 class TopK(Sparsifier):
-    """The k elements of largest magnitude (Aji & Heafield 2017; Stich et al. 2018)."""
+    """The k elements of largest magnitude (Aji & Heafield 2017; Stich et al. 2018).
+
+    Example:
+        >>> TopK(ratio=0.01).payload_bytes((1000, 1000))
+        60064
+    """
 
     name: ClassVar[str] = "topk"
     examples: ClassVar[tuple[str, ...]] = ("topk:ratio=0.01", "topk:ratio=0.01,values=fp16")
@@ -130,6 +135,10 @@ class RandomK(ByRatio):
         values: encoding of values: "same" as the gradient's, or "fp16". With "fp16", sums are in half precision, and
             values are clipped to half the largest half-precision number divided by the number of ranks, so that no
             order of additions overflows.
+
+    Example:
+        >>> RandomK(ratio=0.01).payload_bytes((1000, 1000))
+        40000
     """
 
     unbiased: Truth = False

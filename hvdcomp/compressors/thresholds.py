@@ -110,6 +110,10 @@ class MSTopK(ThresholdSparsifier):
 
     Attributes:
         rounds: rounds of the search, at most 100.
+
+    Example:
+        >>> MSTopK(ratio=0.01).payload_bytes((1000, 1000))
+        60064
     """
 
     rounds: Rounds = _ROUNDS
@@ -133,6 +137,10 @@ class RedSync(ThresholdSparsifier):
 
     If there is no such threshold, as with many equal elements, or if 25 rounds do not find it, the choice is among the
     first 2k elements, in index order, that reach the nearest thresholds.
+
+    Example:
+        >>> RedSync(ratio=0.01).payload_bytes((1000, 1000))
+        60064
     """
 
     name: ClassVar[str] = "redsync"
@@ -163,6 +171,10 @@ class DGC(ThresholdSparsifier):
 
     Attributes:
         momentum, nesterov, clip: settings of the default memory.
+
+    Example:
+        >>> DGC(ratio=0.01).payload_bytes((1000, 1000))
+        60064
     """
 
     momentum: float = 0.9
@@ -214,6 +226,10 @@ class SIDCo(ThresholdSparsifier):
     Attributes:
         stages: stages of the estimate, at most 100; 1 aims at `ratio` at once. The paper adapts their number; here it
             is fixed.
+
+    Example:
+        >>> SIDCo(ratio=0.01).payload_bytes((1000, 1000))
+        60064
     """
 
     stages: Rounds = 2

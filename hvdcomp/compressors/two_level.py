@@ -55,6 +55,7 @@ class TwoLevel(Compressor):
         compressor: the compressor of the shards. It must not have a momentum of its own, as DGC has.
 
     Example:
+        >>> from hvdcomp import TopK
         >>> str(TwoLevel(TopK(ratio=0.01)))
         'two_level(topk:ratio=0.01)'
     """

@@ -8,14 +8,11 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-import numpy as np
-
-from hvdcomp import kernels
 from hvdcomp.arrays import numpy_arrays
-from hvdcomp.arrays.types import LARGEST, Array, number_of_elements, wide_dtype
+from hvdcomp.arrays.types import LARGEST, Array, wide_dtype
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.choice import Plan
-from hvdcomp.compressors.each_tensor import LARGE, numbers_may_overflow
+from hvdcomp.compressors.each_tensor import numbers_may_overflow
 from hvdcomp.compressors.memory import Memory, NoMemory
 from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome, Request
 from hvdcomp.compressors.sizes import bytes_of
@@ -37,7 +34,6 @@ class ArrayStep:
         states: of the tensors, by name; `finish` writes what they keep next.
         memory_for: of a compressor, the memory that goes with it.
         context, factor, clock: as of `BucketStep`.
-        inside: the array functions of the memory and `aggregate`: `xp`, or NumPy's for gradients on the host.
 
     Attributes:
         names, like, number, keeps_x: as of `BucketStep`.
@@ -59,10 +55,8 @@ class ArrayStep:
         context: Context,
         factor: Array | None,
         clock: Clock,
-        inside: ModuleType,
     ) -> None:
-        self._outside = xp
-        self._xp = inside
+        self._xp = xp
         self._gradients = gradients
         self._plan = plan
         self._context = context
@@ -70,7 +64,6 @@ class ArrayStep:
         self.names = list(gradients)
         self.like = gradients[self.names[0]]
         self._states = {name: states[name] for name in self.names}
-        self._inner = {name: self._enter(gradient) for name, gradient in gradients.items()}
         # What an earlier plan left is still to be sent, and only the memory that kept it knows how.
         self._memories = {name: states[name].memory_for(memory_for(plan[name])) for name in self.names}
         self._spans = Spans([], [])
@@ -79,9 +72,8 @@ class ArrayStep:
         self._before: dict[str, tuple[Array, ...]] = {}  # of memories: where a step that does not count goes back to
         self._compensated: dict[str, tuple[Array, ...]] = {}
         with clock.around(self._spans.encoding), numbers_may_overflow():
-            own_factor = None if factor is None else self._enter(factor)
             for name in self.names:
-                self._compensate(name, own_factor)
+                self._compensate(name, factor)
         self._started: dict[str, tuple[Array, ...]] = {}  # the same of methods
         self._generators: dict[str, Aggregation] = {}
         self._outcomes: dict[str, Outcome] = {}
@@ -91,13 +83,13 @@ class ArrayStep:
 
     def _compensate(self, name: str, factor: Array | None) -> None:
         """Makes x. If the memory keeps anything, x is at least of single precision, as all that is kept."""
-        xp, gradient, memory = self._xp, self._inner[name], self._memories[name]
+        xp, gradient, memory = self._xp, self._gradients[name], self._memories[name]
         x = xp.reshape(xp.flatten(gradient), gradient.shape)
         if not isinstance(memory, NoMemory):
             x = xp.astype(x, wide_dtype(xp.dtype_name(x)))
         if factor is not None:
             x = x * xp.astype(factor, xp.dtype_name(x))
-        self._before[name] = memory.prepare(xp, x, tuple(map(self._enter, self._states[name].memory)))
+        self._before[name] = memory.prepare(xp, x, self._states[name].memory)
         self._x[name], self._compensated[name] = memory.compensate(xp, x, self._before[name])
 
     # For those who look at x before it is compressed.
@@ -107,7 +99,7 @@ class ArrayStep:
 
     def x(self, name: str) -> Array:
         """x of a tensor."""
-        return self._leave(self._x[name])
+        return self._x[name]
 
     def gradient(self, name: str) -> Array:
         """Gradient of a tensor."""
@@ -136,16 +128,16 @@ class ArrayStep:
         self._sums = sums
         with self._clock.around(self._spans.encoding), numbers_may_overflow():
             for name in self.names:
-                self._start(name, self._enter(sources[name]) if name in sources else self._x[name])
+                self._start(name, sources.get(name, self._x[name]))
 
     def _start(self, name: str, source: Array) -> None:
         """Makes a generator. It gets what it compresses in the gradient's element type, so that no more travels because
         more is kept. What that type does not hold stays in the memory."""
         xp, compressor, context = self._xp, self._plan[name], dataclasses.replace(self._context, name=name)
-        dtype = xp.dtype_name(self._inner[name])
+        dtype = xp.dtype_name(self._gradients[name])
         if xp.dtype_name(source) != dtype:
             source = xp.astype(source.clip(-LARGEST[dtype], LARGEST[dtype]), dtype)
-        kept = tuple(map(self._enter, self._states[name].kept_for(compressor)))
+        kept = self._states[name].kept_for(compressor)
         self._started[name] = compressor.prepare(xp, source, kept, context)
         self._generators[name] = compressor.aggregate(xp, source, self._started[name], context)
         self._costs[name].floats_sent = compressor.payload_floats(tuple(source.shape))
@@ -160,7 +152,7 @@ class ArrayStep:
                     asked[name] = self._generators[name].send(answer)
                 except StopIteration as stop:
                     self._outcomes[name] = stop.value
-                    self._means[name] = self._xp.like_original(stop.value.mean, self._inner[name])
+                    self._means[name] = self._xp.like_original(stop.value.mean, self._gradients[name])
                 else:
                     sent, in_node = bytes_of(asked[name]), asked[name].group == "node"
                     self._costs[name].bytes_sent += sent
@@ -209,10 +201,9 @@ class ArrayStep:
         if sums is not None and not sums.of_results:
             sums.add(dict(self._gradients), found_inf)
         with self._clock.around(self._spans.decoding), numbers_may_overflow():
-            inner = self._enter(found_inf)
             for name in self.names:
-                self._keep(name, inner)
-                results[name] = self._leave(self._xp.spoil(self._means[name], inner))
+                self._keep(name, found_inf)
+                results[name] = self._xp.spoil(self._means[name], found_inf)
         if sums is not None and sums.of_results:
             sums.add(results, found_inf)
         return results
@@ -250,40 +241,8 @@ class ArrayStep:
 
     def _select(self, found_inf: Array, after: tuple[Array, ...], before: tuple[Array, ...]) -> tuple[Array, ...]:
         return tuple(
-            self._leave(self._xp.select(found_inf, new, old)) for new, old in zip(after, before, strict=True)
+            self._xp.select(found_inf, new, old) for new, old in zip(after, before, strict=True)
         )
-
-    def _enter(self, array: Array) -> Array:
-        """An array of the framework, as `inside` has it: in the same storage."""
-        return array if self._xp is self._outside else self._outside.to_numpy(array)
-
-    def _leave(self, array: Array) -> Array:
-        """The way back."""
-        return array if self._xp is self._outside else self._outside.from_numpy(np.asarray(array), like=self.like)
-
-
-def by_array_functions(
-    xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array], memory: Memory | None
-) -> list[tuple[ModuleType, dict[str, Array]]]:
-    """Gradients of some tensors by the array functions that are quickest for them: NumPy's, which take less time for an
-    operation, for small tensors of float32 where nothing was compiled, and else the framework's.
-
-    Args:
-        names: names of the tensors.
-        gradients: of all tensors of the step, by name. If some are on a device, so is the flag of the step.
-        memory: the memory of the tensors. NumPy has no bfloat16 of its own, so residuals in it stay in the framework.
-    """
-    chosen = {name: gradients[name] for name in names}
-    rounded = memory is not None and memory.rounds_to == "bfloat16"
-    if kernels.available() or rounded or any(map(xp.waits, gradients.values())):
-        return [(xp, chosen)]
-    small = {
-        name: gradient
-        for name, gradient in chosen.items()
-        if xp.dtype_name(gradient) == "float32" and number_of_elements(tuple(gradient.shape)) <= LARGE
-    }
-    others = {name: gradient for name, gradient in chosen.items() if name not in small}
-    return [(inside, own) for inside, own in ((numpy_arrays, small), (xp, others)) if own]
 
 
 Step = BucketStep | ArrayStep

@@ -1,8 +1,8 @@
 """Which tensors of a step kernels compress together, as buckets, and which go through array functions (`array_step`).
 
-A bucket takes gradients of float32, or of 16 bits, on the host, where kernels were compiled, or on a device that has
-kernels for their compressor. Everything else goes through array functions: float64, memories of a user's own, and of
-gradients of 16 bits those whose compressor has no bucket form.
+A bucket takes gradients of float32, or of 16 bits, on the host or on a device that has kernels for their compressor.
+Everything else goes through array functions: float64, memories of a user's own, gradients of 16 bits whose compressor
+has no bucket form, and without compiled kernels all that has 16 bits on the host, gradients or residuals.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ class Buckets:
                 like = xp.astype(xp.zeros((0,), like=arrays[0]), "float32")
                 self._residuals = DeviceResiduals(self._sizes, xp, like)
             return placed if isinstance(self._residuals, DeviceResiduals) else None
-        return xp.hosted(arrays, dtype) if kernels.available() and isinstance(self._residuals, Residuals) else None
+        served = dtype == "float32" or kernels.available()
+        return xp.hosted(arrays, dtype) if served and isinstance(self._residuals, Residuals) else None
 
     @property
     def kept_bytes(self) -> int:
@@ -194,6 +195,8 @@ class Buckets:
         if isinstance(self._residuals, DeviceResiduals) and not cuda.takes(compressor, tensor.size):
             return None
         memory = self._states[name].memory_for(self._memory_for(compressor))
+        if memory.rounds_to and not kernels.available() and isinstance(self._residuals, Residuals):
+            return None
         return (compressor.bucket_family, memory, tensor.dtype) if type(memory) in KNOWN_TO_KERNELS else None
 
     def _early_pieces(self, names: Sequence[str], plan: Plan) -> list[list[str]]:
@@ -227,7 +230,7 @@ def prepared_states(
         arrays: in the shapes of the tensors, where the bucket works.
     """
     method = bucket.compressors[0]
-    if not method.has_bucket_form:
+    if not bucket.has_form:
         bucket.like = xp.zeros((0,), like=arrays[0])  # not the gradient itself: that would keep it
         return [tuple(map(xp.to_numpy, state.kept_for(method))) for state in states]
     if not method.keeps_state:
@@ -409,7 +412,7 @@ class Group:
     def prepare_states(self, xp: ModuleType) -> None:
         """Brings the compressors' arrays into the bucket, fitted to its levels, unless they are there already."""
         method = self.bucket.compressors[0]
-        if not self.has_states and (method.keeps_state or not method.has_bucket_form):
+        if not self.has_states and (method.keeps_state or not self.bucket.has_form):
             states = [state for _, state, _ in self.tensors]
             self.bucket.states = prepared_states(xp, self.bucket, states, self.arrays)
 
@@ -429,7 +432,7 @@ class Group:
                 state.lie_in_bucket(self, place)
             else:
                 state.compressor = tuple(map(self._wrap_state, states[place])) if states else ()
-        self.has_states = method.has_bucket_form
+        self.has_states = self.bucket.has_form
 
     def state(self, place: int) -> tuple[Array, ...]:
         """The compressor's arrays of a tensor, as `TensorState.compressor` has them."""

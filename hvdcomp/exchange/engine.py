@@ -21,7 +21,7 @@ from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.choice import MIN_NDIM, MIN_NUMEL, Plan
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import Context, TensorInfo
-from hvdcomp.exchange.array_step import ArrayStep, Step, by_array_functions
+from hvdcomp.exchange.array_step import ArrayStep, Step
 from hvdcomp.exchange.bucket_step import Sums
 from hvdcomp.exchange.buckets import Buckets
 from hvdcomp.exchange.clock import Spans
@@ -276,8 +276,8 @@ class Engine:
         steps: list[Step] = [bucket_step(xp, group, context, factor, clock) for group in groups]
         if in_none:
             states, memory_for = defaultdict(TensorState) if aside else self.states, self.planner.memory_for
-            for inside, chosen in by_array_functions(xp, in_none, gradients, self.memory):
-                steps.append(ArrayStep(xp, chosen, plan, states, memory_for, context, factor, clock, inside))
+            apart = {name: gradients[name] for name in in_none}
+            steps.append(ArrayStep(xp, apart, plan, states, memory_for, context, factor, clock))
         return steps
 
     def _record(self, xp: ModuleType, waves: Sequence[Lockstep], number_of_tensors: int, kept: Set[str]) -> None:

@@ -47,6 +47,7 @@ NOTHING, NOT_NEGATIVE, POSITIVE, PRODUCT, EVERYTHING = range(5)
 NARROW = {"float32": 0, "float16": 1, "bfloat16": 2}
 """The kernels' numbers of element types, of gradients, payloads and residuals."""
 
+_NONE = np.zeros(0, np.float32)
 _PIECE = 1 << 16  # elements of a task: a multiple of HVD_BLOCK
 
 
@@ -113,3 +114,14 @@ class Table:
             self.segments.ctypes.data, self.tasks.ctypes.data, len(self.segments), len(self.tasks), 1.0, 1.0, 0.0
         )
         self.address = ctypes.addressof(self.bucket)
+        self._sizes = list(sizes)
+
+    def vectors(self, column: str) -> list[np.ndarray]:
+        """The storage that a column points to, as a float32 vector of each tensor: of no element where the address is
+        null."""
+        parts = zip(self.segments[column].tolist(), self._sizes, strict=True)
+        return [_floats(address, size) if address else _NONE for address, size in parts]
+
+
+def _floats(address: int, size: int) -> np.ndarray:
+    return np.frombuffer(memoryview((ctypes.c_float * size).from_address(address)), np.float32)

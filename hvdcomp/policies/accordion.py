@@ -86,6 +86,10 @@ class Accordion(CriticalRegimes[AccordionState]):
     Attributes:
         low: the level (ratio, rank, bits) of low compression, the larger number.
         high: the level of high compression.
+
+    Example:
+        >>> str(Accordion(low=4, high=1))
+        'accordion:low=4,high=1'
     """
 
     low: SomeLevel

@@ -45,6 +45,10 @@ class AdaQS(AccumulatedGradientPolicy[AdaQSState]):
         floor: the smallest compression factor.
         interval: number of epochs between decisions, over which gradients are accumulated.
         steps: instead of `interval`: number of steps between decisions, over which gradients are accumulated.
+
+    Example:
+        >>> str(AdaQS(start=64, fall=0.2))
+        'adaqs:start=64,fall=0.2'
     """
 
     start: float

@@ -80,6 +80,10 @@ class Auto(Policy[AutoState]):
         budget: share of the time that trials may cost.
         drift: if the step time differs by more than this share from the time when the candidate was chosen, at four
             decisions in a row, all candidates are open again.
+
+    Example:
+        >>> str(Auto(calibration="calibration.json"))
+        'auto:calibration=calibration.json'
     """
 
     calibration: Annotated[str, Rule(bool, "a calibration file or the name of a preset")]

@@ -51,6 +51,10 @@ class AccordionBatchSize(CriticalRegimes[AccordionBatchSizeState]):
     Attributes:
         low: the small batch, with which the training starts, in samples.
         high: the large batch, a multiple of `low`.
+
+    Example:
+        >>> str(AccordionBatchSize(low=512, high=4096))
+        'accordion_batch_size:low=512,high=4096'
     """
 
     low: Batch
@@ -132,6 +136,10 @@ class IncreaseBatchSize(Policy[IncreaseBatchSizeState]):
         low: the batch with which the training starts, in samples.
         high: the largest batch.
         steps: number of steps between decisions; 0 to decide at the end of every epoch.
+
+    Example:
+        >>> str(IncreaseBatchSize(low=128, high=2048))
+        'increase_batch_size:low=128,high=2048'
     """
 
     low: Batch

@@ -69,6 +69,10 @@ class Budget(OptimalLevels[BudgetState]):
         model: model of the calibration; empty for the model whose tensors have the training's shapes.
         batch: batch size of one rank, if it is not the calibration's; 0 if it is.
         interval, last, least, most, levels, statistic: as in `OptimalLevels`.
+
+    Example:
+        >>> str(Budget(factor=50))
+        'budget:factor=50'
     """
 
     factor: Annotated[float, number(lambda factor: factor == 0 or 1 < factor <= 1e12, "above 1 and at most 1e12")] = 0.0

@@ -27,6 +27,10 @@ class Constant(Policy[ConstantState]):
 
     Attributes:
         level: level of all tensors; None for the compressor's own.
+
+    Example:
+        >>> str(Constant(level=0.01))
+        'constant:level=0.01'
     """
 
     level: Annotated[Level | None, or_none(LEVEL)] = None

@@ -121,6 +121,10 @@ class GraVAC(Policy[GraVACState]):
         gain: "error_feedback", the share of x = g + r that is kept (`error_gain`), as in the published text, or "raw",
             the energy kept of x over that of the gradient g (`raw_gain`), as in the published code.
         lag: 1: a step obeys the decision of the step before it; steps are dense until gains are first measured.
+
+    Example:
+        >>> str(GraVAC(min=10, max=500))
+        'gravac:max=500'
     """
 
     min: Annotated[float, number(lambda factor: factor > 1, "a compression factor above 1")] = 10.0

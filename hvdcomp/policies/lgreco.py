@@ -29,6 +29,10 @@ class LGreCo(OptimalLevels[TensorLevels]):
     Attributes:
         alpha: the budget, as a share of the error at the own levels.
         interval, last, least, most, levels, statistic: as in `OptimalLevels`.
+
+    Example:
+        >>> str(LGreCo(interval=200))
+        'lgreco:interval=200'
     """
 
     alpha: Annotated[float, number(lambda alpha: 0 < alpha <= 1e6, "a number above 0 and at most 1e6")] = 1.0

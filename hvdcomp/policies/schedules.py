@@ -115,6 +115,10 @@ class Schedule(ListedLevels):
     Attributes:
         levels: levels of all tensors, in order.
         epochs, steps: end of each level in epochs or in steps; one of the two.
+
+    Example:
+        >>> str(Schedule(levels=(0.1, 0.002), epochs=(3, 8)))
+        'schedule:levels=0.1|0.002,epochs=3|8'
     """
 
     name: ClassVar[str] = "schedule"
@@ -138,6 +142,10 @@ class Legacy(ListedLevels):
         levels: the levels, descending.
         epochs, steps: end of each level but the last, in epochs or in steps.
         sizes: instead of ends: each level but the last is for tensors with fewer elements than its size.
+
+    Example:
+        >>> str(Legacy(levels=(0.1, 0.01, 0.001), sizes=(10000, 1000000)))
+        'legacy:levels=0.1|0.01|0.001,sizes=10000|1000000'
     """
 
     sizes: tuple[int, ...] = ()
@@ -174,6 +182,10 @@ class WarmUp(LevelSchedule):
             after `periods` periods. Integer levels (ranks, bits) are rounded.
         periods: number of periods of that sequence.
         epochs, steps: length of a period in epochs or in steps; one of the two.
+
+    Example:
+        >>> str(WarmUp(levels=(0.25, 0.05), epochs=1))
+        'warmup:levels=0.25|0.05,epochs=1'
     """
 
     dense_steps: int = 0

@@ -10,10 +10,11 @@ import pytest
 
 from hvdcomp import ARCTopK, TopKC
 from hvdcomp.compressors.base import Compressor
+from hvdcomp.compressors.memory import NoMemory
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import Context
 from hvdcomp.compressors.randomness import shared_generator
-from tests.harness import BACKENDS, as_numpy, assert_same_on_all_ranks, infos, make, run_engines
+from tests.harness import BACKENDS, CountingCommunicator, as_numpy, assert_same_on_all_ranks, infos, make, run_engines
 
 SHAPES = [(40, 48), (7, 9), (37, 29), (5, 4, 3)]
 
@@ -85,10 +86,17 @@ def test_all_ranks_send_what_is_best_over_all_of_them(spec: str, ranks: int, bac
 def test_a_rank_sends_as_many_bytes_with_any_number_of_ranks(
     method: Compressor, shape: tuple[int, ...], numbers: int
 ) -> None:
-    """4 (ratio d + d / chunk), in whole chunks: the same from 2 to 64 ranks."""
-    for ranks in (1, 2, 16, 64):
-        assert method.payload_bytes(shape, ranks=ranks) == 4 * numbers
+    """4 (ratio d + d / chunk), in whole chunks: the same from 2 to 64 ranks, as the collectives count them."""
+    assert method.payload_bytes(shape) == 4 * numbers
     assert method.payload_floats(shape) == numbers
+    gradient = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    for ranks in (2, 16, 64):
+        for run in run_engines(ranks, infos({"w": shape}), method, lambda rank, step: {"w": gradient}):
+            communicator = run.engine.communicator
+            assert isinstance(communicator, CountingCommunicator)
+            assert {kind for kind, _, _, _ in communicator.started} == {"allreduce mean"}
+            flag = 4  # bytes
+            assert sum(one_bytes for *_, one_bytes in communicator.started) == 4 * numbers + flag
 
 
 @pytest.mark.parametrize("name", ["topkc", "arctopk"])
@@ -113,6 +121,43 @@ def test_where_gradients_cancel_each_other_only_the_sketch_sees_it() -> None:
         sent[method.name] = as_numpy(runs[0].results[0]["w"])
     np.testing.assert_array_equal(sent["topkc"], np.zeros((4, 8)))
     np.testing.assert_array_equal(sent["arctopk"], same)
+
+
+def kept_back(method: Compressor, xs: list[np.ndarray], steps: int = 1) -> list[list[np.ndarray]]:
+    """The part of each rank's x that it does not send, step by step; x is the same in each."""
+    runs = run_engines(
+        len(xs), infos({"w": xs[0].shape}), method, lambda rank, step: {"w": xs[rank]}, steps, memory=NoMemory
+    )
+    sent = [as_numpy(results["w"]) != 0 for results in runs[0].results]
+    return [[np.where(one, 0, x) for x in xs] for one in sent]
+
+
+def energy(arrays: list[np.ndarray]) -> float:
+    return sum(float(np.sum(np.square(one, dtype=float))) for one in arrays)
+
+
+@pytest.mark.parametrize("cancels", [False, True])
+def test_topkc_contracts_what_the_ranks_keep_together(cancels: bool) -> None:
+    """sum ||x - C(x)||^2 <= (1 - sent chunks / chunks) sum ||x||^2 over the ranks, also where their mean is small."""
+    rng = np.random.default_rng(2)
+    xs = [rng.standard_t(3, (32, 16)).astype(np.float32) for _ in range(4)]
+    if cancels:
+        xs = [xs[0], np.float32(1e-3) - xs[0], xs[1], np.float32(1e-3) - xs[1]]
+    (left,) = kept_back(TopKC(ratio=0.25, chunk=8), xs)
+    assert 0 < energy(left) <= (1 - 0.25) * energy(xs)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_arctopk_contracts_the_mean_in_expectation(flat: bool) -> None:
+    """E ||m - C(m)||^2 <= (1 - sent rows / rows) ||m||^2 over its sketches (arXiv:2510.26709); m: mean of the ranks."""
+    rng = np.random.default_rng(3)
+    rows = np.ones(20) if flat else rng.exponential(size=20)
+    xs = [(rng.standard_normal((20, 10)) * rows[:, None] + rank).astype(np.float32) for rank in range(2)]
+    mean = [np.mean(xs, axis=0)]
+    each_step = kept_back(ARCTopK(ratio=0.25, sketch=2), xs, 150)
+    shares = [energy([np.mean(left, axis=0)]) / energy(mean) for left in each_step]
+    assert len(set(shares)) > 1, "each step draws a sketch"
+    assert np.mean(shares) <= 1 - 0.25
 
 
 def test_what_would_send_no_less_goes_dense() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 from typing import Any
 
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 
 from hvdcomp import ChunkedTopK, ErrorFeedback, NoMemory, SpecError
 from hvdcomp.arrays import arrays_for
-from hvdcomp.compressors import sparse_chunked
 from hvdcomp.compressors.parsing import parse_compressor
 from tests.harness import (
     BACKENDS,
@@ -216,4 +214,3 @@ def test_description() -> None:
     ):
         with pytest.raises(SpecError, match=f"chunkedtopk: {message}"):
             ChunkedTopK(**settings)
-    assert doctest.testmod(sparse_chunked) == (0, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 from typing import Any
 
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 
 from hvdcomp import ErrorFeedback, NoMemory, SparseTernary, SpecError
 from hvdcomp.arrays import arrays_for
-from hvdcomp.compressors import sparse_ternary
 from hvdcomp.compressors.parsing import parse_compressor
 from tests.harness import (
     BACKENDS,
@@ -98,4 +96,3 @@ def test_description() -> None:
     assert method.default_memory == ErrorFeedback()
     with pytest.raises(SpecError, match="stc: ratio=0 is not allowed"):
         SparseTernary(0)
-    assert doctest.testmod(sparse_ternary) == (0, 1)

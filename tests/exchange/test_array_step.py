@@ -9,13 +9,11 @@ import numpy as np
 import pytest
 
 from hvdcomp import kernels
-from hvdcomp.arrays import arrays_for, numpy_arrays
 from hvdcomp.arrays.types import Array
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.compressors.memory import ErrorFeedback
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import TensorInfo
-from hvdcomp.exchange.array_step import by_array_functions
 from hvdcomp.exchange.bucket_step import Sums
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.look import Look
@@ -162,51 +160,3 @@ def test_residuals_that_were_sent_whole_are_forgotten_of_both_kinds() -> None:
         assert not engine.holds_residuals
 
     run_ranks(RANKS, work)
-
-
-@pytest.mark.usefixtures("without_kernels")
-@pytest.mark.parametrize("spec", ["none", "topk:ratio=0.1", "efsignsgd", "qsgd:bits=4", "powersgd:rank=2"])
-def test_without_kernels_small_tensors_of_pytorch_are_compressed_in_numpy(spec: str) -> None:
-    """So all bits are NumPy's, of results, residuals and warm starts; the arrays are PyTorch's."""
-    torch = pytest.importorskip("torch")
-
-    def run(communicator: InProcessCommunicator, of: Any) -> list[Any]:
-        tensors = [TensorInfo(name, shape) for name, shape in SHAPES.items()]
-        engine = Engine(communicator, tensors, parse_compressor(spec), min_numel=0, min_ndim=2)
-        bits: list[Any] = []
-        for step in range(STEPS):
-            engine.begin()
-            rng = np.random.default_rng([communicator.rank, step])
-            values = {name: rng.standard_normal(shape).astype("float32") for name, shape in SHAPES.items()}
-            if step == 1:
-                values["b"][0, 0] = np.nan * communicator.rank
-            given = {name: of(np.array(one)) for name, one in values.items()}
-            results = engine.step(given)
-            kept = [array for state in engine.states.values() for array in (*state.memory, *state.compressor)]
-            assert {type(array) for array in (*results.values(), *kept)} == {type(of(np.zeros(1)))}
-            bits += [np.asarray(array).tobytes() for array in (*results.values(), *kept)]
-            for array in results.values():
-                array[...] = 7  # as whoever gets the results may do
-            assert all((np.asarray(given[name]) == values[name]).all() for name in ("a", "c", "d"))
-        return bits
-
-    def work(communicator: InProcessCommunicator) -> None:
-        assert run(communicator, torch.from_numpy) == run(communicator, np.asarray)
-
-    run_ranks(RANKS, work)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_large_tensors_and_other_types_stay_in_the_framework(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
-    monkeypatch.setattr(kernels, "available", lambda: compiled)
-    xp = arrays_for(torch.zeros(1))
-    gradients = {
-        "small": torch.zeros(1 << 8, 1 << 8),
-        "large": torch.zeros((1 << 16) + 1),
-        "double": torch.zeros(3, dtype=torch.float64),
-        "half": torch.zeros(3, dtype=torch.bfloat16),
-    }
-    chosen = [(inside, list(some)) for inside, some in by_array_functions(xp, list(gradients), gradients, None)]
-    apart = [(numpy_arrays, ["small"]), (xp, ["large", "double", "half"])]
-    assert chosen == ([(xp, list(gradients))] if compiled else apart)

@@ -14,7 +14,7 @@ from hvdcomp.bindings.checkpoint import restore, state_of
 from hvdcomp.bindings.world import state_for
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.exchange import array_step
+from hvdcomp.exchange import buckets
 from hvdcomp.exchange.engine import Engine
 from tests.exchange.test_buckets import BACKENDS, needs_kernels
 from tests.harness import Run, as_numpy, assert_same_on_all_ranks, copy, infos, make, run_engines, set_to
@@ -131,10 +131,9 @@ def test_gradients_of_16_bits_are_compressed_with_what_is_rounded() -> None:
 
 @types
 @pytest.mark.parametrize("spec", ["topk:ratio=0.05", "efsignsgd", "powersgd:rank=2"])
-@pytest.mark.usefixtures("without_kernels")
 def test_so_do_tensors_by_themselves(spec: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    monkeypatch.setattr(array_step, "LARGE", 0)  # all in PyTorch's functions, as those with residuals in bfloat16
+    monkeypatch.setattr(buckets, "KNOWN_TO_KERNELS", ())
     found = run("torch", spec, ErrorFeedback(dtype=dtype))
     name = {"fp16": "torch.float16", "bf16": "torch.bfloat16"}[dtype]
     assert {str(one.dtype) for one in every_residual(found)} == {name}

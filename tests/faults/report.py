@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from hvdcomp.files import csv_of, replace_files
+from hvdcomp.files import commit, csv_of, replace_files
 from tests.faults.table import Fault, Row
 
 NAME = "faults"
@@ -24,6 +24,7 @@ def facts() -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **packages},
         "kernel": platform.release(),
         "cores": len(os.sched_getaffinity(0)),
+        "commit": commit(),
     }
 
 
@@ -70,7 +71,8 @@ def as_markdown(command: str, found: dict[str, Any], rows: Sequence[Row]) -> str
         "",
         f"    {command}",
         "",
-        f"It was run with {versions} on {found['cores']} cores. {passed} of {len(rows)} rows are as documented. "
+        f"It was run with {versions} on {found['cores']} cores, at commit `{found['commit']}`. "
+        f"{passed} of {len(rows)} rows are as documented. "
         "A row is a fault over a transport: Horovod with Gloo or with MPI (`gloo`, `mpi`), or torch.distributed under "
         f"torchrun (`ddp`); what happened in each is in `{NAME}.csv`. Above each table stands what is documented, and "
         "in it the seconds from the fault to the end of the last process of the training, `yes` where there is no such "

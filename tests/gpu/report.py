@@ -39,7 +39,7 @@ def as_markdown(document: Mapping[str, Any]) -> str:
         "# Measured on a GPU", "",
         f"{facts['accelerator']}, compute capability {gpu['compute_capability']}, driver {gpu['driver']}, CUDA "
         f"{gpu['cuda']}; {', '.join(f'{name} {version}' for name, version in facts['versions'].items())}. Made by "
-        "`make gpu-check`.", "",
+        f"`make gpu-check`, at commit `{facts['commit']}`.", "",
     ]  # fmt: skip
     lines += table(("part", "result"), [(name, _result(part)) for name, part in parts.items()])
     lines += ["## Beside what was aimed at", ""]

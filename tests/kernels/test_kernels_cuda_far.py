@@ -31,7 +31,8 @@ ROW = 2**30 + 2**12  # bytes: below 2**31 itself, but not two of them
 DECODED = {
     "bf16": "bfloat16_decode", "fp16:exchange=gather": "half_decode",
     "efsignsgd": "two_values_decode", "onebit": "two_values_decode",
-    "signsgd": "votes_decode", "qsgd:bits=4": "multiples_decode", "fp8": "float8_decode", "natural": "natural_decode",
+    "signsgd": "votes_decode", "qsgd:bits=4": "multiples_decode", "qsgd:bits=7": "multiples_decode",
+    "fp8": "float8_decode", "natural": "natural_decode",
     "topk:ratio=0.3": "sparse_decode", "chunkedtopk:chunk=50,k=5": "chunks_decode",
 }  # fmt: skip
 

@@ -104,7 +104,7 @@ def test_the_page_compares_what_was_measured_with_what_was_aimed_at(monkeypatch:
     assert said["efsignsgd on ResNet-50"] == "missed"
     assert said["topk:ratio=0.01 on ResNet-50"] == "met"
     gpu = {"compute_capability": "9.0", "driver": "1", "cuda": "13.0"}
-    facts = {"accelerator": "A GPU", "gpu": gpu, "versions": {"torch": "2.13.0"}}
+    facts = {"accelerator": "A GPU", "commit": "abc", "gpu": gpu, "versions": {"torch": "2.13.0"}}
     trained = {"method": "int8", "ms": 33.3, "quartiles_ms": [31.0, 35.0]}
     found["training"] = {"failures": [], "rows": [trained], "notes": ["1 ranks over nccl"]}
     page = report.as_markdown({"facts": facts, "parts": found})

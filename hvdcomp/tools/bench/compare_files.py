@@ -116,7 +116,8 @@ def markdown(rows: Sequence[Row], details: dict[str, Any]) -> str:
     lines = [
         "# Predicted and measured times of steps",
         "",
-        f"Made by `{details['command']}`. {summary(rows)} All {len(rows)} rows are in the CSV file beside this page, "
+        f"Made by `{details['command']}`, at commit `{details['commit']}`. {summary(rows)} "
+        f"All {len(rows)} rows are in the CSV file beside this page, "
         "with quartiles and with the parts of each prediction. 2x4 are 2 hosts with 4 ranks on each; 2 are 2 hosts "
         "with one.",
         "",

@@ -14,7 +14,7 @@ from typing import Any
 
 from hvdcomp.compressors import needs_nodes
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.files import parse_json
+from hvdcomp.files import commit, parse_json
 from hvdcomp.tools.bench.cluster import Cluster, ClusterError
 from hvdcomp.tools.bench.places import Hosts, Place, place_of
 
@@ -185,5 +185,5 @@ def _shortened(lines: Sequence[str]) -> str:
 
 
 def environment_facts() -> dict[str, Any]:
-    """The properties of the machine on which all results depend."""
-    return {"cores": os.cpu_count(), "python": sys.version.split()[0]}
+    """The properties of the machine, and the sources, on which all results depend."""
+    return {"cores": os.cpu_count(), "python": sys.version.split()[0], "commit": commit()}

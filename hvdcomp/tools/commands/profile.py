@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import sys
 from collections.abc import Callable
@@ -89,11 +90,16 @@ def command(
 ) -> None:
     """Run some steps of a training program, and recommend a compressor for it.
 
-    PROGRAM is an unchanged training program in PyTorch, with DistributedDataParallel or Horovod, or in TensorFlow, with
-    Horovod's tape or optimizer. Times its steps, measures the network and each compressor on copies of the program's
-    own gradients, carries out the exchange of the best compressors, and prints the advice of `hvdcomp advise` with the
-    lines to add to the program. The training's weights are not affected.
+    PROGRAM is an unchanged training program, which may have python before it, in PyTorch, with
+    DistributedDataParallel or Horovod, or in TensorFlow, with Horovod's tape or optimizer. Times its steps, measures
+    the network and each compressor on copies of the program's own gradients, carries out the exchange of the best
+    compressors, and prints the advice of `hvdcomp advise` with the lines to add to the program. The training's
+    weights are not affected.
     """
+    if re.fullmatch(r"python[\d.]*", Path(program).name):  # the command by which the user starts the program
+        as_module = arguments[:1] == ("-m",)
+        program, *rest = arguments[as_module:] or (program,)
+        arguments = tuple(rest)
     environment.prepare_mpi()
     allow_process_sets()
     output = output.absolute()  # the program may change the folder

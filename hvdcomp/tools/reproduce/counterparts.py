@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hvdcomp.files import commit
 from hvdcomp.tools.reproduce import counted, predicted
 from hvdcomp.tools.reproduce.outcome import Outcome
 from hvdcomp.tools.reproduce.published import Artefact
-from hvdcomp.tools.reproduce.trainings import commit
 
 
 def run(artefact: Artefact, quick: bool, runs: Path) -> Outcome:

@@ -7,7 +7,6 @@ is not repeated on any machine, and its folder is not needed.
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import hashlib
 import json
@@ -27,7 +26,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from hvdcomp.files import VERSION, csv_of, parse_json, replace_files, replace_text
+from hvdcomp.files import commit, csv_of, parse_json, replace_files, replace_text
 
 ROOT = Path(__file__).parents[3]
 
@@ -261,19 +260,6 @@ class Trainer:
             self._stopped = True
             for process in self._processes:
                 process.terminate()
-
-
-def commit() -> str:
-    """The commit of the sources, with a plus sign if they differ from it; the version of a package without them."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        if (ROOT / ".git").exists():  # else the folder is in another checkout
-            changed = git("status", "--porcelain", "--", "hvdcomp", "benchmarks", ":!benchmarks/measured")
-            return git("rev-parse", "--short=10", "HEAD") + ("+" if changed else "")
-    return f"hvdcomp {VERSION}"
 
 
 def _outcome(run: Run, about: Mapping[str, Any]) -> str:

@@ -305,6 +305,7 @@ def test_bad_input_is_refused_at_once(tmp_path: Path) -> None:
     script.write_text("raise SystemExit('it was started')")
     for words, said in (
         ([str(tmp_path / "none.py")], "there is no file"),
+        (["--", "python", str(tmp_path / "none.py")], f"there is no file {tmp_path}"),
         (["--compressor", "topk:ratio=2", str(script)], "ratio=2.0 is not allowed"),
         (["--output", str(tmp_path / "no" / "profile.json"), str(script)], "there is no folder"),
     ):
@@ -334,15 +335,20 @@ for _ in range(12):
 
 
 @pytest.mark.usefixtures("own_arguments")
-def test_a_training_that_cannot_be_profiled_ends_with_the_reason_and_is_watched_no_longer(tmp_path: Path) -> None:
+def test_a_training_that_cannot_be_profiled_ends_with_the_reason_and_is_watched_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = tmp_path / "train.py"
     script.write_text(_ALONE)
+    (tmp_path / "train_module.py").write_text(_ALONE)
     backward = torch.autograd.backward
-    for argument, said in (
-        ("plain", "ended after 11 optimizer steps; 10 + 5 are needed: train longer"),
-        ("sharded", "the parameters are sharded"),
+    monkeypatch.syspath_prepend(tmp_path)
+    for words, said in (
+        ([str(script), "plain"], "ended after 11 optimizer steps; 10 + 5 are needed: train longer"),
+        (["--", "python", str(script), "sharded"], "the parameters are sharded"),
+        (["--", "python3", "-m", "train_module", "sharded"], "the parameters are sharded"),
     ):
-        words = [*_QUICK, "--output", str(tmp_path / "p.json"), str(script), argument]
+        words = [*_QUICK, "--output", str(tmp_path / "p.json"), *words]
         done = CliRunner().invoke(command, words)
         assert (done.exit_code, said in done.output) == (1, True), done.output
         assert torch.autograd.backward is backward

@@ -9,17 +9,21 @@ import re
 import subprocess
 from pathlib import Path
 
+from hvdcomp.files import commit
+
 # A framework's builds have names of their own.
 _DISTRIBUTIONS = ("hvdcomp", "numpy", "torch", "triton", "tensorflow", "tensorflow-cpu", "tensorflow-gpu")
 
 
 def facts(device: str) -> dict[str, object]:
-    """Plain data: the processor's name, its cores, the cores that this process may use, the accelerator, versions.
+    """Plain data: the commit of the sources, the processor's name, its cores, the cores that this process may use, the
+    accelerator, versions.
 
     With "cuda", `gpu` has details of the accelerator: memory and second cache in bytes, multiprocessors, compute
     capability, and the versions of CUDA, NCCL and the driver.
     """
     return {
+        "commit": commit(),
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
