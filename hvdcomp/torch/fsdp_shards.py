@@ -27,6 +27,7 @@ from hvdcomp.exchange.agreement import KERNELS, refused_on_every_rank, require_a
 from hvdcomp.exchange.ledger import Cost, Sent
 from hvdcomp.exchange.shards import ShardReducer
 from hvdcomp.files import VERSION
+from hvdcomp.kernels import cuda
 from hvdcomp.torch.parameters import plain_names
 from hvdcomp.torch.resharding import FlatLayout, OwnedRows, resharded
 from hvdcomp.torch.sharded import (
@@ -67,8 +68,15 @@ class ShardsBinding:
         shapes = {
             f"parameter {name}": f"{parameter.dtype} {tuple(parameter.shape)}" for name, parameter in trained.items()
         }
-        facts = {**settings.describe(), "weights": str(weights), "hvdcomp": VERSION, KERNELS: kernels.available()}
-        require_agreement(communicator, {**facts, **shapes}, like)
+        facts = {
+            **settings.describe(),
+            "weights": str(weights),
+            "hvdcomp": VERSION,
+            KERNELS: kernels.available(),
+            f"{KERNELS} for CUDA": cuda.described(),
+            **shapes,
+        }
+        require_agreement(communicator, facts, like)
         self._device = next((parameter.device_mesh.device_type for parameter in trained.values()), "cpu")
         try:
             self.engine = ShardReducer(

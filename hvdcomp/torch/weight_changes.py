@@ -46,14 +46,13 @@ class WeightChanges:
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Any:
         dense_bytes = input_tensor.numel() * input_tensor.element_size()
-        # In a node, to which weights were resharded after the forward pass, they are as they were gathered. Bytes are
-        # what a tensor subclass makes of its weights.
+        # Some of the ranks gather again what was resharded among them after the forward pass.
         in_part = group.size() != self._reducer.communicator.world_size
         small = output_tensor.numel() < self._min_numel
         if in_part or small or self._compressor.lossless or not input_tensor.is_floating_point():
             self._reducer.enter(self._name, dense_bytes, Sent(dense_bytes), input_tensor.numel())
             return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
-        # A backward pass gets the weights of its forward pass.
+        # A backward pass needs the weights of its forward pass, which each rank has.
         rows, sent = self.gather(input_tensor, changed=torch._C._current_graph_task_id() == -1)
         self._reducer.enter(self._name, dense_bytes, sent, sent.bytes / 4)
         torch.cat(rows, out=output_tensor)
