@@ -361,6 +361,11 @@ def case_a_checkpoint_goes_on_as_if_nobody_had_stopped() -> None:
     with nodes_of(dist.get_world_size()):
         hvdcomp.fsdp.register(sharded(), one_node := made("int4", memory="error_feedback"))
         assert "on several nodes" in raised(hvdcomp.ConfigurationError, lambda: hvdcomp.dcp.load(one_node, folder))
+        lost = functools.partial(hvdcomp.dcp.load, one_node, folder, residuals="lose")
+        assert '"drop"' in raised(hvdcomp.ConfigurationError, lost)
+        hvdcomp.dcp.load(one_node, folder, residuals="drop")
+        assert one_node.ledger.steps == 3
+        assert not one_node.state_dict()["own"]["residuals"]
 
 
 def everywhere(mine: Any) -> list[Any]:
