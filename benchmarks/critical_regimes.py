@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import nn
 
+from hvdcomp.perfmodel.figures import as_png
 from hvdcomp.tools.diagnostics import HessianEigenvalue, RegimeRecord, largest_hessian_eigenvalue
 from hvdcomp.tools.diagnostics.plot import draw
 from hvdcomp.tools.train.data import epoch_shard, load_data
@@ -167,9 +168,8 @@ def main(
     }
     output.mkdir(parents=True, exist_ok=True)
     (output / "critical_regimes.json").write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-    draw(record, [row["train_loss"] for row in rows], options.milestones).savefig(
-        output / "critical_regimes.png", dpi=110
-    )
+    figure = draw(record, [row["train_loss"] for row in rows], options.milestones)
+    (output / "critical_regimes.png").write_bytes(as_png(figure))
     console.print(shown(record, rows))
     agreement = record.agreement()
     console.print(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hvdcomp.arrays import arrays_for
-from hvdcomp.arrays.types import FLOATING, Array, wide_dtype
+from hvdcomp.arrays.types import DTYPE_BYTES, FLOATING, Array, wide_dtype
 from hvdcomp.communicators import Communicator
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import gather_rows, require_agreement
@@ -80,8 +80,7 @@ class RowMeans:
         self._tables = dict(tables)
         self._host = host
         self._wires = [_Wire(wire or table.dtype, table.columns) for table in tables.values()]
-        large = max(table.rows for table in tables.values()) > 2**31
-        self._id_dtype, self._id_bytes = ("int64", 8) if large else ("int32", 4)
+        self._id_wires = [_IdWire.of(table.rows) for table in tables.values()]
         self._sent = 0  # bytes, in this step
         self._rows = np.zeros(len(tables), np.int64)  # of each table that this rank sent, in this step
         self.ledger = Ledger()
@@ -94,19 +93,21 @@ class RowMeans:
             present: whether this rank has a gradient of each table, which may have no rows.
         """
         xp = arrays_for(given[0].values)
-        ids = [xp.astype(rows.ids, self._id_dtype) for rows in given]
+        ids = [wire.encoded(rows.ids) for rows, wire in zip(given, self._id_wires, strict=True)]
         own_counts = [len(own) if there else -1 for own, there in zip(ids, present, strict=True)]
         sent = np.array(own_counts, np.int64).tobytes()
         gathered = gather_rows(self._ranks, sent, self._host, "hvdcomp.rows.counts")
         self._sent += _COUNT_BYTES * len(own_counts)
         counts = np.array([np.frombuffer(of_rank, np.int64) for of_rank in gathered])  # (ranks, tables)
-        lengths = counts.clip(0).tolist()
-        longest = max(map(sum, lengths)) * self._id_bytes
-        wait = self._start_gather(list(map(xp.as_bytes, ids)), longest, self._ranks, "hvdcomp.rows.ids")
+        id_bytes = (counts.clip(0) * [DTYPE_BYTES[wire.dtype] for wire in self._id_wires]).tolist()
+        wait = self._start_gather(list(map(xp.as_bytes, ids)), max(map(sum, id_bytes)), self._ranks, "hvdcomp.rows.ids")
 
         by_rank = [
-            [part.view(ids[0].dtype) for part in _parts(packed, [length * self._id_bytes for length in of_rank])]
-            for packed, of_rank in zip(wait(), lengths, strict=True)
+            [
+                wire.decoded(part.view(own.dtype))
+                for part, own, wire in zip(_parts(packed, of_rank), ids, self._id_wires, strict=True)
+            ]
+            for packed, of_rank in zip(wait(), id_bytes, strict=True)
         ]
         means = self.exchange_known([rows.values for rows in given], by_rank)
         self.record(ids)
@@ -245,6 +246,26 @@ class RowMeans:
         """So many rows of each table."""
         parts = _parts(packed, [length * wire.row_bytes for length, wire in zip(lengths, self._wires, strict=True)])
         return [wire.decoded(part) for wire, part in zip(self._wires, parts, strict=True)]
+
+
+class _IdWire(NamedTuple):
+    """How ids travel: less a number, by which those of small tables fit into 16 bits."""
+
+    dtype: str
+    less: int
+
+    @classmethod
+    def of(cls, rows: int) -> _IdWire:
+        """For a table of so many rows."""
+        if rows <= 2**16:
+            return cls("int16", 2**15)
+        return cls("int32" if rows <= 2**31 else "int64", 0)
+
+    def encoded(self, ids: Array) -> Array:
+        return arrays_for(ids).astype(ids - self.less, self.dtype)
+
+    def decoded(self, ids: Array) -> Array:
+        return arrays_for(ids).astype(ids, "int32") + self.less if self.less else ids
 
 
 class _Wire(NamedTuple):

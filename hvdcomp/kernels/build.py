@@ -39,6 +39,7 @@ AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt", "-mpopcnt")
 AVX512 = (*AVX2, "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl")
 X86: dict[str, tuple[str, ...]] = {"plain": (), "avx2": AVX2, "avx512": AVX512}
 OTHER_MACHINES: dict[str, tuple[str, ...]] = {"plain": ()}
+MACHINES = {62: "x86_64", 183: "aarch64"}  # e_machine of an ELF header
 SECONDS = 1800.0  # time limit of one file; all files take about 5 s, and far longer on an emulated processor
 SECONDS_VARIABLE = "HVDCOMP_KERNELS_BUILD_SECONDS"
 
@@ -176,11 +177,13 @@ def platform_tag(library: Path, otherwise: str) -> str:
     """The platform part of a wheel's name: `manylinux_2_X_<machine>`, with the newest glibc that the object needs.
 
     Args:
-        library: whose symbols name the versions of glibc that they need.
+        library: whose symbols name the versions of glibc that they need. The machine is its own: that of a cross
+            compiler is not the machine that builds.
         otherwise: for an object that needs no glibc, such as one for musl.
     """
-    versions = [int(number) for number in re.findall(rb"GLIBC_2\.(\d+)", library.read_bytes())]
-    machine = otherwise.partition("_")[2]
+    content = library.read_bytes()
+    versions = [int(number) for number in re.findall(rb"GLIBC_2\.(\d+)", content)]
+    machine = MACHINES.get(int.from_bytes(content[18:20], "little"), otherwise.partition("_")[2])
     return f"manylinux_2_{max(versions)}_{machine}" if versions else otherwise
 
 

@@ -350,6 +350,8 @@ def _refuse(at_fault: np.ndarray, reason: str, own: str | None = None) -> None:
 
 
 def _check(rows: Any, optimizer: Any, batches: Any) -> None:
+    if rows.ratio is not None:
+        raise ConfigurationError(f"LookAhead sends all rows, and the RowExchange has ratio={rows.ratio}; leave it out")
     for name, table in rows.tables.items():
         if not table.sparse or table.weight.device.type != "cpu":
             raise ConfigurationError(

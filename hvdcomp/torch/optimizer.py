@@ -14,6 +14,7 @@ from horovod.common.exceptions import HorovodInternalError
 
 from hvdcomp.bindings.callers import caller_local
 from hvdcomp.errors import ConfigurationError
+from hvdcomp.torch.unaveraged import is_table
 
 _NO_PASS = -1  # PyTorch's number outside of any backward pass
 _passes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # the backward pass in which a step began, by optimizer
@@ -82,7 +83,7 @@ class HorovodOptimizer:
             self._counted = count
             parameters = [parameter for group in groups for parameter in group["params"]]
             self._unhooked = [parameter for parameter in parameters if parameter not in self._hooked]
-        drifting = [parameter for parameter in self._unhooked if parameter.requires_grad]
+        drifting = [parameter for parameter in self._unhooked if parameter.requires_grad and not is_table(parameter)]
         if not drifting:
             return None
         names = [

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from hvdcomp.exchange.agreement import WEIGHTS, refused_on_every_rank, require_a
 from hvdcomp.exchange.rows import RowMeans, Rows, Table, wire_name
 from hvdcomp.torch.local_steps import started_ranks
 from hvdcomp.torch.training import checksums_of
+from hvdcomp.torch.unaveraged import note_tables
 
 EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+_ALL = "all"
 _ON_HOST = torch.empty(0)
 
 
@@ -36,16 +39,20 @@ class RowExchange:
 
     Args:
         model: the model with the tables, not yet wrapped.
-        tables: names of weights of `nn.Embedding` or `nn.EmbeddingBag`, (rows, columns) each. Default: those with
+        tables: names of weights of `nn.Embedding` or `nn.EmbeddingBag`, (rows, columns) each; or "all" for all of them,
+            but for weights that another kind of module shares, whose gradients have no zero rows. Default: those with
             sparse=True.
         wire_dtype: element type in which rows and means are sent: torch.bfloat16 or torch.float16; or torch.int8, with
             the largest magnitude of each row, where an element's error is at most 1/254 of it, and that of a mean
             again. Rounding errors are not kept. Default: the table's own.
+        ratio: share, above 0, of a gradient's rows that a rank sends, rounded up: those of largest norm. The others are
+            kept and added to its next gradients (error feedback, as of `TopK`), in up to as many numbers as the table
+            has. Default: all rows.
         communicator: the communicator of the ranks. Default: all ranks of torch.distributed, or if that was not
             started, of Horovod.
 
     Attributes:
-        model: the model.
+        model, ratio: the arguments.
         tables: the modules, by the names of their weights.
         ranks: the communicator.
         means: the exchange of rows' means.
@@ -63,17 +70,24 @@ class RowExchange:
         tables: Iterable[str] | None = None,
         *,
         wire_dtype: torch.dtype | None = None,
+        ratio: float | None = None,
         communicator: Communicator | None = None,
     ) -> None:
         self.model = model
         self.ranks: Any = started_ranks() if communicator is None else communicator
         with refused_on_every_rank(self.ranks, _ON_HOST):
             wire = wire_name(wire_dtype)
+            if ratio is not None and not 0 < ratio <= 1:
+                raise ConfigurationError(f"RowExchange: ratio={ratio!r} is not possible; give it a share from 0 to 1")
             self.tables: dict[str, Any] = _tables_of(model, tables)
         weights = {name: table.weight for name, table in self.tables.items()}
         shapes = {name: Table(_name_of(weight.dtype), *weight.shape) for name, weight in weights.items()}
+        require_agreement(self.ranks, {"ratio of RowExchange": ratio}, _ON_HOST)
         self.means = RowMeans(self.ranks, shapes, wire, _ON_HOST)
+        self.ratio = ratio
+        self._kept: dict[str, Rows] = {}
         _leave_alone(model, weights.values())
+        note_tables(weights.values())
         self.ledger = self.means.ledger
 
     @torch.no_grad()
@@ -83,10 +97,44 @@ class RowExchange:
         tables = list(self.tables.values())
         self.compare_weights()
         present = [table.weight.grad is not None for table in tables]
-        means = self.means.exchange([rows_of(table.weight) for table in tables], present)
+        rows = {name: rows_of(table.weight) for name, table in self.tables.items()}
+        if self.ratio is not None:
+            rows = {name: self._largest(name, of_table) for name, of_table in rows.items()}
+        means = self.means.exchange(list(rows.values()), present)
         for table, mean in zip(tables, means, strict=True):
             if mean is not None:
                 put(table, mean)
+
+    def _largest(self, name: str, rows: Rows) -> Rows:
+        """The rows of a table that are sent, of these and those kept before; the others are kept."""
+        assert self.ratio is not None
+        kept, count = self._kept.get(name, Rows(rows.ids[:0], rows.values[:0])), math.ceil(self.ratio * len(rows.ids))
+        ids, places = torch.cat([kept.ids, rows.ids]).unique(return_inverse=True)
+        values = rows.values.new_zeros(len(ids), rows.values.shape[1])
+        values.index_add_(0, places, torch.cat([kept.values, rows.values]))
+        sent = torch.zeros_like(ids, dtype=torch.bool)
+        sent[values.float().norm(dim=1).topk(count).indices] = True
+        self._kept[name] = Rows(ids[~sent], values[~sent])
+        return Rows(ids[sent], values[sent])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rows that this rank has kept, with `ratio`: each rank has a state of its own."""
+        return {name: rows._asdict() for name, rows in self._kept.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state_dict` of the same rank.
+
+        Raises:
+            ConfigurationError: if it is of other tables.
+        """
+        if unknown := state.keys() - self.tables.keys():
+            raise ConfigurationError(
+                f"RowExchange was given a state of {', '.join(sorted(unknown))}; it serves {', '.join(self.tables)}"
+            )
+        device = {name: table.weight.device for name, table in self.tables.items()}
+        self._kept = {
+            name: Rows(*(rows[part].to(device[name]) for part in Rows._fields)) for name, rows in state.items()
+        }
 
     def compare_weights(self) -> None:
         """Raises RankMismatchError on every rank, before the first step, if the tables' weights differ."""
@@ -107,7 +155,13 @@ def _tables_of(model: Any, names: Iterable[str] | None) -> dict[str, Any]:
             "model before"
         )
     embeddings = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, EMBEDDINGS)}
-    table_names = [name for name, table in embeddings.items() if table.sparse] if names is None else list(names)
+    if names is None:
+        names = [name for name, table in embeddings.items() if table.sparse]
+    elif names == _ALL:
+        others = (module for module in model.modules() if not isinstance(module, EMBEDDINGS))
+        shared = {id(weight) for module in others for weight in module.parameters(recurse=False)}
+        names = [name for name, table in embeddings.items() if id(table.weight) not in shared]
+    table_names = list(names)
     missing = [name for name in table_names if name not in embeddings]
     if missing or not table_names:
         given = f"{', '.join(missing)}, which is no weight of an embedding" if missing else "no table with sparse=True"

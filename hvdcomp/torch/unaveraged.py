@@ -8,8 +8,21 @@ from typing import Any, ClassVar
 from weakref import WeakSet, finalize, ref
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hvdcomp.errors import ConfigurationError
+
+_of_rows: Any = WeakIdKeyDictionary()
+
+
+def note_tables(weights: Iterable[torch.nn.Parameter]) -> None:
+    """Notes that these weights' gradients are exchanged row by row, and not by Horovod."""
+    _of_rows.update(dict.fromkeys(weights, True))
+
+
+def is_table(parameter: torch.nn.Parameter) -> bool:
+    """Whether the parameter was noted as a table."""
+    return parameter in _of_rows
 
 
 class Unaveraged:

@@ -28,6 +28,7 @@ _MODULES = {
     "cases_local_steps_streaming": EACH_ONCE,
     "cases_local_steps_elastic": EACH_ONCE,
     "cases_ddp_and_horovod": EACH_ONCE,
+    "cases_look_ahead_horovod": ((2, "gloo"),),
     _JOIN: EACH_ONCE,
 }
 

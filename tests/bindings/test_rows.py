@@ -78,7 +78,7 @@ def stated_bytes(ranks: int, kind: str, value_bytes: int = 4, scale_bytes: int =
         own = [np.flatnonzero(one.any(1)) for one in parts(ranks, name, kind)]
         union = np.unique(np.concatenate(own))
         row_bytes = value_bytes * columns + scale_bytes
-        ids += [4 * len(one) for one in own]
+        ids += [2 * len(one) for one in own]
         rows += [row_bytes * len(one) for one in own]
         for rank, one in enumerate(own):
             owners = np.searchsorted(union, one) % ranks
@@ -144,6 +144,45 @@ def test_rows_travel_in_int8_within_the_stated_error(ranks: int, kind: str) -> N
             assert error.max() > 0.2 * bound.max()
 
 
+def test_the_largest_rows_are_sent_and_the_others_kept() -> None:
+    """Also across a state that is saved and loaded."""
+    ranks, steps, (count, columns) = 2, 5, SHAPES["items"]
+
+    def given(rank: int, step: int) -> np.ndarray:
+        draws, dense = np.random.default_rng([rank, step]), np.zeros((count, columns), np.float32)
+        dense[draws.choice(30, 9, replace=False)] = draws.normal(size=(9, columns))
+        return dense
+
+    def work(communicator: SimulatedCommunicator) -> list[np.ndarray]:
+        means, state = [], {}
+        for step in range(steps):
+            model = Model()
+            rows = RowExchange(model, ["items.weight"], ratio=0.4, communicator=communicator)
+            rows.load_state_dict(state)
+            model.items.weight.grad = torch.from_numpy(given(communicator.rank, step)).to_sparse(1)
+            rows.exchange()
+            means.append(model.items.weight.grad.to_dense().numpy())
+            state = rows.state_dict()
+        return means
+
+    kept, expected = np.zeros((ranks, count, columns), np.float32), []
+    for step in range(steps):
+        kept += [given(rank, step) for rank in range(ranks)]
+        sent = np.zeros_like(kept)
+        for rank in range(ranks):
+            largest = np.argsort(np.linalg.norm(kept[rank], axis=1))[-4:]  # of 9 rows, a share of 0.4
+            sent[rank, largest], kept[rank, largest] = kept[rank, largest], 0
+        expected.append((sent[0] + sent[1]) / 2)
+    for means in SimulatedGroup(ranks).run(work):
+        np.testing.assert_array_equal(means, expected)
+
+
+def test_a_state_of_other_tables_is_refused() -> None:
+    rows = RowExchange(Model(), ["items.weight"], ratio=1.0, communicator=LoopbackCommunicator())
+    with pytest.raises(ConfigurationError, match=r"a state of other\.weight; it serves items\.weight"):
+        rows.load_state_dict({"other.weight": {}})
+
+
 def test_rows_of_zeros_and_nan_travel_in_int8() -> None:
     def work(communicator: SimulatedCommunicator) -> Any:
         model = Model()
@@ -192,6 +231,22 @@ def test_a_table_that_nobody_used_is_left_alone_and_nan_reaches_all() -> None:
         assert words.coalesce().indices().tolist() == [[1]]
 
 
+@pytest.mark.parametrize(("size", "id_bytes"), [(2**16, 2), (2**16 + 1, 4)])
+def test_ids_travel_in_16_bits_if_they_fit(size: int, id_bytes: int) -> None:
+    def work(communicator: SimulatedCommunicator) -> tuple[Any, int]:
+        model = torch.nn.Sequential(torch.nn.Embedding(size, 2, sparse=True))
+        torch.nn.init.zeros_(model[0].weight)
+        rows = RowExchange(model, communicator=communicator)
+        model(torch.tensor([0, 2**15 - 1 + communicator.rank, size - 1])).sum().backward()
+        rows.exchange()
+        return model[0].weight.grad.coalesce(), rows.ledger.totals.bytes_sent
+
+    for gradient, sent in SimulatedGroup(2).run(work):
+        assert gradient.indices()[0].tolist() == [0, 2**15 - 1, 2**15, size - 1]
+        assert gradient.values()[:, 0].tolist() == [1, 0.5, 0.5, 1]
+        assert sent == 8 + 3 * (id_bytes + 8)
+
+
 def test_tables_that_share_a_weight_are_served_once() -> None:
     model = Model()
     model.again = torch.nn.Embedding(*SHAPES["items"], sparse=True, _weight=model.items.weight)
@@ -203,6 +258,17 @@ def test_tables_that_share_a_weight_are_served_once() -> None:
     assert model._ddp_params_and_buffers_to_ignore == ["items.weight", "words.weight", "again.weight"]
 
 
+def test_all_tables_are_those_whose_weight_no_layer_shares() -> None:
+    model = Model()
+    model.tied = torch.nn.Embedding(3, 3)
+    model.tied.weight = model.layer.weight
+    rows = RowExchange(model, "all", communicator=LoopbackCommunicator())
+    assert list(rows.tables) == [f"{name}.weight" for name in SHAPES]
+    model.dense(torch.tensor([3, 3])).sum().backward()
+    rows.exchange()
+    assert model.dense.weight.grad.tolist() == [[2 * (row == 3)] * 2 for row in range(SHAPES["dense"][0])]
+
+
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
@@ -210,6 +276,7 @@ def test_tables_that_share_a_weight_are_served_once() -> None:
         (Model, {"tables": []}, "no table"),
         (lambda: torch.nn.Linear(2, 2), {}, "no table with sparse=True; the model has none"),
         (lambda: Model(max_norm=1.0), {}, "items.weight has max_norm=1.0"),
+        (Model, {"ratio": 0.0}, "ratio=0.0 is not possible; give it a share"),
         (Model, {"wire_dtype": torch.int16}, "wire_dtype=torch.int16 is not possible"),
     ],
 )

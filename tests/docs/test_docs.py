@@ -27,6 +27,7 @@ DEFINED = re.compile(
     r"HVD_KERNEL\(\w+, (\w+)|#define (\w+)",
     re.MULTILINE,
 )
+MOST_WORDS = 1500
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -64,6 +65,23 @@ def test_the_files_that_it_names_exist(name: str) -> None:
     assert [one for one in sorted(named) if not any(any(folder.glob(one)) for folder in folders)] == []
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if re.match(r"README|CONTR|docs/[\w-]+\.|hvdcomp/", name)])
+def test_a_hand_written_page_is_short(name: str) -> None:
+    """Commands write the pages in folders of docs/, and what stands between marks."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    written = re.sub(r"^<!-- made.*?^<!-- end of", "", text, flags=re.MULTILINE | re.DOTALL)
+    words = len(re.findall(r"\S*\w\S*", written))
+    assert words <= MOST_WORDS, f"{words} words: cut what is said twice, or split it where it has two subjects"
+
+
+@pytest.mark.parametrize("picture", sorted((ROOT / "docs").rglob("*.png")), ids=lambda path: path.stem)
+def test_a_picture_has_no_background_of_its_own(picture: Path) -> None:
+    """It would be a white field on a dark page."""
+    image = pytest.importorskip("matplotlib.image").imread(picture)
+    assert image.shape[2] == 4
+    assert image[0, 0, 3] == image[-1, -1, 3] == 0
+
+
 def defined() -> dict[str, set[str]]:
     """What each file of the code and of its tests defines: functions, classes, attributes, constants, kernels."""
     sources = [*(ROOT / "hvdcomp").rglob("*.py"), *(ROOT / "hvdcomp").rglob("*.[ch]"), *(ROOT / "tests").rglob("*.py")]
@@ -96,6 +114,8 @@ def test_every_policy_and_each_of_its_parameters_is_in_the_reference(name: str) 
     page = (ROOT / "docs" / "policies-reference.md").read_text(encoding="utf-8")
     section = next((one for one in re.split(r"^## ", page, flags=re.MULTILINE) if one.startswith(f"`{name}`\n")), None)
     assert section is not None, "describe it there: rule, parameters, source"
+    for own in re.findall(r"\((policy-\w+\.md)#parameters\)", section):
+        section += (ROOT / "docs" / own).read_text(encoding="utf-8").split("\n## Parameters\n")[1].split("\n## ")[0]
     parameters = {field.name for field in dataclasses.fields(POLICIES[name])} - {"lag"}
     assert [one for one in sorted(parameters) if f"`{one}`" not in section] == []
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from hvdcomp import kernels
@@ -326,6 +327,48 @@ def test_the_tag_names_the_newest_glibc_that_is_needed(built: Path, tmp_path: Pa
     assert build.platform_tag(built, "linux_x86_64") == f"manylinux_2_{needed}_x86_64"
     (tmp_path / "for_musl.so").write_bytes(b"libc.musl-x86_64.so.1")
     assert build.platform_tag(tmp_path / "for_musl.so", "linux_x86_64") == "linux_x86_64"
+
+
+def test_the_tag_names_the_machine_of_the_object_and_not_that_which_builds(tmp_path: Path) -> None:
+    (tmp_path / build.LIBRARY).write_bytes(b"\x7fELF".ljust(18, b"\2") + (183).to_bytes(2, "little") + b"GLIBC_2.17")
+    assert build.platform_tag(tmp_path / build.LIBRARY, "linux_x86_64") == "manylinux_2_17_aarch64"
+
+
+CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
+IN_HALF_PRECISION = """
+#include <stdio.h>
+#include "hvdcomp.h"
+
+int main(void) {
+    static float x[100000];
+    static uint16_t halves[100000];
+    int64_t size = fread(x, 4, 100000, stdin);
+    hvd_half_narrow(x, size, halves, 3);
+    return (int64_t)fwrite(halves, 2, size, stdout) != size;
+}
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(shutil.which(CROSS_COMPILER) is None, reason=f"there is no {CROSS_COMPILER}")
+def test_a_cross_compiler_makes_the_wheel_of_its_machine(source: Path, tmp_path: Path) -> None:
+    wheel = make("build_wheel", source, tmp_path, CC=CROSS_COMPILER)
+    assert re.fullmatch(r"hvdcomp-[\d.]+-py3-none-manylinux_2_\d+_aarch64\.whl", wheel.name)
+    library = Path(zipfile.ZipFile(wheel).extract("hvdcomp/kernels/_native.so", tmp_path))
+    header = library.read_bytes()[:20]
+    assert header[:4] == b"\x7fELF"
+    assert int.from_bytes(header[18:], "little") == 183  # EM_AARCH64
+    if shutil.which(EMULATOR) is None:
+        pytest.skip(f"made, and not tried: there is no {EMULATOR}")
+    (tmp_path / "halves.c").write_text(IN_HALF_PRECISION)
+    program = [tmp_path / "halves.c", library, "-I", build.SOURCES, "-o", tmp_path / "halves"]
+    subprocess.run([CROSS_COMPILER, "-Wl,-rpath", library.parent, *program], check=True)
+    x = np.random.default_rng(0).normal(size=100_000).astype(np.float32)
+    x[:3] = np.inf, -70_000, 1e-7
+    with np.errstate(over="ignore"):
+        halves = x.astype(np.float16)
+    run = [EMULATOR, "-L", "/usr/aarch64-linux-gnu", tmp_path / "halves"]
+    assert subprocess.run(run, input=x.tobytes(), stdout=subprocess.PIPE, check=True).stdout == halves.tobytes()
 
 
 # --- Installing ---

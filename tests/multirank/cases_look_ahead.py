@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from hvdcomp import ConfigurationError, RankMismatchError
 from hvdcomp.torch import LookAhead, RowExchange, RowWiseAdagrad
+from hvdcomp.torch.local_steps import started_ranks
 from tests.multirank.models import weights
 from tests.multirank.training_ddp import assert_same_everywhere, raised
 from tests.multirank.worker import thorough
@@ -48,7 +49,7 @@ class Loader:
         return self.steps
 
     def __iter__(self) -> Iterator[Batch]:
-        generator = torch.Generator().manual_seed(100 * self.epoch + dist.get_rank())
+        generator = torch.Generator().manual_seed(100 * self.epoch + started_ranks().rank)
         self.epoch += 1
         for step in range(self.steps):
             batch = {
@@ -106,7 +107,8 @@ class Training:
         return torch.cat([weights(self.model), *kept])
 
 
-def same_as_synchronous(steps: int, epochs: int) -> None:
+def same_as_synchronous(steps: int, epochs: int) -> Iterator[torch.Tensor]:
+    """The bits of each training, in the end."""
     for kind, batches in zip(OPTIMIZERS, (3, 1, 2), strict=True):
         plain, ours = Training(kind), Training(kind)
         loader, ahead = Loader(steps), ours.ahead(Loader(steps), batches)
@@ -115,16 +117,18 @@ def same_as_synchronous(steps: int, epochs: int) -> None:
             ours.look_ahead(ahead, ahead.step)
             assert torch.equal(ours.bits(), plain.bits())
         assert ours.rows.ledger.steps == steps * epochs
-        assert_same_everywhere(ours.bits())
+        yield ours.bits()
 
 
 def case_it_is_synchronous_training_bit_for_bit() -> None:
-    same_as_synchronous(20, 2)
+    for bits in same_as_synchronous(20, 2):
+        assert_same_everywhere(bits)
 
 
 @thorough
 def case_it_is_synchronous_training_bit_for_bit_after_500_steps() -> None:
-    same_as_synchronous(250, 2)
+    for bits in same_as_synchronous(250, 2):
+        assert_same_everywhere(bits)
 
 
 def resumed(steps: int, stop: int) -> None:
@@ -211,6 +215,9 @@ def case_wrong_uses_are_refused() -> None:
     ):
         said = raised(ConfigurationError, lambda one=optimizer: LookAhead([], ours.rows, one, ids_of))
         assert message in said
+    some = RowExchange(ours.model, ratio=0.5)
+    said = raised(ConfigurationError, lambda: LookAhead([], some, ours.optimizer, ids_of))
+    assert "ratio=0.5; leave it out" in said
     assert "batches=0" in raised(ConfigurationError, lambda: ours.ahead([], 0))
     names = ["items.weight", "dense.weight"]
     ours.model.dense = torch.nn.Embedding(3, 2)

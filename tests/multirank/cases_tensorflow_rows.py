@@ -56,7 +56,7 @@ def stated_bytes(ids: np.ndarray, value_bytes: int = 4, scale_bytes: int = 0) ->
     most = most_ids.max()
     owners = most > to_owners.max() + back
     assert owners == (size > 2)
-    return 16 + 4 * most + row_bytes * (size * to_owners.max() + back if owners else most)
+    return 16 + 2 * most + row_bytes * (size * to_owners.max() + back if owners else most)
 
 
 def case_the_mean_is_that_of_horovod_in_the_bytes_of_the_formula() -> None:

@@ -210,7 +210,8 @@ def test_a_wheel_made_from_it_has_the_package_alone_and_starts_anywhere(sdist: P
 def test_a_public_workflow_runs_targets_that_there_are_on_all_pythons() -> None:
     workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text(encoding="utf-8"))
     targets = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    commands = [step.get("run", "") for job in workflow["jobs"].values() for step in job["steps"]]
+    commands = [command for command in commands if command.startswith("make ")]
     assert commands == ["make test", "make release"]
     assert {command.removeprefix("make ") for command in commands} <= set(targets)
     tested = workflow["jobs"]["test"]["strategy"]["matrix"]["python"]

@@ -27,10 +27,13 @@ from hvdcomp.tools.terminal import make_console, make_table, print_table
 def command(names: tuple[str, ...], quick: bool, output: Path, plot: bool, page: Path | None) -> None:
     """Reproduce a published table or figure, and print it beside the published values.
 
-    Without a NAME, list all tables and figures. The name of a paper (accordion, utility, gravac) means all its tables
-    and figures. The verdict is one of: as published, in part, reversed, cannot be shown here.
+    Without a NAME, list all tables and figures, or with --quick reproduce all. The name of a paper (accordion, utility,
+    bagpipe, gravac) means all its tables and figures. The verdict is one of: as published, in part, reversed, cannot be
+    shown here.
     """
     console = make_console()
+    if quick and not names and page is None:
+        names = tuple(PAPERS)
     for artefact in _chosen(names):
         outcome = _run(artefact, quick, output, plot)
         _show(console, artefact, outcome)

@@ -88,7 +88,7 @@ _START = (
 @_option("--data", "Data to train on.", type=click.Choice(DATA))
 @_option(
     "--data-dir",
-    "Folder of the published files of CIFAR, WikiText-2 or PTB.",
+    "Folder of the published files of CIFAR, Criteo, WikiText-2 or PTB.",
     type=click.Path(path_type=Path),
     shown=False,
 )
@@ -267,6 +267,7 @@ _START = (
 )
 @_option("--label-noise", "Fraction of training labels to replace by random labels.", type=float)
 @_option("--image-size", "Side of synthetic images, in pixels.", type=int)
+@_option("--table-rows", "Rows of each of dlrm's tables; criteo's categories are hashed into them.", type=int)
 @_option("--text-size", "Size of the training text: bytes of text, characters of stdlib-text.", type=int)
 @_option("--text-unit", "Token of stdlib-text.", type=click.Choice(["char", "word"]))
 @_option("--sequence-length", "Tokens in a sequence of text.", type=int)

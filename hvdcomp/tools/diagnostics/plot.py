@@ -8,15 +8,16 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from hvdcomp.perfmodel.figures import COLOURS, INK, new_figure
 from hvdcomp.tools.diagnostics.regimes import EIGENVALUE, GRADIENT_NORM, RegimeRecord
 
-_COLOURS = {"loss": "#555555", EIGENVALUE: "#0072b2", GRADIENT_NORM: "#009e73"}
-_SHADE = "#e69f00"
+_COLOURS = {"loss": INK, EIGENVALUE: COLOURS[0], GRADIENT_NORM: COLOURS[2]}
+_SHADE = COLOURS[4]
 _LABELS = {EIGENVALUE: "largest eigenvalue\nof the Hessian", GRADIENT_NORM: "norm of the\naccumulated gradient"}
 
 
 def draw(record: RegimeRecord, losses: Sequence[float] | None = None, decays: Sequence[float] = ()) -> Figure:
-    """Draws a record, as a figure to be saved with `savefig`.
+    """Draws a record, as a figure to be saved with `savefig`, or without a background by `figures.as_png`.
 
     Args:
         record: of at least one epoch.
@@ -37,13 +38,13 @@ def draw(record: RegimeRecord, losses: Sequence[float] | None = None, decays: Se
         (EIGENVALUE, _LABELS[EIGENVALUE], record.eigenvalues),
         (GRADIENT_NORM, _LABELS[GRADIENT_NORM], record.gradient_norms),
     ]
-    figure = Figure(figsize=(8, 2.3 * len(panels)), layout="constrained")
+    figure = new_figure(8, 2.3 * len(panels))
     for axes, (name, label, values) in zip(np.ravel(figure.subplots(len(panels), 1, sharex=True)), panels, strict=True):
         if name != "loss":
             _shade(axes, record.critical(name))
         _curve(axes, values, _COLOURS[name])
         for decay in decays:
-            axes.axvline(decay + 0.5, color="black", linestyle="dashed", linewidth=0.8)
+            axes.axvline(decay + 0.5, color=INK, linestyle="dashed", linewidth=0.8)
         axes.set_ylabel(label)
         axes.grid(True, alpha=0.25)
     axes.set_xlabel("epoch")

@@ -1,6 +1,6 @@
 """Counterparts from the shapes of models: parameters, and the floats that a whole training sends.
 
-They need no training, as a compressor's payload only depends on shapes.
+They need no training, as a compressor's payload only depends on shapes. With them are those that are counted on ids.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.perfmodel import exchange_of
 from hvdcomp.perfmodel.shapes import tensors_of
 from hvdcomp.tools.reproduce import networks
+from hvdcomp.tools.reproduce.bagpipe import look_ahead
 from hvdcomp.tools.reproduce.networks import parameters_of
 from hvdcomp.tools.reproduce.outcome import Outcome, Row, within
 from hvdcomp.tools.reproduce.published import Artefact
@@ -109,4 +110,8 @@ def _floats_of_a_training(tensors: tuple[TensorInfo, ...], data: str, compressor
     return _size(tensors) * float(level.rstrip(" %")) / 100 * TOPK_WORKERS * TOPK_PARTS * steps
 
 
-COUNTERPARTS: Mapping[str, Callable[[Artefact], Outcome]] = {"parameters": parameters, "sizes": sizes}
+COUNTERPARTS: Mapping[str, Callable[[Artefact], Outcome]] = {
+    "parameters": parameters,
+    "sizes": sizes,
+    "look_ahead": look_ahead,
+}

@@ -40,10 +40,16 @@ Published numbers are those of the papers. The numbers beside them are counted f
 and a short training ends before that part has arrived. So low and high compression differ more than in the papers. A
 reversed result of a training says that the finding does not carry over to so short a training, not that it is wrong.
 
-The dissertation that holds the first two papers has two more systems. Of Bagpipe (arXiv:2202.12429), which fetches the
-embeddings of recommendation models ahead, there is the exchange, in [LookAhead](embeddings.md); its figures are not
-compared yet. CHAI (clustered-head attention) is about inference, where no gradients are sent, and is out of scope.
+The dissertation that holds the first three papers has one more system, CHAI (clustered-head attention). It is about
+inference, where no gradients are sent, and is out of scope. Of Bagpipe, which fetches the embeddings of recommendation
+models ahead, there is the exchange, in [LookAhead](look-ahead.md), and only the abstract's numbers are compared.
+
+Figures 5 and 13 to 16 of On the Utility of Gradient Compression stand below among those that cannot be shown: on the
+authors' GPUs, encoding during the backward pass takes longer than after it. On processors the contrary was measured, in
+all 18 rows up to 1 Gb/s ([performance-model-checked.md](performance-model-checked.md)); on one GPU it took longer, as
+published ([encoding.md](encoding.md#where-the-time-goes-on-a-gpu)).
 """
+_COMMITS = "The results were made at commit {commits}.\n"
 _QUICK = """In {quick} results, whose command ends in `--quick`, trainings have few seeds. Without `--quick` they have
 ten; that has not been run yet.
 """
@@ -53,7 +59,9 @@ def page(outcomes: Mapping[str, Outcome]) -> str:
     """The page, from the outcomes by name."""
     groups = _groups(outcomes)
     quick = sum(str(outcome.about.get("command", "")).endswith("--quick") for outcome in outcomes.values())
-    lines = [_HEAD, *([_QUICK.format(quick=quick)] if quick else []), *_counts(groups), ""]
+    found = {commit for outcome in outcomes.values() for commit in outcome.about.get("commit", "").split(", ") if commit}
+    commits = [_COMMITS.format(commits=", ".join(f"`{commit}`" for commit in sorted(found)))] if found else []
+    lines = [_HEAD, *commits, *([_QUICK.format(quick=quick)] if quick else []), *_counts(groups), ""]
     for verdict, names in groups.items():
         if not names:
             continue

@@ -273,7 +273,7 @@ def setups(artefact: Artefact) -> Outcome:
     rows = [
         Row(what="set-ups looked at (published: more than)", published=artefact.published["of"], ours=total),
         Row(what="set-ups in which compression is faster", published=artefact.published["set-ups"], ours=faster),
-        _share("their share (%)", published, faster / total, note),
+        _share("their share (%)", published, faster / total, note, main=True),
         _share("of all, by more than the model's error (%)", published, clearly / total, ""),
         _share("at the models' own batch sizes alone (%)", published, own_faster / whole, ""),
         _share("at the own batch sizes by more than the model's error (%)", published, own_clearly / whole, ""),
@@ -282,8 +282,9 @@ def setups(artefact: Artefact) -> Outcome:
     return Outcome(name=artefact.name, rows=rows, ours=ours)
 
 
-def _share(what: str, published: float, ours: float, note: str) -> Row:
-    return Row(what=what, published=published, ours=100 * ours, holds=100 * ours < 2 * published, note=note)
+def _share(what: str, published: float, ours: float, note: str, main: bool = False) -> Row:
+    holds = 100 * ours < 2 * published
+    return Row(what=what, published=published, ours=100 * ours, holds=holds, note=note, main=main)
 
 
 def scaling_efficiency(model: str) -> Curve:

@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from hvdcomp.tools.train import data_cifar, data_clicks, data_mnist1d, data_text
+from hvdcomp.tools.train import data_cifar, data_clicks, data_criteo, data_mnist1d, data_text
 from hvdcomp.tools.train.dataset import DataSet, Part, labelled_data
 from hvdcomp.tools.train.options import SetupError, TrainingOptions
 
@@ -30,7 +30,8 @@ def load_data(options: TrainingOptions) -> DataSet:
         "cifar10": lambda: data_cifar.load(options.data_dir, "cifar10"),
         "cifar100": lambda: data_cifar.load(options.data_dir, "cifar100"),
         "mnist1d": lambda: data_mnist1d.load(),
-        "clicks": lambda: data_clicks.load(),
+        "clicks": lambda: data_clicks.load(options.table_rows),
+        "criteo": lambda: data_criteo.load(options.data_dir, options.table_rows, options.samples),
         "text": lambda: data_text.bytes_of_standard_library(options.text_size, options.sequence_length),
         "stdlib-text": lambda: data_text.standard_library(
             options.text_size, options.text_unit, options.sequence_length

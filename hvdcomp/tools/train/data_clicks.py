@@ -25,13 +25,17 @@ def zipf(draws: np.ndarray, rows: int) -> np.ndarray:
     return np.searchsorted(frequencies / frequencies[-1], draws)
 
 
-def load() -> DataSet:
-    """Samples (N, 13 + 8) of float32, the numbers before the ids, which are exact as floats; labels are 0 or 1."""
+def load(rows: int) -> DataSet:
+    """Samples (N, 13 + 8) of float32, the numbers before the ids, which are exact as floats; labels are 0 or 1.
+
+    Args:
+        rows: of each table.
+    """
     size = DLRM_SIZE
     draws, count = np.random.default_rng(_SEED), TRAIN + VALIDATION + TEST
-    ids = zipf(draws.random((count, size.tables)), size.rows)
+    ids = zipf(draws.random((count, size.tables)), rows)
     dense = draws.standard_normal((count, size.dense))
-    scores = draws.standard_normal((size.tables, size.rows))
+    scores = draws.standard_normal((size.tables, rows))
     logits = dense @ draws.standard_normal(size.dense) / 3 + scores[np.arange(size.tables), ids].sum(1) / 2
     y = (draws.random(count) < 1 / (1 + np.exp(-logits))).astype(np.int64)
     x = np.concatenate([dense, ids], 1).astype(np.float32)
@@ -46,4 +50,5 @@ def load() -> DataSet:
         mean=np.zeros(columns, np.float32),
         std=np.ones(columns, np.float32),
         validation=Part(x[validation], y[validation]),
+        table_rows=rows,
     )

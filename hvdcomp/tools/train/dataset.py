@@ -25,6 +25,7 @@ class DataSet:
 
     Attributes:
         classes: the number of labels, or of tokens in the vocabulary.
+        table_rows: rows of each table of a click model, whose ids are among the features; 0 for other data.
         validation: samples to choose settings and to end runs; None if none are held back.
         mean, std: per channel, in the units of the stored images; None for text.
         augment: whether training images are flipped and shifted.
@@ -39,6 +40,7 @@ class DataSet:
     std: np.ndarray | None = None
     augment: bool = False
     validation: Part | None = None
+    table_rows: int = 0
 
     @property
     def is_text(self) -> bool:
@@ -50,8 +52,9 @@ class DataSet:
 
     @property
     def size(self) -> int:
-        """Height and width of an image in pixels, points of a signal, or the length of a sequence in tokens."""
-        return self.train_x.shape[-1]
+        """Height and width of an image in pixels, points of a signal, the length of a sequence in tokens, or rows of
+        each table."""
+        return self.table_rows or self.train_x.shape[-1]
 
     def model_input(self, x: np.ndarray) -> np.ndarray:
         """Stored samples as models need them: floats of mean 0 and standard deviation 1 per channel; text unchanged."""

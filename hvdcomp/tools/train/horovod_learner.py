@@ -6,22 +6,11 @@ import horovod.torch as hvd
 from torch import Tensor
 
 from hvdcomp.compression import Compression
-from hvdcomp.tools.train.dataset import DataSet
-from hvdcomp.tools.train.options import SetupError, TrainingOptions
-from hvdcomp.tools.train.ranks import Ranks
 from hvdcomp.tools.train.torch_learner import TorchLearner, loss_of
 
 
 class HorovodLearner(TorchLearner):
     """See `Learner`."""
-
-    def __init__(self, options: TrainingOptions, data: DataSet, ranks: Ranks) -> None:
-        super().__init__(options, data, ranks)
-        if self._tables:  # Horovod would need a separate optimizer for them
-            raise SetupError(
-                f"--model {options.model}: Horovod does not support its tables; use torchrun (--backend ddp) or "
-                "--simulate-ranks"
-            )
 
     def broadcast(self) -> None:
         # Without hvd.broadcast_optimizer_state: the optimizer has no state yet, and Horovod would create it by a step,
@@ -34,12 +23,14 @@ class HorovodLearner(TorchLearner):
             self._distribute_steps(compression)
             return
         self._compression = compression
-        self._optimizer = hvd.DistributedOptimizer(
-            self._optimizer,
-            named_parameters=self._model.named_parameters(),
-            compression=compression,
-            backward_passes_per_step=self._options.backward_passes_per_step,
-        )
+        self._serve_tables()
+        with self._without_tables():  # Horovod averages what requires gradients
+            self._optimizer = hvd.DistributedOptimizer(
+                self._optimizer,
+                named_parameters=self._model.named_parameters(),
+                compression=compression,
+                backward_passes_per_step=self._options.backward_passes_per_step,
+            )
 
     def _backward(self, inputs: Tensor, targets: Tensor, passes: int, last: bool) -> Tensor:
         loss = loss_of(self._model(inputs), targets) / passes

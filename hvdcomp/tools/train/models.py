@@ -1,10 +1,11 @@
 """The models of the reference training program: small models for a laptop, and those of the compression papers.
 
 Image models map float batches of shape (N, channels, size, size) to logits (N, classes); the signal model has inputs
-(N, channels, size), and the click model (N, dense + tables). Language models map token ids (N, length) to logits
-(N, length, classes). The convolutional networks have their CIFAR form: no early downsampling, and one linear layer at
-the end. This module has the parts that all frameworks share; `models_torch` and `models_tensorflow` build the same
-networks, with the same parameters under the same names. Only PyTorch has the vision transformer and the click model.
+(N, channels, size), and the click model (N, channels): dense features, and then an id for each table of `size` rows.
+Language models map token ids (N, length) to logits (N, length, classes). The convolutional networks have their CIFAR
+form: no early downsampling, and one linear layer at the end. This module has the parts that all frameworks share;
+`models_torch` and `models_tensorflow` build the same networks, with the same parameters under the same names. Only
+PyTorch has the vision transformer and the click model.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ VIT_SIZE = TransformerSize(4, 64, 4)
 
 
 class DLRMSize(NamedTuple):
-    """Dense features of a sample, tables, their rows and columns, and the width of hidden layers."""
+    """Dense features of a sample, tables, their rows and columns, and the width of hidden layers; tables and rows are
+    the data's, and here those of the synthetic clicks."""
 
     dense: int
     tables: int

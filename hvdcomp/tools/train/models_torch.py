@@ -38,7 +38,7 @@ def build_model(name: str, *, channels: int, size: int, classes: int) -> nn.Modu
         "resnet18": lambda: ResNet(channels, classes, widths=(64, 128, 256, 512), blocks=2),
         "vgg16": lambda: vgg(VGG16, channels, size, classes, norm=False),
         "vgg19_bn": lambda: vgg(VGG19, channels, size, classes, norm=True),
-        "dlrm": lambda: DLRM(classes, DLRM_SIZE),
+        "dlrm": lambda: DLRM(classes, DLRM_SIZE._replace(tables=channels - DLRM_SIZE.dense, rows=size)),
         "vit": lambda: ViT(channels, size, classes, VIT_SIZE),
     }
     return builders[name]()

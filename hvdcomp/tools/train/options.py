@@ -37,11 +37,11 @@ TORCH_MODELS = ("vit", *CLICK_MODELS)  # not in TensorFlow
 
 IMAGE_DATA = ("digits", "synthetic", "cifar10", "cifar100")
 SIGNAL_DATA = ("mnist1d",)
-CLICK_DATA = ("clicks",)
+CLICK_DATA = ("clicks", "criteo")
 TEXT_DATA = ("text", "stdlib-text", "wikitext2", "ptb")
 DATA = IMAGE_DATA + SIGNAL_DATA + CLICK_DATA + TEXT_DATA
-FOLDER_DATA = ("cifar10", "cifar100", "wikitext2", "ptb")  # read from --data-dir
-VALIDATED_DATA = ("mnist1d", "clicks", "text", "wikitext2", "ptb")  # with a validation part of their own
+FOLDER_DATA = ("cifar10", "cifar100", "criteo", "wikitext2", "ptb")  # read from --data-dir
+VALIDATED_DATA = ("mnist1d", *CLICK_DATA, "text", "wikitext2", "ptb")  # with a validation part of their own
 
 OPTIMIZERS = ("sgd", "adamw", "compressed-adam", "muon")
 MUON_MODELS = ("mlp", "cnn", "cnn1d", "vit", "dlrm", *TEXT_MODELS)  # models with hidden matrices
@@ -65,7 +65,10 @@ _SGD_RATES = {
 FREEZE_AFTER = 0.15  # fraction of a run after which AdamW's second moment is frozen
 _ADAMW_RATES = {"gpt": 2e-3, "gpt-small": 6e-4}  # others: 1e-3; muon has the same rates
 # Others: 32.
-_BATCH_SIZES = {"digits": 16, "synthetic": 32, "cifar10": 128, "cifar100": 128, "mnist1d": 25, "clicks": 128, "text": 8}
+_BATCH_SIZES = {
+    **{"digits": 16, "synthetic": 32, "cifar10": 128, "cifar100": 128, "mnist1d": 25, "text": 8},
+    **dict.fromkeys(CLICK_DATA, 128),
+}
 _SEQUENCES = {"text": 128, "stdlib-text": 64}  # tokens; others: 35
 _TEXT_SIZES = {"text": 2_000_000}  # others: 400_000
 _CLIP_NORMS = {"lstm": 0.25, **dict.fromkeys(TRANSFORMERS, 1.0)}  # others: none
@@ -133,6 +136,7 @@ class TrainingOptions:
     validation_samples: int = 0  # of the training data, if the data set has no validation part
     label_noise: float = 0.0
     image_size: int = 32  # synthetic
+    table_rows: int = 20_000  # clicks and criteo: of each table
     text_size: int | None = None  # text: bytes to train on; stdlib-text: characters
     text_unit: str = "char"  # stdlib-text
     sequence_length: int | None = None  # text data
@@ -318,6 +322,10 @@ class TrainingOptions:
                 f"{', '.join(IMAGE_DATA + SIGNAL_DATA + CLICK_DATA)} have",
             ),
             (self.image_size >= 4, f"--image-size {self.image_size}: at least 4 pixels"),
+            (
+                2 <= self.table_rows <= 2**24,
+                f"--table-rows {self.table_rows}: from 2 to 16777216, up to which ids are exact as float32",
+            ),
             (self.text_unit in ("char", "word"), f"--text-unit {self.text_unit!r}: char or word"),
             ((self.text_size or 0) >= 10_000, f"--text-size {self.text_size}: at least 10000 characters"),
             ((self.sequence_length or 0) >= 1, f"--sequence-length {self.sequence_length}: at least 1"),

@@ -9,6 +9,7 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -19,6 +20,7 @@ from hvdcomp.tools.reproduce import (
     Outcome,
     Row,
     artefacts,
+    bagpipe,
     counted,
     predicted,
     read,
@@ -34,7 +36,7 @@ from hvdcomp.tools.train.ranks import RunRefused
 
 pytest.importorskip("torch")
 
-TABLES_AND_FIGURES = {"accordion": (10, 20), "utility": (3, 21), "gravac": (4, 11)}
+TABLES_AND_FIGURES = {"accordion": (10, 20), "utility": (3, 21), "gravac": (4, 11), "bagpipe": (0, 0)}
 """How many of them each paper has."""
 CHEAP = [
     name
@@ -114,6 +116,24 @@ def test_shapes_are_those_of_the_papers() -> None:
         assert len(rows) == 6
         assert [row.what for row in rows if row.ours is None] == unknown
         assert all(row.ours == row.published for row in rows if row.ours is not None)
+
+
+def test_rows_that_are_looked_up_again_are_counted() -> None:
+    batches = [[[1, 2, 3], [3, 4]], [[3, 5], [1, 6]], [[1, 2], [9]]]
+    arrays = [[np.array(keys) for keys in batch] for batch in batches]
+    assert bagpipe.urgent_share(arrays) == (3 + 1) / (5 + 4)  # 1 and 3, 3; then 1
+    assert bagpipe.hit_share(arrays, 1) == (2 + 1) / (4 + 3)  # 1 and 3; then 1
+    assert bagpipe.hit_share(arrays, 2) == 2 / 3  # 1 and 2
+
+
+def test_looking_ahead_is_faster_but_not_as_much_as_bagpipe() -> None:
+    outcome = run(artefacts()["bagpipe-abstract"], quick=True, runs=Path())
+    found = {row.what: row.ours for row in outcome.rows}
+    assert outcome.verdict == IN_PART
+    assert 0.85 < found["share of accesses to 1 % of the rows"] < 0.95
+    hits = outcome.curves["share of rows in the cache"][0].y
+    assert list(hits) == sorted(hits)
+    assert 1.2 < found["times as fast by looking ahead, of a step of which embeddings are 75%"] < 2
 
 
 def _verdict(*rows: Row) -> str:

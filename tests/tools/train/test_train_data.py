@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdcomp.tools.train import data as data_module
-from hvdcomp.tools.train import data_cifar, data_text
+from hvdcomp.tools.train import data_cifar, data_criteo, data_text
 from hvdcomp.tools.train.data import epoch_shard, evaluation_shard, load_data, steps_per_epoch
 from hvdcomp.tools.train.dataset import DataSet, augment
 from hvdcomp.tools.train.options import SetupError, TrainingOptions
@@ -350,6 +350,81 @@ def test_damaged_binary_cifar_is_named(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(bytes(3073))
     with pytest.raises(SetupError, match=r"train.bin is not .*: 3073 bytes; expected rows of 3074 bytes"):
         data_cifar.load(tmp_path, "cifar100")
+
+
+# -- Criteo
+
+
+def _criteo_lines(count: int) -> list[list[str]]:
+    """The fields of lines, of which each fifth but the label is missing."""
+    draws = random.Random(1)
+    lines = []
+    for number in range(count):
+        fields = [str(draws.randrange(-2, 5000)) for _ in range(13)]
+        fields += [f"{draws.randrange(2**32):08x}" for _ in range(26)]
+        lines.append([str(number % 2), *(field if draws.random() > 0.2 else "" for field in fields)])
+    return lines
+
+
+def _write_criteo(folder: Path, lines: list[list[str]]) -> Path:
+    path = folder / "train.txt"
+    path.write_text("".join("\t".join(fields) + "\n" for fields in lines))
+    return path
+
+
+def test_criteo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data_criteo, "_CHUNK", 16)
+    lines = _criteo_lines(70)
+    _write_criteo(tmp_path, lines)
+    data = _load(model="dlrm", data="criteo", data_dir=tmp_path, table_rows=50)
+    x = [
+        [
+            *(np.log1p(max(0, int(field))) if field else 0 for field in fields[1:14]),
+            *(1 + int(field, 16) % 49 if field else 0 for field in fields[14:]),
+        ]
+        for fields in lines
+    ]
+    y = [int(fields[0]) for fields in lines]
+    for part, places in (
+        ((data.train_x, data.train_y), slice(60)),
+        (data.validation, slice(60, None, 2)),
+        (data.test, slice(61, None, 2)),
+    ):
+        np.testing.assert_allclose(part[0], np.array(x)[places], rtol=1e-6)
+        assert part[1].tolist() == y[places]
+    assert (data.channels, data.size, data.classes) == (39, 50, 2)
+    first = _load(model="dlrm", data="criteo", data_dir=tmp_path, table_rows=50, samples=30)
+    assert [len(part) for part in (first.train_x, first.validation.x, first.test_x)] == [30, 3, 2]
+    np.testing.assert_array_equal(np.concatenate([first.train_x, first.validation.x[:1]]), data.train_x[:31])
+    with pytest.raises(SetupError, match=r"--samples 61: --data criteo has 60 to train on"):
+        _load(model="dlrm", data="criteo", data_dir=tmp_path, samples=61)
+
+
+@pytest.mark.parametrize(
+    ("place", "field", "found"),
+    [
+        (0, "2", "field 1 is '2'"),
+        (0, "", "field 1 is ''"),
+        (13, "1.5", "field 14 is '1.5'"),
+        (14, "68fd1e64f", "field 15 is '68fd1e64f'"),
+        (39, "0x1f", "field 40 is '0x1f'"),
+        (39, "1\t2", "41 fields instead of 40"),
+    ],
+)
+def test_damaged_criteo_is_named_with_the_line(tmp_path: Path, place: int, field: str, found: str) -> None:
+    lines = _criteo_lines(9)
+    lines[6][place] = field
+    path = _write_criteo(tmp_path, lines)
+    with pytest.raises(SetupError, match=re.escape(f"{path}, line 7: {found}; expected a label of 0 or 1, then")):
+        data_criteo.load(tmp_path, 100, None)
+
+
+def test_missing_criteo_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"holds no Criteo: expected the file train\.txt of Kaggle's"):
+        data_criteo.load(tmp_path, 100, None)
+    path = _write_criteo(tmp_path, _criteo_lines(2))
+    with pytest.raises(SetupError, match=f"{re.escape(str(path))} has 2 lines, and --data criteo needs three"):
+        data_criteo.load(tmp_path, 100, None)
 
 
 # -- WikiText-2 and PTB

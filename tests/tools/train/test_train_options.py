@@ -58,6 +58,8 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
         ({"model": "alexnet"}, "--model 'alexnet' is unknown; choose one of mlp, cnn"),
         ({"data": "mnist"}, "--data 'mnist' is unknown; choose one of digits"),
         ({"data": "cifar10"}, "--data cifar10 is read from a folder"),
+        ({"model": "dlrm", "data": "criteo"}, "--data criteo is read from a folder"),
+        ({"model": "dlrm", "data": "clicks", "table_rows": 1}, "--table-rows 1: from 2 to 16777216"),
         ({"data_dir": Path("x")}, "--data digits needs no --data-dir"),
         ({"overlap": "yes"}, "--overlap 'yes' is unknown; choose one of auto, on, off"),
         ({"residuals": "sum"}, "--residuals 'sum' is unknown; choose one of keep, drop"),
@@ -252,7 +254,7 @@ def test_a_checkpoint_is_of_the_options_by_which_it_was_made() -> None:
         "momentum", "nesterov", "optimizer", "outer_lr", "outer_momentum", "output", "policy",
         "refreshes_per_gap", "samples", "schedule", "seed",
         "sequence_length",
-        "text_size", "text_unit", "validation_samples", "warm_up", "weight_decay",
+        "table_rows", "text_size", "text_unit", "validation_samples", "warm_up", "weight_decay",
     }  # fmt: skip
 
 

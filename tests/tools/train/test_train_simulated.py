@@ -98,6 +98,15 @@ def test_simulated_ranks_end_with_the_weights_of_real_ones(kind: str, ranks: int
     assert {key: found[key] for key in _SAME} == {key: real[key] for key in _SAME}
 
 
+@pytest.mark.alone
+def test_the_click_model_has_these_weights_under_horovod_too(tmp_path: Path) -> None:
+    options = [*_KINDS["rows"], "--clip-norm", "0.5", "--backward-passes-per-step", "2", "--batch-size", "32"]
+    found = _simulated(2, tmp_path, *options)
+    real = _real(2, "gloo", tmp_path, *options)
+    for same in ("weights_sha256", "loss", "tables"):  # of layers, Horovod sends each gradient's presence
+        assert found[same] == real[same]
+
+
 @pytest.mark.parametrize("steps", ["auto:start=2", "6 --fragments 2 --delay 2 --local-share 0.5"])
 def test_local_steps_of_any_length_end_with_the_same_weights(steps: str, tmp_path: Path) -> None:
     """Evaluated are the outer weights, and the last exchange is one more; the bytes of all steps are those of the run.

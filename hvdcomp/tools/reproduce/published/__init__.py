@@ -1,6 +1,6 @@
 """The published numbers of the papers, and the counterpart of each table and figure.
 
-A JSON file has an entry for each table or figure, by its name:
+A JSON file has an entry for each table or figure, or for the abstract, by its name:
 
 - `place`, `shows`: its place in the paper, and its subject.
 - `published`: its numbers, as far as the paper states them; `as` names another entry with the same numbers.
@@ -20,6 +20,7 @@ from typing import Any
 PAPERS = {
     "accordion": "Agarwal et al. 2021, Accordion (arXiv:2010.16248)",
     "utility": "Agarwal et al. 2022, On the Utility of Gradient Compression (arXiv:2103.00543)",
+    "bagpipe": "Agarwal et al. 2023, Bagpipe (arXiv:2202.12429)",
     "gravac": "Tyagi and Swany 2023, GraVAC (arXiv:2305.12201)",
 }
 

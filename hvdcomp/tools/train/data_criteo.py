@@ -1,0 +1,100 @@
+"""Criteo's clicks from a folder, in the form of the Display Advertising Challenge at Kaggle, a file `train.txt`.
+
+A line has 40 fields between tabs: the label, 0 or 1, then 13 integers, then 26 categories as hexadecimal numbers of 32
+bits. All but the label may be missing. An integer n becomes log(1 + n), and 0 if it is negative or missing. A category
+becomes the row 1 + category mod (rows - 1) of its table; row 0 is for those that are missing.
+
+References: Naumov et al., Deep Learning Recommendation Model for Personalization and Recommendation Systems, 2019,
+section 5.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from hvdcomp.tools.train.dataset import DataSet, Part
+from hvdcomp.tools.train.options import SetupError
+
+_FILE = "train.txt"
+_FIELDS = [rb"[01]", *[rb"(?:-?[0-9]{1,18})?"] * 13, *[rb"(?:[0-9a-f]{1,8})?"] * 26]
+_LINE = re.compile(rb"\t".join(_FIELDS))
+_EXPECTED = "a label of 0 or 1, then after a tab each 13 integers and 26 hexadecimal numbers, which may be missing"
+_CHUNK = 2**14  # lines
+_HELD_BACK = 7  # the file has seven days
+
+
+def load(folder: Path | None, rows: int, samples: int | None) -> DataSet:
+    """Reads the file. The lines are in the order of time: the last seventh is held back, and its lines are in turn for
+    validation and for the test.
+
+    Args:
+        folder: the value of --data-dir.
+        rows: of each table.
+        samples: lines to train on, if not all: no more is read then than these and a sixth as many, to hold back.
+
+    Returns:
+        Samples (N, 13 + 26) of float32, the integers before the rows; labels 0 and 1.
+
+    Raises:
+        SetupError: the file is missing, damaged or has too few lines.
+    """
+    assert folder is not None
+    path = folder / _FILE
+    if not path.is_file():
+        raise SetupError(
+            f"--data-dir {folder} holds no Criteo: expected the file {_FILE} of Kaggle's Display Advertising Challenge"
+        )
+    most = None if samples is None else samples + max(2, samples // (_HELD_BACK - 1))
+    chunks, labels, lines = [np.empty((0, len(_FIELDS) - 1), np.float32)], [np.empty(0, np.int64)], 0
+    with path.open("rb") as file:
+        content = itertools.islice(file, most)
+        while chunk := list(itertools.islice(content, _CHUNK)):
+            x, y = _read(chunk, rows, path, lines + 1)
+            chunks.append(x)
+            labels.append(y)
+            lines += len(chunk)
+    train = lines - max(2, lines // _HELD_BACK)
+    if train < 1:
+        raise SetupError(f"{path} has {lines} lines, and --data criteo needs three at least, to train and to evaluate")
+    x, y = np.concatenate(chunks), np.concatenate(labels)
+    return DataSet(
+        x[:train],
+        y[:train],
+        x[train + 1 :: 2],
+        y[train + 1 :: 2],
+        classes=2,
+        mean=np.zeros(x.shape[1], np.float32),
+        std=np.ones(x.shape[1], np.float32),
+        validation=Part(x[train::2], y[train::2]),
+        table_rows=rows,
+    )
+
+
+def _read(lines: Sequence[bytes], rows: int, path: Path, first: int) -> tuple[np.ndarray, np.ndarray]:
+    """Samples and labels of lines, of which `first` is the number of the first."""
+    values = []
+    for number, line in enumerate(lines, first):
+        line = line.rstrip(b"\r\n")
+        if not _LINE.fullmatch(line):
+            raise SetupError(f"{path}, line {number}: {_problem(line)}; expected {_EXPECTED}")
+        label, *fields = line.split(b"\t")
+        numbers = [int(field or b"0") for field in fields[:13]]
+        ids = [1 + int(field, 16) % (rows - 1) if field else 0 for field in fields[13:]]
+        values.append([int(label), *numbers, *ids])
+    read = np.array(values, np.int64)
+    x = read[:, 1:].astype(np.float32)
+    x[:, :13] = np.log1p(np.maximum(x[:, :13], 0))
+    return x, read[:, 0]
+
+
+def _problem(line: bytes) -> str:
+    fields = line.split(b"\t")
+    if len(fields) != len(_FIELDS):
+        return f"{len(fields)} fields instead of {len(_FIELDS)}"
+    wrong = next(at for at, form in enumerate(_FIELDS) if not re.fullmatch(form, fields[at]))
+    return f"field {wrong + 1} is {fields[wrong][:20].decode('latin1')!r}"
