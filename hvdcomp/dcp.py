@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint
 
-from hvdcomp.bindings.world import state_for
+from hvdcomp.bindings.world import check_residuals, state_for
 from hvdcomp.compression import Compression
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.torch.packing import packed, unpacked
@@ -39,6 +39,7 @@ def load(
     saved: str | os.PathLike[str] | torch.distributed.checkpoint.StorageReader,
     key: str = "compression",
     optimizer: Any = None,
+    residuals: str = "keep",
 ) -> None:
     """Restores the states of `by_rank` before the first step; to be called on every rank.
 
@@ -50,11 +51,13 @@ def load(
         saved: the folder of the checkpoint, or a reader.
         key: the key under which the states were saved.
         optimizer: as in `Compression.load_state_dict`.
+        residuals: "keep" the old ranks' residuals, or "drop" them on all ranks alike.
 
     Raises:
         ConfigurationError: if the checkpoint has no such states, or if the number of ranks has changed and the ranks
             exchange in groups (hybrid sharding, process groups); and as in `Compression.load_state_dict`.
     """
+    check_residuals(residuals)
     reader = torch.distributed.checkpoint.FileSystemReader(saved) if isinstance(saved, str | os.PathLike) else saved
     rank, ranks = dist.get_rank(), dist.get_world_size()
     names = reader.read_metadata().state_dict_metadata
@@ -66,6 +69,8 @@ def load(
         )
     needed = [rank] if count == ranks else list(range(rank, count, ranks)) or [0]
     states = _read(reader, key, needed)
+    if residuals == "drop":
+        states = [state and {**state, "own": {**state["own"], "residuals": {}}} for state in states]
     if states[0] and "shards" in states[0]["shared"]:
         # For other shards, a rank may need the states of all old ranks, which are read only if needed.
         states = [{**states[0], "every": (_read(reader, key, [other])[0] for other in range(count))}]

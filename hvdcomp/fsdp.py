@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hvdcomp.bindings.frameworks import require_optimizer
 from hvdcomp.bindings.setup import UsedCompression, require_compression
+from hvdcomp.compressors import Compressor
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.torch.fsdp_binding import FSDPBinding
 from hvdcomp.torch.fsdp_shards import ShardsBinding
@@ -18,7 +19,11 @@ __all__ = ["register"]
 
 
 def register(
-    model: torch.nn.Module, compression: UsedCompression, mesh: DeviceMesh | None = None, optimizer: Any = None
+    model: torch.nn.Module,
+    compression: UsedCompression,
+    mesh: DeviceMesh | None = None,
+    optimizer: Any = None,
+    weights: Compressor | None = None,
 ) -> None:
     """Lets a model sharded by `fully_shard` send its gradients between nodes compressed.
 
@@ -43,6 +48,8 @@ def register(
             policy.
         mesh: the other dimension, of replicas: the ranks with the same shards. None for a model without replicas.
         optimizer: the model's optimizer; needed by policies that follow the learning rate or change the batch size.
+        weights: a quantizer, such as `hvdcomp.Int8()`, of the changes of weights that FSDP's all-gathers send, without
+            replicas only. Each rank keeps the whole model then. None for FSDP's own all-gather.
 
     Raises:
         ConfigurationError: if the model is not sharded in this way, or the compression serves another model or is not
@@ -63,7 +70,12 @@ def register(
     require_compression(compression, "hvdcomp.fsdp.register")
     require_optimizer(optimizer, "hvdcomp.fsdp.register", "torch")
     if mesh is None:
-        compression.serve(lambda setup: ShardsBinding(setup, model), optimizer)
+        compression.serve(lambda setup: ShardsBinding(setup, model, weights), optimizer)
         return
+    if weights is not None:
+        raise ConfigurationError(
+            "weights is for models sharded over all ranks, and hvdcomp.fsdp.register was given the mesh of replicas, "
+            "between which no weights are sent; leave it out"
+        )
     group = mesh.get_group()
     compression.serve(lambda setup: FSDPBinding(setup, model, group), optimizer)

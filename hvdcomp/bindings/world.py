@@ -47,14 +47,19 @@ def state_for(states: Iterable[Mapping[str, Any]], rank: int, ranks: int, residu
     """
     if not 0 <= rank < ranks:
         raise ConfigurationError(f"rank {rank} of {ranks} ranks: ranks are counted from 0, so it is below {ranks}")
-    if residuals not in ("keep", "drop"):
-        raise ConfigurationError(f'residuals={residuals!r}: "keep" what was left to be sent, or "drop" it')
+    check_residuals(residuals)
     collected = _StateCollection(rank, ranks, residuals == "keep")
     for state in states:
         collected.add(state)
         if collected.complete:
             break
     return collected.state()
+
+
+def check_residuals(residuals: str) -> None:
+    """Raises ConfigurationError unless it is "keep" or "drop"."""
+    if residuals not in ("keep", "drop"):
+        raise ConfigurationError(f'residuals={residuals!r}: "keep" what was left to be sent, or "drop" it')
 
 
 def renumbered(own: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ UNNAMED = ""
 
 _OPS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 # The newer names of two functions whose older ones warn.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
@@ -97,7 +97,7 @@ class TorchDistributedCommunicator(Ranks):
     def start_allgather(self, array: torch.Tensor, name: str) -> Started:
         array = array.contiguous()
         gathered = array.new_empty(self.world_size * array.shape[0])
-        work = _all_gather(gathered, array, group=self._group_for(array), async_op=True)
+        work = all_gather(gathered, array, group=self._group_for(array), async_op=True)
         return Started(work, gathered, self._as_rows, array)
 
     def start_alltoall(self, array: torch.Tensor, name: str) -> Started:

@@ -30,6 +30,7 @@ from hvdcomp.exchange.buckets import KNOWN_TO_KERNELS
 from hvdcomp.exchange.fusion import Round
 from hvdcomp.exchange.ledger import Cost, Ledger, Sent
 from hvdcomp.exchange.nodes import FoundLevels
+from hvdcomp.kernels import cuda
 from hvdcomp.specs.levels import Level
 
 State = tuple[Array, ...]
@@ -178,14 +179,25 @@ class ShardReducer:
         """`reduce_scatter`, in kernels where there are some."""
         method, memory = self.compressor, self.memory
         assert isinstance(method, Gathering)
-        hosted = xp.hosted([rows])
-        if hosted is None or not (self._kernels and method.has_bucket_form and type(memory) in KNOWN_TO_KERNELS):
+        length = rows.shape[1]
+        known = method.has_bucket_form and type(memory) in KNOWN_TO_KERNELS
+        # Kernels on a device would read residuals of 16 bits as such, and these are float32 in a step.
+        serves = known and memory.rounds_to is None and cuda.takes(method, length)
+        placed = cuda.placed([rows]) if serves else None
+        hosted = xp.hosted([rows]) if known and self._kernels and placed is None else None
+        if placed is None and hosted is None:
             return (yield from reduce_scatter(method, memory, xp, rows, state, shard))
+        where = (rows.device, xp) if placed is not None else ()
         compiled = self._rows.get(name)
-        if compiled is None or (compiled.method, compiled.length) != (method, rows.shape[1]):
-            compiled = self._rows[name] = ShardKernels(method, memory, rows.shape[1], shard)
+        if compiled is None or (compiled.method, compiled.length) != (method, length):
+            compiled = self._rows[name] = ShardKernels(method, memory, length, shard, *where)
         if not isinstance(memory, NoMemory) and not state:
             state = memory.prepare(xp, rows[1:], ())
+        if placed is not None:
+            ((gradient,), _) = placed
+            step = compiled.reduce_scatter(gradient, state[0] if state else None, shard)
+            return (yield from across(step, rows.shape[0])), state
+        assert hosted is not None
         residual = xp.to_numpy(xp.astype(state[0], "float32")) if state else None
         ((gradient,), _) = hosted
         row = yield from across(compiled.reduce_scatter(xp.to_numpy(gradient), residual, shard), rows.shape[0])

@@ -20,12 +20,14 @@ from hvdcomp.bindings.setup import Setup
 from hvdcomp.bindings.state_check import FORMAT, parts_of
 from hvdcomp.communicators.nodes import RANKS_PER_NODE
 from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator, reduce_scatter
+from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.errors import ConfigurationError, UnevenNodesError, warn_alone
 from hvdcomp.exchange.agreement import KERNELS, refused_on_every_rank, require_agreement
 from hvdcomp.exchange.ledger import Cost, Sent
 from hvdcomp.exchange.shards import ShardReducer
 from hvdcomp.files import VERSION
+from hvdcomp.kernels import cuda
 from hvdcomp.torch.parameters import plain_names
 from hvdcomp.torch.resharding import FlatLayout, OwnedRows, resharded
 from hvdcomp.torch.sharded import (
@@ -36,6 +38,7 @@ from hvdcomp.torch.sharded import (
     several_meshes_error,
 )
 from hvdcomp.torch.training import refuse_capture
+from hvdcomp.torch.weight_changes import WeightChanges
 
 
 class ShardsBinding:
@@ -44,6 +47,7 @@ class ShardsBinding:
     Args:
         setup: the user's settings and objects.
         model: a model sharded by `fully_shard` over all ranks.
+        weights: the compressor of changes of weights; None for FSDP's own all-gather.
 
     Attributes:
         engine: the reducer that compresses.
@@ -53,17 +57,25 @@ class ShardsBinding:
     coordinator = None
     accumulation = 1
 
-    def __init__(self, setup: Setup, model: torch.nn.Module) -> None:
+    def __init__(self, setup: Setup, model: torch.nn.Module, weights: Compressor | None = None) -> None:
         communicator, like = TorchDistributedCommunicator(), torch.empty(0)
         settings = setup.compression.settings
         with refused_on_every_rank(communicator, like):
             check_settings(setup)
             _check(setup)
+            _check_weights(weights)
             trained = _trained(model, communicator.world_size)
         shapes = {
             f"parameter {name}": f"{parameter.dtype} {tuple(parameter.shape)}" for name, parameter in trained.items()
         }
-        facts = {**settings.describe(), "hvdcomp": VERSION, KERNELS: kernels.available(), **shapes}
+        facts = {
+            **settings.describe(),
+            "weights": str(weights),
+            "hvdcomp": VERSION,
+            KERNELS: kernels.available(),
+            f"{KERNELS} for CUDA": cuda.described(),
+            **shapes,
+        }
         require_agreement(communicator, facts, like)
         self._device = next((parameter.device_mesh.device_type for parameter in trained.values()), "cpu")
         try:
@@ -89,6 +101,9 @@ class ShardsBinding:
             for name, module in zip(plain_names(modules), modules.values(), strict=True):
                 # FSDP uses these methods only, and its own class is private.
                 module.set_custom_reduce_scatter(_ReduceScatter(self, name or "model"))  # type: ignore[arg-type]
+                if weights is not None and self.engine.levels.across.size > 1:
+                    gather = WeightChanges(self.engine, weights, name or "model", settings.min_numel)
+                    module.set_custom_all_gather(gather)  # type: ignore[arg-type]
         except ValueError as error:
             raise several_meshes_error(error) from None
         before_forward_passes(model, self._forget)
@@ -237,7 +252,7 @@ def _check(setup: Setup) -> None:
     """Raises ConfigurationError for settings that a reduce-scatter cannot follow."""
     settings = setup.compression.settings
     method, memory = settings.compressor, settings.memory
-    if not (method.lossless or (isinstance(method, Gathering) and not method.of_matrices)):
+    if not _is_of_vectors(method):
         raise ConfigurationError(
             f"{method} does not go with FSDP without replicas, whose reduce-scatter hands over flat gradients of whole "
             "modules: take int8, int4, fp8, bf16 or another quantizer for all of them. Within a node it is exact anyway"
@@ -261,6 +276,19 @@ def _check(setup: Setup) -> None:
             "a torch.amp.GradScaler does not go with FSDP without replicas: residuals would have other scales than the "
             "gradients that they are added to. Train in bfloat16, which needs no scaler"
         )
+
+
+def _check_weights(weights: Any) -> None:
+    """Raises ConfigurationError unless changes of weights can be sent so."""
+    if weights is not None and not (isinstance(weights, Compressor) and _is_of_vectors(weights)):
+        raise ConfigurationError(
+            f"weights={weights!r} does not go with hvdcomp.fsdp.register: take hvdcomp.Int8(), hvdcomp.Int4() or "
+            "another quantizer, or None for FSDP's own all-gather"
+        )
+
+
+def _is_of_vectors(method: Compressor) -> bool:
+    return method.lossless or (isinstance(method, Gathering) and not method.of_matrices)
 
 
 def _trained(model: torch.nn.Module, ranks: int) -> dict[str, DTensor]:

@@ -16,6 +16,7 @@ from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.ledger import Ledger
 from hvdcomp.exchange.shards import ShardReducer
 from tests.harness import BACKENDS, as_numpy, make
+from tests.interpreted import needs_triton
 from tests.two_hops import stated
 
 LENGTH = 301  # of whole blocks and a rest
@@ -60,6 +61,32 @@ def test_it_is_what_was_stated(
     spec: str, nodes: int, places: int, backend: str, in_kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "available", lambda: in_kernels)
+    check(spec, nodes, places, backend)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "spec",
+    [pytest.param(one, marks=[pytest.mark.thorough] * (one not in ("int8", "int4", "fp8", "bf16"))) for one in METHODS],
+)
+def test_kernels_of_devices_do_what_was_stated(
+    spec: str, in_interpreter: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hvdcomp.kernels.cuda.device import DeviceKernels
+
+    launched, call = set(), DeviceKernels.call
+
+    def counted(on: DeviceKernels, name: str, *arguments: Any, **options: Any) -> Any:
+        launched.add(name.rpartition("_")[2])
+        return call(on, name, *arguments, **options)
+
+    monkeypatch.setattr(DeviceKernels, "call", counted)
+    check(spec, 2, 2, "torch")
+    assert {"encode", "decode"} <= launched
+
+
+def check(spec: str, nodes: int, places: int, backend: str) -> None:
+    """That ranks get what `stated` says, and keep it."""
     method, ranks = parse_compressor(spec), nodes * places
     assert isinstance(method, Gathering)
     memory = ErrorFeedback() if method.biased else NoMemory()
@@ -160,14 +187,20 @@ def test_rows_of_another_length_begin_anew_with_a_warning() -> None:
 
 
 @pytest.mark.parametrize("spec", ["int4", "onebit", "efsignsgd"])
-def test_no_infinity_stays_in_a_residual(spec: str) -> None:
+@pytest.mark.parametrize("on_device", [False, pytest.param(True, marks=needs_triton)])
+def test_no_infinity_stays_in_a_residual(spec: str, on_device: bool, request: pytest.FixtureRequest) -> None:
+    if on_device:
+        request.getfixturevalue("in_interpreter")
+    backend = "torch" if on_device else "numpy"
+
     def work(communicator: InProcessCommunicator) -> Any:
-        own = reducer(communicator, spec, None, make("numpy", []))
+        own = reducer(communicator, spec, None, make(backend, []))
         given = gradient(communicator.rank, 4)
         if communicator.rank == 3:
             given[0, 5] = np.inf
         with np.errstate(invalid="ignore"):
-            return own.reduce("w", given, given.nbytes), own.states["w"][0]
+            row = own.reduce("w", make(backend, given), given.nbytes)
+        return as_numpy(row), as_numpy(own.states["w"][0])
 
     results = run_ranks(4, work, 2)
     assert not np.isfinite(results[0][0]).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import tempfile
 import warnings
@@ -54,11 +55,13 @@ def made(spec: str, **options: Any) -> hvdcomp.Compression:
     return hvdcomp.Compression.from_spec(spec, **options)
 
 
-def distribute(how: hvdcomp.Compression | None, sgd: bool = False, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+def distribute(
+    how: hvdcomp.Compression | None, sgd: bool = False, weights: Any = None, **options: Any
+) -> tuple[Any, torch.optim.Optimizer]:
     """With AdamW; or SGD, which does not hide a gradient's scale."""
     model = sharded(**options)
     if how is not None:
-        hvdcomp.fsdp.register(model, how)
+        hvdcomp.fsdp.register(model, how, weights=weights)
     kind, rate = (torch.optim.SGD, 0.1) if sgd else (torch.optim.AdamW, 3e-3)
     return model, kind(model.parameters(), lr=rate)
 
@@ -199,6 +202,62 @@ def case_what_fsdp_offers_works() -> None:
         assert how.ledger.steps == 5, name
 
 
+def case_changes_of_weights_are_sent_and_all_ranks_compute_with_the_same() -> None:
+    ranks, start = dist.get_world_size(), weights(sharded())
+    stock, stock_losses = trained(None, steps=12)
+    with two_nodes():
+        exact, _ = trained(without := made("none"), steps=12, weights=hvdcomp.NoCompression())
+        assert torch.equal(exact, stock)
+        for method in (hvdcomp.Int8(), hvdcomp.Int4()):
+            model, optimizer = distribute(how := made("none"), weights=method)
+            seen: list[torch.Tensor] = []
+            layer = next(one for one in model.blocks[0].modules() if isinstance(one, torch.nn.Linear))
+            layer.register_forward_pre_hook(lambda layer, _, seen=seen: seen.append(layer.weight.detach().clone()))
+            losses = train(model, optimizer, range(12))
+            for theirs in everywhere(seen):
+                assert all(torch.equal(*pair) for pair in zip(theirs, seen, strict=True))
+            lacking = layer.weight.full_tensor() - seen[-1]
+            assert 0 < lacking.abs().max() < 5e-3, lacking.abs().max()  # no more than of a step or two of AdamW
+            assert abs(losses[-1] - stock_losses[-1]) < 0.02, (method, losses[-1], stock_losses[-1])
+            assert (far := off(weights(model) - start, stock - start)) < 0.25, (method, far)
+            last, dense = how.ledger.last, without.ledger.last
+            assert last is not None
+            assert dense is not None
+            # Weights take, in place of a gather of each module and a second of blocks, one payload of each.
+            lengths = {name: sum(array.numel() for array in of) for name, of in shards_of(model).items()}
+            stock_bytes = sum(4 * length * (1 if name == "model" else 2) for name, length in lengths.items())
+            ours = sum(-(-method.payload_bytes((length,)) // 8) * 8 for length in lengths.values())
+            assert dense.bytes_sent - last.bytes_sent == stock_bytes - ours, (ranks, lengths)
+            assert last.dense_bytes == dense.dense_bytes
+
+
+def shards_of(model: Any) -> dict[str, list[torch.Tensor]]:
+    """A rank's shards with padding, by FSDP module."""
+    shards: dict[str, list[torch.Tensor]] = {}
+    ranks = dist.get_world_size()
+    for name, parameter in model.named_parameters():
+        module = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else "model"
+        first, *inner = parameter.shape
+        shards.setdefault(module, []).append(torch.empty(-(-first // ranks), *inner))
+    return shards
+
+
+def case_weights_stay_as_they_are_gathered_until_an_update_to_exact_ones() -> None:
+    """However FSDP reshards, backward passes have the weights of forward passes, and so have passes until an update."""
+    results = []
+    with two_nodes():
+        for reshard in (True, False, 2) if dist.get_world_size() == 4 else (True, False):
+            how = made("int8")
+            model, optimizer = distribute(how, sgd=True, weights=hvdcomp.Int4(), reshard_after_forward=reshard)
+            for step in range(3):
+                before = [parameter.to_local().detach().clone() for parameter in model.parameters()]
+                train(model, optimizer, range(step, step + 1), passes=2)
+                for old, parameter in zip(before, model.parameters(), strict=True):
+                    assert torch.equal(parameter.to_local(), old.add(parameter.grad.to_local(), alpha=-0.1))
+            results.append(weights(model))
+    assert all(torch.equal(results[0], one) for one in results[1:])
+
+
 def prefetching(model: Any) -> None:
     first, second = model.blocks
     first.set_modules_to_forward_prefetch([second])
@@ -302,6 +361,11 @@ def case_a_checkpoint_goes_on_as_if_nobody_had_stopped() -> None:
     with nodes_of(dist.get_world_size()):
         hvdcomp.fsdp.register(sharded(), one_node := made("int4", memory="error_feedback"))
         assert "on several nodes" in raised(hvdcomp.ConfigurationError, lambda: hvdcomp.dcp.load(one_node, folder))
+        lost = functools.partial(hvdcomp.dcp.load, one_node, folder, residuals="lose")
+        assert '"drop"' in raised(hvdcomp.ConfigurationError, lost)
+        hvdcomp.dcp.load(one_node, folder, residuals="drop")
+        assert one_node.ledger.steps == 3
+        assert not one_node.state_dict()["own"]["residuals"]
 
 
 def everywhere(mine: Any) -> list[Any]:
@@ -383,6 +447,14 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
     assert "GradScaler" in refused(model, made("int4", grad_scaler=torch.amp.GradScaler("cpu")))
     adam = hvdcomp.torch.CompressedAdam(model.parameters(), freeze_after=4)
     assert "CompressedAdam does not work with FSDP" in refused(model, made("int4"), adam)
+    for of_weights, said in ((hvdcomp.TopK(ratio=0.1), "quantizer"), ("int8", "hvdcomp.Int8()")):
+        register = functools.partial(hvdcomp.fsdp.register, model, made("int4"), weights=of_weights)
+        assert said in raised(hvdcomp.ConfigurationError, register)
+    register = functools.partial(register, mesh=mesh["replicate"])
+    assert "leave it out" in raised(hvdcomp.ConfigurationError, register)
+    on_others = hvdcomp.Int8() if dist.get_rank() else None
+    register = functools.partial(hvdcomp.fsdp.register, model, made("int4"), weights=on_others)
+    assert "weights" in raised(hvdcomp.RankMismatchError, register)
     spec = "int4" if dist.get_rank() else "int8"
     assert "do not agree" in raised(hvdcomp.RankMismatchError, lambda: hvdcomp.fsdp.register(model, made(spec)))
     if dist.get_world_size() == 4:

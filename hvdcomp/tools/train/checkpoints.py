@@ -120,6 +120,7 @@ class Checkpoints:
         self.folder = options.checkpoint_folder
         self._every = options.checkpoint_every
         self._residuals = options.residuals
+        self._fsdp = options.fsdp
         self._ranks = ranks
         compared = {name: value for name, value in facts.items() if name not in _MAY_CHANGE}
         self._facts = json.loads(json.dumps({**compared, _RANKS: ranks.size}))
@@ -264,6 +265,8 @@ class Checkpoints:
             fate = "is dropped, as --residuals drop says"
         elif then == now:
             return None
+        elif self._fsdp:
+            fate = "is kept, cut anew for other shards"
         elif then < now:
             fate = f"is kept, by rank{' 0' if then == 1 else f's 0 to {then - 1}'}"
         else:
@@ -306,10 +309,12 @@ class Checkpoints:
         place = self._place(step)
         part = place.with_name(place.name + _PART)
 
-        def write() -> dict[str, str]:
+        def begin() -> None:
             part.mkdir(parents=True, exist_ok=True)
             if part.is_symlink():
                 raise OSError(f"{part} is a link now")
+
+        def write() -> dict[str, str]:
             files = learner.save(part)
             record = {"format": _FORMAT, "facts": self._facts, "run": run()}
             file = part / self._run_file(self._ranks.rank)
@@ -321,6 +326,7 @@ class Checkpoints:
                 self._complete(part, place, {name: text for of_rank in digests for name, text in of_rank.items()})
 
         try:
+            self._on_all(begin)  # no rank may fail alone before the learner's collectives
             digests = self._on_all(write)
             self._on_all(complete)
         except ConfigurationError:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import hvdcomp
 from hvdcomp.compression import Compression
 from hvdcomp.tools.train.learner import Arrays
-from hvdcomp.tools.train.torch_learner import TorchLearner, as_array, loss_of
-
-_WHOLE = StateDictOptions(full_state_dict=True)
+from hvdcomp.tools.train.torch_learner import OWN, TorchLearner, as_array, loss_of, write_content
 
 
 class FSDPLearner(TorchLearner):
     """See `Learner`. The blocks of a transformer are sharded one by one over all ranks, and the rest together.
 
-    What gathers weights is called on all ranks together: `parameters`, `save`, and the first `evaluate` after a step.
+    These are called on all ranks together: `parameters`, `save`, `restore`, and the first `evaluate` after a step.
     """
 
     def broadcast(self) -> None:
@@ -47,10 +50,31 @@ class FSDPLearner(TorchLearner):
         whole = self._model.state_dict()
         return {name: as_array(whole[name].full_tensor()) for name, _ in self._model.named_parameters()}
 
-    def _shared_state(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self._model, self._optimizer, options=_WHOLE)
-        return {"model": model, "optimizer": optimizer}
+    def save(self, folder: Path) -> list[Path]:
+        """Saves in the format of `torch.distributed.checkpoint`, and what is not shared in a file of this rank."""
+        assert self._compression is not None
+        model, optimizer = get_state_dict(self._model, self._optimizer)
+        with _as_os_error():
+            sharded = {"model": model, "optimizer": optimizer, "compression": hvdcomp.dcp.by_rank(self._compression)}
+            dcp.save(sharded, checkpoint_id=folder)
+        write_content(own := folder / OWN.format(self._rank), self._own_state())
+        return [own, *folder.glob(f"__{self._rank}_*"), *([folder / ".metadata"] if self._rank == 0 else [])]
 
-    def _load_shared(self, state: dict[str, Any]) -> None:
-        given = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-        set_state_dict(self._model, self._optimizer, **given, options=_WHOLE)
+    def restore(self, folder: Path, sources: Sequence[int], ranks: int) -> None:
+        assert self._compression is not None
+        model, optimizer = get_state_dict(self._model, self._optimizer)
+        with _as_os_error():
+            dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+            hvdcomp.dcp.load(self._compression, folder, residuals=self._options.residuals)
+        set_state_dict(self._model, self._optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        self._load_own(self._read(folder / OWN.format(sources[0])), of_this_rank=sources[0] == self._rank)
+
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    """A context that raises OSError for an error of `torch.distributed.checkpoint`, which is no Exception."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise OSError(f"{cause!r} on rank {rank}") from cause

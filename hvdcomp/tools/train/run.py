@@ -67,6 +67,8 @@ class Run:
         )
         self._augmenting = np.random.default_rng([options.seed, ranks.rank])
         self._metric = "perplexity" if data.is_text else "accuracy"
+        # Shards are gathered for it, so not when the run has failed.
+        self._parameters = sum(parameter.size for parameter in learner.parameters().values())
         self._step = 0
         self._epoch = 1  # the present epoch
         self._taken = 0  # batches of the initial size that were used in this epoch
@@ -409,7 +411,7 @@ class Run:
             "compression_factor": totals.compression_factor,
             "compression_factor_over": "dense bytes / sent bytes that may leave the node",
             "tables": self._of_tables(),
-            "parameters": sum(parameter.size for parameter in self._learner.parameters().values()),
+            "parameters": self._parameters,
             "weights_sha256": digests,
             "weights_sha256_over": "parameters by name, without buffers; one digest per rank",
             "identical": len(set(digests)) == 1 if digests else None,

@@ -32,7 +32,7 @@ from hvdcomp.tools.train.options import TrainingOptions
 from hvdcomp.tools.train.ranks import Ranks
 from hvdcomp.torch import CompressedAdam, LocalSteps, RowExchange
 
-_SHARED, _OWN = "model.pt", "rank-{}.pt"  # the files of a checkpoint
+_SHARED, OWN = "model.pt", "rank-{}.pt"  # the files of a checkpoint
 
 
 class TorchLearner(Learner):
@@ -215,56 +215,62 @@ class TorchLearner(Learner):
             if self._rank == 0:
                 contents[folder / _SHARED] = shared
         rank_content: dict[str, Any] = {
-            "buffers": dict(self._model.named_buffers()),
-            "random": torch.get_rng_state(),
-            "cuda_random": torch.cuda.get_rng_state() if self._device.type == "cuda" else None,
+            **self._own_state(),
             "compression": self._compression.state_dict(),
             "rows": None if self._rows is None else (asdict(self._rows.ledger.totals), self._rows.ledger.steps),
         }
         if self._steps_alone:
             rank_content |= self._shared_state()
             rank_content["optimizer"].get("local_steps", {}).pop("compression", None)  # kept above, by itself
-        contents[folder / _OWN.format(self._rank)] = rank_content
+        contents[folder / OWN.format(self._rank)] = rank_content
         for file, content in contents.items():
-            # PyTorch's own writer drops the reason of a failure.
-            buffer = io.BytesIO()
-            torch.save(content, buffer)
-            write_file(file, buffer.getbuffer())
+            write_content(file, content)
         return list(contents)
 
     def restore(self, folder: Path, sources: Sequence[int], ranks: int) -> None:
         assert self._compression is not None
-
-        def read(name: str) -> dict[str, Any]:
-            return dict(torch.load(folder / name, map_location=self._device, weights_only=True))
-
         first, *other_sources = sources
-        rank_content = read(_OWN.format(first))
-        shared = rank_content if self._steps_alone else read(_SHARED)
+        rank_content = self._read(folder / OWN.format(first))
+        shared = rank_content if self._steps_alone else self._read(folder / _SHARED)
         if isinstance(self._optimizer, LocalSteps) and first != self._rank:
             self._model.load_state_dict(shared["model"])
             self._optimizer.join(shared["optimizer"])
         else:
             self._load_shared(shared)
-        self._model.load_state_dict(rank_content["buffers"], strict=False)
+        self._load_own(rank_content, of_this_rank=first == self._rank)
         if self._rows is not None and rank_content["rows"] is not None:
             totals, steps = rank_content["rows"]
             self._rows.ledger.go_on_from(replace(self._rows.ledger.totals, **totals), steps)
-        if first == self._rank:  # else this is another rank's random state
-            torch.set_rng_state(rank_content["random"].cpu())
-            if rank_content["cuda_random"] is not None and self._device.type == "cuda":
-                torch.cuda.set_rng_state(rank_content["cuda_random"].cpu())
-        other_states = (read(_OWN.format(source))["compression"] for source in other_sources)
+        other_states = (self._read(folder / OWN.format(source))["compression"] for source in other_sources)
         states = itertools.chain([rank_content["compression"]], other_states)
         state = hvdcomp.state_for(states, self._rank, ranks, self._options.residuals)
         self._compression.load_state_dict(state, optimizer=self._optimizer)
 
+    def _own_state(self) -> dict[str, Any]:
+        """The buffers and random generators of this rank."""
+        return {
+            "buffers": dict(self._model.named_buffers()),
+            "random": torch.get_rng_state(),
+            "cuda_random": torch.cuda.get_rng_state() if self._device.type == "cuda" else None,
+        }
+
+    def _load_own(self, state: dict[str, Any], of_this_rank: bool) -> None:
+        """Loads what `_own_state` returned; of another rank, its buffers only."""
+        self._model.load_state_dict(state["buffers"], strict=False)
+        if of_this_rank:
+            torch.set_rng_state(state["random"].cpu())
+            if state["cuda_random"] is not None and self._device.type == "cuda":
+                torch.cuda.set_rng_state(state["cuda_random"].cpu())
+
+    def _read(self, file: Path) -> dict[str, Any]:
+        return dict(torch.load(file, map_location=self._device, weights_only=True))
+
     def _shared_state(self) -> dict[str, Any]:
-        """The weights and the optimizer's state; called on every rank."""
+        """The weights and the optimizer's state."""
         return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
 
     def _load_shared(self, state: dict[str, Any]) -> None:
-        """Loads what `_shared_state` returned; called on every rank."""
+        """Loads what `_shared_state` returned."""
         self._model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
 
@@ -279,3 +285,10 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 def as_array(tensor: Tensor) -> np.ndarray:
     return tensor.detach().cpu().contiguous().numpy()
+
+
+def write_content(file: Path, content: Any) -> None:
+    """Writes a file for `torch.load`; PyTorch's own writer drops the reason of a failure."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    write_file(file, buffer.getbuffer())

@@ -25,13 +25,29 @@ run.evaluation_shard = lambda samples, ranks, rank: whole(samples, 3, 0) if rank
 run._EVALUATION_BATCH = 16
 command(prog_name="train")
 """
+# Rank 1 cannot write a whole checkpoint.
+_FULL = """
+import os, resource, signal
+
+from hvdcomp.tools.commands.train import command
+
+if os.environ["RANK"] == "1":
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+command(prog_name="train")
+"""
+
+
+def _said(output: Path, *options: str, program: Path | None = None, ranks: int = 2, fails: bool = False) -> str:
+    words = ["-m", "hvdcomp", "train"] if program is None else [str(program)]
+    each_a_node = {"COLUMNS": "200", "HVDCOMP_RANKS_PER_NODE": "1"}
+    done = run_ranks(ranks, "torchrun", [*words, *_OPTIONS, *options, "--output", str(output)], each_a_node)
+    assert (done.returncode != 0) == fails, done.stdout[-4000:]
+    return " ".join(done.stdout.split())
 
 
 def _train(output: Path, *options: str, program: Path | None = None) -> dict[str, Any]:
-    words = ["-m", "hvdcomp", "train"] if program is None else [str(program)]
-    each_a_node = {"COLUMNS": "200", "HVDCOMP_RANKS_PER_NODE": "1"}
-    done = run_ranks(2, "torchrun", [*words, *_OPTIONS, *options, "--output", str(output)], each_a_node)
-    assert done.returncode == 0, done.stdout[-4000:]
+    _said(output, *options, program=program)
     return dict(_summary(output))
 
 
@@ -57,6 +73,33 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     shutil.rmtree(newest)
     _train(stopped, *options, *saves, str(folder), program=program)
     _check_same_run(tmp_path / "whole", stopped, resumed_at=[3])
+
+
+@pytest.mark.alone
+@pytest.mark.thorough
+def test_two_ranks_then_four_then_two(tmp_path: Path) -> None:
+    output, saved = tmp_path / "run", tmp_path / "saved"
+    options = ["--fsdp", "--compression", "int4", "--memory", "error_feedback", "--checkpoint-folder", str(saved)]
+    _said(output, *options, "--steps", "3")
+    said = _said(output, *options, "--steps", "4", ranks=4)
+    assert said.count("checkpoint of 2 ranks, this run has 4 ranks: what was left to be sent is kept, cut anew") == 1
+    said = _said(output, *options, "--steps", "6")
+    assert said.count("checkpoint of 4 ranks, this run has 2 ranks: what was left to be sent is kept, cut anew") == 1
+    said = _said(output, *options, "--steps", "8", "--residuals", "drop", ranks=3)
+    assert said.count("what was left to be sent is dropped, as --residuals drop says") == 1
+    summary = _summary(output)
+    assert (summary["resumed_at"], summary["steps"], summary["identical"]) == ([3, 4, 6], 8, True)
+
+
+@pytest.mark.alone
+@pytest.mark.thorough
+def test_a_full_disk_of_one_rank_ends_all(tmp_path: Path) -> None:
+    (program := tmp_path / "program.py").write_text(_FULL)
+    saved = tmp_path / "saved"
+    said = _said(tmp_path / "run", "--fsdp", "--checkpoint-folder", str(saved), program=program, fails=True)
+    assert said.count(" on rank 1; the one before it, if any, is complete") == 2, said
+    assert _summary(tmp_path / "run")["status"] == "failed"
+    assert not list(saved.iterdir())
 
 
 @pytest.mark.parametrize(

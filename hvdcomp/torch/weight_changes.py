@@ -1,0 +1,100 @@
+"""FSDP's all-gather of weights, of which only the quantized change since the last one is sent.
+
+Every rank keeps what was gathered last. A row's owner quantizes the difference of its weights from that, and all ranks,
+the owner too, add the decoded difference. So all compute with the same bits; what a gather lacks is a part of the next
+difference, so that errors do not pile up; and the owner's shard, which the optimizer updates, stays exact. These are
+the weight differences of SDP4Bit (Jia et al. 2024, arXiv:2410.15526, section 3.1).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hvdcomp.arrays import arrays_for
+from hvdcomp.communicators.torch_distributed import all_gather
+from hvdcomp.compressors import Compressor
+from hvdcomp.compressors.gathering import Gathering
+from hvdcomp.compressors.protocol import AllGather, Context
+from hvdcomp.exchange.fusion import Round
+from hvdcomp.exchange.ledger import Sent
+from hvdcomp.exchange.shards import ShardReducer
+
+
+class WeightChanges:
+    """The all-gather of one module, which FSDP calls in place of its own.
+
+    Args:
+        reducer: of the same ranks; it has the seed, the step, and the ledger.
+        compressor: a `Gathering` of the changes, or a lossless one.
+        name: of the module.
+        min_numel: modules with fewer elements are gathered as they are.
+    """
+
+    def __init__(self, reducer: ShardReducer, compressor: Compressor, name: str, min_numel: int) -> None:
+        self._reducer, self._compressor, self._name, self._min_numel = reducer, compressor, name, min_numel
+        self._gathered: list[torch.Tensor] = []  # the rows of all ranks, the same on all ranks
+        self._last = torch.empty(0)  # this rank's weights at the last gather
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    @torch.no_grad()
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        dense_bytes = input_tensor.numel() * input_tensor.element_size()
+        # Some of the ranks gather again what was resharded among them after the forward pass.
+        in_part = group.size() != self._reducer.communicator.world_size
+        small = output_tensor.numel() < self._min_numel
+        if in_part or small or self._compressor.lossless or not input_tensor.is_floating_point():
+            self._reducer.enter(self._name, dense_bytes, Sent(dense_bytes), input_tensor.numel())
+            return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        # A backward pass needs the weights of its forward pass, which each rank has.
+        rows, sent = self.gather(input_tensor, changed=torch._C._current_graph_task_id() == -1)
+        self._reducer.enter(self._name, dense_bytes, sent, sent.bytes / 4)
+        torch.cat(rows, out=output_tensor)
+        return None
+
+    def gather(self, row: torch.Tensor, changed: bool = True) -> tuple[list[torch.Tensor], Sent]:
+        """The rows of all ranks, (length,) each, and what this rank has handed to the collective.
+
+        Args:
+            row: this rank's weights (length,), of a floating-point type.
+            changed: whether any rank's weights may have changed since the last gather; the same on all ranks.
+        """
+        own = self._reducer.communicator.rank
+        if not self._gathered or (self._last.shape, self._last.dtype) != (row.shape, row.dtype):
+            answers, sent = self._answers((row,))
+            self._gathered = [answer.clone() for (answer,) in answers]
+        elif changed:
+            xp, method = arrays_for(row), self._compressor
+            assert isinstance(method, Gathering)
+            context = Context(
+                f"{self._name} weights", self._reducer.step_number, self._reducer.seed, own, len(self._gathered)
+            )
+            wide = torch.promote_types(row.dtype, torch.float32)
+            change = (row.to(wide) - finite(self._gathered[own], wide)).float()
+            change *= (row != self._last).any()  # passes between two updates have the same weights
+            answers, sent = self._answers(method.encode(xp, change, context))
+            for place, parts in enumerate(answers):
+                decoded = method.decode(xp, parts, tuple(row.shape)).reshape(-1)
+                self._gathered[place] = (finite(self._gathered[place], wide) + decoded).to(row.dtype)
+        else:
+            return self._gathered, Sent()
+        self._last = row.clone()
+        return self._gathered, sent
+
+    def _answers(self, parts: tuple[torch.Tensor, ...]) -> tuple[list[Any], Sent]:
+        like = parts[0]
+        name = f"hvdcomp.{self._name}.weights"
+        made = Round(arrays_for(like), self._reducer.communicator, [AllGather(parts)], name, like)
+        (answers,) = made.wait()
+        return answers, made.sent
+
+
+def finite(gathered: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What was gathered, with zeros for inf and NaN, so that weights which become finite again are gathered as such."""
+    return torch.nan_to_num(gathered, nan=0.0, posinf=0.0, neginf=0.0).to(dtype)
