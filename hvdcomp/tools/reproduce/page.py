@@ -59,7 +59,7 @@ def page(outcomes: Mapping[str, Outcome]) -> str:
     """The page, from the outcomes by name."""
     groups = _groups(outcomes)
     quick = sum(str(outcome.about.get("command", "")).endswith("--quick") for outcome in outcomes.values())
-    found = {commit for outcome in outcomes.values() for commit in outcome.about.get("commit", "").split(", ") if commit}
+    found = {commit for outcome in outcomes.values() for commit in outcome.about.get("commit", "").split(", ")} - {""}
     commits = [_COMMITS.format(commits=", ".join(f"`{commit}`" for commit in sorted(found)))] if found else []
     lines = [_HEAD, *commits, *([_QUICK.format(quick=quick)] if quick else []), *_counts(groups), ""]
     for verdict, names in groups.items():
