@@ -52,7 +52,6 @@ class RowExchange:
             started, of Horovod.
 
     Attributes:
-        model, ratio: the arguments.
         tables: the modules, by the names of their weights.
         ranks: the communicator.
         means: the exchange of rows' means.
