@@ -6,14 +6,16 @@ import copy
 import re
 from pathlib import Path
 from typing import Any
-from unittest import mock
+from unittest import SkipTest, mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import hvdcomp
+from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
 from hvdcomp.torch import LocalSteps
 from tests.multirank.models import batch, small_model, weights
 from tests.multirank.training_ddp import assert_same_everywhere, gathered, own_generator, plain_loss, raised
@@ -123,6 +125,32 @@ def case_rounds_are_short_where_the_exchange_takes_little_time() -> None:
     train(model, optimizer, scheduler, own_generator(), 30)
     assert optimizer.every == 1
     assert_same_everywhere(weights(model))
+
+
+def case_a_node_averages_in_each_step_and_steps_alone_among_nodes() -> None:
+    """Two nodes of two: DistributedDataParallel in the node, LocalSteps across, as the page says."""
+    if dist.get_world_size() != 4:
+        raise SkipTest("needs 4 ranks")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "in_node"))
+    across, within = mesh["nodes"].get_group(), mesh["in_node"].get_group()
+    model, optimizer, _ = made("efsignsgd", communicator=TorchDistributedCommunicator(across))
+    stated, its_optimizer, _ = made("efsignsgd", communicator=TorchDistributedCommunicator(across))
+    ddp = DistributedDataParallel(model, process_group=within)
+    generator = own_generator()
+    for step in range(1, 3 * EVERY + 1):
+        inputs, classes = batch(generator)
+        for trained, its in ((ddp, optimizer), (stated, its_optimizer)):
+            its.zero_grad()
+            plain_loss(trained, inputs, classes, step).backward()
+            for parameter in stated.parameters() if trained is stated else ():
+                dist.all_reduce(parameter.grad, group=within)
+                parameter.grad /= 2
+            its.step()
+        assert torch.equal(weights(model), weights(stated)), step
+        vectors = gathered(weights(model))
+        assert torch.equal(vectors[0], vectors[1])
+        assert torch.equal(vectors[2], vectors[3])
+        assert torch.equal(vectors[0], vectors[2]) == optimizer.in_sync == (step % EVERY == 0)
 
 
 def case_what_is_not_finite_on_one_rank_stops_all() -> None:
