@@ -38,7 +38,7 @@ class Previews:
     def __init__(self, tensors: Mapping[str, TensorInfo], states: Mapping[str, TensorState]) -> None:
         self._tensors = tensors
         self._states = states
-        self._buckets: dict[Any, tuple[Mapping[str, Compressor], list[_Bucket]]] = {}
+        self._buckets: dict[Any, tuple[Mapping[str, Compressor], list[_PreviewBucket]]] = {}
         self._room = _Room()
 
     def kept(
@@ -160,7 +160,7 @@ class Previews:
 
     def _grouped(
         self, xp: ModuleType, names: Sequence[str], xs: Mapping[str, Array], compressors: Mapping[str, Compressor]
-    ) -> list[_Bucket]:
+    ) -> list[_PreviewBucket]:
         """Tensors that are compressed together, in buckets; on a device those that kernels take."""
         if not names:
             return []
@@ -176,7 +176,9 @@ class Previews:
                 if not where or cuda.takes(compressor, tensor.size):
                     families.setdefault((compressor.bucket_family, tensor.dtype), []).append(name)
             buckets = [
-                _Bucket([self._tensors[name] for name in own], [compressors[name] for name in own], where, self._room)
+                _PreviewBucket(
+                    [self._tensors[name] for name in own], [compressors[name] for name in own], where, self._room
+                )
                 for own in families.values()
             ]
             self._buckets[key] = (compressors, buckets)  # as long as these are kept, no others get their id
@@ -185,7 +187,7 @@ class Previews:
     def _run(
         self,
         xp: ModuleType,
-        bucket: _Bucket,
+        bucket: _PreviewBucket,
         xs: Mapping[str, Array],
         addresses: Mapping[str, int],
         sources: Mapping[str, int],
@@ -224,7 +226,7 @@ class _Room:
         return [(np.split(vector[: ends[-1]], ends[:-1]), vector.ctypes.data + offsets) for vector in self._vectors]
 
 
-class _Bucket:
+class _PreviewBucket:
     """A bucket that sends nothing.
 
     Args:

@@ -13,7 +13,7 @@ from hvdcomp.arrays.types import Array
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.each_tensor import step_of
 from hvdcomp.compressors.protocol import Context, Request
-from hvdcomp.exchange.buckets import Group
+from hvdcomp.exchange.buckets import EngineBucket
 from hvdcomp.exchange.clock import Clock, Spans
 from hvdcomp.exchange.energies import Energies
 from hvdcomp.exchange.ledger import Part
@@ -39,7 +39,7 @@ class BucketStep:
 
     Args:
         xp: the array functions of the gradients.
-        group: the bucket, with the gradients of the step.
+        held: the bucket, with the gradients of the step.
         context: of the step.
         factor: what the memory multiplies gradients with; None for 1.
         clock: of the engine.
@@ -50,16 +50,18 @@ class BucketStep:
 
     on_device = False
 
-    def __init__(self, xp: ModuleType, group: Group, context: Context, factor: Array | None, clock: Clock) -> None:
+    def __init__(
+        self, xp: ModuleType, held: EngineBucket, context: Context, factor: Array | None, clock: Clock
+    ) -> None:
         self._xp = xp
-        self.group = group
+        self.held = held
         self._clock = clock
         self._spans = Spans([], [])
         with clock.around(self._spans.encoding):
-            group.bucket.begin(context, factor)
-            if group.bucket.keeps:
-                group.residuals.enter(group.bucket, group.numbers)
-            group.widen(xp)
+            held.bucket.begin(context, factor)
+            if held.bucket.keeps:
+                held.residuals.enter(held.bucket, held.numbers)
+            held.widen(xp)
         self._energies: Array | None = None  # of x, once it is made
         self._generator: Generator[Request | list[Request], Any, bool | Array]
         self._asks_for_many = False
@@ -74,24 +76,24 @@ class BucketStep:
     @property
     def names(self) -> list[str]:
         """Names of the tensors."""
-        return self.group.names
+        return self.held.names
 
     @property
     def number(self) -> int | None:
         """Among what does not wait for all gradients of a step; None for the others."""
-        return self.group.number
+        return self.held.number
 
     @property
     def like(self) -> Array:
         """An array where the gradients are, until `finish`."""
-        return self.group.arrays[0]
+        return self.held.arrays[0]
 
     # For those who look at x before it is compressed.
 
     @property
     def keeps_x(self) -> bool:
         """Whether the step's loss of x is known in the end."""
-        return self.group.bucket.keeps
+        return self.held.bucket.keeps
 
     def make_x(self) -> Array:
         """Makes x now rather than while it is compressed, unless it is made; ||x||^2 of each tensor, float64
@@ -106,17 +108,17 @@ class BucketStep:
     def addresses(self) -> dict[str, int]:
         """Address of x of each tensor, by name; x is made if it was not."""
         self.make_x()
-        bucket = self.group.bucket
+        bucket = self.held.bucket
         return dict(zip(self.names, bucket.segments[bucket.x].tolist(), strict=True))
 
     def x(self, name: str) -> Array:
         """x of a tensor, which is made if it was not; it stays as it is until it is compressed."""
         self.make_x()
-        return self.group.x(self.group.places[name])
+        return self.held.x(self.held.places[name])
 
     def gradient(self, name: str) -> Array:
         """The gradient of a tensor."""
-        return self.group.arrays[self.group.places[name]]
+        return self.held.arrays[self.held.places[name]]
 
     def energies(self, names: Set[str]) -> Energies:
         """||x||^2 of those of the tensors that have these names."""
@@ -129,11 +131,11 @@ class BucketStep:
     def _of_names(self, names: Set[str], sums: Callable[[], Array]) -> Energies:
         energies, own = Energies(), [name for name in self.names if name in names]
         if own:
-            energies.add(own, sums(), places=[self.group.places[name] for name in own])
+            energies.add(own, sums(), places=[self.held.places[name] for name in own])
         return energies
 
     def _sums_of(self, kernel: str) -> Array:
-        sums = self.group.bucket.sums_of(kernel)
+        sums = self.held.bucket.sums_of(kernel)
         return self._xp.from_numpy(sums, like=self.like) if isinstance(sums, np.ndarray) else sums
 
     # The step.
@@ -159,26 +161,26 @@ class BucketStep:
         with self._clock.around(self._spans.encoding):
             self._fill_table(gradients, in_place, sums)
             if self._energies is not None:
-                self._sources, addresses = self.group.placed(self._xp, [sources[name] for name in own])
+                self._sources, addresses = self.held.placed(self._xp, [sources[name] for name in own])
                 replaced = self.addresses | dict(zip(own, addresses, strict=True))
-                self.group.bucket.segments["source"] = list(replaced.values())
-            self.group.prepare_states(self._xp)
-            self._generator = step_of(self.group.bucket)
+                self.held.bucket.segments["source"] = list(replaced.values())
+            self.held.prepare_states(self._xp)
+            self._generator = step_of(self.held.bucket)
 
     def _fill_table(self, gradients: Mapping[str, Array], in_place: bool, sums: Sums | None) -> None:
-        group, bucket, xp = self.group, self.group.bucket, self._xp
-        self._given = [gradients[name] for name in group.names]
-        self._results, self._sums = group.arrays, sums
+        held, bucket, xp = self.held, self.held.bucket, self._xp
+        self._given = [gradients[name] for name in held.names]
+        self._results, self._sums = held.arrays, sums
         self._aside = in_place and sums is not None and not sums.of_results
         if not in_place:
-            self._results, places = group.fresh_results(xp)
-            self._dense = all(map(operator.is_, group.arrays, self._given))
+            self._results, places = held.fresh_results(xp)
+            self._dense = all(map(operator.is_, held.arrays, self._given))
         else:
-            places = group.aside() if self._aside else bucket.segments["gradient"]
-        group.put(places)
+            places = held.aside() if self._aside else bucket.segments["gradient"]
+        held.put(places)
         if sums is not None:
-            totals = sums.totals(dict(zip(group.names, self._given, strict=True)))
-            bucket.segments["total"] = group.placed(xp, totals)[1]
+            totals = sums.totals(dict(zip(held.names, self._given, strict=True)))
+            bucket.segments["total"] = held.placed(xp, totals)[1]
             bucket.table.bucket.share = sums.share
 
     def advance(self, answers: Sequence[Any]) -> list[Request]:
@@ -197,22 +199,22 @@ class BucketStep:
     @property
     def found_inf(self) -> bool | Array:
         """Whether x, or what is sent of it, holds an inf or NaN: known after the first turn."""
-        return self.group.bucket.found_inf
+        return self.held.bucket.found_inf
 
     @property
     def part(self) -> tuple[Part, Spans]:
         """Costs of the tensors, once the generator has ended, and times when they were under way."""
-        return self.group.costs(), self._spans
+        return self.held.costs(), self._spans
 
     def finish(self, found_inf: Array) -> dict[str, Array]:
         """Keeps what was not sent, unless the element `found_inf` is NaN; returns the results by name."""
-        group, xp = self.group, self._xp
+        held, xp = self.held, self._xp
         with self._clock.around(self._spans.decoding):
-            self._had_residual = group.had_residuals
+            self._had_residual = held.had_residuals
             self._settle(found_inf)
             arrays = self._results if self._dense else xp.like_originals(self._results, self._given)
-            results = dict(zip(group.names, arrays, strict=True))
-            group.let_go()
+            results = dict(zip(held.names, arrays, strict=True))
+            held.let_go()
             self._given = self._results = ()
         return results
 
@@ -222,14 +224,14 @@ class BucketStep:
         Args:
             sends_all: as of `Chooser`.
         """
-        group, residuals = self.group, self.group.residuals
-        if not self._had_residual or not sends_all(group.names[0], group.bucket.compressors[0]):
+        held, residuals = self.held, self.held.residuals
+        if not self._had_residual or not sends_all(held.names[0], held.bucket.compressors[0]):
             return None
         released = residuals.released
 
         def forget() -> None:
             if residuals.released == released:
-                residuals.drop(group.numbers)
+                residuals.drop(held.numbers)
 
         return forget
 
@@ -239,21 +241,21 @@ class BucketStep:
             self._keep()
         adds = counts and self._adds()
         if adds or self._aside:
-            self.group.bucket.call("end_step", adds, self._aside)
+            self.held.bucket.call("end_step", adds, self._aside)
         if not counts:
             for result in self._results:
                 self._xp.flatten(result)[:1] = np.nan
 
     def _adds(self) -> bool:
         """Whether what the table calls gradients, which are those that are to be added up then, are added up."""
-        segments = self.group.bucket.segments
+        segments = self.held.bucket.segments
         if self._sums is not None and self._sums.of_results:
-            segments["gradient"] = segments["narrowed" if self.group.bucket.widens else "result"]
+            segments["gradient"] = segments["narrowed" if self.held.bucket.widens else "result"]
         return self._sums is not None
 
     def _keep(self, found_inf: Array | None = None) -> None:
         """Keeps the new residuals and the method's new state; on a device the state only if the step counts."""
-        group = self.group
-        if group.bucket.keeps:
-            group.residuals.commit(group.bucket, group.numbers)
-        group.keep_states(self._xp, found_inf)
+        held = self.held
+        if held.bucket.keeps:
+            held.residuals.commit(held.bucket, held.numbers)
+        held.keep_states(self._xp, found_inf)

@@ -67,7 +67,7 @@ class Buckets:
         self._numbers = {name: number for number, name in enumerate(tensors)}
         self._sizes = [tensor.size for tensor in tensors.values()]
         self._residuals: FlatStorage = Residuals(self._sizes)
-        self.now: list[Group] = []
+        self.now: list[EngineBucket] = []
         self.order: Sequence[Sequence[str]] = ()
         self._least_bytes = 0
         self._made_for: tuple[Plan, Sequence[str]] | None = None
@@ -76,14 +76,14 @@ class Buckets:
         self._in_none: list[str] = []
         self._seen = 0, 0
 
-    def groups(
+    def of_step(
         self,
         xp: ModuleType,
         names: Sequence[str],
         gradients: Mapping[str, Array],
         plan: Plan,
         under_way: Set[str] = frozenset(),
-    ) -> tuple[list[Group], list[str]]:
+    ) -> tuple[list[EngineBucket], list[str]]:
         """The buckets of a step that have not started, and the tensors that are in no bucket.
 
         Args:
@@ -99,26 +99,26 @@ class Buckets:
                 if of_type and self._placed(xp, [gradients[name] for name in of_type], dtype) is not None:
                     able.update(of_type)
             self.now = list(self._group(xp, [name for name in names if name in able], gradients, plan))
-            self._grouped = [name for group in self.now for name in group.names]
+            self._grouped = [name for held in self.now for name in held.names]
             self._grouped_states = [self._states[name] for name in self._grouped]
             grouped = set(self._grouped)
             self._in_none = [name for name in names if name not in grouped]
             self._seen = self._residuals.released, self._residuals.dropped
             self._made_for = (plan, names)
-        missing = [group for group in self.now if group.names[0] not in under_way]
-        if all(self.take(xp, group, gradients) for group in missing):
+        missing = [held for held in self.now if held.names[0] not in under_way]
+        if all(self.take(xp, held, gradients) for held in missing):
             return missing, self._in_none
         return [], [name for name in names if name not in under_way]
 
-    def early(self, plan: Plan) -> list[Group]:
+    def early(self, plan: Plan) -> list[EngineBucket]:
         """The buckets that need not wait for all gradients of the step to come, if it is like the one before."""
-        return [group for group in self.now if group.number is not None] if self._still_right(plan) else []
+        return [held for held in self.now if held.number is not None] if self._still_right(plan) else []
 
-    def take(self, xp: ModuleType, group: Group, gradients: Mapping[str, Array]) -> bool:
+    def take(self, xp: ModuleType, held: EngineBucket, gradients: Mapping[str, Array]) -> bool:
         """Gives a bucket its gradients of a step; whether it can take them."""
-        placed = self._placed(xp, [gradients[name] for name in group.names], group.bucket.dtype)
+        placed = self._placed(xp, [gradients[name] for name in held.names], held.bucket.dtype)
         if placed is not None:
-            group.arrays, group.bucket.segments["gradient"] = placed
+            held.arrays, held.bucket.segments["gradient"] = placed
         return placed is not None
 
     def _placed(self, xp: ModuleType, arrays: Sequence[Array], dtype: str) -> tuple[list[Array], list[int]] | None:
@@ -136,7 +136,7 @@ class Buckets:
     def kept_bytes(self) -> int:
         """Bytes of residuals, velocities and the methods' own arrays from step to step; on the host with the places
         that a step fills while it may still come to nothing."""
-        states = [group.bucket.states for group in self.now]
+        states = [held.bucket.states for held in self.now]
         return self._residuals.nbytes + sum(kept.nbytes for kept in states if isinstance(kept, BucketStates))
 
     def start_early(self, order: Sequence[Sequence[str]], least_bytes: int) -> None:
@@ -160,7 +160,7 @@ class Buckets:
 
     def _group(
         self, xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array], plan: Plan
-    ) -> Iterator[Group]:
+    ) -> Iterator[EngineBucket]:
         on_device = isinstance(self._residuals, DeviceResiduals)
         early = self._early_pieces(names, plan)
         numbers = {name: number for number, piece in enumerate(early) for name in piece}
@@ -168,7 +168,7 @@ class Buckets:
         for name in names:
             if (kind := self._kind(name, plan[name])) is not None:
                 by_bucket.setdefault((numbers.get(name, len(early)), kind), []).append(name)
-        known = {group.key: group for group in self.now}
+        known = {held.key: held for held in self.now}
         bridges = _no_bridges if on_device else _bridges
         where = (gradients[names[0]].device, xp) if on_device and names else ()
         for (number, (_, memory, _)), members in sorted(by_bucket.items(), key=lambda entry: entry[0][0]):
@@ -182,10 +182,11 @@ class Buckets:
                 state.lie_in(self._residuals, place, unwrap, wrap)
                 tensors.append((name, state, place))
             key = (tuple(tensors), compressors, memory)
-            group = known.get(key) or Group(*key, [self._tensors[name] for name in members], self._residuals, where)
-            group.number = number if number < len(early) else None
-            group.has_states &= compressors[0].keeps_state  # others may have had its tensors in the meantime
-            yield group
+            described = [self._tensors[name] for name in members]
+            held = known.get(key) or EngineBucket(*key, described, self._residuals, where)
+            held.number = number if number < len(early) else None
+            held.has_states &= compressors[0].keeps_state  # others may have had its tensors in the meantime
+            yield held
 
     def _kind(self, name: str, compressor: Compressor) -> tuple[Any, Memory, str] | None:
         """Key that tensors of one bucket have in common; None for a tensor that is in no bucket."""
@@ -272,7 +273,7 @@ def _no_bridges(
     return lambda vector: xp.reshape(vector, shape), xp.flatten
 
 
-class Group:
+class EngineBucket:
     """A bucket, and what only the engine knows of its tensors.
 
     Args:
@@ -282,7 +283,7 @@ class Group:
         where: device and array functions of the bucket; empty on the host.
 
     Attributes:
-        key: two groups of the same key are the same bucket.
+        key: two of the same key are the same bucket.
         places: in the bucket, by name.
         bucket: what its compressors see.
         number: among the buckets that do not wait for all gradients of a step; None for the others.

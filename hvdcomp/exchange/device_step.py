@@ -7,7 +7,7 @@ from types import ModuleType
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.protocol import Context
 from hvdcomp.exchange.bucket_step import BucketStep
-from hvdcomp.exchange.buckets import Group
+from hvdcomp.exchange.buckets import EngineBucket
 from hvdcomp.exchange.clock import Clock
 
 
@@ -21,10 +21,10 @@ class DeviceStep(BucketStep):
     on_device = True
 
     def _settle(self, found_inf: Array) -> None:
-        self.group.bucket.call("settle", found_inf, self._adds(), self._aside)
+        self.held.bucket.call("settle", found_inf, self._adds(), self._aside)
         self._keep(found_inf)
 
 
-def bucket_step(xp: ModuleType, group: Group, context: Context, factor: Array | None, clock: Clock) -> BucketStep:
+def bucket_step(xp: ModuleType, held: EngineBucket, context: Context, factor: Array | None, clock: Clock) -> BucketStep:
     """A bucket's way through one step, on the host or on its device; arguments as of `BucketStep`."""
-    return (DeviceStep if group.on_device else BucketStep)(xp, group, context, factor, clock)
+    return (DeviceStep if held.on_device else BucketStep)(xp, held, context, factor, clock)

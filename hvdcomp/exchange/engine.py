@@ -271,9 +271,9 @@ class Engine:
         """
         clock, plan, context, names = self.ledger.clock, self.plan, self.context(""), list(gradients)
         aside = self.planner.beside_residuals  # such steps are rare: one by one, and buckets stay as they are
-        groups, in_none = ([], names) if aside else self.buckets.groups(xp, names, gradients, plan, under_way)
-        clock.turns_only &= not in_none and all(group.on_device for group in groups)
-        steps: list[Step] = [bucket_step(xp, group, context, factor, clock) for group in groups]
+        made, in_none = ([], names) if aside else self.buckets.of_step(xp, names, gradients, plan, under_way)
+        clock.turns_only &= not in_none and all(held.on_device for held in made)
+        steps: list[Step] = [bucket_step(xp, held, context, factor, clock) for held in made]
         if in_none:
             states, memory_for = defaultdict(TensorState) if aside else self.states, self.planner.memory_for
             apart = {name: gradients[name] for name in in_none}

@@ -23,7 +23,7 @@ from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.protocol import Context, TensorInfo
 from hvdcomp.exchange.array_step import Step
 from hvdcomp.exchange.bucket_step import Sums
-from hvdcomp.exchange.buckets import Buckets, Group
+from hvdcomp.exchange.buckets import Buckets, EngineBucket
 from hvdcomp.exchange.clock import Clock
 from hvdcomp.exchange.device_step import bucket_step
 from hvdcomp.exchange.lockstep import Lockstep
@@ -79,7 +79,7 @@ class Overlap:
         self._buckets = buckets
         self._clock = clock
         self.least_bytes = least_bytes
-        self._groups: Sequence[Group] = ()  # in the order in which they may start
+        self._early: Sequence[EngineBucket] = ()  # in the order in which they may start
         self._step: _Step
         self._places: dict[str, int] = {}
         self._missing: list[int] = []  # gradients of each
@@ -95,12 +95,12 @@ class Overlap:
             in_place, sums: as of `Engine.step`.
             agreed: whether all ranks are known to make this step, at the same levels; nothing starts before.
         """
-        groups = self._buckets.early(plan)
-        if groups != self._groups:
-            self._groups = groups
-            self._places = {name: place for place, group in enumerate(groups) for name in group.names}
+        early = self._buckets.early(plan)
+        if early != self._early:
+            self._early = early
+            self._places = {name: place for place, held in enumerate(early) for name in held.names}
         self._step = _Step(context, in_place, sums, agreed, set())
-        self._missing = [len(group.names) for group in groups]
+        self._missing = [len(held.names) for held in early]
 
     def ready(self, name: str, gradient: Array) -> None:
         """To be called when a gradient is there, after `begin`, on the stream that has made it. It may start
@@ -117,21 +117,21 @@ class Overlap:
             if len(self._step.streams) > 1:
                 self._missing = []
         while len(self.started) < len(self._missing) and not self._missing[len(self.started)] and self._step.agreed():
-            self._start(self._groups[len(self.started)])
+            self._start(self._early[len(self.started)])
 
-    def _start(self, group: Group) -> None:
+    def _start(self, held: EngineBucket) -> None:
         """Starts a bucket, if it can take the gradients that have come; else it and those behind it wait for all."""
-        like, clock, step = self._gradients[group.names[0]], self._clock, self._step
+        like, clock, step = self._gradients[held.names[0]], self._clock, self._step
         xp = arrays_for(like)
         if not self.started:
             clock.begin(xp, like)
-        if not self._buckets.take(xp, group, self._gradients):
+        if not self._buckets.take(xp, held, self._gradients):
             self._missing = []
             return
-        clock.turns_only &= group.on_device
-        bucket = bucket_step(xp, group, step.context, None, clock)
+        clock.turns_only &= held.on_device
+        bucket = bucket_step(xp, held, step.context, None, clock)
         bucket.open(self._gradients, step.in_place, step.sums)
-        wave = self.wave(xp, [bucket], group.number)
+        wave = self.wave(xp, [bucket], held.number)
         wave.start()
         self.started.append(wave)
 

@@ -40,7 +40,7 @@ def wire_name(dtype: Any) -> str | None:
     return name
 
 
-class Table(NamedTuple):
+class EmbeddingTable(NamedTuple):
     """Facts of a table that all ranks know: its element type by name, and the numbers of its rows and columns."""
 
     dtype: str
@@ -72,7 +72,9 @@ class RowMeans:
         RankMismatchError: on every rank, if they were told different things.
     """
 
-    def __init__(self, ranks: Communicator, tables: Mapping[str, Table], wire: str | None, host: Array) -> None:
+    def __init__(
+        self, ranks: Communicator, tables: Mapping[str, EmbeddingTable], wire: str | None, host: Array
+    ) -> None:
         shapes = {f"table {name}": f"{table.dtype} {(table.rows, table.columns)}" for name, table in tables.items()}
         facts = {"tables of RowExchange": list(tables), **shapes, "wire_dtype of RowExchange": wire}
         require_agreement(ranks, facts, host)

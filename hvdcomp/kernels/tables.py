@@ -69,7 +69,7 @@ def product(factors: np.ndarray, size: int) -> np.ndarray:
     return total
 
 
-class _Bucket(ctypes.Structure):
+class _BucketStruct(ctypes.Structure):
     _fields_ = [
         ("segments", ctypes.c_void_p),
         ("tasks", ctypes.c_void_p),
@@ -110,7 +110,7 @@ class Table:
             self.tasks["segment"], self.tasks["start"] = np.array(pieces, np.int64).T
         sizes_of_tasks = self.segments["size"][self.tasks["segment"]]
         self.tasks["length"] = np.minimum(sizes_of_tasks - self.tasks["start"], piece)
-        self.bucket = _Bucket(
+        self.bucket = _BucketStruct(
             self.segments.ctypes.data, self.tasks.ctypes.data, len(self.segments), len(self.tasks), 1.0, 1.0, 0.0
         )
         self.address = ctypes.addressof(self.bucket)

@@ -13,7 +13,7 @@ import tensorflow as tf
 from hvdcomp.communicators.horovod_tensorflow import HorovodTensorFlowCommunicator
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.ledger import Ledger
-from hvdcomp.exchange.rows import RowMeans, Rows, Table, wire_name
+from hvdcomp.exchange.rows import EmbeddingTable, RowMeans, Rows, wire_name
 from hvdcomp.tensorflow.names import by_name
 
 _ON_HOST = np.zeros(0, np.float32)
@@ -47,7 +47,7 @@ class RowExchange:
     def __init__(self, *, wire_dtype: tf.DType | None = None) -> None:
         self._wire = wire_name(wire_dtype)
         self._means: RowMeans | None = None
-        self._tables: dict[str, Table] = {}
+        self._tables: dict[str, EmbeddingTable] = {}
         self._ranks: HorovodTensorFlowCommunicator | None = None
 
     @property
@@ -101,7 +101,7 @@ class RowExchange:
     def _reduce_slices(self, gradients: Sequence[Any], variables: Sequence[Any], op: int) -> list[Any]:
         """Adds the exchange to the present graph; in eager mode, runs it."""
         tables = {
-            name: Table(variable.dtype.name, variable.shape[0], variable.shape[1:].num_elements())
+            name: EmbeddingTable(variable.dtype.name, variable.shape[0], variable.shape[1:].num_elements())
             for name, variable in by_name(variables).items()
         }
         if self._tables not in ({}, tables):
@@ -141,7 +141,7 @@ def _settings_of(reduce: Any) -> dict[str, Any]:
     return dict(inspect.getclosurevars(function).nonlocals) if inspect.isfunction(function) else {}
 
 
-def _ids_and_rows(slices: tf.IndexedSlices, table: Table) -> tuple[tf.Tensor, tf.Tensor]:
+def _ids_and_rows(slices: tf.IndexedSlices, table: EmbeddingTable) -> tuple[tf.Tensor, tf.Tensor]:
     """The unique ids of a gradient, and its rows (n, columns)."""
     ids, places = tf.unique(tf.cast(slices.indices, tf.int64))
     rows = tf.math.unsorted_segment_sum(slices.values, places, tf.size(ids))

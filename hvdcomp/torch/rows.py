@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hvdcomp.communicators import Communicator
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import WEIGHTS, refused_on_every_rank, require_agreement
-from hvdcomp.exchange.rows import RowMeans, Rows, Table, wire_name
+from hvdcomp.exchange.rows import EmbeddingTable, RowMeans, Rows, wire_name
 from hvdcomp.torch.local_steps import started_ranks
 from hvdcomp.torch.training import checksums_of
 from hvdcomp.torch.unaveraged import note_tables
@@ -80,7 +80,7 @@ class RowExchange:
                 raise ConfigurationError(f"RowExchange: ratio={ratio!r} is not possible; give it a share from 0 to 1")
             self.tables: dict[str, Any] = _tables_of(model, tables)
         weights = {name: table.weight for name, table in self.tables.items()}
-        shapes = {name: Table(_name_of(weight.dtype), *weight.shape) for name, weight in weights.items()}
+        shapes = {name: EmbeddingTable(_name_of(weight.dtype), *weight.shape) for name, weight in weights.items()}
         require_agreement(self.ranks, {"ratio of RowExchange": ratio}, _ON_HOST)
         self.means = RowMeans(self.ranks, shapes, wire, _ON_HOST)
         self.ratio = ratio

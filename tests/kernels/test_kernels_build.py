@@ -73,7 +73,7 @@ def test_a_line_that_is_no_kernel_is_refused(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_tables_have_the_layout_that_c_gives_them(tmp_path: Path) -> None:
-    bucket = tables._Bucket
+    bucket = tables._BucketStruct
     layouts = {
         "hvd_segment": (
             tables.SEGMENT.itemsize,

@@ -56,7 +56,7 @@ def brought(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return host.to(device, non_blocking=True)
 
 
-class _Rows:
+class _DeviceTable:
     """The table of a bucket on a device.
 
     Attributes:
@@ -113,7 +113,7 @@ class DeviceKernels:
         self.table = table
         self.device = device
         self.keeps = keeps
-        self._rows = _Rows(table)
+        self._rows = _DeviceTable(table)
         self._memory: dict[str, torch.Tensor] = {}
         self.room: dict[str, torch.Tensor] = {}
         self.plans: dict[str, Any] = {}
@@ -147,7 +147,7 @@ class DeviceKernels:
 
     @property
     def sent(self) -> np.ndarray:
-        """Addresses of records, as in `_Rows`."""
+        """Addresses of records, as in `_DeviceTable`."""
         return self._rows.sent
 
     def begin(self, factor: torch.Tensor | None, moves: bool) -> None:
