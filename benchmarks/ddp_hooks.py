@@ -24,9 +24,10 @@ from typing import Any
 import click
 
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.files import csv_of, replace_files
+from hvdcomp.files import commit, csv_of, replace_files
 from hvdcomp.tools.bench.cluster import Cluster, ClusterError
 from hvdcomp.tools.bench.compare import ratio
+from hvdcomp.tools.bench.compare_files import commits_in_words
 from hvdcomp.tools.bench.models import split_model
 from hvdcomp.tools.bench.places import Hosts, Place, parse_hosts, place_of
 from hvdcomp.tools.bench.steps import StepsError, check, earlier, environment_facts
@@ -170,7 +171,7 @@ def markdown(runs: Sequence[Mapping[str, Any]], details: Mapping[str, Any]) -> s
     lines = [
         "# PyTorch's communication hooks and hvdcomp's",
         "",
-        f"Made by `{details['command']}`, at commit `{details['commit']}`, on {details['cores']} cores, with "
+        f"Made by `{details['command']}`, at commit {commits_in_words(runs)}, on {details['cores']} cores, with "
         f"{_versions(runs)}. {summary(rows)}",
         "",
         ABOUT.format(**details),
@@ -279,7 +280,7 @@ def measure(
                 )
                 if code != 0:
                     raise StepsError(f"the run of {place.in_words()} ended with code {code}; its output is above")
-                yield asdict(place) | json.loads(file.read_text())
+                yield asdict(place) | json.loads(file.read_text()) | {"commit": commit()}
 
 
 def _list(_context: click.Context, _option: click.Parameter, value: str) -> tuple[str, ...]:

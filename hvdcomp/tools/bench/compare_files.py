@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -111,12 +111,17 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
+def commits_in_words(runs: Iterable[Mapping[str, Any]]) -> str:
+    """The commits of measurements that may have been resumed."""
+    return ", ".join(dict.fromkeys(f"`{run['commit']}`" for run in runs))
+
+
 def markdown(rows: Sequence[Row], details: dict[str, Any]) -> str:
     """Tables of the rows and of the gains, and the notes on noise."""
     lines = [
         "# Predicted and measured times of steps",
         "",
-        f"Made by `{details['command']}`, at commit `{details['commit']}`. {summary(rows)} "
+        f"Made by `{details['command']}`, at commit {commits_in_words(details['runs'])}. {summary(rows)} "
         f"All {len(rows)} rows are in the CSV file beside this page, "
         "with quartiles and with the parts of each prediction. 2x4 are 2 hosts with 4 ranks on each; 2 are 2 hosts "
         "with one.",

@@ -115,7 +115,7 @@ def measure(
     Calibration and steps of a model take turns, because a machine's speed changes with time.
 
     Yields:
-        The results of the ranks, with the fields of `Place`.
+        The results of the ranks, with the fields of `Place`, and the commit of the sources.
 
     Args:
         show: called with the name of the next measurement, in another thread.
@@ -133,7 +133,8 @@ def measure(
                 continue
             with Cluster(host.number, rate) as cluster:
                 for place in places:
-                    yield _run(cluster, place, options, show) | asdict(place)  # the worker knows no rate
+                    found = _run(cluster, place, options, show)
+                    yield found | asdict(place) | {"commit": commit()}  # the worker knows no rate
     except ClusterError as error:
         raise StepsError(str(error)) from None
 
@@ -185,5 +186,5 @@ def _shortened(lines: Sequence[str]) -> str:
 
 
 def environment_facts() -> dict[str, Any]:
-    """The properties of the machine, and the sources, on which all results depend."""
-    return {"cores": os.cpu_count(), "python": sys.version.split()[0], "commit": commit()}
+    """The properties of the machine on which all results depend."""
+    return {"cores": os.cpu_count(), "python": sys.version.split()[0]}

@@ -48,6 +48,7 @@ def result(hosts: int = 2) -> dict[str, Any]:
     }
     place = {"hosts": hosts, "rate": "1gbit", "model": "m"}
     measured = {"calibration": as_json(calibration), "noisy": {}, "steps": steps, "alone": "compute", "auto": "auto"}
+    measured["commit"] = "abc123"
     return place | measured
 
 
@@ -211,6 +212,7 @@ def test_gains_and_files(tmp_path: Path) -> None:
     with files[1].open() as stream:
         assert [float(row["measured_ms"]) for row in csv.DictReader(stream)] == [row.measured_ms for row in rows]
     text = files[2].read_text()
+    assert "Made by `hvdcomp bench steps`, at commit `abc123`. " in text
     assert summary(rows) in text
     assert "faster one of dense and fp16: m 2.00 at 1gbit." in text
     assert "two are" in text.splitlines()
