@@ -40,6 +40,7 @@ def run(rate: str = "1gbit", **times: list[float]) -> dict[str, Any]:
         for method, time in {**MEASURED, **times}.items()
     ]
     return {
+        "commit": "abc123",
         "hosts": 2,
         "ranks_per_host": 1,
         "rate": rate,
