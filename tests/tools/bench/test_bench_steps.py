@@ -161,6 +161,7 @@ def test_ranks_are_started_on_all_hosts_and_may_make_groups(
     specs = ("topk:ratio=0.01", "two_level(topk:ratio=0.01)")
     options = runs.Options(("lstm",), specs, 4, 60.0, overlap="both")
     (found,) = runs.measure([hosts], ["1gbit"], options, lambda _: None)
+    assert found.pop("commit")
     assert found == {"hosts": 3, "ranks_per_host": hosts.ranks, "rate": "1gbit", "model": "lstm", "steps": {}}
     assert cluster.options["ranks"] == ranks
     assert cluster.options["env"].get("HOROVOD_DYNAMIC_PROCESS_SETS") == sets
