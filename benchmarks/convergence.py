@@ -589,7 +589,7 @@ def savings_of(tables: Sequence[Table]) -> str:
                 continue
             best, row = max(times, key=lambda entry: entry[0])
             beside_none = table.times_as_fast(row, link, ["none"])
-            cells.append(f"{row.label} {best:.2f} x ({beside_none:.1f} x)")
+            cells.append(f"{row.label} {best:.2f} x" + ("" if beside_none is None else f" ({beside_none:.1f} x)"))
         lines.append(f"| {table.name}, {OPTIMIZERS[table.workload.options['optimizer']]} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -24,10 +24,9 @@ from typing import Any
 import click
 
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.files import commit, csv_of, replace_files
+from hvdcomp.files import commit, commits_in_words, csv_of, replace_files
 from hvdcomp.tools.bench.cluster import Cluster, ClusterError
 from hvdcomp.tools.bench.compare import ratio
-from hvdcomp.tools.bench.compare_files import commits_in_words
 from hvdcomp.tools.bench.models import split_model
 from hvdcomp.tools.bench.places import Hosts, Place, parse_hosts, place_of
 from hvdcomp.tools.bench.steps import StepsError, check, earlier, environment_facts
@@ -168,10 +167,11 @@ def summary(rows: Sequence[Row]) -> str:
 def markdown(runs: Sequence[Mapping[str, Any]], details: Mapping[str, Any]) -> str:
     """The tables, and what did not run."""
     rows = [row for run in runs for row in rows_of(run)]
+    commits = commits_in_words(run["commit"] for run in runs)
     lines = [
         "# PyTorch's communication hooks and hvdcomp's",
         "",
-        f"Made by `{details['command']}`, at commit {commits_in_words(runs)}, on {details['cores']} cores, with "
+        f"Made by `{details['command']}`, at commit {commits}, on {details['cores']} cores, with "
         f"{_versions(runs)}. {summary(rows)}",
         "",
         ABOUT.format(**details),

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from hvdcomp.files import commits_in_words
 from hvdcomp.tools.reproduce.trainings import ROOT, Run
 from hvdcomp.tools.train.spread import estimate
 
@@ -34,8 +35,7 @@ def with_interval(values: Sequence[float], form: str) -> str:
 
 def commits_of(runs: Iterable[Run]) -> str:
     """The commits at which runs were trained, for a page."""
-    commits = {record["commit"] for run in runs if (record := run.record) is not None}
-    return ", ".join(f"`{commit}`" for commit in sorted(commits))
+    return commits_in_words(record["commit"] for run in runs if (record := run.record) is not None)
 
 
 def end_if_failed(failed: Sequence[Run], console: Any) -> None:

@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,11 @@ def replace_files(contents: Mapping[Path, bytes]) -> None:
 def replace_text(path: Path, text: str) -> None:
     """`replace_files` for a text file in UTF-8; characters that UTF-8 cannot encode become question marks."""
     replace_files({path: text.encode("utf-8", errors="replace")})
+
+
+def commits_in_words(commits: Iterable[str]) -> str:
+    """The different commits of measurements, for a page."""
+    return ", ".join(f"`{commit}`" for commit in sorted(set(commits)))
 
 
 def with_block(text: str, begin: str, end: str, block: str) -> str | None:

@@ -91,7 +91,7 @@ def _lost(spec: str) -> str:
     """The measured loss of a method under a stock Adam."""
     lost = lost_with(parse_compressor(spec), "Adam")
     assert lost is not None
-    return f"{lost:.0%}".replace("%", " %")
+    return f"{100 * lost:.0f} %"
 
 
 def harm_in_words(adam: str, methods: str) -> str:

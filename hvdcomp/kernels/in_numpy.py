@@ -28,8 +28,7 @@ def sums_of(kernel: str, table: Table) -> np.ndarray:
     """Sums of squares of each tensor, float64 (tensors,): for `make_x` of x, for `measure_left` of the residual."""
     with np.errstate(over="ignore", invalid="ignore"):
         if kernel == "make_x":
-            _make_x(table)
-            return _energies(table.vectors(_made(table)))
+            return _energies(_made(table))
         return np.where(table.segments["sent_rule"] == NOTHING, _energies(table.vectors("x")), 0.0)
 
 
@@ -48,13 +47,9 @@ def _energies(vectors: list[np.ndarray]) -> np.ndarray:
     return np.array([np.sum(np.square(vector, dtype=np.float64)) for vector in vectors], np.float64)
 
 
-def _made(table: Table) -> str:
-    """The column of the numbers to compress."""
-    return next(column for column in ("source", "x", "gradient") if table.segments[column].all())
-
-
-def _make_x(table: Table) -> bool:
-    made = _made(table)
+def _made(table: Table) -> list[np.ndarray]:
+    """The numbers to compress of each tensor; x is made unless something else is compressed."""
+    made = next(column for column in ("source", "x", "gradient") if table.segments[column].all())
     if made == "x":
         columns = ("gradient", "kept", "x", "velocity", "next_velocity")
         rules = table.segments["rule"].tolist()
@@ -62,7 +57,11 @@ def _make_x(table: Table) -> bool:
         for rule, *vectors in zip(rules, *map(table.vectors, columns), strict=True):
             for start in range(0, vectors[0].size, _BLOCK):
                 _make_block(table, rule == EVERYTHING, *(vector[start : start + _BLOCK] for vector in vectors))
-    return holds_inf(table, made)
+    return table.vectors(made)
+
+
+def _make_x(table: Table) -> bool:
+    return not all(map(_is_finite, _made(table)))
 
 
 def _make_block(
@@ -94,9 +93,9 @@ def _make_block(
 
 
 def _dense_encode(table: Table, wire: np.ndarray) -> bool:
-    found_inf = _make_x(table)
-    np.concatenate(table.vectors(_made(table)), out=wire[: table.elements])
-    return found_inf
+    made = _made(table)
+    np.concatenate(made, out=wire[: table.elements])
+    return not all(map(_is_finite, made))
 
 
 def _dense_decode(table: Table, mean: np.ndarray) -> bool:

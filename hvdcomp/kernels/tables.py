@@ -114,12 +114,11 @@ class Table:
             self.segments.ctypes.data, self.tasks.ctypes.data, len(self.segments), len(self.tasks), 1.0, 1.0, 0.0
         )
         self.address = ctypes.addressof(self.bucket)
-        self._sizes = list(sizes)
 
     def vectors(self, column: str) -> list[np.ndarray]:
         """The storage that a column points to, as a float32 vector of each tensor: of no element where the address is
         null."""
-        parts = zip(self.segments[column].tolist(), self._sizes, strict=True)
+        parts = zip(self.segments[column].tolist(), self.segments["size"].tolist(), strict=True)
         return [_floats(address, size) if address else _NONE for address, size in parts]
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hvdcomp.files import csv_of, replace_files
+from hvdcomp.files import commits_in_words, csv_of, replace_files
 from hvdcomp.perfmodel import NOISY, STOCK_SPECS
 from hvdcomp.perfmodel.rates import parse_rate
 from hvdcomp.tools.bench.compare import SCATTER, TWO_LEVELS, Choice, Gain, Row, choices, errors, gains
@@ -111,17 +111,13 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def commits_in_words(runs: Iterable[Mapping[str, Any]]) -> str:
-    """The commits of measurements that may have been resumed."""
-    return ", ".join(dict.fromkeys(f"`{run['commit']}`" for run in runs))
-
-
 def markdown(rows: Sequence[Row], details: dict[str, Any]) -> str:
     """Tables of the rows and of the gains, and the notes on noise."""
+    commits = commits_in_words(run["commit"] for run in details["runs"])  # they may have been resumed
     lines = [
         "# Predicted and measured times of steps",
         "",
-        f"Made by `{details['command']}`, at commit {commits_in_words(details['runs'])}. {summary(rows)} "
+        f"Made by `{details['command']}`, at commit {commits}. {summary(rows)} "
         f"All {len(rows)} rows are in the CSV file beside this page, "
         "with quartiles and with the parts of each prediction. 2x4 are 2 hosts with 4 ranks on each; 2 are 2 hosts "
         "with one.",

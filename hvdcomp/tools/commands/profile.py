@@ -98,8 +98,8 @@ def command(
     """
     if re.fullmatch(r"python[\d.]*", Path(program).name):  # the command by which the user starts the program
         as_module = arguments[:1] == ("-m",)
-        program, *rest = arguments[as_module:] or (program,)
-        arguments = tuple(rest)
+        own = arguments[1:] if as_module else arguments
+        program, arguments = (own[0], own[1:]) if own else (program, ())
     environment.prepare_mpi()
     allow_process_sets()
     output = output.absolute()  # the program may change the folder

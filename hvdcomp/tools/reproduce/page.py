@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
+from hvdcomp.files import commits_in_words
 from hvdcomp.tools.reproduce.outcome import AS_PUBLISHED, IN_PART, NOT_SHOWN, REVERSED, VERDICTS, Outcome, Row
 from hvdcomp.tools.reproduce.published import PAPERS, Artefact, artefacts
 
@@ -60,7 +61,7 @@ def page(outcomes: Mapping[str, Outcome]) -> str:
     groups = _groups(outcomes)
     quick = sum(str(outcome.about.get("command", "")).endswith("--quick") for outcome in outcomes.values())
     found = {commit for outcome in outcomes.values() for commit in outcome.about.get("commit", "").split(", ")} - {""}
-    commits = [_COMMITS.format(commits=", ".join(f"`{commit}`" for commit in sorted(found)))] if found else []
+    commits = [_COMMITS.format(commits=commits_in_words(found))] if found else []
     lines = [_HEAD, *commits, *([_QUICK.format(quick=quick)] if quick else []), *_counts(groups), ""]
     for verdict, names in groups.items():
         if not names:
