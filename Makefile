@@ -5,22 +5,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-# What `make demo` trains: one run per compression in PyTorch, and one in TensorFlow, two ranks each. Trainings are too
-# short, and too far apart in time, to compare their speed: steps are timed afterwards, all methods in turns.
-DEMO_COMPRESSION := none fp16 topk:ratio=0.01 powersgd:rank=2
-DEMO_TENSORFLOW := topk:ratio=0.01
-DEMO_TRAINING := --model cnn --data digits --batch-size 16 --epochs 5 --seed 1
-DEMO_TIMING := --model cnn@digits --batch-size 16 --seconds 10 --attempts 3 --no-auto --quiet
-DEMO_OUTPUT := runs/demo
 # What `make bench` times a step of: the methods with a form for buckets, in their usual setting.
 BENCH := --retries 2 $(addprefix --method ,none topk:ratio=0.01 mstopk:ratio=0.01 redsync:ratio=0.01 dgc:ratio=0.01 \
   randomk:ratio=0.01 efsignsgd onebit qsgd:bits=4 terngrad natural powersgd:rank=4)
-
-# horovodrun would put [1,0]<stdout>: before each line, which no option of it leaves out, and import TensorFlow twice.
-DEMO_RANKS := mpirun -np 2 -H localhost:2 --bind-to none --mca mpi_yield_when_idle 1
-# In a container there may be no other user than root, which mpirun else refuses.
-demo: export OMPI_ALLOW_RUN_AS_ROOT := 1
-demo: export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 
 ifeq ($(shell uname -m),x86_64)
 TENSORFLOW := tensorflow-cpu
@@ -49,7 +36,7 @@ STARTED := $(shell date +%s)
 unexport PYTHONDONTWRITEBYTECODE
 
 # horovodrun itself imports TensorFlow, twice, and each time it announces these optimisations.
-demo faults test test-all: export TF_ENABLE_ONEDNN_OPTS := 0
+faults test test-all: export TF_ENABLE_ONEDNN_OPTS := 0
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all lint bench faults gpu-check image wheel site release clean
@@ -84,26 +71,7 @@ setup: $(PACKAGES_STAMP)  ## make .venv with all dependencies, Horovod built fro
 	@$(BIN)/hvdcomp build-horovod
 
 demo: setup  ## train with four compressions on two ranks each, one in TensorFlow too, then compare them
-	@rm -rf $(DEMO_OUTPUT)
-	@for compression in $(DEMO_COMPRESSION); do \
-	  echo "==> Training with --compression $$compression"; \
-	  $(DEMO_RANKS) hvdcomp train $(DEMO_TRAINING) --compression $$compression \
-	    --output $(DEMO_OUTPUT)/$${compression%%:*} || exit 1; \
-	done
-	@echo "==> Training in TensorFlow with --compression $(DEMO_TENSORFLOW)"
-	@$(DEMO_RANKS) hvdcomp train --framework tensorflow $(DEMO_TRAINING) --compression $(DEMO_TENSORFLOW) \
-	  --output $(DEMO_OUTPUT)/tensorflow
-	@echo "==> Timing steps of all methods in turns, and calibrating the performance model (half a minute; again if too noisy)"
-	@$(DEMO_RANKS) $(BIN)/python -m hvdcomp.tools.bench.compare_worker $(DEMO_TIMING) \
-	  $(addprefix --compressor ,$(filter-out none fp16,$(DEMO_COMPRESSION))) --output $(DEMO_OUTPUT)/turns.json
-	@echo "==> Timing the same steps between two emulated hosts with links of 100 Mb/s (docs/emulated-cluster.md)"
-	@$(BIN)/python -m hvdcomp.tools.bench.cluster run --hosts 2 --rate 100mbit -- \
-	  $(BIN)/python -m hvdcomp.tools.bench.compare_worker $(DEMO_TIMING) --attempts 1 --rate 100mbit \
-	  $(addprefix --compressor ,$(filter-out none fp16,$(DEMO_COMPRESSION))) --output $(DEMO_OUTPUT)/turns-100mbit.json \
-	  || echo "There can be no such hosts here: steps on links of 100 Mb/s are predicted, and marked so"
-	@hvdcomp report $(foreach c,$(DEMO_COMPRESSION),$(DEMO_OUTPUT)/$(firstword $(subst :, ,$(c)))) \
-	  $(DEMO_OUTPUT)/tensorflow $$(for file in $(DEMO_OUTPUT)/turns*.json; do echo --turns $$file; done) \
-	  --output $(DEMO_OUTPUT)
+	@hvdcomp demo --backend horovod --seconds 10
 
 lint: setup  ## check style, types, and what imports what (ruff, mypy, import-linter)
 	@ruff check .
@@ -149,7 +117,7 @@ site: setup  ## make a site of README, docs and docstrings in build/site
 	@$(BIN)/python -m sphinx -q -W -b html docs build/site
 	@echo "Made build/site/index.html"
 
-release: setup  ## make a source distribution and a wheel in dist/, checked and tried in fresh environments
+release: setup  ## make a source distribution and wheels in dist/, checked and tried in fresh environments
 	@$(PIP) --editable '.[release]'
 	@scripts/release $(BIN)/python
 

@@ -12,6 +12,7 @@ _COMMANDS = {
     "build-horovod": "Build and install Horovod for the installed frameworks.",
     "calibrate": "Measure network, model and compressors, for advise.",
     "compressors": "List compressors, their parameters and payloads.",
+    "demo": "Train with several compressions on two ranks, and compare them.",
     "doctor": "Check the installation, and say how to mend it.",
     "launch": "Run a training program on a cluster: Kubernetes or Slurm.",
     "profile": "Run some steps of your training program, and recommend a compressor.",

@@ -1,0 +1,118 @@
+"""`hvdcomp demo`: trains with several compressions on two ranks, times their steps in turns, and compares them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+_COMPRESSIONS = {
+    "torch": ("none", "topk:ratio=0.01", "powersgd:rank=2"),
+    "horovod": ("none", "fp16", "topk:ratio=0.01", "powersgd:rank=2"),
+}
+_IN_TENSORFLOW = "topk:ratio=0.01"
+_STOCK = ("none", "fp16")  # whose steps are timed in any case
+_TRAINING = ("--model", "cnn", "--data", "digits", "--batch-size", "16", "--epochs", "5", "--seed", "1")
+_TIMING = ("--model", "cnn@digits", "--batch-size", "16", "--no-auto", "--quiet")
+_RATE = "100mbit"
+_PYTHON = (sys.executable, "-m")
+_COMPARE = "hvdcomp.tools.bench.compare_worker"
+_CLUSTER = (*_PYTHON, "hvdcomp.tools.bench.cluster", "run", "--hosts", "2", "--rate", _RATE)
+_STARTS = {
+    "torch": (*_PYTHON, "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"),
+    # horovodrun would put [1,0]<stdout>: before each line, which no option of it leaves out.
+    "horovod": (
+        *("mpirun", "-np", "2", "-H", "localhost:2", "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1"),
+        *_PYTHON,
+    ),
+}
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",  # the ranks share this machine's cores
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # emulated hosts have no names that it could look up
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "TF_ENABLE_ONEDNN_OPTS": "0",
+    # In a container there may be no other user than root, which mpirun else refuses.
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+}
+
+
+@click.command()
+@click.option(
+    "--backend",
+    type=click.Choice(list(_STARTS)),
+    default="torch",
+    show_default=True,
+    help="What connects the ranks: torch.distributed, or Horovod with MPI, then in TensorFlow too.",
+)
+@click.option(
+    "--seconds",
+    type=click.FloatRange(1, 600),
+    default=3,
+    show_default=True,
+    help="Time to measure steps on each network, and again to calibrate the performance model there.",
+)
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("runs/demo"),
+    show_default=True,
+    help="Folder for the trainings and report.html; an older demo there is replaced.",
+)
+def command(backend: str, seconds: float, output: Path) -> None:
+    """Train with several compressions on two ranks, and compare them in a table and a web page.
+
+    A small CNN learns images of digits in a minute. The ranks share this machine, where compression has little to gain:
+    steps are timed between two emulated hosts with links of 100 Mb/s, too, or predicted where there can be no such
+    hosts.
+    """
+    for module, extra in (("torch", "torch"), ("sklearn", "train"), ("matplotlib", "train")):
+        if importlib.util.find_spec(module) is None:
+            raise click.ClickException(f"{module} is not installed: pip install 'hvdcomp[{extra}]'")
+    if backend == "horovod" and (importlib.util.find_spec("horovod") is None or shutil.which("mpirun") is None):
+        raise click.ClickException(
+            "Horovod or mpirun is not installed: see hvdcomp build-horovod, or leave out --backend horovod"
+        )
+    if output.exists() and not (output / "report.html").exists() and any(output.iterdir()):
+        raise click.UsageError(f"--output {output} has other files than those of a demo: name another folder")
+    shutil.rmtree(output, ignore_errors=True)
+    start, specs = _STARTS[backend], _COMPRESSIONS[backend]
+    runs = {output / spec.partition(":")[0]: ("--compression", spec) for spec in specs}
+    if backend == "horovod" and importlib.util.find_spec("tensorflow") is not None:
+        runs[output / "tensorflow"] = ("--framework", "tensorflow", "--compression", _IN_TENSORFLOW)
+    for folder, words in runs.items():
+        _run(f"Training with {' '.join(words)}", [*start, "hvdcomp", "train", *_TRAINING, *words, "--output", folder])
+
+    compressors = [word for spec in specs if spec not in _STOCK for word in ("--compressor", spec)]
+    timing = [*_TIMING, "--seconds", seconds, *compressors]
+    here, slow = output / "turns.json", output / f"turns-{_RATE}.json"
+    _run(
+        "Timing steps of all methods in turns (again if too noisy)",
+        [*start, _COMPARE, *timing, "--attempts", 2, "--output", here],
+    )
+    slow_link = [*_CLUSTER, "--backend", backend, "--", *_PYTHON, _COMPARE, *timing, "--rate", _RATE, "--output", slow]
+    emulated = _run(
+        "Timing the same steps between two emulated hosts with links of 100 Mb/s (docs/emulated-cluster.md)",
+        slow_link,
+        needed=False,
+    )
+    if not emulated:
+        click.echo("There can be no such hosts here: steps on links of 100 Mb/s are predicted, and marked so")
+    turns = [word for file in (here, slow) if file.exists() for word in ("--turns", file)]
+    _run("The comparison", [*_PYTHON, "hvdcomp", "report", *runs, *turns, "--output", output])
+
+
+def _run(title: str, words: Sequence[object], needed: bool = True) -> bool:
+    """Runs a program, and ends this one with its status if it fails; returns whether it succeeded."""
+    click.secho(f"==> {title}", bold=True)
+    sys.stdout.flush()  # before what the program prints
+    code = subprocess.run([*map(str, words)], env={**_ENVIRONMENT, **os.environ}).returncode
+    if code != 0 and needed:
+        sys.exit(code)
+    return code == 0

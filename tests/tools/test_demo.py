@@ -1,0 +1,110 @@
+"""`hvdcomp demo`: every method is trained, timed on both networks, and given to the report."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from hvdcomp.tools.commands import demo
+
+
+class Programs:
+    """In place of the programs: notes how they were called, and writes the files that they would."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.called: list[list[str]] = []
+        self._fails = fails
+
+    def __call__(self, words: list[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
+        self.called.append(words)
+        failed = bool(self._fails) and any(self._fails in word for word in words)
+        written = Path(words[words.index("--output") + 1])
+        if not failed and written.suffix == ".json":
+            written.parent.mkdir(parents=True, exist_ok=True)
+            written.touch()
+        return subprocess.CompletedProcess(words, 3 if failed else 0)
+
+    def with_word(self, word: str) -> list[list[str]]:
+        return [words for words in self.called if word in words]
+
+
+def run(programs: Programs, monkeypatch: pytest.MonkeyPatch, *words: str) -> Any:
+    monkeypatch.setattr(demo.subprocess, "run", programs)
+    return CliRunner().invoke(demo.command, words)
+
+
+def after(words: list[str], option: str) -> list[str]:
+    return [value for name, value in zip(words, words[1:], strict=False) if name == option]
+
+
+@pytest.mark.parametrize("backend", ["torch", "horovod"])
+def test_every_method_is_trained_timed_and_reported(
+    backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if backend == "horovod":
+        pytest.importorskip("horovod")
+    monkeypatch.chdir(tmp_path)
+    programs = Programs()
+    done = run(programs, monkeypatch, "--backend", backend)
+    assert done.exit_code == 0, done.output
+    trainings, timings = programs.with_word("train"), programs.with_word("hvdcomp.tools.bench.compare_worker")
+    specs = [spec for words in trainings for spec in after(words, "--compression") if "tensorflow" not in words]
+    assert specs[0] == "none"
+    assert len(specs) == len(set(specs)) >= 3
+    assert any("tensorflow" in words for words in trainings) == (backend == "horovod")
+    for words in timings:
+        assert after(words, "--compressor") == [spec for spec in specs if spec not in ("none", "fp16")]
+    assert [after(words, "--rate") for words in timings] == [[], ["100mbit", "100mbit"]]  # of the links, and to note
+    folders = [folder for words in trainings for folder in after(words, "--output")]
+    (report,) = programs.with_word("report")
+    assert report[report.index("report") + 1 : report.index("--turns")] == folders
+    assert len(set(folders)) == len(trainings)
+    assert after(report, "--turns") == [file for words in timings for file in after(words, "--output")]
+
+
+def test_without_emulated_hosts_the_rest_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    programs = Programs(fails="bench.cluster")
+    done = run(programs, monkeypatch)
+    assert done.exit_code == 0
+    assert "predicted" in done.output
+    assert after(programs.with_word("report")[0], "--turns") == ["runs/demo/turns.json"]
+
+
+def test_a_training_that_fails_ends_the_demo_with_its_status(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    programs = Programs(fails="topk")
+    assert run(programs, monkeypatch, "--output", str(tmp_path / "demo")).exit_code == 3
+    assert not programs.with_word("report")
+
+
+def test_other_files_are_not_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    programs = Programs()
+    done = run(programs, monkeypatch, "--output", str(tmp_path))
+    assert done.exit_code == 2
+    assert "name another folder" in done.output
+    assert (tmp_path / "thesis.tex").exists()
+    assert not programs.called
+
+
+@pytest.mark.thorough
+@pytest.mark.alone
+def test_it_runs_on_real_ranks(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdcomp", "demo", "--seconds", "1"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "runs/demo/report.json").read_text())
+    assert "dense training ended at" in done.stdout
+    assert "powersgd:rank=2" in json.dumps(report)
+    assert (tmp_path / "runs/demo/report.html").exists()
