@@ -83,14 +83,20 @@ def test_a_training_that_fails_ends_the_demo_with_its_status(monkeypatch: pytest
     assert not programs.with_word("report")
 
 
-def test_other_files_are_not_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_only_a_demo_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
+    (tmp_path / "report.html").touch()  # of the user's own trainings
     programs = Programs()
     done = run(programs, monkeypatch, "--output", str(tmp_path))
     assert done.exit_code == 2
     assert "name another folder" in done.output
     assert (tmp_path / "thesis.tex").exists()
     assert not programs.called
+    folder = str(tmp_path / "demo")
+    assert run(programs, monkeypatch, "--output", folder).exit_code == 0
+    (tmp_path / "demo" / "old").touch()
+    assert run(programs, monkeypatch, "--output", folder).exit_code == 0
+    assert not (tmp_path / "demo" / "old").exists()
 
 
 @pytest.mark.thorough

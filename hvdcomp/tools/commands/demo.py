@@ -21,6 +21,7 @@ _STOCK = ("none", "fp16")  # whose steps are timed in any case
 _TRAINING = ("--model", "cnn", "--data", "digits", "--batch-size", "16", "--epochs", "5", "--seed", "1")
 _TIMING = ("--model", "cnn@digits", "--batch-size", "16", "--no-auto", "--quiet")
 _RATE = "100mbit"
+_MARK = ".demo"  # file in the folder of a demo, which the next demo there may replace
 _PYTHON = (sys.executable, "-m")
 _COMPARE = "hvdcomp.tools.bench.compare_worker"
 _CLUSTER = (*_PYTHON, "hvdcomp.tools.bench.cluster", "run", "--hosts", "2", "--rate", _RATE)
@@ -79,9 +80,11 @@ def command(backend: str, seconds: float, output: Path) -> None:
         raise click.ClickException(
             "Horovod or mpirun is not installed: see hvdcomp build-horovod, or leave out --backend horovod"
         )
-    if output.exists() and not (output / "report.html").exists() and any(output.iterdir()):
-        raise click.UsageError(f"--output {output} has other files than those of a demo: name another folder")
+    if output.exists() and not (output / _MARK).exists() and any(output.iterdir()):
+        raise click.UsageError(f"--output {output} has files, and is not of an older demo: name another folder")
     shutil.rmtree(output, ignore_errors=True)
+    output.mkdir(parents=True)
+    (output / _MARK).touch()
     start, specs = _STARTS[backend], _COMPRESSIONS[backend]
     runs = {output / spec.partition(":")[0]: ("--compression", spec) for spec in specs}
     if backend == "horovod" and importlib.util.find_spec("tensorflow") is not None:
