@@ -142,7 +142,10 @@ class Compression:
 
     @property
     def level(self) -> Level | None:
-        """The level of the next step; None for a compressor without a level."""
+        """The level of the next step; None for a compressor without a level, and while a schedule or policy gives
+        tensors no level or several (then see `levels`)."""
+        if self._binding is not None:
+            return self._binding.level
         return self.settings.compressor.level if self._level is None else self._level
 
     @property
@@ -181,7 +184,7 @@ class Compression:
         require_bounded_residuals(self.settings.compressor.at_level(level), self.settings.memory)
         self._level = level
         if self._binding is not None:
-            self._binding.engine.set_level(level)
+            self._binding.set_level(level)
 
     @property
     def accumulation(self) -> int:
@@ -307,12 +310,12 @@ class Compression:
         if self._binding is not None:
             raise ConfigurationError("this hvdcomp.Compression serves a training already; make one for each model")
         binding = make_binding(Setup(self, self._parameters, self._process_set, self._grad_scaler, optimizer))
-        restored, self._restored = self._restored, None  # once, also if it is refused
+        self._binding = binding  # also if a state is refused, as the framework keeps the hooks that it was given
+        restored, self._restored = self._restored, None
         if restored is not None:
-            binding.load_state_dict(restored)
+            binding.begin_from(restored)
         if self._level is not None:
-            binding.engine.set_level(self._level)
-        self._binding = binding
+            binding.set_level(self._level)
         return binding
 
     def _bind(self, optimizer: Any) -> bool:

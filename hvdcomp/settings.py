@@ -39,7 +39,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raises SpecError for an invalid overlap or number."""
-        if self.overlap not in (True, False, "auto"):
+        if not (isinstance(self.overlap, bool) or self.overlap == "auto"):
             raise SpecError(f'overlap={self.overlap!r} is not possible; give True, False or "auto"')
         _require_whole("bucket_bytes", self.bucket_bytes, 1, or_none=True)
         _require_whole("seed", self.seed)

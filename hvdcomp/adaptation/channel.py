@@ -11,11 +11,13 @@ import numpy as np
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array
 from hvdcomp.communicators import Communicator
+from hvdcomp.errors import ConfigurationError
 from hvdcomp.policies.base import Policy
 from hvdcomp.policies.decisions import Decision
 from hvdcomp.policies.request import Statistics
 
 _HEADER_BYTES = 8
+_FAILED = "the policy failed"  # key of a message in place of a state
 
 
 class Broadcaster(Protocol):
@@ -128,6 +130,7 @@ class DecisionChannel:
         self.policy = policy
         self.decides = decides
         self.in_flight = False
+        self._error: Exception | None = None  # of the policy, on rank 0
         self.enter(policy.initial_state(tensors))
         room = len(self._message()) + 32 * len(tensors) + policy.state_growth
         self._messages = MessageChannel(make_broadcaster, room)
@@ -148,15 +151,30 @@ class DecisionChannel:
         self.be_ahead(state)
         return decision
 
+    def refuse(self, error: Exception) -> None:
+        """Lets `receive` raise an error of the policy on all ranks; on rank 0 only, instead of `decide`."""
+        self._error = error
+
     def send(self) -> None:
         """Starts to send rank 0's state, on all ranks."""
-        self._messages.start(self._message() if self.decides else b"")
+        message = b""
+        if self.decides:
+            error = self._error
+            message = self._message() if error is None else json.dumps({_FAILED: repr(error)}).encode()
+        self._messages.start(message)
         self.in_flight = True
 
     def receive(self) -> Decision:
-        """Waits for rank 0's state, enters it, and returns its decision."""
+        """Waits for rank 0's state, enters it, and returns its decision.
+
+        Raises:
+            ConfigurationError: on every rank, if the policy has raised an error on rank 0, which is the cause there.
+        """
         self.in_flight = False
-        self.enter(self.policy.from_json(json.loads(self._messages.finish())))
+        state = json.loads(self._messages.finish())
+        if isinstance(state, dict) and _FAILED in state:
+            raise ConfigurationError(f"the policy {self.policy} failed on rank 0: {state[_FAILED]}") from self._error
+        self.enter(self.policy.from_json(state))
         return self.policy.decision(self.state)
 
     def _message(self) -> bytes:

@@ -25,7 +25,6 @@ from hvdcomp.adaptation.run_log import RunLog
 from hvdcomp.adaptation.step_counter import Progress, Rates, StepClock
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array
-from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import require_same_levels
 from hvdcomp.exchange.bucket_step import Sums
 from hvdcomp.exchange.engine import Engine
@@ -232,11 +231,6 @@ class Coordinator:
     ) -> None:
         """Goes on from `shared_state` and, on rank 0, from its `own_state`."""
         self._partial = shared.get("partial", False)
-        if own is None and self.channel.decides and not self._partial:
-            raise ConfigurationError(
-                "rank 0 was given the state of another rank; load on rank 0 the state that rank 0 saved, which has the "
-                "policy"
-            )
         self.channel.enter(self.policy.from_json(shared["state"]))
         self.progress.step, self.progress.epoch, self.progress.taken = shared["progress"]
         self._put_in_force(self.policy.decision(self.channel.state))
@@ -278,7 +272,9 @@ class Coordinator:
         assert self._first_rates is not None
         statistics, self._ended = self._ended, None
         if following:  # empty if no optimizer is known, allowed for policies without learning rates
-            rates = LearningRates(self._first_rates, following)
+            # New parameter groups come last; of a group that was not there when the period began, no fall is known.
+            before = (*self._first_rates, *following[len(self._first_rates) :])[: len(following)]
+            rates = LearningRates(before, following)
             statistics = dataclasses.replace(statistics, learning_rates=rates)
         self._first_rates = following
         self._decide(statistics)
@@ -286,7 +282,12 @@ class Coordinator:
     def _decide(self, statistics: Statistics) -> None:
         """Makes a decision on rank 0 and starts its broadcast."""
         if self.channel.decides:
-            self._log.decision(statistics, self.channel.decide(statistics))
+            try:
+                decision = self.channel.decide(statistics)
+            except Exception as error:  # raised on all ranks where they receive the decision
+                self.channel.refuse(error)
+            else:
+                self._log.decision(statistics, decision)
         self.channel.send()
         if not self.observes:
             self.observers.sums.clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ from hvdcomp.adaptation.channel import DecisionChannel
 from hvdcomp.adaptation.decision_log import DecisionLog
 from hvdcomp.adaptation.plans import Plans
 from hvdcomp.adaptation.step_counter import Progress
-from hvdcomp.errors import ConfigurationError
+from hvdcomp.errors import ConfigurationError, warn_alone
 from hvdcomp.policies.decisions import Decision
 from hvdcomp.policies.request import Statistics
 
@@ -62,5 +61,5 @@ class RunLog:
         try:
             write(self._log, state=state, decision=decision.to_json(), **record)
         except ConfigurationError as error:
-            warnings.warn(f"decisions are no longer logged: {error}", stacklevel=3)
             self._log = None
+            warn_alone(f"decisions are no longer logged: {error}", stacklevel=3)

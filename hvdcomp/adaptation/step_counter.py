@@ -96,6 +96,7 @@ class StepClock:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._ended: float | None = None
+        self._pauses = 0  # under way, one within another
 
     def lap(self) -> float:
         """Ends a step; returns the seconds since the end of the step before, NaN if there was none."""
@@ -107,10 +108,12 @@ class StepClock:
     def paused(self) -> Iterator[None]:
         """Excludes the time inside from the next step."""
         start = self._clock()
+        self._pauses += 1
         try:
             yield
         finally:
-            if self._ended is not None:
+            self._pauses -= 1
+            if self._ended is not None and not self._pauses:
                 self._ended += self._clock() - start
 
 

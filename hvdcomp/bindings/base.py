@@ -7,6 +7,7 @@ at the same levels, and `run_engine` runs the engine and informs the coordinator
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -21,11 +22,12 @@ from hvdcomp.communicators.ranks import Ranks
 from hvdcomp.compressors.bucket import BUCKET_BYTES
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.exchange.agreement import refused_on_every_rank, require_same_levels
+from hvdcomp.exchange.agreement import refused_on_every_rank, require_agreement, require_same_levels
 from hvdcomp.exchange.bucket_step import Sums
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.waste import WasteWarning
 from hvdcomp.policies import LevelSchedule
+from hvdcomp.specs.levels import Level
 
 # A rank's contribution to the presence check of a step is this number plus a digest of its levels: the sum over ranks
 # shows whether all of them take part, and all at the same levels.
@@ -60,6 +62,7 @@ class Binding(Training):
         self._tensors = list(tensors)
         self._carried: Mapping[str, Any] | None = None  # the state from before the ranks changed
         self._rolled_back: Mapping[str, Any] | None = None
+        self._level: Level | None = None  # set by the user, since the latest roll-back
         if setup.compression.settings.overlap is True and not self.overlaps:
             raise ConfigurationError(
                 "overlap=True does not work with this framework, which hands over all gradients of a step at once; "
@@ -87,11 +90,14 @@ class Binding(Training):
             ledger=setup.compression.ledger,
             overlap_bytes=(settings.bucket_bytes or BUCKET_BYTES) if self.overlaps and settings.overlap else None,
         )
+        if self._level is not None:
+            self.engine.set_level(self._level)
         self._waste = WasteWarning(self.engine)
         self.coordinator, error = make_coordinator(self)
         self._batch = None if self.coordinator is None else BatchInForce(self, self.coordinator)
         self._first_steps = FirstSteps(self, error)
         self.presence = PRESENCE
+        self._facts_of_step: dict[str, Any] = {}
         self.units = Units(self)
 
     # A change of the ranks, in an elastic job.
@@ -104,6 +110,24 @@ class Binding(Training):
     def roll_back(self, state: Mapping[str, Any]) -> None:
         """Lets the next step go on from an earlier `state_dict`, on all ranks."""
         self._rolled_back = state
+        if state:
+            self._level = None
+
+    @property
+    def level(self) -> Level | None:
+        """`Compression.level`."""
+        settings = self.setup.compression.settings
+        own, level = settings.compressor.level, self.engine.planner.level
+        if isinstance(settings.policy, LevelSchedule):
+            level = settings.policy.level_at(self.engine.step_number, settings.steps_per_epoch, own)
+        if level is None and self.coordinator is None:
+            return own
+        return level if isinstance(level, int | float) else None
+
+    def set_level(self, level: Level) -> None:
+        """`Compression.set_level`."""
+        self._level = level
+        self.engine.set_level(level)
 
     def follow_ranks(self) -> None:
         """Goes on with the present ranks, which agree on the shared state in their first step.
@@ -112,8 +136,11 @@ class Binding(Training):
         """
         communicator = self.communicator.anew()
         with refused_on_every_rank(communicator, self.like):
-            self._carried = self.state_dict() or None  # None before the first step
+            carried = self.state_dict()
             self._rolled_back = None
+            if carried and self._level is not None:  # set after the roll-back, or long before
+                carried["shared"] = {**carried["shared"], "level": self._level}
+            self._carried = carried or None  # None before the first step
             if self._batch is not None:
                 self._batch.undo()
             self.meet(communicator)
@@ -123,6 +150,7 @@ class Binding(Training):
             return
         self._met = True
         carried, self._carried = self._carried, None
+        require_agreement(self.communicator, {}, self.like)  # meets an error in making a rank's binding
         state = self.state_dict() if carried is None else carried
         agreed = elastic.meet(self.communicator, self.like, state, carried is not None, self.pack, self.unpack)
         with refused_on_every_rank(self.communicator, self.like):
@@ -156,6 +184,9 @@ class Binding(Training):
         scale = self.loss_scale()  # read once, because the host waits for an accelerator
         self._refused = self.reason_to_refuse() or reason_to_refuse_scale(scale)
         digest = self.engine.planner.digest
+        self._facts_of_step = self.facts_of_step()
+        if self._facts_of_step:
+            digest += zlib.crc32(repr(self._facts_of_step).encode())
         if self._refused is not None:  # differs from the other ranks', so that all learn of the refusal
             digest += _DIGESTS // 3
         self.presence = PRESENCE + digest % _DIGESTS * _UNIT
@@ -173,7 +204,8 @@ class Binding(Training):
         if abs(present - size) > 0.5:
             raise ConfigurationError(f"only {present:.0f} of {size} ranks took part in this step: {self.absence}")
         if total != self.presence * size:
-            require_same_levels(self.communicator, self.engine.planner.digest, self.like, self._refused)
+            digest, facts = self.engine.planner.digest, self._facts_of_step
+            require_same_levels(self.communicator, digest, self.like, self._refused, facts)
         self.refuse()
 
     def run_engine(self, gradients: Mapping[str, Array]) -> dict[str, Array]:
@@ -194,6 +226,10 @@ class Binding(Training):
         # If all ranks refuse the step they agree too, but might have started different buckets.
         if self._refused is None and (self.coordinator is None or not self.coordinator.decides_before_exchange):
             self.engine.expect(self.results_in_place, self._sums(), agreed)
+
+    def facts_of_step(self) -> dict[str, Any]:
+        """What must be the same on all ranks in the step that begins, beside levels; empty for nothing."""
+        return {}
 
     def presence_bytes(self, tensors: int) -> int:
         """Bytes of the presence check of a step with this number of tensors."""
@@ -270,6 +306,11 @@ class Binding(Training):
         if self.summed:
             state["own"]["op"] = "sum"
         return state
+
+    def begin_from(self, state: Mapping[str, Any]) -> None:
+        """`load_state_dict` when the binding is made; an error reaches the ranks that wait in their first step."""
+        with refused_on_every_rank(self.communicator, self.like):
+            self.load_state_dict(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """`Compression.load_state_dict`."""

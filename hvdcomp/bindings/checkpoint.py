@@ -8,7 +8,6 @@ values and arrays of the framework, so that the framework's own functions can sa
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array, wide_dtype
 from hvdcomp.bindings.state_check import FORMAT, parts_of, require_fit
 from hvdcomp.compressors.parsing import parse_memory
+from hvdcomp.errors import warn_alone
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.ledger import Cost
 from hvdcomp.exchange.tensor_state import TensorState
@@ -89,24 +89,23 @@ def restore(
     require_fit(shared, own, engine, coordinator)
     engine.step_number = shared["step"]
     engine.set_level(shared["level"])
-    for name, warm in shared["warm_starts"].items():
+    for name in engine.states:
+        warm = shared["warm_starts"].get(name, {"method": "", "arrays": ()})
         engine.states[name] = TensorState(
             method=warm["method"], compressor=tuple(place(array, name) for array in warm["arrays"])
         )
     communicator = engine.communicator
     if own["size"] != communicator.world_size:
         if communicator.rank == 0:
-            warnings.warn(
+            warn_alone(
                 f"the checkpoint was written by {own['size']} ranks, this run has {communicator.world_size}: what was "
-                "left to be sent (residuals) is lost and starts at zero; hvdcomp.state_for keeps it",
-                stacklevel=2,
+                "left to be sent (residuals) is lost and starts at zero; hvdcomp.state_for keeps it"
             )
     else:
         if lost := own["rank"] != communicator.rank:
-            warnings.warn(
+            warn_alone(
                 f"rank {communicator.rank} was given the checkpoint of rank {own['rank']}: its residuals start at "
-                "zero. Save compression.state_dict() on every rank to keep them.",
-                stacklevel=2,
+                "zero. Save compression.state_dict() on every rank to keep them."
             )
         for name, kept in own["residuals"].items():
             # Zeros instead of no residuals, as the exchange of a step depends on whether ranks have residuals.

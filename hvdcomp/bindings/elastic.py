@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from hvdcomp.arrays.types import Array
 from hvdcomp.bindings.setup import require_compression
 from hvdcomp.bindings.world import renumbered
 from hvdcomp.communicators.ranks import Ranks
-from hvdcomp.errors import ConfigurationError
+from hvdcomp.errors import ConfigurationError, warn_alone
 from hvdcomp.exchange.agreement import gather_rows
 
 _AT_ONCE = 1 << 16  # bytes of rank 0's state that need no second broadcast
@@ -92,7 +91,7 @@ def meet(
     # Zeros instead of no residuals: all ranks must have residuals alike, as the exchange of a step depends on it.
     own["residuals"] = {name: residuals.get(name) or _zeros(kept, like) for name, kept in common["held"].items()}
     if rank == 0 and (warning := _change_in_words(survivors)):
-        warnings.warn(warning, stacklevel=2)
+        warn_alone(warning)
     return {"shared": common["shared"], "own": own}
 
 

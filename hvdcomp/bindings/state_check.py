@@ -17,7 +17,7 @@ from hvdcomp.adaptation.coordinator import Coordinator
 from hvdcomp.arrays import arrays_for, numpy_arrays, shapes
 from hvdcomp.arrays.types import FLOATING, Array, dtype_bytes, wide_dtype
 from hvdcomp.compressors import Compressor
-from hvdcomp.compressors.parsing import parse_memory
+from hvdcomp.compressors.parsing import parse_compressor, parse_memory
 from hvdcomp.compressors.protocol import Context, TensorInfo
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.exchange.engine import Engine
@@ -174,12 +174,37 @@ def require_fit(
             _check_warm_start(warm, _tensor(engine, name), engine)
         for name, kept in own["residuals"].items():
             _check_residual(kept, _tensor(engine, name))
+            _require_memory(kept["memory"], name, engine, coordinator)
         if coordinator is not None:
+            _require_policy_state(shared["coordinator"], own, coordinator)
             coordinator.policy.from_json(shared["coordinator"]["state"])
             if own["coordinator"] is not None:
                 _check_own_policy_state(own["coordinator"], engine, coordinator)
     except ValueError as error:
         raise _damaged(error) from None
+
+
+def _require_memory(saved: str, name: str, engine: Engine, coordinator: Coordinator | None) -> None:
+    """Raises ConfigurationError for a residual that another kind of memory has left, which would go on to keep it."""
+    specs = () if coordinator is None else coordinator.policy.compressors
+    methods = (engine.compressor, *map(parse_compressor, specs))
+    kinds = {type(engine.planner.memory_for(leaf)) for method in methods for leaf in method.leaves()}
+    if type(parse_memory(saved)) not in kinds:
+        present = " or ".join(sorted(kind.name for kind in kinds))
+        raise ConfigurationError(
+            f"the checkpoint was written with memory {saved}, which left something to be sent of {name}, and this run "
+            f"has {present}; give the same memory, or hvdcomp.state_for(states, rank, ranks, residuals=\"drop\")"
+        )
+
+
+def _require_policy_state(shared: Mapping[str, Any], own: Mapping[str, Any], coordinator: Coordinator) -> None:
+    """Raises ConfigurationError on rank 0 for another rank's state, which lacks that of the policy."""
+    partial = shared.get("partial", False)  # of a rank that has become rank 0
+    if coordinator.channel.decides and not partial and (own["rank"] != 0 or own["coordinator"] is None):
+        raise ConfigurationError(
+            "rank 0 was given the state of another rank; load on rank 0 the state that rank 0 saved, which has the "
+            "policy"
+        )
 
 
 def known_array(array: Any) -> Array:

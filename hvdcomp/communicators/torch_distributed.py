@@ -83,6 +83,12 @@ class TorchDistributedCommunicator(Ranks):
         self._root = dist.get_global_rank(self._group, 0)
         self._host_group = self._group if _takes_cpu(self._group) else _group_beside(self._group, "gloo")
 
+    def anew(self) -> TorchDistributedCommunicator:
+        raise ConfigurationError(
+            "roll_back is for elastic Horovod: the ranks of torch.distributed end together, so start them again, and "
+            "give load_state_dict() the state of a checkpoint before the first step"
+        )
+
     def gather_bytes(self, own: np.ndarray, name: str) -> torch.Tensor:
         return self.wait(self.start_allgather(torch.from_numpy(own), name))
 

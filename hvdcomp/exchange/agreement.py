@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -49,16 +50,23 @@ def require_agreement(
     raise RankMismatchError(_what_differs([json.loads(text) for text in texts], broadcast))
 
 
-def require_same_levels(communicator: Communicator, digest: int, like: Array, refused: str | None = None) -> None:
+def require_same_levels(
+    communicator: Communicator,
+    digest: int,
+    like: Array,
+    refused: str | None = None,
+    facts: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
     """Compares digests of the plans (`Engine.digest`) between all ranks; waits for all of them.
 
     Args:
         refused: why this rank cannot make the step, if it cannot.
+        facts: JSON by name, of the step too.
 
     Raises:
-        RankMismatchError: on every rank, with the digests or the reasons, if they differ.
+        RankMismatchError: on every rank, with the digests, facts or reasons, if they differ.
     """
-    require_agreement(communicator, {"levels": f"{digest:012x}", _REFUSED: refused}, like)
+    require_agreement(communicator, {"levels": f"{digest:012x}", **facts, _REFUSED: refused}, like)
 
 
 @contextmanager

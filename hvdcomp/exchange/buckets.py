@@ -128,7 +128,8 @@ class Buckets:
                 # Not a part of the gradient: that would keep all of it.
                 like = xp.astype(xp.zeros((0,), like=arrays[0]), "float32")
                 self._residuals = DeviceResiduals(self._sizes, xp, like)
-            return placed if isinstance(self._residuals, DeviceResiduals) else None
+            kept = self._residuals
+            return placed if isinstance(kept, DeviceResiduals) and kept.device == arrays[0].device else None
         served = dtype == "float32" or kernels.available()
         return xp.hosted(arrays, dtype) if served and isinstance(self._residuals, Residuals) else None
 

@@ -31,11 +31,15 @@ class DeviceResiduals(FlatStorage):
         sizes: elements of each tensor.
         xp: the array functions.
         like: an array of no elements, float32, on the device.
+
+    Attributes:
+        device: the only one whose tensors have places.
     """
 
     def __init__(self, sizes: Sequence[int], xp: ModuleType, like: Array) -> None:
         super().__init__(sizes, xp, _ALIGNMENT)
         self._like = like
+        self.device = like.device
         # What was sent of x, of each turn and tensor: the rule as of `kernels.tables`, and the two numbers that it
         # speaks of.
         self._sent = xp.zeros((2, len(sizes), 4), like=like)

@@ -63,6 +63,7 @@ class TorchBinding(TorchTraining):
         self._casting = False
         self._alone = False  # whether the present step has no exchange
         self._pending: dict[str, torch.Tensor] = {}
+        self._frozen: list[str] = []  # tensors that take no gradient in this step
         self._results: dict[str, torch.Tensor] = {}
         self._open = 0  # tensors of this step that were not decompressed yet
         self._names = ParameterNames(self._parameters)
@@ -147,6 +148,8 @@ class TorchBinding(TorchTraining):
         self._presence_check.end()
         pending, self._pending = self._pending, {}
         self._results = self.run_engine(pending)
+        for name in self._frozen:  # Horovod hands over zeros for them, but not all that was kept may have been sent
+            self._results[name].zero_()
         if self.summed:
             for result in self._results.values():
                 result.mul_(self.communicator.world_size)
@@ -156,6 +159,11 @@ class TorchBinding(TorchTraining):
     @property
     def summed(self) -> bool:
         return bool(getattr(self._optimizer, "op", hvd.Average) == hvd.Sum)
+
+    def facts_of_step(self) -> dict[str, Any]:
+        own = self._horovod_optimizer.own
+        self._frozen = [name for name in self._parameters if name in own and not self._parameters[name].requires_grad]
+        return {"frozen parameters": self._frozen} if self._frozen else {}
 
     def presence_bytes(self, tensors: int) -> int:
         return PRESENCE_BYTES * (tensors + bool(self.engine.overlap.era))

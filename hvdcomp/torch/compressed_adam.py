@@ -93,7 +93,8 @@ class CompressedAdam(torch.optim.AdamW):
     With `local_steps` above 1 each rank makes that number of steps with its own momentum. The ranks then exchange the
     mean of the momenta since the last exchange, by which all move from the weights of that exchange: the local steps
     of 0/1 Adam (Lu et al. 2023, arXiv:2202.06009, algorithm 1), in a fixed number. In between the ranks' weights
-    differ: save and evaluate when `in_sync`.
+    differ: save and evaluate when `in_sync`. To accumulate gradients of several backward passes, make all but the last
+    in DistributedDataParallel's `no_sync()`.
 
     An element whose second moment is zero when frozen never had a gradient, and does not change afterwards: its moment
     becomes infinite in the state. Freeze only after rare rows of embeddings have had a gradient.
@@ -146,8 +147,11 @@ class CompressedAdam(torch.optim.AdamW):
         self._complete()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self._sums = {}  # of an exchange that came to nothing
         super().__setstate__(state)
         self._complete()
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        self._complete_states(parameter for parameter in parameters if parameter in self.state)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in `torch.optim.Optimizer`."""
@@ -161,6 +165,12 @@ class CompressedAdam(torch.optim.AdamW):
             for option in _OWN:
                 group.setdefault(option, self.defaults[option])
             check_freezing(group["freeze_after"], group["floor"], group["refreshes_per_gap"])
+            for option in ("maximize", "amsgrad"):
+                if group.get(option):
+                    raise ConfigurationError(
+                        f"CompressedAdam: {option}=True is not possible, as its frozen steps would not follow it; "
+                        "leave it out, of a state of torch.optim.AdamW too"
+                    )
             if not is_whole(group["local_steps"], 1):
                 raise ConfigurationError(
                     f"CompressedAdam: local_steps={group['local_steps']!r} is not possible; give the number of steps "
@@ -171,6 +181,21 @@ class CompressedAdam(torch.optim.AdamW):
                     f"CompressedAdam: refreshes_per_gap={group['refreshes_per_gap']} does not go with local_steps="
                     f"{group['local_steps']}, whose exchanges have no gradient of all ranks; leave one of the two out"
                 )
+        if len(lengths := {group["local_steps"] for group in self.param_groups}) > 1:
+            raise ConfigurationError(
+                f"CompressedAdam: local_steps={sorted(lengths)} of its parameter groups; all groups exchange in the "
+                "same steps, so give them the same number"
+            )
+
+    def _complete_states(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Completes states of AdamW, so that all ranks have the same entries: Horovod broadcasts entry by entry."""
+        for parameter in parameters:
+            state = self.state[parameter]
+            state.setdefault("frozen_at", 0)
+            state.setdefault("refreshes", 0)
+            if self.local_steps > 1 and "anchor" not in state:
+                state["anchor"], state["moved"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                state["rates"] = 0.0
 
     # Properties that bindings read before each exchange.
 
@@ -188,7 +213,7 @@ class CompressedAdam(torch.optim.AdamW):
     def frozen(self) -> bool:
         for group in self.param_groups:
             states = [self.state[parameter] for parameter in group["params"] if parameter in self.state]
-            if any("frozen_at" in state for state in states):  # faster than reading `step`, a tensor
+            if any(state.get("frozen_at") for state in states):  # faster than reading `step`, a tensor
                 continue
             if states and max(int(state["step"]) for state in states) < group["freeze_after"]:
                 return False
@@ -227,18 +252,13 @@ class CompressedAdam(torch.optim.AdamW):
         state, b1 = self.state[parameter], group["betas"][0]
         if group["local_steps"] == 1:
             return Momentum(state["exp_avg"], b1 / (1 - b1))
-        rate = self._rate(group, state)
+        rate = _corrected(float(group["lr"]), group, state)
         self._sums[parameter] = total = state["rates"] + rate
         share, of_moved = (rate / total, 1 / (total * (1 - b1))) if total else (1.0, 0.0)
         return LocalMomenta(state["exp_avg"], b1 / (1 - b1), state["moved"], share, of_moved)
 
-    @staticmethod
-    def _rate(group: dict[str, Any], state: dict[str, Any]) -> float:
-        """The learning rate of the next step with the bias correction of the first moment."""
-        return float(group["lr"]) / (1 - float(group["betas"][0]) ** (int(state["step"]) + 1))
-
     def _is_frozen(self, parameter: torch.Tensor) -> bool:
-        return "frozen_at" in self.state.get(parameter, ())
+        return bool(self.state.get(parameter, {}).get("frozen_at"))
 
     @torch.no_grad()
     def _freeze(self) -> None:
@@ -246,11 +266,10 @@ class CompressedAdam(torch.optim.AdamW):
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state.get(parameter)
-                if state and "frozen_at" not in state and (step := int(state["step"])) >= group["freeze_after"]:
+                if state and not state.get("frozen_at") and (step := int(state["step"])) >= group["freeze_after"]:
                     state["frozen_at"] = step
                     _apply_floor(state["exp_avg_sq"], group["floor"])
                     if group["local_steps"] > 1:
-                        state["anchor"], state["moved"] = torch.empty_like(parameter), torch.empty_like(parameter)
                         self._begin_locally([parameter])
 
     # A step.
@@ -270,28 +289,31 @@ class CompressedAdam(torch.optim.AdamW):
         frozen = {parameter for parameter in gradients if self._is_frozen(parameter)}
         for parameter in gradients if alone else frozen:
             parameter.grad = None
+        # A factor that a policy gives to rates may end with AdamW's part of the step.
+        rates = [float(group["lr"]) for group in self.param_groups]
         try:
             super().step()
         finally:
             for parameter, gradient in gradients.items():
                 parameter.grad = gradient
-        for group in self.param_groups:
+        self._complete_states(parameter for parameter in gradients.keys() - frozen if parameter in self.state)
+        for group, rate in zip(self.param_groups, rates, strict=True):
             if refreshes:
                 for parameter in frozen.intersection(group["params"]):
                     _refresh(self.state[parameter], gradients[parameter], group)
-            self._step_frozen(group, [parameter for parameter in group["params"] if parameter in frozen])
+            self._step_frozen(group, rate, [parameter for parameter in group["params"] if parameter in frozen])
             if group["local_steps"] > 1 and not alone:
                 self._begin_locally([parameter for parameter in group["params"] if parameter in frozen])
         self._sums.clear()
         return loss
 
-    def _step_frozen(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
-        """The step of parameters with a frozen second moment."""
+    def _step_frozen(self, group: dict[str, Any], rate: float, parameters: list[torch.Tensor]) -> None:
+        """The step of parameters with a frozen second moment, at a learning rate."""
         if not parameters:
             return
-        (b1, b2), kept = group["betas"], 1 - float(group["lr"]) * group["weight_decay"]
+        (b1, b2), kept = group["betas"], 1 - rate * group["weight_decay"]
         states = [self.state[parameter] for parameter in parameters]
-        rates = [self._rate(group, state) for state in states]
+        rates = [_corrected(rate, group, state) for state in states]
         torch._foreach_add_([state["step"] for state in states], 1)
         scales = torch._foreach_sqrt([state["exp_avg_sq"] for state in states])
         torch._foreach_div_(scales, [math.sqrt(1 - b2 ** _adaptations(state)) for state in states])
@@ -325,6 +347,11 @@ class CompressedAdam(torch.optim.AdamW):
             state["rates"] = 0.0
 
 
+def _corrected(rate: float, group: dict[str, Any], state: dict[str, Any]) -> float:
+    """A learning rate of the next step with the bias correction of the first moment."""
+    return rate / (1 - float(group["betas"][0]) ** (int(state["step"]) + 1))
+
+
 def _move_alone(
     parameter: torch.Tensor, state: dict[str, Any], scale: torch.Tensor, rate: float, b1: float, kept: float
 ) -> None:
@@ -348,9 +375,9 @@ def _refresh(state: dict[str, Any], gradient: torch.Tensor, group: dict[str, Any
     v, b2 = state["exp_avg_sq"], group["betas"][1]
     v.masked_fill_(v.isinf(), 0).mul_(b2).addcmul_(gradient, gradient, value=1 - b2)
     _apply_floor(v, group["floor"])
-    state["refreshes"] = state.get("refreshes", 0) + 1
+    state["refreshes"] += 1
 
 
 def _adaptations(state: dict[str, Any]) -> int:
     """Number of gradients in a frozen second moment."""
-    return int(state["frozen_at"]) + int(state.get("refreshes", 0))
+    return int(state["frozen_at"]) + int(state["refreshes"])

@@ -25,6 +25,7 @@ from hvdcomp.compressors.choice import Plan
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import refused_on_every_rank
 from hvdcomp.torch import half_precision
+from hvdcomp.torch.compressed_adam import CompressedAdam
 from hvdcomp.torch.parameters import by_name, plain_names, unique
 from hvdcomp.torch.presence import PresenceCheck
 from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining, may_overlap
@@ -144,8 +145,11 @@ class DDPBinding(TorchTraining):
         self._step.append(_TakenBucket(names, buffer, gradients, future, whole))
         if not whole:
             for name, gradient in gradients.items():
-                if name not in self._unused:
-                    self._pending[name] = self.add_momentum(name, gradient)
+                if name in self._unused:
+                    continue
+                self._pending[name] = gradient
+                if self._uses is None:  # else gradients that no rank has are to stay as they are
+                    self.add_momentum(name, gradient)
                     self.engine.overlap.ready(name, gradient)
         if bucket.is_last():
             self._end()
@@ -203,6 +207,8 @@ class DDPBinding(TorchTraining):
         pending, self._pending = self._pending, {}
         if self._uses is not None:
             pending = self._used(pending, self._uses)
+            for name, gradient in pending.items():
+                self.add_momentum(name, gradient)
         self.run_in_place(pending)
         for bucket in self._step:
             if not bucket.whole:
@@ -218,7 +224,8 @@ class DDPBinding(TorchTraining):
                 self.observe("aggregated", bucket.gradients)
         if self._uses is not None:
             self._uses.names.clear()
-        self.engine.enter_casts({name for bucket in self._step for name in bucket.names}, self._checks_presence)
+        dense = {name for bucket in self._step if bucket.gradients for name in bucket.names}
+        self.engine.enter_casts(dense, self._checks_presence)
         self.end_step()
 
     def _used(self, gradients: Mapping[str, torch.Tensor], uses: Uses) -> dict[str, torch.Tensor]:
@@ -292,6 +299,13 @@ def _check(setup: Setup, model: DistributedDataParallel) -> None:
         raise ConfigurationError(
             f"_apply_optimizer_in_backward steps with the gradients of {', '.join(stepping)} in the backward pass, "
             "before they are exchanged; call optimizer.step() after that pass"
+        )
+    steps_alone = isinstance(setup.optimizer, CompressedAdam) and setup.optimizer.local_steps > 1
+    if steps_alone and model.find_unused_parameters and not model.static_graph:
+        raise ConfigurationError(
+            f"CompressedAdam: local_steps={setup.optimizer.local_steps} does not go with find_unused_parameters=True: "
+            "what was used since the last exchange, and not in the step of an exchange, would not be exchanged. Leave "
+            "out one of the two, or give DistributedDataParallel static_graph=True"
         )
     settings = setup.compression.settings
     if settings.bucket_bytes is not None:

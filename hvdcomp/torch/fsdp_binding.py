@@ -19,6 +19,7 @@ from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.torch_distributed import UNNAMED, TorchDistributedCommunicator
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import gather_rows, refused_on_every_rank
+from hvdcomp.kernels import cuda
 from hvdcomp.torch.parameters import unique
 from hvdcomp.torch.presence import PresenceCheck
 from hvdcomp.torch.sharded import (
@@ -84,6 +85,7 @@ class FSDPBinding(TorchTraining):
     @torch.no_grad()
     def _module_reduced(self, shard: torch.Tensor) -> None:
         """The hook of each FSDP module, called when its gradients are reduced to this rank's shard."""
+        cuda.let_go(shard)  # FSDP took it from another stream, and gives it back while this one may still read it
         if not self._due:
             self.begin()
             self._presence_check.start(self.presence, UNNAMED)

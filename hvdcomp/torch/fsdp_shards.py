@@ -28,6 +28,7 @@ from hvdcomp.exchange.ledger import Cost, Sent
 from hvdcomp.exchange.shards import ShardReducer
 from hvdcomp.files import VERSION
 from hvdcomp.kernels import cuda
+from hvdcomp.specs.levels import Level
 from hvdcomp.torch.parameters import plain_names
 from hvdcomp.torch.resharding import FlatLayout, OwnedRows, resharded
 from hvdcomp.torch.sharded import (
@@ -155,6 +156,19 @@ class ShardsBinding:
             "this hvdcomp.Compression serves a model in FSDP, which averages its gradients; use the optimizer as it "
             "is, without hvd.DistributedOptimizer"
         )
+
+    @property
+    def level(self) -> Level | None:
+        """`Compression.level`."""
+        return self.engine.compressor.level
+
+    def set_level(self, level: Level) -> None:
+        """`Compression.set_level`."""
+        self.engine.set_level(level)
+
+    def begin_from(self, state: Mapping[str, Any]) -> None:
+        """`load_state_dict`."""
+        self.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
         """`Compression.state_dict`."""

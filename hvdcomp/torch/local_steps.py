@@ -125,6 +125,7 @@ class LocalSteps(torch.optim.Optimizer):
         self._step_supports_amp_scaling = True  # so that a GradScaler always calls `step`, which refuses it
         self.inner, self.compression = optimizer, compression
         self._share_groups()
+        optimizer.register_load_state_dict_post_hook(lambda _: self._share_groups())
         self._steps = 0  # number of steps since all ranks had the same weights
         self._sent: Sent | None = None
         self._timed_from: tuple[float, int] | None = None  # seconds, and steps of the round by then
@@ -198,8 +199,10 @@ class LocalSteps(torch.optim.Optimizer):
 
     def exchange(self) -> None:
         """Exchanges all parameters now, as at the end of a training, so that all ranks have the same weights; to be
-        called on every rank. A fragment under way is applied first."""
+        called on every rank. A fragment under way is applied first. Nothing happens if the ranks are `in_sync`."""
         self._begin()
+        if self.in_sync:
+            return
         if self._sent is not None:
             self._receive(self._sent.places, self._rounds.local_share)
         places = list(range(len(self._anchors())))
@@ -264,7 +267,11 @@ class LocalSteps(torch.optim.Optimizer):
         """The binding; compares the ranks' settings in the first step, and in the first one after a change of the
         ranks."""
         binding = self._binding
-        assert binding is not None
+        if binding is None:
+            raise ConfigurationError(
+                "this LocalSteps was copied or unpickled, and exchanges with nobody; make a new one of the inner "
+                "optimizer, and give it the state_dict() of the old one"
+            )
         if binding.is_stale:
             binding.follow_ranks()
         if not binding.has_begun:
@@ -367,7 +374,6 @@ class LocalSteps(torch.optim.Optimizer):
                 )
         load_compression({} if own is None else own.get("compression", {}))
         self.inner.load_state_dict({name: entry for name, entry in state_dict.items() if name != OWN})
-        self._share_groups()
         self._anchored, self._steps, self._sent = own is not None, 0, None
         if self._auto is not None:
             saved = None if own is None else own.get("auto")

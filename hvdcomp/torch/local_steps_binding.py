@@ -258,4 +258,9 @@ def _named(setup: Setup, groups: Sequence[Mapping[str, Any]]) -> dict[str, torch
         names = plain_names(name for group in groups for name in group["param_names"])
     else:
         names = [f"{place}.{number}" for place, group in enumerate(groups) for number in range(len(group["params"]))]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigurationError(
+            f"LocalSteps: parameters of the inner optimizer share the names {', '.join(twice[:3])}; give its "
+            "hvdcomp.Compression named_parameters with a name for each, such as ((f'a.{n}', p) for n, p in ...)"
+        )
     return dict(zip(names, parameters, strict=True))

@@ -20,7 +20,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
 
         tables = hvdcomp.torch.RowWiseAdagrad([table.weight for table in rows.tables.values()], lr=0.05)
 
-    Rows whose gradient is missing or all zero do not change.
+    Rows whose gradient is missing or all zero do not change. Sums are float32 for tables of 16 bits.
 
     Args:
         params: the tables' weights (rows, columns), or groups of them.
@@ -53,7 +53,19 @@ class RowWiseAdagrad(torch.optim.Optimizer):
                     f"RowWiseAdagrad was given a parameter of the shape {tuple(table.shape)}; give it weights of "
                     "embeddings (rows, columns), and other parameters an optimizer of their own"
                 )
-            self.state[table]["sum"] = table.detach().new_full((len(table),), group["initial_accumulator_value"])
+            start, dtype = group["initial_accumulator_value"], _dtype(table)
+            self.state[table]["sum"] = torch.full((len(table),), start, dtype=dtype, device=table.device)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in `torch.optim.Optimizer`, but the sums keep their element type."""
+        super().load_state_dict(state_dict)
+        tables = (table for group in self.param_groups for table in group["params"])
+        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
+        for table, number in zip(tables, numbers, strict=True):
+            if number in state_dict["state"]:
+                saved = state_dict["state"][number]["sum"]
+                self.state[table]["sum"] = saved.to(table.device, _dtype(table), copy=True)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -66,7 +78,13 @@ class RowWiseAdagrad(torch.optim.Optimizer):
             for table in group["params"]:
                 ids, gradient = rows_of(table)
                 sums = self.state[table]["sum"]
+                gradient = gradient.to(sums.dtype)
                 sums.index_add_(0, ids, gradient.square().mean(1))
                 rates = group["lr"] / (sums[ids].sqrt() + group["eps"])
-                table.index_add_(0, ids, gradient * rates[:, None], alpha=-1)
+                table.index_add_(0, ids, (gradient * rates[:, None]).to(table.dtype), alpha=-1)
         return loss
+
+
+def _dtype(table: torch.Tensor) -> torch.dtype:
+    """The element type of sums: of tables in 16 bits it is float32, as squares of small gradients underflow there."""
+    return torch.promote_types(table.dtype, torch.float32)

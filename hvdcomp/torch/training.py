@@ -67,18 +67,30 @@ class TorchTraining(Binding):
         optimizer: Any,
         names: Collection[str] = (),
     ) -> None:
-        self._parameters = parameters
+        self._parameters = {
+            name: parameter  # quantized weights, which never have a gradient, are not exchanged
+            for name, parameter in parameters.items()
+            if parameter.requires_grad or parameter.dtype.is_floating_point
+        }
         self._optimizer = optimizer
         self._scaled: ScaledSteps | None = None
         if isinstance(optimizer, CompressedAdam):
             setup.compression.settings.require_momenta(optimizer.compressor_before, optimizer.local_steps)
             if optimizer.local_steps > 1:
-                self._require_local_steps(setup, optimizer.local_steps)
-        tensors = [_describe(name, parameter) for name, parameter in parameters.items()]
+                self._require_local_steps(setup, optimizer)
+        tensors = [_describe(name, parameter) for name, parameter in self._parameters.items()]
         super().__init__(setup, tensors, communicator, torch.empty(0), names)
 
-    def _require_local_steps(self, setup: Setup, local_steps: int) -> None:
+    def _require_local_steps(self, setup: Setup, optimizer: CompressedAdam) -> None:
         """Raises ConfigurationError for settings that do not work with local steps."""
+        local_steps = optimizer.local_steps
+        stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        if others := [name for name, parameter in self._parameters.items() if parameter not in stepped]:
+            raise ConfigurationError(
+                f"CompressedAdam: local_steps={local_steps} leaves out the exchange of most steps, and would so for "
+                f"{', '.join(others[:3])} too, which this optimizer does not step: the ranks' weights would drift "
+                "apart. Give it all parameters that the model trains, or leave out local_steps"
+            )
         if self.summed:
             raise ConfigurationError(
                 f"CompressedAdam: local_steps={local_steps} does not go with op=hvd.Sum, since a rank that steps alone "
@@ -90,6 +102,13 @@ class TorchTraining(Binding):
                 "whose gradients overflow would skip a step by itself, and exchange when the others do not; train in "
                 "bfloat16, which needs no scaler, or leave out local_steps"
             )
+
+    def run_engine(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        device = self.like.device.type if not gradients else next(iter(gradients.values())).device.type
+        if not torch.is_autocast_enabled(device):
+            return super().run_engine(gradients)
+        with torch.autocast(device, enabled=False):  # for a backward pass inside of torch.autocast
+            return super().run_engine(gradients)
 
     def run_in_place(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """`run_engine`, and writes the means to the gradients."""

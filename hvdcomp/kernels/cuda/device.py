@@ -37,7 +37,7 @@ PIECE = 8192
 """Elements of a program: a multiple of `packing.GROUP`."""
 
 _BLOCK = 1024  # elements that a program works on at a time
-_FLAGS = 64  # of a step, at most
+_FLAGS = 64  # in a tensor; few steps need more than one
 _LAUNCHERS: dict[str, Callable[..., Any]] = {
     name: launcher
     for module in (dense, casts, signs, quant, quant_more, sparse, sparse_decode, chunks, random, lowrank, together)
@@ -193,6 +193,8 @@ class DeviceKernels:
         if self._aside is not None and not aside:
             self._aside.join()
         self._rows.bring(self.segments, self.device)
+        if self._flags_used == _FLAGS:
+            self._flags, self._flags_used = torch.zeros(_FLAGS, device=self.device), 0
         flag = self._flags[self._flags_used : self._flags_used + 1]
         self._flags_used += 1
         self.flag = flag.data_ptr()

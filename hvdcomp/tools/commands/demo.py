@@ -86,7 +86,7 @@ def command(backend: str, seconds: float, output: Path) -> None:
     output.mkdir(parents=True)
     (output / _MARK).touch()
     start, specs = _STARTS[backend], _COMPRESSIONS[backend]
-    runs = {output / spec.partition(":")[0]: ("--compression", spec) for spec in specs}
+    runs: dict[Path, tuple[str, ...]] = {output / spec.partition(":")[0]: ("--compression", spec) for spec in specs}
     if backend == "horovod" and importlib.util.find_spec("tensorflow") is not None:
         runs[output / "tensorflow"] = ("--framework", "tensorflow", "--compression", _IN_TENSORFLOW)
     for folder, words in runs.items():
