@@ -293,6 +293,7 @@ def test_rank_0_has_to_have_its_own() -> None:
     states = states_after(4, 2)
     with pytest.raises(ConfigurationError, match="load on rank 0 the state that rank 0 saved"):
         resumed_with([states[1]])
+    refused(states[1], "load on rank 0 the state that rank 0 saved")
 
 
 # What is refused -----------------------------------------------------------------------------------------------------
@@ -325,6 +326,52 @@ def test_another_model_compressor_or_policy_is_refused_by_name() -> None:
     ):
         wrong = "other" if "other" in shapes else "linear"
         refused(state, f"these parameters differ: {wrong}$", shapes=shapes)
+
+
+
+@pytest.mark.parametrize(
+    ("saved", "present", "fits"),
+    [
+        (None, ErrorFeedback(), True),  # the default of topk
+        (ErrorFeedback(), ErrorFeedback(decay=0.5), True),
+        (ErrorFeedback(), NoMemory(), False),
+        (ErrorFeedback(), MomentumCorrection(), False),
+        (MomentumCorrection(), None, False),
+    ],
+)
+def test_what_another_kind_of_memory_left_is_refused(saved: Any, present: Any, fits: bool) -> None:
+    """It would go on to keep what this run was told not to keep."""
+
+    def work(communicator: InProcessCommunicator) -> None:
+        engines = [
+            Engine(communicator, infos(SHAPES), parse_compressor("topk:ratio=0.1"), memory=memory, min_numel=16)
+            for memory in (saved, present)
+        ]
+        engines[0].begin()
+        engines[0].step({name: make("numpy", values) for name, values in random_gradients(0, 0).items()})
+        state = state_of(engines[0], None, copy)
+        if fits:
+            restore(state, engines[1], None, lambda array, name: copy(array))
+            return
+        with pytest.raises(ConfigurationError, match="was written with memory .*; give the same memory, or hvdcomp"):
+            restore(state, engines[1], None, lambda array, name: copy(array))
+        assert not engines[1].holds_residuals
+
+    run_ranks(1, work)
+
+
+def test_a_second_state_leaves_nothing_of_the_first() -> None:
+    def work(communicator: InProcessCommunicator) -> None:
+        one, empty, fresh = (
+            Engine(communicator, infos(SHAPES), parse_compressor("topk:ratio=0.1"), min_numel=16) for _ in range(3)
+        )
+        one.begin()
+        one.step({name: make("numpy", values) for name, values in random_gradients(0, 0).items()})
+        for state in (state_of(one, None, copy), state_of(empty, None, copy)):
+            restore(state, fresh, None, lambda array, name: copy(array))
+        assert not fresh.holds_residuals
+
+    run_ranks(1, work)
 
 
 def test_what_is_no_checkpoint_or_one_of_another_format_is_refused() -> None:

@@ -30,6 +30,7 @@ from hvdcomp import (  # noqa: E402
 from hvdcomp.bindings.adam import kind_of, refreshes_among  # noqa: E402
 from hvdcomp.communicators import SimulatedCommunicator, SimulatedGroup  # noqa: E402
 from hvdcomp.torch import CompressedAdam, serve_simulated  # noqa: E402
+from hvdcomp.torch.learning_rate import ScaledSteps  # noqa: E402
 
 RANKS, FREEZE_AFTER, STEPS = 3, 4, 12
 SHAPE = (24, 60)
@@ -534,3 +535,88 @@ def test_without_memory_nothing_is_warned_of(recwarn: pytest.WarningsRecorder) -
 def test_by_which_trainings_an_optimizer_is_judged(make: Any, kind: str | None) -> None:
     assert kind_of(make([torch.zeros(2, requires_grad=True)])) == kind
     assert kind_of(None) is None
+
+
+@pytest.mark.parametrize("local_steps", [1, 4])
+def test_its_state_has_the_same_entries_from_the_first_step_on(local_steps: int) -> None:
+    """Horovod broadcasts a state entry by entry to ranks that have made one step, or none."""
+    optimizer = one_parameter(local_steps=local_steps)
+    entries = []
+    for _ in range(8):
+        step_of(optimizer)
+        (state,) = optimizer.state.values()
+        entries.append({name: type(entry) for name, entry in state.items()})
+    assert optimizer.frozen
+    assert entries == [entries[0]] * 8
+    (group,) = optimizer.param_groups
+    other = torch.optim.AdamW(group["params"])
+    step_of(other)
+    optimizer.load_state_dict(other.state_dict())
+    assert {*next(iter(optimizer.state.values()))} == {*entries[0]}
+
+
+def test_an_exchange_that_came_to_nothing_leaves_nothing_to_a_loaded_state() -> None:
+    def move(given_up: bool) -> Any:
+        optimizer = one_parameter(local_steps=2)
+        for _ in range(FREEZE_AFTER):
+            step_of(optimizer)
+        state = copy.deepcopy(optimizer.state_dict())
+        (parameter,) = optimizer.param_groups[0]["params"]
+        before = parameter.detach().clone()
+        if given_up:
+            optimizer.momenta()
+        optimizer.load_state_dict(state)
+        step_of(optimizer)
+        return parameter.detach() - before
+
+    assert torch.equal(move(False), move(True))
+
+
+def test_a_copy_makes_steps() -> None:
+    optimizer = copy.deepcopy(one_parameter())
+    for _ in range(FREEZE_AFTER + 2):
+        step_of(optimizer)
+    assert optimizer.frozen
+
+
+def test_a_policys_factor_of_the_rate_holds_for_frozen_steps_beside_any_adamw() -> None:
+    torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])  # lets AdamW's part of a step call the hooks, too
+    moves = []
+    for factor in (1.0, 4.0):
+        optimizer = one_parameter(weight_decay=0.0)
+        scaled = ScaledSteps(optimizer)
+        (parameter,) = optimizer.param_groups[0]["params"]
+        for _ in range(FREEZE_AFTER):
+            step_of(optimizer)
+        scaled.factor = factor
+        scaled.begin_step()
+        before = parameter.detach().clone()
+        step_of(optimizer)
+        moves.append(parameter.detach() - before)
+        assert optimizer.param_groups[0]["lr"] == RATE
+    assert torch.allclose(4 * moves[0], moves[1])
+
+
+def test_groups_exchange_in_the_same_steps() -> None:
+    groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "local_steps": length} for length in (1, 4)]
+    with pytest.raises(ConfigurationError, match=r"local_steps=\[1, 4\] of its parameter groups"):
+        CompressedAdam(groups, freeze_after=4)
+
+
+@pytest.mark.parametrize("option", ["maximize", "amsgrad"])
+def test_a_state_of_an_adamw_that_frozen_steps_would_not_follow_is_refused(option: str) -> None:
+    optimizer = one_parameter()
+    other = torch.optim.AdamW(optimizer.param_groups[0]["params"], **{option: True})
+    step_of(other)
+    with pytest.raises(ConfigurationError, match=f"{option}=True is not possible"):
+        optimizer.load_state_dict(other.state_dict())
+
+
+def one_parameter(**options: Any) -> CompressedAdam:
+    return CompressedAdam([torch.nn.Parameter(torch.ones(5))], **{**SETTINGS, **options}, freeze_after=FREEZE_AFTER)
+
+
+def step_of(optimizer: Any) -> None:
+    (parameter,) = optimizer.param_groups[0]["params"]
+    parameter.grad = torch.arange(1.0, 6.0)
+    optimizer.step()
