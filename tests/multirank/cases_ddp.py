@@ -277,13 +277,15 @@ def case_sparse_gradients_are_reduced_as_they_are() -> None:
     results = []
     for how in (None, "none", "topk:ratio=1"):
         model = Embedded()
-        distributed, optimizer, _ = distribute(model, how, momentum=0)
+        distributed, optimizer, ours = distribute(model, how, momentum=0)
         generator = own_generator()
         for _ in range(4):
             words = torch.randint(0, 100, (32,), generator=generator)
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(distributed(words), (words + 1) % 100).backward()
             optimizer.step()
+        if ours is not None:
+            assert "words.weight" not in ours.ledger.last.tensors
         assert_same_everywhere(weights(model))
         results.append(weights(model))
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-7)
@@ -762,3 +764,86 @@ def case_refreshes_are_of_all_ranks_and_uncompressed() -> None:
     assert_same_everywhere(weights(model))
     moments = [state["exp_avg_sq"].reshape(-1).double() for state in optimizer.state.values()]
     assert_same_everywhere(1 / torch.cat(moments))  # of what is unused, a moment is infinite
+
+
+def case_local_steps_are_of_all_that_the_model_trains() -> None:
+    def register(parameters: Callable[[Any], Any], **options: Any) -> str:
+        model = large_model()
+        distributed = DistributedDataParallel(model, **options)
+        optimizer = CompressedAdam(parameters(model), freeze_after=4, local_steps=4)
+        how = hvdcomp.Compression.from_spec("efsignsgd")
+        return raised(hvdcomp.ConfigurationError, lambda: hvdcomp.ddp.register(distributed, how, optimizer))
+
+    assert "0.weight, 0.bias too, which this optimizer does not step" in register(lambda m: m[2:].parameters())
+    assert "find_unused_parameters=True" in register(lambda m: m.parameters(), find_unused_parameters=True)
+
+
+def case_momenta_stay_out_of_gradients_that_no_rank_has() -> None:
+    """Which DistributedDataParallel leaves as they are, in the storage of its buckets."""
+    model = Branches()
+    distributed = DistributedDataParallel(model, find_unused_parameters=True, gradient_as_bucket_view=True)
+    optimizer = CompressedAdam(model.parameters(), 1e-3, freeze_after=2)
+    hvdcomp.ddp.register(distributed, hvdcomp.Compression.from_spec("efsignsgd", min_numel=1), optimizer)
+    for step in range(6):
+        inputs, classes = batch(own_generator())
+        optimizer.zero_grad(set_to_none=False)
+        torch.nn.functional.cross_entropy(distributed(inputs, "lr" if step < 4 else "l"), classes).backward()
+        if step >= 4:
+            assert not model.right.weight.grad.any()
+        optimizer.step()
+    assert optimizer.frozen
+    assert_same_everywhere(weights(model))
+
+
+def case_a_backward_pass_inside_of_autocast() -> None:
+    for spec in ("atomo:rank=2", "powersgd:rank=2"):
+        results = []
+        for inside in (False, True):
+            model = large_model()
+            distributed, optimizer, _ = distribute(model, spec)
+            for _ in range(3):
+                inputs, classes = batch(own_generator())
+                optimizer.zero_grad()
+                loss = plain_loss(distributed, inputs, classes, 0)
+                with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+                    loss.backward()
+                optimizer.step()
+            assert_same_everywhere(weights(model))
+            results.append(weights(model))
+        torch.testing.assert_close(*results, rtol=0.02, atol=0.02)  # PyTorch's own part of the pass has 16 bits
+
+
+def case_roll_back_is_refused_with_the_way_out() -> None:
+    model = large_model()
+    distributed, optimizer, how = distribute(model, "topk:ratio=0.05")
+    assert how is not None
+    train(distributed, optimizer, steps=1)
+    how.roll_back(how.state_dict())
+    message = raised(hvdcomp.ConfigurationError, lambda: train(distributed, optimizer, steps=1))
+    assert "start them again" in message
+
+
+def case_a_state_that_does_not_fit_one_rank_is_refused_on_all() -> None:
+    model = large_model()
+    distributed, optimizer, how = distribute(model, "topk:ratio=0.05")
+    assert how is not None
+    train(distributed, optimizer, steps=1)
+    state = how.state_dict()
+    other = hvdcomp.Compression.from_spec("topk:ratio=0.05" if dist.get_rank() == 0 else "topk:ratio=0.1")
+    other.load_state_dict(state)
+    again = DistributedDataParallel(model, bucket_cap_mb=1.5)
+
+    def register_and_train() -> None:
+        hvdcomp.ddp.register(again, other, optimizer)
+        train(again, optimizer, steps=1)
+
+    assert "written with compressor topk:ratio=0.05" in raised(hvdcomp.RankMismatchError, register_and_train)
+
+
+def case_an_error_of_a_policy_reaches_all_ranks() -> None:
+    with mock.patch.object(hvdcomp.Accordion, "update", side_effect=ArithmeticError("a bug")):
+        how = hvdcomp.Compression.from_spec("powersgd:rank=2", policy="accordion:low=2,high=1,steps=2")
+        distributed, optimizer, _ = distribute(large_model(), how)
+        message = raised(hvdcomp.ConfigurationError, lambda: train(distributed, optimizer, steps=6))
+    assert "the policy accordion" in message
+    assert "failed on rank 0: ArithmeticError('a bug')" in message

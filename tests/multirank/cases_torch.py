@@ -631,3 +631,54 @@ def case_local_steps_end_with_equal_weights() -> None:
     train(model, optimizer, 1)
     assert how.ledger.last.bytes_sent == 8 * everything  # by which Horovod knows that a rank goes on
     assert how.ledger.steps == 13
+
+
+def case_a_layer_that_is_frozen_stays_as_it_is() -> None:
+    """Horovod hands over zeros for it, and what was kept of it would still be sent."""
+    model = small_model()
+    how = compression("topk:ratio=0.05", model)
+    optimizer = distribute(model, how, momentum=0.0)
+    train(model, optimizer, 3)
+    frozen = next(model.parameters())
+    frozen.requires_grad_(False)
+    before, others = frozen.detach().clone(), weights(model)
+    train(model, optimizer, 3)
+    assert torch.equal(frozen, before)
+    assert not torch.equal(weights(model), others)
+    assert_same_everywhere(weights(model))
+    frozen.requires_grad_(hvd.rank() == 0)
+    if hvd.size() > 1:
+        message = raised(hvdcomp.RankMismatchError, lambda: train(model, optimizer, 1))
+        assert "frozen parameters" in message, message
+
+
+def case_quantized_weights_are_left_alone() -> None:
+    model = small_model()
+    quantized = torch.nn.Parameter(torch.ones(4, dtype=torch.uint8), requires_grad=False)
+    named = [*model.named_parameters(), ("quantized", quantized)]
+    how = hvdcomp.Compression.from_spec("topk:ratio=0.05", named_parameters=named)
+    optimizer = torch.optim.SGD([parameter for _, parameter in named], lr=0.05)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=how)
+    train(model, optimizer, 2)
+    assert_same_everywhere(weights(model))
+    assert "quantized" not in how.plan
+
+
+def case_a_level_that_is_set_after_a_roll_back_holds() -> None:
+    model = small_model()
+    how = compression("topk:ratio=0.05", model)
+    optimizer = distribute(model, how)
+    train(model, optimizer, 2)
+    state = how.state_dict()
+    for rolled_back, level, expected in ((state, 0.5, 0.5), (state, None, 0.05), ({}, 0.25, 0.25)):
+        how.roll_back(rolled_back)
+        if level is not None:
+            how.set_level(level)
+        for _ in range(2):
+            train(model, optimizer, 1)
+            assert {*how.levels.values()} == {how.level} == {expected}
+    how.set_level(0.5)
+    how.roll_back({})  # of a failure before anything was saved: what the program has set stays
+    train(model, optimizer, 1)
+    assert {*how.levels.values()} == {how.level} == {0.5}
+    assert_same_everywhere(weights(model))
