@@ -214,15 +214,17 @@ class Run:
         warnings = self._warnings
         warned, all_warned = (False, False) if warnings is None else (warnings.warned, warnings.all_warned)
         change = self._ranks.changed
-        # A step's loss is older than its weights, and a checkpoint of weights that are not finite would be useless.
-        lost = (save or warned or all_warned or change) and self._weights_are_lost()
-        state = (self._finite and not lost, warned, all_warned, change, self._steps_to_next_check(), self._unwritten)
+        state = (self._finite, warned, all_warned, change, self._steps_to_next_check(), self._unwritten)
         finite, stop, stop_all, changed, steps, unwritten = zip(*self._ranks.gather(state, "agree"), strict=True)
         self._refuse_unwritten(unwritten)
         self._next_check = self._step + min(steps)
         if not all(finite):
             return "diverged"
         if self._checkpoints is not None and (save or any(stop) or any(changed)):
+            # A step's loss is older than its weights, and a checkpoint of weights that are not finite would be useless.
+            # All ranks look together, also those that no signal has reached: FSDP gathers the weights for it.
+            if any(self._ranks.gather(self._weights_are_lost(), "lost")):
+                return "diverged"
             with self._compression.paused():
                 self._checkpoints.save(self._step, self._learner, self._position)
         some_leave = self._ranks.elastic and any(stop) and not all(stop)
@@ -231,7 +233,7 @@ class Run:
         return "stopped" if any(stop) else None
 
     def _weights_are_lost(self) -> bool:
-        """Whether a weight is not finite; the same on every rank."""
+        """Whether a weight of this rank is not finite. Call it on every rank."""
         return not all(np.isfinite(parameter).all() for parameter in self._learner.parameters().values())
 
     def _steps_to_next_check(self) -> int:
