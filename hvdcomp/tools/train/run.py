@@ -98,7 +98,10 @@ class Run:
         self._resumed_at = [*saved["resumed_at"], self._step]
         self._next_check = self._step + 1
         # Checkpoints of earlier versions lack these fields.
-        self._trained_seconds, self._reached = saved.get("trained_seconds", 0.0), saved.get("reached")
+        self._trained_seconds, reached = saved.get("trained_seconds", 0.0), saved.get("reached")
+        if self._target is not None and reached is not None and self._target.is_reached(reached):
+            self._reached = reached
+        self._evaluated_at, self._quality = saved.get("evaluated_at", 0), saved.get("quality", {})
         now = self._ranks.now()
         self._start, self._epoch_start = now - saved["seconds"], now - saved["epoch_seconds"]
         for damage in self._checkpoints.damaged:
@@ -126,6 +129,8 @@ class Run:
             "epoch_seconds": now - self._epoch_start,
             "trained_seconds": self._trained_seconds,
             "reached": self._reached,
+            "evaluated_at": self._evaluated_at,
+            "quality": self._quality,
             "sizes": None if self._writer is None else self._writer.sizes(),
         }
 
@@ -164,7 +169,8 @@ class Run:
 
     def _train(self) -> str:
         """Train the rest of the run; returns "finished", or early "diverged" or "stopped"."""
-        while not self._over:
+        # Of an epoch within which the saved run ended, or was stopped at its end, there are losses but no record.
+        while not self._over or self._losses:
             if ended := self._train_epoch():
                 return ended
         return "finished"
@@ -188,7 +194,7 @@ class Run:
             options.seed,
             self._epoch,
         )[self._taken :]
-        while len(shard) >= (accumulation := self._next_accumulation()):
+        while not self._over and len(shard) >= (accumulation := self._next_accumulation()):
             self._timed_step(shard[:accumulation].flatten(), accumulation)
             shard = shard[accumulation:]
             if self._options.evaluate_every is not None and self._step % self._options.evaluate_every == 0:
@@ -198,7 +204,8 @@ class Run:
             due = self._checkpoints is not None and self._checkpoints.due(self._step)
             if (due or self._step >= self._next_check) and (ended := self._agree(save=due)):
                 return ended
-        if ended := self._agree():
+        # A run that ends within an epoch is saved before the epoch's record, as what is saved may go on with the rest.
+        if ended := self._agree(save=len(shard) >= self._next_accumulation()):
             return ended
         self._end_epoch()
         if self._checkpoints is not None and (self._over or self._checkpoints.due_each_epoch):
