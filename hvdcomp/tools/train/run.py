@@ -353,11 +353,11 @@ class Run:
         return {"trained_seconds_on_links": seconds} if seconds else {}
 
     def _final_quality(self, status: str) -> dict[str, Any]:
-        """The quality on the test part, which is evaluated once if there is a validation part."""
-        if self._data.validation is None or status != "finished" or not self._epochs:
-            last = self._epochs[-1] if self._epochs else {}
-            return {"loss": last.get("test_loss"), self._metric: last.get(self._metric)}
-        return self._quality_on(self._data.test)
+        """The quality on the test part, which is evaluated once if there is a validation part and the run finished."""
+        if self._data.validation is not None:
+            return self._quality_on(self._data.test) if status == "finished" else {}
+        last = self._epochs[-1] if self._epochs else {}
+        return {"loss": last.get("test_loss"), self._metric: last.get(self._metric)}
 
     def _average_buffers(self) -> None:
         """Average the running statistics of normalization layers over the ranks, which have different shards."""
