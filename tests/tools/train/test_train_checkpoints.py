@@ -250,7 +250,7 @@ def test_a_run_that_ended_within_an_epoch_goes_on_with_the_rest_of_it(gone_on: t
     tmp_path, _ = gone_on
     rates = [line["learning_rate"] for line in _lines(tmp_path / "at-once" / "steps.jsonl")]
     assert rates == pytest.approx([0.05] * 20 + [0.005] * 5)
-    _check_same_run(tmp_path / "at-once", tmp_path / "early", [5, 8, 8])
+    _check_same_run(tmp_path / "at-once", tmp_path / "early", [5, 8])
     evaluated = [_lines(tmp_path / name / "evaluations.jsonl") for name in ("at-once", "early")]
     for line in evaluated[0] + evaluated[1]:
         del line["trained_seconds"], line["bytes_sent"]
