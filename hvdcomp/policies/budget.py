@@ -52,8 +52,8 @@ class Budget(OptimalLevels[BudgetState]):
 
     Until the first decision, after `last` steps (after `interval` steps with `critical` and an `interval` below twice
     `last`), all tensors have their own levels: those of the training's compressor, or of the methods that it routes
-    tensors to. Levels to choose from lie around the own levels. If no choice is within
-    the limit, all tensors get the levels nearest to it.
+    tensors to. Levels to choose from lie around the own levels. If no choice is within the limit, all tensors get the
+    levels nearest to it.
 
     With `critical` there are two limits. Accordion's rule (Agarwal et al. 2021, arXiv:2010.16248), applied to the whole
     model, chooses at each decision: in critical regimes, `critical` replaces the other limit.
