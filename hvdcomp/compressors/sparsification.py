@@ -39,7 +39,7 @@ class WithRatio(Compressor):
     def level_for_elements(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         Compressor.level_for(self, compression_factor, shape)
         size = number_of_elements(shape)
-        return max(1, math.floor(size / compression_factor)) / size
+        return max(1, math.floor(size / compression_factor)) / size if size else self.ratio
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ByRatio(WithRatio):
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         super().level_for(compression_factor, shape)
         size = number_of_elements(shape)
-        return self.most_elements(4 * size / compression_factor, size) / size
+        return self.most_elements(4 * size / compression_factor, size) / size if size else self.ratio
 
 
 @dataclass(frozen=True)
