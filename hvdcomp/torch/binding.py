@@ -63,7 +63,7 @@ class TorchBinding(TorchTraining):
         self._casting = False
         self._alone = False  # whether the present step has no exchange
         self._pending: dict[str, torch.Tensor] = {}
-        self._frozen: list[str] = []  # tensors that take no gradient in this step
+        self._frozen: list[str] = []  # tensors whose parameters are frozen in this step
         self._results: dict[str, torch.Tensor] = {}
         self._open = 0  # tensors of this step that were not decompressed yet
         self._names = ParameterNames(self._parameters)
@@ -148,7 +148,8 @@ class TorchBinding(TorchTraining):
         self._presence_check.end()
         pending, self._pending = self._pending, {}
         self._results = self.run_engine(pending)
-        for name in self._frozen:  # Horovod hands over zeros for them, but not all that was kept may have been sent
+        # Horovod hands over zeros for what is frozen, but more may have been kept of it.
+        for name in self._results.keys() & self._frozen:
             self._results[name].zero_()
         if self.summed:
             for result in self._results.values():

@@ -69,7 +69,7 @@ class SimulatedBinding(TorchTraining):
         is_checked = self._may_change or not casts
         if is_checked:
             # The presence check starts with the first gradient, and ends with the backward pass.
-            self._ranks.starts_at = next(iter(ready.values()))
+            self._ranks.starts_at = next(iter(ready.values()), None)
             presence = self.communicator.start_allreduce(torch.full((1,), self.presence), "sum", "hvdcomp.presence")
             self._ranks.starts_at = None
             self.check_presence(int(self.communicator.wait(presence)))

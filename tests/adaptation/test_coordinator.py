@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,11 +31,16 @@ RATES, NORMS = Statistic.LEARNING_RATES, Statistic.NORMS
 
 def test_a_log_that_a_full_disk_does_not_even_let_begin_stops_nobody(tmp_path: Path) -> None:
     """Rank 0 alone has the log: an error there would leave the others waiting."""
-    log = DecisionLog(tmp_path / "decisions.jsonl")
-    log.path.symlink_to("/dev/full")
+    logs = [DecisionLog(tmp_path / name) for name in ("decisions.jsonl", "others.jsonl")]
+    for log in logs:
+        log.path.symlink_to("/dev/full")
     policy = {"asked": frozenset({NORMS}), "often": Period(steps=2), "decisions": at_ratio(0.5, 0.1)}
     with pytest.warns(UserWarning, match=r"decisions are no longer logged: .* No space left on device"):
-        runs = drive(policy, "numpy", 4, log=log)
+        runs = drive(policy, "numpy", 4, log=logs[0])
+    assert [len(driven.plans) for driven, _ in runs] == [4, 4]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # as by python -W error
+        runs = drive(policy, "numpy", 4, log=logs[1])
     assert [len(driven.plans) for driven, _ in runs] == [4, 4]
 
 

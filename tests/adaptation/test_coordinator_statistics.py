@@ -195,6 +195,17 @@ def test_learning_rates_are_those_of_the_first_step_of_this_period_and_of_the_ne
             assert told.learning_rates.fall == (number * length < change <= (number + 1) * length)
 
 
+@every_lag
+@pytest.mark.parametrize("asked", [{RATES}, {NORMS}])
+def test_groups_of_parameters_may_be_added_within_a_period(asked: set[Statistic], lag: int) -> None:
+    policy = {"asked": frozenset(asked), "often": Period(steps=3), "lag": lag, "decisions": at_ratio(0.5)}
+    (_, spy), _ = drive(policy, "numpy", 7, rates=lambda step: (0.5,) if step < 2 else (0.25, 0.125))
+    first, second = spy.seen
+    if RATES in asked:
+        assert (first.learning_rates.now, first.learning_rates.next) == ((0.5, 0.125), (0.25, 0.125))
+        assert (second.learning_rates.now, second.learning_rates.next) == ((0.25, 0.125), (0.25, 0.125))
+
+
 # Gains and times ------------------------------------------------------------------------------------------------------
 
 

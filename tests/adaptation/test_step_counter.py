@@ -139,3 +139,12 @@ def test_a_step_ends_where_the_next_begins_but_for_pauses() -> None:
     with pytest.raises(KeyError), clock.paused():  # 50 to 51: what was interrupted took its time too
         raise KeyError
     assert next(moments, None) is None
+
+
+def test_a_pause_within_a_pause_counts_once() -> None:
+    moments = iter([0.0, 1.0, 2.0, 5.0, 6.0])
+    clock = StepClock(lambda: next(moments))
+    clock.lap()
+    with clock.paused(), clock.paused():  # from 1 and from 2 to 5
+        pass
+    assert clock.lap() == 2.0  # 6

@@ -353,7 +353,7 @@ def test_what_another_kind_of_memory_left_is_refused(saved: Any, present: Any, f
         if fits:
             restore(state, engines[1], None, lambda array, name: copy(array))
             return
-        with pytest.raises(ConfigurationError, match="was written with memory .*; give the same memory, or hvdcomp"):
+        with pytest.raises(ConfigurationError, match=r"was written with memory .*; give the same memory, or hvdcomp"):
             restore(state, engines[1], None, lambda array, name: copy(array))
         assert not engines[1].holds_residuals
 

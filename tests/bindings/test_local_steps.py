@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -513,3 +514,48 @@ def test_a_grad_scaler_is_refused_even_if_nobody_told_of_it() -> None:
 def test_without_ranks_it_says_how_to_start_them() -> None:
     with pytest.raises(ConfigurationError, match="torchrun"):
         LocalSteps(sgd(Model()))
+
+
+def test_an_exchange_of_ranks_that_are_in_sync_changes_nothing() -> None:
+    def work(communicator: SimulatedCommunicator) -> None:
+        model = Model()
+        optimizer = LocalSteps(sgd(model), EVERY, communicator=communicator)
+        advance(model, optimizer, communicator.rank, EVERY)
+        before, steps = model.values(), optimizer.compression.ledger.steps
+        optimizer.exchange()
+        assert all((before[name] == value).all() for name, value in model.values().items())
+        assert optimizer.compression.ledger.steps == steps
+
+    SimulatedGroup(2).run(work)
+
+
+def test_a_state_loaded_into_the_inner_optimizer_is_shared() -> None:
+    def work(communicator: SimulatedCommunicator) -> None:
+        model = Model()
+        inner = sgd(model)
+        optimizer = LocalSteps(inner, EVERY, communicator=communicator)
+        inner.load_state_dict(inner.state_dict())
+        assert optimizer.param_groups is inner.param_groups
+        optimizer.param_groups[0]["lr"] = 0.001  # as a scheduler does
+        assert inner.param_groups[0]["lr"] == 0.001
+
+    SimulatedGroup(1).run(work)
+
+
+def test_names_that_two_parameters_share_are_refused() -> None:
+    def work(communicator: SimulatedCommunicator) -> None:
+        groups = [{"params": list(model.named_parameters())} for model in (Model(), Model())]
+        with pytest.raises(ConfigurationError, match="share the names matrix, vector; give its"):
+            LocalSteps(torch.optim.SGD(groups, lr=RATE), communicator=communicator)
+
+    SimulatedGroup(1).run(work)
+
+
+def test_a_copy_says_that_it_exchanges_with_nobody() -> None:
+    def work(communicator: SimulatedCommunicator) -> None:
+        model = Model()
+        other = pickle.loads(pickle.dumps(LocalSteps(sgd(model), communicator=communicator)))
+        with pytest.raises(ConfigurationError, match="make a new one of the inner optimizer"):
+            other.step()
+
+    SimulatedGroup(1).run(work)

@@ -66,3 +66,19 @@ def test_what_does_not_fit_is_refused() -> None:
     for options in ({"lr": -1.0}, {"eps": 0.0}, {"initial_accumulator_value": -1.0}):
         with pytest.raises(ConfigurationError, match="eps above 0"):
             RowWiseAdagrad(table(True).parameters(), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_small_gradients_of_16_bits_do_not_underflow(dtype: torch.dtype) -> None:
+    weight = torch.nn.Parameter(torch.zeros(3, 4, dtype=dtype))
+    optimizer = RowWiseAdagrad([weight], RATE)
+    for _ in range(2):
+        weight.grad = torch.full((3, 4), 1e-4, dtype=dtype)
+        optimizer.step()
+        state = optimizer.state_dict()
+        optimizer = RowWiseAdagrad([weight], RATE)
+        optimizer.load_state_dict(state)
+    sums = optimizer.state[weight]["sum"]
+    assert sums.dtype == torch.float32
+    torch.testing.assert_close(sums, torch.full((3,), 2e-8), rtol=0.01, atol=0)
+    torch.testing.assert_close(weight.float(), torch.full((3, 4), -RATE * (1 + 0.5**0.5)), rtol=0.01, atol=0)

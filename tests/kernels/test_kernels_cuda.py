@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from hvdcomp import ErrorFeedback, kernels
+from hvdcomp.arrays import arrays_for
+from hvdcomp.communicators import LoopbackCommunicator
 from hvdcomp.communicators.in_process import run_ranks
 from hvdcomp.compressors.memory import MomentumCorrection
 from hvdcomp.compressors.parsing import parse_compressor
@@ -271,3 +273,26 @@ def test_every_kernel_compiles_for_devices_that_are_not_here(monkeypatch: pytest
     run = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     print(run.stdout)
     assert run.returncode == 0, run.stderr
+
+
+def test_a_step_of_more_calls_than_flags_ends() -> None:
+    def work(communicator: Any) -> Any:
+        method = parse_compressor("powersgd:rank=1,iterations=40")
+        engine = Engine(communicator, infos({"w": (6, 5)}), method, min_numel=0)
+        engine.begin()
+        return engine.step({"w": torch.ones(6, 5)})["w"]
+
+    (mean,) = run_ranks(1, work)
+    torch.testing.assert_close(mean, torch.ones(6, 5))
+
+
+def test_one_storage_is_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model on two GPUs: what lies on the other one is not for the first one's kernels."""
+    monkeypatch.setattr(cuda, "_is_served_device", lambda array: True)
+    tensors = infos({"a": (6, 5)}, "bfloat16") + infos({"b": (6, 5)})
+    engine = Engine(LoopbackCommunicator(), tensors, parse_compressor("int8"), min_numel=0)
+    engine.begin()
+    gradients = {"a": torch.ones(6, 5, dtype=torch.bfloat16, device="meta"), "b": torch.ones(6, 5)}
+    held, others = engine.buckets.of_step(arrays_for(gradients["b"]), ["a", "b"], gradients, engine.plan)
+    assert [bucket.names for bucket in held] == [["b"]]
+    assert others == ["a"]

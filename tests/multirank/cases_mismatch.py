@@ -362,3 +362,15 @@ def case_two_models_with_equal_names_whose_steps_follow_both_backward_passes() -
         assert "wait for optimizer.step() after a backward pass each" in message, message
         train_both(("", "second."), spec)  # the ways out
         train_both(("", ""), spec, step_between=True)
+
+
+def case_in_an_elastic_job_an_error_of_one_rank_is_told_to_all() -> None:
+    """Where ranks agree on a state first, if they may have changed."""
+    model = small_model()
+    rules = {"0.weight" if hvd.rank() else "no.such": "topk:ratio=0.05", "*": "none"}
+    how = compression(json.dumps(rules), model)
+    os.environ["HOROVOD_ELASTIC"] = "1"
+    try:
+        assert "no.such" in mismatch(model, distribute(model, how))
+    finally:
+        del os.environ["HOROVOD_ELASTIC"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -40,7 +41,7 @@ def run(programs: Programs, monkeypatch: pytest.MonkeyPatch, *words: str) -> Any
 
 
 def after(words: list[str], option: str) -> list[str]:
-    return [value for name, value in zip(words, words[1:], strict=False) if name == option]
+    return [value for name, value in itertools.pairwise(words) if name == option]
 
 
 @pytest.mark.parametrize("backend", ["torch", "horovod"])
