@@ -18,6 +18,8 @@ from hvdcomp.exchange.agreement import KERNELS, WEIGHTS, refused_on_every_rank, 
 from hvdcomp.files import VERSION
 from hvdcomp.kernels import cuda
 
+MPI4PY = "mpi4py for decisions (install it on all hosts or on none)"  # the name of the fact whether it is used
+
 
 class FirstSteps:
     """Compares the ranks' settings and weights.
@@ -93,6 +95,7 @@ class FirstSteps:
             "momentum of the optimizer": self._doubled_momentum(),
             "warm-up of the optimizer": training.warm_up(),
             "hvdcomp": VERSION,
+            MPI4PY: training.coordinator is not None and training.communicator.has_mpi,
             "numpy": numpy.__version__,
             KERNELS: "compiled" if kernels.available() else "none",
             f"{KERNELS} for CUDA": cuda.described(),

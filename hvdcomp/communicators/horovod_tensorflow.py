@@ -143,7 +143,12 @@ class HorovodTensorFlowCommunicator(HorovodRanks):
 
 def _require_threads() -> None:
     """Requires two inter-op threads of TensorFlow: a step waits in one for collectives that run in the other."""
-    threads = tf.config.threading.get_inter_op_parallelism_threads() or len(os.sched_getaffinity(0))
+    asked = os.environ.get("TF_NUM_INTEROP_THREADS", "")
+    threads = (
+        tf.config.threading.get_inter_op_parallelism_threads()
+        or (int(asked) if asked.isdecimal() else 0)
+        or len(os.sched_getaffinity(0))
+    )
     if threads < 2:
         raise ConfigurationError(
             f"TensorFlow runs with {threads} inter-op thread, and gradient compression needs 2: call "

@@ -6,6 +6,7 @@ import os
 import socket
 import zlib
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -145,7 +146,8 @@ class TorchDistributedCommunicator(Ranks):
             )
 
     def make_groups(self, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Communicator]:
-        handles = {members: dist.new_group(list(members), backend=_backend(self._group)) for members in groups}
+        backend, timeout = _backend(self._group), _timeout(self._group)
+        handles = {members: dist.new_group(list(members), timeout=timeout, backend=backend) for members in groups}
         return {members: TorchDistributedCommunicator(handles[members]) for members in groups if self.rank in members}
 
     def place(self) -> tuple[int, int]:
@@ -186,4 +188,12 @@ def _group_beside(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
     process has made, so that ranks with different numbers would wait for each other for ever.
     """
     ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, backend=backend, use_local_synchronization=len(ranks) < dist.get_world_size())
+    some = len(ranks) < dist.get_world_size()
+    return dist.new_group(ranks, timeout=_timeout(group), backend=backend, use_local_synchronization=some)
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """The time that a group's collectives wait for a rank; None for PyTorch's default, if its backend does not tell."""
+    device = _backend(group).partition(":")[0]
+    backend = group._get_backend(torch.device(device))
+    return getattr(getattr(backend, "options", None), "_timeout", None)

@@ -35,6 +35,7 @@ from hvdcomp.communicators.ranks import Ranks
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import refused_on_every_rank
 from hvdcomp.policies import changes_batch_size
+from hvdcomp.tensorflow.callbacks import as_callback
 from hvdcomp.tensorflow.caller import GradientsCall, gradients_call
 from hvdcomp.tensorflow.compressed_adam import CompressedAdam
 from hvdcomp.tensorflow.names import by_name
@@ -98,7 +99,9 @@ class TensorFlowBinding(TensorFlowTraining):
         self._facts_of_call: dict[str, Any] = {}
         self._summed = False  # whether Horovod takes the sum of gradients instead of the mean
         self._trained: set[str] = set()  # names of variables with a gradient in any trace
+        self._lists = 0  # traced for the latest function
         self._steps_per_call = 1
+        self._first_state: Mapping[str, Any] = {}  # in which this rank began
         communicator = HorovodTensorFlowCommunicator(setup.process_set)
         if communicator.world_size > 1 or elastic.may_change():
             self._on_device = device_of(variables.values(), warns=communicator.rank == 0)
@@ -152,7 +155,10 @@ class TensorFlowBinding(TensorFlowTraining):
         }
         self._facts_of_call = {"op": call.op, "prescale_factor": call.prescale_factor}
         self._summed = call.op == hvd.Sum
-        self._steps_per_call = call.steps_per_execution
+        graph = _graph_of_call()
+        again = self._traced is not None and _outermost(self._traced.begun.graph) is _outermost(graph)
+        self._lists = self._lists + 1 if again else 1
+        self._steps_per_call = self._lists * call.steps_per_execution
         self._trained.update(names.values())
         settings = self.setup.compression.settings
         if changes_batch_size(settings.policy) and self._scaled is None:
@@ -162,7 +168,7 @@ class TensorFlowBinding(TensorFlowTraining):
         casting = settings.policy is None and self.engine.passthrough and not freezes
         gradients = [call.gradients[place] for place in names]
         # Horovod compresses each gradient in a branch of its own, whose results other branches cannot use.
-        with _graph_of_call().as_default():
+        with graph.as_default():
             if casting:
                 compressed = set(names.values())
                 begun = _begun(lambda _: self._begin_casts(compressed))
@@ -173,7 +179,7 @@ class TensorFlowBinding(TensorFlowTraining):
             with tf.control_dependencies([begun]):
                 ordered = list(names.values())
                 put = in_graph if self._on_device is None else self._on_device.in_graph
-                results = put(lambda *arrays: self._step(ordered, arrays), gradients, "hvdcomp_step")
+                results = put(as_callback(lambda *arrays: self._step(ordered, arrays)), gradients, "hvdcomp_step")
         return _Traced(call.gradients, names, begun, dict(zip(names, results, strict=True)))
 
     def _name(self, variable: tf.Variable) -> str:
@@ -251,10 +257,19 @@ class TensorFlowBinding(TensorFlowTraining):
 
     @property
     def steps_before_broadcast(self) -> int:
-        """Horovod's own examples and Keras callback broadcast after the first batch, which may be several steps."""
+        """Horovod's own examples and Keras callback broadcast after the first batch, which may be several steps.
+
+        They are those of the first call of the function that makes them. While it runs, variables may be written.
+        """
         return self._steps_per_call
 
+    def roll_back(self, state: Mapping[str, Any]) -> None:
+        # Horovod's state of Keras keeps the weights with which a worker joins, so there is something to go back to
+        # before the worker's first commit.
+        super().roll_back(state or self._first_state)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._first_state = self._first_state or state
         with tf.init_scope():  # the first step may be under tracing
             super().load_state_dict(state)
         self._summed = self._summed or state["own"].get("op") == "sum"  # with one rank no call sets it
@@ -285,10 +300,16 @@ def _known_variables(variables: Any, tensor: tf.Tensor | None) -> dict[str, tf.V
 def _begun(begin: Callable[[Any], int], number: Any = 0) -> tf.Tensor:
     """The operation that begins a step, in the graph that is being made; what begins it is given a number."""
     with tf.device("CPU:0"):  # its result need not go to a GPU
-        return tf.py_function(begin, [tf.identity(number)], tf.int64, name="hvdcomp_begin")
+        return tf.py_function(as_callback(begin), [tf.identity(number)], tf.int64, name="hvdcomp_begin")
 
 
 def _graph_of_call() -> Any:
     """The graph in which Horovod was given the gradients: around the branch in which it compresses this one."""
     branch = tf.compat.v1.get_default_graph()
     return getattr(branch, "outer_graph", None) or branch
+
+
+def _outermost(graph: Any) -> Any:
+    """The graph of the function that the user calls, around the graphs of the functions that it calls."""
+    outer = getattr(graph, "outer_graph", None)
+    return _outermost(outer) if hasattr(outer, "outer_graph") else graph

@@ -14,6 +14,7 @@ from hvdcomp.communicators.horovod_tensorflow import HorovodTensorFlowCommunicat
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.ledger import Ledger
 from hvdcomp.exchange.rows import EmbeddingTable, RowMeans, Rows, wire_name
+from hvdcomp.tensorflow.callbacks import as_callback
 from hvdcomp.tensorflow.names import by_name
 
 _ON_HOST = np.zeros(0, np.float32)
@@ -115,9 +116,8 @@ class RowExchange:
         with tf.device("CPU:0"):
             pairs = zip(gradients, tables.values(), strict=True)
             inputs = [part for gradient, table in pairs for part in _ids_and_rows(gradient, table)]
-            means = tf.numpy_function(
-                self._exchange, inputs, [part.dtype for part in inputs], name="hvdcomp_rows"
-            )
+            exchange = as_callback(self._exchange)
+            means = tf.numpy_function(exchange, inputs, [part.dtype for part in inputs], name="hvdcomp_rows")
         results = []
         for gradient, ids, values in zip(gradients, means[::2], means[1::2], strict=True):
             values = tf.reshape(values, [-1, *gradient.values.shape[1:]])

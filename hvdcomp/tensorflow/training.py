@@ -148,6 +148,11 @@ class TensorFlowTraining(Binding):
 
 def _describe(name: str, variable: tf.Variable) -> TensorInfo:
     dtype = variable.dtype.base_dtype.name  # float32 for float32_ref
+    if variable.dtype.is_complex:
+        raise ConfigurationError(
+            f"variable {name!r} has type {dtype}; gradient compression takes floating-point variables. Train its real "
+            "and imaginary parts as two variables, and make it of them by tf.complex"
+        )
     shape = tuple(variable.shape)
     return TensorInfo(name, matrix_of(shape), dtype, in_framework=shape)
 

@@ -238,6 +238,10 @@ class CompressedAdam(torch.optim.AdamW):
     def _steps(self) -> int:
         return max((int(state["step"]) for state in self.state.values()), default=0)
 
+    def at_latest_exchange(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A parameter as it was at the latest exchange, the same on all ranks."""
+        return self.state[parameter].get("anchor", parameter) if self._is_frozen(parameter) else parameter
+
     def momenta(self) -> dict[torch.Tensor, Momentum | LocalMomenta]:
         """The momentum to add to each gradient in the next step, by parameter; only for frozen parameters."""
         self._freeze()

@@ -1,4 +1,4 @@
-"""Lets `hvd.elastic.TorchState(..., compression=compression)` keep a `hvdcomp.Compression`, and a `LocalSteps`.
+"""Lets `hvd.elastic.TorchState(..., compression=compression)` keep a `hvdcomp.Compression`, and optimizers.
 
 Horovod calls a handler to save the object at a commit, to restore it after a failure, and to synchronise it when the
 ranks have changed. `hvdcomp.bindings.elastic` synchronises in the first step. Only a policy that changes the batch size
@@ -13,7 +13,13 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
-from horovod.torch.elastic.state import StateHandler, TorchState, get_handler_registry, set_handler_registry
+from horovod.torch.elastic.state import (
+    OptimizerStateHandler,
+    StateHandler,
+    TorchState,
+    get_handler_registry,
+    set_handler_registry,
+)
 
 from hvdcomp.bindings.callers import caller_local
 from hvdcomp.errors import ConfigurationError
@@ -43,6 +49,22 @@ class CompressionHandler(StateHandler):
         handlers = () if state is None else state._handlers.values()
         optimizers = (handler.value for handler in handlers if compression_of(handler.value) is self.value)
         self.value.meet_ranks_early(next(optimizers, None))
+
+
+class OptimizerHandler(OptimizerStateHandler):
+    """Keeps an optimizer as Horovod's own handler does, and leaves the weights alone.
+
+    To give a new rank the state of an optimizer, Horovod makes a step with gradients of zero on that rank. Weight decay
+    would change its weights, which may be rank 0's already.
+
+    Args:
+        value: the optimizer.
+    """
+
+    def sync(self) -> None:
+        weights = [parameter.clone() for parameter in _parameters(self.value)]
+        super().sync()
+        put(_parameters(self.value), weights)
 
 
 class LocalStepsHandler(StateHandler):
@@ -86,14 +108,15 @@ class LocalStepsHandler(StateHandler):
         self.save()
 
 
-def _parameters(optimizer: LocalSteps) -> Iterator[torch.Tensor]:
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     return (parameter.detach() for group in optimizer.param_groups for parameter in group["params"])
 
 
 def register(kind: type) -> None:
-    """Registers `CompressionHandler` for objects of this kind with Horovod, and `LocalStepsHandler`; later calls do
-    nothing."""
+    """Registers `CompressionHandler` for objects of this kind with Horovod, and the handlers of optimizers; later calls
+    do nothing."""
     registry = get_handler_registry()
     if all(registered is not kind for registered, _ in registry):
         # LocalSteps comes first, as Horovod takes the first handler that fits, and a LocalSteps is an optimizer too.
-        set_handler_registry([(LocalSteps, LocalStepsHandler), *registry, (kind, CompressionHandler)])
+        optimizers = [(LocalSteps, LocalStepsHandler), (torch.optim.Optimizer, OptimizerHandler)]
+        set_handler_registry([*optimizers, *registry, (kind, CompressionHandler)])

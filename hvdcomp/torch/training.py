@@ -149,7 +149,10 @@ class TorchTraining(Binding):
     # Methods of `Training`.
 
     def checksums(self, names: Sequence[str]) -> list[int]:
-        return checksums_of(self._parameters, names)
+        tensors: Mapping[str, torch.Tensor] = self._parameters
+        if isinstance(self._optimizer, CompressedAdam):  # the first step of a resumed training may be a local one
+            tensors = {name: self._optimizer.at_latest_exchange(tensors[name]) for name in names}
+        return checksums_of(tensors, names)
 
     def learning_rates(self) -> tuple[float, ...]:
         if self._scaled is not None:

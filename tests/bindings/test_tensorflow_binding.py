@@ -63,13 +63,37 @@ def test_an_optimizer_of_keras_3_is_refused_when_horovod_wraps_it() -> None:
         hvd.DistributedOptimizer(keras.optimizers.SGD(), compression=compression(variables("a")))
 
 
-def test_a_tensorflow_of_one_inter_op_thread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by_environment", [True, False])
+def test_a_tensorflow_of_one_inter_op_thread_is_refused(monkeypatch: pytest.MonkeyPatch, by_environment: bool) -> None:
     pytest.importorskip("horovod.tensorflow", reason="needs Horovod")
     from hvdcomp.communicators.horovod_tensorflow import HorovodTensorFlowCommunicator
 
-    monkeypatch.setattr(tf.config.threading, "get_inter_op_parallelism_threads", lambda: 1)
+    if by_environment:
+        monkeypatch.setenv("TF_NUM_INTEROP_THREADS", "1")
+    else:
+        monkeypatch.setattr(tf.config.threading, "get_inter_op_parallelism_threads", lambda: 1)
     with pytest.raises(ConfigurationError, match=r"runs with 1 inter-op thread, .* needs 2: call tf\.config"):
         HorovodTensorFlowCommunicator()
+
+
+def test_elastic_horovod_passes_on_all_errors_but_its_own() -> None:
+    """Of an UnknownError that names no collective it says nothing."""
+    exceptions = pytest.importorskip("horovod.common.exceptions", reason="needs Horovod")
+    from hvdcomp.tensorflow.callbacks import as_callback
+
+    def message(error: Exception, kind: type[Exception]) -> str:
+        def fail(_: Any) -> int:
+            raise error
+
+        failing = tf.function(lambda: tf.py_function(as_callback(fail), [0], tf.int64))
+        with pytest.raises(kind) as raised:
+            failing()
+        return str(raised.value)
+
+    for error in (ConfigurationError("the text"), KeyError("the text")):
+        assert f"{type(error).__name__}: {error}" in message(error, tf.errors.InvalidArgumentError)
+    failed = exceptions.HorovodInternalError("HorovodAllreduce failed")
+    assert "HorovodAllreduce failed" in message(failed, tf.errors.UnknownError)
 
 
 def test_parameters_and_variables_exclude_each_other() -> None:

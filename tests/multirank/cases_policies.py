@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import SkipTest
 
 import horovod.torch as hvd
 import numpy as np
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 import hvdcomp
+from hvdcomp.communicators import horovod_ranks
 from hvdcomp.errors import ConfigurationError, RankMismatchError
 from hvdcomp.tools.report.replay import replay
 from hvdcomp.torch.binding import TorchBinding
@@ -200,6 +202,17 @@ def case_another_policy_on_one_rank_stops_all_with_both_specs() -> None:
     assert "low=4,high=1" in message, message
     assert "low=4,high=2" in message, message
     assert not training.plans
+
+
+def case_mpi4py_on_some_hosts_only_stops_all() -> None:
+    """The others would wait for the decisions of a rank that sends them another way."""
+    if not hvd.mpi_enabled():
+        raise SkipTest("needs MPI")
+    with pytest.MonkeyPatch.context() as patch:
+        if hvd.rank() == 1:
+            patch.setattr(horovod_ranks, "find_spec", lambda name: None)
+        training = Training("powersgd:rank=2", "accordion:low=4,high=1,interval=1")
+        assert "install it on all hosts or on none): True on rank 0" in raised(RankMismatchError, training.step)
 
 
 def case_other_levels_on_one_rank_stop_all_in_that_step() -> None:

@@ -166,3 +166,16 @@ class Halving(tf.keras.optimizers.schedules.LearningRateSchedule):
 
     def __call__(self, step: Any) -> tf.Tensor:
         return 0.05 * 0.5 ** tf.floor(tf.cast(step, tf.float32) / 4)
+
+
+def case_a_complex_variable() -> None:
+    variable = tf.Variable(tf.ones((64, 64), tf.complex64), name="phases")
+    how = compression("topk:ratio=0.1", [variable])
+
+    @tf.function
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.math.real(tf.reduce_sum(variable))
+        hvd.DistributedGradientTape(tape, compression=how).gradient(loss, [variable])
+
+    assert "'phases' has type complex64" in raised(ConfigurationError, step)

@@ -6,6 +6,7 @@ import tempfile
 from typing import Any
 
 import horovod.tensorflow as hvd
+import horovod.tensorflow.elastic  # noqa: F401 - makes hvd.elastic
 import horovod.tensorflow.keras as hvd_keras
 import numpy as np
 import tensorflow as tf
@@ -125,6 +126,17 @@ def case_a_state_waits_for_the_first_step() -> None:
         assert resumed.compression.ledger.steps == 6
 
 
+def case_a_failure_before_the_first_commit_goes_back_to_where_a_worker_joined() -> None:
+    whole = TapeTraining("topk:ratio=0.1").run(3)
+    joined = TapeTraining("topk:ratio=0.1")
+    state = hvdcomp.track(hvd.elastic.TensorFlowKerasState(joined.model, joined.optimizer), joined.compression)
+    joined.compression.load_state_dict(whole.compression.state_dict())  # as at the meeting with the others
+    start = joined.run(2).compression.state_dict()["shared"]["step"]
+    state.restore()
+    joined.step()
+    assert (start, joined.binding.engine.step_number) == (5, 4)
+
+
 @thorough
 def case_two_tapes_need_all_variables() -> None:
     """As of two models that train in turns."""
@@ -146,6 +158,33 @@ def case_two_tapes_need_all_variables() -> None:
     for model in (first, second, first):
         step(both, model)
     assert both.ledger.steps == 3
+
+
+def case_two_models_in_one_function() -> None:
+    """The ranks compare weights when its first call is over, after which Horovod's examples give all the same."""
+    models = [Network(seed=hvd.rank()), Network(seed=8 + hvd.rank())]
+    both = later(variables=[variable for model in models for variable in model.variables_in_order])
+
+    @tf.function
+    def step(inputs: Any, classes: Any) -> None:
+        for model in models:
+            with tf.GradientTape() as tape:
+                loss = loss_of(model(inputs), classes)
+            gradients = hvd.DistributedGradientTape(tape, compression=both).gradient(loss, model.variables_in_order)
+            for variable, gradient in zip(model.variables_in_order, gradients, strict=True):
+                variable.assign_sub(0.1 * gradient)
+
+    generator = own_generator()
+    for call in range(3):
+        step(*map(tf.constant, batch(generator)))
+        if call == 0:
+            assert not binding_of(both).agreed
+            for model in models:
+                hvd.broadcast_variables(model.variables_in_order, root_rank=0)
+    assert binding_of(both).agreed
+    assert both.ledger.steps == 6
+    for model in models:
+        assert_same_everywhere(weights(model.variables_in_order))
 
 
 class Convolution:

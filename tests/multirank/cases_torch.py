@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import weakref
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from itertools import product
 from typing import Any
 
 import horovod.torch as hvd
+import horovod.torch.elastic  # noqa: F401 - makes hvd.elastic
 import numpy as np
 import torch
 
@@ -683,3 +685,34 @@ def case_a_level_that_is_set_after_a_roll_back_holds() -> None:
     train(model, optimizer, 1)
     assert {*how.levels.values()} == {how.level} == {0.5}
     assert_same_everywhere(weights(model))
+
+
+def case_a_new_rank_gets_weights_and_state_of_an_optimizer() -> None:
+    """For the state Horovod makes a step on the new rank, where weight decay would change the weights."""
+
+    def adam_w(model: torch.nn.Module, how: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        return hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=how)
+
+    def local(model: torch.nn.Module, how: Any) -> torch.optim.Optimizer:
+        return compressed_adam(model, how, freeze_after=4, local_steps=2)
+
+    for make in (adam_w, compressed_adam, local):
+        model = small_model()
+        how = compression("efsignsgd", model)
+        optimizer = make(model, how)
+        train(model, optimizer, 8)
+        if hvd.rank() > 0:  # as if it had joined now
+            model = small_model()
+            how = compression("efsignsgd", model)
+            optimizer = make(model, how)
+        state = hvd.elastic.TorchState(model=model, optimizer=optimizer, compression=how)
+        state.sync()
+        assert_same_everywhere(weights(model))
+        os.environ["HOROVOD_ELASTIC"] = "1"  # so that a binding without steps meets the others
+        how.roll_back(how.state_dict())
+        train(model, optimizer, 4)
+        del os.environ["HOROVOD_ELASTIC"]
+        assert_same_everywhere(weights(model))
+        moments = [entry.reshape(-1) for one in optimizer.state.values() for entry in (one["exp_avg"], one["step"])]
+        assert_same_everywhere(torch.cat(moments))

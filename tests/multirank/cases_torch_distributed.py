@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from unittest import SkipTest
 
 import torch
 import torch.distributed as dist
 
-from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
+from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator, _timeout
 from hvdcomp.errors import ConfigurationError
 from tests.multirank.collectives import check, check_groups, check_refusals
 from tests.multirank.training_ddp import raised
@@ -49,3 +50,12 @@ def case_a_group_of_some_ranks_is_not_split() -> None:
 
 def case_nodes_that_do_not_fit_are_refused_by_all_ranks() -> None:
     check_refusals(TorchDistributedCommunicator, dist.get_rank(), dist.get_world_size(), raised)
+
+
+def case_groups_of_our_own_wait_as_long_as_the_given_one() -> None:
+    waits = timedelta(seconds=77)
+    ours = TorchDistributedCommunicator(dist.new_group(timeout=waits))
+    everyone = tuple(range(dist.get_world_size()))
+    for made in (ours.beside(), ours.make_groups([everyone])[everyone]):
+        assert isinstance(made, TorchDistributedCommunicator)
+        assert _timeout(made._group) == waits

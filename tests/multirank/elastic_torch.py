@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,15 @@ import horovod.torch.elastic  # noqa: F401 - makes hvd.elastic
 import torch
 
 import hvdcomp
+from hvdcomp.torch import CompressedAdam
 from tests.multirank.elastic_training import Phases, batch_of, digits
+
+_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=2e-3, weight_decay=0.1),
+    "frozen": lambda parameters: CompressedAdam(parameters, 2e-3, freeze_after=10),
+    "frozen, local steps": lambda parameters: CompressedAdam(parameters, 2e-3, freeze_after=10, local_steps=2),
+}
 
 
 def main(plan: dict[str, Any]) -> None:
@@ -21,7 +30,7 @@ def main(plan: dict[str, Any]) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
     compression = hvdcomp.Compression.from_spec(plan["compressor"], **plan["options"])
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        _OPTIMIZERS[plan.get("optimizer", "sgd")](model.parameters()),
         named_parameters=model.named_parameters(),
         compression=compression,
     )
@@ -40,8 +49,9 @@ def main(plan: dict[str, Any]) -> None:
                 (loss / passes).backward()
             optimizer.step()
             optimizer.zero_grad()
-            weights = [one.detach().double().sum().item() for one in model.parameters()]
-            phases.step_done(state, weights, loss.item())
+            in_sync = getattr(optimizer, "in_sync", True)
+            weights = [one.detach().double().sum().item() for one in model.parameters()] if in_sync else []
+            phases.step_done(state, weights, loss.item(), commits=in_sync)
 
     train(hvd.elastic.TorchState(model=model, optimizer=optimizer, compression=compression, step=0, phase=0, done=0))
     with torch.no_grad():

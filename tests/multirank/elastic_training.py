@@ -2,7 +2,8 @@
 
 The plan is JSON: what is compressed and how, how many steps are between commits, and `phases`. In each phase the ranks
 train until they are as many as it says, then `steps` steps more, and then do what it says: rank 0 writes a new list of
-hosts, or ranks kill themselves.
+hosts, or, if they are as many as it says first, ranks kill themselves. They save what they have before, unless it says
+not to.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Phases:
         every = plan.get("commit", 1)
         if state.done >= phase["steps"]:
             state.phase, state.done = state.phase + 1, 0
-            if every:
+            if every and phase.get("saves", True):
                 state.save()
             self._act(phase)
         if commits and every and state.step % every == 0:
@@ -87,5 +88,5 @@ class Phases:
             new = Path(f"{self._plan['hosts']}.new")
             new.write_text(phase["hosts"])
             new.rename(self._plan["hosts"])
-        if self._hvd.rank() in phase.get("kill", ()):
+        if self._hvd.rank() in phase.get("kill", ()) and self._hvd.size() == phase["sizes"][0]:
             os.kill(os.getpid(), signal.SIGKILL)

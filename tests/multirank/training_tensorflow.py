@@ -16,7 +16,7 @@ from hvdcomp.tensorflow.binding import TensorFlowBinding
 from tests.multirank.everywhere import raised_everywhere
 
 # What an error becomes that is raised while a graph runs, and not while it is made.
-IN_GRAPH = tf.errors.UnknownError
+IN_GRAPH = tf.errors.InvalidArgumentError
 Batch = tuple[np.ndarray, np.ndarray]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from hvdcomp.communicators import rank_so_far
 from hvdcomp.errors import ConfigurationError, RankMismatchError, SpecError
 from hvdcomp.tools.launch.promise import EXIT_SAVED
 from hvdcomp.tools.train import beforehand, environment
@@ -310,7 +311,7 @@ def command(context: click.Context, **options: Any) -> None:
         else:
             summary = train(chosen, ranks)
     except RunRefused as refused:
-        if ranks.rank == 0:
+        if rank_so_far() == 0:  # an elastic job's ranks may be others than those of `ranks`
             click.UsageError(str(refused), context).show()
         ranks.leave(2)
         context.exit(2)

@@ -6,11 +6,14 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
 
 from hvdcomp.tools.commands.train import command
+from hvdcomp.tools.train.options import TrainingOptions
+from hvdcomp.tools.train.ranks import RunRefused
 from tests.launched import run_ranks
 
 # Two ranks; from the 40th step on three; and one from 200 steps after one has left. What was once so stays so, though
@@ -140,3 +143,18 @@ def test_what_elastic_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     said = CliRunner().invoke(command, ["--elastic", "--backend", "ddp", "--checkpoint-folder", "x"])
     assert said.exit_code == 2
     assert "--elastic is for Horovod. torchrun starts all ranks again when some come or go" in said.output
+
+
+def test_a_refusal_after_a_change_is_said_by_the_rank_0_of_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("horovod.torch", reason="needs Horovod")
+
+    def refuse(options: TrainingOptions) -> None:
+        raise RunRefused("the checkpoint is damaged")
+
+    before = SimpleNamespace(rank=1, leave=lambda code: None)
+    monkeypatch.setattr("hvdcomp.tools.commands.train.reach", lambda *arguments: before)
+    monkeypatch.setattr("hvdcomp.tools.commands.train.rank_so_far", lambda: 0)
+    monkeypatch.setattr("hvdcomp.tools.train.elastic.train_elastic", refuse)
+    said = CliRunner().invoke(command, ["--elastic", "--checkpoint-folder", "x"])
+    assert said.exit_code == 2, said.output
+    assert "Error: the checkpoint is damaged" in said.output
