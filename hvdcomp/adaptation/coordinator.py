@@ -98,6 +98,11 @@ class Coordinator:
 
     # Calls of a step, in order.
 
+    @property
+    def follows_rates(self) -> bool:
+        """Whether the policy reads learning rates, or gives them a factor."""
+        return self.decision.sets_batch_size or Statistic.LEARNING_RATES in self.channel.request.ever
+
     def settle(self, rates: Callable[[], Rates]) -> None:
         """Applies a decision before a step begins; with lag=0, makes decisions about the batch size."""
         self.receive()

@@ -109,8 +109,11 @@ class Accordion(CriticalRegimes[AccordionState]):
 
     def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
         super().check(steps_per_epoch, compressor)
-        for level in (self.low, self.high):
-            compressor.at_level(level)
+        for name, level in (("low", self.low), ("high", self.high)):
+            try:
+                compressor.at_level(level)
+            except SpecError as error:
+                raise SpecError(f"{self.name}: {name}={level} is no level of the compressor; {error}") from None
 
     def initial_state(self, tensors: Sequence[str]) -> AccordionState:
         return AccordionState(critical=dict.fromkeys(tensors, True), previous=dict.fromkeys(tensors))

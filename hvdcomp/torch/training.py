@@ -80,6 +80,7 @@ class TorchTraining(Binding):
                 self._require_local_steps(setup, optimizer)
         tensors = [_describe(name, parameter) for name, parameter in self._parameters.items()]
         super().__init__(setup, tensors, communicator, torch.empty(0), names)
+        self.learning_rates()  # refuses a policy that follows those of an unknown optimizer
 
     def _require_local_steps(self, setup: Setup, optimizer: CompressedAdam) -> None:
         """Raises ConfigurationError for settings that do not work with local steps."""
@@ -157,7 +158,8 @@ class TorchTraining(Binding):
     def learning_rates(self) -> tuple[float, ...]:
         if self._scaled is not None:
             return self._scaled.rates
-        return rates_of(self._known_optimizer())
+        follows = self.coordinator is not None and self.coordinator.follows_rates
+        return rates_of(self._known_optimizer()) if follows or self._optimizer is not None else ()
 
     def follow_batch_size(self, batch_size: BatchSize) -> None:
         self._scaled_steps().factor = batch_size.learning_rate_factor

@@ -53,12 +53,12 @@ def case_horovod_is_not_imported() -> None:
 
 def case_the_readme_trains() -> None:
     def train_as_before(variables: dict[str, Any]) -> None:
-        model = variables["model"]
-        train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), steps=3)
+        train(variables["model"], variables["optimizer"], steps=3)
 
     model = large_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with mock.patch.object(dist, "init_process_group"):  # which these ranks have called
-        program = run(block_with("import torch.distributed"), train_as_before, model=model)
+        program = run(block_with("import torch.distributed"), train_as_before, model=model, optimizer=optimizer)
     assert_same_everywhere(weights(model))
     totals = program["compression"].ledger.totals
     assert 0 < 5 * totals.bytes_sent < totals.dense_bytes

@@ -121,7 +121,7 @@ def profile(
         replace(compute, encode=encode),
         carrier.bucket_bytes,
         early_bytes=carrier.early_bytes if carrier.own_buckets else None,
-        sources={"hides": "taken as 1: no method was trained with"},
+        sources={"hides": "assumed: all that can be sent during the backward pass hides behind it"},
         estimated=("hides",),
     )
     calibrated = put_together(name, SOURCE, probe, {MODEL: facts}, readings, carrier, device)

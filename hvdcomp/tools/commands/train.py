@@ -29,7 +29,7 @@ from hvdcomp.tools.train.options import (
 _DEFAULTS = TrainingOptions()
 _NEEDS = {
     "torch": "PyTorch and Horovod: pip install 'hvdcomp[torch,train,build]', then hvdcomp build-horovod; or PyTorch "
-    "alone, started with torchrun",
+    "alone: torchrun --nproc-per-node 2 -m hvdcomp train ..., or hvdcomp train --simulate-ranks 2 ...",
     "tensorflow": "TensorFlow, tf_keras and Horovod: pip install 'hvdcomp[tensorflow,train,build]', then "
     "hvdcomp build-horovod",
 }

@@ -127,8 +127,8 @@ class Section:
         if self.turns is not None:
             notes.append(
                 "ms per step: medians; the methods took turns, a few steps at a time, so that other work on the "
-                "machine disturbed all alike. none and fp16 are Horovod's own. Asterisk: from the method's training "
-                "alone, not comparable."
+                "machine disturbed all alike. none and fp16 are what the library of the ranks does itself. With an "
+                "asterisk: from the method's training alone, not comparable."
             )
             if measured := self.on_links.get("measured"):
                 notes.append(

@@ -73,7 +73,7 @@ class Reporter:
         if self._bar is not None:
             self._bar.update(self._task, completed=step, epoch=epoch, loss=loss, ms=ms)
         elif self._visible and time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES:
-            self._line(f"step {step}/{self._steps}  epoch {epoch}/{self._epochs}  loss {loss:.4f}  {ms:.1f} ms/step")
+            self._line(f"step {step}/{self._steps}  epoch {self._of(epoch)}  loss {loss:.4f}  {ms:.1f} ms/step")
 
     def epoch(self, record: dict[str, Any]) -> None:
         if not self._visible:
@@ -81,10 +81,14 @@ class Reporter:
         metric = "accuracy" if "accuracy" in record else "perplexity"
         part = "test" if "test_loss" in record else "validation"
         self._line(
-            f"epoch {record['epoch']}/{self._epochs}  train loss {record['train_loss']:.4f}  "
+            f"epoch {self._of(record['epoch'])}  train loss {record['train_loss']:.4f}  "
             f"{part} loss {record[f'{part}_loss']:.4f}  {metric} {_quality(metric, record[metric])}  "
             f"{record['seconds']:.1f} s  sent {_bytes(record['bytes_sent'])} per rank"
         )
+
+    def _of(self, epoch: int) -> str:
+        """An epoch of how many. A run that goes on with other ranks may need more epochs for its steps."""
+        return f"{epoch}/{max(epoch, self._epochs)}"
 
     def _line(self, text: str) -> None:
         self._last_line = time.monotonic()
@@ -93,13 +97,13 @@ class Reporter:
     def summary(self, summary: dict[str, Any], output: str | None) -> None:
         """Prints the table at the end."""
         metric = "accuracy" if "accuracy" in summary else "perplexity"
-        best = f"best_{metric}"
+        best, of_best = f"best_{metric}", "best in validation" if "validation" in summary["best_over"] else "best"
         table = make_table("", "")
         rows = [
             ("compression", summary["spec"]),
             ("ranks", f"{summary['world_size']} ({summary['controller']})"),
             ("parameters", f"{summary['parameters']:,}"),
-            (metric, f"{_quality(metric, summary[metric])} (best {_quality(metric, summary[best])})"),
+            (metric, f"{_quality(metric, summary[metric])} ({of_best} {_quality(metric, summary[best])})"),
             *_target(summary["until"]),
             ("steps", f"{summary['steps']:,} in {summary['seconds']:.1f} s"),
             (

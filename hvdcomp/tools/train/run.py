@@ -106,7 +106,8 @@ class Run:
         self._start, self._epoch_start = now - saved["seconds"], now - saved["epoch_seconds"]
         for damage in self._checkpoints.damaged:
             self._reporter.say(f"passed over a checkpoint: {damage}")
-        self._reporter.say(f"going on after step {self._step} from {self._options.checkpoint_folder}")
+        over = ", which was the last: nothing is left to train" if self._over and not self._losses else ""
+        self._reporter.say(f"going on after step {self._step} from {self._options.checkpoint_folder}{over}")
         if self._checkpoints.change is not None:
             self._reporter.say(self._checkpoints.change)
 
