@@ -39,9 +39,11 @@ def build_really(folder: Path) -> list[Object]:
 
 
 def build(folder: Path) -> list[Object]:
-    """The objects of a kustomization: resources, JSON patches by kind, image tags, config maps without a hash."""
+    """The objects of a kustomization: resources, JSON patches by kind, image tags, config maps without a hash. Of
+    components the patches alone."""
     kustomization = yaml.safe_load((folder / "kustomization.yaml").read_text())
-    supported = {"apiVersion", "kind", "resources", "images", "patches", "configMapGenerator", "generatorOptions"}
+    supported = {"apiVersion", "kind", "resources", "components", "images", "patches"}
+    supported |= {"configMapGenerator", "generatorOptions"}
     unsupported = set(kustomization) - supported
     assert not unsupported, f"{folder}: {unsupported} is not supported by this test's kustomize"
     objects: list[Object] = []
@@ -54,14 +56,20 @@ def build(folder: Path) -> list[Object]:
         metadata = {"name": generated["name"]} | {key: options[key] for key in options if key == "labels"}
         data = {name: (folder / name).read_text() for name in generated["files"]}
         objects.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
+    for component in kustomization.get("components", ()):
+        _patch_all(objects, yaml.safe_load((folder / component / "kustomization.yaml").read_text()), folder / component)
+    _patch_all(objects, kustomization, folder)
+    for image in kustomization.get("images", ()):
+        _tag(objects, image["name"], image["newTag"])
+    return objects
+
+
+def _patch_all(objects: list[Object], kustomization: Object, folder: Path) -> None:
     for patch in kustomization.get("patches", ()):
         operations = yaml.safe_load(patch["patch"] if "patch" in patch else (folder / patch["path"]).read_text())
         (target,) = (manifest for manifest in objects if manifest["kind"] == patch["target"]["kind"])
         for operation in operations:
             _patch(target, **operation)
-    for image in kustomization.get("images", ()):
-        _tag(objects, image["name"], image["newTag"])
-    return objects
 
 
 def _patch(target: Any, op: str, path: str, value: Any = None) -> None:

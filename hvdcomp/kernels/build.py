@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -168,9 +169,10 @@ def build_or_say_why(folder: Path) -> Path | None:
 
 
 def is_current(folder: Path = HERE) -> bool:
-    """Whether the shared object in a folder was made from these sources."""
+    """Whether the shared object in a folder was made from these sources, and for this machine's processor."""
     library = folder / LIBRARY
-    return library.is_file() and digest().encode() in library.read_bytes()
+    content = library.read_bytes() if library.is_file() else b""
+    return digest().encode() in content and _machine(content, platform.machine()) == platform.machine()
 
 
 def platform_tag(library: Path, otherwise: str) -> str:
@@ -183,8 +185,13 @@ def platform_tag(library: Path, otherwise: str) -> str:
     """
     content = library.read_bytes()
     versions = [int(number) for number in re.findall(rb"GLIBC_2\.(\d+)", content)]
-    machine = MACHINES.get(int.from_bytes(content[18:20], "little"), otherwise.partition("_")[2])
+    machine = _machine(content, otherwise.partition("_")[2])
     return f"manylinux_2_{max(versions)}_{machine}" if versions else otherwise
+
+
+def _machine(content: bytes, otherwise: str) -> str:
+    """The machine in the header of a shared object; `otherwise`, if MACHINES does not have it."""
+    return MACHINES.get(int.from_bytes(content[18:20], "little"), otherwise)
 
 
 def main() -> int:

@@ -8,8 +8,10 @@ The exit status is 0 if every part passed or said why it could not run, and 1 ot
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -113,20 +115,25 @@ def _run_apart(name: str, seconds: float, passed: list[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / f"{number}.json" for number in range(processes)]
         started = [_start(name, path, number, processes, passed) for number, path in enumerate(paths)]
-        for path, process in zip(paths, started, strict=True):
-            ended = _ended(process, end)
-            for key, values in (json.loads(path.read_text()) if path.exists() else {}).items():
-                found[key] += values
-            if ended:
-                found["failures"].append(ended)
-                print(f"  {name}: {ended}", flush=True)
+        try:
+            for path, process in zip(paths, started, strict=True):
+                ended = _ended(process, end)
+                for key, values in (json.loads(path.read_text()) if path.exists() else {}).items():
+                    found[key] += values
+                if ended:
+                    found["failures"].append(ended)
+                    print(f"  {name}: {ended}", flush=True)
+        finally:  # also at Ctrl-C, which does not reach the sessions of the parts
+            for process in started:
+                _kill(process)
     return found
 
 
 def _start(name: str, path: Path, number: int, processes: int, passed: list[str]) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "tests.gpu", "--part", name, "--json", str(path)]
     command += ["--share", str(number), str(processes), *passed]
-    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    # A session of its own, as a part starts other processes, such as ranks, that must not outlive it.
+    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": "1"}, start_new_session=True)
 
 
 def _ended(process: subprocess.Popen[bytes], end: float) -> str:
@@ -134,10 +141,16 @@ def _ended(process: subprocess.Popen[bytes], end: float) -> str:
     try:
         status = process.wait(max(0.1, end - time.monotonic()))
     except subprocess.TimeoutExpired:
-        process.kill()
+        _kill(process)
         process.wait()
         return "the time was over"
     return f"its process ended with status {status}" if status else ""
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kills a process and all that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

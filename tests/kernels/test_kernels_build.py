@@ -215,6 +215,15 @@ def test_another_source_makes_it_out_of_date(monkeypatch: pytest.MonkeyPatch, bu
     assert kernels.way_out() == "Build it again: python -m hvdcomp.kernels.build"
 
 
+def test_an_object_for_another_machine_is_out_of_date(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As in a folder that machines share; one that the table does not have is taken for this one."""
+    for code, machine, current in ((183, "x86_64", False), (183, "aarch64", True), (243, "riscv64", True)):
+        header = b"\x7fELF".ljust(18, b"\2") + code.to_bytes(2, "little")
+        (tmp_path / build.LIBRARY).write_bytes(header + build.digest().encode())
+        monkeypatch.setattr("platform.machine", lambda machine=machine: machine)
+        assert build.is_current(tmp_path) is current, machine
+
+
 def test_the_digest_is_of_names_and_contents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     shutil.copytree(build.SOURCES, tmp_path / "src")
     monkeypatch.setattr(build, "SOURCES", tmp_path / "src")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hvdcomp.perfmodel import load, shapes
 from tests.interpreted import needs_triton
 
 torch = pytest.importorskip("torch")
+from tests.gpu import __main__ as program  # noqa: E402
 from tests.gpu import cases, parts, report, steps  # noqa: E402
 from tests.gpu.ranks import HOST, Ranks, one_by_one  # noqa: E402
 
@@ -143,6 +145,45 @@ def test_the_probe_of_the_network_is_a_calibration(tmp_path: Path, monkeypatch: 
     parts.network("cpu", keep, tmp_path, 1, "")
     assert [row["link"].split(":")[0] for row in rows if row][:2] == ["allreduce", "allgather"]
     assert load(tmp_path / "network.json").machine["ranks"] == "2"
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_nothing_that_a_part_started_outlives_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: bool
+) -> None:
+    """Neither where its time is over nor at Ctrl-C: ranks would keep the GPU."""
+    number, part = tmp_path / "number", tmp_path / "python"
+    part.write_text(f"#!/bin/sh\nsleep 100 & echo $! > {number}.new && mv {number}.new {number}; wait\n")
+    part.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(part))
+    started = program._start
+
+    def until_it_has_started(*arguments: Any) -> Any:
+        process = started(*arguments)
+        while not number.exists():
+            time.sleep(0.01)
+        return process
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(program, "_start", until_it_has_started)
+    if interrupted:
+        monkeypatch.setattr(program, "_ended", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            program._run_apart("a", 0, [])
+    else:
+        assert program._run_apart("a", 0, [])["failures"] == ["the time was over"]
+    _wait_until_gone(int(number.read_text()))
+
+
+def _wait_until_gone(process: int) -> None:
+    """A killed process may stay in the list for a moment, as its new parent has not asked for its end."""
+    status = Path(f"/proc/{process}/stat")
+    until = time.monotonic() + 5
+    while status.exists() and " Z " not in status.read_text():
+        assert time.monotonic() < until, "it still runs"
+        time.sleep(0.01)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

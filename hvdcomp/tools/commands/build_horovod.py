@@ -105,17 +105,21 @@ def _provide(console: Console, plan: Plan, notes: list[str], jobs: int, force: b
     try:
         for framework in plan.frameworks:
             load_extension(framework)
+        if check:
+            _run_ranks(console, plan)
     except BuildError:
         uninstall()  # the next call would take it for a working build
         raise
-    if check:
-        for framework in plan.frameworks:
-            for controller in plan.controllers:
-                started = time.monotonic()
-                run_two_ranks(framework, controller)
-                seconds = time.monotonic() - started
-                console.print(f"Two ranks ran: {framework} under {controller} ({seconds:.0f} s)")
     console.print(f"Horovod {HOROVOD_VERSION} is ready.")
+
+
+def _run_ranks(console: Console, plan: Plan) -> None:
+    for framework in plan.frameworks:
+        for controller in plan.controllers:
+            started = time.monotonic()
+            run_two_ranks(framework, controller)
+            seconds = time.monotonic() - started
+            console.print(f"Two ranks ran: {framework} under {controller} ({seconds:.0f} s)")
 
 
 class _BuildProgress:

@@ -74,7 +74,8 @@ def describe(facts: Facts) -> list[tuple[str, str]]:
     if not facts.gpus:
         rows.append(("GPU", "none found"))
     for gpu in facts.gpus:
-        rows.append(("GPU", f"{gpu.name}, compute capability {gpu.compute_capability}, driver {gpu.driver}"))
+        capability = gpu.compute_capability or "unknown"
+        rows.append(("GPU", f"{gpu.name}, compute capability {capability}, driver {gpu.driver}"))
     if facts.infiniband is not None:
         rows.append(("InfiniBand, RoCE", _infiniband(facts.infiniband)))
     rows.append(("CUDA toolkit", _toolkit(facts)))

@@ -208,12 +208,12 @@ def check_gpu(facts: Facts) -> Iterator[Problem]:
             f"Install a CUDA build of torch{', then: hvdcomp build-horovod --gpu' if facts.horovod else '.'}",
         )
     if torch is not None and torch.architectures:
-        for gpu in {gpu.compute_capability: gpu for gpu in facts.gpus}.values():
-            if not runs_on(gpu.compute_capability, torch.architectures):
+        for capability, gpu in {gpu.compute_capability: gpu for gpu in facts.gpus}.items():
+            if capability is not None and not runs_on(capability, torch.architectures):
                 yield Problem(
                     True,
                     f"torch {torch.version} has no code for {gpu.name} (compute capability "
-                    f"{gpu.compute_capability}); it is compiled for {', '.join(torch.architectures)}.",
+                    f"{capability}); it is compiled for {', '.join(torch.architectures)}.",
                     "Install a build with that architecture. For V100 (sm_70): torch<2.15 built for CUDA 12.6.",
                 )
     if torch is not None and torch.cuda and facts.bindings and not any(b.nccl for b in facts.bindings.values()):

@@ -45,7 +45,7 @@ class Gpu:
     """A GPU as nvidia-smi lists it."""
 
     name: str
-    compute_capability: str  # "7.0"
+    compute_capability: str | None  # "7.0"; None if nvidia-smi does not know it
     driver: str
 
 
@@ -97,9 +97,8 @@ _LAUNCHERS = (
     ("WORLD_SIZE", "RANK"),
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("PMI_SIZE", "PMI_RANK"),
-    # SLURM_NTASKS alone is also set in the batch script itself, which is one process.
+    # SLURM_NTASKS and SLURM_PROCID are also set in the batch script itself, which is one process.
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-    ("SLURM_NTASKS", "SLURM_PROCID"),
 )
 
 

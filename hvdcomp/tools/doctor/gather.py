@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import resource
 import signal
 import socket
@@ -221,7 +222,10 @@ def _tensorflow() -> TensorFlow | None:
 def _gpus() -> tuple[Gpu, ...]:
     output = tool_output(["nvidia-smi", "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader"])
     rows = [[cell.strip() for cell in line.split(",")] for line in (output or "").splitlines()]
-    return tuple(Gpu(*row) for row in rows if len(row) == 3)
+    return tuple(
+        Gpu(name, capability if re.fullmatch(r"\d+\.\d+", capability) else None, driver)  # it may be [N/A]
+        for name, capability, driver in (row for row in rows if len(row) == 3)
+    )
 
 
 def find_infiniband(devices: Path = Path("/sys/class/infiniband")) -> InfiniBand | None:

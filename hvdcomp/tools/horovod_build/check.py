@@ -77,6 +77,7 @@ def run_two_ranks(framework: str, controller: str) -> None:
     if process.returncode != 0:
         last_lines = "\n".join(output.strip().splitlines()[-15:])
         raise BuildError(
-            f"Horovod is installed, but two ranks of {framework} did not run under {controller}:\n\n"
-            f"{last_lines}\n\nThe command was: {' '.join(command)}\nSee also: hvdcomp doctor"
+            f"Horovod was built, but two ranks of {framework} did not run under {controller}:\n\n"
+            f"{last_lines}\n\nThe command was: {' '.join(command)}\nHorovod was uninstalled again. To look for the "
+            "cause with hvdcomp doctor, install it unchecked: hvdcomp build-horovod --no-check"
         )

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -301,14 +302,25 @@ def test_which_gpu_runs_which_code(capability: str, architectures: tuple[str, ..
     assert runs_on(capability, architectures) is expected
 
 
+def test_a_gpu_of_unknown_capability_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As nvidia-smi prints it of a device that it does not know."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA T, [N/A], 580.10'\necho 'NVIDIA H100, 9.0, 580.10'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    gpus = gather._gpus()
+    assert gpus == (Gpu("NVIDIA T", None, "580.10"), Gpu("NVIDIA H100", "9.0", "580.10"))
+    facts = changed(**ON_V100 | {"gpus": gpus, "torch": dataclasses.replace(WITH_NCCL, architectures=("sm_90",))})
+    assert not [problem for problem in find_problems(facts) if "compute capability" in problem.what]
+    assert ("GPU", "NVIDIA T, compute capability unknown, driver 580.10") in doctor.describe(facts)
+
+
 @pytest.mark.parametrize(
     ("variables", "size", "rank", "by_torch"),
     [
         ({}, None, 0, False),
         (LAUNCHED, 4, 1, False),
         ({"HOROVOD_SIZE": "2", "HOROVOD_RANK": "1"}, 2, 1, False),
-        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "3"}, 8, 3, False),
-        ({"SLURM_NTASKS": "8"}, None, 0, False),  # the batch script itself
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None, 0, False),  # the batch script itself
         ({"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, 2, 1, False),
         ({"PMI_SIZE": "2", "PMI_RANK": "0"}, 2, 0, False),
         (TORCHRUN, 4, 1, True),

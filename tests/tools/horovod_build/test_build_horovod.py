@@ -433,6 +433,33 @@ def test_a_refusal_is_an_error_message_without_traceback(monkeypatch: pytest.Mon
     assert "Neither PyTorch nor TensorFlow is installed" in result.output
 
 
+def test_a_horovod_whose_ranks_do_not_run_is_not_left_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next call would say that it is installed, and check nothing."""
+    done: list[str] = []
+
+    def fails(framework: str, controller: str) -> None:
+        raise BuildError(f"two ranks of {framework} did not run under {controller}")
+
+    for name, stand_in in {
+        "find_environment": lambda: ENVIRONMENT,
+        "installed_record": lambda: None,
+        "missing_build_requirements": list,
+        "cached_wheel": lambda cache, plan: tmp_path / "horovod.whl",
+        "install_wheel": lambda wheel: done.append("installed"),
+        "load_extension": lambda framework: None,
+        "run_two_ranks": fails,
+        "uninstall": lambda: done.append("uninstalled"),
+    }.items():
+        monkeypatch.setattr(f"hvdcomp.tools.commands.build_horovod.{name}", stand_in)
+    result = CliRunner().invoke(command, [])
+    assert (result.exit_code, done) == (1, ["installed", "uninstalled"]), result.output
+    assert "two ranks of torch did not run under mpi" in result.output
+    assert CliRunner().invoke(command, ["--no-check"]).exit_code == 0
+    assert done[2:] == ["installed"]
+
+
 @pytest.mark.parametrize("value", ["7.0", "sm_70", "70,x"])
 def test_a_wrong_architecture_is_refused(value: str) -> None:
     result = CliRunner().invoke(command, ["--gpu", "--cuda-arch", value])

@@ -146,7 +146,10 @@ def test_it_is_the_training_of_the_mpijob_and_serves_metrics_on_the_port_of_that
     (command,) = (one["value"] for one in launcher["env"] if one["name"] == "HVDCOMP_COMMAND")
     assert program == [*from_variable(command), *metrics]
     (claim,) = (volume["persistentVolumeClaim"] for volume in pod(name)["volumes"] if volume["name"] == "checkpoints")
-    assert claim["claimName"] == BUILT[name]["PersistentVolumeClaim"]["metadata"]["name"]
+    volume = BUILT[name]["PersistentVolumeClaim"]
+    assert claim["claimName"] == volume["metadata"]["name"]
+    # The claims have one name, and a claim that is there cannot be changed to another access mode, or a smaller size.
+    assert volume == BUILT["overlays/cpu-demo"]["PersistentVolumeClaim"]
 
 
 @pytest.mark.skipif(kustomize.real_command() is None, reason="neither kustomize nor kubectl with kustomize 4 or later")

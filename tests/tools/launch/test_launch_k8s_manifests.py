@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdcomp.tools.cli import main
+from hvdcomp.tools.launch import torch_rank
 from hvdcomp.tools.launch.job import Job, read_settings
 from hvdcomp.tools.launch.k8s.manifest import WORKERS, literal, render
 from hvdcomp.tools.launch.k8s.settings import KubernetesSettings
@@ -364,6 +365,8 @@ def test_prometheus_is_told_where_rank_0_is_scraped() -> None:
     assert launcher["metadata"]["annotations"] == own
     assert worker["metadata"]["annotations"] == {**own, "prometheus.io/port": "9400"}
     assert launched.program == ("hvdcomp", "train", "--metrics-address", "0.0.0.0", *launched.job.command[2:])
+    by_torch = KubernetesSettings(replace(launched.job, backend="torch"), "hvdcomp")
+    assert by_torch.program == (*torch_rank.PROGRAM, *launched.program)
     for command in (
         ("hvdcomp", "train", "--metrics-port", "9400", "--metrics-address=127.0.0.1"),
         ("python3", "train.py", "--metrics-port", "9400"),

@@ -20,6 +20,7 @@ from hvdcomp.errors import ConfigurationError
 from hvdcomp.tools.cli import main
 from hvdcomp.tools.commands.launch_slurm import slurm
 from hvdcomp.tools.launch.job import Job
+from hvdcomp.tools.launch.promise import EXIT_SAVED
 from hvdcomp.tools.launch.slurm.client import SlurmJobState, _parse_job
 from hvdcomp.tools.launch.slurm.script import batch_script
 from hvdcomp.tools.launch.slurm.settings import SlurmJob, seconds_of
@@ -65,6 +66,12 @@ def test_examples_are_what_the_command_prints(settings: Path) -> None:
     printed = _launch("--settings", str(settings), "--dry-run")
     assert printed.exit_code == 0, printed.output
     assert printed.output == settings.with_suffix(".sbatch").read_text()
+
+
+def test_examples_write_where_sbatch_finds_a_folder() -> None:
+    """sbatch makes none: a job whose output has no folder fails, and nothing says so."""
+    for script in _EXAMPLES.glob("*.sbatch"):
+        assert Path(_options(script.read_text())["output"]).parent == Path(), script
 
 
 def test_there_are_examples() -> None:
@@ -182,7 +189,7 @@ def test_each_rank_sees_all_gpus_of_its_node_and_the_script_says_why() -> None:
         reason, launch = script.index("\n# Each rank sees all GPUs"), script.index("\nlaunch=(")
         assert "\nunset SLURM_GPU_BIND SLURM_GPUS_PER_TASK " in script[reason:launch]
         assert "--gpu" not in script[launch:]
-    assert "GPU" not in batch_script(_job())
+    assert "GPU_BIND" not in batch_script(_job())
 
 
 def test_time_limits_are_read_as_sbatch_reads_them() -> None:
@@ -270,7 +277,7 @@ _SCONTROL = """#!/bin/sh
 _RANK = "import json, os, sys; json.dump([sys.argv[1:], os.environ['VALUE']], open(os.environ['RESULT'], 'w'))"
 
 
-def _started(settings: SlurmJob, folder: Path) -> tuple[list[str], Any]:
+def _started(settings: SlurmJob, folder: Path, **inherited: str) -> tuple[list[str], Any]:
     """The arguments and the variables that a rank of this job finds: bash runs the script with a stand-in for srun."""
     stand_ins = {"srun": _LAUNCHER, "mpirun": _LAUNCHER, "apptainer": _APPTAINER, "scontrol": _SCONTROL}
     for name, text in stand_ins.items():
@@ -284,6 +291,7 @@ def _started(settings: SlurmJob, folder: Path) -> tuple[list[str], Any]:
         **{"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"},
         **{"SLURM_STEP_TASKS_PER_NODE": "1", "MASTER_ADDR": "of-the-login-node", "PYTHONPATH": ":".join(sys.path)},
         **{"PATH": f"{folder}:{os.environ['PATH']}", "RESULT": str(result)},
+        **inherited,
     }
     done = subprocess.run(
         ["bash"], input=batch_script(settings).encode(), env=variables, cwd=folder, capture_output=True, check=False
@@ -291,6 +299,48 @@ def _started(settings: SlurmJob, folder: Path) -> tuple[list[str], Any]:
     assert done.returncode == 0, done.stderr
     arguments, value = json.loads(result.read_text())
     return arguments, value
+
+
+def test_srun_finds_no_binding_and_no_second_memory_of_a_job_that_sbatch_was_called_in(tmp_path: Path) -> None:
+    names = "[name for name in os.environ if name.startswith(('SLURM_CPU', 'SLURM_MEM'))]"
+    program = f"import json, os; json.dump([{names}, os.environ['VALUE']], open(os.environ['RESULT'], 'w'))"
+    job = _job(command=(sys.executable, "-c", program), environment={"VALUE": "x"})
+    binding = {"SLURM_CPU_BIND": "quiet,mask_cpu:0x1", "SLURM_CPU_BIND_LIST": "0x1"}
+    per_cpu = {"SLURM_MEM_PER_CPU": "1000"}
+    assert _started(job, tmp_path, **binding, **per_cpu) == (["SLURM_MEM_PER_CPU"], "x")
+    assert _started(job, tmp_path, **binding, **per_cpu, SLURM_MEM_PER_NODE="9") == (["SLURM_MEM_PER_NODE"], "x")
+
+
+_SAVED_AND = {
+    "answers": ("echo RUNNING", "exit 0", 0, "it is requeued and continues from there"),
+    "answers later": ("[ -e waited ] && echo RUNNING", "exit 0", 1, "it is requeued and continues from there"),
+    "has cancelled it": ("echo COMPLETING", "exit 0", 0, "it was cancelled and is not requeued"),
+    "refuses once": ("echo RUNNING", "[ -e waited ]", 1, "it is requeued and continues from there"),
+    "never answers": ("exit 1", "exit 1", 20, "Slurm did not requeue it: submit it again"),
+}
+
+
+@pytest.mark.parametrize(("squeue", "scontrol", "waits", "said"), _SAVED_AND.values(), ids=_SAVED_AND)
+def test_a_job_that_saved_is_requeued_when_the_controller_answers(
+    squeue: str, scontrol: str, waits: int, said: str, tmp_path: Path
+) -> None:
+    """Slurm requeues a cancelled job, too: without an answer nothing is known, and nothing is asked of it."""
+    sleep = 'echo "$1" >> waited'
+    stand_ins = {"squeue": squeue, "scontrol": f'echo "$@" >> asked; {scontrol}', "sleep": sleep, "srun": _LAUNCHER}
+    for name, text in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    variables = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = batch_script(_job(command=("sh", "-c", f"exit {EXIT_SAVED}")))
+    done = subprocess.run(
+        ["bash"], input=script, env=variables, cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == EXIT_SAVED, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if "saved" in line)
+    assert said in line
+    waited, asked = tmp_path / "waited", tmp_path / "asked"
+    assert (waited.read_text().split() if waited.exists() else []) == ["15"] * waits
+    assert asked.exists() is (squeue not in ("echo COMPLETING", "exit 1"))
 
 
 def test_a_script_refuses_to_be_an_array() -> None:

@@ -148,6 +148,15 @@ def test_ranks_may_lock_as_much_memory_as_their_node_allows(launch: Launcher, la
     assert done.stdout.count(f"locks ({before[1]}, {before[1]})\n") == 2, done.stdout
 
 
+def test_a_script_that_sbatch_gets_inside_of_another_job_asks_for_its_own_memory(launch: Launcher) -> None:
+    """srun refuses two amounts, and sbatch passes those of the other job on."""
+    script = launch.job("--memory", "100M", "--dry-run", "--", _PYTHON, "-c", "print('runs')").stdout
+    (launch.folder / "script").write_text(script)
+    command = ["env", "SLURM_MEM_PER_CPU=50", "sbatch", "--parsable", "--wait", f"--chdir={launch.folder}"]
+    job = launch.cluster.command(*command, str(launch.folder / "script")).strip()
+    assert (launch.folder / f"test-{job}.log").read_text().count("runs\n") == 2
+
+
 def test_a_wrong_plugin_of_srun_stops_the_ranks(launch: Launcher, horovod: None) -> None:
     """Open MPI sees Slurm and no PMIx, and says so."""
     done = launch.job("--mpi", "none", "--", "hvdcomp", "train", "--epochs", "1")

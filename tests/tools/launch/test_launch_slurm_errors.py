@@ -97,13 +97,14 @@ def test_a_controller_that_does_not_answer_may_have_the_job(folder: Path) -> Non
 def test_a_job_has_nothing_of_another_one_that_it_is_submitted_in(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor options that would win over its own."""
-    for name in ("SLURM_ARRAY_TASK_ID", "SBATCH_ARRAY_INX", "SLURM_CONF"):
+    """Nor options that would win over its own. What says which Slurm is asked stays."""
+    dropped = ("SLURM_ARRAY_TASK_ID", "SLURM_CPU_BIND", "SLURM_MEM_PER_CPU", "SBATCH_ARRAY_INX")
+    for name in (*dropped, "SLURM_CONF", "SLURM_CLUSTERS"):
         monkeypatch.setenv(name, "1")
     _sbatch(folder, "env > variables; echo 7")
     assert _launch("--detach", *_JOB, *_PROGRAM).stdout == "7\n"
     names = re.findall(r"^(S[A-Z]+_[A-Z_]+)=", (folder / "variables").read_text(), re.MULTILINE)
-    assert [name for name in names if name.startswith(("SLURM_", "SBATCH_"))] == ["SLURM_CONF"]
+    assert {name for name in names if name.startswith(("SLURM_", "SBATCH_"))} == {"SLURM_CONF", "SLURM_CLUSTERS"}
 
 
 def test_what_is_asked_of_slurm_is_said_also_where_nobody_gave_it(folder: Path) -> None:

@@ -165,7 +165,7 @@ class KubernetesSettings:
     def program(self) -> tuple[str, ...]:
         """The command of each rank: `hvdcomp train` gets the options for an elastic job and for Prometheus."""
         words = self.job.program
-        if not _trains(words):
+        if not _trains(self.job.command):
             return words
         added: tuple[str, ...] = ()
         if self.elastic is not None and "--elastic" not in words:

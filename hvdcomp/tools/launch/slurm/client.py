@@ -15,6 +15,7 @@ from pathlib import Path
 from hvdcomp.tools.launch.scheduler import SchedulerError
 
 _COMMAND_SECONDS = 120
+_CLUSTER = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"}  # they say which Slurm to ask, and by which right
 _NOT_NOW = re.compile(
     r"Unable to contact slurm controller|Socket timed out|Zero Bytes were transmitted|Connection refused|"
     r"Transport endpoint|Resource temporarily unavailable|protocol authentication error",
@@ -102,9 +103,13 @@ def submit(script: str) -> int:
         RefusedError: sbatch refused it.
         SchedulerUnavailableError: Slurm does not answer; it may have the job nevertheless.
     """
-    # SBATCH_ variables would override the script's options; SLURM_ARRAY_ variables belong to a surrounding job.
-    left_out = ("SBATCH_", "SLURM_ARRAY_")
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
+    # SBATCH_ variables would override the script's options, and those of a surrounding job (its binding to cores, its
+    # memory) the ranks' own, as sbatch passes them on to srun.
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _CLUSTER or not name.startswith(("SBATCH_", "SLURM_"))
+    }
     try:
         output = _run(["sbatch", "--parsable"], text=script, variables=variables)
     except SchedulerUnavailableError as error:

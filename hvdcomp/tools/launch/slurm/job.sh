@@ -14,6 +14,10 @@ if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
 fi
 #@modules
 
+# sbatch, called in another job, passes on that job's variables: srun would take its cores and memory for this job's.
+unset "${!SLURM_CPU_BIND@}"
+[ -n "${SLURM_MEM_PER_NODE:-}" ] && unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU
+
 # The number of ranks: a training with another number stops with an error.
 export HVDCOMP_EXPECTED_SIZE="$SLURM_NTASKS"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}"
@@ -62,15 +66,28 @@ done
 [ -n "$repeating" ] && kill "$repeating" 2>/dev/null
 #@code
 
+# Slurm's controller may be away for some minutes. Slurm would requeue a cancelled job, too: so only a job that is known
+# to be RUNNING is requeued.
+requeue() {
+  local state
+  for _ in {1..20}; do
+    state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
+    if [ -n "$state" ] && [ "$state" != RUNNING ]; then
+      echo "job $SLURM_JOB_ID: saved; it was cancelled and is not requeued"
+      return
+    elif [ -n "$state" ] && scontrol requeue "$SLURM_JOB_ID"; then
+      echo "job $SLURM_JOB_ID: saved; it is requeued and continues from there"
+      return
+    fi
+    sleep 15
+  done
+  echo "job $SLURM_JOB_ID: saved, but Slurm did not requeue it: submit it again, and it continues from there"
+}
 if [ "$code" = "$saved" ] && [ "$max_requeues" -gt 0 ]; then
-  # A job that was cancelled is no longer RUNNING, and stays so.
-  if [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" != RUNNING ]; then
-    echo "job $SLURM_JOB_ID: saved; it was cancelled and is not requeued"
-  elif [ "${SLURM_RESTART_COUNT:-0}" -ge "$max_requeues" ]; then
+  if [ "${SLURM_RESTART_COUNT:-0}" -ge "$max_requeues" ]; then
     echo "job $SLURM_JOB_ID: saved, but already requeued $SLURM_RESTART_COUNT times (max_requeues): it is not requeued"
   else
-    echo "job $SLURM_JOB_ID: saved; it is requeued and continues from there"
-    scontrol requeue "$SLURM_JOB_ID"
+    requeue
   fi
 fi
 echo "job $SLURM_JOB_ID: the ranks ended with exit code $code"
