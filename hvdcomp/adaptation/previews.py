@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from hvdcomp import kernels
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.bucket import Bucket
@@ -201,9 +200,9 @@ class Previews:
 
 
 def _placed(xp: ModuleType, arrays: Sequence[Array]) -> tuple[Sequence[Array], Sequence[int]] | None:
-    """As `cuda.placed`, where kernels work on the arrays, on a device or on the host; else None."""
+    """As `cuda.placed`, on the host too; None where no bucket takes the arrays."""
     placed = cuda.placed(arrays)
-    return xp.hosted(arrays) if placed is None and kernels.available() else placed
+    return xp.hosted(arrays) if placed is None else placed
 
 
 class _Room:

@@ -211,6 +211,11 @@ def test_decisions_gains_and_what_is_sent_are_those_of_numpy(
             np.testing.assert_allclose(found[name], step[4][name], rtol=1e-4, atol=5e-3, err_msg=f"{step[:3]} {name}")
 
 
+@pytest.mark.parametrize("spec", ["dgc:ratio=0.5", "powersgd:rank=4"])
+def test_they_are_so_without_compiled_kernels(spec: str, without_kernels: None) -> None:
+    test_decisions_gains_and_what_is_sent_are_those_of_numpy(spec, "bytes", "error_feedback", "exponential", "numpy")
+
+
 def test_the_residual_makes_gravacs_gain_small_and_its_published_code_leaves_it_out() -> None:
     pytest.importorskip("torch")
     gains = load_file("benchmarks/gravac_gain.py", "benchmark_gravac_gain")
