@@ -48,7 +48,9 @@ class FSDPBinding(TorchTraining):
     absence = WITHOUT_HOROVOD
 
     def __init__(self, setup: Setup, model: torch.nn.Module, group: dist.ProcessGroup) -> None:
-        communicator, like = TorchDistributedCommunicator(group), torch.empty(0)
+        # A group of its own: buckets start at different times on each rank, and would meet what others, such as another
+        # model in the same backward pass, start in the user's.
+        communicator, like = TorchDistributedCommunicator(group).beside(), torch.empty(0)
         if dist.get_rank() != 0:  # every shard group decides for itself; only one may write the log
             setup.compression.decision_log = None
         # On a device, all ranks must start a bucket between the same two of FSDP's collectives, as in `DDPBinding`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 from unittest import SkipTest
 
@@ -14,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import hvdcomp
 from tests.multirank.everywhere import assert_metrics
 from tests.multirank.models import WRAPPERS, batch
-from tests.multirank.training_ddp import assert_same_everywhere, large_model, plain_loss, raised
+from tests.multirank.training_ddp import assert_same_everywhere, large_model, own_generator, plain_loss, raised
 
 SPECS = ("none", "fp16", "topk:ratio=0.05", "powersgd:rank=2", "qsgd:bits=8,exchange=scatter", "efsignsgd")
 
@@ -204,6 +205,45 @@ def record_events(model: Any, how: hvdcomp.Compression) -> list[str]:
         after = model[min(number + 1, 6)]
         after.register_forward_hook(lambda module, given, output, begins=begins: output.register_hook(begins) and None)
     return events
+
+
+class _LateOnRank0(torch.autograd.Function):
+    """A backward pass that rank 0 makes so slowly that the ranks' presences are known by its end."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == 0:
+            time.sleep(0.2)
+        return gradient
+
+
+def case_two_models_in_one_backward_pass_keep_their_gradients_apart() -> None:
+    class Layers(torch.nn.Sequential):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self[1](_LateOnRank0.apply(self[0](inputs)))
+
+    mesh, results = mesh_of_ranks(), []
+    for together in (True, False):
+        torch.manual_seed(7)
+        models = [Layers(*(torch.nn.Linear(256, 256, bias=False) for _ in range(2))) for _ in range(2)]
+        for model in models:
+            for layer in (*model, model):
+                fully_shard(layer, mesh=mesh["shard"])
+            how = hvdcomp.Compression.from_spec("topk:ratio=0.05", overlap=together, bucket_bytes=2**16)
+            hvdcomp.fsdp.register(model, how, mesh["replicate"])
+        generator = own_generator()
+        for _ in range(4):  # buckets start early from the third step on
+            for model in models:
+                model.zero_grad()
+            losses = [model(torch.randn(8, 256, generator=generator)).square().mean() for model in models]
+            for loss in [sum(losses)] if together else losses:
+                loss.backward()
+        results.append([parameter.grad.full_tensor() for model in models for parameter in model.parameters()])
+    assert all(map(torch.equal, *results))
 
 
 def case_a_module_may_be_used_twice() -> None:
