@@ -69,6 +69,7 @@ class FSDPBinding(TorchTraining):
             _require_one_root(model)
             _require_decisions_of_whole_gradients(setup, trained)
         _require_same_parts(trained, communicator, like)
+        self._trained = list(trained.values())
         # A rank may have no elements of a small parameter.
         self._sharded = {name: parameter for name, parameter in trained.items() if _local(parameter).numel()}
         with refused_on_every_rank(communicator, like):
@@ -145,18 +146,17 @@ class FSDPBinding(TorchTraining):
         if differing:
             self._due = True  # as in a pass that has raised
             raise RankMismatchError(
-                f"only some replicas have gradients of {_listed(differing)} in this step, and hvdcomp averages those of "
-                "all replicas; let all replicas use the same modules in a step (a loss plus 0 times the output of an "
-                "unused module gives it gradients)"
+                f"only some replicas have gradients of {_listed(differing)} in this step, and hvdcomp averages those "
+                "of all replicas; let all replicas use the same modules in a step (a loss plus 0 times the output of "
+                "an unused module gives it gradients)"
             )
 
     def _forget(self) -> None:
         """Drops the state left by a backward pass that has raised."""
         self._was_inner = False
-        if torch.is_grad_enabled() and not any(parameter.requires_grad for parameter in self._sharded.values()):
-            # No gradient will be handed over, so that no step would refuse it.
-            if reason := self.reason_to_refuse():
-                raise ConfigurationError(reason)
+        frozen = torch.is_grad_enabled() and not any(parameter.requires_grad for parameter in self._trained)
+        if frozen and (reason := self.reason_to_refuse()):  # without a gradient of these, no step would refuse it
+            raise ConfigurationError(reason)
         if not self._due:
             return
         # On the host a bucket starts where the ranks are known to agree, which one may know before another. So some may
@@ -224,9 +224,9 @@ def _require_one_root(model: torch.nn.Module) -> None:
             roots.append(name)
     if len(roots) > 1:
         raise ConfigurationError(
-            f"{_listed(roots)} are sharded each by itself, and the whole is not: FSDP ends the backward pass of each by "
-            "itself, and hvdcomp would make several steps of one pass. Call fully_shard(model, mesh=mesh['shard']) too, "
-            "after that of its layers"
+            f"{_listed(roots)} are sharded each by itself, and the whole is not: FSDP ends the backward pass of each "
+            "by itself, and hvdcomp would make several steps of one pass. Call fully_shard(model, mesh=mesh['shard']) "
+            "too, after that of its layers"
         )
 
 

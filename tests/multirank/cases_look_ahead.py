@@ -262,8 +262,8 @@ def case_a_new_one_takes_over_from_a_broken_off_epoch() -> None:
     first = ours.ahead(Loader(6))
     ours.look_ahead(itertools.islice(first, 3), first.step)
     second = ours.ahead(itertools.islice(Loader(6), 3, None))
-    assert "latest only" in raised(ConfigurationError, lambda: next(iter(first)))
     old = weakref.ref(first)
+    assert "latest only" in raised(ConfigurationError, iter(first).__next__)
     del first
     gc.collect()
     assert old() is None
