@@ -237,7 +237,8 @@ class ShardsBinding:
                     f"the state is of rank {own['rank']} of {shared.get('shards', 'a model that was not sharded so')}, "
                     f"and was given to rank {engine.communicator.rank} of {self._shards}: what is left to be sent of a "
                     "shard fits the same rank of as many, placed alike, alone. hvdcomp.dcp.load has it cut anew for "
-                    "other ranks, on several nodes; or go on without a state on all ranks: what was left to be sent is lost then"
+                    "other ranks, on several nodes; or go on without a state on all ranks: what was left to be sent is "
+                    "lost then"
                 )
             states = resharded(every, self._layouts, OwnedRows(engine.owners, engine.communicator.world_size, nodes))
         engine.set_level(shared["level"])
