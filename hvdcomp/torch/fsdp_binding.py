@@ -194,9 +194,11 @@ class FSDPBinding(TorchTraining):
     def _added(self) -> list[str]:
         """Names of trained parameters that have come into the model since the start."""
         model = self._model()
+        if model is None:
+            return []
         return [
             f"{name}.{own}".removeprefix(".")
-            for name, module in (() if model is None else model.named_modules())
+            for name, module in model.named_modules()
             for own, parameter in module.named_parameters(recurse=False)
             if parameter.requires_grad and own not in self._known.get(module, ())
         ]

@@ -54,7 +54,8 @@ class LookAhead:
     The weights equal those of `RowExchange.exchange` in each step, bit for bit: no rank looks a row up between its
     gradient and its update, which has the learning rate of the gradient's step. All rows are updated at the end of an
     epoch, before a `state_dict` of the model or the optimizer is made or loaded, and by `flush`; a row also before a
-    table looks it up, in training or evaluation. Call `flush` before reading weights in another way.
+    table looks it up, in training or evaluation. Call `flush` before reading weights in another way. A new LookAhead of
+    the same `RowExchange` ends the one before.
 
     Each rank keeps 5 bytes for each row, and the batches read ahead. A loader with a position of its own is ahead of
     the training: save the number of steps instead.
@@ -184,7 +185,7 @@ class LookAhead:
         self._wait_until(self._steps)
 
     def end(self) -> None:
-        """Flushes, and hands the tables over to another LookAhead; called on every rank when that is made."""
+        """Flushes, and leaves the tables to another LookAhead, which calls it on every rank when it is made."""
         self._end_iteration()
         self._window.clear()
         for hook in self._hooks:
