@@ -77,6 +77,7 @@ class ShardReducer:
 
     Attributes:
         levels: where this rank is.
+        order: the ranks, by their places in nodes, and then by nodes.
         memory: that is in use.
         plan: the compressor of each flat gradient so far, by name.
         states: of the memory, by name.
@@ -103,7 +104,7 @@ class ShardReducer:
         self.seed, self._min_numel, self.ledger = seed, min_numel, ledger
         place = b"".join(group.rank.to_bytes(4, "big") for group in (self.levels.node, self.levels.across))
         places = gather_rows(communicator, place, like, "hvdcomp.places")
-        self._order = sorted(range(communicator.world_size), key=places.__getitem__)
+        self.order = sorted(range(communicator.world_size), key=places.__getitem__)
         self.plan: dict[str, Compressor] = {}
         self.states: dict[str, State] = {}
         self._kernels = kernels.available()
@@ -116,7 +117,7 @@ class ShardReducer:
     def owners(self) -> list[int]:
         """The ranks whose rows this one keeps something of, as `states` has them in order."""
         (place, _), (node, nodes) = self.levels.node, self.levels.across
-        ranks = self._order[place * nodes : (place + 1) * nodes]
+        ranks = self.order[place * nodes : (place + 1) * nodes]
         return ranks[:node] + ranks[node + 1 :]
 
     def set_level(self, level: Level | None) -> None:
@@ -142,8 +143,8 @@ class ShardReducer:
         xp, method = arrays_for(rows), self.compressor
         assert isinstance(method, Gathering)
         (place, ranks), nodes, length = self.levels.node, self.levels.across.size, rows.shape[1]
-        if self._order != sorted(self._order):
-            rows = xp.concatenate([rows[rank : rank + 1] for rank in self._order])
+        if self.order != sorted(self.order):
+            rows = xp.concatenate([rows[rank : rank + 1] for rank in self.order])
         rows, sent = xp.astype(rows, "float32"), Sent()
         if ranks > 1:
             request = ReduceScatter(xp.reshape(rows, (ranks, nodes * length)), group="node")

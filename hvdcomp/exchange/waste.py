@@ -38,7 +38,8 @@ class WasteWarning:
 def what_is_not_compressed(engine: Engine, plan: Plan) -> str | None:
     """Why none of the tensors is compressed, and what to do; None if one is or will be, or if none is to be."""
     planner, own = engine.planner, engine.compressor
-    if all(isinstance(leaf, NoCompression) for leaf in own.leaves()):
+    # A rank may have no elements of any shard.
+    if not engine.tensors or all(isinstance(leaf, NoCompression) for leaf in own.leaves()):
         return None
     used = (*plan.values(), *planner.plan_for(own).values())
     if any(not isinstance(compressor, NoCompression) for compressor in used):

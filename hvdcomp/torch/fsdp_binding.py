@@ -8,18 +8,22 @@ replicas. Buckets start during the backward pass, and the remaining gradients ar
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from hvdcomp.bindings.base import PRESENCE_BYTES
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.torch_distributed import UNNAMED, TorchDistributedCommunicator
-from hvdcomp.errors import ConfigurationError
+from hvdcomp.errors import ConfigurationError, RankMismatchError
 from hvdcomp.exchange.agreement import gather_rows, refused_on_every_rank
 from hvdcomp.kernels import cuda
+from hvdcomp.policies import changes_batch_size
+from hvdcomp.policies.request import Statistic
 from hvdcomp.torch.parameters import unique
 from hvdcomp.torch.presence import PresenceCheck
 from hvdcomp.torch.sharded import (
@@ -48,7 +52,10 @@ class FSDPBinding(TorchTraining):
     absence = WITHOUT_HOROVOD
 
     def __init__(self, setup: Setup, model: torch.nn.Module, group: dist.ProcessGroup) -> None:
-        communicator, like = TorchDistributedCommunicator(group), torch.empty(0)
+        # A group of its own: buckets start at different times on each rank, and would meet what others, such as another
+        # model in the same backward pass, start in the user's.
+        self._replicas = TorchDistributedCommunicator(group)
+        communicator, like = self._replicas.beside(), torch.empty(0)
         if dist.get_rank() != 0:  # every shard group decides for itself; only one may write the log
             setup.compression.decision_log = None
         # On a device, all ranks must start a bucket between the same two of FSDP's collectives, as in `DDPBinding`.
@@ -59,7 +66,10 @@ class FSDPBinding(TorchTraining):
             check_settings(setup)
             trained = check_sharding(parameters.items())
             _require_replicas(trained, group)
+            _require_one_root(model)
+            _require_decisions_of_whole_gradients(setup, trained)
         _require_same_parts(trained, communicator, like)
+        self._trained = list(trained.values())
         # A rank may have no elements of a small parameter.
         self._sharded = {name: parameter for name, parameter in trained.items() if _local(parameter).numel()}
         with refused_on_every_rank(communicator, like):
@@ -68,7 +78,11 @@ class FSDPBinding(TorchTraining):
             super().__init__(setup, shards, communicator, setup.optimizer, parameters)
             self._frozen = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
             self._register(model)
+        self._model = ref(model)
+        # By name, because FSDP puts other parameters, whole ones, in their places during a pass.
+        self._known = WeakKeyDictionary({module: _own_names(module) for module in model.modules()})
         self._due = False  # whether gradients of this backward pass await the exchange
+        self._was_inner = False  # whether a backward pass within another has made a step, since the forward pass
         self._ready: dict[str, torch.Tensor] = {}  # gradients of this backward pass, in the order in which they came
 
     def _register(self, model: torch.nn.Module) -> None:
@@ -87,6 +101,11 @@ class FSDPBinding(TorchTraining):
         """The hook of each FSDP module, called when its gradients are reduced to this rank's shard."""
         cuda.let_go(shard)  # FSDP took it from another stream, and gives it back while this one may still read it
         if not self._due:
+            if self._was_inner:
+                raise ConfigurationError(
+                    "a reentrant activation checkpoint makes a backward pass of its own, and hvdcomp would make a step "
+                    "of each; give torch.utils.checkpoint use_reentrant=False"
+                )
             self.begin()
             self._presence_check.start(self.presence, UNNAMED)
             self.expect(self._presence_check.agrees)
@@ -108,15 +127,36 @@ class FSDPBinding(TorchTraining):
     @torch.no_grad()
     def _exchange(self) -> None:
         self._due = False
+        self._was_inner = torch._C._current_autograd_node() is not None
         ready, self._ready = self._ready, {}
         self.check_presence(self._presence_check.end())
         gradients = {
             name: _local(parameter.grad) for name, parameter in self._sharded.items() if parameter.grad is not None
         }
+        self._require_same(gradients)
         self.run_in_place({**ready, **gradients})  # in this order, which the ranks take from rank 0
+
+    def _require_same(self, names: Collection[str]) -> None:
+        """Raises RankMismatchError on every rank if not all replicas have gradients of these names.
+
+        It asks in the user's group: in the other one, ranks may have started different numbers of buckets.
+        """
+        flags = gather_rows(self._replicas, bytes(name in names for name in self._sharded), self.like, "hvdcomp.names")
+        differing = [name for name, *of_rank in zip(self._sharded, *flags, strict=True) if len(set(of_rank)) > 1]
+        if differing:
+            self._due = True  # as in a pass that has raised
+            raise RankMismatchError(
+                f"only some replicas have gradients of {_listed(differing)} in this step, and hvdcomp averages those "
+                "of all replicas; let all replicas use the same modules in a step (a loss plus 0 times the output of "
+                "an unused module gives it gradients)"
+            )
 
     def _forget(self) -> None:
         """Drops the state left by a backward pass that has raised."""
+        self._was_inner = False
+        frozen = torch.is_grad_enabled() and not any(parameter.requires_grad for parameter in self._trained)
+        if frozen and (reason := self.reason_to_refuse()):  # without a gradient of these, no step would refuse it
+            raise ConfigurationError(reason)
         if not self._due:
             return
         # On the host a bucket starts where the ranks are known to agree, which one may know before another. So some may
@@ -131,6 +171,9 @@ class FSDPBinding(TorchTraining):
 
     # Methods of `Training`.
 
+    def presence_bytes(self, tensors: int) -> int:
+        return PRESENCE_BYTES + len(self._sharded)
+
     def facts(self) -> dict[str, Any]:
         return {}
 
@@ -139,13 +182,26 @@ class FSDPBinding(TorchTraining):
 
     def reason_to_refuse(self) -> str | None:
         drifting = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        drifting += self._added()
         if not drifting:
             return None
         return (
-            f"the gradients of {', '.join(drifting)} are not exchanged between the replicas, because they were frozen "
-            "when hvdcomp.fsdp.register was called: the replicas' weights would drift apart. Call it while all "
-            "parameters need gradients, and freeze some after that."
+            f"the gradients of {', '.join(drifting)} are not exchanged between the replicas, because they were frozen, "
+            "or not in the model yet, when hvdcomp.fsdp.register was called: the replicas' weights would drift apart. "
+            "Call it when the model has all its modules and all parameters need gradients, and freeze some after that."
         )
+
+    def _added(self) -> list[str]:
+        """Names of trained parameters that have come into the model since the start."""
+        model = self._model()
+        if model is None:
+            return []
+        return [
+            f"{name}.{own}".removeprefix(".")
+            for name, module in model.named_modules()
+            for own, parameter in module.named_parameters(recurse=False)
+            if parameter.requires_grad and own not in self._known.get(module, ())
+        ]
 
 
 def _require_replicas(trained: Mapping[str, DTensor], group: dist.ProcessGroup) -> None:
@@ -162,6 +218,39 @@ def _require_replicas(trained: Mapping[str, DTensor], group: dist.ProcessGroup) 
             )
 
 
+def _require_one_root(model: torch.nn.Module) -> None:
+    """Raises ConfigurationError if several modules are sharded that no sharded module has inside."""
+    roots: list[str] = []
+    for name in modules_of(model):  # the outer before the inner
+        if not any(name.startswith(f"{root}.") or not root for root in roots):
+            roots.append(name)
+    if len(roots) > 1:
+        raise ConfigurationError(
+            f"{_listed(roots)} are sharded each by itself, and the whole is not: FSDP ends the backward pass of each "
+            "by itself, and hvdcomp would make several steps of one pass. Call fully_shard(model, mesh=mesh['shard']) "
+            "too, after that of its layers"
+        )
+
+
+def _require_decisions_of_whole_gradients(setup: Setup, trained: Mapping[str, DTensor]) -> None:
+    """Raises ConfigurationError for settings by which the ranks of a shard would decide by their own shard what all
+    ranks of the model are to do."""
+    policy: Any = setup.compression.settings.policy
+    if all(parameter.device_mesh.size() == 1 for parameter in trained.values()):
+        return
+    if changes_batch_size(policy) and Statistic.MODEL_NORM in policy.first_request.ever:
+        raise ConfigurationError(
+            f"the policy {policy} does not go with shards: each rank knows the norm of its own shard's gradients, so "
+            "that ranks of one model would make different numbers of backward passes. Take a policy of levels, such as "
+            "accordion, or replicas that are not sharded, in DistributedDataParallel"
+        )
+    if setup.grad_scaler is not None and setup.grad_scaler.is_enabled():
+        raise ConfigurationError(
+            "a torch.amp.GradScaler does not go with shards: if the gradients of one shard overflow, the step is left "
+            "out, and the other shards lose what they have sent. Train in bfloat16, which needs no scaler"
+        )
+
+
 def _require_same_parts(
     trained: Mapping[str, DTensor], communicator: TorchDistributedCommunicator, like: torch.Tensor
 ) -> None:
@@ -175,6 +264,14 @@ def _require_same_parts(
             "the ranks of the mesh that hvdcomp.fsdp.register was given have different parts of the parameters, by "
             f"rank {parts}; give it mesh['replicate'] of the mesh of whose mesh['shard'] fully_shard was given"
         )
+
+
+def _own_names(module: torch.nn.Module) -> set[str]:
+    return {name for name, _ in module.named_parameters(recurse=False)}
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _local(sharded: Any) -> Any:

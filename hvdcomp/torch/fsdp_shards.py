@@ -41,6 +41,8 @@ from hvdcomp.torch.sharded import (
 from hvdcomp.torch.training import refuse_capture
 from hvdcomp.torch.weight_changes import WeightChanges
 
+_WITH_MEMORY = " with memory "
+
 
 class ShardsBinding:
     """Ties one `Compression` to the reduce-scatters of one model; all ranks make it at the same point.
@@ -94,7 +96,8 @@ class ShardsBinding:
                 f"all {communicator.world_size} ranks are on one node, where hvdcomp.fsdp.register leaves FSDP's "
                 f"reduce-scatter as it is; with {RANKS_PER_NODE}=1 each rank counts as a node"
             )
-        self._method = f"{settings.compressor} with memory {self.engine.memory}"
+        self._named = str(settings.compressor)
+        self._method = f"{self._named}{_WITH_MEMORY}{self.engine.memory}"
         self._due = False  # whether the end of the present step is pending
         modules = modules_of(model)
         self._layouts = _layouts(model)
@@ -105,6 +108,7 @@ class ShardsBinding:
                 if weights is not None and self.engine.levels.across.size > 1:
                     gather = WeightChanges(self.engine, weights, name or "model", settings.min_numel)
                     module.set_custom_all_gather(gather)  # type: ignore[arg-type]
+                    gather.forget_where_loaded(module)  # type: ignore[arg-type]
         except ValueError as error:
             raise several_meshes_error(error) from None
         before_forward_passes(model, self._forget)
@@ -185,6 +189,7 @@ class ShardsBinding:
             "tensors": shapes,
             "shards": self._shards,
             "nodes": engine.levels.across.size,
+            "order": engine.order,
             "layouts": self._layouts,
             "step": engine.step_number,
             "level": engine.compressor.level,
@@ -217,20 +222,23 @@ class ShardsBinding:
         """
         shared, own = parts_of(state)
         engine = self.engine
-        if shared["compressor"] != self._method:
+        states = {name: tuple(kept["arrays"]) for name, kept in own["residuals"].items()}
+        if shared["compressor"] != self._method and (states or _without_memory(shared["compressor"]) != self._named):
             raise ConfigurationError(
                 f"the checkpoint was written with compressor {shared['compressor']}, this run has {self._method}; "
-                "continue with what the training was started with"
+                "continue with what the training was started with. The default memory follows the number of ranks on a "
+                'node: give hvdcomp.Compression memory=, or hvdcomp.dcp.load residuals="drop"'
             )
-        states = {name: tuple(kept["arrays"]) for name, kept in own["residuals"].items()}
-        if states and (shared.get("shards") != self._shards or own["rank"] != engine.communicator.rank):
+        placed_as = shared.get("shards"), shared.get("order", engine.order), own["rank"]
+        if states and placed_as != (self._shards, engine.order, engine.communicator.rank):
             every, nodes = state.get("every"), engine.levels.across.size
             if every is None or nodes == 1 or "layouts" not in shared:
                 raise ConfigurationError(
                     f"the state is of rank {own['rank']} of {shared.get('shards', 'a model that was not sharded so')}, "
                     f"and was given to rank {engine.communicator.rank} of {self._shards}: what is left to be sent of a "
-                    "shard fits the same rank of as many alone. hvdcomp.dcp.load has it cut anew for other ranks, on "
-                    "several nodes; or go on without a state on all ranks: what was left to be sent is lost then"
+                    "shard fits the same rank of as many, placed alike, alone. hvdcomp.dcp.load has it cut anew for "
+                    "other ranks, on several nodes; or go on without a state on all ranks: what was left to be sent is "
+                    "lost then"
                 )
             states = resharded(every, self._layouts, OwnedRows(engine.owners, engine.communicator.world_size, nodes))
         engine.set_level(shared["level"])
@@ -299,6 +307,10 @@ def _check_weights(weights: Any) -> None:
             f"weights={weights!r} does not go with hvdcomp.fsdp.register: take hvdcomp.Int8(), hvdcomp.Int4() or "
             "another quantizer, or None for FSDP's own all-gather"
         )
+
+
+def _without_memory(method: str) -> str:
+    return method.partition(_WITH_MEMORY)[0]
 
 
 def _is_of_vectors(method: Compressor) -> bool:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 
 from hvdcomp.communicators.ranks import Ranks
 from hvdcomp.errors import ConfigurationError, RankMismatchError
-from hvdcomp.exchange.agreement import refused_on_every_rank, require_agreement
+from hvdcomp.exchange.agreement import gather_rows, refused_on_every_rank, require_agreement
 from hvdcomp.exchange.rows import Rows
 from hvdcomp.specs.described import is_whole
 from hvdcomp.torch.row_wise_adagrad import RowWiseAdagrad
@@ -53,7 +54,8 @@ class LookAhead:
     The weights equal those of `RowExchange.exchange` in each step, bit for bit: no rank looks a row up between its
     gradient and its update, which has the learning rate of the gradient's step. All rows are updated at the end of an
     epoch, before a `state_dict` of the model or the optimizer is made or loaded, and by `flush`; a row also before a
-    table looks it up, in training or evaluation. Call `flush` before reading weights in another way.
+    table looks it up, in training or evaluation. Call `flush` before reading weights in another way. A new LookAhead of
+    the same `RowExchange` ends the one before.
 
     Each rank keeps 5 bytes for each row, and the batches read ahead. A loader with a position of its own is ahead of
     the training: save the number of steps instead.
@@ -78,6 +80,8 @@ class LookAhead:
             others', ids are not in a table, or a gradient has rows that `ids` did not name.
     """
 
+    _made: ClassVar[Iterator[int]] = itertools.count()  # in this process
+
     def __init__(
         self, loader: Iterable[Any], rows: RowExchange, optimizer: torch.optim.Optimizer, ids: Ids, batches: int = 4
     ) -> None:
@@ -86,6 +90,9 @@ class LookAhead:
         facts = {"batches of LookAhead": batches, "optimizer of LookAhead": type(optimizer).__name__}
         require_agreement(rows.ranks, facts, _ON_HOST)
         self.loader, self.rows, self.optimizer, self.batches = loader, rows, optimizer, batches
+        # Of rank 0, for names of collectives: those of two may be in flight at once.
+        number, *_ = gather_rows(rows.ranks, next(self._made).to_bytes(4, "big"), _ON_HOST, "hvdcomp.ahead")
+        self._name = f"hvdcomp.ahead{int.from_bytes(number, 'big')}"
         self._ids = ids
         self._background_ranks: Ranks = rows.ranks.beside()
         lengths = [len(table.weight) for table in rows.tables.values()]
@@ -98,15 +105,18 @@ class LookAhead:
         self._window: deque[_Read] = deque()  # the present batch and the batches read ahead
         self._reads = self._steps = 0
         self._stepped = True
+        self._hooks: list[Any] = []
+        if rows.ahead is not None:
+            rows.ahead.end()
+        rows.ahead = self
         self._flush_before_reads()
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        self.flush()
-        for unused in self._window:  # of an iteration that was not finished
-            unused.by_rank()
+        self._require_latest()
+        self._end_iteration()
         window = self._window = deque()
         batches = iter(self.loader)
         while True:
@@ -136,12 +146,13 @@ class LookAhead:
         gradients of the tables; to be called on every rank, once for each batch, after its backward passes."""
         if self._stepped:
             raise ConfigurationError("LookAhead.step() belongs to a batch; call it once for each")
+        self._require_latest()
         self.rows.compare_weights()
         batch, next_batch = self._window[0], self._window[1]
         rows, refused = self._take_gradients(batch)
         ranks = self.rows.ranks
         flag = torch.tensor([refused is not None], dtype=torch.uint8)
-        refusals = ranks.start_allgather(flag, "hvdcomp.ahead.refused")
+        refusals = ranks.start_allgather(flag, f"{self._name}.refused")
         by_rank = batch.by_rank()
         all_keys = torch.cat(by_rank)
         wanted = torch.cat(next_batch.by_rank()).long()
@@ -159,7 +170,7 @@ class LookAhead:
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         later = [self._by_table(keys[~chosen]) for keys, chosen in zip(by_rank, of_rank, strict=True)]
         deferred = [table_rows[~chosen] for table_rows, chosen in zip(rows, own, strict=True)]
-        name = f"hvdcomp.ahead.rows.{self._steps % (self.batches + 2)}"
+        name = f"{self._name}.rows.{self._steps % (self.batches + 2)}"
         late = self.rows.means.start_known(deferred, later, self._background_ranks, name)
         self._late.append(_Late(self._steps, late, rates))
         self._wait_for(all_keys[urgent])  # late from earlier steps
@@ -173,9 +184,25 @@ class LookAhead:
         """Waits for all deferred rows and updates them. Needs no call on other ranks."""
         self._wait_until(self._steps)
 
+    def end(self) -> None:
+        """Flushes, and leaves the tables to another LookAhead, which calls it on every rank when it is made."""
+        self._end_iteration()
+        self._window.clear()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _end_iteration(self) -> None:
+        self.flush()
+        for unused in self._window:  # of an iteration that was not finished
+            unused.drop()
+
+    def _require_latest(self) -> None:
+        if self.rows.ahead is not self:
+            raise ConfigurationError("another LookAhead was made of this RowExchange; go on with the latest only")
+
     def _read(self, batches: Iterator[Any]) -> None:
         """Puts the next batch, or the end, into the window."""
-        name = f"hvdcomp.ahead.keys.{self._reads % (self.batches + 2)}"
+        name = f"{self._name}.keys.{self._reads % (self.batches + 2)}"
         self._reads += 1
         batch = next(batches, _END)
         own, refused = self._starts.new_empty(0), None
@@ -273,11 +300,15 @@ class LookAhead:
                 ids = args[0] if args else kwargs["input"]
                 self._wait_for(ids.reshape(-1).long() + start)
 
-            module.register_forward_pre_hook(before, with_kwargs=True)
-            module.register_state_dict_pre_hook(flush)
-            module.register_load_state_dict_pre_hook(flush)
-        self.optimizer.register_state_dict_pre_hook(flush)
-        self.optimizer.register_load_state_dict_pre_hook(flush)
+            self._hooks += [
+                module.register_forward_pre_hook(before, with_kwargs=True),
+                module.register_state_dict_pre_hook(flush),
+                module.register_load_state_dict_pre_hook(flush),
+            ]
+        self._hooks += [
+            self.optimizer.register_state_dict_pre_hook(flush),
+            self.optimizer.register_load_state_dict_pre_hook(flush),
+        ]
 
 
 class _Late(NamedTuple):
@@ -329,6 +360,12 @@ class _Read:
             keys = torch.nn.functional.pad(self.own, (0, longest - len(self.own))).view(torch.uint8)
             self.sent += len(keys)
             self._handle = self._ranks.start_allgather(keys, self._name)
+
+    def drop(self) -> None:
+        """Waits for the collective under way, if any."""
+        if self._by_rank is None and self._handle is not None:
+            self._ranks.wait(self._handle)
+            self._handle = None
 
     def by_rank(self) -> list[torch.Tensor]:
         """The keys of each rank, in order."""

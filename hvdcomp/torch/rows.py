@@ -46,8 +46,9 @@ class RowExchange:
             the largest magnitude of each row, where an element's error is at most 1/254 of it, and that of a mean
             again. Rounding errors are not kept. Default: the table's own.
         ratio: share, above 0, of a gradient's rows that a rank sends, rounded up: those of largest norm. The others are
-            kept and added to its next gradients (error feedback, as of `TopK`), in up to as many numbers as the table
-            has. Default: all rows.
+            kept in float32 and added to its next gradients (error feedback, as of `TopK`), in up to as many numbers as
+            the table has. Not for a training with a `torch.amp.GradScaler`: what is kept has the scale of its step, and
+            what was sent in a step that the scaler leaves out is lost. Default: all rows.
         communicator: the communicator of the ranks. Default: all ranks of torch.distributed, or if that was not
             started, of Horovod.
 
@@ -55,6 +56,7 @@ class RowExchange:
         tables: the modules, by the names of their weights.
         ranks: the communicator.
         means: the exchange of rows' means.
+        ahead: the latest `LookAhead` of these tables; None without.
         ledger: bytes of each step, as in `Compression.ledger`, without times. Dense bytes are those of whole tables.
 
     Raises:
@@ -87,6 +89,7 @@ class RowExchange:
         self._kept: dict[str, Rows] = {}
         _leave_alone(model, weights.values())
         note_tables(weights.values())
+        self.ahead: Any = None
         self.ledger = self.means.ledger
 
     @torch.no_grad()
@@ -107,14 +110,17 @@ class RowExchange:
     def _largest(self, name: str, rows: Rows) -> Rows:
         """The rows of a table that are sent, of these and those kept before; the others are kept."""
         assert self.ratio is not None
-        kept, count = self._kept.get(name, Rows(rows.ids[:0], rows.values[:0])), math.ceil(self.ratio * len(rows.ids))
+        # In 16 bits, small gradients would not change what is kept of a row.
+        dtype = torch.promote_types(rows.values.dtype, torch.float32)
+        given, count = rows.values.to(dtype), math.ceil(self.ratio * len(rows.ids))
+        kept = self._kept.get(name, Rows(rows.ids[:0], given[:0]))
         ids, places = torch.cat([kept.ids, rows.ids]).unique(return_inverse=True)
-        values = rows.values.new_zeros(len(ids), rows.values.shape[1])
-        values.index_add_(0, places, torch.cat([kept.values, rows.values]))
+        values = given.new_zeros(len(ids), given.shape[1])
+        values.index_add_(0, places, torch.cat([kept.values.to(dtype), given]))
         sent = torch.zeros_like(ids, dtype=torch.bool)
-        sent[values.float().norm(dim=1).topk(count).indices] = True
+        sent[values.norm(dim=1).topk(count).indices] = True
         self._kept[name] = Rows(ids[~sent], values[~sent])
-        return Rows(ids[sent], values[sent])
+        return Rows(ids[sent], values[sent].to(rows.values.dtype))
 
     def state_dict(self) -> dict[str, Any]:
         """The rows that this rank has kept, with `ratio`: each rank has a state of its own."""

@@ -58,6 +58,16 @@ class WeightChanges:
         torch.cat(rows, out=output_tensor)
         return None
 
+    def forget_where_loaded(self, module: torch.nn.Module) -> None:
+        """Lets the gather after each `load_state_dict` of the module, or of a module inside, be exact, as the first is:
+        a change by so much would be sent roughly, and nothing follows it before an update."""
+
+        def forget(*_: Any) -> None:
+            self._gathered = []
+
+        for inside in module.modules():
+            inside.register_load_state_dict_post_hook(forget)
+
     def gather(self, row: torch.Tensor, changed: bool = True) -> tuple[list[torch.Tensor], Sent]:
         """The rows of all ranks, (length,) each, and what this rank has handed to the collective.
 

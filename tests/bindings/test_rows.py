@@ -177,6 +177,16 @@ def test_the_largest_rows_are_sent_and_the_others_kept() -> None:
         np.testing.assert_array_equal(means, expected)
 
 
+def test_rows_of_16_bits_are_kept_in_32() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(2, 1, sparse=True, dtype=torch.bfloat16))
+    rows = RowExchange(model, ratio=0.5, communicator=LoopbackCommunicator())
+    for _ in range(300):  # in bfloat16, 32 + 1/8 is 32
+        model[0].weight.grad = torch.tensor([[100.0], [0.125]], dtype=torch.bfloat16).to_sparse(1)
+        rows.exchange()
+        assert model[0].weight.grad.dtype == torch.bfloat16
+    assert rows.state_dict()["0.weight"]["values"].tolist() == [[300 * 0.125]]
+
+
 def test_a_state_of_other_tables_is_refused() -> None:
     rows = RowExchange(Model(), ["items.weight"], ratio=1.0, communicator=LoopbackCommunicator())
     with pytest.raises(ConfigurationError, match=r"a state of other\.weight; it serves items\.weight"):

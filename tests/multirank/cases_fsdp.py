@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from typing import Any
 from unittest import SkipTest
 
@@ -10,11 +12,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 import hvdcomp
 from tests.multirank.everywhere import assert_metrics
 from tests.multirank.models import WRAPPERS, batch
-from tests.multirank.training_ddp import assert_same_everywhere, large_model, plain_loss, raised
+from tests.multirank.training_ddp import (
+    assert_same_everywhere,
+    gathered,
+    large_model,
+    own_generator,
+    plain_loss,
+    raised,
+)
 
 SPECS = ("none", "fp16", "topk:ratio=0.05", "powersgd:rank=2", "qsgd:bits=8,exchange=scatter", "efsignsgd")
 
@@ -23,13 +33,18 @@ def mesh_of_ranks() -> DeviceMesh:
     return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
 
 
-def sharded(mesh: DeviceMesh) -> Any:
-    """The model, each layer with parameters sharded by itself, and the whole."""
+def sharded_without_root(mesh: DeviceMesh) -> Any:
+    """The model, each layer with parameters sharded by itself."""
     model = large_model()
     for layer in model:
         if list(layer.parameters()):
             fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    return model
+
+
+def sharded(mesh: DeviceMesh) -> Any:
+    """The model, each layer with parameters sharded by itself, and the whole."""
+    return fully_shard(sharded_without_root(mesh), mesh=mesh)
 
 
 def distribute(how: str | hvdcomp.Compression, momentum: float = 0.9) -> tuple[Any, torch.optim.Optimizer, Any]:
@@ -155,6 +170,15 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
     hvdcomp.fsdp.register(frozen, made(), mesh["replicate"])
     assert "as optimizer, which is none" in refused(model, made(), mesh["replicate"], model)
     assert "takes a mesh" in refused(model, made(process_set=object()), mesh["replicate"])
+    told = refused(sharded_without_root(mesh["shard"]), made(), mesh["replicate"])
+    assert "0, 2, 4 and 1 more are sharded each by itself" in told, told
+    if dist.get_world_size() == 4:
+        growing = hvdcomp.Compression(hvdcomp.Int8(), policy=hvdcomp.AccordionBatchSize(low=8, high=16, steps=3))
+        told = refused(model, growing, mesh["replicate"])
+        assert "accordion_batch_size:steps=3" in told, told
+        assert "knows the norm of its own shard's gradients" in told, told
+        told = refused(model, made(grad_scaler=torch.amp.GradScaler("cpu")), mesh["replicate"])
+        assert "Train in bfloat16" in told, told
     optimizer = hvdcomp.torch.CompressedAdam(model.parameters(), freeze_after=4, local_steps=4)
     told = refused(model, made(), mesh["replicate"], optimizer)
     assert "CompressedAdam does not work with FSDP, with local steps or without" in told, told
@@ -204,6 +228,45 @@ def record_events(model: Any, how: hvdcomp.Compression) -> list[str]:
         after = model[min(number + 1, 6)]
         after.register_forward_hook(lambda module, given, output, begins=begins: output.register_hook(begins) and None)
     return events
+
+
+class _LateOnRank0(torch.autograd.Function):
+    """A backward pass that rank 0 makes so slowly that the ranks' presences are known by its end."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == 0:
+            time.sleep(0.2)
+        return gradient
+
+
+def case_two_models_in_one_backward_pass_keep_their_gradients_apart() -> None:
+    class Layers(torch.nn.Sequential):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self[1](_LateOnRank0.apply(self[0](inputs)))
+
+    mesh, results = mesh_of_ranks(), []
+    for together in (True, False):
+        torch.manual_seed(7)
+        models = [Layers(*(torch.nn.Linear(256, 256, bias=False) for _ in range(2))) for _ in range(2)]
+        for model in models:
+            for layer in (*model, model):
+                fully_shard(layer, mesh=mesh["shard"])
+            how = hvdcomp.Compression.from_spec("topk:ratio=0.05", overlap=together, bucket_bytes=2**16)
+            hvdcomp.fsdp.register(model, how, mesh["replicate"])
+        generator = own_generator()
+        for _ in range(4):  # buckets start early from the third step on
+            for model in models:
+                model.zero_grad()
+            losses = [model(torch.randn(8, 256, generator=generator)).square().mean() for model in models]
+            for loss in [sum(losses)] if together else losses:
+                loss.backward()
+        results.append([parameter.grad.full_tensor() for model in models for parameter in model.parameters()])
+    assert all(map(torch.equal, *results))
 
 
 def case_a_module_may_be_used_twice() -> None:
@@ -301,3 +364,98 @@ def case_a_layer_unfrozen_later_is_refused() -> None:
     train(model, optimizer, steps=2)
     model[0].requires_grad_(True)
     assert "0.weight, 0.bias" in raised(hvdcomp.ConfigurationError, lambda: train(model, optimizer, steps=1))
+
+
+def case_a_head_added_later_is_refused() -> None:
+    mesh = mesh_of_ranks()
+    for alone in (False, True):
+        for kept_whole in (False, True):
+            model, optimizer, _ = distribute("topk:ratio=0.05")
+            train(model, optimizer, steps=1)
+            if alone:  # then no gradient is handed over
+                model.requires_grad_(False)
+            head = torch.nn.Linear(40, 40)
+            model.append(head if kept_whole else fully_shard(head, mesh=mesh["shard"]))
+            told = raised(hvdcomp.ConfigurationError, functools.partial(train, model, optimizer, 1))
+            assert "7.weight, 7.bias are not exchanged" in told, told
+
+
+class Experts(torch.nn.Module):
+    """Of which a batch uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(256, 256, bias=False) for _ in range(2))
+        self.head = torch.nn.Linear(256, 256, bias=False)
+
+    def forward(self, inputs: torch.Tensor, chosen: int) -> torch.Tensor:
+        return self.head(_LateOnRank0.apply(self.experts[chosen](inputs)))
+
+
+def case_replicas_with_gradients_of_different_modules_are_refused() -> None:
+    mesh, generator = mesh_of_ranks(), own_generator()
+    for overlap in (True, False):
+        model: Any = Experts()
+        for layer in (*model.experts, model.head, model):
+            fully_shard(layer, mesh=mesh["shard"])
+        how = hvdcomp.Compression.from_spec("topk:ratio=0.05", overlap=overlap, bucket_bytes=2**16)
+        hvdcomp.fsdp.register(model, how, mesh["replicate"])
+
+        def step(chosen: int, model: Any = model) -> None:
+            model.zero_grad()
+            model(torch.randn(8, 256, generator=generator), chosen).square().mean().backward()
+
+        for chosen in (0, 1, 0, 1):
+            step(chosen)
+            for name, parameter in model.named_parameters():
+                assert (parameter.grad is None) == (name == f"experts.{1 - chosen}.weight")
+        assert how.ledger.steps == 4
+        told = raised(hvdcomp.RankMismatchError, lambda: step(mesh["replicate"].get_local_rank()))
+        assert "of experts.0.weight, experts.1.weight in this step" in told, told
+        if overlap:
+            assert "overlap=False" in raised(hvdcomp.ConfigurationError, lambda: step(0))
+        else:
+            step(0)
+            assert how.ledger.steps == 5
+
+
+def case_activation_checkpoints_make_one_step_or_are_refused() -> None:
+    class Checkpointed(torch.nn.Sequential):
+        reentrant = False
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            for layer in self:
+                inputs = checkpoint(layer, inputs, use_reentrant=self.reentrant)
+            return inputs
+
+    mesh = mesh_of_ranks()
+    torch.manual_seed(7)
+    model: Any = Checkpointed(*(torch.nn.Linear(64, 64) for _ in range(3)))
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh["shard"])
+    hvdcomp.fsdp.register(model, how := hvdcomp.Compression.from_spec("topk:ratio=0.05"), mesh["replicate"])
+    inputs = torch.randn(8, 64, requires_grad=True)
+    for step in range(4):
+        outputs = model(inputs) if step < 2 else checkpoint(model, inputs, use_reentrant=True)
+        outputs.square().mean().backward()
+        assert how.ledger.steps == step + 1
+    model.reentrant = True
+    loss = model(inputs).square().mean()
+    assert "use_reentrant=False" in raised(hvdcomp.ConfigurationError, loss.backward)
+
+
+def case_a_rank_may_have_no_elements() -> None:
+    mesh = mesh_of_ranks()
+    torch.manual_seed(7)
+    model: Any = fully_shard(torch.nn.Linear(64, 1, bias=False), mesh=mesh["shard"])
+    how = hvdcomp.Compression.from_spec("topk:ratio=1", min_numel=1)
+    hvdcomp.fsdp.register(model, how, mesh["replicate"])
+    generator = own_generator()
+    for _ in range(2):
+        model.zero_grad()
+        inputs = torch.randn(8, 64, generator=generator)
+        model(inputs).sum().backward()
+    every = torch.stack(gathered(inputs))
+    torch.testing.assert_close(model.weight.grad.full_tensor(), every.sum(1).mean(0, keepdim=True))
+    assert how.state_dict()["own"]["rank"] == mesh["replicate"].get_local_rank()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import SkipTest
 
 import numpy as np
 import torch
@@ -316,9 +318,7 @@ def case_a_checkpoint_goes_on_as_if_nobody_had_stopped() -> None:
         how = made("int4", memory="error_feedback")
         model, optimizer = distribute(how)
         train(model, optimizer, range(3))
-        name = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(name)
-        folder = str(name[0])
+        folder = common_folder()
         state = {"model": model.state_dict(), "compression": hvdcomp.dcp.by_rank(how)}
         dcp.save(state, checkpoint_id=folder)
         saved = everywhere(how.state_dict())
@@ -366,6 +366,80 @@ def case_a_checkpoint_goes_on_as_if_nobody_had_stopped() -> None:
         hvdcomp.dcp.load(one_node, folder, residuals="drop")
         assert one_node.ledger.steps == 3
         assert not one_node.state_dict()["own"]["residuals"]
+
+
+def common_folder() -> str:
+    name = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(name)
+    return str(name[0])
+
+
+def case_another_default_memory_is_taken_over_without_residuals() -> None:
+    with nodes_of(2):
+        model, optimizer = distribute(how := made("int4"))
+        train(model, optimizer, range(2))
+        dcp.save({"compression": hvdcomp.dcp.by_rank(how)}, checkpoint_id=(folder := common_folder()))
+    with nodes_of(1):  # where none is kept by default
+        model, optimizer = distribute(other := made("int4"))
+        if dist.get_world_size() > 2:
+            told = raised(hvdcomp.ConfigurationError, lambda: hvdcomp.dcp.load(other, folder))
+            assert "memory=" in told, told
+            assert 'residuals="drop"' in told, told
+        hvdcomp.dcp.load(other, folder, residuals="drop")
+        train(model, optimizer, range(2, 3))
+        assert other.ledger.steps == 3
+        hvdcomp.fsdp.register(sharded(), of_other_method := made("int8"))
+        drop = functools.partial(hvdcomp.dcp.load, of_other_method, folder, residuals="drop")
+        assert "compressor int4" in raised(hvdcomp.ConfigurationError, drop)
+
+
+def case_ranks_placed_otherwise_take_over_the_residuals_of_their_rows() -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if ranks == 2:
+        raise SkipTest("two ranks on two nodes have one order")
+
+    def pending(how: hvdcomp.Compression) -> torch.Tensor:
+        """By flat gradient and row, what all ranks are still to send."""
+        engine = how._binding.engine
+        rows = [torch.zeros(ranks, array.shape[1]) for (array,) in engine.states.values()]
+        for row, (array,) in zip(rows, engine.states.values(), strict=True):
+            row[engine.owners] = array
+        every = torch.cat(rows, 1)
+        dist.all_reduce(every)
+        return every
+
+    before = {name: os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "GROUP_RANK")}
+    try:
+        os.environ |= {"LOCAL_WORLD_SIZE": str(ranks // 2), "GROUP_RANK": str(rank // (ranks // 2))}
+        model, optimizer = distribute(how := made("int4"))
+        train(model, optimizer, range(2))
+        dcp.save({"compression": hvdcomp.dcp.by_rank(how)}, checkpoint_id=(folder := common_folder()))
+        os.environ["GROUP_RANK"] = str(rank % 2)
+        hvdcomp.fsdp.register(sharded(), placed := made("int4"))
+        hvdcomp.dcp.load(placed, folder)
+        assert placed._binding.engine.owners != how._binding.engine.owners or rank in (0, ranks - 1)
+        assert torch.equal(pending(placed), pending(how))
+        assert pending(how).any()
+    finally:
+        os.environ |= {name: value for name, value in before.items() if value is not None}
+
+
+def case_weights_that_were_loaded_are_gathered_exactly() -> None:
+    with two_nodes():
+        model, _ = distribute(made("none"), weights=hvdcomp.Int4())
+        layer = next(one for one in model.blocks[0].modules() if isinstance(one, torch.nn.Linear))
+        seen: list[torch.Tensor] = []
+        layer.register_forward_pre_hook(lambda layer, _: seen.append(layer.weight.detach().clone()))
+        tokens = batch(torch.Generator().manual_seed(1))
+        for loaded in (model, model.blocks[0]):
+            with torch.no_grad():
+                model(tokens[:, :-1])
+                model.reshard()
+                loaded.load_state_dict({name: value * 3 for name, value in loaded.state_dict().items()})
+                model(tokens[:, :-1])
+                model.reshard()
+            assert torch.equal(seen[-1], layer.weight.full_tensor())
+            assert not torch.equal(seen[-1], seen[-2])
 
 
 def everywhere(mine: Any) -> list[Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import itertools
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -125,6 +127,22 @@ def case_it_is_synchronous_training_bit_for_bit() -> None:
         assert_same_everywhere(bits)
 
 
+def in_turns() -> None:
+    """Two trainings, whose exchanges are under way at the same time."""
+    plain, ours = ([Training(kind) for kind in OPTIMIZERS[1:]] for _ in range(2))
+    aheads = [training.ahead(Loader(6)) for training in ours]
+    for batches in zip(*aheads, strict=True):
+        for training, ahead, batch in zip(ours, aheads, batches, strict=True):
+            training.look_ahead([batch], ahead.step)
+    for one, other in zip(plain, ours, strict=True):
+        one.synchronous(Loader(6))
+        assert torch.equal(other.bits(), one.bits())
+
+
+def case_two_of_them_take_turns() -> None:
+    in_turns()
+
+
 @thorough
 def case_it_is_synchronous_training_bit_for_bit_after_500_steps() -> None:
     for bits in same_as_synchronous(250, 2):
@@ -237,3 +255,29 @@ def case_wrong_uses_are_refused() -> None:
     assert "call it once for each" in raised(ConfigurationError, ahead.step)
     next(iter(ahead))
     assert "iterated over anew" in raised(ConfigurationError, lambda: next(first))
+
+
+def case_a_new_one_takes_over_from_a_broken_off_epoch() -> None:
+    plain, ours = Training(OPTIMIZERS[2]), Training(OPTIMIZERS[2])
+    first = ours.ahead(Loader(6))
+    ours.look_ahead(itertools.islice(first, 3), first.step)
+    second = ours.ahead(itertools.islice(Loader(6), 3, None))
+    old = weakref.ref(first)
+    assert "latest only" in raised(ConfigurationError, iter(first).__next__)
+    del first
+    gc.collect()
+    assert old() is None
+    ours.look_ahead(second, second.step)
+    plain.synchronous(Loader(6))
+    assert torch.equal(ours.bits(), plain.bits())
+    assert_same_everywhere(ours.bits())
+
+
+def case_late_rows_are_updated_before_a_new_one_looks_rows_up() -> None:
+    """Else each rank would update them when it first looks them up: between other updates than the other ranks."""
+    ours = Training(OPTIMIZERS[2])
+    first = ours.ahead([batch_of(5, 7), batch_of(2)])
+    ours.look_ahead(itertools.islice(first, 1), first.step)
+    second = ours.ahead([batch_of(5 if dist.get_rank() == 0 else 2)])
+    ours.look_ahead(second, second.step)
+    assert_same_everywhere(ours.bits())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.multirank.cases_look_ahead import resumed, same_as_synchronous
+from tests.multirank.cases_look_ahead import in_turns, resumed, same_as_synchronous
 from tests.multirank.training import assert_same_everywhere
 
 
@@ -13,3 +13,7 @@ def case_it_is_synchronous_training_bit_for_bit() -> None:
 
 def case_it_resumes_in_mid_epoch_bit_for_bit() -> None:
     resumed(6, 3)
+
+
+def case_two_of_them_take_turns() -> None:
+    in_turns()
