@@ -155,7 +155,7 @@ def rank_for(compression_factor: float, shape: tuple[int, ...]) -> int:
     """The highest rank whose two factors take no more than 1 / `compression_factor` of the matrix; 1 at least."""
     rows, columns = matrix_shape(shape)
     rank = math.floor(rows * columns / (compression_factor * (rows + columns)))
-    return min(max(1, rank), rows, columns)
+    return max(1, min(rank, rows, columns))
 
 
 def fit_columns(

@@ -43,7 +43,7 @@ def payloads_of(compressor: Any, shape: tuple[int, ...], dtype: str, ranks: int 
 def payloads_of_step(
     compressor: Any, shape: tuple[int, ...], dtype: str, step: int, ranks: int = 1
 ) -> tuple[SentPayload, ...]:
-    """The payloads of one step of a period, in order.
+    """The payloads of one step of a period, in order; none of a tensor without elements.
 
     Args:
         compressor: the compressor.
@@ -52,6 +52,8 @@ def payloads_of_step(
         step: number of the step.
         ranks: number of ranks, on which some payloads depend.
     """
+    if not number_of_elements(shape):
+        return ()
     x = shapes.ShapeArray(shape, dtype)
     context = Context("", step, seed=0, rank=0, world_size=ranks)  # sizes are the same on all ranks
     generator = compressor.aggregate(shapes, x, compressor.prepare(shapes, x, (), context), context)

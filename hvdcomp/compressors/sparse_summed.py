@@ -92,6 +92,8 @@ class BlocksTogether(WithRatio):
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         super().level_for(compression_factor, shape)  # refuses a factor below 1
         size = number_of_elements(shape)
+        if not size:
+            return self.ratio
         number, length = self.blocks_of(shape)
         count = max(1, math.floor((size / compression_factor - number * self.numbers_of_block()) / length))
         return min(1.0, count * length / size)

@@ -39,7 +39,7 @@ class WithRatio(Compressor):
     def level_for_elements(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         Compressor.level_for(self, compression_factor, shape)
         size = number_of_elements(shape)
-        return max(1, math.floor(size / compression_factor)) / size
+        return max(1, math.floor(size / compression_factor)) / size if size else self.ratio
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ByRatio(WithRatio):
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         super().level_for(compression_factor, shape)
         size = number_of_elements(shape)
-        return self.most_elements(4 * size / compression_factor, size) / size
+        return self.most_elements(4 * size / compression_factor, size) / size if size else self.ratio
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,8 @@ class RandomK(ByRatio):
             feedback is needed.
         values: encoding of values: "same" as the gradient's, or "fp16". With "fp16", sums are in half precision, and
             values are clipped to half the largest half-precision number divided by the number of ranks, so that no
-            order of additions overflows.
+            order of additions overflows. If `unbiased`, a larger value counts as not finite, unless a bucket's memory
+            keeps the excess.
 
     Example:
         >>> RandomK(ratio=0.01).payload_bytes((1000, 1000))
@@ -168,12 +169,15 @@ class RandomK(ByRatio):
         values = xp.take(vector, indices)
         if self.unbiased:
             values *= size / count
-        values = sparse_payload.round_values(xp, values, self.values, LARGEST_HALF / (2 * context.world_size))
+        bound = LARGEST_HALF / (2 * context.world_size)
+        sent = sparse_payload.round_values(xp, values, self.values, bound)
+        if self.unbiased and self.values == "fp16":  # clipped, it would be biased, as mostly nothing is kept
+            sent = xp.where(abs(values) > bound, math.inf, sent)
         carried = "float16" if self.values == "fp16" else allreduce_dtype(dtype)
-        mean = yield AllReduce(xp.astype(values, carried))
+        mean = yield AllReduce(xp.astype(sent, carried))
         wide = wide_dtype(dtype)
         dense = xp.add_at(xp.zeros((size,), like=xp.astype(vector[:0], wide)), indices, xp.astype(mean, wide))
-        return Outcome(xp.reshape(dense, x.shape), SparseVector(indices, xp.astype(values, dtype)))
+        return Outcome(xp.reshape(dense, x.shape), SparseVector(indices, xp.astype(sent, dtype)))
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
         return aggregate_at_random(bucket, self.values, self.unbiased)

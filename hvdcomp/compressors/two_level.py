@@ -99,6 +99,14 @@ class TwoLevel(Compressor):
         return self.compressor.variance
 
     @property
+    def harms_adam(self) -> bool:  # type: ignore[override]
+        return self.compressor.harms_adam
+
+    @property
+    def in_units(self) -> bool:  # type: ignore[override]
+        return self.compressor.in_units
+
+    @property
     def bucket_dtypes(self) -> Set[str]:
         """Float32 only: the kernels exchange float32 within a node."""
         return {"float32"}

@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 INSTRUCTION_SETS = ("plain", "avx2", "avx512")
+_MOST_THREADS = 2**31 - 1  # kernels take an int32
 _BUILD = "python -m hvdcomp.kernels.build"
 _LACKING = {1: "the shared object was not built for it", 2: "this CPU lacks its instructions"}
 
@@ -131,12 +132,14 @@ def threads() -> int:
     depend on it.
 
     Raises:
-        ConfigurationError: if `HVDCOMP_THREADS` is no positive number.
+        ConfigurationError: if `HVDCOMP_THREADS` is no positive number below 2**31.
     """
     chosen = os.environ.get("HVDCOMP_THREADS", "")
     if chosen:
-        if not chosen.isdecimal() or int(chosen) == 0:
-            raise ConfigurationError(f"HVDCOMP_THREADS={chosen!r} is no number of threads: give 1 or more, or unset it")
+        if not _is_number_of_threads(chosen):
+            raise ConfigurationError(
+                f"HVDCOMP_THREADS={chosen!r} is no number of threads: give 1 to {_MOST_THREADS}, or unset it"
+            )
         return int(chosen)
     torch: Any = sys.modules.get("torch")
     if hasattr(torch, "get_num_threads"):
@@ -145,7 +148,11 @@ def threads() -> int:
     if hasattr(tensorflow, "config") and (inside := tensorflow.config.threading.get_intra_op_parallelism_threads()):
         return int(inside)
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    return int(first) if first.isdecimal() and int(first) > 0 else len(os.sched_getaffinity(0))
+    return int(first) if _is_number_of_threads(first) else len(os.sched_getaffinity(0))
+
+
+def _is_number_of_threads(text: str) -> bool:
+    return text.isdecimal() and 0 < int(text) <= _MOST_THREADS
 
 
 def reset() -> None:

@@ -50,9 +50,10 @@ class Budget(OptimalLevels[BudgetState]):
     `factor`; with `ms`, of all that can be exchanged in that time, by the performance model and a calibration. With
     `error`, the levels send the fewest bytes of all with at most that error. The limit in bytes is not published.
 
-    Until the first decision, after `last` steps, all tensors have their own levels: those of the training's compressor,
-    or of the methods that it routes tensors to. Levels to choose from lie around the own levels. If no choice is within
-    the limit, all tensors get the levels nearest to it.
+    Until the first decision, after `last` steps (after `interval` steps with `critical` and an `interval` below twice
+    `last`), all tensors have their own levels: those of the training's compressor, or of the methods that it routes
+    tensors to. Levels to choose from lie around the own levels. If no choice is within the limit, all tensors get the
+    levels nearest to it.
 
     With `critical` there are two limits. Accordion's rule (Agarwal et al. 2021, arXiv:2010.16248), applied to the whole
     model, chooses at each decision: in critical regimes, `critical` replaces the other limit.
@@ -152,7 +153,9 @@ class Budget(OptimalLevels[BudgetState]):
             Statistic.LEARNING_RATES: self.critical,
         }
         statistics = frozenset({Statistic.LEVEL_TABLE, *(statistic for statistic, limit in limits.items() if limit)})
-        period = Period(steps=self.looks if undecided else self.interval, last=self.looks)
+        # The norms of two decisions can only be compared if they are of as many steps.
+        early = undecided and (not self.critical or self.interval >= 2 * self.looks)
+        period = Period(steps=self.looks if early else self.interval, last=self.looks)
         return Request(statistics, period, self.statistic, around=self.around)
 
     def update(self, state: BudgetState, statistics: Statistics) -> BudgetState:

@@ -20,6 +20,7 @@ from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.sparse_chunked import ChunkedTopK
 from hvdcomp.compressors.sparsification import WithRatio
+from hvdcomp.compressors.two_level import within
 from hvdcomp.errors import ConfigurationError, warn_alone
 from hvdcomp.exchange.agreement import refused_on_every_rank
 from hvdcomp.exchange.engine import Engine, UnderWay
@@ -198,6 +199,7 @@ def _warn_of_momentum(engine: Engine, momentum: float) -> None:
 
 
 def _share_sent(compressor: Compressor) -> float:
+    compressor = within(compressor)
     if isinstance(compressor, ChunkedTopK):
         return compressor.k / compressor.chunk
     return compressor.ratio if isinstance(compressor, WithRatio) else 1.0

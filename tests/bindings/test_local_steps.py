@@ -23,6 +23,7 @@ from hvdcomp import (  # noqa: E402
     RankMismatchError,
     SignSGD,
     TopK,
+    TwoLevel,
     WarmUp,
 )
 from hvdcomp.communicators import SimulatedCommunicator, SimulatedGroup  # noqa: E402
@@ -486,6 +487,7 @@ def test_what_comes_too_late_is_refused() -> None:
     [
         (TopK(ratio=0.1), {}, True),
         (ChunkedTopK(), {}, True),
+        (TwoLevel(TopK(ratio=0.1)), {}, True),
         (TopK(ratio=0.2), {}, False),
         (TopK(ratio=0.05), {"outer_momentum": 0.5}, False),
         (EFSignSGD(), {}, False),

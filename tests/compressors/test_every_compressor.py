@@ -63,6 +63,17 @@ def test_every_registered_compressor_has_examples(name: str) -> None:
     assert [str(example) for example in examples] == list(kind.examples)
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
+@pytest.mark.parametrize("spec", EVERY)
+def test_a_tensor_without_elements_takes_no_bytes_at_a_level_that_the_method_has(
+    spec: str, shape: tuple[int, ...]
+) -> None:
+    method = parse_compressor(spec)
+    for level in (None, method.level_for(10, shape), method.level_for_elements(10, shape)):
+        assert method.at_level(level).payload_bytes(shape, ranks=3) == 0
+    assert method.payload_floats(shape) >= 0
+
+
 def engine_of(communicator: Any, spec: str, shape: tuple[int, ...], **options: Any) -> Engine:
     tensors = [TensorInfo("w", shape, options.pop("dtype", "float32"))]
     return Engine(communicator, tensors, parse_compressor(spec), min_numel=0, min_ndim=0, **options)

@@ -64,6 +64,14 @@ def test_it_is_what_was_stated(spec: str, nodes: int, ranks_per_node: int, backe
     np.testing.assert_allclose(results[0], expected, rtol=2e-3 if spec == "fp16" else 2e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("spec", ["signsgd", "efsignsgd", "topk:ratio=0.01", "chunkedtopk", "int4"])
+def test_optimizers_are_told_of_the_compressor_within(spec: str) -> None:
+    inner = parse_compressor(spec)
+    outer = TwoLevel(inner)
+    assert (outer.in_units, outer.harms_adam) == (inner.in_units, inner.harms_adam)
+    assert spec == "int4" or not outer.in_units or outer.harms_adam
+
+
 SHAPES = {"a": (3, 5), "b": (40, 30), "c": (1,), "d": (257,), "e": (2, 3, 4)}
 
 

@@ -149,8 +149,9 @@ def test_threads_are_as_many_as_the_framework_uses(monkeypatch: pytest.MonkeyPat
     assert kernels.threads() == len(os.sched_getaffinity(0))
     monkeypatch.setenv("OMP_NUM_THREADS", "3,2")
     assert kernels.threads() == 3
-    monkeypatch.setenv("OMP_NUM_THREADS", "many")
-    assert kernels.threads() == len(os.sched_getaffinity(0))
+    for wrong in ("many", str(2**31)):
+        monkeypatch.setenv("OMP_NUM_THREADS", wrong)
+        assert kernels.threads() == len(os.sched_getaffinity(0))
 
     def tensorflow(threads: int) -> SimpleNamespace:
         threading = SimpleNamespace(get_intra_op_parallelism_threads=lambda: threads)
@@ -169,7 +170,7 @@ def test_threads_are_as_many_as_the_framework_uses(monkeypatch: pytest.MonkeyPat
     assert kernels.threads() == 5
     monkeypatch.setenv("HVDCOMP_THREADS", "7")
     assert kernels.threads() == 7
-    for wrong in ("0", "-1", "two"):
+    for wrong in ("0", "-1", "two", str(2**31), str(2**32 + 1)):
         monkeypatch.setenv("HVDCOMP_THREADS", wrong)
         with pytest.raises(ConfigurationError, match=f"HVDCOMP_THREADS='{wrong}' is no number of threads"):
             kernels.threads()

@@ -11,7 +11,7 @@ import pytest
 
 from hvdcomp import ErrorFeedback, MomentumCorrection
 from hvdcomp.communicators.in_process import InProcessCommunicator
-from hvdcomp.compressors.memory import Memory
+from hvdcomp.compressors.memory import Memory, NoMemory
 from tests.exchange.test_buckets import needs_kernels
 from tests.harness import as_numpy, bits
 from tests.interpreted import needs_triton
@@ -155,6 +155,17 @@ def check_bits(spec: str, tensors: Tensors, size: int, memory: Callable[[], Memo
 )
 def test_the_bits_are_those_of_the_kernels_in_c(spec: str) -> None:
     check_bits(spec, SMALL, 2)
+
+
+def test_an_unbiased_value_that_would_be_clipped_counts_as_not_finite_unless_the_excess_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(NUMBERS, "beyond", lambda rng, shape: rng.standard_normal(shape) * 1e4)
+    for memory, counts in ((ErrorFeedback, True), (NoMemory, False)):
+        for place in ("cpu", HOST):
+            spec = "randomk:ratio=0.5,unbiased=True,values=fp16"
+            found = Steps(spec, place, {"beyond": ((200,), "beyond")}, 1, memory)
+            assert {bool(np.isfinite(result).all()) for result in found.results.values()} == {counts}
 
 
 CUT: Tensors = {"matrix": ((30, 13), "normal"), "one": ((), "normal"), "ties": ((7, 11), "ties")}

@@ -208,6 +208,14 @@ def test_it_decides_early_and_then_at_every_interval() -> None:
     assert Budget(factor=10, interval=3).first_request.period == Period(steps=3, last=3)
 
 
+@pytest.mark.parametrize(("interval", "first"), [(9, 9), (10, 5), (50, 5), (5, 5), (3, 3)])
+def test_norms_that_are_compared_are_of_as_many_steps(interval: int, first: int) -> None:
+    """A first decision after 5 of 9 steps would leave 4 to the second, whose norm would seem to have fallen."""
+    period = Budget(factor=10, critical=6, interval=interval, last=5).first_request.period
+    assert period == Period(steps=first, last=min(5, interval))
+    assert Budget(factor=10, interval=9, last=5).first_request.period == Period(steps=5, last=5)
+
+
 @pytest.mark.parametrize(
     ("spec", "words"),
     [

@@ -10,6 +10,7 @@ from hvdcomp.kernels.cuda.dense import dense_encode
 from hvdcomp.kernels.cuda.language import tl, triton
 from hvdcomp.kernels.cuda.x import (
     COUNT,
+    INFINITE,
     KEY,
     NEXT_VELOCITY,
     PLACE0,
@@ -81,7 +82,10 @@ def random_take(
     x = made(table, segments, segment, i, valid, KEEPS, FROM)
     if UNBIASED:
         x *= tl.load(pointer(scales, tl.float32) + segment)
-    report(flag, tl.where(valid, magnitude(x), 0))
+    found = magnitude(x)
+    if HALF and UNBIASED and not KEEPS:  # clipped, it would be biased
+        found = tl.where(tl.abs(x) > bound, INFINITE, found)
+    report(flag, tl.where(valid, found, 0))
     at = entry(table, segments, segment, PLACE0) + number
     if HALF:
         half = tl.where(x > bound, bound, tl.where(x < -bound, -bound, x)).to(tl.float16)

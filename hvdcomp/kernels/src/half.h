@@ -33,8 +33,9 @@ static inline uint16_t hvd_to_half(float value) {
 static inline float hvd_from_half(uint16_t half) {
     const uint32_t sign = (uint32_t)(half & 0x8000u) << 16, bits = (uint32_t)(half & 0x7fffu) << 13;
     if (bits >= 0x0f800000u) return hvd_of_bits(sign | (bits + 0x70000000u)); /* inf and NaN */
-    /* 2**112 makes up for the difference of the exponents, of small numbers too. */
-    return hvd_of_bits(sign | hvd_bits(hvd_of_bits(bits) * 0x1p112f));
+    /* Below 2**-14, by way of integers: the processor may be set to read denormal floats as zero. */
+    const float small = (float)(int32_t)(half & 0x3ffu) * 0x1p-24f;
+    return hvd_of_bits(sign | (bits < 0x00800000u ? hvd_bits(small) : bits + 0x38000000u));
 }
 
 static inline void hvd_to_halves(const float *restrict x, int64_t length, uint16_t *restrict out) {

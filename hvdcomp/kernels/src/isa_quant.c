@@ -51,7 +51,7 @@ static void find_scales(const struct job *job, const float *x, int64_t size, flo
 static void quantise(
     const float *restrict x, int64_t start, int64_t length, float scale, float half, uint64_t key, uint8_t *restrict out
 ) {
-    const float highest = half * ONE, factor = hvd_reciprocal(scale) * highest;
+    const float highest = half * ONE, factor = hvd_factor(scale, highest);
     const uint32_t zero = (uint32_t)highest;
     uint32_t weyl = hvd_weyl(start, key);
     for (int64_t i = 0; i < length; i++, weyl += HVD_WEYL) {
@@ -67,7 +67,7 @@ static void quantise(
 static void round_to_nearest(
     const float *restrict x, int64_t length, float scale, float half, uint8_t *restrict out
 ) {
-    const float factor = hvd_reciprocal(scale) * half;
+    const float factor = hvd_factor(scale, half);
     const uint32_t zero = (uint32_t)half;
     for (int64_t i = 0; i < length; i++) {
         float value = x[i] * factor;
@@ -81,7 +81,7 @@ HVD_INLINE void round_to_floats(
     const float *restrict x, int64_t start, int64_t length, float scale, int mantissa, int nearest, uint64_t key,
     uint8_t *restrict out
 ) {
-    const float factor = hvd_reciprocal(scale) * hvd_largest_float8(mantissa);
+    const float factor = hvd_factor(scale, hvd_largest_float8(mantissa));
     uint32_t weyl = hvd_weyl(start, key);
     for (int64_t i = 0; i < length; i++, weyl += HVD_WEYL)
         out[i] = hvd_to_float8(x[i] * factor, mantissa, nearest, nearest ? 0 : hvd_word(weyl, key) >> 9);

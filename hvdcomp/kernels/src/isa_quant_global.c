@@ -75,7 +75,7 @@ static void encode_piece(void *context, int64_t number) {
     const hvd_segment *s = job->bucket->segments + task->segment;
     const struct digits d = digits_of(s, task, job->ranks);
     const float scale = job->scales[task->segment], levels = (float)d.levels;
-    const float factor = hvd_reciprocal(scale) * levels, unit = scale * (float)(1 / (double)d.levels);
+    const float factor = hvd_factor(scale, levels), unit = scale * (float)(1 / (double)d.levels);
     int32_t digits[CHUNK];
     for (int64_t first = d.first; first < d.end; first += CHUNK) {
         uint32_t *words = job->words + s->place[0] + first;

@@ -30,7 +30,7 @@ static void round_to_powers(
         const uint32_t magnitude = hvd_bits(x[i]) & 0x7fffffffu;
         const uint32_t rounded = (magnitude + (hvd_word(weyl, key) >> 9)) >> 23;
         exponents[i] = (uint8_t)((rounded < 254 ? rounded : 254) | (magnitude >= HVD_INFINITE));
-        signs[i] = x[i] < 0;
+        signs[i] = hvd_bits(x[i]) > 0x80000000u; /* of denormal numbers too, if the processor takes them for zero */
     }
 }
 

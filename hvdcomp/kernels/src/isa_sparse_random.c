@@ -116,6 +116,8 @@ static void encode_piece(void *context, int64_t number) {
         float value = x[job->places[i]] * scale;
         largest = hvd_magnitude(value) > largest ? hvd_magnitude(value) : largest;
         if (bound > 0) {
+            /* Clipped, it would be biased, unless the memory keeps the excess. */
+            if (job->unbiased && !job->bucket->keeps && __builtin_fabsf(value) > bound) largest = HVD_INFINITE;
             const uint16_t half = hvd_to_half(value > bound ? bound : value < -bound ? -bound : value);
             ((uint16_t *)job->wire)[i] = half;
             value = hvd_from_half(half);

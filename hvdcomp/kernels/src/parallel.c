@@ -17,6 +17,30 @@ static inline void pause_briefly(void) {
 #endif
 }
 
+/* How this thread's processor does float arithmetic: whether denormal numbers count as zero, above all. Frameworks set
+ * that for some threads. */
+static inline uint64_t float_mode(void) {
+#if defined(__x86_64__)
+    return __builtin_ia32_stmxcsr();
+#elif defined(__aarch64__)
+    uint64_t mode;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
+    return mode;
+#else
+    return 0;
+#endif
+}
+
+static inline void set_float_mode(uint64_t mode) {
+#if defined(__x86_64__)
+    __builtin_ia32_ldmxcsr((unsigned)mode);
+#elif defined(__aarch64__)
+    __asm__ volatile("msr fpcr, %0" : : "r"(mode));
+#else
+    (void)mode;
+#endif
+}
+
 /* Held by the thread that owns the current job. */
 static pthread_mutex_t in_use = PTHREAD_MUTEX_INITIALIZER;
 
@@ -26,6 +50,7 @@ static pthread_cond_t job_is_there = PTHREAD_COND_INITIALIZER, job_is_done = PTH
 static void (*job_work)(void *context, int64_t task);
 static void *job_context;
 static int64_t job_tasks;
+static uint64_t job_mode; /* the caller's, so that no result depends on the thread */
 static _Atomic int64_t next_task;
 static int places; /* workers that may still join */
 static _Atomic int taking_part;
@@ -53,6 +78,7 @@ static void *serve(void *first) {
             void (*work)(void *context, int64_t task) = job_work;
             void *context = job_context;
             int64_t tasks = job_tasks;
+            set_float_mode(job_mode);
             pthread_mutex_unlock(&lock);
             take_tasks(work, context, tasks);
             pthread_mutex_lock(&lock);
@@ -106,6 +132,7 @@ void hvd_parallel(int32_t threads, int64_t tasks, void (*work)(void *context, in
     job_work = work;
     job_context = context;
     job_tasks = tasks;
+    job_mode = float_mode();
     places = (int)helpers;
     atomic_store_explicit(&next_task, 0, memory_order_relaxed);
     atomic_fetch_add(&job_number, 1);

@@ -15,7 +15,13 @@
 /* A scale up to this counts as zero, as in hvdcomp/compressors/quantization.py. */
 #define HVD_SMALLEST_SCALE 0x1p-96f
 
-static inline float hvd_reciprocal(float scale) { return scale > HVD_SMALLEST_SCALE ? 1 / scale : 0; }
+/* `most` / scale, by way of the reciprocal, rounded to a float; 0 if the scale is zero. Of a scale above 2**126 the
+ * reciprocal is denormal, which the processor may be set to take for zero. */
+static inline float hvd_factor(float scale, float most) {
+    if (!(scale > 0x1p126f)) return scale > HVD_SMALLEST_SCALE ? 1 / scale * most : 0;
+    const double last = 0x1.8p-97; /* added in double precision, leaves multiples of 2**-149, as of denormal floats */
+    return (float)((1 / (double)scale + last - last) * (double)most);
+}
 
 /* Squares of floats are exact in double precision, so that a fused operation gives the same. */
 static inline double hvd_sum_of_squares(const float *x, int64_t length) {

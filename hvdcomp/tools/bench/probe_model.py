@@ -114,7 +114,7 @@ def probe_model(
         optimizer_s=optimizer,
         engine_s=engine,
         horovod_s=max(0.0, engine - max(0.0, hooks) * backward - small),
-        ready=carrier.sent_together(ready, sum(4.0 * tensor.size for tensor in tensors)),
+        ready=carrier.sent_together(ready, plain.dense_bytes),
     )
 
     def of_carried(compressor: Compressor, step: Reading) -> EncodeTime:

@@ -98,7 +98,7 @@ def profile(
         gamma=1.0,  # backward_s includes the slowdown by dense gradients sent meanwhile
         batch_size=None,
         optimizer_s=optimizer,
-        ready=carrier.sent_together(ready, sum(4.0 * tensor.size for tensor in tensors)),
+        ready=carrier.sent_together(ready, workload.dense_bytes),
     )
     dense = exchange_of(NoCompression(), tensors, ranks.size)
     overhead = unpredicted_time(probe.network, compute, dense, carrier.bucket_bytes, ranks.size, step.seconds)
@@ -154,11 +154,15 @@ def _exchanges(engine: Engine, workload: Workload, carrier: Carrier, seconds: fl
 
 
 def _dense(workload: Workload, carrier: Carrier, ranks: Communicator, seconds: float) -> Reading:
-    """Seconds of an allreduce of all gradients without compression, in one array, of the slowest rank."""
-    flat = torch.cat([gradient.flatten().float() for gradient in gradients(workload).values()])
+    """Seconds of an allreduce of all gradients without compression, in one array for each type, of the slowest rank."""
+    by_type: dict[torch.dtype, list[torch.Tensor]] = {}
+    for gradient in gradients(workload).values():
+        by_type.setdefault(gradient.dtype, []).append(gradient.flatten())
+    flat = {f"hvdcomp.profile.dense.{dtype}": torch.cat(parts) for dtype, parts in by_type.items()}
 
     def exchange() -> None:
-        ranks.wait(ranks.start_allreduce(flat, "mean", "hvdcomp.profile.dense"))
+        for started in [ranks.start_allreduce(array, "mean", name) for name, array in flat.items()]:
+            ranks.wait(started)
 
     return _timed(exchange, lambda: None, workload.device, carrier, seconds)
 

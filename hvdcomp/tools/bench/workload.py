@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.functional import cross_entropy
 
+from hvdcomp.arrays.types import dtype_bytes
 from hvdcomp.compressors import TensorInfo
 from hvdcomp.tools.bench.marks import HOST
 from hvdcomp.tools.bench.models import IMAGES, split_model
@@ -46,6 +47,11 @@ class Workload:
             for name, parameter in self.model.named_parameters()
             if parameter.requires_grad
         ]
+
+    @property
+    def dense_bytes(self) -> int:
+        """The bytes of all gradients, which have the types of their parameters."""
+        return sum(tensor.size * dtype_bytes(tensor.dtype) for tensor in self.tensors())
 
 
 def turn_of(step_s: float) -> tuple[int, int]:

@@ -279,17 +279,19 @@ def _draw_shares(
     axes: Axes, decisions: Decisions, end: int, factors: list[float], colours: Mapping[float, Any]
 ) -> dict[float, float]:
     """Draws the stacked shares of the sent factors over the steps; returns each factor's share of all steps."""
-    sent = decisions.sent[decisions.in_force(np.arange(end))]
     edges = np.unique(np.linspace(0, end, min(_BINS, end) + 1).astype(int))
-    counted = np.maximum(1, np.add.reduceat(np.isfinite(sent).astype(float), edges[:-1]))
+    cuts = np.union1d(edges, decisions.steps[(decisions.steps > 0) & (decisions.steps < end)])
+    sent, lengths = decisions.sent[decisions.in_force(cuts[:-1])], np.diff(cuts)  # between two cuts it does not change
+    firsts = np.searchsorted(cuts, edges[:-1])
+    counted = np.add.reduceat(lengths * np.isfinite(sent), firsts)
     bottom = np.zeros(len(edges) - 1)
     shares = {}
     for factor in factors:
-        is_factor = sent == factor
-        top = bottom + np.add.reduceat(is_factor.astype(float), edges[:-1]) / counted
+        of_factor = np.add.reduceat(lengths * (sent == factor), firsts)
+        top = bottom + of_factor / np.maximum(1, counted)
         axes.stairs(top, edges, baseline=bottom, fill=True, color=colours[factor], alpha=0.85)
         bottom = top
-        shares[factor] = float(is_factor.sum() / max(1, np.isfinite(sent).sum()))
+        shares[factor] = float(of_factor.sum() / max(1, counted.sum()))
     axes.set_ylim(0, 1)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_ylabel("share of the steps, by factor sent")

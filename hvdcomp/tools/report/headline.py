@@ -20,7 +20,8 @@ _MORE = 1.1  # least factor of fewer bytes that is worth a sentence
 def headline(section: Section) -> list[str]:
     """The sentences: the series that reached a target first or won in bytes and quality, and the times for the slowest
     link; empty for a single run."""
-    measured_groups = [group for group in section.groups if group.quality is not None and group.factor is not None]
+    finished = [group for group in section.groups if group.finished]  # the quality of others is not that of an end
+    measured_groups = [group for group in finished if group.quality is not None and group.factor is not None]
     if len(measured_groups) < 2 or section.metric is None:
         return []
     sentences = _at_target(section) if section.has_targets else _bytes_and_quality(section, measured_groups)

@@ -378,6 +378,8 @@ def _field(record: dict[str, Any], field: str) -> float:
             raise ValueError(f"{shortened(record[field])} is not a part of the data: {' or '.join(PARTS)}")
         return PARTS.index(record[field])
     value = as_number(record.get(field))
+    if field == "step" and np.isnan(value):
+        raise ValueError(f"{shortened(record)} has no step")
     if field in ("step", "epoch") and not (np.isnan(value) or 0 <= value <= MOST_STEPS):
         raise ValueError(f"{shortened(record[field])} is not the number of a {field}")
     return value

@@ -143,9 +143,12 @@ class Trainings:
 
 
 def _quality(record: Mapping[str, Any]) -> float:
+    """The quality in a summary or in the record of an epoch. A diverged summary has that of an earlier epoch."""
     if record.get("perplexity") is not None:
         return float(record["perplexity"])
-    return CHANCE if record.get("accuracy") is None else 100 * float(record["accuracy"])
+    if record.get("accuracy") is None or record.get("status") == "diverged":
+        return CHANCE
+    return 100 * float(record["accuracy"])
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from hvdcomp.tools.train.checkpoints import Warnings
 from hvdcomp.tools.train.options import TrainingOptions
 from hvdcomp.tools.train.ranks import Ranks
 from hvdcomp.tools.train.ranks_horovod import Changes, HorovodRanks
@@ -27,7 +28,8 @@ def train_elastic(options: TrainingOptions) -> tuple[dict[str, Any], Ranks]:
 
     def go(changes: Changes) -> tuple[dict[str, Any], Ranks]:
         ranks = HorovodRanks(options.framework, changes)
-        return train(options, ranks), ranks
+        return train(options, ranks, warnings), ranks
 
-    hvd.init()
-    return elastic.run(go)(Changes(hvd))
+    with Warnings() as warnings:  # also while the ranks meet anew
+        hvd.init()
+        return elastic.run(go)(Changes(hvd))

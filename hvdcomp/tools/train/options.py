@@ -291,7 +291,7 @@ class TrainingOptions:
                 f"--milestones {_join(self.milestones)}: epochs above 0, each later than the one before",
             ),
             (
-                all(m < self.epochs for m in self.milestones),
+                self.steps is not None or all(m < self.epochs for m in self.milestones),
                 f"--milestones {_join(self.milestones)}: all before the end, --epochs {self.epochs}",
             ),
             (_is_finite(self.warm_up) and self.warm_up >= 0, f"--warm-up {self.warm_up}: 0 epochs or more"),
@@ -537,12 +537,13 @@ class TrainingOptions:
         Raises:
             SetupError: an epoch ends while the weights of the ranks differ.
         """
-        evaluated = self.evaluate_every is not None or (self.steps or 0) <= steps_per_epoch
-        every = self.common_every or 1
-        if not evaluated and steps_per_epoch % every:
+        every, has_outer = self.common_every or 1, self.optimizer != "compressed-adam"
+        within = (self.steps or 0) <= steps_per_epoch or (has_outer and self.evaluate_every is not None)
+        if not within and steps_per_epoch % every:
+            way = "--evaluate-every N, a multiple" if has_outer else "--samples N, so that its steps are a multiple"
             raise SetupError(
                 f"--local-steps {self.local_steps}: an epoch of {steps_per_epoch} steps would end while the ranks have "
-                f"different weights; give --evaluate-every N, a multiple of {every}"
+                f"different weights; give {way} of {every}"
             )
         if self.optimizer != "compressed-adam" or self.freeze_after is not None:
             return self

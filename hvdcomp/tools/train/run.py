@@ -98,7 +98,10 @@ class Run:
         self._resumed_at = [*saved["resumed_at"], self._step]
         self._next_check = self._step + 1
         # Checkpoints of earlier versions lack these fields.
-        self._trained_seconds, self._reached = saved.get("trained_seconds", 0.0), saved.get("reached")
+        self._trained_seconds, reached = saved.get("trained_seconds", 0.0), saved.get("reached")
+        if self._target is not None and reached is not None and self._target.is_reached(reached):
+            self._reached = reached
+        self._evaluated_at, self._quality = saved.get("evaluated_at", 0), saved.get("quality", {})
         now = self._ranks.now()
         self._start, self._epoch_start = now - saved["seconds"], now - saved["epoch_seconds"]
         for damage in self._checkpoints.damaged:
@@ -126,6 +129,8 @@ class Run:
             "epoch_seconds": now - self._epoch_start,
             "trained_seconds": self._trained_seconds,
             "reached": self._reached,
+            "evaluated_at": self._evaluated_at,
+            "quality": self._quality,
             "sizes": None if self._writer is None else self._writer.sizes(),
         }
 
@@ -164,7 +169,8 @@ class Run:
 
     def _train(self) -> str:
         """Train the rest of the run; returns "finished", or early "diverged" or "stopped"."""
-        while not self._over:
+        # Of an epoch within which the saved run ended, or was stopped at its end, there are losses but no record.
+        while not self._over or self._losses:
             if ended := self._train_epoch():
                 return ended
         return "finished"
@@ -188,7 +194,7 @@ class Run:
             options.seed,
             self._epoch,
         )[self._taken :]
-        while len(shard) >= (accumulation := self._next_accumulation()):
+        while not self._over and len(shard) >= (accumulation := self._next_accumulation()):
             self._timed_step(shard[:accumulation].flatten(), accumulation)
             shard = shard[accumulation:]
             if self._options.evaluate_every is not None and self._step % self._options.evaluate_every == 0:
@@ -198,7 +204,8 @@ class Run:
             due = self._checkpoints is not None and self._checkpoints.due(self._step)
             if (due or self._step >= self._next_check) and (ended := self._agree(save=due)):
                 return ended
-        if ended := self._agree():
+        # A run that ends within an epoch is saved before the epoch's record, as what is saved may go on with the rest.
+        if ended := self._agree(save=len(shard) >= self._next_accumulation()):
             return ended
         self._end_epoch()
         if self._checkpoints is not None and (self._over or self._checkpoints.due_each_epoch):
@@ -214,15 +221,17 @@ class Run:
         warnings = self._warnings
         warned, all_warned = (False, False) if warnings is None else (warnings.warned, warnings.all_warned)
         change = self._ranks.changed
-        # A step's loss is older than its weights, and a checkpoint of weights that are not finite would be useless.
-        lost = (save or warned or all_warned or change) and self._weights_are_lost()
-        state = (self._finite and not lost, warned, all_warned, change, self._steps_to_next_check(), self._unwritten)
+        state = (self._finite, warned, all_warned, change, self._steps_to_next_check(), self._unwritten)
         finite, stop, stop_all, changed, steps, unwritten = zip(*self._ranks.gather(state, "agree"), strict=True)
         self._refuse_unwritten(unwritten)
         self._next_check = self._step + min(steps)
         if not all(finite):
             return "diverged"
         if self._checkpoints is not None and (save or any(stop) or any(changed)):
+            # A step's loss is older than its weights, and a checkpoint of weights that are not finite would be useless.
+            # All ranks look together, also those that no signal has reached: FSDP gathers the weights for it.
+            if any(self._ranks.gather(self._weights_are_lost(), "lost")):
+                return "diverged"
             with self._compression.paused():
                 self._checkpoints.save(self._step, self._learner, self._position)
         some_leave = self._ranks.elastic and any(stop) and not all(stop)
@@ -231,7 +240,7 @@ class Run:
         return "stopped" if any(stop) else None
 
     def _weights_are_lost(self) -> bool:
-        """Whether a weight is not finite; the same on every rank."""
+        """Whether a weight of this rank is not finite. Call it on every rank."""
         return not all(np.isfinite(parameter).all() for parameter in self._learner.parameters().values())
 
     def _steps_to_next_check(self) -> int:
@@ -344,11 +353,11 @@ class Run:
         return {"trained_seconds_on_links": seconds} if seconds else {}
 
     def _final_quality(self, status: str) -> dict[str, Any]:
-        """The quality on the test part, which is evaluated once if there is a validation part."""
-        if self._data.validation is None or status != "finished" or not self._epochs:
-            last = self._epochs[-1] if self._epochs else {}
-            return {"loss": last.get("test_loss"), self._metric: last.get(self._metric)}
-        return self._quality_on(self._data.test)
+        """The quality on the test part, which is evaluated once if there is a validation part and the run finished."""
+        if self._data.validation is not None:
+            return self._quality_on(self._data.test) if status == "finished" else {}
+        last = self._epochs[-1] if self._epochs else {}
+        return {"loss": last.get("test_loss"), self._metric: last.get(self._metric)}
 
     def _average_buffers(self) -> None:
         """Average the running statistics of normalization layers over the ranks, which have different shards."""

@@ -21,12 +21,13 @@ from hvdcomp.tools.train.ranks import Ranks
 from hvdcomp.tools.train.run import Run
 
 
-def train(options: TrainingOptions, ranks: Ranks | None = None) -> dict[str, Any]:
+def train(options: TrainingOptions, ranks: Ranks | None = None, warnings: Warnings | None = None) -> dict[str, Any]:
     """Train with these options. Call it on every rank.
 
     Args:
         options: of the run.
         ranks: from `backends.reach`; None to connect here.
+        warnings: notes signals to stop; None to note them here, if the options name a folder for checkpoints.
 
     Returns:
         The summary, as in summary.json; the same on every rank, except for a rank's own loss and times. Its status is
@@ -38,11 +39,12 @@ def train(options: TrainingOptions, ranks: Ranks | None = None) -> dict[str, Any
         ImportError: the framework, or Horovod for it, is not installed.
     """
     with ExitStack() as stack:
-        return _set_up(options, ranks, stack).run()
+        if warnings is None and options.checkpoint_folder is not None:
+            warnings = stack.enter_context(Warnings())
+        return _set_up(options, ranks, warnings, stack).run()
 
 
-def _set_up(options: TrainingOptions, ranks: Ranks | None, stack: ExitStack) -> Run:
-    warnings = stack.enter_context(Warnings()) if options.checkpoint_folder is not None else None
+def _set_up(options: TrainingOptions, ranks: Ranks | None, warnings: Warnings | None, stack: ExitStack) -> Run:
     ranks = ranks or reach(options.backend, options.framework, options.timeout)
     options = dataclasses.replace(options, backend=ranks.backend)
     make_learner = learner_class(options.framework, ranks.backend, options.fsdp)

@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,14 @@ import torch
 from click.testing import CliRunner
 
 from hvdcomp.perfmodel import Adviser, EncodeTime, Setting, load
+from hvdcomp.tools.bench.profile import _dense
 from hvdcomp.tools.bench.watched import BACKWARD, EXCHANGE, FORWARD, OPTIMIZER, Watch, Watched
+from hvdcomp.tools.bench.workload import Workload
 from hvdcomp.tools.commands.advise import command as advise
 from hvdcomp.tools.commands.profile import command, to_begin_with
-from hvdcomp.tools.train.options import SetupError
+from hvdcomp.tools.train.options import SetupError, TrainingOptions
+from hvdcomp.tools.train.simulation import on_simulated_ranks
+from tests.harness import CountingCommunicator
 from tests.launched import available, run_ranks
 
 PART_S = 0.01
@@ -119,6 +124,22 @@ def test_of_several_backward_passes_the_last_one_counts_and_other_optimizers_are
     assert watched.more_optimizers == ("Adam",)
     assert (watched.parts[:, FORWARD] >= 2 * 2 * PART_S).all()
     assert watched.parts[:, BACKWARD].min() < 3 * PART_S
+
+
+def test_gradients_are_sent_and_counted_in_their_own_types() -> None:
+    linear = (torch.nn.Linear(8, 8).bfloat16(), torch.nn.Linear(8, 2))
+    workload = Workload(torch.nn.Sequential(*linear), torch.Tensor)
+    for parameter in workload.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    assert workload.dense_bytes == 2 * 72 + 4 * 18
+
+    def run(ranks: Any) -> set[tuple[str, str, int]]:
+        counted = CountingCommunicator(ranks.communicator)
+        _dense(workload, SimpleNamespace(ranks=ranks), counted, 0.0)  # type: ignore[arg-type]
+        return {(kind, dtype, size) for kind, dtype, _, size in counted.started}
+
+    sent = on_simulated_ranks(TrainingOptions(simulate_ranks=2), run)
+    assert sent == {("allreduce mean", "bfloat16", 2 * 72), ("allreduce mean", "float32", 4 * 18)}
 
 
 def test_sharded_parameters_are_refused() -> None:

@@ -135,6 +135,7 @@ def test_the_headline_says_who_won(tmp_path):
     write_run(tmp_path / "less", "topk:ratio=0.001", factor=400, accuracy=0.9699)  # more than a point below
     write_run(tmp_path / "diverged", "signsgd", factor=900, status="diverged", accuracy=None)
     (tmp_path / "diverged" / "epochs.jsonl").write_text("")
+    write_run(tmp_path / "stopped", "onebit", factor=950, status="stopped", accuracy=0.99)
     assert sentences(tmp_path) == [
         "topk:ratio=0.01 sent 50.0 times fewer bytes than dense training, and ended at 97.01% accuracy; dense training "
         "ended at 98.00% accuracy.",
@@ -207,6 +208,8 @@ def test_value_that_is_no_number_is_an_error(tmp_path, key):
         ("steps.jsonl", {"loss": "0.5"}, 'steps.jsonl, line 2 is not a record of a run: "0.5" is not a number'),
         ("steps.jsonl", {"ms": 10**400}, "is too large a number"),
         ("steps.jsonl", [1, 2], "line 2 is not a record of a run: [1, 2]"),
+        ("steps.jsonl", {"step": None}, 'line 2 is not a record of a run: {"step": null, "epoch": 1, "loss"'),
+        ("epochs.jsonl", {"step": None}, "... has no step"),
         ("steps.jsonl", {"step": 1e308}, "1e+308 is not the number of a step"),
         ("summary.json", {"until": "accuracy=0.9"}, "until: 'accuracy=0.9' must be a table"),
         ("summary.json", {"until": {"target": "speed=2", "reached": False}}, "'speed=2' is not a target"),

@@ -370,6 +370,16 @@ def test_gains_are_drawn_with_epsilon_and_shares(tmp_path):
     ]
 
 
+def test_an_absurd_number_of_steps_takes_no_more_memory(tmp_path):
+    folder = write_steps(tmp_path / "run")
+    write_log(folder / "decisions.jsonl", "gravac:min=10,max=100,window=30,epsilon=0.6", gains, start=10**12)
+    (run,), _ = find_runs([folder])
+    (_, _, _), (_, _, figure) = draw_decisions(run)
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert [label for label in labels if label.endswith("100%")] == ["dense: 100%"]  # as at the start
+    assert np.max([patch.get_data().values for patch in figure.axes[1].patches], axis=0) == pytest.approx(1)
+
+
 @pytest.mark.parametrize(("times", "top"), [(0.5, 1.05), (4.0, 4.2)])
 def test_gains_above_one_are_seen(times: float, top: float, tmp_path: Path) -> None:
     """As raw gains may be; the scale of all others is that of a share."""

@@ -45,6 +45,13 @@ CHEAP = [
 ]
 
 
+def test_a_training_that_diverged_is_as_good_as_guessing() -> None:
+    """Its summary may have the accuracy of an earlier epoch."""
+    assert trained._quality({"status": "diverged", "accuracy": 0.9}) == trained.CHANCE
+    assert trained._quality({"status": "diverged", "accuracy": None}) == trained.CHANCE
+    assert trained._quality({"status": "finished", "accuracy": 0.9}) == 90
+
+
 @pytest.mark.parametrize("paper", PAPERS)
 def test_every_table_and_figure_has_an_entry(paper: str) -> None:
     tables, figures = TABLES_AND_FIGURES[paper]

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from hvdcomp.tools.launch.promise import EXIT_SAVED
-from hvdcomp.tools.train.checkpoints import Checkpoints
+from hvdcomp.tools.train.checkpoints import KEPT, Checkpoints
 from hvdcomp.tools.train.options import TrainingOptions
-from hvdcomp.tools.train.ranks import Ranks
+from hvdcomp.tools.train.ranks import Ranks, RunRefused
 from tests.decision_lines import whole_lines
 from tests.launched import run_ranks
 from tests.tools.train.test_train_data import _write_cifar10
@@ -207,7 +207,8 @@ def gone_on(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     (tmp_path / "c" / "step-00000035.part").mkdir()  # as of a run that was killed while it saved
     with (tmp_path / "b" / "steps.jsonl").open("a") as file:
         file.write('{"step": 31, "lo')  # and one that was killed while it wrote
-    said = _run(2, tmp_path, [*_told_to_stop(tmp_path, ["policy"]), {"options": options}, {"options": whole}])
+    runs = [*_told_to_stop(tmp_path, ["policy"]), {"options": options}, {"options": whole}, *_ended_early(tmp_path)]
+    said = _run(2, tmp_path, runs)
     return tmp_path, said
 
 
@@ -226,6 +227,44 @@ def test_a_run_that_was_killed_goes_on_from_its_last_checkpoint(gone_on: tuple[P
     _check_same_run(tmp_path / "a", tmp_path / "b", [28])
     assert _held(tmp_path / "c") == ["step-00000056", "step-00000060"]
     _check_tensorboard(tmp_path / "b")
+
+
+def _ended_early(tmp_path: Path) -> list[dict[str, Any]]:
+    """A whole run of 25 steps, 20 an epoch, and runs of one folder that end within epochs: at a step, at a target
+    twice, and at the 25th step."""
+    common = ["--model", "mlp", "--samples", "640", "--milestones", "1", "--compression", "topk:ratio=0.02"]
+    common += ["--validation-samples", "100", "--batch-size", "16", "--evaluate-every", "4"]
+    early = [*common, "--output", str(tmp_path / "early"), "--checkpoint-folder", str(tmp_path / "ended")]
+    reached = [*early, "--steps", "25", "--until", "accuracy=0.01"]
+    kept = f"rank == 0 and shutil.copytree({str(tmp_path / 'early')!r}, {str(tmp_path / 'reached')!r})"
+    return [
+        {"options": [*common, "--steps", "25", "--output", str(tmp_path / "at-once")]},
+        {"options": [*early, "--steps", "5"]},
+        {"options": reached},
+        {"options": reached},
+        {"options": [*early, "--steps", "25", "--until", "accuracy=1"], "before": kept},
+    ]
+
+
+def test_a_run_that_ended_within_an_epoch_goes_on_with_the_rest_of_it(gone_on: tuple[Path, str]) -> None:
+    tmp_path, _ = gone_on
+    rates = [line["learning_rate"] for line in _lines(tmp_path / "at-once" / "steps.jsonl")]
+    assert rates == pytest.approx([0.05] * 20 + [0.005] * 5)
+    _check_same_run(tmp_path / "at-once", tmp_path / "early", [5, 8])
+    evaluated = [_lines(tmp_path / name / "evaluations.jsonl") for name in ("at-once", "early")]
+    for line in evaluated[0] + evaluated[1]:
+        del line["trained_seconds"], line["bytes_sent"]
+    assert evaluated[0] == evaluated[1]
+
+
+def test_a_reached_target_is_kept_for_that_target_alone(gone_on: tuple[Path, str]) -> None:
+    tmp_path, _ = gone_on
+    reached, later = _summary(tmp_path / "reached"), _summary(tmp_path / "early")
+    assert (reached["resumed_at"], reached["steps"]) == ([5, 8], 8)
+    assert (reached["until"]["reached"], reached["until"]["step"]) == (True, 8)
+    assert [line["step"] for line in _lines(tmp_path / "reached" / "evaluations.jsonl")] == [4, 8]
+    assert [line["step"] for line in _lines(tmp_path / "reached" / "epochs.jsonl")] == [8]
+    assert later["until"] == {"target": "accuracy=1", "reached": False}
 
 
 def _held(folder: Path) -> list[str]:
@@ -448,3 +487,22 @@ def test_a_start_removes_only_what_a_killed_run_left_in_the_folder(tmp_path: Pat
     assert Checkpoints(TrainingOptions(checkpoint_folder=folder), {}, _Alone()).find() is None
     assert _held(folder) == ["step-10.part", "step-7", "step-7.part", "step-mine.part"]
     assert _held(theirs) == ["kept"]
+
+
+def test_a_checkpoint_of_the_first_release_is_one_of_horovod(tmp_path: Path) -> None:
+    """It had no digests, and knew neither other backends nor the options that came later."""
+    options = TrainingOptions(checkpoint_folder=tmp_path, backend="horovod").resolved()
+    facts = options.as_json()
+    then = {
+        *("framework", "model", "data", "compression", "memory", "policy", "batch_size", "lr", "momentum", "nesterov"),
+        *("weight_decay", "milestones", "gamma", "warm_up", "clip_norm", "backward_passes_per_step", "seed", "samples"),
+        *("label_noise", "image_size", "text_size", "text_unit", "sequence_length"),
+    }
+    del facts["data_dir"], facts["output"], facts["checkpoint_folder"]
+    run = dict.fromkeys((*KEPT, "augmenting", "resumed_at", "seconds", "epoch_seconds", "sizes"), 7)
+    record = {"format": 1, "facts": {**{name: facts[name] for name in then}, "ranks": 1}, "run": run}
+    (tmp_path / "step-00000007").mkdir()
+    (tmp_path / "step-00000007" / "run-0.json").write_text(json.dumps(record))
+    assert Checkpoints(options, facts, _Alone()).find() == run
+    with pytest.raises(RunRefused, match="is of a run with backend='horovod', and this one has 'ddp'"):
+        Checkpoints(options, {**facts, "backend": "ddp"}, _Alone()).find()

@@ -47,6 +47,28 @@ def step(self, *batch):
 Run._timed_step = step
 command(prog_name="train")
 """
+# One rank on each of two hosts, and from the 40th step on another on the first.
+_GROWING = """#!/bin/sh
+[ $(cat {output}/steps.jsonl 2>/dev/null | wc -l) -ge 40 ] && touch {folder}/grown
+if [ -e {folder}/grown ]; then echo localhost:2; else echo localhost:1; fi
+echo 127.0.0.1:1
+"""
+# The rank of the second host is told to go while all meet anew.
+_TOLD_BETWEEN = """
+import os, signal
+from hvdcomp.tools.commands.train import command
+from hvdcomp.tools.train.ranks_horovod import Changes
+
+real_reset = Changes.reset
+
+def reset(self):
+    real_reset(self)
+    if os.environ["HOROVOD_HOSTNAME"] == "127.0.0.1":
+        os.kill(os.getpid(), signal.SIGTERM)
+
+Changes.reset = reset
+command(prog_name="train")
+"""
 
 
 @pytest.mark.alone
@@ -83,6 +105,26 @@ def test_ranks_come_and_go(framework: str, signal: str, tmp_path: Path) -> None:
     assert steps == list(range(1, summary["steps"] + 1))
     for then, now in (("2 ranks", "3 ranks"), ("3 ranks", "2 ranks"), ("2 ranks", "1 rank")):
         assert f"checkpoint of {then}, this run has {now}: what was left to be sent is kept" in done.stdout
+
+
+@pytest.mark.alone
+@pytest.mark.thorough
+def test_a_rank_that_is_told_to_go_while_all_meet_anew_saves_first(tmp_path: Path) -> None:
+    output, hosts, program = tmp_path / "out", tmp_path / "hosts", tmp_path / "program.py"
+    hosts.write_text(_GROWING.format(output=output, folder=tmp_path))
+    hosts.chmod(0o755)
+    program.write_text(_TOLD_BETWEEN)
+    words = [
+        *(str(program), "--elastic", "--model", "mlp", "--data", "digits", "--epochs", "8", "--batch-size", "8"),
+        *("--lr", "0.01", "--no-progress", "--checkpoint-folder", str(tmp_path / "saved"), "--output", str(output)),
+    ]
+    environment = {"COLUMNS": "200", "HOROVOD_GLOO_TIMEOUT_SECONDS": "10", "PYTHONPATH": os.getcwd()}
+    done = run_ranks(2, "gloo", [*words, "--checkpoint-every", "100000"], environment, hosts=hosts)
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert "exit with status code 213" in done.stdout, done.stdout
+    summary = json.loads((output / "summary.json").read_text())
+    grown, left = summary["resumed_at"]
+    assert (summary["status"], summary["world_size"], left) == ("finished", 2, grown + 1)
 
 
 @pytest.mark.alone

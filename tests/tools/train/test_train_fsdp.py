@@ -36,6 +36,27 @@ if os.environ["RANK"] == "1":
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
 command(prog_name="train")
 """
+# Rank 1 alone is told to stop, before its fourth step.
+_TOLD = """
+import os, signal
+
+from hvdcomp.tools.commands.train import command
+from hvdcomp.tools.train import run
+from hvdcomp.tools.train.fsdp_learner import FSDPLearner
+
+run._STEPS_BETWEEN_CHECKS = 1
+real_step, made = FSDPLearner.step, 0
+
+def step(self, *batch):
+    global made
+    made += 1
+    if (made, os.environ["RANK"]) == (4, "1"):
+        os.kill(os.getpid(), signal.SIGUSR1)
+    return real_step(self, *batch)
+
+FSDPLearner.step = step
+command(prog_name="train")
+"""
 
 
 def _said(output: Path, *options: str, program: Path | None = None, ranks: int = 2, fails: bool = False) -> str:
@@ -73,6 +94,17 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     shutil.rmtree(newest)
     _train(stopped, *options, *saves, str(folder), program=program)
     _check_same_run(tmp_path / "whole", stopped, resumed_at=[3])
+
+
+@pytest.mark.alone
+@pytest.mark.thorough
+def test_a_signal_to_one_rank_saves_all(tmp_path: Path) -> None:
+    (program := tmp_path / "program.py").write_text(_TOLD)
+    output, saves = tmp_path / "run", ["--checkpoint-every", "1000", "--checkpoint-folder", str(tmp_path / "saved")]
+    _said(output, "--fsdp", *saves, program=program, fails=True)  # so torchrun calls the exit code of a saved run
+    assert _summary(output)["status"] == "stopped"
+    _train(output, "--fsdp", *saves)
+    assert _summary(output)["resumed_at"] == [4]
 
 
 @pytest.mark.alone

@@ -198,6 +198,29 @@ def test_a_target_is_reached_from_its_side() -> None:
     assert not any(Target.parse(text).is_reached(quality) for text in ("accuracy=0.91", "loss=0.4"))
 
 
+def test_only_compressed_adam_needs_equal_weights_at_the_ends_of_epochs() -> None:
+    """It has no outer weights to be evaluated with, also where --evaluate-every names other steps than these."""
+    common = {"model": "gpt", "data": "text", "local_steps": 4, "steps": 600}
+    adam, outer = ({"optimizer": name, **common} for name in ("compressed-adam", "adamw"))
+    evaluated = {"evaluate_every": 24}
+    for options, steps, way in (
+        (adam, 487, "an epoch of 487 steps .*; give --samples N, so that its steps are a multiple of 4"),
+        ({**adam, **evaluated}, 487, "give --samples N, so that its steps are a multiple of 4"),
+        (outer, 487, "give --evaluate-every N, a multiple of 4"),
+    ):
+        with pytest.raises(SetupError, match=f"--local-steps 4: .*{way}"):
+            TrainingOptions(**options).resolved().for_steps(steps)
+    for options, steps in (({**outer, **evaluated}, 487), ({**adam, **evaluated}, 488), (adam, 601)):
+        TrainingOptions(**options).resolved().for_steps(steps)
+
+
+def test_milestones_may_lie_beyond_epochs_that_are_not_trained() -> None:
+    milestones = (12.0, 16.0)
+    with pytest.raises(SetupError, match="--milestones 12,16: all before the end, --epochs 10"):
+        TrainingOptions(milestones=milestones).resolved()
+    assert TrainingOptions(milestones=milestones, steps=5000).resolved().milestones == milestones
+
+
 def test_what_is_given_is_kept() -> None:
     settings = TrainingOptions(
         batch_size=3, optimizer="sgd", lr=0.5, weight_decay=0.0, clip_norm=0.0, text_size=10_000, sequence_length=7

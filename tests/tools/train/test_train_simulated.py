@@ -98,6 +98,18 @@ def test_simulated_ranks_end_with_the_weights_of_real_ones(kind: str, ranks: int
     assert {key: found[key] for key in _SAME} == {key: real[key] for key in _SAME}
 
 
+def test_a_run_that_does_not_finish_has_no_result_of_the_test_part(tmp_path: Path) -> None:
+    """Of one step an epoch, of which the first has a rate of zero, and the second loses the weights."""
+    options = ["--samples", "16", "--batch-size", "16", "--validation-samples", "100", "--warm-up", "4", "--lr", "1e20"]
+    words = ["train", "--simulate-ranks", "1", "--model", "mlp", *options, "--no-progress", "--output", str(tmp_path)]
+    assert CliRunner().invoke(main, words, catch_exceptions=False).exit_code == 1
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["best_over"]) == ("diverged", "the validation part, at the ends of epochs")
+    assert summary["epochs"] >= 1
+    assert summary["best_accuracy"] is not None
+    assert (summary["accuracy"], summary["loss"]) == (None, None)
+
+
 @pytest.mark.alone
 def test_the_click_model_has_these_weights_under_horovod_too(tmp_path: Path) -> None:
     options = [*_KINDS["rows"], "--clip-norm", "0.5", "--backward-passes-per-step", "2", "--batch-size", "32"]
