@@ -25,6 +25,7 @@ from tests.gpu.report import as_markdown, ranks_as_markdown
 ROOT = Path(__file__).parents[2]
 SECONDS = 570.0
 MOST_PROCESSES = 8
+SECONDS_TO_END = 10.0
 
 
 def no_gpu() -> str:
@@ -125,7 +126,7 @@ def _run_apart(name: str, seconds: float, passed: list[str]) -> dict[str, Any]:
                     print(f"  {name}: {ended}", flush=True)
         finally:  # also at Ctrl-C, which does not reach the sessions of the parts
             for process in started:
-                _kill(process)
+                _end(process)
     return found
 
 
@@ -141,15 +142,21 @@ def _ended(process: subprocess.Popen[bytes], end: float) -> str:
     try:
         status = process.wait(max(0.1, end - time.monotonic()))
     except subprocess.TimeoutExpired:
-        _kill(process)
+        _end(process)
         process.wait()
         return "the time was over"
     return f"its process ended with status {status}" if status else ""
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kills a process and all that it has started."""
-    with contextlib.suppress(ProcessLookupError):
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process and all that it started. torchrun ends its ranks, which have sessions of their own, at SIGTERM."""
+    with contextlib.suppress(ProcessLookupError):  # all have ended
+        os.killpg(process.pid, signal.SIGTERM)
+        until = time.monotonic() + SECONDS_TO_END
+        while time.monotonic() < until:
+            process.poll()
+            os.killpg(process.pid, 0)
+            time.sleep(0.05)
         os.killpg(process.pid, signal.SIGKILL)
 
 

@@ -153,7 +153,9 @@ def test_nothing_that_a_part_started_outlives_it(
 ) -> None:
     """Neither where its time is over nor at Ctrl-C: ranks would keep the GPU."""
     number, part = tmp_path / "number", tmp_path / "python"
-    part.write_text(f"#!/bin/sh\nsleep 100 & echo $! > {number}.new && mv {number}.new {number}; wait\n")
+    # As torchrun: a rank in a session of its own, which it ends when it is told to end.
+    rank = f"setsid sleep 100 & echo $! > {number}.new && mv {number}.new {number}"
+    part.write_text(f"#!/bin/sh\nsh -c 'trap \"kill \\$!; exit\" TERM; {rank}; wait' &\nwait\n")
     part.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(part))
     started = program._start
