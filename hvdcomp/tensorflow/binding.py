@@ -266,7 +266,10 @@ class TensorFlowBinding(TensorFlowTraining):
     def roll_back(self, state: Mapping[str, Any]) -> None:
         # Horovod's state of Keras keeps the weights with which a worker joins, so there is something to go back to
         # before the worker's first commit.
+        level = self._level
         super().roll_back(state or self._first_state)
+        if not state:
+            self._level = level  # what the program has set stays
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._first_state = self._first_state or state
