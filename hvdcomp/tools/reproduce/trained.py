@@ -30,8 +30,8 @@ QUICK_SEEDS, SEEDS = 3, 10
 EPOCHS, DECAY, LAST_DECAY = 8, 5, 7
 STEPS_OF_AN_EPOCH, WINDOW_STEPS = 80, 20
 """Accordion's authors compare norms every 10 of 300 epochs, a thirtieth of the training, like 20 of 640 steps."""
-CHANCE = 10.0
-"""Accuracy in percent of a diverged training on images: that of guessing among ten classes."""
+CHANCE, CHANCE_PERPLEXITY = 10.0, 256.0
+"""Accuracy in percent and perplexity of a diverged training: those of guessing among ten classes, or all bytes."""
 MARGIN = 1.0
 """Loss in points of accuracy, or percent of perplexity, that does not count as a loss."""
 SMALL, LARGE, EXTREME = 50, 200, 800
@@ -143,12 +143,11 @@ class Trainings:
 
 
 def _quality(record: Mapping[str, Any]) -> float:
-    """The quality in a summary or in the record of an epoch. A diverged summary has that of an earlier epoch."""
-    if record.get("perplexity") is not None:
-        return float(record["perplexity"])
-    if record.get("accuracy") is None or record.get("status") == "diverged":
-        return CHANCE
-    return 100 * float(record["accuracy"])
+    """The quality in a summary or in the record of an epoch. A diverged summary may have that of an earlier epoch."""
+    metric, at_chance, unit = ("perplexity", CHANCE_PERPLEXITY, 1) if "perplexity" in record else ("accuracy", CHANCE, 100)
+    if record.get(metric) is None or record.get("status") == "diverged":
+        return at_chance
+    return unit * float(record[metric])
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,8 @@ def test_a_training_that_diverged_is_as_good_as_guessing() -> None:
     assert trained._quality({"status": "diverged", "accuracy": 0.9}) == trained.CHANCE
     assert trained._quality({"status": "diverged", "accuracy": None}) == trained.CHANCE
     assert trained._quality({"status": "finished", "accuracy": 0.9}) == 90
+    assert trained._quality({"status": "diverged", "perplexity": None}) == trained.CHANCE_PERPLEXITY
+    assert trained._quality({"status": "finished", "perplexity": 7.0}) == 7
 
 
 @pytest.mark.parametrize("paper", PAPERS)
