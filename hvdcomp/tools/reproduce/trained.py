@@ -144,10 +144,11 @@ class Trainings:
 
 def _quality(record: Mapping[str, Any]) -> float:
     """The quality in a summary or in the record of an epoch. A diverged summary may have that of an earlier epoch."""
-    metric, at_chance, unit = ("perplexity", CHANCE_PERPLEXITY, 1) if "perplexity" in record else ("accuracy", CHANCE, 100)
-    if record.get(metric) is None or record.get("status") == "diverged":
-        return at_chance
-    return unit * float(record[metric])
+    is_text = "perplexity" in record
+    quality = record.get("perplexity" if is_text else "accuracy")
+    if quality is None or record.get("status") == "diverged":
+        return CHANCE_PERPLEXITY if is_text else CHANCE
+    return float(quality) if is_text else 100 * float(quality)
 
 
 @dataclass(frozen=True)
