@@ -72,7 +72,7 @@ class Phases:
         every = plan.get("commit", 1)
         if state.done >= phase["steps"]:
             state.phase, state.done = state.phase + 1, 0
-            if every and phase.get("saves", True):
+            if every:
                 state.save()
             self._act(phase)
         if commits and every and state.step % every == 0:
