@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Sequence
 
 
 class SpecError(ValueError):
@@ -26,6 +27,15 @@ class RankMismatchError(RuntimeError):
     """The ranks were configured differently; raised on every rank in the same step."""
 
     ag_pass_through = True
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Names for a message, the first of many.
+
+    >>> listed(["a", "b", "c", "d", "e"])
+    'a, b, c and 2 more'
+    """
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def warn_alone(message: str, stacklevel: int = 2) -> None:

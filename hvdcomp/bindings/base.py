@@ -62,6 +62,7 @@ class Binding(Training):
         self._tensors = list(tensors)
         self._carried: Mapping[str, Any] | None = None  # the state from before the ranks changed
         self._rolled_back: Mapping[str, Any] | None = None
+        self._first_state: Mapping[str, Any] = {}  # in which this rank began, if its weights go back to that time
         self._level: Level | None = None  # set by the user, since the latest roll-back
         if setup.compression.settings.overlap is True and not self.overlaps:
             raise ConfigurationError(
@@ -109,7 +110,7 @@ class Binding(Training):
 
     def roll_back(self, state: Mapping[str, Any]) -> None:
         """Lets the next step go on from an earlier `state_dict`, on all ranks."""
-        self._rolled_back = state
+        self._rolled_back = state or self._first_state
         if state:
             self._level = None
 

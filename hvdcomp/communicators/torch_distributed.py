@@ -146,8 +146,8 @@ class TorchDistributedCommunicator(Ranks):
             )
 
     def make_groups(self, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Communicator]:
-        backend, timeout = _backend(self._group), _timeout(self._group)
-        handles = {members: dist.new_group(list(members), timeout=timeout, backend=backend) for members in groups}
+        alike: dict[str, Any] = {"backend": _backend(self._group), **_waits_like(self._group)}
+        handles = {members: dist.new_group(list(members), **alike) for members in groups}
         return {members: TorchDistributedCommunicator(handles[members]) for members in groups if self.rank in members}
 
     def place(self) -> tuple[int, int]:
@@ -189,11 +189,17 @@ def _group_beside(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
     """
     ranks = dist.get_process_group_ranks(group)
     some = len(ranks) < dist.get_world_size()
-    return dist.new_group(ranks, timeout=_timeout(group), backend=backend, use_local_synchronization=some)
+    return dist.new_group(ranks, backend=backend, use_local_synchronization=some, **_waits_like(group))
+
+
+def _waits_like(group: dist.ProcessGroup) -> dict[str, Any]:
+    """The argument by which a new group waits as long; none if the time is not known, as PyTorch 2.1 takes no None."""
+    timeout = _timeout(group)
+    return {} if timeout is None else {"timeout": timeout}
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """The time that a group's collectives wait for a rank; None for PyTorch's default, if its backend does not tell."""
+    """The time that a group's collectives wait for a rank; None if its backend does not tell."""
     device = _backend(group).partition(":")[0]
     backend = group._get_backend(torch.device(device))
     return getattr(getattr(backend, "options", None), "_timeout", None)

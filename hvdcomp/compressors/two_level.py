@@ -12,10 +12,11 @@ ranks of the node exchange a matrix of one zero meanwhile, so that all ranks sen
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Hashable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from hvdcomp.arrays.types import Array, number_of_elements, wide_dtype
 from hvdcomp.compressors.base import Compressor
@@ -40,6 +41,11 @@ from hvdcomp.compressors.routing import Router
 from hvdcomp.compressors.two_level_bucket import ALONE, STAND_IN, UNIT, aggregate_two_levels, between
 from hvdcomp.errors import SpecError
 from hvdcomp.specs.levels import Level
+
+
+def _of_compressor(name: str) -> Any:
+    """A property that is the compressor's of this name."""
+    return property(operator.attrgetter(f"compressor.{name}"))
 
 
 @dataclass(frozen=True)
@@ -90,46 +96,20 @@ class TwoLevel(Compressor):
 
     # Properties of the compressor between nodes.
 
-    @property
-    def biased(self) -> bool:  # type: ignore[override]
-        return self.compressor.biased
-
-    @property
-    def variance(self) -> float:  # type: ignore[override]
-        return self.compressor.variance
-
-    @property
-    def harms_adam(self) -> bool:  # type: ignore[override]
-        return self.compressor.harms_adam
-
-    @property
-    def in_units(self) -> bool:  # type: ignore[override]
-        return self.compressor.in_units
+    biased = _of_compressor("biased")
+    variance = _of_compressor("variance")
+    harms_adam = _of_compressor("harms_adam")
+    in_units = _of_compressor("in_units")
+    level_name = _of_compressor("level_name")
+    period = _of_compressor("period")
+    keeps_state = _of_compressor("keeps_state")
+    of_matrices = _of_compressor("of_matrices")
+    level = _of_compressor("level")
 
     @property
     def bucket_dtypes(self) -> Set[str]:
         """Float32 only: the kernels exchange float32 within a node."""
         return {"float32"}
-
-    @property
-    def level_name(self) -> str | None:  # type: ignore[override]
-        return self.compressor.level_name
-
-    @property
-    def period(self) -> int:  # type: ignore[override]
-        return self.compressor.period
-
-    @property
-    def keeps_state(self) -> bool:  # type: ignore[override]
-        return self.compressor.keeps_state
-
-    @property
-    def of_matrices(self) -> bool:  # type: ignore[override]
-        return self.compressor.of_matrices
-
-    @property
-    def level(self) -> Level | None:
-        return self.compressor.level
 
     def at_level(self, level: Level | None) -> Compressor:
         return TwoLevel(self.compressor.at_level(level))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from hvdcomp.compressors import NoCompression
 from hvdcomp.compressors.choice import Plan
-from hvdcomp.errors import warn_alone
+from hvdcomp.errors import listed, warn_alone
 from hvdcomp.exchange.engine import Engine
 
 _NOTICEABLE = 0.01  # of the bytes of all tensors, uncompressed; below it are a few small tensors
-_NAMED = 3
 
 
 class WasteWarning:
@@ -75,9 +74,8 @@ def what_is_wasted(engine: Engine, plan: Plan) -> str | None:
             f"compression sends {everything:.0f} bytes a step in place of {total}, with what ranks tell each other "
             "beside gradients: it saves nothing. Compress harder (a lower level), or train without hvdcomp"
         )
-    named = ", ".join(larger[:_NAMED]) + (f" and {len(larger) - _NAMED} more" if len(larger) > _NAMED else "")
     return (
         f"compression sends {len(larger)} of {len(plan)} tensors in more bytes than they have: {more} in place of "
-        f"{less} a step ({named}). Compress them harder (a lower level), or send them uncompressed: raise min_numel or "
-        'min_ndim, or give them "none" by a rule'
+        f"{less} a step ({listed(larger)}). Compress them harder (a lower level), or send them uncompressed: raise "
+        'min_numel or min_ndim, or give them "none" by a rule'
     )

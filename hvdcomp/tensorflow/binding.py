@@ -101,7 +101,6 @@ class TensorFlowBinding(TensorFlowTraining):
         self._trained: set[str] = set()  # names of variables with a gradient in any trace
         self._lists = 0  # traced for the latest function
         self._steps_per_call = 1
-        self._first_state: Mapping[str, Any] = {}  # in which this rank began
         communicator = HorovodTensorFlowCommunicator(setup.process_set)
         if communicator.world_size > 1 or elastic.may_change():
             self._on_device = device_of(variables.values(), warns=communicator.rank == 0)
@@ -263,15 +262,8 @@ class TensorFlowBinding(TensorFlowTraining):
         """
         return self._steps_per_call
 
-    def roll_back(self, state: Mapping[str, Any]) -> None:
-        # Horovod's state of Keras keeps the weights with which a worker joins, so there is something to go back to
-        # before the worker's first commit.
-        level = self._level
-        super().roll_back(state or self._first_state)
-        if not state:
-            self._level = level  # what the program has set stays
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        # Horovod's state of Keras keeps the weights with which a worker joins, for a failure before its first commit.
         self._first_state = self._first_state or state
         with tf.init_scope():  # the first step may be under tracing
             super().load_state_dict(state)

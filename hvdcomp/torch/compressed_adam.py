@@ -150,8 +150,7 @@ class CompressedAdam(torch.optim.AdamW):
         self._sums = {}  # of an exchange that came to nothing
         super().__setstate__(state)
         self._complete()
-        parameters = (parameter for group in self.param_groups for parameter in group["params"])
-        self._complete_states(parameter for parameter in parameters if parameter in self.state)
+        self._complete_states(parameter for group in self.param_groups for parameter in group["params"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in `torch.optim.Optimizer`."""
@@ -190,7 +189,8 @@ class CompressedAdam(torch.optim.AdamW):
     def _complete_states(self, parameters: Iterable[torch.Tensor]) -> None:
         """Completes states of AdamW, so that all ranks have the same entries: Horovod broadcasts entry by entry."""
         for parameter in parameters:
-            state = self.state[parameter]
+            if not (state := self.state.get(parameter)):
+                continue
             state.setdefault("frozen_at", 0)
             state.setdefault("refreshes", 0)
             if self.local_steps > 1 and "anchor" not in state:
@@ -300,7 +300,7 @@ class CompressedAdam(torch.optim.AdamW):
         finally:
             for parameter, gradient in gradients.items():
                 parameter.grad = gradient
-        self._complete_states(parameter for parameter in gradients.keys() - frozen if parameter in self.state)
+        self._complete_states(gradients.keys() - frozen)
         for group, rate in zip(self.param_groups, rates, strict=True):
             if refreshes:
                 for parameter in frozen.intersection(group["params"]):

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from hvdcomp.bindings.base import PRESENCE_BYTES
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.torch_distributed import UNNAMED, TorchDistributedCommunicator
-from hvdcomp.errors import ConfigurationError, RankMismatchError
+from hvdcomp.errors import ConfigurationError, RankMismatchError, listed
 from hvdcomp.exchange.agreement import gather_rows, refused_on_every_rank
 from hvdcomp.kernels import cuda
 from hvdcomp.policies import changes_batch_size
@@ -146,7 +146,7 @@ class FSDPBinding(TorchTraining):
         if differing:
             self._due = True  # as in a pass that has raised
             raise RankMismatchError(
-                f"only some replicas have gradients of {_listed(differing)} in this step, and hvdcomp averages those "
+                f"only some replicas have gradients of {listed(differing)} in this step, and hvdcomp averages those "
                 "of all replicas; let all replicas use the same modules in a step (a loss plus 0 times the output of "
                 "an unused module gives it gradients)"
             )
@@ -226,7 +226,7 @@ def _require_one_root(model: torch.nn.Module) -> None:
             roots.append(name)
     if len(roots) > 1:
         raise ConfigurationError(
-            f"{_listed(roots)} are sharded each by itself, and the whole is not: FSDP ends the backward pass of each "
+            f"{listed(roots)} are sharded each by itself, and the whole is not: FSDP ends the backward pass of each "
             "by itself, and hvdcomp would make several steps of one pass. Call fully_shard(model, mesh=mesh['shard']) "
             "too, after that of its layers"
         )
@@ -268,10 +268,6 @@ def _require_same_parts(
 
 def _own_names(module: torch.nn.Module) -> set[str]:
     return {name for name, _ in module.named_parameters(recurse=False)}
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _local(sharded: Any) -> Any:

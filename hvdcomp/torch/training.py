@@ -105,10 +105,8 @@ class TorchTraining(Binding):
             )
 
     def run_engine(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        device = self.like.device.type if not gradients else next(iter(gradients.values())).device.type
-        if not torch.is_autocast_enabled(device):
-            return super().run_engine(gradients)
-        with torch.autocast(device, enabled=False):  # for a backward pass inside of torch.autocast
+        like = next(iter(gradients.values()), self.like)
+        with torch.autocast(like.device.type, enabled=False):  # for a backward pass inside of torch.autocast
             return super().run_engine(gradients)
 
     def run_in_place(self, gradients: Mapping[str, torch.Tensor]) -> None:

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import click
 
+from hvdcomp.perfmodel.advice import FREE
+
 _COMPRESSIONS = {
     "torch": ("none", "topk:ratio=0.01", "powersgd:rank=2"),
     "horovod": ("none", "fp16", "topk:ratio=0.01", "powersgd:rank=2"),
 }
 _IN_TENSORFLOW = "topk:ratio=0.01"
-_STOCK = ("none", "fp16")  # whose steps are timed in any case
 _TRAINING = ("--model", "cnn", "--data", "digits", "--batch-size", "16", "--epochs", "5", "--seed", "1")
 _TIMING = ("--model", "cnn@digits", "--batch-size", "16", "--no-auto", "--quiet")
 _RATE = "100mbit"
@@ -92,7 +93,8 @@ def command(backend: str, seconds: float, output: Path) -> None:
     for folder, words in runs.items():
         _run(f"Training with {' '.join(words)}", [*start, "hvdcomp", "train", *_TRAINING, *words, "--output", folder])
 
-    compressors = [word for spec in specs if spec not in _STOCK for word in ("--compressor", spec)]
+    # Those that libraries send themselves are timed in any case.
+    compressors = [word for spec in specs if spec not in FREE for word in ("--compressor", spec)]
     timing = [*_TIMING, "--seconds", seconds, *compressors]
     here, slow = output / "turns.json", output / f"turns-{_RATE}.json"
     _run(
