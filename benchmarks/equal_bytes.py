@@ -455,13 +455,12 @@ def write_page(file: Path, runs: Path, seeds: Sequence[int]) -> bool:
         "# Adaptive levels beside a fixed level of the same bytes",
         "",
         f"""Made by `{_command(by_workload)}`, at commit {shown}.
-Each training is one of `hvdcomp train` on [simulated ranks](simulated-ranks.md), which end with the weights of real
-ones. A policy's control is the fixed level of the same compressor whose training sends as many bytes as the policy's do
-on average, found by bisection; of ranks, which are whole numbers, the lowest that sends at least as many. `schedule` is
-a second control of a rule with two levels: as many bytes, with the less compressed steps in mid-training. A **gain** is
-the mean of the differences seed by seed, with its 95 % interval (Student's t): a policy counts as better only where
-zero is outside of it. The figures are also in the CSV file beside this page. What the papers show of their policies
-beside low compression and beside each other is in [reproduction.md](reproduction.md).""",
+Each training is one of `hvdcomp train` on [simulated ranks](simulated-ranks.md). A policy's control is the fixed level
+of the same compressor whose training sends as many bytes on average, found by bisection (of ranks, the lowest that
+sends at least as many). `schedule` is a second control of a rule with two levels: as many bytes, with the less
+compressed steps in mid-training. A **gain** is the mean of the differences seed by seed, with its 95 % interval
+(Student's t): a policy counts as better only where zero is outside of it. The CSV file beside this page has the figures
+too, [reproduction.md](reproduction.md) what papers show of their policies.""",
         "",
         findings_of(file),
         "",
