@@ -213,6 +213,7 @@ def last_piece_of(spec: str, size: int, memory: Memory | None = None) -> Bucket:
     bucket = Bucket([TensorInfo("long", (size,))], [parse_compressor(spec)], memory or NoMemory(), torch.device("cpu"))
     bucket.table.tasks = bucket.table.tasks[-1:].copy()
     bucket.kernels._pieces = bucket.kernels._pieces[-1:]
+    bucket.kernels._rows._fixed = {"first_task": np.zeros(1, int), "tasks": np.ones(1, int)}
     bucket.begin(Context("", 0, 0, 0, 1))
     return bucket
 
@@ -259,3 +260,20 @@ def test_values_numbered_beyond_the_half_of_32_bits(long: Any) -> None:
     bucket.segments["place"] = [places]
     bucket.call("sparse_decode", values, 1, 0, False)
     assert result[-4:].tolist() == [0, 5, 6, 7]
+
+
+def test_what_is_kept_of_the_end_of_the_largest_tensor(long: Any) -> None:
+    bucket = last_piece_of("none", cuda.MOST_ELEMENTS, ErrorFeedback())
+    arrays = {name: long(cuda.MOST_ELEMENTS, np.float32) for name in ("gradient", "kept", "x", "result")}
+    for name, array in arrays.items():
+        bucket.segments[name] = array.data_ptr()
+    arrays["gradient"][-2:] = torch.tensor([1.0, 2.0])
+    arrays["kept"][-2:] = 0.5
+    assert bucket.sums_of("make_x").tolist() == [1.5**2 + 2.5**2]
+    assert arrays["x"][-3:].tolist() == [0.0, 1.5, 2.5]
+    assert bucket.sums_of("measure_left").tolist() == [1.5**2 + 2.5**2]
+    bucket.call("settle", torch.zeros(1), False, False)
+    assert arrays["x"][-3:].tolist() == [0.0, 1.5, 2.5]
+    bucket.call("settle", torch.tensor([float("nan")]), False, True)
+    assert arrays["x"][-3:].tolist() == [0.0, 0.5, 0.5]
+    assert arrays["gradient"][-3:].tolist() == [0.0, 0.0, 0.0]
