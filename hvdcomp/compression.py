@@ -55,7 +55,7 @@ class Compression:
             best size by the calibration of the policy `Auto`, or else 25 MiB.
         gathered_bytes: the most bytes of gathered payloads, of all ranks, that lie in a rank's memory at a time: what
             exceeds it goes later, in a collective of its own, at the end of the backward pass. A single tensor may have
-            more. Results stay the same, bit for bit. Default: any number, in one collective.
+            more. What is gathered has the same results, bit for bit. Default: any number, in one collective.
         process_set: the Horovod process set of the optimizer, if it is not the global one.
         decision_log: file to which rank 0 adds each decision of the policy with its statistics, for `hvdcomp replay`
             and `hvdcomp report`. Default: none.

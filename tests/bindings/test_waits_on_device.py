@@ -25,7 +25,6 @@ from tests.device_waits import WaitedError, nothing_waits, on_device  # noqa: E4
 pytestmark = pytest.mark.skipif(not cuda.available(), reason=f"no kernels for CUDA: {cuda.why_not()}")
 
 RANKS = 2
-ASYNC = "HOROVOD_ENABLE_ASYNC_COMPLETION"
 CAST = ("none", "fp16")  # whose sums the library makes, without kernels
 QUICK = ("fp16", "topk:ratio=0.01", "powersgd:rank=4", "signsgd")
 METHODS = [pytest.param(one, marks=[pytest.mark.thorough] * (one not in QUICK)) for one in SPECS]
@@ -40,7 +39,8 @@ class Handles:
     """In place of Horovod's library in one of two ranks that do the same.
 
     As in gpu_operations.cc of Horovod 0.28.1: a handle is done when the device has the collective's result, or with
-    `ASYNC` when the collective is in the device's queue. So without that, who asks for a result waits for the device.
+    HOROVOD_ENABLE_ASYNC_COMPLETION when the collective is in the device's queue. So without that, who asks for a result
+    waits for the device.
 
     Args:
         waits: whether it is without that.
