@@ -53,6 +53,9 @@ class Compression:
             (`False`); `"auto"`: early, if possible and on the CPU. It changes at most the last bits of sums.
         bucket_bytes: least bytes of gradients in a bucket, with overlap; a smaller model is one bucket. Default: the
             best size by the calibration of the policy `Auto`, or else 25 MiB.
+        gathered_bytes: the most bytes of gathered payloads, of all ranks, that lie in a rank's memory at a time: what
+            exceeds it goes later, in a collective of its own, at the end of the backward pass. A single tensor may have
+            more. What is gathered has the same results, bit for bit. Default: any number, in one collective.
         process_set: the Horovod process set of the optimizer, if it is not the global one.
         decision_log: file to which rank 0 adds each decision of the policy with its statistics, for `hvdcomp replay`
             and `hvdcomp report`. Default: none.
@@ -89,12 +92,14 @@ class Compression:
         min_ndim: int = MIN_NDIM,
         overlap: bool | str = "auto",
         bucket_bytes: int | None = None,
+        gathered_bytes: int | None = None,
         process_set: Any = None,
         grad_scaler: Any = None,
     ) -> None:
         policy = check(compressor, memory, policy, steps_per_epoch)
         self.settings = Settings(
-            compressor, memory, seed, min_numel, min_ndim, policy, steps_per_epoch, overlap, bucket_bytes
+            compressor, memory, seed, min_numel, min_ndim, policy, steps_per_epoch, overlap, bucket_bytes,
+            gathered_bytes,
         )
         self.ledger = Ledger()
         self.decision_log = log_files(decision_log, decision_log_bytes, decision_log_files, policy)

@@ -36,15 +36,22 @@ class Settings:
     steps_per_epoch: int | None
     overlap: bool | str = "auto"
     bucket_bytes: int | None = None
+    gathered_bytes: int | None = None
 
     def __post_init__(self) -> None:
         """Raises SpecError for an invalid overlap or number."""
         if not (isinstance(self.overlap, bool) or self.overlap == "auto"):
             raise SpecError(f'overlap={self.overlap!r} is not possible; give True, False or "auto"')
         _require_whole("bucket_bytes", self.bucket_bytes, 1, or_none=True)
+        _require_whole("gathered_bytes", self.gathered_bytes, 1, or_none=True)
         _require_whole("seed", self.seed)
         _require_whole("min_numel", self.min_numel, 0)
         _require_whole("min_ndim", self.min_ndim, 0)
+        if self.overlap is True and self.gathered_bytes is not None:
+            raise SpecError(
+                f"overlap=True gathers payloads as their gradients come, and gathered_bytes={self.gathered_bytes} one "
+                'part after the other; give overlap="auto" or False, or leave out gathered_bytes'
+            )
         if self.overlap is True and self.memory is not None and self.memory.needs_all_gradients:
             raise SpecError(
                 f"overlap=True compresses gradients before all of them are there, and the memory {self.memory} scales "

@@ -90,6 +90,7 @@ class Binding(Training):
             bytes_beside=self.presence_bytes,
             ledger=setup.compression.ledger,
             overlap_bytes=(settings.bucket_bytes or BUCKET_BYTES) if self.overlaps and settings.overlap else None,
+            gathered_bytes=settings.gathered_bytes,
         )
         if self._level is not None:
             self.engine.set_level(self._level)

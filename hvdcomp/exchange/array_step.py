@@ -37,11 +37,13 @@ class ArrayStep:
 
     Attributes:
         names, like, number, keeps_x: as of `BucketStep`.
+        gathered: 0, as nobody counts it.
         addresses: none, as no kernel looks at x.
     """
 
     on_device = False
     number = None
+    gathered = 0.0
     keeps_x = True
     addresses: Mapping[str, int] = MappingProxyType({})
 

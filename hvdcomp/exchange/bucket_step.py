@@ -84,6 +84,11 @@ class BucketStep:
         return self.held.number
 
     @property
+    def gathered(self) -> float:
+        """Bytes that this rank gathers of the payloads, as `EngineBucket.gathered`."""
+        return self.held.gathered
+
+    @property
     def like(self) -> Array:
         """An array where the gradients are, until `finish`."""
         return self.held.arrays[0]

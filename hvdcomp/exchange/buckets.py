@@ -11,17 +11,17 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from hvdcomp import kernels
 from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.types import Array, dtype_bytes
-from hvdcomp.compressors import Compressor
+from hvdcomp.compressors import Compressor, needs_nodes
 from hvdcomp.compressors.bucket import Bucket, BucketStates
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.memory import ErrorFeedback, Memory, MomentumCorrection, NoMemory
@@ -37,6 +37,8 @@ from hvdcomp.kernels.tables import NARROW
 KNOWN_TO_KERNELS = (NoMemory, ErrorFeedback, MomentumCorrection)
 """The memories whose arithmetic kernels do."""
 
+_Item = TypeVar("_Item")
+
 
 class Buckets:
     """The buckets of a training's tensors.
@@ -46,6 +48,9 @@ class Buckets:
         states: of the tensors, by name.
         memory_for: of a compressor, the memory that goes with it.
         says: whether it warns if gradients lie on a device that has no kernels.
+        most_gathered: bytes that one rank gathers of a bucket's payloads, at most, unless a tensor alone has more; None
+            for any number.
+        ranks: their number.
 
     Attributes:
         now: the buckets of the latest step, first those that need not wait for all gradients, by their numbers.
@@ -59,8 +64,12 @@ class Buckets:
         states: Mapping[str, TensorState],
         memory_for: Callable[[Compressor], Memory],
         says: bool = False,
+        most_gathered: int | None = None,
+        ranks: int = 1,
     ) -> None:
         self._tensors = tensors
+        self._most_gathered = most_gathered
+        self._ranks = ranks
         self._says = says
         self._states = states
         self._memory_for = memory_for
@@ -172,7 +181,12 @@ class Buckets:
         known = {held.key: held for held in self.now}
         bridges = _no_bridges if on_device else _bridges
         where = (gradients[names[0]].device, xp) if on_device and names else ()
-        for (number, (_, memory, _)), members in sorted(by_bucket.items(), key=lambda entry: entry[0][0]):
+        parts = [
+            (*key, members)
+            for key, whole in sorted(by_bucket.items(), key=lambda entry: entry[0][0])
+            for members in in_parts(whole, lambda name: self._gathered_of(name, plan[name]), self._most_gathered)
+        ]
+        for number, (_, memory, _), members in parts:
             compressors = tuple(plan[name] for name in members)
             tensors = []
             for name in members:
@@ -186,8 +200,18 @@ class Buckets:
             described = [self._tensors[name] for name in members]
             held = known.get(key) or EngineBucket(*key, described, self._residuals, where)
             held.number = number if number < len(early) else None
+            held.gathered = sum(self._gathered_of(name, plan[name]) for name in members)
             held.has_states &= compressors[0].keeps_state  # others may have had its tensors in the meantime
             yield held
+
+    def _gathered_of(self, name: str, compressor: Compressor) -> float:
+        """Bytes that one rank gathers of a tensor's payloads; 0 where it gathers shares of them, scattered or in two
+        levels: that is little, and which rank has which share depends on the whole bucket."""
+        if self._most_gathered is None or needs_nodes(compressor) or compressor.payloads_sent(self._ranks) != 1:
+            return 0.0
+        tensor = self._tensors[name]
+        payloads = compressor.payloads(tensor.shape, tensor.dtype, self._ranks)
+        return self._ranks * sum(payload.bytes for payload in payloads if payload.kind == "allgather")
 
     def _kind(self, name: str, compressor: Compressor) -> tuple[Any, Memory, str] | None:
         """Key that tensors of one bucket have in common; None for a tensor that is in no bucket."""
@@ -219,6 +243,26 @@ class Buckets:
                 if kind is not None and filling[kind][1] >= self._least_bytes:
                     pieces.append(filling.pop(kind)[0])
         return list(itertools.takewhile(set(names).issuperset, pieces))
+
+
+def in_parts(items: Iterable[_Item], size_of: Callable[[_Item], float], most: float | None) -> list[list[_Item]]:
+    """The items in parts, in their order, whose sizes add up to no more than `most`, unless an item alone has more.
+
+    Example:
+        >>> in_parts([3, 1, 2, 9, 1], float, 4)
+        [[3, 1], [2], [9], [1]]
+        >>> in_parts([3, 1, 2, 9, 1], float, None)
+        [[3, 1, 2, 9, 1]]
+    """
+    parts: list[list[_Item]] = [[]]
+    size = 0.0
+    for item in items:
+        size += size_of(item)
+        if parts[-1] and most is not None and size > most:
+            parts.append([])
+            size = size_of(item)
+        parts[-1].append(item)
+    return parts
 
 
 def prepared_states(
@@ -288,6 +332,7 @@ class EngineBucket:
         places: in the bucket, by name.
         bucket: what its compressors see.
         number: among the buckets that do not wait for all gradients of a step; None for the others.
+        gathered: bytes that one rank gathers of its payloads; 0 where nobody asks.
         arrays: the gradients of the step, row-major.
         has_states: whether the states of all its tensors name its method, and leave the method's arrays to the bucket.
     """
@@ -310,6 +355,7 @@ class EngineBucket:
         device, xp = where or (None, numpy_arrays)
         self.bucket = Bucket(described, compressors, memory, device, xp, described[0].dtype != "float32")
         self.number: int | None = None
+        self.gathered = 0.0
         self.arrays: Sequence[Array] = ()
         self._set_aside: tuple[list[Array], Sequence[int] | np.ndarray] | None = None
         self._wide: tuple[list[Array], Sequence[int] | np.ndarray] | None = None

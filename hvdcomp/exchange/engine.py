@@ -9,6 +9,7 @@ through a communicator. `plan` says which compressor each tensor gets, `buckets`
 from __future__ import annotations
 
 import functools
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import ModuleType
@@ -23,7 +24,7 @@ from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import Context, TensorInfo
 from hvdcomp.exchange.array_step import ArrayStep, Step
 from hvdcomp.exchange.bucket_step import Sums
-from hvdcomp.exchange.buckets import Buckets
+from hvdcomp.exchange.buckets import Buckets, in_parts
 from hvdcomp.exchange.clock import Spans
 from hvdcomp.exchange.device_step import bucket_step
 from hvdcomp.exchange.ledger import Ledger, Sent, StepCost
@@ -44,12 +45,14 @@ class UnderWay(NamedTuple):
     Attributes:
         xp: array functions of the gradients.
         waves: steps that go from round to round together.
+        later: the same of those that have not started, as too much would be gathered at a time.
         look: what `Engine.before_compress` was given; None if nobody looks.
         tensors: their number.
     """
 
     xp: ModuleType
     waves: list[Lockstep]
+    later: list[Lockstep]
     look: Look | None
     tensors: int
 
@@ -66,6 +69,7 @@ class Engine:
         ledger: ledger into which costs are entered.
         overlap_bytes: bytes of gradients, at least, of a bucket that starts before all gradients of a step are there;
             None for no such buckets.
+        gathered_bytes: as of `hvdcomp.Compression`; if given, no bucket starts before all gradients are there.
 
     Attributes:
         planner: chooser of each tensor's compressor.
@@ -91,6 +95,7 @@ class Engine:
         bytes_beside: Callable[[int], int] = lambda tensors: 0,
         ledger: Ledger | None = None,
         overlap_bytes: int | None = None,
+        gathered_bytes: int | None = None,
     ) -> None:
         self.communicator = communicator
         self.planner = Planner(tensors, compressor, memory, min_numel, min_ndim)
@@ -101,11 +106,14 @@ class Engine:
         self.ledger = ledger if ledger is not None else Ledger()
         self.step_number = 0
         self.states: dict[str, TensorState] = {name: TensorState() for name in self.tensors}
-        self.buckets = Buckets(self.tensors, self.states, self.planner.memory_for, says=communicator.rank == 0)
+        self._gathered_bytes = gathered_bytes
+        says, ranks = communicator.rank == 0, communicator.world_size
+        self.buckets = Buckets(self.tensors, self.states, self.planner.memory_for, says, gathered_bytes, ranks)
         self.before_compress: BeforeCompress | None = None
         self.found_inf: Array | None = None
         self._drop_sent: Callable[[], None] | None = None  # what is to be done before the next step
-        self.overlap = Overlap(communicator, self.tensors, self.buckets, self.ledger.clock, overlap_bytes)
+        early = overlap_bytes if gathered_bytes is None else None
+        self.overlap = Overlap(communicator, self.tensors, self.buckets, self.ledger.clock, early)
 
     # Between two steps.
 
@@ -233,11 +241,15 @@ class Engine:
         for step in steps:
             step.open(gradients, in_place, sums, sources)
         waves = [self.overlap.wave(xp, [step], step.number) for step in steps if step.number is not None]
-        if last := [step for step in steps if step.number is None]:
-            waves.append(self.overlap.wave(xp, last, None, alone=alone and not started and not waves))
+        all_last = [step for step in steps if step.number is None]
+        last, *parts = in_parts(all_last, operator.attrgetter("gathered"), self._gathered_bytes)
+        if last:
+            alone = alone and not started and not waves and not parts
+            waves.append(self.overlap.wave(xp, last, None, alone=alone))
         for wave in waves:
             wave.start()
-        return UnderWay(xp, [*started, *waves], look, len(gradients))
+        later = [self.overlap.wave(xp, part, None, part=place) for place, part in enumerate(parts, 1)]
+        return UnderWay(xp, [*started, *waves], later, look, len(gradients))
 
     def finish(self, under_way: UnderWay, kept: Set[str] = frozenset()) -> dict[str, Array]:
         """Ends a step that `start` began; returns what `step` does, and enters the step.
@@ -245,8 +257,12 @@ class Engine:
         Args:
             kept: the names of tensors whose gradients this rank keeps in this step.
         """
-        xp, waves, look, tensors = under_way
+        xp, waves, later, look, tensors = under_way
         run_to_the_end(waves)
+        for wave in later:
+            wave.start()
+            run_to_the_end([wave])
+        waves = [*waves, *later]
         steps = [step for wave in waves for step in wave.steps]
         found_inf = sum((wave.found_inf() for wave in waves[1:]), waves[0].found_inf())
         if look is not None:

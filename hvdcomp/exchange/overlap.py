@@ -144,14 +144,19 @@ class Overlap:
         started, self.started, self._missing, self._gradients = self.started, [], [], {}
         return started
 
-    def wave(self, xp: ModuleType, steps: Sequence[Step], number: int | None, alone: bool = False) -> Lockstep:
+    def wave(
+        self, xp: ModuleType, steps: Sequence[Step], number: int | None, alone: bool = False, part: int = 0
+    ) -> Lockstep:
         """Steps that go from round to round together: that of a bucket that may start early, or all others.
 
         Args:
             number: of the bucket; None for all others.
             alone: as of `Lockstep`.
+            part: of all others, which may go one after the other.
         """
         name = "round" if number is None else f"order{self.era}.early{number}.round"
+        if part:
+            name = f"part{part}.{name}"
         return Lockstep(xp, self._communicator, self._clock, name, steps, alone)
 
     def learn_order(self, gradients: Mapping[str, Array]) -> None:

@@ -289,9 +289,9 @@ def _check(setup: Setup) -> None:
             f"the policy {settings.policy} does not go with FSDP without replicas, where gradients come and go module "
             "by module; leave it out"
         )
-    if settings.overlap is True or settings.bucket_bytes is not None:
+    if settings.overlap is True or (settings.bucket_bytes, settings.gathered_bytes) != (None, None):
         raise ConfigurationError(
-            'FSDP itself says what is exchanged when: leave overlap at "auto" and bucket_bytes at None'
+            'FSDP itself says what is exchanged when: leave overlap at "auto", bucket_bytes and gathered_bytes at None'
         )
     if setup.grad_scaler is not None and setup.grad_scaler.is_enabled():
         raise ConfigurationError(

@@ -265,6 +265,8 @@ def test_gradients_of_a_step_that_was_not_made_are_forgotten() -> None:
         ({"overlap": "yes"}, 'overlap=\'yes\' is not possible; give True, False or "auto"'),
         ({"overlap": 1}, 'overlap=1 is not possible; give True, False or "auto"'),
         ({"bucket_bytes": 0}, "bucket_bytes=0 is not possible; give a whole number from 1 on, or None"),
+        ({"gathered_bytes": 0}, "gathered_bytes=0 is not possible; give a whole number from 1 on, or None"),
+        ({"overlap": True, "gathered_bytes": 9}, "gathered_bytes=9 one part after the other; give overlap"),
         ({"overlap": True, "memory": MomentumCorrection(0.9, clip=1.0)}, "scales them by a norm of all"),
     ],
 )

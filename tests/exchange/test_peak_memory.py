@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
 
 from hvdcomp import NoMemory
 from hvdcomp.communicators import LoopbackCommunicator
+from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.engine import Engine
+from tests.driven import SHAPES, gradients_of
 from tests.exchange.test_buckets import needs_kernels
-from tests.harness import infos
+from tests.harness import BACKENDS, as_numpy, bits, infos
 
 SHAPE = (1_000, 1_000)
 
 
-def peak_of(spec: str, ranks: int) -> tuple[int, int]:
+def peak_of(spec: str, ranks: int, tensors: int = 1, gathered_bytes: int | None = None) -> tuple[int, int]:
     """Bytes: the most that a step takes beside what was there before it, and the payload of one rank."""
-    engine = Engine(LoopbackCommunicator(ranks), infos({"w": SHAPE}), parse_compressor(spec), NoMemory(), 0, 0, 0)
-    given = {"w": np.ones(SHAPE, np.float32)}
+    shapes = {f"w{number}": (SHAPE[0] // tensors, SHAPE[1]) for number in range(tensors)}
+    engine = Engine(
+        LoopbackCommunicator(ranks), infos(shapes), parse_compressor(spec), NoMemory(), 0, 0, 0,
+        gathered_bytes=gathered_bytes,
+    )  # fmt: skip
+    given = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
     for _ in range(2):
         engine.begin()
         engine.step(given, in_place=True)
@@ -32,7 +39,7 @@ def peak_of(spec: str, ranks: int) -> tuple[int, int]:
     finally:
         tracemalloc.stop()
     assert engine.ledger.last is not None
-    return peak, int(engine.ledger.last.tensors["w"].bytes_sent)
+    return peak, int(sum(cost.bytes_sent for cost in engine.ledger.last.tensors.values()))
 
 
 @needs_kernels
@@ -49,3 +56,49 @@ def test_what_is_scattered_takes_three_payloads_at_most() -> None:
     for ranks in (4, 16, 64):
         peak, payload = peak_of("int4:exchange=scatter", ranks)
         assert peak < 3 * payload, ranks
+
+
+@needs_kernels
+@pytest.mark.parametrize("spec", ["topk:ratio=0.05", "int4", "efsignsgd"])
+def test_gathered_in_parts_they_take_what_is_allowed(spec: str) -> None:
+    """Or a tensor's, where these are more."""
+    for ranks, allowed in ((16, 1_000_000), (64, 1_000_000), (64, 1)):
+        peak, payload = peak_of(spec, ranks, 20, allowed)
+        assert peak < max(allowed, ranks * payload / 20) + 50_000 + 400 * ranks, (ranks, allowed)
+        assert peak < ranks * payload / 2
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("spec", [
+    "topk:ratio=0.1", "terngrad", "chunkedtopk:chunk=50,k=5", "powersgd:rank=2", "qsgd:bits=4,exchange=scatter",
+])  # fmt: skip
+def test_results_are_the_same_in_parts(spec: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one tensor each, as the names of collectives tell; the bias, which is added up, goes first. What is scattered
+    or added up is not parted."""
+    started: set[str] = set()
+    start = InProcessCommunicator.start_allgather
+
+    def noted(self: Any, array: Any, name: str) -> Any:
+        started.add(name.split("round")[0])
+        return start(self, array, name)
+
+    def run(gathered_bytes: int | None) -> Any:
+        def work(communicator: InProcessCommunicator) -> Any:
+            compressor = parse_compressor(spec)
+            engine = Engine(communicator, infos(SHAPES), compressor, min_numel=16, gathered_bytes=gathered_bytes)
+            results = []
+            for step in range(3):
+                engine.begin()
+                found = engine.step(gradients_of(backend, communicator.rank, step))
+                results.append({name: bits(as_numpy(x)) for name, x in found.items()})
+            return results, {name: [bits(as_numpy(x)) for x in one.memory] for name, one in engine.states.items()}
+
+        started.clear()
+        return run_ranks(3, work)
+
+    monkeypatch.setattr(InProcessCommunicator, "start_allgather", noted)
+    whole = run(None)
+    together = set(started)
+    assert run(1) == whole
+    parted = spec not in ("powersgd:rank=2", "qsgd:bits=4,exchange=scatter")
+    assert started == ({"hvdcomp.part1.", "hvdcomp.part2."} if parted else together)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +23,7 @@ from tests.kernels.test_kernels_cuda_bits import assert_same_bits
 
 torch = pytest.importorskip("torch")
 from hvdcomp.kernels.cuda.device import DeviceKernels  # noqa: E402
+from tests.cuda_kernels import SPECS, kernels_in_source  # noqa: E402
 from tests.gpu.ranks import Ranks  # noqa: E402
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("in_interpreter")]
@@ -84,6 +86,115 @@ def test_payloads_of_more_than_two_gigabytes(spec: str, far_apart: Any, monkeypa
     assert seen == {DECODED[spec]}
 
 
+FAR = 2**31 + 2**12  # of whatever a place counts; a multiple of all alignments
+FROM_PLACES = {
+    "dense_encode": {"wire": 4}, "dense_decode": {"mean": 4}, "dense_keep": {"residuals": 4},
+    "cast_encode": {"wire": 2}, "cast_decode": {"payloads": 2},
+    "two_values_encode": {"payload": 1}, "two_values": {"payload": 1}, "two_values_decode": {"payloads": 1},
+    "votes_encode": {"payload": 1, "votes": 1}, "votes_close": {"payload": 1, "votes": 1},
+    "votes_decode": {"payloads": 1}, "votes_keep": {"payload": 1},
+    "find_scales": {"payload": 1}, "terngrad_scale": {"payload": 1}, "codes_encode": {"payload": 1},
+    "codes_decode": {"payloads": 1}, "plane_decode": {"payloads": 1},
+    "natural_encode": {"payload": 1}, "natural_decode": {"payloads": 1},
+    "global_encode": {"digits": 4}, "global_decode": {"digits": 4},
+    "pack_chosen": {"payload": 1}, "sparse_decode": {"payload": 1},
+    "chunks_choose": {"values": 4, "places": 2}, "chunks_means": {"values": 4, "bins": 1, "payload": 1},
+    "chunks_pack": {"values": 4, "places": 2, "bins": 1, "payload": 1}, "chunks_decode": {"payloads": 1},
+    "random_take": {"wire": 4, "sent": 4}, "random_put": {"mean": 4}, "random_keep": {"sent": 4},
+    "multiply": {"unit": 4, "partial": 4}, "add_tiles": {"product": 4, "partial": 4},
+    "gram": {"factors": 4}, "orthogonalize": {"factors": 4, "unit": 4, "grams": 8},
+    "lowrank_keep": {"fresh": 4, "old": 4, "following": 4, "grams": 8}, "lowrank_decode": {"p": 4, "q": 4},
+    "together_take": {"wire": 4}, "together_put": {"mean": 4},
+}  # fmt: skip
+"""By kernel, the arrays that hold something of all tensors, one behind the other, and the bytes that a place in them
+counts. Places come from the table, or from a list of what programs do: `LISTED`."""
+
+LISTED = {
+    "multiply": ("tiles", 3), "add_tiles": ("strips", 2), "orthogonalize": ("tiles", 3), "lowrank_keep": ("tiles", 3),
+    "together_take": ("slots", 1), "together_put": ("slots", 1),
+}  # fmt: skip
+"""The list, and its column of places."""
+
+WITHIN = {
+    "make_and_measure", "measure_left", "add_parts", "take_off", "narrow_results", "settle", "terngrad_measure",
+    "global_measure", "global_maxima", "draw_floors", "note_candidates", "count_digits", "decide", "count_chosen",
+    "count_eligible_digits", "zero_results",
+}  # fmt: skip
+"""Kernels whose arrays are of one tensor, or have a few numbers for each piece or tensor. Elements of a tensor are no
+more than 32 bits can count (`MOST_ELEMENTS`)."""
+
+COLUMNS = {"votes": (0, 1, 2), "sparse": (0, 1, 2), "chunks": (0, 1, 3)}
+"""By the first word of a call, the columns of places; 0 and 1 of others."""
+
+
+def far_from_its_begin(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
+    """The arguments of a launch, but arrays begin so far before what is used of them."""
+    names = list(inspect.signature(kernel.fn).parameters)
+    named = dict(zip(names, arguments, strict=False))
+    listed, column = LISTED.get(kernel.__name__, ("", 0))
+    for name, size in FROM_PLACES.get(kernel.__name__, {}).items():
+        if kernel.__name__.startswith("random") and name != "sent" and constants["HALF"]:
+            size = 2
+        if name == "grams":
+            size *= constants["RANK"] ** 2
+        if isinstance(named[name], torch.Tensor):
+            named[name] = named[name].data_ptr() - FAR * size
+    if listed:
+        named[listed] = named[listed].clone()
+        named[listed][:, column] += FAR
+    return tuple(named.values())
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(one, marks=[pytest.mark.thorough] * (one not in ("bf16", "efsignsgd", "int8")))
+        for one in (*SPECS, "qsgd:bits=7")
+    ],
+)
+def test_places_further_than_32_bits_can_count(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of buckets whose payloads are larger. A kernel that adds places in 32 bits ends the process: it reads what is not
+    there."""
+    call, launch = DeviceKernels.call, DeviceKernels.launch
+    seen = set()
+
+    def far_call(self: Any, name: str, *arguments: Any, **options: Any) -> Any:
+        places = self.segments["place"]
+        columns = COLUMNS.get(name.partition("_")[0], (0, 1))
+        before = places[:, columns].copy()
+        places[:, columns] += np.where(before >= 0, FAR, 0)
+        found = call(self, name, *arguments, **options)
+        places[:, columns] = before
+        return found
+
+    def far_launch(self: Any, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+        seen.add(kernel.__name__)
+        launch(self, kernel, programs, *far_from_its_begin(kernel, arguments, constants), **constants)
+
+    def results() -> dict[tuple[str, int], np.ndarray]:
+        shapes = {"matrix": (30, 40), "other": (7, 11)}
+        ranks = Ranks(spec, shapes, "cpu", 1, ErrorFeedback, min_numel=0, min_ndim=0)
+        rng = np.random.default_rng(1)
+        found = {}
+        for step in range(2):
+            given = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+            found |= {(name, step): as_numpy(one) for name, one in ranks.step([given])[0].items()}
+        kept = ranks.memories()[0].items()
+        return found | {(f"kept {name}", place): one for name, all in kept for place, one in enumerate(all)}
+
+    near = results()
+    monkeypatch.setattr(DeviceKernels, "call", far_call)
+    monkeypatch.setattr(DeviceKernels, "launch", far_launch)
+    assert_same_bits(results(), near)
+    assert seen & FROM_PLACES.keys()
+    assert seen <= FROM_PLACES.keys() | WITHIN
+
+
+def test_every_kernel_is_said_to_have_places_or_not() -> None:
+    assert not FROM_PLACES.keys() & WITHIN
+    assert kernels_in_source() == FROM_PLACES.keys() | WITHIN
+
+
 @pytest.fixture
 def long() -> Iterator[Any]:
     """Makes vectors of zeros, of which only what is written takes any memory."""
@@ -102,6 +213,7 @@ def last_piece_of(spec: str, size: int, memory: Memory | None = None) -> Bucket:
     bucket = Bucket([TensorInfo("long", (size,))], [parse_compressor(spec)], memory or NoMemory(), torch.device("cpu"))
     bucket.table.tasks = bucket.table.tasks[-1:].copy()
     bucket.kernels._pieces = bucket.kernels._pieces[-1:]
+    bucket.kernels._rows._fixed = {"first_task": np.zeros(1, int), "tasks": np.ones(1, int)}
     bucket.begin(Context("", 0, 0, 0, 1))
     return bucket
 
@@ -148,3 +260,20 @@ def test_values_numbered_beyond_the_half_of_32_bits(long: Any) -> None:
     bucket.segments["place"] = [places]
     bucket.call("sparse_decode", values, 1, 0, False)
     assert result[-4:].tolist() == [0, 5, 6, 7]
+
+
+def test_what_is_kept_of_the_end_of_the_largest_tensor(long: Any) -> None:
+    bucket = last_piece_of("none", cuda.MOST_ELEMENTS, ErrorFeedback())
+    arrays = {name: long(cuda.MOST_ELEMENTS, np.float32) for name in ("gradient", "kept", "x", "result")}
+    for name, array in arrays.items():
+        bucket.segments[name] = array.data_ptr()
+    arrays["gradient"][-2:] = torch.tensor([1.0, 2.0])
+    arrays["kept"][-2:] = 0.5
+    assert bucket.sums_of("make_x").tolist() == [1.5**2 + 2.5**2]
+    assert arrays["x"][-3:].tolist() == [0.0, 1.5, 2.5]
+    assert bucket.sums_of("measure_left").tolist() == [1.5**2 + 2.5**2]
+    bucket.call("settle", torch.zeros(1), False, False)
+    assert arrays["x"][-3:].tolist() == [0.0, 1.5, 2.5]
+    bucket.call("settle", torch.tensor([float("nan")]), False, True)
+    assert arrays["x"][-3:].tolist() == [0.0, 0.5, 0.5]
+    assert arrays["gradient"][-3:].tolist() == [0.0, 0.0, 0.0]

@@ -514,6 +514,18 @@ def case_the_same_seed_gives_the_same_run() -> None:
         assert torch.equal(results[0], results[2]) == (spec not in ("randomk:ratio=0.1", "powersgd:rank=2")), spec
 
 
+def case_gathered_in_parts_gives_the_same_weights() -> None:
+    trained = []
+    for gathered_bytes in (None, 1):
+        model = small_model()
+        options = {"min_numel": 0, "min_ndim": 0, "overlap": False}
+        how = compression("topk:ratio=0.05", model, gathered_bytes=gathered_bytes, **options)
+        train(model, distribute(model, how), steps=5)
+        trained.append(weights(model))
+    assert torch.equal(*trained)
+    assert_same_everywhere(trained[0])
+
+
 def case_two_optimizers_take_turns() -> None:
     """As in adversarial training: two models, two compressions, gradients of one flowing through the other."""
     maker, judge = torch.nn.Linear(64, 64), small_model()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hvdcomp import TwoLevel
+from hvdcomp.arrays.types import dtype_bytes
 from hvdcomp.compressors import BUCKET_BYTES, Compressor, TensorInfo
 from hvdcomp.perfmodel.compute import Compute
 from hvdcomp.perfmodel.exchanges import exchange_of
@@ -83,7 +84,7 @@ def trial_of(specs: Sequence[Compressor], tensors: Sequence[TensorInfo], carrier
     }
     if not sent:
         return None
-    whole = sum(4 * tensor.size for tensor in tensors)
+    whole = sum(tensor.size * dtype_bytes(tensor.dtype) for tensor in tensors)
     least = carrier.early_bytes if carrier.own_buckets else 1
     early_bytes = max(least, min(BUCKET_BYTES, whole // _FEWEST_BUCKETS))
     return OverlapTrial(max(sent, key=lambda spec: sent[spec]), early_bytes, ranks)

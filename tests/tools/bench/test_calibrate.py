@@ -421,12 +421,16 @@ def test_without_a_compressor_that_can_be_sent_early_nothing_is_trained_for_it()
     assert trial_of(specs, [TensorInfo("a", (1000, 1000))], carrier()) is None
 
 
-@pytest.mark.parametrize(("own_buckets", "early_bytes"), [(False, 100_000), (True, 1_000_000)])
-def test_buckets_of_the_library_hold_no_less_than_what_is_sent_by_itself(own_buckets: bool, early_bytes: int) -> None:
+@pytest.mark.parametrize(("own_buckets", "dtype", "early_bytes"), [
+    (False, "float32", 100_000), (False, "bfloat16", 50_000), (True, "float32", 1_000_000),
+])  # fmt: skip
+def test_buckets_of_the_library_hold_no_less_than_what_is_sent_by_itself(
+    own_buckets: bool, dtype: str, early_bytes: int
+) -> None:
     pytest.importorskip("torch")
     from hvdcomp.tools.bench.probe_overlap import trial_of
 
-    trial = trial_of([parse_compressor("qsgd:bits=4")], [TensorInfo("a", (300, 250))], carrier(own_buckets))
+    trial = trial_of([parse_compressor("qsgd:bits=4")], [TensorInfo("a", (300, 250), dtype)], carrier(own_buckets))
     assert trial is not None
     assert trial.early_bytes == early_bytes
 

@@ -31,6 +31,7 @@ BESIDE = [line for line in (DOCKER / "requirements.in").read_text().splitlines()
 LOCKS = {path.stem.removeprefix("requirements-"): path for path in DOCKER.glob("requirements-*.lock")}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 GPU = dict(line.split("=", 1) for line in (DOCKER / "gpu.args").read_text().splitlines())
+LOCKS_OF_GPU = {GPU["FRAMEWORKS"].replace(" ", "-"), f"pytorch-{GPU['TORCH_BUILD']}"}
 
 
 def test_hadolint_finds_nothing() -> None:
@@ -144,7 +145,36 @@ def test_the_default_frameworks_and_pytorch_alone_are_locked() -> None:
     locks = 'for lock in "requirements-$(IFS=-; echo "$*").lock" "requirements-pytorch-${TORCH_BUILD}.lock"; do '
     assert f"set -- ${{FRAMEWORKS}} && {locks}" in INSTRUCTIONS
     pytorch = f"pytorch-{ARGUMENTS['TORCH_BUILD']}"
-    assert set(LOCKS) == {ARGUMENTS["FRAMEWORKS"].replace(" ", "-"), "torch", "build", pytorch}
+    found = set(LOCKS) - LOCKS_OF_GPU  # which need an index with PyTorch for CUDA
+    assert found == {ARGUMENTS["FRAMEWORKS"].replace(" ", "-"), "torch", "build", pytorch}
+
+
+UV = """#!/bin/sh
+echo "$@" >> uv.log
+while [ "$1" != --constraint ]; do shift; done
+sed -n 's/^torch==\\S*/& \\\\\\n    --hash=sha256:0/p' "$2"
+"""
+
+
+@pytest.mark.parametrize("flavour", ["cpu", "gpu"])
+def test_the_packages_of_each_image_can_be_locked(flavour: str, tmp_path: Path) -> None:
+    """By names under which the Dockerfile finds them. What asks indexes is replaced, and says how it was called."""
+    (tmp_path / "bin").mkdir()
+    uv = tmp_path / "bin" / "uv"
+    uv.write_text(UV)
+    uv.chmod(0o755)
+    (tmp_path / "docker").mkdir()
+    for name in ("docker/lock", "docker/gpu.args", "docker/requirements.in", "constraints.txt", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    path = f"{tmp_path / 'bin'}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    subprocess.run([tmp_path / "docker" / "lock", flavour], env={**os.environ, "PATH": path}, check=True)
+    made = {one.stem.removeprefix("requirements-"): one.read_text() for one in tmp_path.glob("docker/*.lock")}
+    assert set(made) == (LOCKS_OF_GPU if flavour == "gpu" else set(LOCKS) - LOCKS_OF_GPU)
+    build = GPU["TORCH_BUILD"] if flavour == "gpu" else "cpu"
+    assert re.search(rf"^torch==[\d.]+\+{build} \\$", made[f"pytorch-{build}"], re.M)
+    python = "3.12" if flavour == "gpu" else "3.11"
+    called = (tmp_path / "uv.log").read_text().splitlines()
+    assert all("--generate-hashes --constraint" in line and f"--python-version {python} " in line for line in called)
 
 
 def test_the_pytorch_of_the_default_image_is_locked() -> None:
@@ -176,7 +206,7 @@ def test_a_lock_file_is_of_what_is_asked_for(name: str) -> None:
             assert pin.specifier.contains(found[0]), f"{pin}, and {found[0]} in the lock file"
     # PyTorch's wheels for CPU are not PyPI's; those of PyPI need packages of CUDA.
     assert "torch" not in locked
-    assert not [one for one in locked if one.startswith("nvidia")]
+    assert name in LOCKS_OF_GPU or not [one for one in locked if one.startswith("nvidia")]
 
 
 def test_what_is_locked_is_installed_by_its_hashes() -> None:
