@@ -158,9 +158,9 @@ def write_page(file: Path, runs: Sequence[ClusterRun]) -> bool:
 Made by `sudo .venv/bin/python benchmarks/time_to_target.py{chosen}`, at commit {commits}.
 Each training is one of `hvdcomp train` under Horovod on {first.hosts} [emulated hosts](emulated-cluster.md), one rank
 on each, until the validation part reaches {first.options["until"]}: {options}. All hosts share the machine's cores, so
-that steps compute for longer than they would on hosts of their own, and the network is a smaller part of them.
-Seconds are those of training, without evaluations: means over the seeds, with the 95 % interval (Student's t).
-**times as fast** is beside the better of {" and ".join(f"`{one}`" for one in UNCOMPRESSED)}, seed by seed.
+that steps compute for longer, and the network is a smaller part of them, than on hosts of their own. Seconds are those
+of training, without evaluations: means over the seeds, with the 95 % interval (Student's t). **times as fast** is
+beside the better of {" and ".join(f"`{one}`" for one in UNCOMPRESSED)}, seed by seed.
 
 {findings_of(file)}
 

@@ -46,13 +46,13 @@ def write(folder: Path, stem: str, rows: Sequence[Row], details: dict[str, Any])
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """The rows in sentences: errors of the predictions, by kind of exchange, and speed-ups of compression."""
+    """The rows in lines: errors of the predictions, by kind of exchange, and speed-ups of compression."""
     middle, worst = errors(rows)
-    sentence = (
+    lines = [
         f"{len(rows)} predictions: median error {middle:.1%}, worst {worst.error:+.1%} ({worst.method}, "
         f"{worst.in_words()}: predicted {worst.predicted_ms:.1f} ms, measured {worst.measured_ms:.1f} ms, quartiles "
         f"{worst.low_ms:.1f} to {worst.high_ms:.1f})."
-    )
+    ]
     compressed = [row for row in rows if row.spec not in STOCK_SPECS.values()]
     kinds = {
         "gathered or in an allreduce": [row for row in compressed if row.way not in (SCATTER, TWO_LEVELS)],
@@ -63,10 +63,10 @@ def summary(rows: Sequence[Row]) -> str:
     }
     medians = [f"{errors(some)[0]:.1%} of {len(some)} {kind}" for kind, some in kinds.items() if some]
     if medians:
-        sentence += f" Of compressors the median errors are {', '.join(medians)}."
+        lines.append(f"Of compressors the median errors are {', '.join(medians)}.")
     if all_gains := gains(rows):
-        sentence += f" {_gains_summary(all_gains)}"
-    return sentence
+        lines.append(_gains_summary(all_gains))
+    return "\n".join(lines)
 
 
 def _gains_summary(all_gains: Sequence[Gain]) -> str:
@@ -117,10 +117,11 @@ def markdown(rows: Sequence[Row], details: dict[str, Any]) -> str:
     lines = [
         "# Predicted and measured times of steps",
         "",
-        f"Made by `{details['command']}`, at commit {commits}. {summary(rows)} "
-        f"All {len(rows)} rows are in the CSV file beside this page, "
-        "with quartiles and with the parts of each prediction. 2x4 are 2 hosts with 4 ranks on each; 2 are 2 hosts "
-        "with one.",
+        f"Made by `{details['command']}`, at commit {commits}. The CSV file beside this page has all {len(rows)} rows, "
+        "with quartiles and the parts of each prediction. 2x4 are 2 hosts with 4 ranks on each; 2 are 2 hosts with "
+        "one.",
+        "",
+        *(f"- {line}" for line in summary(rows).splitlines()),
         "",
         *([details["left_out"], ""] if details.get("left_out") else []),
         "By method, over all settings:",

@@ -24,11 +24,10 @@ _HEADINGS = {
 _HEAD = """# Tables and figures of the papers, reproduced
 
 Made by `hvdcomp reproduce --page docs/reproduction.md --output docs/reproduction` from the results in
-[reproduction](reproduction). [reproduction.csv](reproduction.csv) has every row of every result: what the table or
-figure shows, the numbers, a note, the control, the command and the commit. `hvdcomp reproduce NAME` makes one result
-again; `hvdcomp reproduce` lists the names.
+[reproduction](reproduction). [reproduction.csv](reproduction.csv) has every row of every result, with the control, the
+command and the commit. `hvdcomp reproduce NAME` makes one result again; `hvdcomp reproduce` lists the names.
 
-Published numbers are those of the papers. The numbers beside them are counted from shapes, predicted by the
+The numbers beside the published ones are counted from shapes, predicted by the
 [performance model](performance-model.md), or means of small trainings on [simulated ranks](simulated-ranks.md) with the
 95 % interval of Student's t. These trainings have neither the authors' GPUs nor CIFAR, ImageNet or Penn Treebank.
 
@@ -41,14 +40,11 @@ Published numbers are those of the papers. The numbers beside them are counted f
 and a short training ends before that part has arrived. So low and high compression differ more than in the papers. A
 reversed result of a training says that the finding does not carry over to so short a training, not that it is wrong.
 
-The dissertation that holds the first three papers has one more system, CHAI (clustered-head attention). It is about
-inference, where no gradients are sent, and is out of scope. Of Bagpipe, which fetches the embeddings of recommendation
-models ahead, there is the exchange, in [LookAhead](look-ahead.md), and only the abstract's numbers are compared.
-
-Figures 5 and 13 to 16 of On the Utility of Gradient Compression stand below among those that cannot be shown: on the
-authors' GPUs, encoding during the backward pass takes longer than after it. On processors the contrary was measured, in
-all 18 rows up to 1 Gb/s ([performance-model-checked.md](performance-model-checked.md)); on one GPU it took longer, as
-published ([encoding.md](encoding.md#where-the-time-goes-on-a-gpu)).
+Of Bagpipe there is the exchange of embeddings, in [LookAhead](look-ahead.md), and only the abstract's numbers are
+compared. Figures 5 and 13 to 16 of On the Utility of Gradient Compression, which cannot be shown here, say that on the
+authors' GPUs encoding during the backward pass takes longer than after it. On processors it was
+[shorter](performance-model-checked.md#encoding-during-the-backward-pass); on one GPU it took longer, as published
+([encoding.md](encoding.md#where-the-time-goes-on-a-gpu)).
 """
 _COMMITS = "The results were made at commit {commits}.\n"
 _QUICK = """In {quick} results, whose command ends in `--quick`, trainings have few seeds. Without `--quick` they have
