@@ -214,7 +214,7 @@ def add_at(x: Array, indices: Array, values: Array) -> Array:
 
 def reciprocal_or_zero(x: Array, threshold: Array) -> Array:
     """1 / x where x > threshold, else 0."""
-    return np.divide(1, x, out=np.zeros_like(x), where=x > threshold)
+    return np.divide(1, x, out=np.zeros(x.shape, x.dtype), where=x > threshold)
 
 
 def finite_or_zero(x: Array) -> Array:
@@ -262,13 +262,14 @@ def row_norms(x: Array) -> Array:
     """
     rows, length = x.shape
     whole = length // 16
-    with np.errstate(over="ignore"):
-        squares = np.square(x, dtype=np.float64, order="C")
-        lanes = np.add.reduce(squares[:, : 16 * whole].reshape(rows, whole, 16), axis=1)
-        lanes[:, : length - 16 * whole] += squares[:, 16 * whole :]
-        for half in (8, 4, 2, 1):
-            lanes = lanes[:, :half] + lanes[:, half:]
-        return np.sqrt(lanes).astype(x.dtype)
+    squares = x.astype(np.float64)
+    squares *= squares
+    lanes = np.einsum("rwl->lr", squares[:, : 16 * whole].reshape(rows, whole, 16))  # a third of the time of a reduce
+    if length % 16:
+        lanes[: length % 16] += squares[:, 16 * whole :].T
+    for half in (8, 4, 2, 1):
+        lanes = lanes[:half] + lanes[half:]
+    return np.sqrt(lanes.T).astype(x.dtype)
 
 
 def row_largest(x: Array) -> Array:

@@ -25,7 +25,7 @@ from hvdcomp.compressors.protocol import (
     SparseVector,
 )
 from hvdcomp.compressors.sizes import bytes_of
-from hvdcomp.kernels.tables import NOTHING
+from hvdcomp.kernels.tables import NOTHING, PRODUCT
 
 LARGE = 1 << 16
 """Elements up to which `aggregate` of a tensor takes less time in NumPy than in the framework."""
@@ -40,7 +40,8 @@ def step_of(bucket: Bucket) -> Generator[Request | list[Request], Any, bool | Ar
     if bucket.widens and bucket.device is not None:  # on the host, decoding has narrowed them
         found_inf = found_inf + bucket.call("narrow_results")
     if bucket.widens:
-        bucket.segments["sent_rule"] = NOTHING
+        rules = bucket.segments["sent_rule"]
+        rules[rules != PRODUCT] = NOTHING
     return found_inf
 
 

@@ -22,7 +22,7 @@ def pack(xp: ModuleType, codes: Array, bits: int) -> Array:
     """Packs codes below 2**bits, uint8 (count,), into bytes, uint8; each plane ends with a whole byte."""
     planes, shift = [], 0
     for width in _planes_of(bits):
-        part = codes >> shift
+        part = codes >> shift if shift else codes
         planes.append(_pack_plane(xp, part, width) if width < 8 else part)
         shift += width
     return planes[0] if len(planes) == 1 else xp.concatenate(planes)

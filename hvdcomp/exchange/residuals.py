@@ -218,6 +218,7 @@ class Residuals(FlatStorage):
         self._below = np.zeros(len(sizes), np.float32)
         self._product = np.zeros(len(sizes), FACTORS)
         self._factors = np.full(len(sizes), None, object)  # whose storage `_product` points into
+        self._dtypes = np.full(len(sizes), "", object)  # of results
 
     def enter(self, bucket: Bucket, numbers: np.ndarray) -> None:
         super().enter(bucket, numbers)
@@ -240,13 +241,17 @@ class Residuals(FlatStorage):
         self._below[numbers] = segments["sent_below"]
         self._product[numbers] = segments["sent_product"]
         self._factors[numbers] = bucket.factors
+        self._dtypes[numbers] = bucket.dtype
         if bucket.factors is not None:
             bucket.factors.commit()
 
     def _take_off(self, x: np.ndarray, number: int) -> None:
         if self._rule[number] == PRODUCT:
+            sent, dtype = product(self._product[number], x.size), self._dtypes[number]
             with np.errstate(over="ignore"):
-                x[:] = without(numpy_arrays, x, product(self._product[number], x.size))
+                x[:] = without(numpy_arrays, x, sent)
+            if dtype != "float32":
+                x += sent - _of_bits(numpy_arrays, _bits_of(numpy_arrays, sent, dtype), dtype)
         elif self._rule[number] == EVERYTHING:
             x[:] = 0
         elif self._rule[number] != NOTHING:

@@ -6,6 +6,7 @@ The fields are those of `src/bucket.h`, in the same order.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -122,5 +123,6 @@ class Table:
         return [_floats(address, size) if address else _NONE for address, size in parts]
 
 
+@functools.lru_cache(4096)  # most places are those of an earlier step, and to make a view takes a microsecond
 def _floats(address: int, size: int) -> np.ndarray:
     return np.frombuffer(memoryview((ctypes.c_float * size).from_address(address)), np.float32)

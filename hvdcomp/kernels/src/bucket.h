@@ -9,7 +9,7 @@ enum {
     HVD_NOTHING,      /* the residual is x itself */
     HVD_NOT_NEGATIVE, /* `above` where x >= 0, elsewhere `below` */
     HVD_POSITIVE,     /* `above` where x > 0, elsewhere `below` */
-    HVD_PRODUCT,      /* `product` */
+    HVD_PRODUCT,      /* `product`; with gradients of 16 bits, that rounded to them */
     HVD_EVERYTHING    /* x itself */
 };
 
@@ -113,6 +113,23 @@ static inline void hvd_multiply(
     }
 }
 
+#define HVD_WIDENED 1024 /* elements of 16 bits that are widened at a time */
+
+/* What is left of a block x that `sent` was sent of, where results are those numbers rounded to a type of 16 bits: with
+ * the rounding error. In the place of `sent`. */
+static inline void hvd_left_of_rounded(
+    const float *restrict x, int64_t type, int64_t length, float decay, float *restrict sent
+) {
+    uint16_t results[HVD_WIDENED];
+    float read[HVD_WIDENED];
+    for (int64_t start = 0; start < length; start += HVD_WIDENED, x += HVD_WIDENED, sent += HVD_WIDENED) {
+        const int64_t some = hvd_shorter(HVD_WIDENED, length - start);
+        hvd_narrow(sent, some, (int32_t)type, results);
+        hvd_widen(results, some, (int32_t)type, read);
+        for (int64_t i = 0; i < some; i++) sent[i] = (hvd_left(x[i], sent[i]) + (sent[i] - read[i])) * decay;
+    }
+}
+
 #define HVD_ENERGY_LANES 16
 
 /* The sum of squares of a block. */
@@ -133,7 +150,9 @@ static inline void hvd_residual(
     const float above = s->above, below = s->below;
     if (s->rule == HVD_PRODUCT) {
         hvd_multiply(&s->product, s->size, start, length, out);
-        for (int64_t i = 0; i < length; i++) out[i] = hvd_left(kept[i], out[i]) * decay;
+        if (s->narrow) hvd_left_of_rounded(kept, s->narrow, length, decay, out);
+        else
+            for (int64_t i = 0; i < length; i++) out[i] = hvd_left(kept[i], out[i]) * decay;
     } else if (s->rule == HVD_NOT_NEGATIVE)
         for (int64_t i = 0; i < length; i++) out[i] = (kept[i] - (kept[i] >= 0 ? above : below)) * decay;
     else if (s->rule == HVD_POSITIVE)
@@ -186,8 +205,6 @@ static inline void hvd_make_of(
 static inline void hvd_widened(const void *numbers, int64_t type, int64_t start, int64_t length, float *restrict out) {
     hvd_widen((const uint16_t *)numbers + start, length, (int32_t)type, out);
 }
-
-#define HVD_WIDENED 1024 /* elements that are widened at a time */
 
 /* A block of x: the gradient plus residual and momentum. */
 static inline void hvd_make(

@@ -93,7 +93,8 @@ static void decode_piece(void *context, int64_t number) {
     hvd_task *task = job->bucket->tasks + number;
     const float share = (float)(1.0 / (double)job->ranks);
     const hvd_segment *s = job->bucket->segments + task->segment;
-    float *result = s->result + task->start;
+    float room[1 << BLOCK_BITS]; /* a plain store to memory reads it first */
+    float *result = s->narrow ? room : s->result + task->start;
     uint32_t largest = 0;
     memset(result, 0, (size_t)task->length * sizeof *result);
     for (int64_t rank = 0; rank < job->ranks; rank++) {

@@ -89,6 +89,8 @@ static void *serve(void *first) {
     return NULL;
 }
 
+#define STACK (2 << 20) /* bytes of a worker's: kernels put a task's elements there, and some systems give 128 KiB */
+
 /* Starts workers up to a number, with `lock` held. Signals are left to the process's own threads. If the system gives
  * no more threads, the existing ones do the work. */
 static void have_workers(int wanted) {
@@ -98,6 +100,7 @@ static void have_workers(int wanted) {
     sigfillset(&all);
     pthread_attr_init(&detached);
     pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
+    pthread_attr_setstacksize(&detached, STACK);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     for (; workers < wanted; workers++) {
         pthread_t thread;

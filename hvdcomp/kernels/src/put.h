@@ -51,7 +51,7 @@ static inline uint32_t hvd_put(
             const uint16_t magnitude = results[i] & 0x7fffu;
             highest = magnitude > highest ? magnitude : highest;
         }
-        if (!b->keeps) continue;
+        if (!b->keeps || s->sent_rule == HVD_PRODUCT) continue; /* the next step rounds the product again */
         float *x = s->x + start;
         hvd_widen(results, some, type, read);
         for (int64_t i = 0; i < some; i++) lacks[i] = mean[i] - read[i];
