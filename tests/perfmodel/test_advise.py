@@ -534,29 +534,31 @@ def test_without_a_batch_size_or_a_compressor_there_is_less_to_count(tmp_path: P
 
 
 def test_set_ups_are_listed_one_by_one(tmp_path: Path) -> None:
-    """At 1 (the calibration's rate), 10 and 25 Gb/s, with the times of a ring and of an allgather of 100 MB."""
+    """At 1 (the calibration's rate), 10 and 25 Gb/s, with the times of a ring and of an allgather of 100 MB. Some leads
+    are within the model's error."""
     file = tmp_path / "here.json"
-    save(calibrated(), file)
+    times = {"randomk:ratio=0.01": 0.07, "signsgd": 0.0, "topk:ratio=0.01": 9.0}
+    save(calibrated(encode={spec: EncodeTime(seconds) for spec, seconds in times.items()}), file)
     result = run("--setups", "--calibration", file)
     assert result.exit_code == 0, result.output
     rows = list(csv.DictReader(result.stdout.splitlines()))
     adviser = Adviser(load(file))
     setups = [(ranks, gbps) for ranks in (8, 16, 32, 64, 96, 128) for gbps in (1, 10, 25)]
-    methods = ("randomk:ratio=0.01", "signsgd", "topk:ratio=0.01")
-    assert len(rows) == len(setups) * len(methods)
+    assert len(rows) == len(setups) * len(times)
     for at, (ranks, gbps) in enumerate(setups):
         ring, gathered = 1600 * (ranks - 1) / ranks / gbps, 800 * (ranks - 1) / gbps
         dense, fp16 = 100 + ring, 100 + ring / 2
-        expected = (180 + ring / 100, 100 + gathered / 32, 9100 + gathered * 1.5 / 100)
+        expected = (170 + ring / 100, 100 + gathered / 32, 9100 + gathered * 1.5 / 100)
         take = adviser.advise(Setting(ranks, gbps * GBPS)).take
-        for method, step, row in zip(methods, expected, rows[3 * at :], strict=False):
+        for method, step, row in zip(times, expected, rows[3 * at :], strict=False):
             known = ("test", "", "m", method, str(ranks), "", f"{gbps}.0")
             assert tuple(row.values())[:7] == known
             milliseconds = [float(row[key]) for key in ("step_ms", "dense_ms", "fp16_ms")]
             assert milliseconds == pytest.approx([step, dense, fp16], rel=1e-3)
             assert float(row["gain_percent"]) == pytest.approx(100 * (min(dense, fp16) / step - 1), abs=0.1)
             assert (row["taken"], row["estimated"]) == (str(take == method), "False")
-    assert {row["method"] for row in rows if row["taken"] == "True"} == set(methods[:2])
+    assert {row["method"] for row in rows if row["taken"] == "True"} == {"randomk:ratio=0.01", "signsgd"}
+    assert any(0 < float(row["gain_percent"]) < 10 for row in rows)
     assert "--setups uses a fixed list of set-ups: leave out --json" in error("--setups", "--json")
     assert "no compressor beside none and fp16 can be used" in error("--setups", "--compressor", "fp16")
 
