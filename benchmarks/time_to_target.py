@@ -1,12 +1,12 @@
-"""Measured seconds of trainings on the emulated cluster to a target, by method.
+"""Measured seconds of trainings on the emulated cluster to a target, by method, and by policy of a method's levels.
 
-    sudo .venv/bin/python benchmarks/time_to_target.py                      # about 20 minutes
-    sudo .venv/bin/python benchmarks/time_to_target.py --rate 1gbit --method none --method fp16 --seeds 0
+    sudo .venv/bin/python benchmarks/time_to_target.py                      # about 35 minutes
+    sudo .venv/bin/python benchmarks/time_to_target.py --rate 1gbit --method none --policy budget:factor=50 --seeds 0
     .venv/bin/python benchmarks/time_to_target.py --page-only               # only the page, from the existing runs
 
-Trains with each method in turns, on one rank of each host (docs/emulated-cluster.md), until the validation part reaches
-the target. benchmarks/convergence.py predicts these times for simulated ranks. An existing complete run with the same
-options is not trained again.
+Trains with each method and policy in turns, on one rank of each host (docs/emulated-cluster.md), until the validation
+part reaches the target. benchmarks/convergence.py predicts these times for simulated ranks. An existing complete run
+with the same options is not trained again.
 """
 
 from __future__ import annotations
@@ -29,27 +29,37 @@ from hvdcomp.tools.reproduce.trainings import Run, keep_records
 from hvdcomp.tools.terminal import make_console
 
 METHODS = ("none", "fp16", "terngrad", "powersgd:rank=4", "topk:ratio=0.01")
+# Each with the compressor whose levels it chooses. `budget` sends about as many bytes as that does by itself.
+POLICIES = {
+    "budget:factor=50": "topk:ratio=0.01",
+    "lgreco:least=0.1,most=10,levels=13": "topk:ratio=0.01",
+    "accordion:low=0.1,high=0.002,steps=40": "topk:ratio=0.002",
+}
 RATES = ("100mbit", "1gbit")
 UNCOMPRESSED = convergence.UNCOMPRESSED
 
 
 @dataclass(frozen=True)
 class ClusterRun(Run):
-    """The training of a workload with a method, on hosts whose links have a rate."""
+    """The training of a workload with a method, and with a policy unless that is "", on hosts whose links have a
+    rate."""
 
     method: str
     hosts: int
     rate: str
+    policy: str = ""
 
     @property
     def label(self) -> str:
-        return f"{self.hosts} x {self.rate} {self.method}"
+        return f"{self.hosts} x {self.rate} {self.method} {self.policy}".strip()
 
     @cached_property
     def options(self) -> dict[str, Any]:
         workload = convergence.WORKLOADS[self.workload]
-        method = next(method for method in convergence.METHODS if method.spec == self.method)
-        return {**method.options(workload, self.workload), "seed": self.seed, "until": workload.target}
+        listed = {method.spec: method for method in convergence.METHODS}
+        method = listed.get(self.method) or convergence.Method(self.method)
+        policy = {"policy": self.policy} if self.policy else {}
+        return {**method.options(workload, self.workload), **policy, "seed": self.seed, "until": workload.target}
 
     def figures(self) -> dict[str, Any]:
         """Seconds of training, steps and bytes until the evaluation that reached the target; None without it."""
@@ -88,7 +98,7 @@ def train(runs: Sequence[ClusterRun], console: Any) -> list[ClusterRun]:
 
 
 def record_of(runs: Sequence[ClusterRun], best: Sequence[ClusterRun]) -> dict[str, Any]:
-    """The results of the runs of one method.
+    """The results of the runs of one method and policy.
 
     Args:
         best: of each seed, the run of the faster of the methods that do not compress.
@@ -104,6 +114,7 @@ def record_of(runs: Sequence[ClusterRun], best: Sequence[ClusterRun]) -> dict[st
         "hosts": runs[0].hosts,
         "rate": runs[0].rate,
         "method": runs[0].method,
+        "policy": runs[0].policy,
         "seeds": len(runs),
         "reached": len(reached),
         "steps": _mean_of(reached, "steps_to_target"),
@@ -118,7 +129,7 @@ def _mean_of(evaluations: Mapping[int, Mapping[str, Any]], key: str) -> float | 
 
 
 def records_of(runs: Sequence[ClusterRun]) -> list[dict[str, Any]]:
-    """The results of each rate and method, compared with the better uncompressed method."""
+    """The results of each rate, method and policy, compared with the better uncompressed method."""
     finished = [run for run in runs if run.record is not None]
     records = []
     for rate in dict.fromkeys(run.rate for run in finished):
@@ -130,8 +141,8 @@ def records_of(runs: Sequence[ClusterRun]) -> list[dict[str, Any]]:
         ]
         reaching = [place for place, seconds in enumerate(means) if seconds]
         best = min(reaching, key=lambda place: sum(means[place]) / len(means[place]), default=0)
-        for method in dict.fromkeys(run.method for run in of_rate):
-            records.append(record_of([run for run in of_rate if run.method == method], dense[best]))
+        for way in dict.fromkeys((run.method, run.policy) for run in of_rate):
+            records.append(record_of([run for run in of_rate if (run.method, run.policy) == way], dense[best]))
     return records
 
 
@@ -147,7 +158,7 @@ def write_page(file: Path, runs: Sequence[ClusterRun]) -> bool:
     options = ", ".join(f"{key} {value}" for key, value in convergence.WORKLOADS[first.workload].options.items())
     for record in records:
         cells = [
-            record["rate"], f"`{record['method']}`", f"{record['reached']} of {record['seeds']}",
+            record["rate"], f"`{_name(record, '` with `')}`", f"{record['reached']} of {record['seeds']}",
             "-" if record["steps"] is None else f"{record['steps']:.0f}",
             "-" if record["megabytes"] is None else f"{record['megabytes']:.2f}",
             record["seconds"], record["times_as_fast"],
@@ -177,20 +188,25 @@ beside the better of {" and ".join(f"`{one}`" for one in UNCOMPRESSED)}, seed by
 
 
 def draw(records: Sequence[Mapping[str, Any]]) -> bytes:
-    """A plot of the seconds to the target, by rate and method, as PNG; without methods that never reached it."""
+    """A plot of the seconds to the target, by rate and record, as PNG; without methods that never reached it."""
     from hvdcomp.perfmodel.figures import COLOURS, INK, as_png, new_figure
 
     figure = new_figure(8, 0.32 * len(records) + 1.2)
     axes = figure.add_subplot()
     slowest_first = sorted(records, key=lambda record: (record["rate"], -_seconds(record)))
     axes.barh(
-        [f"{record['method']}, {record['rate']}" for record in slowest_first],
+        [f"{_name(record)}, {record['rate']}" for record in slowest_first],
         [_seconds(record) for record in slowest_first],
         color=[INK if record["method"] in UNCOMPRESSED else COLOURS[0] for record in slowest_first],
     )
     axes.set_xlabel("seconds of training to the target, mean over the seeds")
     axes.grid(axis="x", alpha=0.3)
     return as_png(figure)
+
+
+def _name(record: Mapping[str, Any], between: str = " with ") -> str:
+    """The method, and the policy if there is one."""
+    return between.join(filter(None, (record["method"], record["policy"])))
 
 
 def _seconds(record: Mapping[str, Any]) -> float:
@@ -208,6 +224,10 @@ def _seconds(record: Mapping[str, Any]) -> float:
     "--method", "methods", multiple=True, default=METHODS, show_default=True,
     type=click.Choice([method.spec for method in convergence.METHODS]), metavar="SPEC",
 )  # fmt: skip
+@click.option(
+    "--policy", "policies", multiple=True, default=tuple(POLICIES), show_default=True,
+    type=click.Choice(list(POLICIES)), metavar="SPEC",
+)  # fmt: skip
 @click.option("--seeds", default="0,1,2", show_default=True, callback=parse_seeds, metavar="SEED,...")
 @click.option("--runs", type=click.Path(path_type=Path), default=MEASURED / "time-to-target", show_default=True)
 @click.option("--table", type=click.Path(path_type=Path), default=Path("docs/time-to-target.md"), show_default=True)
@@ -217,14 +237,19 @@ def main(
     hosts: int,
     rates: tuple[str, ...],
     methods: tuple[str, ...],
+    policies: tuple[str, ...],
     seeds: tuple[int, ...],
     runs: Path,
     table: Path,
     page_only: bool,
 ) -> None:
     console = make_console(soft_wrap=True)
+    ways = [*((method, "") for method in methods), *((POLICIES[policy], policy) for policy in policies)]
     planned = [
-        ClusterRun(workload, seed, runs, method, hosts, rate) for rate in rates for seed in seeds for method in methods
+        ClusterRun(workload, seed, runs, method, hosts, rate, policy)
+        for rate in rates
+        for seed in seeds
+        for method, policy in ways
     ]
     try:
         failed = [] if page_only else train(planned, console)

@@ -43,6 +43,8 @@ epochs_done = max((int(saved.name.split("-")[1]) for saved in folder.glob("epoch
 if epochs_done:
     accelerator.load_state(str(folder / f"epoch-{epochs_done}"))
 
+if epochs_done == epochs:
+    accelerator.print(f"the training in {folder} is complete; for a new one give another folder, or delete this one")
 for epoch in range(epochs_done, epochs):
     loader.set_epoch(epoch)
     for inputs, classes in loader:

@@ -33,8 +33,8 @@ if saved:
 
 ddp = DistributedDataParallel(model)
 hvdcomp.ddp.register(ddp, compression, optimizer)
-if saved and rank == 0:
-    print(f"going on after step {int(saved)} of 100")
+if saved == 100 and rank == 0:
+    print(f"the training in {folder} is complete; for a new one give another folder, or delete this one")
 for step in range(int(saved) + 1, 101):
     batch = torch.arange(32 * step, 32 * step + 32) % len(digits)
     optimizer.zero_grad()

@@ -35,6 +35,8 @@ if saved:
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
     hvdcomp.dcp.load(compression, folder / str(saved))
 
+if saved == 100 and rank == 0:
+    print(f"the training in {folder} is complete; for a new one give another folder, or delete this one")
 for step in range(saved + 1, 101):
     batch = torch.arange(32 * step, 32 * step + 32) % len(digits)
     optimizer.zero_grad()

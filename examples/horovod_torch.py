@@ -31,6 +31,8 @@ if saved:
     for name, part in parts.items():
         part.load_state_dict(state[name])
 
+if saved == 100 and rank == 0:
+    print(f"the training in {folder} is complete; for a new one give another folder, or delete this one")
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 for step in range(int(saved) + 1, 101):
     batch = torch.arange(32 * step, 32 * step + 32) % len(digits)

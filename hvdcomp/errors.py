@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import os
+import site
+import traceback
 import warnings
 from collections.abc import Sequence
+
+_PACKAGES = (*map(os.path.dirname, (__file__, os.__file__)), *site.getsitepackages(), site.getusersitepackages())
+_NOT_OF_USERS = (*(f"{folder}{os.sep}" for folder in _PACKAGES), "<frozen ")
 
 
 class SpecError(ValueError):
@@ -38,12 +45,17 @@ def listed(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def warn_alone(message: str, stacklevel: int = 2) -> None:
+def warn_alone(message: str) -> None:
     """Warns on this rank only, and never raises: with `python -W error`, an error would leave other ranks waiting.
 
-    Args:
-        message: the warning.
-        stacklevel: as in `warnings.warn`, for the caller.
+    The warning points to the line of the user's program that led to it: the innermost line outside of hvdcomp, of
+    installed packages and of Python itself. Without one, as in a thread of a framework, it points to the caller.
     """
+    stack = list(traceback.walk_stack(inspect.currentframe()))[1:]
+    users = [place for place in stack if not place[0].f_code.co_filename.startswith(_NOT_OF_USERS)]
+    frame, line = (users or stack)[0]
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
     with contextlib.suppress(Warning):
-        warnings.warn(message, stacklevel=stacklevel + 1)
+        warnings.warn_explicit(
+            message, UserWarning, frame.f_code.co_filename, line, frame.f_globals.get("__name__"), registry
+        )

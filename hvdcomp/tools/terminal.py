@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import click
 from rich import box
@@ -32,17 +32,19 @@ def make_console(**options: Any) -> Console:
     return console
 
 
-def make_table(*headings: str, numbers: Sequence[str] = ()) -> Table:
+def make_table(*headings: str, numbers: Sequence[str] = (), whole: bool = False) -> Table:
     """An empty table.
 
     Args:
         headings: headings of the columns, of one or more lines.
         numbers: headings of columns with numbers, which are right-aligned and not wrapped.
+        whole: whether no column is wrapped.
     """
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_header=any(headings))
     for heading in headings:
         is_number = heading in numbers
-        table.add_column(heading, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+        justify: Literal["left", "right"] = "right" if is_number else "left"
+        table.add_column(heading, justify=justify, no_wrap=is_number or whole, overflow="fold")
     return table
 
 
@@ -50,7 +52,7 @@ def print_table(console: Console, table: Table, title: str | None = None) -> Non
     """Prints a table; on a console that is too narrow, row by row, each cell with its heading."""
     if title:
         console.print(Text(title, "bold"), soft_wrap=True)
-    if _least_width(console, table) <= console.width:
+    if fits(console, table):
         console.print(table)
         return
     headings = [" ".join(str(column.header).split()) for column in table.columns]
@@ -62,14 +64,14 @@ def print_table(console: Console, table: Table, title: str | None = None) -> Non
         console.print()
 
 
-def _least_width(console: Console, table: Table) -> int:
-    """The least width at which numbers and short words of a table are not broken."""
-    width = 1
+def fits(console: Console, table: Table) -> bool:
+    """Whether the console is as wide as a table needs, so that no number and no short word is broken."""
+    width = 0
     for column in table.columns:
         sizes = [Measurement.get(console, console.options, cell) for cell in (column.header, *column.cells)]
         widths = [size.maximum if column.no_wrap else min(size.minimum, _LEAST) for size in sizes]
-        width += max(widths, default=0) + 1
-    return width
+        width += max(widths, default=0) + 2  # an edge or a divider, and a space
+    return width <= console.width
 
 
 class Group(click.Group):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import linecache
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -513,9 +514,12 @@ def test_error_feedback_under_a_stock_adam_is_warned_of(optimizer: Any, compress
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(lambda: Compression(compressor), lambda given: optimizer(given, lr=1e-3), steps=2)
-    said = [str(one.message) for one in caught if "learns badly with error feedback of" in str(one.message)]
+    said = [one for one in caught if "learns badly with error feedback of" in str(one.message)]
     assert len(said) == warns
-    assert not said or str(next(iter(compressor.leaves()))) in said[0]
+    for one in said:
+        assert str(next(iter(compressor.leaves()))) in str(one.message)
+        assert one.filename == __file__
+        assert linecache.getline(one.filename, one.lineno).strip() == "exchange()", "the line of the program"
 
 
 def test_without_memory_nothing_is_warned_of(recwarn: pytest.WarningsRecorder) -> None:

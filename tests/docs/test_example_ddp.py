@@ -61,11 +61,13 @@ def test_the_gallery_has_every_program_and_a_test_starts_it() -> None:
         assert f'"{program.name}"' in tests
 
 
-def test_it_trains(tmp_path: Path) -> None:
+def test_it_trains_once(tmp_path: Path) -> None:
     steps, losses, factors = zip(*train(tmp_path), strict=True)
     assert steps == tuple(range(10, 101, 10))
     assert losses[-1] < 1
     assert factors[-1] > 10
+    again = run_ranks(2, "torchrun", [str(EXAMPLES / "ddp.py"), str(tmp_path)], timeout=120).stdout
+    assert f"the training in {tmp_path} is complete; for a new one give another folder, or delete this one" in again
 
 
 @pytest.mark.thorough
@@ -108,6 +110,8 @@ def test_fsdp_trains_and_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytes
         for folder in (stopped, larger):
             shutil.copytree(whole / str(step), folder / str(step))
     assert train(stopped, example="fsdp.py")[0][0] == 50
+    again = run_ranks(2, "torchrun", [str(EXAMPLES / "fsdp.py"), str(whole)], timeout=120).stdout
+    assert f"the training in {whole} is complete; for a new one give another folder, or delete this one" in again
     steps, losses, _ = zip(*train(larger, example="fsdp.py", ranks=4), strict=True)
     assert steps[0] == 50
     assert losses[-1] < 1

@@ -6,7 +6,9 @@ import copy
 import gc
 import io
 import json
+import linecache
 import sys
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -107,6 +109,18 @@ def case_fp16_equals_the_hook_of_torch() -> None:
     distributed.register_comm_hook(None, fp16_compress_hook)
     train(distributed, optimizer)
     torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-2, atol=1e-4)
+
+
+def case_a_warning_points_to_the_line_of_the_program() -> None:
+    """Though autograd calls the hook."""
+    distributed, optimizer, _ = distribute(large_model(), "topk:ratio=0.99")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(distributed, optimizer, steps=1)
+    said = [one for one in caught if "more bytes than they have" in str(one.message)]
+    assert len(said) == (dist.get_rank() == 0)
+    for one in said:
+        assert ".backward()" in linecache.getline(one.filename, one.lineno), one
 
 
 def case_everything_sent_is_the_mean_gradient() -> None:

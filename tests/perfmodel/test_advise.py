@@ -297,6 +297,17 @@ def test_the_table(width: int) -> None:
     assert "must compress 6.1 times" in words
 
 
+@pytest.mark.parametrize(("width", "more"), [(80, ""), (110, " latency")])
+def test_names_are_whole_where_columns_fit(width: int, more: str) -> None:
+    longest = "two_level(qsgd:bits=2,exchange=scatter)"
+    lines = run(*PRESET, "--compressor", longest, "--compressor", "signsgd", width=width).stdout.splitlines()
+    assert longest in [line.split()[0] for line in lines if line.strip()]
+    times = "step compute encode network" if more else "step encode network"
+    assert " ".join(lines[2].split()).startswith(f"{times}{more} beats")
+    end = lines.index(f"The table has more columns on a terminal of more than {width}.")
+    assert max(map(len, lines[:end])) <= width
+
+
 @pytest.mark.parametrize("width", [20, *(pytest.param(one, marks=pytest.mark.thorough) for one in (40, 60)), None])
 def test_nothing_is_cut_off(width: int | None) -> None:
     """On a narrow terminal, and where the output is a pipe, whatever the width of the terminal that it comes from."""
@@ -520,6 +531,36 @@ def test_without_a_batch_size_or_a_compressor_there_is_less_to_count(tmp_path: P
     assert (row["setups"], row["fp16_fastest"], row["compressor_fastest"], row["often"]) == ("6", "6", "0", "")
     assert "leave out --world-size, --json" in error("--count", "--world-size", "8", "--json")
     assert "unknown compressor 'foo'" in error("--count", "--compressor", "foo")
+
+
+def test_set_ups_are_listed_one_by_one(tmp_path: Path) -> None:
+    """At 1 (the calibration's rate), 10 and 25 Gb/s, with the times of a ring and of an allgather of 100 MB. Some leads
+    are within the model's error."""
+    file = tmp_path / "here.json"
+    times = {"randomk:ratio=0.01": 0.07, "signsgd": 0.0, "topk:ratio=0.01": 9.0}
+    save(calibrated(encode={spec: EncodeTime(seconds) for spec, seconds in times.items()}), file)
+    result = run("--setups", "--calibration", file)
+    assert result.exit_code == 0, result.output
+    rows = list(csv.DictReader(result.stdout.splitlines()))
+    adviser = Adviser(load(file))
+    setups = [(ranks, gbps) for ranks in (8, 16, 32, 64, 96, 128) for gbps in (1, 10, 25)]
+    assert len(rows) == len(setups) * len(times)
+    for at, (ranks, gbps) in enumerate(setups):
+        ring, gathered = 1600 * (ranks - 1) / ranks / gbps, 800 * (ranks - 1) / gbps
+        dense, fp16 = 100 + ring, 100 + ring / 2
+        expected = (170 + ring / 100, 100 + gathered / 32, 9100 + gathered * 1.5 / 100)
+        take = adviser.advise(Setting(ranks, gbps * GBPS)).take
+        for method, step, row in zip(times, expected, rows[3 * at :], strict=False):
+            known = ("test", "", "m", method, str(ranks), "", f"{gbps}.0")
+            assert tuple(row.values())[:7] == known
+            milliseconds = [float(row[key]) for key in ("step_ms", "dense_ms", "fp16_ms")]
+            assert milliseconds == pytest.approx([step, dense, fp16], rel=1e-3)
+            assert float(row["gain_percent"]) == pytest.approx(100 * (min(dense, fp16) / step - 1), abs=0.1)
+            assert (row["taken"], row["estimated"]) == (str(take == method), "False")
+    assert {row["method"] for row in rows if row["taken"] == "True"} == {"randomk:ratio=0.01", "signsgd"}
+    assert any(0 < float(row["gain_percent"]) < 10 for row in rows)
+    assert "--setups uses a fixed list of set-ups: leave out --json" in error("--setups", "--json")
+    assert "no compressor beside none and fp16 can be used" in error("--setups", "--compressor", "fp16")
 
 
 @pytest.mark.thorough

@@ -57,6 +57,7 @@ _OLDEST = 3, 6  # of Triton
 _HIGHEST_RANK = 32  # of low-rank factors: a program must hold all their products
 _ALIGNMENT = 32  # elements that a device reads at once
 _serves_host = False
+_warn_once = functools.cache(warn_alone)
 
 
 def available() -> bool:
@@ -153,12 +154,8 @@ def warn_where_none(array: Any) -> None:
     """Warns, once, if a PyTorch array is on a device that has no kernels, unless HVDCOMP_KERNELS=off."""
     if hasattr(array, "is_cuda") and _is_served_device(array) and all(_missing()):
         reason, remedy = _missing()
-        _warn(f"gradients on the GPU are compressed one tensor after the other, which is slower: {reason}. {remedy}")
-
-
-@functools.cache
-def _warn(message: str) -> None:
-    warn_alone(message, stacklevel=3)
+        slower = "gradients on the GPU are compressed one tensor after the other, which is slower"
+        _warn_once(f"{slower}: {reason}. {remedy}")
 
 
 def serves_host() -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import click
 import numpy as np
 from click.core import ParameterSource
+from rich.table import Table
 from rich.text import Text
 
 from hvdcomp.compressors import BUCKET_BYTES, Compressor, evidence_in_words, first_to_try
@@ -20,13 +21,15 @@ from hvdcomp.errors import SpecError
 from hvdcomp.files import csv_of
 from hvdcomp.perfmodel import CalibrationError, Setting, load, presets
 from hvdcomp.perfmodel.advice import FREE, UNCOMPRESSED, Advice, Adviser, Method
-from hvdcomp.perfmodel.count import BATCHES, WORLD_SIZES, counts
+from hvdcomp.perfmodel.count import BATCHES, RATES, WORLD_SIZES, counts, setups
 from hvdcomp.perfmodel.rates import GBPS, parse_gbps
 from hvdcomp.perfmodel.sweep import AXES, Sweep, parse_axis, sweep
-from hvdcomp.tools.terminal import make_console, make_table, print_table
+from hvdcomp.tools.terminal import fits, make_console, make_table, print_table
 
 _PRESET = "v100-p3.8xlarge"
 _LISTED = 4  # specs in a sentence
+_LESS_NEEDED = ("kept", "dense", "latency", "compute", "limited", "network", "encode")
+"""Columns that a console too narrow for all goes without, these first."""
 _LIBRARIES = {"horovod": "Horovod", "ddp": "DistributedDataParallel"}
 
 
@@ -101,10 +104,18 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
 )
 @click.option(
     "--count",
-    is_flag=True,
+    "listed",
+    flag_value="count",
     help="Instead of a table, count the set-ups in which compression pays, and print them as CSV. The set-ups are "
     f"{', '.join(map(str, WORLD_SIZES))} ranks with {', '.join(f'{share:g}' for share in BATCHES)} times the batch "
     "size, for all models of all presets (or of --calibration) and all compressors (or those of --compressor).",
+)
+@click.option(
+    "--setups",
+    "listed",
+    flag_value="setups",
+    help="Instead of a table, print as CSV a row for each set-up of --count and each compressor, at the calibration's "
+    f"rate and {', '.join(map(str, RATES))} Gb/s: predicted times, gain, and whether the compressor is recommended.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, for programs.")
 @click.pass_context
@@ -121,7 +132,7 @@ def command(
     output: Path | None,
     bucket_bytes: int | None,
     every: int | None,
-    count: bool,
+    listed: str | None,
     as_json: bool,
 ) -> None:
     """Predict whether compression makes training faster, and with which compressor.
@@ -131,8 +142,8 @@ def command(
     dense and fp16 gradients, which libraries send themselves, by more than the model's error. Nothing is measured or
     run.
     """
-    if count:
-        _count(context, calibration, compressors)
+    if listed is not None:
+        _list(context, listed, calibration, compressors)
         return
     if axis is None and (growth is not None or output is not None):
         raise click.UsageError("--growth and --output belong to --sweep; add --sweep NAME=LOW..HIGH, or leave them out")
@@ -166,17 +177,20 @@ def show_advice(adviser: Adviser, setting: Setting, advice: Advice) -> None:
     _print(_report(adviser, setting, advice, None, []))
 
 
-def _count(context: click.Context, calibration: str, compressors: tuple[str, ...]) -> None:
-    """Prints the number of set-ups in which compression pays, as CSV."""
+def _list(context: click.Context, listed: str, calibration: str, compressors: tuple[str, ...]) -> None:
+    """Prints the number of set-ups in which compression pays, or the set-ups, as CSV."""
     set_by_user = [name for name in context.params if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
     options = {param.name: param.opts[0] for param in context.command.params}
-    if wrong := [options[name] for name in set_by_user if name not in ("count", "calibration", "compressors")]:
-        raise click.UsageError(f"--count uses a fixed list of set-ups: leave out {', '.join(wrong)}")
+    if wrong := [options[name] for name in set_by_user if name not in ("listed", "calibration", "compressors")]:
+        raise click.UsageError(f"--{listed} uses a fixed list of set-ups: leave out {', '.join(wrong)}")
+    rows_of = counts if listed == "count" else setups
     try:
         sources = (calibration,) if "calibration" in set_by_user else presets()
-        rows = [row for source in sources for row in counts(load(source), compressors or None)]
+        rows = [row for source in sources for row in rows_of(load(source), compressors or None)]
     except (CalibrationError, SpecError) as error:
         raise click.ClickException(str(error)) from None
+    if not rows:
+        raise click.UsageError(f"no compressor beside {' and '.join(FREE)} can be used: name others with --compressor")
     click.echo(csv_of(rows).decode(), nl=False)
 
 
@@ -335,32 +349,40 @@ def _title(report: dict[str, Any]) -> str:
 
 
 def _print(report: dict[str, Any]) -> None:
+    """Prints the table, on a narrow console with fewer columns or else row by row, and the words."""
     console = make_console()
-    wide = console.width >= 92
-    times = {part: f"{part}\nms" for part in ("step", "compute", "encode", "network")}
-    if wide:
-        times |= {"latency": "latency\nms"}
-    if any(row["at_end_ms"] is not None for row in report["methods"].values()):
-        times = {"step": times.pop("step"), "at_end": "all at\nthe end", **times}
-    if (every := report.get("local_steps")) is not None:
-        times = {"step": times.pop("step"), "local_step": f"{every} local\nsteps", **times}
-    numbers = [*times.values(), *(["times\ndense"] if wide else [])]
-    kept = ["kept\nB/param"] if console.width >= 104 else []
-    numbers += kept
-    headings = ["method", *numbers, "beats dense\nat Gb/s", "limited\nby"]
-    table = make_table(*headings, numbers=numbers)
-    for spec, row in sorted(report["methods"].items(), key=lambda entry: entry[1]["step_ms"]):
-        table.add_row(
-            Text(spec, "bold" if spec == report["winner"] else ""),
-            *(_cell(part, row) for part in times),
-            *([f"{row['speedup_over_dense']:.2f}"] if wide else []),
-            *([f"{row['kept_bytes_per_parameter']:.1f}"] if kept else []),
-            "" if spec == UNCOMPRESSED or report["winner"] is None else _ranges(row["wins_in_gbps"]),
-            row["limited_by"],
-        )
+    tables = [_table(report, _LESS_NEEDED[:count]) for count in range(len(_LESS_NEEDED) + 1)]
+    table = next((table for table in tables if fits(console, table)), tables[0])
     print_table(console, table, _title(report))
+    if table is not tables[0]:
+        console.print(f"The table has more columns on a terminal of more than {console.width}.", soft_wrap=True)
     for line in [*_conclusions(report), *report["notes"]]:
         console.print(line, soft_wrap=True)
+
+
+def _table(report: dict[str, Any], left_out: Sequence[str] = ()) -> Table:
+    """The methods, the fastest first, without some columns."""
+    methods, every = report["methods"], report.get("local_steps")
+    times = {part: f"{part}\nms" for part in ("step", "compute", "encode", "network", "latency")}
+    if any(row["at_end_ms"] is not None for row in methods.values()):
+        times = {"step": times.pop("step"), "at_end": "all at\nthe end", **times}
+    if every is not None:
+        times = {"step": times.pop("step"), "local_step": f"{every} local\nsteps", **times}
+    numbers = {**times, "dense": "times\ndense", "kept": "kept\nB/param"}
+    headings = {"method": "method", **numbers, "wins": "beats dense\nat Gb/s", "limited": "limited\nby"}
+    shown = [column for column in headings if column not in left_out]
+    table = make_table(*(headings[column] for column in shown), numbers=list(numbers.values()), whole=True)
+    for spec, row in sorted(methods.items(), key=lambda entry: entry[1]["step_ms"]):
+        cells: dict[str, str | Text] = {
+            "method": Text(spec, "bold" if spec == report["winner"] else ""),
+            **{part: _cell(part, row) for part in times},
+            "dense": f"{row['speedup_over_dense']:.2f}",
+            "kept": f"{row['kept_bytes_per_parameter']:.1f}",
+            "wins": "" if spec == UNCOMPRESSED or report["winner"] is None else _ranges(row["wins_in_gbps"]),
+            "limited": row["limited_by"],
+        }
+        table.add_row(*(cells[column] for column in shown))
+    return table
 
 
 def _cell(part: str, row: dict[str, Any]) -> str:
@@ -371,7 +393,7 @@ def _cell(part: str, row: dict[str, Any]) -> str:
 
 
 def _ranges(ranges: list[list[float | None]]) -> str:
-    """The bandwidths at which a method is faster than dense, in Gb/s."""
+    """The bandwidths at which a method is faster than dense, in Gb/s, a range on a line."""
     if not ranges:
         return "never"
     words = []
@@ -380,7 +402,7 @@ def _ranges(ranges: list[list[float | None]]) -> str:
             words.append("always" if high is None else f"below {high:.3g}")
         else:
             words.append(f"above {low:.3g}" if high is None else f"{low:.3g} to {high:.3g}")
-    return ", ".join(words)
+    return ",\n".join(words)
 
 
 def _conclusions(report: dict[str, Any]) -> list[str]:

@@ -20,10 +20,17 @@ def benchmark_file() -> ModuleType:
 
 def test_the_page_compares_with_the_better_of_dense_and_fp16(benchmark_file: ModuleType, tmp_path: Path) -> None:
     runs, page = tmp_path / "runs", tmp_path / "page.md"
-    seconds = {"none": (40.0, 42.0), "fp16": (20.0, 22.0), "topk:ratio=0.01": (5.0, None)}
-    for method, of_seeds in seconds.items():
+    accordion = "accordion:low=0.1,high=0.002,steps=40"
+    seconds = {
+        ("none", ""): (40.0, 42.0),
+        ("fp16", ""): (20.0, 22.0),
+        ("topk:ratio=0.01", ""): (5.0, None),
+        ("topk:ratio=0.01", "budget:factor=50"): (4.0, None),
+        ("topk:ratio=0.002", accordion): (10.0, 11.0),
+    }
+    for (method, policy), of_seeds in seconds.items():
         for seed, found in enumerate(of_seeds):
-            run = benchmark_file.ClusterRun("mnist1d", seed, runs, method, 4, "100mbit")
+            run = benchmark_file.ClusterRun("mnist1d", seed, runs, method, 4, "100mbit", policy)
             run.folder.mkdir(parents=True)
             until = {"reached": found is not None, "trained_seconds": found, "step": 400, "bytes_sent": 2_500_000}
             summary = {"status": "finished", "options": TrainingOptions(**run.options).resolved().as_json()}
@@ -36,6 +43,8 @@ def test_the_page_compares_with_the_better_of_dense_and_fp16(benchmark_file: Mod
     assert "at commit `abc`" in text
     assert "| 100mbit | `fp16` | 2 of 2 | 400 | 2.50 | 21.0 ± 12.7 | 1.00 ± 0.00 |" in text
     assert "| 100mbit | `topk:ratio=0.01` | 1 of 2 | 400 | 2.50 | 5.0 | 4.00 |" in text, "against seed 0 of fp16"
+    assert "| 100mbit | `topk:ratio=0.01` with `budget:factor=50` | 1 of 2 | 400 | 2.50 | 4.0 | 5.00 |" in text
+    assert f"| `topk:ratio=0.002` with `{accordion}` | 2 of 2 | 400 | 2.50 | 10.5 ± 6.4 | 2.00 ± 0.00 |" in text
     assert "powersgd" not in text, "has no run"
     assert "topk:ratio=0.01" in page.with_suffix(".csv").read_text()
     assert page.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
