@@ -80,7 +80,7 @@ class RowExchange:
             wire = wire_name(wire_dtype)
             if ratio is not None and not 0 < ratio <= 1:
                 raise ConfigurationError(f"RowExchange: ratio={ratio!r} is not possible; give it a share from 0 to 1")
-            self.tables: dict[str, Any] = tables_of(model, tables)
+            self.tables: dict[str, Any] = tables_of(model, tables, "RowExchange")
         weights = {name: table.weight for name, table in self.tables.items()}
         shapes = {name: EmbeddingTable(name_of(weight.dtype), *weight.shape) for name, weight in weights.items()}
         require_agreement(self.ranks, {"ratio of RowExchange": ratio}, _ON_HOST)
@@ -152,11 +152,11 @@ class RowExchange:
         require_agreement(self.ranks, facts, _ON_HOST, remedy)
 
 
-def tables_of(model: Any, names: Iterable[str] | None) -> dict[str, Any]:
-    """The modules of the tables, by the names of their weights."""
+def tables_of(model: Any, names: Iterable[str] | None, user: str) -> dict[str, Any]:
+    """The modules of the tables, by the names of their weights; `user` is named in errors."""
     if isinstance(model, DistributedDataParallel):
         raise ConfigurationError(
-            "RowExchange was given a model in DistributedDataParallel, which exchanges its tables already; give it the "
+            f"{user} was given a model in DistributedDataParallel, which exchanges its tables already; give it the "
             "model before"
         )
     embeddings = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, EMBEDDINGS)}
@@ -170,7 +170,7 @@ def tables_of(model: Any, names: Iterable[str] | None) -> dict[str, Any]:
     missing = [name for name in table_names if name not in embeddings]
     if missing or not table_names:
         given = f"{', '.join(missing)}, which is no weight of an embedding" if missing else "no table with sparse=True"
-        raise ConfigurationError(f"RowExchange was given {given}; the model has {', '.join(embeddings) or 'none'}")
+        raise ConfigurationError(f"{user} was given {given}; the model has {', '.join(embeddings) or 'none'}")
     for name in table_names:
         if embeddings[name].max_norm is not None:
             raise ConfigurationError(
@@ -178,7 +178,7 @@ def tables_of(model: Any, names: Iterable[str] | None) -> dict[str, Any]:
                 "up, so that weights would differ between the ranks; leave max_norm out"
             )
         if hasattr(embeddings[name].weight, "device_mesh"):
-            raise ConfigurationError(f"{name} is sharded, and RowExchange serves tables that each rank has in whole")
+            raise ConfigurationError(f"{name} is sharded, and {user} serves tables that each rank has in whole")
     of_weight = {id(embeddings[name].weight): name for name in reversed(table_names)}  # tables may share one
     return {name: embeddings[name] for name in table_names if of_weight[id(embeddings[name].weight)] == name}
 

@@ -63,7 +63,7 @@ class ShardedTables:
         self.model = model
         self.ranks: Any = started_ranks() if communicator is None else communicator
         with refused_on_every_rank(self.ranks, _ON_HOST):
-            self.tables: dict[str, Any] = tables_of(model, tables)
+            self.tables: dict[str, Any] = tables_of(model, tables, "ShardedTables")
             for name, table in self.tables.items():
                 _check(model, name, table, fill)
             parts = {name: self._part(name, table, fill) for name, table in self.tables.items()}
