@@ -204,7 +204,7 @@ class LookAhead:
 
     def _require_latest(self) -> None:
         if self.rows.ahead is not self:
-            raise ConfigurationError("another LookAhead was made of this RowExchange; go on with the latest only")
+            raise ConfigurationError("another LookAhead was made of these tables; go on with the latest only")
 
     def _read(self, batches: Iterator[Any]) -> None:
         """Puts the next batch, or the end, into the window."""

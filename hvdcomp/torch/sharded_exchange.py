@@ -1,10 +1,10 @@
 """The exchange of sharded tables in `LookAhead`: gradients of rows go to all ranks that have them, rows to a cache.
 
-A rank has the rows that it owns, and those that it or one of the coming batches looks up, in a cache. All ranks know
-the keys of all ranks in these batches, so that each knows what all others have, and no rank asks another. In a step
-the gradient of a row goes to its owner and to the ranks that have it and will look it up again. All make the same mean
-and the same update, with the optimizer's state of the row, which comes with it. So the owner always has the row, and
-to evict it from a cache is to forget it.
+A rank has the rows that it owns and, in a cache, those that it looks up in the coming batches. All ranks know the keys
+of all ranks in these batches, so that each knows which rows the others have, and no rank asks another. In a step the
+gradient of a row goes to its owner and to the ranks that have it and will look it up again. All make the same mean and
+the same update, with the optimizer's state of the row, which comes with it. So the owner always has the row, and a
+cache forgets it after its last use.
 """
 
 from __future__ import annotations

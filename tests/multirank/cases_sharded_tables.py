@@ -19,6 +19,7 @@ from hvdcomp.torch import LookAhead, RowExchange, ShardedTables
 from tests.multirank.cases_look_ahead import OPTIMIZERS, Batch, Loader, Training, batch_of
 from tests.multirank.cases_rows import Clicks
 from tests.multirank.training_ddp import gathered, own_generator, raised
+from tests.multirank.worker import thorough
 
 
 class Sharded(Training):
@@ -34,25 +35,31 @@ def parts(training: Training) -> dict[str, Any]:
 
 
 def assert_same(ours: Training, plain: Training) -> None:
-    assert_same_parts(gathered(parts(ours)), plain)
+    """Asserts that this rank has its rows of the whole tables, and their sums."""
+    ranks, own, whole = ours.rows.ranks, parts(ours), parts(plain)
+    for name, weight in whole["model"].items():
+        assert torch.equal(own["model"][name], weight[ranks.rank :: ranks.world_size]), name
+    for number, sums in whole["sums"].items():
+        assert sums is None or torch.equal(own["sums"][number], sums[ranks.rank :: ranks.world_size]), number
 
 
-def assert_same_parts(of_ranks: list[dict[str, Any]], plain: Training) -> None:
-    whole, expected = ShardedTables.resharded(of_ranks, 0, 1), parts(plain)
-    for name, weight in expected["model"].items():
-        assert torch.equal(whole["model"][name], weight), name
-    for number, sums in expected["sums"].items():
-        assert sums is None or torch.equal(whole["sums"][number], sums), number
-
-
-def case_it_is_synchronous_training_of_whole_tables_bit_for_bit() -> None:
-    for kind, batches in zip(OPTIMIZERS, (3, 1, 2), strict=True):
+def same_as_whole_tables(steps: int, epochs: int) -> None:
+    for kind, batches in zip(OPTIMIZERS, (4, 1, 2), strict=True):
         plain, ours = Training(kind), Sharded(kind)
-        loader, ahead = Loader(20), ours.ahead(Loader(20), batches)
-        for _ in range(2):
+        loader, ahead = Loader(steps), ours.ahead(Loader(steps), batches)
+        for _ in range(epochs):
             plain.synchronous(loader)
             ours.look_ahead(ahead, ahead.step)
             assert_same(ours, plain)
+
+
+def case_it_is_synchronous_training_of_whole_tables_bit_for_bit() -> None:
+    same_as_whole_tables(10, 2)
+
+
+@thorough
+def case_it_is_synchronous_training_of_whole_tables_bit_for_bit_after_200_steps() -> None:
+    same_as_whole_tables(200, 1)
 
 
 def case_it_takes_over_from_a_broken_off_epoch_and_evaluates_between() -> None:
@@ -97,9 +104,8 @@ def case_it_goes_on_from_a_state_on_fewer_ranks() -> None:
         fewer.rate.load_state_dict(states[rank]["rate"])
         fewer.look_ahead(going_on, going_on.step)
         plain.synchronous(itertools.islice(Loader(8), 3, None))
-    everyone = gathered(parts(fewer) if rank < size // 2 else None)
-    if rank < size // 2:
-        assert_same_parts(everyone[: size // 2], plain)
+        assert_same(fewer, plain)
+    dist.barrier()
 
 
 def case_a_loaded_state_ends_an_iteration() -> None:
@@ -140,7 +146,7 @@ def case_what_ids_do_not_name_and_no_table_is_refused_on_every_rank() -> None:
     assert "also the weight of another layer" in raised(ConfigurationError, lambda: ShardedTables(tied))
     empty = torch.nn.ModuleList([torch.nn.Embedding(7, 2, sparse=True, device="meta")])
     assert "give ShardedTables `fill`" in raised(ConfigurationError, lambda: ShardedTables(empty))
-    said = raised(ConfigurationError, lambda: ShardedTables(empty, fill=lambda _, ids: torch.zeros(len(ids), 3)))
+    said = raised(RankMismatchError, lambda: ShardedTables(empty, fill=lambda _, ids: torch.zeros(len(ids), 3)))
     assert "give it one of" in said
 
 
@@ -212,6 +218,7 @@ def stated_rows(by_step: list[list[set[int]]], reach: int, size: int) -> list[tu
 
 def case_rows_and_bytes_are_those_of_the_plan_and_a_rank_keeps_its_shard_and_cache() -> None:
     rows, columns, lookups, steps, size = 40_000, 8, 64, 8, dist.get_world_size()
+    gc.collect()
     plain_bytes = tensor_bytes()
     ours = Sharded(ADAGRAD, Items(rows, columns, "meta"), fill=filled(columns))
     shard = 2 * 4 * columns * len(range(dist.get_rank(), rows, size))  # with the sums of Adagrad
@@ -221,24 +228,25 @@ def case_rows_and_bytes_are_those_of_the_plan_and_a_rank_keeps_its_shard_and_cac
     by_step = [list(of_ranks) for of_ranks in zip(*everyone, strict=True)]
     ahead = ours.ahead(batches, 4)
     sent, kept = [], []
-    for batch in ahead:
+    for step, batch in enumerate(ahead):
         ours.look_ahead([batch], ahead.step)
         last = ours.rows.ledger.last
         assert last is not None
         sent.append(last.bytes_sent)
-        kept.append(tensor_bytes() - plain_bytes - shard)
+        if step in (3, steps - 1):
+            kept.append(tensor_bytes() - plain_bytes - shard)
     stated = stated_rows(by_step, 3, size)
     row = 4 * columns
     expected = [gradients * row + fetched * 2 * row for gradients, fetched in stated[1:]]
     expected[0] += stated[0][1] * 2 * row  # fetched before the first step
     keys = [4 * max(map(len, of_ranks)) for of_ranks in by_step]
     assert sent == [rows_bytes + 8 + of_keys + 1 for rows_bytes, of_keys in zip(expected, keys, strict=True)]
-    raise RuntimeError(f"{kept} {shard}")
+    # Cached and late rows, and ids, of the batches read ahead: no part of the other rows of the table.
+    assert max(kept) < 4 * (4 + 1) * (lookups + len(popular)) * 2 * row < 0.1 * shard, kept
 
 
 def tensor_bytes() -> int:
     """Bytes of all tensors in this process."""
-    gc.collect()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
