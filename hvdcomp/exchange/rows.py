@@ -143,6 +143,54 @@ class RowMeans:
         finish = self._start_whole(rows, list(map(len, unions)), places, ranks, name)
         return lambda: self._as_rows(unions, finish())
 
+    def start_taken(
+        self,
+        rows: Sequence[Array],
+        by_rank: Sequence[Sequence[Array]],
+        taken: Sequence[Array],
+        ranks: Communicator,
+        name: str,
+    ) -> Callable[[], list[Rows]]:
+        """As `start_known`, where a rank gets only means that it takes.
+
+        Args:
+            taken: bool (ranks, ids) of each table: which rank takes which of the ids of any rank, in order.
+        """
+        size, rank = ranks.world_size, ranks.rank
+        unions, places = _united(by_rank)
+        takers = [[mask[:, at] for at in of_table] for mask, of_table in zip(taken, places, strict=True)]
+        lengths = np.zeros((size, size), np.int64)  # bytes from each rank to each
+        for wire, of_table in zip(self._wires, takers, strict=True):
+            lengths += wire.row_bytes * np.array([mask.sum(1).tolist() for mask in of_table], np.int64)
+        part = int(lengths.max())
+        chunks = [
+            _packed(self._encoded([row[mask[rank][to]] for row, mask in zip(rows, takers, strict=True)]), part)
+            for to in range(size)
+        ]
+        self._rows += [int(of_table[rank].sum()) for of_table in takers]
+        wait = self.start_alltoall(chunks, ranks, name)
+        own = [mask[rank] for mask in taken]
+        at = [
+            [(mine.cumsum(0) - 1)[of_rank[mine[of_rank]]] for of_rank in of_table]
+            for mine, of_table in zip(own, places, strict=True)
+        ]
+        sums = [int(mine.sum()) for mine in own]
+        ids = [union[mine] for union, mine in zip(unions, own, strict=True)]
+        return lambda: self._as_rows(ids, self._decoded(_packed(self._sums(wait(), at, sums)), sums))
+
+    def start_alltoall(self, chunks: Sequence[Array], ranks: Communicator, name: str) -> Callable[[], Array]:
+        """What waits for the bytes that each rank sent to this one, uint8 (ranks, length).
+
+        Args:
+            chunks: what this rank sends to each, uint8 (length,): of the same length on all ranks.
+        """
+        packed = _packed(chunks)
+        self._sent += len(packed)
+        if not len(packed):
+            return lambda: packed.reshape(len(chunks), 0)
+        handle = ranks.start_alltoall(packed, name)
+        return lambda: ranks.wait(handle)
+
     def record(self, ids: Sequence[Array], beside: int = 0) -> None:
         """Ends a step in the ledger.
 
@@ -184,8 +232,7 @@ class RowMeans:
             _packed(self._encoded([row[to == owner] for row, to in zip(rows, own, strict=True)]), part)
             for owner in range(size)
         ]
-        self._sent += size * part
-        received = self._ranks.wait(self._ranks.start_alltoall(xp.concatenate(chunks), "hvdcomp.rows.parts"))
+        received = self.start_alltoall(chunks, self._ranks, "hvdcomp.rows.parts")()
         owned = [[of_rank[of_rank % size == rank] // size for of_rank in of_table] for of_table in places]
         of_owner = [[len(range(owner, length, size)) for length in sums] for owner in range(size)]
         owned_means = self._sums(received, owned, of_owner[rank])

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hvdcomp.torch.look_ahead import LookAhead as LookAhead
     from hvdcomp.torch.row_wise_adagrad import RowWiseAdagrad as RowWiseAdagrad
     from hvdcomp.torch.rows import RowExchange as RowExchange
+    from hvdcomp.torch.sharded_tables import ShardedTables as ShardedTables
 
 
 def __getattr__(name: str) -> Any:
@@ -38,6 +39,10 @@ def __getattr__(name: str) -> Any:
         from hvdcomp.torch.row_wise_adagrad import RowWiseAdagrad
 
         return RowWiseAdagrad
+    if name == "ShardedTables":
+        from hvdcomp.torch.sharded_tables import ShardedTables
+
+        return ShardedTables
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

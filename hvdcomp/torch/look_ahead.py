@@ -7,20 +7,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import torch
 
 from hvdcomp.communicators.ranks import Ranks
-from hvdcomp.errors import ConfigurationError, RankMismatchError
+from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import gather_rows, refused_on_every_rank, require_agreement
 from hvdcomp.exchange.rows import Rows
 from hvdcomp.specs.described import is_whole
+from hvdcomp.torch.batch_keys import END, ReadBatch, Share, by_table, refuse
 from hvdcomp.torch.row_wise_adagrad import RowWiseAdagrad
-from hvdcomp.torch.rows import EMBEDDINGS, RowExchange, put, rows_of
+from hvdcomp.torch.rows import EMBEDDINGS, RowExchange, rows_of, step_of_rows
+from hvdcomp.torch.sharded_exchange import ShardedExchange
+from hvdcomp.torch.sharded_tables import ShardedTables
 
 _ON_HOST = torch.empty(0)
-_END = object()  # stands for a batch at the end of the loader
-_ENDED, _REFUSED = -1, -2  # stand for a number of rows
 # Optimizers whose update of a row depends on its own gradients only, and not on the time of the update, with the
 # allowed values of their options.
 _RULES: dict[type, dict[str, Callable[[Any], bool]]] = {
@@ -39,8 +39,8 @@ Ids = Callable[[Any], Mapping[str, torch.Tensor]]
 
 class LookAhead:
     """Reads a loader ahead, and exchanges in each step only the rows that the next batch of any rank looks up; other
-    rows follow in the background, before their next use (Agarwal et al. 2023, Bagpipe, arXiv:2202.12429, where rows are
-    also on servers and prefetched).
+    rows follow in the background, before their next use (Agarwal et al. 2023, Bagpipe, arXiv:2202.12429). Rows of
+    `ShardedTables` also come from their owners in the background, before they are looked up.
 
         rows = hvdcomp.torch.RowExchange(model)
         optimizer = torch.optim.Adagrad([table.weight for table in rows.tables.values()], lr=0.05)
@@ -57,12 +57,12 @@ class LookAhead:
     table looks it up, in training or evaluation. Call `flush` before reading weights in another way. A new LookAhead of
     the same `RowExchange` ends the one before.
 
-    Each rank keeps 5 bytes for each row, and the batches read ahead. A loader with a position of its own is ahead of
-    the training: save the number of steps instead.
+    Each rank keeps the batches read ahead, and 5 bytes for each row of a `RowExchange`. A loader with a position of its
+    own is ahead of the training: save the number of steps instead.
 
     Args:
         loader: iterable of batches, the same number on each rank. Each iteration begins it anew.
-        rows: the exchange of the tables, all in the host's memory and with sparse=True.
+        rows: the `RowExchange` or `ShardedTables`, all in the host's memory and with sparse=True.
         optimizer: the optimizer of these tables only: `torch.optim.SGD` without momentum or `torch.optim.Adagrad`
             without lr_decay, both without weight_decay, or `RowWiseAdagrad`.
         ids: function from a batch to a tensor of ids, of any shape, for the name of each table's weight; all ids that
@@ -83,7 +83,12 @@ class LookAhead:
     _made: ClassVar[Iterator[int]] = itertools.count()  # in this process
 
     def __init__(
-        self, loader: Iterable[Any], rows: RowExchange, optimizer: torch.optim.Optimizer, ids: Ids, batches: int = 4
+        self,
+        loader: Iterable[Any],
+        rows: RowExchange | ShardedTables,
+        optimizer: torch.optim.Optimizer,
+        ids: Ids,
+        batches: int = 4,
     ) -> None:
         with refused_on_every_rank(rows.ranks, _ON_HOST):
             _check(rows, optimizer, batches)
@@ -95,14 +100,17 @@ class LookAhead:
         self._name = f"hvdcomp.ahead{int.from_bytes(number, 'big')}"
         self._ids = ids
         self._background_ranks: Ranks = rows.ranks.beside()
-        lengths = [len(table.weight) for table in rows.tables.values()]
-        # A row's key is its id plus the number of rows of the tables before.
-        self._starts = torch.tensor([0, *lengths]).cumsum(0)
-        self._key_dtype = torch.int32 if sum(lengths) < 2**31 else torch.int64
-        self._late_in = torch.zeros(sum(lengths), dtype=torch.int32)  # latest step in which each row was deferred
-        self._wanted = torch.zeros(sum(lengths), dtype=torch.bool)  # rows of a step that its next batch looks up
+        self._sharded: ShardedExchange | None = None
+        self._exchange: _WholeTables | ShardedExchange
+        if isinstance(rows, ShardedTables):
+            self._exchange = self._sharded = ShardedExchange(rows, optimizer, batches)
+        else:
+            self._exchange = _WholeTables(rows, optimizer)
+        # A row's key is its id plus the start of its table.
+        self._starts: torch.Tensor = self._exchange.starts
+        self._key_dtype = torch.int32 if int(self._starts[-1]) < 2**31 else torch.int64
         self._late: deque[_Late] = deque()
-        self._window: deque[_Read] = deque()  # the present batch and the batches read ahead
+        self._window: deque[ReadBatch] = deque()  # the present batch and the batches read ahead
         self._reads = self._steps = 0
         self._stepped = True
         self._hooks: list[Any] = []
@@ -117,8 +125,8 @@ class LookAhead:
     def __iter__(self) -> Iterator[Any]:
         self._require_latest()
         self._end_iteration()
-        window = self._window = deque()
-        batches = iter(self.loader)
+        window = self._window
+        batches, begun = iter(self.loader), False
         while True:
             while len(window) <= self.batches:
                 if window:
@@ -129,12 +137,21 @@ class LookAhead:
             window[0].start_keys()
             if window[0].ended:
                 break
+            if self._sharded is not None and not begun:
+                self._plan(0)
+                self._prefetch()
+                begun = True
             self._wait_for(window[0].own)
             self._wait_until(self._steps - self.batches)
+            if self._sharded is not None:
+                self._sharded.enter(window[0].own)
             self._stepped = False
             yield window[0].batch
             if self._window is not window:
-                raise ConfigurationError("LookAhead was iterated over anew; go on with the latest iteration only")
+                raise ConfigurationError(
+                    "LookAhead was iterated over anew, or sharded tables got a loaded state; go on with the latest "
+                    "iteration only"
+                )
             if not self._stepped:
                 raise ConfigurationError("LookAhead.step() was left out; call it once for each batch")
             window.popleft()
@@ -147,36 +164,23 @@ class LookAhead:
         if self._stepped:
             raise ConfigurationError("LookAhead.step() belongs to a batch; call it once for each")
         self._require_latest()
-        self.rows.compare_weights()
-        batch, next_batch = self._window[0], self._window[1]
+        batch, ranks = self._window[0], self.rows.ranks
         rows, refused = self._take_gradients(batch)
-        ranks = self.rows.ranks
         flag = torch.tensor([refused is not None], dtype=torch.uint8)
         refusals = ranks.start_allgather(flag, f"{self._name}.refused")
-        by_rank = batch.by_rank()
-        all_keys = torch.cat(by_rank)
-        wanted = torch.cat(next_batch.by_rank()).long()
-        self._wanted[wanted] = True
-        urgent = self._wanted[all_keys.long()]
-        self._wanted[wanted] = False
-        of_rank = urgent.split([len(keys) for keys in by_rank])
-        own = of_rank[ranks.rank].split([len(table_rows) for table_rows in rows])
-        first = [self._by_table(keys[chosen]) for keys, chosen in zip(by_rank, of_rank, strict=True)]
-        needed = [table_rows[chosen] for table_rows, chosen in zip(rows, own, strict=True)]
-        means = self.rows.means.exchange_known(needed, first)
-        _refuse(ranks.wait(refusals)[:, 0].numpy() != 0, "has a gradient of rows that `ids` did not name", refused)
+        self._plan(1)
+        first, later = self._exchange.split(batch.by_rank())
+        means = first.start(rows, ranks, f"{self._name}.first")()
+        refuse(ranks.wait(refusals)[:, 0].numpy() != 0, "has a gradient of rows that `ids` did not name", refused)
 
         self._steps += 1
         rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        later = [self._by_table(keys[~chosen]) for keys, chosen in zip(by_rank, of_rank, strict=True)]
-        deferred = [table_rows[~chosen] for table_rows, chosen in zip(rows, own, strict=True)]
-        name = f"{self._name}.rows.{self._steps % (self.batches + 2)}"
-        late = self.rows.means.start_known(deferred, later, self._background_ranks, name)
-        self._late.append(_Late(self._steps, late, rates))
-        self._wait_for(all_keys[urgent])  # late from earlier steps
-        self._late_in[all_keys[~urgent].long()] = self._steps
+        late = later.start(rows, self._background_ranks, self._turn("rows"))
+        self._wait_for(first.keys)  # late from earlier steps
         self._update(means, rates)
-        self.rows.means.record(self._by_table(batch.own), batch.sent + 1)
+        self._defer(later.keys, lambda: self._update(late(), rates))
+        self._prefetch()
+        self.rows.means.record(by_table(batch.own, self._starts), batch.sent + 1)
         self._stepped = True
 
     @torch.no_grad()
@@ -187,7 +191,6 @@ class LookAhead:
     def end(self) -> None:
         """Flushes, and leaves the tables to another LookAhead, which calls it on every rank when it is made."""
         self._end_iteration()
-        self._window.clear()
         for hook in self._hooks:
             hook.remove()
 
@@ -195,23 +198,26 @@ class LookAhead:
         self.flush()
         for unused in self._window:  # of an iteration that was not finished
             unused.drop()
+        self._window = deque()
+        if self._sharded is not None:
+            self._sharded.end()
 
     def _require_latest(self) -> None:
         if self.rows.ahead is not self:
-            raise ConfigurationError("another LookAhead was made of this RowExchange; go on with the latest only")
+            raise ConfigurationError("another LookAhead was made of these tables; go on with the latest only")
 
     def _read(self, batches: Iterator[Any]) -> None:
         """Puts the next batch, or the end, into the window."""
         name = f"{self._name}.keys.{self._reads % (self.batches + 2)}"
         self._reads += 1
-        batch = next(batches, _END)
+        batch = next(batches, END)
         own, refused = self._starts.new_empty(0), None
-        if batch is not _END:
+        if batch is not END:
             try:
                 own = self._keys_of(self._ids(batch))
             except ConfigurationError as error:
                 refused = str(error)
-        self._window.append(_Read(self._background_ranks, batch, own.to(self._key_dtype), refused, name))
+        self._window.append(ReadBatch(self._background_ranks, batch, own.to(self._key_dtype), refused, name))
 
     def _keys_of(self, ids: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The keys of the ids, unique and in order."""
@@ -220,64 +226,75 @@ class LookAhead:
         parts = []
         for start, (name, table) in zip(self._starts.tolist(), self.rows.tables.items(), strict=False):
             looked_up = ids[name].detach().reshape(-1).long()
-            if len(looked_up) and not 0 <= int(looked_up.min()) <= int(looked_up.max()) < len(table.weight):
+            if len(looked_up) and not 0 <= int(looked_up.min()) <= int(looked_up.max()) < table.num_embeddings:
                 raise ConfigurationError(
                     f"`ids` named row {int(looked_up.min())} to {int(looked_up.max())} of {name}, which has 0 to "
-                    f"{len(table.weight) - 1}"
+                    f"{table.num_embeddings - 1}"
                 )
             looked_up = looked_up.unique()
-            if table.padding_idx is not None:
+            if table.padding_idx is not None and self._sharded is None:
                 looked_up = looked_up[looked_up != table.padding_idx]
             parts.append(start + looked_up)
         return torch.cat(parts)
 
-    def _by_table(self, keys: torch.Tensor) -> list[torch.Tensor]:
-        """The ids of each table, from keys in order."""
-        bounds = torch.searchsorted(keys, self._starts.to(keys.dtype))
-        sizes = bounds.diff()
-        return list((keys - self._starts[:-1].repeat_interleave(sizes).to(keys.dtype)).split(sizes.tolist()))
+    def _plan(self, first: int) -> None:
+        """Tells the exchange which rows the next batches look up, from this place in the window on."""
+        reads = itertools.islice(self._window, first, first + self._exchange.reach)
+        self._exchange.plan([read.by_rank() for read in reads])
 
-    def _take_gradients(self, batch: _Read) -> tuple[list[torch.Tensor], str | None]:
+    def _prefetch(self) -> None:
+        """Starts the exchange of rows that a rank needs and does not have."""
+        if self._sharded is not None:
+            self._wait_for(self._sharded.lent())
+            fetched = self._sharded.prefetch(self._background_ranks, self._turn("fetched"))
+            self._defer(fetched.keys, fetched.install)
+
+    def _turn(self, what: str) -> str:
+        """The name of a collective in this step, which may be under way with those of the steps before."""
+        return f"{self._name}.{what}.{self._steps % (self.batches + 2)}"
+
+    def _defer(self, keys: torch.Tensor, update: Callable[[], None]) -> None:
+        """Leaves an update of rows to the step that needs it."""
+        self._late.append(_Late(self._steps, update))
+        self._exchange.defer(keys, self._steps)
+
+    def _take_gradients(self, batch: ReadBatch) -> tuple[list[torch.Tensor], str | None]:
         """Removes the gradients of the batch's rows from each table and returns them; and the first row with a gradient
         that the batch does not name, or None."""
         gradients, unnamed = [], None
-        for (name, table), own in zip(self.rows.tables.items(), self._by_table(batch.own), strict=True):
-            ids, rows = rows_of(table.weight)
-            table.weight.grad = None
+        places = self._exchange.places(batch.own)
+        for (name, weight), own in zip(self._exchange.looked_up().items(), places, strict=True):
+            ids, rows = rows_of(weight)
+            weight.grad = None
             if len(ids) != len(own) or not bool((ids == own).all()):
                 known = torch.isin(ids, own)
                 if not bool(known.all()):
                     unnamed = f"row {int(ids[~known][0])} of {name}"
-                all_rows = rows.new_zeros(len(own), table.weight.shape[1])
+                all_rows = rows.new_zeros(len(own), weight.shape[1])
                 all_rows[torch.searchsorted(own, ids[known].to(own.dtype))] = rows[known]
                 rows = all_rows
             gradients.append(rows)
-        return gradients, unnamed
+        return gradients, unnamed if self._sharded is None else self._sharded.leave()
 
     def _wait_for(self, keys: torch.Tensor) -> None:
         """Updates these rows if they were deferred."""
         if self._late and len(keys):
-            self._wait_until(int(self._late_in[keys.long()].max()))
+            self._wait_until(self._exchange.latest(keys))
 
     @torch.no_grad()
     def _wait_until(self, step: int) -> None:
         """Updates all rows that were deferred in that step or before."""
         while self._late and self._late[0].step <= step:
-            late = self._late.popleft()
-            self._update(late.means(), late.rates)
+            self._late.popleft().update()
 
     def _update(self, means: Sequence[Rows], rates: Sequence[float]) -> None:
         """A step of the optimizer for these rows."""
         tables = list(self.rows.tables.values())
         gradients = [table.weight.grad for table in tables]
         present_rates = [group["lr"] for group in self.optimizer.param_groups]
-        for table, mean in zip(tables, means, strict=True):
-            table.weight.grad = None
-            if len(mean.ids):
-                put(table, mean)
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-        self.optimizer.step()
+        self._exchange.update(means)
         for table, gradient in zip(tables, gradients, strict=True):
             table.weight.grad = gradient
         for group, rate in zip(self.optimizer.param_groups, present_rates, strict=True):
@@ -288,6 +305,16 @@ class LookAhead:
 
         def flush(*_: Any) -> None:
             self.flush()
+
+        def load(*_: Any) -> None:
+            self.flush()
+            if self._sharded is not None:
+                self._end_iteration()  # rows in the caches are not those of the state
+
+        def load_optimizer(_: Any, state: Any) -> None:
+            if self._sharded is not None:
+                self._sharded.check_state(state)
+            load()
 
         weights = [table.weight for table in self.rows.tables.values()]
         starts = {id(weight): start for weight, start in zip(weights, self._starts.tolist(), strict=False)}
@@ -300,94 +327,91 @@ class LookAhead:
                 ids = args[0] if args else kwargs["input"]
                 self._wait_for(ids.reshape(-1).long() + start)
 
+            if self._sharded is None:
+                self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
             self._hooks += [
-                module.register_forward_pre_hook(before, with_kwargs=True),
                 module.register_state_dict_pre_hook(flush),
-                module.register_load_state_dict_pre_hook(flush),
+                module.register_load_state_dict_pre_hook(load),
             ]
         self._hooks += [
             self.optimizer.register_state_dict_pre_hook(flush),
-            self.optimizer.register_load_state_dict_pre_hook(flush),
+            self.optimizer.register_load_state_dict_pre_hook(load_optimizer),
         ]
 
 
 class _Late(NamedTuple):
-    """The deferred rows of a step, exchanged in the background."""
+    """Rows of a step that are exchanged in the background."""
 
     step: int
-    means: Callable[[], list[Rows]]
-    rates: list[float]
+    update: Callable[[], None]
 
 
-class _Read:
-    """A batch that was read, and the keys of its rows on each rank. The ranks exchange the number of keys, and then the
-    keys; every rank calls the methods in the same order.
+class _WholeTables:
+    """The exchange of tables that each rank has in whole.
 
     Attributes:
-        batch: the batch, or `_END` after the last.
-        own: the keys of this rank.
-        sent: number of bytes sent.
+        starts: the start of each table in the keys, and their end.
+        reach: number of coming batches that `plan` is told.
     """
 
-    def __init__(self, ranks: Ranks, batch: Any, own: torch.Tensor, refused: str | None, name: str) -> None:
-        self.batch, self.own, self.sent = batch, own, 8
-        self._ranks, self._refused, self._name = ranks, refused, name
-        length = _ENDED if self.ended else _REFUSED if refused else len(own)
-        self._handle = ranks.start_allgather(torch.tensor([length]).view(torch.uint8), name)
-        self._lengths: list[int] | None = None
-        self._by_rank: list[torch.Tensor] | None = None
+    reach = 1
 
-    @property
-    def ended(self) -> bool:
-        return self.batch is _END
+    def __init__(self, rows: RowExchange, optimizer: torch.optim.Optimizer) -> None:
+        self._rows, self._optimizer = rows, optimizer
+        self.starts = torch.tensor([0, *(len(table.weight) for table in rows.tables.values())]).cumsum(0)
+        length = int(self.starts[-1])
+        self._late_in = torch.zeros(length, dtype=torch.int32)  # latest step in which each row was deferred
+        self._wanted = torch.zeros(length, dtype=torch.bool)  # rows of a step that its next batch looks up
+        self._next = self.starts[:0]
 
-    def start_keys(self) -> None:
-        """Waits for the numbers of keys and starts the exchange of keys.
+    def plan(self, coming: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Notes the keys of each rank in each coming batch."""
+        self._next = torch.cat(list(coming[0])).long()
 
-        Raises:
-            RankMismatchError: on every rank, if any rank's batch was refused, or if only some ranks have ended.
-        """
-        if self._lengths is not None:
-            return
-        lengths = self._ranks.wait(self._handle).contiguous().view(torch.int64)[:, 0]
-        self._handle, self._lengths = None, lengths.clamp(min=0).tolist()
-        _refuse((lengths == _REFUSED).numpy(), "cannot say which rows a batch looks up", self._refused)
-        ended = (lengths == _ENDED).numpy()
-        if not ended.all():
-            _refuse(ended, "has fewer batches than others; give every rank the same number of batches")
-        longest = max(self._lengths)
-        if longest:
-            keys = torch.nn.functional.pad(self.own, (0, longest - len(self.own))).view(torch.uint8)
-            self.sent += len(keys)
-            self._handle = self._ranks.start_allgather(keys, self._name)
+    def split(self, by_rank: Sequence[torch.Tensor]) -> tuple[Share, Share]:
+        """What of a batch, with these keys on each rank, is exchanged at once, and what later."""
+        self._rows.compare_weights()
+        self._wanted[self._next] = True
+        urgent = self._wanted[torch.cat(list(by_rank)).long()]
+        self._wanted[self._next] = False
+        return self._share(by_rank, urgent, self._at_once), self._share(by_rank, ~urgent, self._rows.means.start_known)
 
-    def drop(self) -> None:
-        """Waits for the collective under way, if any."""
-        if self._by_rank is None and self._handle is not None:
-            self._ranks.wait(self._handle)
-            self._handle = None
+    def _at_once(self, rows: Sequence[torch.Tensor], by_rank: Any, *_: Any) -> Callable[[], list[Rows]]:
+        means = self._rows.means.exchange_known(rows, by_rank)
+        return lambda: means
 
-    def by_rank(self) -> list[torch.Tensor]:
-        """The keys of each rank, in order."""
-        if self._by_rank is None:
-            self.start_keys()
-            assert self._lengths is not None
-            rows = [self.own] * len(self._lengths)
-            if self._handle is not None:
-                rows = list(self._ranks.wait(self._handle).view(self.own.dtype))
-            self._by_rank = [row[:length] for row, length in zip(rows, self._lengths, strict=True)]
-        return self._by_rank
+    def _share(self, by_rank: Sequence[torch.Tensor], chosen: torch.Tensor, start: Any) -> Share:
+        of_rank = chosen.split([len(keys) for keys in by_rank])
+        ids = [by_table(keys[mask], self.starts) for keys, mask in zip(by_rank, of_rank, strict=True)]
 
+        def start_chosen(rows: Sequence[torch.Tensor], ranks: Ranks, name: str) -> Callable[[], list[Rows]]:
+            own = of_rank[ranks.rank].split([len(of_table) for of_table in rows])
+            return start([of_table[mask] for of_table, mask in zip(rows, own, strict=True)], ids, ranks, name)
 
-def _refuse(at_fault: np.ndarray, reason: str, own: str | None = None) -> None:
-    """Raises RankMismatchError, on every rank, if any rank is at fault."""
-    if at_fault.any():
-        detail = f": {own}" if own else ""
-        raise RankMismatchError(f"LookAhead: rank {', '.join(map(str, np.flatnonzero(at_fault)))} {reason}{detail}")
+        return Share(torch.cat(list(by_rank))[chosen], start_chosen)
+
+    def looked_up(self) -> dict[str, torch.Tensor]:
+        """What has the gradients of each table's lookups, by the name of its weight."""
+        return {name: table.weight for name, table in self._rows.tables.items()}
+
+    def places(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """The places of the keys' rows in `looked_up`, in order."""
+        return by_table(own, self.starts)
+
+    def defer(self, keys: torch.Tensor, step: int) -> None:
+        self._late_in[keys.long()] = step
+
+    def latest(self, keys: torch.Tensor) -> int:
+        """The latest step in which any of these rows was deferred."""
+        return int(self._late_in[keys.long()].max())
+
+    def update(self, means: Sequence[Rows]) -> None:
+        """A step of the optimizer."""
+        step_of_rows(self._optimizer, self._rows.tables.values(), means)
 
 
 def _check(rows: Any, optimizer: Any, batches: Any) -> None:
-    if rows.ratio is not None:
+    if isinstance(rows, RowExchange) and rows.ratio is not None:
         raise ConfigurationError(f"LookAhead sends all rows, and the RowExchange has ratio={rows.ratio}; leave it out")
     for name, table in rows.tables.items():
         if not table.sparse or table.weight.device.type != "cpu":

@@ -80,14 +80,14 @@ class RowExchange:
             wire = wire_name(wire_dtype)
             if ratio is not None and not 0 < ratio <= 1:
                 raise ConfigurationError(f"RowExchange: ratio={ratio!r} is not possible; give it a share from 0 to 1")
-            self.tables: dict[str, Any] = _tables_of(model, tables)
+            self.tables: dict[str, Any] = tables_of(model, tables, "RowExchange")
         weights = {name: table.weight for name, table in self.tables.items()}
-        shapes = {name: EmbeddingTable(_name_of(weight.dtype), *weight.shape) for name, weight in weights.items()}
+        shapes = {name: EmbeddingTable(name_of(weight.dtype), *weight.shape) for name, weight in weights.items()}
         require_agreement(self.ranks, {"ratio of RowExchange": ratio}, _ON_HOST)
         self.means = RowMeans(self.ranks, shapes, wire, _ON_HOST)
         self.ratio = ratio
         self._kept: dict[str, Rows] = {}
-        _leave_alone(model, weights.values())
+        leave_alone(model, weights.values())
         note_tables(weights.values())
         self.ahead: Any = None
         self.ledger = self.means.ledger
@@ -152,11 +152,11 @@ class RowExchange:
         require_agreement(self.ranks, facts, _ON_HOST, remedy)
 
 
-def _tables_of(model: Any, names: Iterable[str] | None) -> dict[str, Any]:
-    """The modules of the tables, by the names of their weights."""
+def tables_of(model: Any, names: Iterable[str] | None, user: str) -> dict[str, Any]:
+    """The modules of the tables, by the names of their weights; `user` is named in errors."""
     if isinstance(model, DistributedDataParallel):
         raise ConfigurationError(
-            "RowExchange was given a model in DistributedDataParallel, which exchanges its tables already; give it the "
+            f"{user} was given a model in DistributedDataParallel, which exchanges its tables already; give it the "
             "model before"
         )
     embeddings = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, EMBEDDINGS)}
@@ -170,7 +170,7 @@ def _tables_of(model: Any, names: Iterable[str] | None) -> dict[str, Any]:
     missing = [name for name in table_names if name not in embeddings]
     if missing or not table_names:
         given = f"{', '.join(missing)}, which is no weight of an embedding" if missing else "no table with sparse=True"
-        raise ConfigurationError(f"RowExchange was given {given}; the model has {', '.join(embeddings) or 'none'}")
+        raise ConfigurationError(f"{user} was given {given}; the model has {', '.join(embeddings) or 'none'}")
     for name in table_names:
         if embeddings[name].max_norm is not None:
             raise ConfigurationError(
@@ -178,16 +178,17 @@ def _tables_of(model: Any, names: Iterable[str] | None) -> dict[str, Any]:
                 "up, so that weights would differ between the ranks; leave max_norm out"
             )
         if hasattr(embeddings[name].weight, "device_mesh"):
-            raise ConfigurationError(f"{name} is sharded, and RowExchange serves tables that each rank has in whole")
+            raise ConfigurationError(f"{name} is sharded, and {user} serves tables that each rank has in whole")
     of_weight = {id(embeddings[name].weight): name for name in reversed(table_names)}  # tables may share one
     return {name: embeddings[name] for name in table_names if of_weight[id(embeddings[name].weight)] == name}
 
 
-def _name_of(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
+    """The name of an element type, as `hvdcomp.exchange` has it."""
     return str(dtype).removeprefix("torch.")
 
 
-def _leave_alone(model: torch.nn.Module, weights: Iterable[torch.Tensor]) -> None:
+def leave_alone(model: torch.nn.Module, weights: Iterable[torch.Tensor]) -> None:
     """Makes DistributedDataParallel ignore the weights, under all their names, beside those it ignores already."""
     ids = {id(weight) for weight in weights}
     parameters = model.named_parameters(remove_duplicate=False)
@@ -217,3 +218,12 @@ def put(table: Any, rows: Rows) -> None:
         return
     weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad.zero_()
     weight.grad[ids] = values
+
+
+def step_of_rows(optimizer: torch.optim.Optimizer, tables: Iterable[Any], rows: Iterable[Rows]) -> None:
+    """A step of the optimizer of the tables, with these rows as their gradients."""
+    for table, of_table in zip(tables, rows, strict=True):
+        table.weight.grad = None
+        if len(of_table.ids):
+            put(table, of_table)
+    optimizer.step()

@@ -23,6 +23,7 @@ _MODULES = {
     "cases_local_steps_streaming": _SETTINGS,
     "cases_rows": _SETTINGS,
     "cases_look_ahead": _SETTINGS,
+    "cases_sharded_tables": _SETTINGS,
     "cases_bench_ddp": _SETTINGS,
 }
 

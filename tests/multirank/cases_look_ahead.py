@@ -69,11 +69,14 @@ def ids_of(batch: Batch) -> dict[str, torch.Tensor]:
 class Training:
     """A model whose learning rate changes in each step."""
 
-    def __init__(self, kind: tuple[Any, dict[str, Any]]) -> None:
-        self.model = Model()
-        self.rows = RowExchange(self.model)
+    def __init__(self, kind: tuple[Any, dict[str, Any]], model: torch.nn.Module | None = None, **options: Any) -> None:
+        self.model: Any = Model() if model is None else model
+        self.rows = self.exchange(**options)
         self.optimizer = kind[0](self.model.parameters(), **kind[1])
         self.rate = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.99)
+
+    def exchange(self, **options: Any) -> Any:
+        return RowExchange(self.model, **options)
 
     def ahead(self, loader: Iterable[Batch], batches: int = 3) -> LookAhead:
         return LookAhead(loader, self.rows, self.optimizer, ids_of, batches)

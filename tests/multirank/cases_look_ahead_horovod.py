@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.multirank.cases_look_ahead import in_turns, resumed, same_as_synchronous
+from tests.multirank.cases_sharded_tables import same_as_whole_tables
 from tests.multirank.training import assert_same_everywhere
 
 
@@ -17,3 +18,7 @@ def case_it_resumes_in_mid_epoch_bit_for_bit() -> None:
 
 def case_two_of_them_take_turns() -> None:
     in_turns()
+
+
+def case_sharded_tables_are_as_whole_ones_bit_for_bit() -> None:
+    same_as_whole_tables(6, 1)

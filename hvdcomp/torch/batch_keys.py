@@ -1,0 +1,104 @@
+"""What ranks tell each other of batches read ahead: the keys of the rows that each looks up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hvdcomp.communicators.ranks import Ranks
+from hvdcomp.errors import RankMismatchError
+from hvdcomp.exchange.rows import Rows
+
+END = object()
+"""Stands for a batch at the end of the loader."""
+_ENDED, _REFUSED = -1, -2  # stand for a number of rows
+
+
+class Share(NamedTuple):
+    """Rows of a step that are exchanged together.
+
+    Attributes:
+        keys: the keys of those that this rank updates.
+        start: function from this rank's rows of each table, the ranks and a collective's name to the function that
+            waits for the means.
+    """
+
+    keys: torch.Tensor
+    start: Callable[[Sequence[torch.Tensor], Ranks, str], Callable[[], list[Rows]]]
+
+
+def by_table(keys: torch.Tensor, starts: torch.Tensor) -> list[torch.Tensor]:
+    """The ids of each table, from keys in order: a row's key is its id plus the start of its table."""
+    bounds = torch.searchsorted(keys, starts.to(keys.dtype))
+    sizes = bounds.diff()
+    return list((keys - starts[:-1].repeat_interleave(sizes).to(keys.dtype)).split(sizes.tolist()))
+
+
+class ReadBatch:
+    """A batch that was read, and the keys of its rows on each rank. The ranks exchange the number of keys, and then the
+    keys; every rank calls the methods in the same order.
+
+    Attributes:
+        batch: the batch, or `END` after the last.
+        own: the keys of this rank.
+        sent: number of bytes sent.
+    """
+
+    def __init__(self, ranks: Ranks, batch: Any, own: torch.Tensor, refused: str | None, name: str) -> None:
+        self.batch, self.own, self.sent = batch, own, 8
+        self._ranks, self._refused, self._name = ranks, refused, name
+        length = _ENDED if self.ended else _REFUSED if refused else len(own)
+        self._handle = ranks.start_allgather(torch.tensor([length]).view(torch.uint8), name)
+        self._lengths: list[int] | None = None
+        self._by_rank: list[torch.Tensor] | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.batch is END
+
+    def start_keys(self) -> None:
+        """Waits for the numbers of keys and starts the exchange of keys.
+
+        Raises:
+            RankMismatchError: on every rank, if any rank's batch was refused, or if only some ranks have ended.
+        """
+        if self._lengths is not None:
+            return
+        lengths = self._ranks.wait(self._handle).contiguous().view(torch.int64)[:, 0]
+        self._handle, self._lengths = None, lengths.clamp(min=0).tolist()
+        refuse((lengths == _REFUSED).numpy(), "cannot say which rows a batch looks up", self._refused)
+        ended = (lengths == _ENDED).numpy()
+        if not ended.all():
+            refuse(ended, "has fewer batches than others; give every rank the same number of batches")
+        longest = max(self._lengths)
+        if longest:
+            keys = torch.nn.functional.pad(self.own, (0, longest - len(self.own))).view(torch.uint8)
+            self.sent += len(keys)
+            self._handle = self._ranks.start_allgather(keys, self._name)
+
+    def drop(self) -> None:
+        """Waits for the collective under way, if any."""
+        if self._by_rank is None and self._handle is not None:
+            self._ranks.wait(self._handle)
+            self._handle = None
+
+    def by_rank(self) -> list[torch.Tensor]:
+        """The keys of each rank, in order."""
+        if self._by_rank is None:
+            self.start_keys()
+            assert self._lengths is not None
+            rows = [self.own] * len(self._lengths)
+            if self._handle is not None:
+                rows = list(self._ranks.wait(self._handle).view(self.own.dtype))
+            self._by_rank = [row[:length] for row, length in zip(rows, self._lengths, strict=True)]
+        return self._by_rank
+
+
+def refuse(at_fault: np.ndarray, reason: str, own: str | None = None) -> None:
+    """Raises RankMismatchError, on every rank, if any rank is at fault."""
+    if at_fault.any():
+        detail = f": {own}" if own else ""
+        raise RankMismatchError(f"LookAhead: rank {', '.join(map(str, np.flatnonzero(at_fault)))} {reason}{detail}")
