@@ -201,6 +201,8 @@ def _profile(folder: Path, controller: str, program: str, *arguments: str) -> su
     return run_ranks(2, controller, [*words, *arguments[:-1], str(script), *arguments[-1:]])
 
 
+@pytest.mark.alone
+@pytest.mark.thorough  # PyTorch may end a finished rank by SIGABRT (docs/ddp.md), mostly under load
 @pytest.mark.skipif(not available("torchrun"), reason="torchrun is not installed")
 def test_a_training_in_distributed_data_parallel_goes_on_as_if_it_had_not_been_profiled(tmp_path: Path) -> None:
     done = _profile(tmp_path, "torchrun", _DDP, "--go-on", "20")
