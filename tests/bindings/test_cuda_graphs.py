@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 torch = pytest.importorskip("torch")
-dist = pytest.importorskip("torch.distributed")
+pytest.importorskip("torch.distributed")
 
 import hvdcomp  # noqa: E402
 import hvdcomp.ddp  # noqa: E402
 from hvdcomp.errors import ConfigurationError  # noqa: E402
 
 
-@pytest.fixture
-def _one_rank(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("captures", [True, False])
 def test_a_step_is_refused_while_a_graph_is_captured(captures: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +16,7 @@ import hvdcomp
 from hvdcomp.kernels import cuda
 
 torch = pytest.importorskip("torch")
-dist = pytest.importorskip("torch.distributed")
+pytest.importorskip("torch.distributed")
 import hvdcomp.ddp  # noqa: E402
 from tests.cuda_kernels import SPECS, Launch, recorded  # noqa: E402
 from tests.device_waits import WaitedError, nothing_waits, on_device  # noqa: E402
@@ -170,14 +169,7 @@ def test_without_asynchronous_completion_it_waits_in_every_round(spec: str, monk
     assert handles.waits_for
 
 
-@pytest.fixture
-def _one_rank(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_one_rank")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("spec", METHODS)
 def test_with_ddp_the_host_reads_nothing_but_the_presence(

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hvdcomp import ConfigurationError, RankMismatchError
 from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
 from hvdcomp.torch import LookAhead, RowExchange, ShardedTables
-from tests.multirank.cases_look_ahead import OPTIMIZERS, Batch, Loader, Training, batch_of
+from tests.multirank.cases_look_ahead import OPTIMIZERS, Batch, Loader, Training, batch_of, trained_ahead
 from tests.multirank.cases_rows import Clicks
 from tests.multirank.training_ddp import gathered, own_generator, raised
 from tests.multirank.worker import thorough
@@ -44,13 +44,7 @@ def assert_same(ours: Training, plain: Training) -> None:
 
 
 def same_as_whole_tables(steps: int, epochs: int) -> None:
-    for kind, batches in zip(OPTIMIZERS, (4, 1, 2), strict=True):
-        plain, ours = Training(kind), Sharded(kind)
-        loader, ahead = Loader(steps), ours.ahead(Loader(steps), batches)
-        for _ in range(epochs):
-            plain.synchronous(loader)
-            ours.look_ahead(ahead, ahead.step)
-            assert_same(ours, plain)
+    assert len(list(trained_ahead(Sharded, steps, epochs, 4, assert_same))) == len(OPTIMIZERS)
 
 
 def case_it_is_synchronous_training_of_whole_tables_bit_for_bit() -> None:
