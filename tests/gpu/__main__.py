@@ -74,16 +74,28 @@ def main() -> int:
         (chosen.output / "gpu-ranks.json").write_text(json.dumps(found["ranks"], indent=1) + "\n")
         (chosen.output / "gpu-ranks.md").write_text(ranks_as_markdown(found["ranks"]))
         print(f"wrote gpu-ranks.json and gpu-ranks.md to {chosen.output}")
-    if not chosen.part:
-        from hvdcomp.tools.bench.encode.facts import facts
-
-        document = {"facts": facts("cuda"), "seconds": time.monotonic() - started, "parts": found}
-        chosen.output.mkdir(parents=True, exist_ok=True)
-        (chosen.output / "gpu.json").write_text(json.dumps(document, indent=1) + "\n")
-        (chosen.output / "gpu.md").write_text(as_markdown(document))
-        print(f"wrote gpu.json and gpu.md to {chosen.output}")
+    if chosen.part not in ("ranks", *APART):
+        _write(chosen.output, found, bool(chosen.part), time.monotonic() - started)
     print(f"FAILED: {', '.join(failed)}" if failed else "All parts passed.")
     return 1 if failed else 0
+
+
+def _write(folder: Path, found: dict[str, Any], some: bool, seconds: float) -> None:
+    """Writes `gpu.json` and `gpu.md`. some: not all parts; those of the same GPU that are there already stay."""
+    from hvdcomp.tools.bench.encode.facts import facts
+
+    path, now = folder / "gpu.json", facts("cuda")
+    parts = {name: part | {"commit": now["commit"]} for name, part in found.items()}
+    if some and path.exists():
+        before = json.loads(path.read_text())
+        if before["facts"]["accelerator"] == now["accelerator"]:
+            kept = {name: {"commit": before["facts"]["commit"], **part} for name, part in before["parts"].items()}
+            parts = {name: (kept | parts)[name] for name in PARTS if name in kept | parts}
+    document = {"facts": now, "seconds": seconds, "parts": parts}
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    (folder / "gpu.md").write_text(as_markdown(document))
+    print(f"wrote gpu.json and gpu.md to {folder}")
 
 
 def _run_here(name: str, path: Path, number: int, processes: int, **options: Any) -> int:

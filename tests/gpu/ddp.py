@@ -11,6 +11,7 @@ what a step takes.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -34,7 +35,6 @@ from tests.gpu.ranks import synchronize
 from tests.multirank.models import batch, weights
 from tests.multirank.training_ddp import large_model
 
-DENSE = "DDP"
 HOOKS: dict[str, tuple[Callable[[], Any], Any]] = {
     "fp16_compress_hook": (lambda: None, default_hooks.fp16_compress_hook),
     "bf16_compress_hook": (lambda: None, default_hooks.bf16_compress_hook),
@@ -46,11 +46,16 @@ HOOKS: dict[str, tuple[Callable[[], Any], Any]] = {
 """Of PyTorch: what makes the state of each, and the hook."""
 
 EARLY = ", in the backward pass"
-"""Of a method whose buckets do not start in the backward pass."""
+"""Of a method whose buckets start in the backward pass."""
+LARGE_BUCKETS = ", DDP's buckets of 100 MB"
+BUSY = ", 64 sequences"
+"""Of a training in which the device takes longer than the host, on a GPU that has the memory."""
+_LEAST_MEMORY = 60e9
 
 TIMED = (
-    DENSE, *HOOKS, "none", "fp16", "bf16", "int8", "int4", "efsignsgd", "qsgd:bits=4", "topk:ratio=0.01",
-    "dgc:ratio=0.01", "powersgd:rank=4", "efsignsgd" + EARLY, "topk:ratio=0.01" + EARLY, "powersgd:rank=4" + EARLY,
+    *HOOKS, "none", "fp16", "int8", "efsignsgd", "qsgd:bits=4", "topk:ratio=0.01", "dgc:ratio=0.01", "powersgd:rank=4",
+    *(method + how for how in (EARLY, EARLY + LARGE_BUCKETS, BUSY, BUSY + EARLY, BUSY + EARLY + LARGE_BUCKETS)
+      for method in ("none", "efsignsgd", "topk:ratio=0.01")),
 )  # fmt: skip
 OVERLAP = " with and without overlap"
 LARGE = ", payloads of more than 2 GiB together"
@@ -187,26 +192,33 @@ def check_all(library: Library, place: str, keep: Callable[[Any], None]) -> None
 
 
 class Training:
-    """A model of the size of GPT-2 small, in mixed precision, with one method, on one batch of random bytes."""
+    """A model of the size of GPT-2 small, in mixed precision, with one method, on one batch of random bytes.
 
-    def __init__(self, method: str, place: str, small: bool = False) -> None:
+    Args:
+        method: a spec, or one of `HOOKS`; empty for DDP alone.
+        how: `EARLY`, `LARGE_BUCKETS` and `BUSY`, as far as they hold.
+    """
+
+    def __init__(self, method: str, how: str, place: str, small: bool = False) -> None:
         from hvdcomp.tools.train.models import GPT_SIZES
         from hvdcomp.tools.train.models_torch import GPT
 
         torch.manual_seed(7)
-        length, count = (32, 2) if small else (512, 8)
-        model = GPT(256, length, GPT_SIZES["gpt" if small else "gpt-small"]).to(place)
+        length, count = (32, 2) if small else (512, 64 if BUSY in how else 8)
+        with torch.device(place):
+            model = GPT(256, length, GPT_SIZES["gpt" if small else "gpt-small"])
         self.place = place
         self.tokens = torch.randint(0, 256, (count, length + 1), device=place)
-        self.model = DistributedDataParallel(model)
+        self.model = DistributedDataParallel(model, bucket_cap_mb=100 if LARGE_BUCKETS in how else 25)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
-        spec = method.removesuffix(EARLY)
         if method in HOOKS:
             make_state, hook = HOOKS[method]
             self.model.register_comm_hook(make_state(), hook)
-        elif method != DENSE:
-            overlap: bool | str = "auto" if method == spec else True
-            hvdcomp.ddp.register(self.model, hvdcomp.Compression.from_spec(spec, overlap=overlap), self.optimizer)
+        elif method:
+            overlap: bool | str = True if EARLY in how else "auto"
+            hvdcomp.ddp.register(self.model, hvdcomp.Compression.from_spec(method, overlap=overlap), self.optimizer)
+        for _ in range(5):  # in which kernels are compiled and buckets made
+            self.step()
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -215,39 +227,43 @@ class Training:
         cross_entropy(found.float().flatten(0, 1), self.tokens[:, 1:].flatten()).backward()
         self.optimizer.step()
 
+    def milliseconds(self, steps: int) -> Iterator[float]:
+        """Of each of some steps, after one that is not timed."""
+        self.step()
+        for _ in range(steps):
+            synchronize(self.place)
+            start = time.perf_counter()
+            self.step()
+            synchronize(self.place)
+            yield 1000 * (time.perf_counter() - start)
+
 
 def time_all(
-    place: str, keep: Callable[[Any], None], methods: Sequence[str] = TIMED, rounds: int = 5, steps: int = 5
+    place: str, keep: Callable[[Any], None], methods: Sequence[str] = TIMED, rounds: int = 3, steps: int = 5
 ) -> None:
-    """Keeps a row of each method: milliseconds of its steps. The methods take turns, since the host may get slower or
-    faster meanwhile; so all of them are in memory."""
-    trainings: dict[str, Training] = {}
-    for method in methods:
+    """Keeps a row of each method: milliseconds of its steps, and of those of DDP alone. The two take turns, since the
+    host may get slower or faster meanwhile."""
+    small = place != "cuda"
+    for name in methods:
+        method = name.partition(", ")[0]
+        how = name.removeprefix(method)
+        if BUSY in how and not small and torch.cuda.get_device_properties(place).total_memory < _LEAST_MEMORY:
+            continue
+        took: list[list[float]] = [[], []]
         try:
-            trainings[method] = _begun(method, place)
+            pair = [Training(one, how, place, small) for one in ("", method)]
+            for _ in range(rounds):
+                for ms, training in zip(took, pair, strict=True):
+                    ms += training.milliseconds(steps)
         except Exception as error:  # and the next method is to be timed too
-            keep({"method": method, "failures": [f"{type(error).__name__}: {error}"]})
-    took: dict[str, list[float]] = {method: [] for method in trainings}
-    for _ in range(rounds):
-        for method, training in trainings.items():
-            training.step()
-            for _ in range(steps):
-                synchronize(place)
-                start = time.perf_counter()
-                training.step()
-                synchronize(place)
-                took[method].append(1000 * (time.perf_counter() - start))
-    for method, ms in took.items():
-        low, middle, high = statistics.quantiles(ms, n=4)
-        keep({"method": method, "failures": [], "ms": middle, "quartiles_ms": [low, high]})
-
-
-def _begun(method: str, place: str) -> Training:
-    """A training after the steps in which kernels are compiled and buckets made."""
-    training = Training(method, place, small=place != "cuda")
-    for _ in range(5):
-        training.step()
-    return training
+            keep({"method": name, "failures": [f"{type(error).__name__}: {error}"]})
+            continue
+        finally:
+            pair = []
+            gc.collect()  # a model in DDP and its hook hold each other
+        low, middle, high = statistics.quantiles(took[1], n=4)
+        times = {"ms": middle, "quartiles_ms": [low, high], "ddp_ms": statistics.median(took[0])}
+        keep({"method": name, "failures": [], **times})
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from tests.interpreted import needs_triton
 from tests.kernels.test_kernels_cuda_bits import assert_same_bits
 
 torch = pytest.importorskip("torch")
+from hvdcomp.kernels.cuda import x as table  # noqa: E402
 from hvdcomp.kernels.cuda.device import DeviceKernels  # noqa: E402
 from tests.cuda_kernels import SPECS, kernels_in_source  # noqa: E402
 from tests.gpu.ranks import Ranks  # noqa: E402
@@ -213,7 +214,7 @@ def last_piece_of(spec: str, size: int, memory: Memory | None = None) -> Bucket:
     bucket = Bucket([TensorInfo("long", (size,))], [parse_compressor(spec)], memory or NoMemory(), torch.device("cpu"))
     bucket.table.tasks = bucket.table.tasks[-1:].copy()
     bucket.kernels._pieces = bucket.kernels._pieces[-1:]
-    bucket.kernels._rows._fixed = {"first_task": np.zeros(1, int), "tasks": np.ones(1, int)}
+    bucket.kernels._rows._columns[[table.COLUMNS.index(name) for name in ("first_task", "tasks")]] = [[0], [1]]
     bucket.begin(Context("", 0, 0, 0, 1))
     return bucket
 

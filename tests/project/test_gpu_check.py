@@ -107,11 +107,11 @@ def test_the_page_compares_what_was_measured_with_what_was_aimed_at(monkeypatch:
     assert said["topk:ratio=0.01 on ResNet-50"] == "met"
     gpu = {"compute_capability": "9.0", "driver": "1", "cuda": "13.0"}
     facts = {"accelerator": "A GPU", "commit": "abc", "gpu": gpu, "versions": {"torch": "2.13.0"}}
-    trained = {"method": "int8", "ms": 33.3, "quartiles_ms": [31.0, 35.0]}
+    trained = {"method": "int8", "ms": 33.3, "quartiles_ms": [31.0, 35.0], "ddp_ms": 30.0}
     found["training"] = {"failures": [], "rows": [trained], "notes": ["1 ranks over nccl"]}
     page = report.as_markdown({"facts": facts, "parts": found})
-    assert "| training | passed; 1 ranks over nccl |" in page
-    assert "| int8 | 33 | 31 to 35 |" in page
+    assert "| training | passed; 1 ranks over nccl | `abc` |" in page
+    assert "| int8 | 33 | 31 to 35 | 30 |" in page
     assert "| efsignsgd on ResNet-50 | at most 2.5 device copies | 2.6 | missed |" in page
     assert "| efsignsgd | 0.0 | 0.0 |" in page  # on the host nothing is counted
     assert "| efsignsgd | two_values_encode |" in page

@@ -35,10 +35,14 @@ def reciprocal_of(scale):
 
 
 @triton.jit
-def scale_of(scales, i, inside, length, BITS: tl.constexpr):
-    """The scales of elements i. `length` elements share a scale; if BITS >= 0, 2**BITS do."""
-    number = i >> BITS if BITS >= 0 else i // length
-    return tl.load(scales + number, mask=inside, other=0.0)
+def scale_of(scales, i, first, inside, length, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """The scales of elements i, of a block of BLOCK elements that begins at `first`, a multiple of BLOCK. `length`
+    elements share a scale; if BITS >= 0, 2**BITS do. A single number if the whole block does."""
+    if BITS >= 0 and 1 << BITS >= BLOCK:
+        return tl.load(scales + (first >> BITS))
+    else:  # noqa: RET505 - Triton compiles one branch of the two
+        number = i >> BITS if BITS >= 0 else i // length
+        return tl.load(scales + number, mask=inside, other=0.0)
 
 
 @triton.jit

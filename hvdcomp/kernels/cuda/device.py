@@ -31,7 +31,7 @@ from hvdcomp.kernels.cuda import (
 from hvdcomp.kernels.cuda.aside import Aside
 from hvdcomp.kernels.cuda.language import INTERPRETED, tl, triton
 from hvdcomp.kernels.cuda.x import COLUMNS, SOURCED
-from hvdcomp.kernels.tables import Table
+from hvdcomp.kernels.tables import SEGMENT, Table
 
 PIECE = 8192
 """Elements of a program: a multiple of `packing.GROUP`."""
@@ -56,6 +56,21 @@ def brought(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return host.to(device, non_blocking=True)
 
 
+def _fields() -> tuple[list[int], list[int]]:
+    """The columns that are fields of 64 bits in `SEGMENT`, and the words at which those lie in a record."""
+    columns, words = [], []
+    fields = dict(SEGMENT.fields or {})
+    for column, name in enumerate(COLUMNS):
+        field, number = ("place", int(name[-1])) if name.startswith("place") else (name, 0)
+        if field in fields and field != "sent_rule":  # which has 32 bits
+            columns.append(column)
+            words.append(fields[field][1] // 8 + number)
+    return columns, words
+
+
+_FIELDS = _fields()
+
+
 class _DeviceTable:
     """The table of a bucket on a device.
 
@@ -66,27 +81,24 @@ class _DeviceTable:
 
     def __init__(self, table: Table) -> None:
         tensors = len(table.segments)
-        self._fixed = {
-            "first_task": np.searchsorted(table.tasks["segment"], np.arange(tensors)),
-            "tasks": np.bincount(table.tasks["segment"], minlength=tensors),
-        }
         self.sent = np.zeros((2, tensors), np.int64)
         self._columns = np.zeros((len(COLUMNS), tensors), np.int64)
-        self._columns_on_device: np.ndarray | None = None
+        self._columns[COLUMNS.index("first_task")] = np.searchsorted(table.tasks["segment"], np.arange(tensors))
+        self._columns[COLUMNS.index("tasks")] = np.bincount(table.tasks["segment"], minlength=tensors)
+        self._copied: tuple[bytes, bytes] | None = None
         self.table_on_device: torch.Tensor
 
     def bring(self, segments: np.ndarray, device: torch.device) -> None:
         """Copies the table to the device, if it has changed."""
-        for number, name in enumerate(COLUMNS):
-            if name.startswith("place"):
-                self._columns[number] = segments["place"][:, int(name[-1])]
-            elif name in ("kept_sent", "x_sent"):
-                self._columns[number] = self.sent[int(name == "x_sent")]
-            else:
-                self._columns[number] = self._fixed[name] if name in self._fixed else segments[name].astype(np.int64)
-        if self._columns_on_device is None or not np.array_equal(self._columns, self._columns_on_device):
-            self._columns_on_device = self._columns.copy()
-            self.table_on_device = brought(self._columns_on_device, device)
+        now = segments.tobytes(), self.sent.tobytes()
+        if now == self._copied:
+            return
+        self._copied = now
+        columns, words = _FIELDS
+        self._columns[columns] = segments.view(np.int64).reshape(len(segments), -1).T[words]
+        self._columns[COLUMNS.index("sent_rule")] = segments["sent_rule"]
+        self._columns[[COLUMNS.index("kept_sent"), COLUMNS.index("x_sent")]] = self.sent
+        self.table_on_device = brought(self._columns.copy(), device)  # the copy may begin later
 
 
 class DeviceKernels:

@@ -149,7 +149,7 @@ def _pack_plane(
             packed = tl.zeros((bytes_,), tl.int32)
             for field in tl.static_range(0, 8 // WIDTH):
                 i, valid = field_of(begin, count, of_group, first, end, field)
-                scale = scale_of(scales, i, valid, length, BITS)
+                scale = scale_of(scales, i, block // WIDTH * 8, valid, length, BITS, BLOCK)
                 x = made(table, segments, segment, i, valid, KEEPS, FROM)
                 code = code_of(x, i, scale, half, key, MANTISSA, NEAREST)
                 packed |= tl.where(valid, (code >> shift) & ((1 << WIDTH) - 1), 0) << (field * WIDTH)
@@ -205,7 +205,7 @@ def codes_encode(
         for block in range(start, end, BLOCK):
             i = block + tl.arange(0, BLOCK)
             inside = i < end
-            scale = scale_of(scales, i, inside, length, BITS)
+            scale = scale_of(scales, i, block, inside, length, BITS, BLOCK)
             x = made(table, segments, segment, i, inside, KEEPS, FROM)
             code = code_of(x, i, scale, half, key, MANTISSA, NEAREST)
             kept = floats(table, segments, segment, X) + i
@@ -234,7 +234,7 @@ def codes_decode(
         for rank in range(0, ranks):
             payload = payload_of(payloads, rank, row)
             code = packed_code(payload, place, size, bits, i, inside)
-            scale = scale_of(pointer(payload + scales_at, tl.float32), i, inside, length, BITS)
+            scale = scale_of(pointer(payload + scales_at, tl.float32), i, block, inside, length, BITS, BLOCK)
             total += decoded(code, half, 0) * (scale * unit)
         total *= share
         largest = tl.maximum(largest, magnitude(total))
@@ -266,7 +266,8 @@ def plane_decode(
                 payload = payload_of(payloads, rank, row)
                 packed = tl.load(pointer(payload + place, tl.uint8) + byte, mask=valid, other=0).to(tl.int32)
                 code = (packed >> (field * PLANE)) & ((1 << PLANE) - 1)
-                scale = scale_of(pointer(payload + scales_at, tl.float32), i, valid, length, BITS)
+                scales = pointer(payload + scales_at, tl.float32)
+                scale = scale_of(scales, i, block // PLANE * 8, valid, length, BITS, BLOCK)
                 total += decoded(code, half, MANTISSA) * (scale * unit)
             total *= share
             largest = tl.maximum(largest, magnitude(total))
@@ -289,9 +290,16 @@ def _bits(on, length):
     return length.bit_length() - 1 if length & (length - 1) == 0 else -1
 
 
+def _block(most, plane, bits):
+    """Elements that a program works on at a time: those of one scale, if their codes are a byte for each thread."""
+    return min(most, 1 << bits) if plane and 1 << max(bits, 0) >= 1024 // plane else most
+
+
 def _encode_codes(on, payload, length, mantissa=0, nearest=False):
-    constants = {"PLANE": _plane(on, mantissa), "BITS": _bits(on, length), "MANTISSA": mantissa, "NEAREST": nearest}
-    on.pieces(codes_encode, payload, length, KEEPS=on.keeps, FROM=on.origin, **constants)
+    plane, bits = _plane(on, mantissa), _bits(on, length)
+    constants = {"PLANE": plane, "BITS": bits, "MANTISSA": mantissa, "NEAREST": nearest}
+    block = _block(on.block, plane, bits)
+    on.pieces(codes_encode, payload, length, KEEPS=on.keeps, FROM=on.origin, BLOCK=block, **constants)
 
 
 def _encode_runs(on, length, payload, norms, mantissa=0, nearest=False):
@@ -336,7 +344,7 @@ def _decode_codes(on, length, mantissa, first, ranks, row):
     plane, bits = _plane(on, mantissa), _bits(on, length)
     arguments = first, ranks, row, 1 / ranks, length
     if plane:  # with fewer bytes at a time more programs have registers
-        block = on.block // 2 if plane == 8 else on.block
+        block = _block(on.block // 2 if plane == 8 else on.block, plane, bits)
         on.pieces(plane_decode, *arguments, PLANE=plane, BITS=bits, MANTISSA=mantissa, BLOCK=block)
     else:
         on.pieces(codes_decode, *arguments, BITS=bits, BLOCK=on.block // 2)

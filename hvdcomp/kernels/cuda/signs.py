@@ -23,6 +23,7 @@ from hvdcomp.kernels.cuda.x import (
     piece,
     pointer,
     report,
+    row_of,
     size_of,
 )
 
@@ -155,7 +156,7 @@ def votes_encode(
         positive = (x > 0 if STRICTLY else x >= 0) & inside
         _store_bits(payload, entry(table, segments, segment, PLACE0), block, end, positive, BLOCK)
         # Several programs may write a row's vote, all the same.
-        tl.store(rows + i // columns, tl.full((BLOCK,), 1, tl.uint8), mask=inside & (x != 0))
+        tl.store(rows + row_of(i, block, columns, BLOCK), tl.full((BLOCK,), 1, tl.uint8), mask=inside & (x != 0))
     report(flag, largest)
 
 
@@ -168,16 +169,23 @@ def votes_close(table, segments, tasks, flag, payload, votes, PIECE: tl.constexp
     row_votes = pointer(votes, tl.uint8) + entry(table, segments, segment, PLACE2)
     bits_at = entry(table, segments, segment, PLACE0)
     votes_at = entry(table, segments, segment, PLACE1)
-    for block in range(start, end, BLOCK):
+    last_row = (end - 1) // columns
+    all_vote = tl.full((BLOCK,), 1, tl.uint8)  # as is usual: then there is nothing to clear
+    for first_row in range(start // columns, last_row + 1, BLOCK):
+        row = first_row + tl.arange(0, BLOCK)
+        all_vote = tl.minimum(all_vote, tl.load(row_votes + row, mask=row <= last_row, other=1))
+    if tl.min(all_vote.to(tl.int32), 0) == 0:
+        for block in range(start, end, BLOCK):
+            i = block + tl.arange(0, BLOCK)
+            inside = i < end
+            voting = tl.load(row_votes + row_of(i, block, columns, BLOCK), mask=inside, other=0) != 0
+            positive = (_bits(payload, bits_at, i, inside) != 0) & voting
+            _store_bits(payload, bits_at, block, end, positive, BLOCK)
+    # A piece packs the votes of the rows that have the numbers of its elements.
+    for block in range(start, tl.minimum(end, rows), BLOCK):
         i = block + tl.arange(0, BLOCK)
-        inside = i < end
-        voting = tl.load(row_votes + i // columns, mask=inside, other=0) != 0
-        positive = (_bits(payload, bits_at, i, inside) != 0) & voting
-        _store_bits(payload, bits_at, block, end, positive, BLOCK)
-        # A piece packs the votes of the rows that have the numbers of its elements.
-        if block < rows:
-            cast = tl.load(row_votes + i, mask=inside & (i < rows), other=0) != 0
-            _store_bits(payload, votes_at, block, tl.minimum(end, rows), cast, BLOCK)
+        cast = tl.load(row_votes + i, mask=(i < end) & (i < rows), other=0) != 0
+        _store_bits(payload, votes_at, block, tl.minimum(end, rows), cast, BLOCK)
 
 
 @triton.jit
@@ -194,7 +202,7 @@ def votes_decode(
         for rank in range(0, ranks):
             payload = payload_of(payloads, rank, row)
             balance += 2 * _bits(payload, entry(table, segments, segment, PLACE0), i, inside)
-            balance -= _bits(payload, entry(table, segments, segment, PLACE1), i // columns, inside)
+            balance -= _bits(payload, entry(table, segments, segment, PLACE1), row_of(i, block, columns, BLOCK), inside)
         mean = (balance > 0).to(tl.float32) - (balance < 0).to(tl.float32)
         tl.store(floats(table, segments, segment, RESULT) + i, mean, mask=inside)
 
@@ -208,7 +216,7 @@ def votes_keep(table, segments, tasks, flag, payload, PIECE: tl.constexpr, BLOCK
         i = block + tl.arange(0, BLOCK)
         inside = i < end
         sent = 2 * _bits(payload, entry(table, segments, segment, PLACE0), i, inside)
-        sent -= _bits(payload, entry(table, segments, segment, PLACE1), i // columns, inside)
+        sent -= _bits(payload, entry(table, segments, segment, PLACE1), row_of(i, block, columns, BLOCK), inside)
         x = floats(table, segments, segment, X) + i
         tl.store(x, tl.load(x, mask=inside, other=0.0) - sent.to(tl.float32), mask=inside)
 
