@@ -3,7 +3,8 @@
     sudo .venv/bin/python benchmarks/ddp_hooks.py --output docs/ddp-hooks
 
 Makes emulated clusters (docs/emulated-cluster.md) and measures all methods on each in turns; the ranks run
-`ddp_hooks_worker.py`. Writes ddp-hooks.json with all times of steps, and ddp-hooks.csv and ddp-hooks.md.
+`ddp_hooks_worker.py`. Writes ddp-hooks.json with all times of steps, ddp-hooks.csv with a row for each setting and
+method, and ddp-hooks.md with a summary.
 
 A setting takes eight steps of each method, and then --seconds, or five more steps of each method if these take longer.
 With all methods a rank needs 3 GB for ResNet-18.
@@ -16,7 +17,7 @@ import json
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import click
 
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.files import commit, commits_in_words, csv_of, replace_files
+from hvdcomp.perfmodel.rates import parse_rate
 from hvdcomp.tools.bench.cluster import Cluster, ClusterError
 from hvdcomp.tools.bench.compare import ratio
 from hvdcomp.tools.bench.models import split_model
@@ -65,7 +67,7 @@ order that differs between the ranks, and the run dies. All else has DDP's bucke
 ALTERNATING = """**`alternating=true` is not of like accuracy.** It sends one factor of the two in a step, which \
 neither PyTorch's hook nor `powersgd:rank=4` does. In [convergence.csv](../convergence.csv) the loss of an \
 LSTM with `powersgd:rank=4` ends 6 % above dense, and with `alternating=True` 15 %. The fair \
-comparison with the hook is that of `powersgd:rank=4`, in the last column of the second table."""
+comparison with the hook is that of `powersgd:rank=4`."""
 
 
 @dataclass(frozen=True)
@@ -165,9 +167,16 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def markdown(runs: Sequence[Mapping[str, Any]], details: Mapping[str, Any]) -> str:
-    """The tables, and what did not run."""
+    """What was measured, each method in a line, and what did not run."""
     rows = [row for run in runs for row in rows_of(run)]
     commits = commits_in_words(run["commit"] for run in runs)
+    rates = sorted(dict.fromkeys(row.rate for row in rows), key=parse_rate)
+    methods = []
+    for method in dict.fromkeys(row.method for row in rows if row.method not in (COMPUTE, DENSE)):
+        of_method = [row for row in rows if row.method == method]
+        over_ddp = [_bounds(row.over_ddp for row in of_method if row.rate == rate) for rate in rates]
+        hooks = ", ".join(dict.fromkeys(row.hook for row in of_method if row.hook))
+        methods.append((method, *over_ddp, hooks and f"{hooks}: {_bounds(row.over_hook for row in of_method)}"))
     lines = [
         "# PyTorch's communication hooks and hvdcomp's",
         "",
@@ -177,44 +186,21 @@ def markdown(runs: Sequence[Mapping[str, Any]], details: Mapping[str, Any]) -> s
         ABOUT.format(**details),
         "",
         *([ALTERNATING, ""] if any("alternating" in row.method for row in rows) else []),
-        "hvdcomp's fastest of each kind beside PyTorch's fastest:",
+        "How many times as fast as DDP without a hook each method is, and as PyTorch's fastest hook of like accuracy: "
+        f"the least and the most over the clusters and models. [{STEM}.csv]({STEM}.csv) has every setting with times, "
+        "quartiles, bytes and standard errors of the ratios.",
         "",
-        *_table(
-            ("hosts", "rate", "model", "kind", "hvdcomp", "PyTorch", "times as fast"),
-            [
-                (str(row.cluster), row.rate, row.model, row.kind, row.method, row.hook or "",
-                 _ratio(row.over_hook, row.over_hook_error))
-                for row in best_of_kinds(rows)
-            ],
-        ),
-        "",
-        "Everything that was measured. The last column is about PyTorch's fastest hook of like accuracy:",
-        "",
-        *_table(
-            ("hosts", "rate", "model", "method", "ms", "quartiles", "bytes", "times as fast as DDP", "as the hook"),
-            [
-                (
-                    str(row.cluster),
-                    row.rate,
-                    row.model,
-                    row.method,
-                    f"{row.median_ms:.1f}",
-                    f"{row.low_ms:.1f} to {row.high_ms:.1f}",
-                    f"{row.wire_bytes:,.0f}",
-                    _ratio(row.over_ddp, row.over_ddp_error),
-                    _ratio(row.over_hook, row.over_hook_error),
-                )
-                for row in rows
-            ],
-        ),
+        *_table(("method", *rates, "as the hook"), methods),
         "",
         *_refused(runs),
-    ]  # fmt: skip
+    ]
     return "\n".join(lines)
 
 
-def _ratio(value: float | None, error: float | None) -> str:
-    return "" if value is None else f"{value:.2f} ± {error:.2f}"
+def _bounds(ratios: Iterable[float | None]) -> str:
+    """The least and the largest ratio."""
+    found = sorted(value for value in ratios if value is not None)
+    return " to ".join(dict.fromkeys(f"{value:.2f}" for value in (found[0], found[-1]))) if found else ""
 
 
 def _versions(runs: Sequence[Mapping[str, Any]]) -> str:

@@ -14,7 +14,8 @@ from hvdcomp.files import commit, csv_of, replace_files
 from tests.faults.table import Fault, Row
 
 NAME = "faults"
-TRANSPORTS = ("gloo", "mpi", "ddp")
+NAMED = 3
+"""Faults with the same documented outcome are all named on the page if they are not more than this."""
 
 
 def facts() -> dict[str, Any]:
@@ -65,43 +66,46 @@ def write(folder: Path, command: str, rows: Sequence[Row]) -> None:
 def as_markdown(command: str, found: dict[str, Any], rows: Sequence[Row]) -> str:
     """The page."""
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
-    passed = sum(row.passed for row in rows)
+    failed = [row for row in rows if not row.passed]
     lines = [
         "# Faults, and what comes of them",
         "",
         f"    {command}",
         "",
         f"It was run with {versions} on {found['cores']} cores, at commit `{found['commit']}`. "
-        f"{passed} of {len(rows)} rows are as documented. "
+        f"{len(rows) - len(failed)} of {len(rows)} rows are as documented. "
         "A row is a fault over a transport: Horovod with Gloo or with MPI (`gloo`, `mpi`), or torch.distributed under "
-        f"torchrun (`ddp`); what happened in each is in `{NAME}.csv`. Above each table stands what is documented, and "
-        "in it the seconds from the fault to the end of the last process of the training, `yes` where there is no such "
-        "time, and the limit for it. Where ranks wait for ever, they were told to end at the limit. Every row also "
-        "sees that no process is left, and, where ranks train with hvdcomp, that all had the same weights after each "
-        "step.",
+        f"torchrun (`ddp`). [{NAME}.csv]({NAME}.csv) has all rows, with what happened in each and the seconds from the "
+        "fault to the end of the last process of the training. Every row also sees that no process is left, and, where "
+        "ranks train with hvdcomp, that all had the same weights after each step.",
+        "",
+        "In the table, faults with the same documented outcome share a line, which names them, or the first where they "
+        f"are more than {NAMED}, and has the seconds of the slowest row with the limit for it. Where ranks wait for "
+        "ever, they were told to end at the limit.",
+        "",
+        *(f"- **FAILED**: {row.fault}, over {row.transport}: {_short(row.happened)}" for row in failed),
+        *([""] if failed else []),
+        "| faults | documented | slowest, s |",
+        "|---|---|--:|",
     ]
-    for group in dict.fromkeys(row.group for row in rows):
-        lines += ["", f"## {group.capitalize()}"]
-        of_group = [row for row in rows if row.group == group]
-        for documented in dict.fromkeys(row.documented for row in of_group):
-            lines += ["", " ".join(documented.split()), ""]
-            lines += [f"| fault | {' | '.join(TRANSPORTS)} | limit |", "|---|" + "--:|" * (len(TRANSPORTS) + 1)]
-            alike = [row for row in of_group if row.documented == documented]
-            for fault in dict.fromkeys(row.fault for row in alike):
-                over = {row.transport: row for row in alike if row.fault == fault}
-                limit = max(row.within for row in over.values())
-                cells = (fault, *(_outcome(over.get(transport)) for transport in TRANSPORTS), f"{limit:.0f}")
-                lines.append(f"| {' | '.join(map(_cell, cells))} |")
+    for group, documented in dict.fromkeys((row.group, row.documented) for row in rows):
+        alike = [row for row in rows if (row.group, row.documented) == (group, documented)]
+        over: dict[str, list[str]] = {}
+        for row in alike:
+            over.setdefault(row.fault, []).append(row.transport)
+        named = [f"{fault} ({', '.join(transports)})" for fault, transports in over.items()]
+        if len(named) > NAMED:
+            named[1:] = [f"{len(named) - 1} more"]
+        slowest = max(alike, key=lambda row: row.seconds or 0)
+        seconds = "-" if slowest.seconds is None else f"{slowest.seconds:.1f} of {slowest.within:.0f}"
+        lines.append(f"| {' | '.join(_cell(text) for text in ('; '.join(named), documented, seconds))} |")
     return "\n".join(lines) + "\n"
 
 
-def _outcome(row: Row | None) -> str:
-    if row is None:
-        return "-"
-    if not row.passed:
-        return f"**FAILED**: {row.happened}"
-    return "yes" if row.seconds is None else f"{row.seconds:.1f}"
-
-
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")[:600]
+    return _short(text).replace("|", "\\|")
+
+
+def _short(text: str) -> str:
+    """In one line, which is not too long."""
+    return " ".join(text.split())[:600]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
 import time
@@ -87,12 +88,40 @@ def test_rows_that_are_run_anew_take_the_place_of_old_ones(tmp_path: Path, monke
     assert [(row.transport, row.happened) for row in report.read(tmp_path)] == [("gloo", "well"), ("mpi", "badly | so")]
     page = (tmp_path / "faults.md").read_text()
     assert "1 of 2 rows are as documented" in page
-    assert "| another | yes | **FAILED**: badly \\| so | - | 1 |" in page
+    assert "- **FAILED**: another, over mpi: badly | so" in page
+    assert "| another (gloo, mpi) | It ends. | - |" in page
+    assert "[faults.csv](faults.csv)" in page
+    with (tmp_path / "faults.csv").open(newline="") as file:
+        rows = [(row["fault"], row["transport"], row["happened"], row["passed"]) for row in csv.DictReader(file)]
+    assert rows == [("another", "gloo", "well", "True"), ("another", "mpi", "badly | so", "False")]
     resumed = CliRunner().invoke(command.main, ["--resume", "--row", "another", "--output", str(tmp_path)])
     assert "[1/1] another, over mpi" in resumed.output
     assert [(row.transport, row.happened) for row in report.read(tmp_path)] == [("gloo", "well"), ("mpi", "well")]
     failed = CliRunner().invoke(command.main, ["--row", "none", "--output", str(tmp_path)])
     assert failed.exit_code == 2
+
+
+def test_faults_with_the_same_documented_outcome_share_a_line(tmp_path: Path) -> None:
+    rows = [
+        Row(fault, group, transport, documented, "well", seconds, within, True)
+        for fault, group, transport, documented, seconds, within in [
+            ("a", "files", "gloo", "It ends.", 1.0, 60),
+            ("a", "files", "ddp", "It ends.", None, 60),
+            ("b | b", "files", "mpi", "It ends.", 2.5, 20),
+            ("c", "clocks", "gloo", "It ends.", None, 60),
+            *((f"d{number}", "clocks", "mpi", "It waits.", float(number), 60) for number in range(report.NAMED + 1)),
+        ]
+    ]
+    report.write(tmp_path, "make faults", rows)
+    page = (tmp_path / "faults.md").read_text()
+    assert page.splitlines()[-4:] == [
+        "|---|---|--:|",
+        "| a (gloo, ddp); b \\| b (mpi) | It ends. | 2.5 of 20 |",
+        "| c (gloo) | It ends. | - |",
+        "| d0 (mpi); 3 more | It waits. | 3.0 of 60 |",
+    ]
+    assert "8 of 8 rows are as documented" in page
+    assert "FAILED" not in page
 
 
 @pytest.mark.alone

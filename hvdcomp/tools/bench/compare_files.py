@@ -17,7 +17,7 @@ from hvdcomp.tools.bench.places import place_of
 
 
 def write(folder: Path, stem: str, rows: Sequence[Row], details: dict[str, Any]) -> list[Path]:
-    """Writes STEM.json, .csv, .md and .png, and STEM-speed.png; returns their paths.
+    """Writes STEM.json, .csv, .md and .png, STEM-gains.csv and STEM-speed.png; returns their paths.
 
     Args:
         folder, stem: of the files.
@@ -30,17 +30,21 @@ def write(folder: Path, stem: str, rows: Sequence[Row], details: dict[str, Any])
     from hvdcomp.tools.bench.compare_plot import draw_errors, draw_speed
 
     files = [folder / f"{stem}.{ending}" for ending in ("json", "csv", "md", "png")]
-    tables: dict[str, Sequence[Any]] = {"rows": rows, "gains": gains(rows), "auto": choices(details.get("runs", ()))}
+    all_gains = gains(rows)
+    tables: dict[str, Sequence[Any]] = {"rows": rows, "gains": all_gains, "auto": choices(details.get("runs", ()))}
     data = {name: [asdict(row) for row in table] for name, table in tables.items()} | details
     contents = [
         json.dumps(data).encode() + b"\n",  # in one line, as nobody reads it
         csv_of([asdict(row) for row in rows]),
-        markdown(rows, details).encode(),
+        markdown(stem, rows, details).encode(),
         draw_errors(rows),
     ]
-    if tables["gains"]:
-        files.append(folder / f"{stem}-speed.png")
-        contents.append(draw_speed(rows))
+    if all_gains:
+        files += [folder / f"{stem}-gains.csv", folder / f"{stem}-speed.png"]
+        contents += [
+            csv_of([{**asdict(gain), "over_stock": gain.over_stock} for gain in all_gains]),
+            draw_speed(rows),
+        ]
     replace_files(dict(zip(files, contents, strict=True)))
     return files
 
@@ -70,7 +74,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def _gains_summary(all_gains: Sequence[Gain]) -> str:
-    """The speed-ups of the fastest compressors, by model and rate, over all clusters."""
+    """The speed-ups of the fastest compressors, by model and rate, over all clusters; how many predictions named."""
     models = []
     for model in dict.fromkeys(gain.model for gain in all_gains):
         rates = []
@@ -79,9 +83,10 @@ def _gains_summary(all_gains: Sequence[Gain]) -> str:
             bounds = dict.fromkeys(f"{value:.2f}" for value in (speedups[0], speedups[-1]))
             rates.append(f"{' to '.join(bounds)} at {rate}")
         models.append(f"{model} {', '.join(rates)}")
+    predicted = sum(gain.best == gain.predicted_best for gain in all_gains)
     return (
         "The fastest compressor of each setting is so many times as fast as the faster one of dense and fp16: "
-        f"{'; '.join(models)}."
+        f"{'; '.join(models)}. The predictions named it in {predicted} of {len(all_gains)} settings."
     )
 
 
@@ -111,40 +116,26 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def markdown(rows: Sequence[Row], details: dict[str, Any]) -> str:
-    """Tables of the rows and of the gains, and the notes on noise."""
+def markdown(stem: str, rows: Sequence[Row], details: dict[str, Any]) -> str:
+    """The summary, a table of the methods, where `auto` chose badly, and the notes on noise."""
     commits = commits_in_words(run["commit"] for run in details["runs"])  # they may have been resumed
+    all_gains = gains(rows)
+    file = f"{stem}-gains.csv"
+    of_gains = f" [{file}]({file}) has the fastest compressor of each setting, and its speed-ups." if all_gains else ""
     lines = [
         "# Predicted and measured times of steps",
         "",
-        f"Made by `{details['command']}`, at commit {commits}. The CSV file beside this page has all {len(rows)} rows, "
-        "with quartiles and the parts of each prediction. 2x4 are 2 hosts with 4 ranks on each; 2 are 2 hosts with "
-        "one.",
+        f"Made by `{details['command']}`, at commit {commits}. [{stem}.csv]({stem}.csv) has all {len(rows)} rows, "
+        f"with quartiles and the parts of each prediction.{of_gains}",
         "",
         *(f"- {line}" for line in summary(rows).splitlines()),
         "",
         *([details["left_out"], ""] if details.get("left_out") else []),
         "By method, over all settings:",
         "",
-        *_markdown_table(("method", "settings", "median of the errors", "largest error"), list(_errors(rows))),
-        "",
-        "The fastest compressor of each setting, as measured, and how many times as fast it is:",
-        "",
         *_markdown_table(
-            ("hosts", "rate", "model", "fastest", "over dense", "over fp16", "over both", "predicted fastest"),
-            [
-                (
-                    str(gain.cluster),
-                    gain.rate,
-                    gain.model,
-                    gain.best,
-                    f"{gain.over_dense:.2f}",
-                    f"{gain.over_fp16:.2f}",
-                    f"{gain.over_stock:.2f}",
-                    gain.predicted_best,
-                )
-                for gain in gains(rows)
-            ],
+            ("method", "settings", "fastest compressor in", "median of the errors", "largest error"),
+            list(_by_method(rows, all_gains)),
         ),
         "",
         *_auto(choices(details.get("runs", ()))),
@@ -153,12 +144,13 @@ def markdown(rows: Sequence[Row], details: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _errors(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
-    """The errors of each method's predictions."""
+def _by_method(rows: Sequence[Row], all_gains: Sequence[Gain]) -> Iterator[tuple[str, ...]]:
+    """Of each method, in how many settings it is the fastest compressor, and the errors of its predictions."""
     for method in dict.fromkeys(row.method for row in rows):
         errors = [row.error for row in rows if row.method == method]
+        fastest = "" if method in STOCK_SPECS else str(sum(gain.best == method for gain in all_gains))
         median = statistics.median(abs(error) for error in errors)
-        yield method, str(len(errors)), f"{median:.1%}", f"{max(errors, key=abs):+.0%}"
+        yield method, str(len(errors)), fastest, f"{median:.1%}", f"{max(errors, key=abs):+.0%}"
 
 
 def auto_summary(chosen: Sequence[Choice]) -> str:
@@ -176,11 +168,11 @@ def auto_summary(chosen: Sequence[Choice]) -> str:
 def _auto(chosen: Sequence[Choice]) -> list[str]:
     if not chosen:
         return []
-    headings = ("hosts", "rate", "model", "given", "chosen", "predicted ms", "measured ms", "best static", "over best",
-                "over dense")  # fmt: skip
+    headings = ("cluster", "rate", "model", "given", "chosen", "predicted ms", "measured ms", "best static",
+                "over best", "over dense")  # fmt: skip
     table = [
         (
-            str(choice.cluster), choice.rate, choice.model, _candidates(choice), choice.chosen,
+            choice.cluster.in_words(), choice.rate, choice.model, _candidates(choice), choice.chosen,
             f"{choice.predicted_ms:.1f}", f"{choice.measured_ms:.1f}", choice.best,
             f"{choice.over_best:.3f} ± {choice.over_best_error:.3f}",
             f"{choice.over_dense:.3f}" + (f" ± {choice.over_dense_error:.3f}" if choice.over_dense_error else ""),

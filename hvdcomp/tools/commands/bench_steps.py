@@ -88,7 +88,7 @@ def _list(_context: click.Context, _option: click.Parameter, value: str) -> tupl
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("docs"),
     show_default=True,
-    help="Folder for steps-measured.json, .csv, .md and .png, and steps-measured-speed.png.",
+    help="Folder for steps-measured.json, .csv, .md and .png, steps-measured-gains.csv and steps-measured-speed.png.",
 )
 @click.option(
     "--resume",
@@ -182,7 +182,7 @@ def steps(
     for result in results:
         if result["noisy"]:
             console.print(f"noisy, {place_of(result).in_words()}: {', '.join(result['noisy'])}", soft_wrap=True)
-    click.echo(f"wrote {_STEPS}.json, .csv, .md, .png and {_STEPS}-speed.png to {output}")
+    click.echo(f"wrote {_STEPS}.json, .csv, .md, .png, {_STEPS}-gains.csv and {_STEPS}-speed.png to {output}")
 
 
 def _steps_command(clusters: list[Hosts], rates: tuple[str, ...], options: Options, output: Path) -> str:

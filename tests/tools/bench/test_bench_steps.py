@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -207,7 +207,7 @@ def test_gains_and_files(tmp_path: Path) -> None:
     noisy = {"m, passes": {"seconds": 0.1, "spread": 0.42}}
     details = {"command": "hvdcomp bench steps", "left_out": "two are", "runs": [{**result(), "noisy": noisy}]}
     files = write(tmp_path, "steps", rows, details)
-    endings = (".json", ".csv", ".md", ".png", "-speed.png")
+    endings = (".json", ".csv", ".md", ".png", "-gains.csv", "-speed.png")
     assert [file.name for file in files] == [f"steps{ending}" for ending in endings]
     assert len(json.loads(files[0].read_text())["rows"]) == len(rows)
     with files[1].open() as stream:
@@ -215,12 +215,22 @@ def test_gains_and_files(tmp_path: Path) -> None:
     text = files[2].read_text()
     assert "Made by `hvdcomp bench steps`, at commit `abc123`. " in text
     assert [line for line in summary(rows).splitlines() if f"- {line}" not in text.splitlines()] == []
-    assert "faster one of dense and fp16: m 2.00 at 1gbit." in text
+    assert "faster one of dense and fp16: m 2.00 at 1gbit. The predictions named it in 0 of 2 settings." in text
+    right = [replace(row, predicted_ms=row.measured_ms) for row in rows[: len(rows) // 2]]
+    assert "named it in 1 of 2 settings." in summary([*right, *rows[len(rows) // 2 :]])
     assert "two are" in text.splitlines()
-    assert "| topk:ratio=0.01 | 2 | " in text  # its errors, over both
-    assert "| 2 | 1gbit | m | topk:ratio=0.01 | 3.00 | 2.00 |" in text
+    assert "| topk:ratio=0.01 | 2 | 2 | " in text  # the fastest in both, and its errors
+    assert "| powersgd:rank=4 | 2 | 0 | " in text
+    assert "| none | 2 |  | " in text
+    assert all(f"[{file.name}]({file.name})" in text for file in (files[1], files[4]))
+    with files[4].open() as stream:
+        fastest = list(csv.DictReader(stream))
+    names = ("hosts", "rate", "model", "best", "over_dense", "over_fp16", "over_stock", "predicted_best")
+    assert [tuple(row[name] for name in names) for row in fastest] == [
+        (hosts, "1gbit", "m", "topk:ratio=0.01", "3.0", "2.0", "2.0", "powersgd:rank=4") for hosts in ("2", "4")
+    ]
     assert "medians of 1 differ by more than 15%, at most by 42% (m, passes; m, 2 hosts, 1gbit)." in text
-    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files[3:])
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in (files[3], files[5]))
 
 
 def with_auto(turns: dict[str, list[list[float]]], best: str) -> dict[str, Any]:
@@ -430,7 +440,8 @@ def test_tables_and_pictures_are_made_again_without_a_cluster(tmp_path: Path, mo
     done = CliRunner().invoke(command, [*words, "--resume"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     assert "2,1,1gbit,mlp,none," in (tmp_path / "steps-measured.csv").read_text()
-    assert "| none | 1 | " in (tmp_path / "steps-measured.md").read_text()
+    assert "| none | 1 |  | " in (tmp_path / "steps-measured.md").read_text()
+    assert "2,1,1gbit,mlp,topk:ratio=0.01," in (tmp_path / "steps-measured-gains.csv").read_text()
     assert (tmp_path / "steps-measured-speed.png").exists()
 
 

@@ -80,6 +80,17 @@ def test_ratios_are_those_of_rounds(benchmark_file: ModuleType) -> None:
     assert rows["bf16"].over_hook_error == 0
 
 
+def test_the_page_has_the_least_and_the_largest_ratio_of_each_method(benchmark_file: ModuleType) -> None:
+    runs = [run("10gbit"), run(bf16=[64.0]), run(), run("100mbit", bf16=[16.0])]
+    page = benchmark_file.markdown(runs, {"command": "c", "cores": 2, "batch_size": 4})
+    assert "| method | 100mbit | 1gbit | 10gbit | as the hook |" in page
+    assert "| fp16_compress_hook | 2.00 | 2.00 | 2.00 |  |" in page
+    assert "| bf16 | 5.00 | 1.25 to 2.50 | 2.50 | fp16_compress_hook: 0.62 to 2.50 |" in page
+    assert "| topk:ratio=0.01 | 5.00 | 5.00 | 5.00 |  |" in page
+    assert "| DDP |" not in page
+    assert "| compute |" not in page
+
+
 def test_every_default_method_is_known_and_its_hooks_are_the_workers(benchmark_file: ModuleType) -> None:
     pytest.importorskip("torch")
     worker = load_benchmark("ddp_hooks_worker")
@@ -128,9 +139,15 @@ def test_an_interrupted_benchmark_goes_on_where_it_was(
     found = json.loads((tmp_path / "ddp-hooks.json").read_text())
     assert [one["rate"] for one in found["runs"]] == measured.rates
     with (tmp_path / "ddp-hooks.csv").open(newline="") as file:
-        assert [row["method"] for row in csv.DictReader(file)] == 2 * list(MEASURED)
+        rows = list(csv.DictReader(file))
+    assert [row["method"] for row in rows] == 2 * list(MEASURED)
+    (bf16,) = (row for row in rows if (row["rate"], row["method"]) == ("100mbit", "bf16"))
+    assert (bf16["hosts"], bf16["model"], bf16["kind"], bf16["hook"]) == ("2", "mlp", "cast", "fp16_compress_hook")
+    assert (bf16["over_ddp"], bf16["over_hook"], bf16["over_hook_error"]) == ("2.5", "1.25", "0.0")
     page = (tmp_path / "ddp-hooks.md").read_text()
-    assert "| 2 | 100mbit | mlp | cast | bf16 | fp16_compress_hook | 1.25 ± 0.00 |" in page
+    assert "| method | 100mbit | 1gbit | as the hook |" in page
+    assert "| bf16 | 2.50 | 2.50 | fp16_compress_hook: 1.25 |" in page
+    assert "[ddp-hooks.csv](ddp-hooks.csv)" in page
     assert "- bf16_compress_hook (everywhere): `TypeError: not with 'gloo'`" in page
     assert "batch size 4" in page
 
