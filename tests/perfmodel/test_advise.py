@@ -428,7 +428,7 @@ def test_sign_sgd_on_eight_ranks_is_what_the_manual_says() -> None:
     assert (report["winner"], report["take"]) == ("signsgd", "none")
     said = " ".join(run(*PRESET, "--world-size", "8", "--compressor", "signsgd", width=120).stdout.split())
     assert "Its lead over dense, which is free, is within the model's error of 13.7%: use none." in said
-    page = " ".join((DOCS / "performance-model-checked.md").read_text().split())
+    page = " ".join((DOCS / "performance-model-formulas.md").read_text().split())
     assert "hvdcomp advise --model resnet50 --world-size 8 --compressor signsgd" in page
     assert f"on 8 ranks SignSGD comes out {report['gain_over_free_percent']:.0f} % ahead of dense" in page
 

@@ -210,7 +210,7 @@ def test_faster_encoding_pays_even_with_more_bytes(resnet50: Adviser, growth: fl
 def test_what_the_estimated_models_do_not_reproduce() -> None:
     """ResNet-101 is published to cross at 8.2 Gb/s and BERT at about 15 (figures 3 and 19): here 10.3 and 11.8.
 
-    Backward pass and encode times of both are not published; see docs/performance-model-checked.md for the estimates.
+    Backward pass and encode times of both are not published; see docs/performance-model-formulas.md for the estimates.
     """
     assert PRESET.models["bert-base"].compute.batch_size == 12  # the dissertation, captions of figures 4.4 to 4.6
     for model, crossing in (("resnet101", 10.3), ("bert-base", 11.8)):

@@ -43,7 +43,7 @@ reversed result of a training says that the finding does not carry over to so sh
 Of Bagpipe there is the exchange of embeddings, in [LookAhead](look-ahead.md), and only the abstract's numbers are
 compared. Figures 5 and 13 to 16 of On the Utility of Gradient Compression, which cannot be shown here, say that on the
 authors' GPUs encoding during the backward pass takes longer than after it. On processors it was
-[shorter](performance-model-checked.md#encoding-during-the-backward-pass); on one GPU it took longer, as published
+[shorter](exchange-measured.md#overlap); on one GPU it took longer, as published
 ([encoding.md](encoding.md#where-the-time-goes-on-a-gpu)).
 """
 _COMMITS = "The results were made at commit {commits}.\n"
