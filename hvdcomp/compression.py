@@ -50,9 +50,10 @@ class Compression:
         seed: seed of the compressors' random numbers.
         min_numel, min_ndim: tensors with fewer elements or dimensions (biases, norm layers) are sent dense, fused.
         overlap: PyTorch: whether gradients are compressed and sent during the backward pass (`True`), or at its end
-            (`False`); `"auto"`: early, if possible and on the CPU. It changes at most the last bits of sums.
+            (`False`); `"auto"`: early, if possible. It changes at most the last bits of sums.
         bucket_bytes: least bytes of gradients in a bucket, with overlap; a smaller model is one bucket. Default: the
-            best size by the calibration of the policy `Auto`, or else 25 MiB.
+            best size by the calibration of the policy `Auto`, or else 25 MiB, and on a CUDA device at least a quarter
+            of all.
         gathered_bytes: the most bytes of gathered payloads, of all ranks, that lie in a rank's memory at a time: what
             exceeds it goes later, in a collective of its own, at the end of the backward pass. A single tensor may have
             more. What is gathered has the same results, bit for bit. Default: any number, in one collective.

@@ -19,7 +19,6 @@ from hvdcomp.bindings.setup import Setup
 from hvdcomp.bindings.training import Training
 from hvdcomp.bindings.units import Units
 from hvdcomp.communicators.ranks import Ranks
-from hvdcomp.compressors.bucket import BUCKET_BYTES
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import refused_on_every_rank, require_agreement, require_same_levels
@@ -89,7 +88,7 @@ class Binding(Training):
             min_ndim=settings.min_ndim,
             bytes_beside=self.presence_bytes,
             ledger=setup.compression.ledger,
-            overlap_bytes=(settings.bucket_bytes or BUCKET_BYTES) if self.overlaps and settings.overlap else None,
+            overlap_bytes=(settings.bucket_bytes or self.early_bytes) if self.overlaps and settings.overlap else None,
             gathered_bytes=settings.gathered_bytes,
         )
         if self._level is not None:

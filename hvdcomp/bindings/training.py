@@ -12,6 +12,7 @@ from hvdcomp.arrays.types import Array
 from hvdcomp.bindings import packed
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.ranks import Ranks
+from hvdcomp.compressors.bucket import BUCKET_BYTES
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.policies.decisions import BatchSize
 
@@ -23,6 +24,7 @@ class Training(ABC):
         setup: the user's settings and objects.
         communicator: the communicator of the ranks that exchange.
         like: an empty array of the framework on the communicator's device.
+        early_bytes: least bytes of gradients in a bucket that starts before all are there, if the user names none.
         engine: the engine that compresses.
         coordinator: the coordinator of the policy, or None.
 
@@ -42,6 +44,7 @@ class Training(ABC):
     absence: ClassVar[str] = (
         "hvd.join() does not work with gradient compression. Give every rank the same number of batches."
     )
+    early_bytes: int = BUCKET_BYTES
     setup: Setup
     communicator: Ranks
     like: Array

@@ -186,14 +186,14 @@ class Overlap:
         if self.era:
             self._buckets.start_early([[names[number]] for number in order if number >= 0], self.least_bytes)
 
-    def follow(self, batches: Sequence[Sequence[str]]) -> None:
+    def follow(self, batches: Sequence[Sequence[str]], least_bytes: int) -> None:
         """Takes an order that all ranks know, from the next step on: instead of `learn_order`.
 
         Args:
-            batches: names of gradients that become ready at once, in their order. What is too small to be sent by
-                itself goes with the next ones.
+            batches: names of gradients that become ready at once, in their order.
+            least_bytes: of the gradients of a bucket; what is smaller goes with the next ones. The same on all ranks.
         """
         self._learnt = True
         if self.least_bytes is not None:
             self.era = next(self._eras) if batches else 0
-            self._buckets.start_early(batches, LEAST_BYTES)
+            self._buckets.start_early(batches, least_bytes)

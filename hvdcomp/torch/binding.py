@@ -31,7 +31,7 @@ from hvdcomp.torch.optimizer import HorovodOptimizer, compression_of, enter_step
 from hvdcomp.torch.parameters import by_name
 from hvdcomp.torch.passthrough import UNCHANGED, Passthrough, Ticket
 from hvdcomp.torch.presence import PresenceCheck
-from hvdcomp.torch.training import TorchTraining, may_overlap
+from hvdcomp.torch.training import TorchTraining, early_bytes
 
 
 class TorchBinding(TorchTraining):
@@ -43,6 +43,7 @@ class TorchBinding(TorchTraining):
     """
 
     overlaps_with_policy = True
+    overlaps = True
     broadcast = "hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
     optimizer_from = "hvd.DistributedOptimizer(..., compression=compression)"
 
@@ -52,7 +53,7 @@ class TorchBinding(TorchTraining):
         with refused_on_every_rank(communicator, torch.empty(0)):
             parameters = by_name(setup.parameters, optimizer)
             self._horovod_optimizer = HorovodOptimizer(optimizer, parameters)
-            self.overlaps = may_overlap(setup, parameters)
+            self.early_bytes = early_bytes(self.early_bytes, parameters.values())
             super().__init__(setup, parameters, communicator, optimizer)
         self._passes = getattr(optimizer, "backward_passes_per_step", 1)  # before any policy
 

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.torch_distributed import UNNAMED, TorchDistributedCommunicator
+from hvdcomp.compressors.bucket import LEAST_BYTES
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import refused_on_every_rank
@@ -28,7 +29,7 @@ from hvdcomp.torch import half_precision
 from hvdcomp.torch.compressed_adam import CompressedAdam
 from hvdcomp.torch.parameters import by_name, plain_names, unique
 from hvdcomp.torch.presence import PresenceCheck
-from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining, may_overlap
+from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining, early_bytes
 from hvdcomp.torch.unaveraged import Unaveraged
 from hvdcomp.torch.uses import Uses
 
@@ -88,7 +89,8 @@ class DDPBinding(TorchTraining):
             # its result instead of polling it. The device has work for longer.
             on_device = any(parameter.is_cuda for parameter in trained.values())
             self._presence_check = PresenceCheck(communicator, waits=on_device)
-            self.overlaps = may_overlap(setup, trained) and not finds_unused
+            self.overlaps = not finds_unused
+            self.early_bytes = early_bytes(LEAST_BYTES, trained.values())
             super().__init__(setup, parameters, communicator, setup.optimizer, names)
             self._unaveraged = Unaveraged(model, trained.values(), _ignored(model), setup.optimizer, _DRIFTING)
             self._register(model)
@@ -107,7 +109,7 @@ class DDPBinding(TorchTraining):
         self._step: list[_TakenBucket] = []
         self._pending: dict[str, torch.Tensor] = {}
         self._batches: list[Sequence[str]] = []  # names of the tensors of each DDP bucket in the latest step
-        self.engine.overlap.follow([])
+        self.engine.overlap.follow([], self.early_bytes)
 
     def _register(self, model: DistributedDataParallel) -> None:
         try:
@@ -246,7 +248,7 @@ class DDPBinding(TorchTraining):
         batches = [bucket.names for bucket in self._step]
         if batches != self._batches:
             self._batches = batches
-            self.engine.overlap.follow(batches[:-1])
+            self.engine.overlap.follow(batches[:-1], self.early_bytes)
 
     # Methods of `Training`.
 

@@ -33,7 +33,7 @@ from hvdcomp.torch.sharded import (
     modules_of,
     several_meshes_error,
 )
-from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining, may_overlap
+from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining, early_bytes
 
 
 class FSDPBinding(TorchTraining):
@@ -46,6 +46,7 @@ class FSDPBinding(TorchTraining):
     """
 
     overlaps_with_policy = False
+    overlaps = True
     broadcast = "the same random seed, or the same checkpoint, before fully_shard"
     optimizer_from = "hvdcomp.fsdp.register(model, compression, mesh, optimizer=optimizer)"
     averaged_by = "FSDP"
@@ -74,7 +75,7 @@ class FSDPBinding(TorchTraining):
         self._sharded = {name: parameter for name, parameter in trained.items() if _local(parameter).numel()}
         with refused_on_every_rank(communicator, like):
             shards = {name: _local(parameter) for name, parameter in self._sharded.items()}
-            self.overlaps = may_overlap(setup, shards)
+            self.early_bytes = early_bytes(self.early_bytes, shards.values())
             super().__init__(setup, shards, communicator, setup.optimizer, parameters)
             self._frozen = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
             self._register(model)

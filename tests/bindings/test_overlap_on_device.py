@@ -15,6 +15,7 @@ from tests.interpreted import needs_triton
 
 torch = pytest.importorskip("torch")
 from hvdcomp.torch.presence import PresenceCheck  # noqa: E402
+from hvdcomp.torch.training import early_bytes  # noqa: E402
 from tests.cuda_kernels import recorded  # noqa: E402
 from tests.device_waits import on_device  # noqa: E402
 
@@ -61,6 +62,29 @@ def test_buckets_start_behind_their_gradients_and_steps_end_behind_them(
     assert started == ([0, 0, 1, 1] if later else [0, 0, 2, 2])
     assert set(main.waited) == ({hooks, third} if later else {hooks})
     assert not hooks.waited
+
+
+@pytest.mark.parametrize(
+    ("size", "least", "on_host", "on_cuda"),
+    [(1_000_000, 600_000, 600_000, 1_000_000), (1_000, 600_000, 600_000, 600_000)],
+)
+def test_a_device_is_given_few_buckets_early(size: int, least: int, on_host: int, on_cuda: int) -> None:
+    """A parameter of so many float32 numbers: a quarter of them, or the usual number of bytes if that is more."""
+
+    class Parameter:
+        is_cuda = False
+
+        def numel(self) -> int:
+            return size
+
+        def element_size(self) -> int:
+            return 4
+
+    class OnDevice(Parameter):
+        is_cuda = True
+
+    assert early_bytes(least, [Parameter()]) == on_host
+    assert early_bytes(least, [OnDevice()]) == on_cuda
 
 
 def test_where_all_ranks_must_start_at_the_same_place_they_wait_for_the_answer() -> None:

@@ -17,7 +17,8 @@ LEAST_SPEED = 3.0
 
 
 STEP = (
-    "Milliseconds of one rank, medians; device: by the device's own time, the host being ahead; kept: bytes for each "
+    "Milliseconds of one rank by the device's own time, the host being ahead, and in brackets how many copies of the "
+    "gradients those are; medians. Of the first model also ms by the clock, launches, and bytes for each "
     "parameter that stay on the device from step to step."
 )
 MEMORY = (
@@ -29,7 +30,10 @@ TRAINING = (
     "bfloat16. Each method takes turns with DDP alone, 15 steps each: medians. The exchange costs nothing, so this is "
     "what a method itself adds, and what starts in the backward pass hides nothing."
 )
-KERNELS = "The bytes that a kernel has to move over its time, on BERT-base's matrices, and the share of a copy's."
+KERNELS = (
+    "The bytes that a kernel has to move over its time, on BERT-base's matrices, and the share of a copy's: kernels "
+    f"below {LEAST_SHARE:.0%}. The others are in the JSON file."
+)
 
 
 def as_markdown(document: Mapping[str, Any]) -> str:
@@ -47,12 +51,7 @@ def as_markdown(document: Mapping[str, Any]) -> str:
     lines += ["## Beside what was aimed at", ""]
     lines += table(("what", "aim", "measured", ""), list(aims(parts)))
     lines += ["## A step", "", STEP, ""]
-    cells = [
-        (one["model"], one["method"], number(one.get("device_ms")), number(_copies(one)), number(one["step_ms"]),
-         str(one["kernel_launches"] or "-"), _kept(one["kept_bytes"]))
-        for one in parts.get("bench", {}).get("rows", [])
-    ]  # fmt: skip
-    lines += table(("model", "method", "device ms", "x device copy", "wall ms", "launches", "kept"), cells)
+    lines += _steps(parts.get("bench", {}).get("rows", []))
     lines += ["## Memory", "", MEMORY, ""]
     cells = [(one["method"], _kept(one["kept"]), _kept(one["peak"])) for one in parts.get("memory", {}).get("rows", [])]
     lines += table(("method", "kept", "most"), cells)
@@ -66,9 +65,28 @@ def as_markdown(document: Mapping[str, Any]) -> str:
     cells = [
         (one["method"], one["kernel"], _giga(one["bytes_a_second"]), _percent(one["share"]))
         for one in parts.get("roofline", {}).get("rows", [])
+        if one["kernel"] == "copy" or (one["share"] is not None and one["share"] < LEAST_SHARE)
     ]
     lines += table(("method", "kernel", "GB/s", "of the copy's"), cells)
     return "\n".join(lines)
+
+
+def _steps(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A row for each method, with the device's ms, and their multiple of a copy, on each model."""
+    models = list(dict.fromkeys(one["model"] for one in rows))
+    methods: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for one in rows:
+        methods.setdefault(one["method"], {})[one["model"]] = one
+    cells = []
+    for method, found in methods.items():
+        first = next(iter(found.values()))
+        device = [
+            f"{number(found[model].get('device_ms'))} ({number(_copies(found[model]))})" if model in found else "-"
+            for model in models
+        ]
+        launches = str(first["kernel_launches"] or "-")
+        cells.append((method, *device, number(first["step_ms"]), launches, _kept(first["kept_bytes"])))
+    return table(("method", *models, "wall", "launches", "kept"), cells)
 
 
 def ranks_as_markdown(part: Mapping[str, Any]) -> str:

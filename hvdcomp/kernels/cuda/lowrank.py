@@ -22,7 +22,6 @@ from hvdcomp.kernels.cuda.x import (
     piece,
     pointer,
     report,
-    row_of,
 )
 
 _TILE_OF_P = 16, 1024  # rows and columns
@@ -137,7 +136,7 @@ def lowrank_decode(table, segments, tasks, flag, p, q, KEEPS: tl.constexpr, PIEC
     for block in range(start, end, BLOCK):
         i = block + tl.arange(0, BLOCK)
         inside = i < end
-        row = row_of(i, block, columns, BLOCK)
+        row = i // columns
         column = i - row * columns
         total = tl.zeros((BLOCK,), tl.float32)
         for k in range(0, rank):

@@ -23,7 +23,6 @@ from hvdcomp.kernels.cuda.x import (
     piece,
     pointer,
     report,
-    row_of,
     size_of,
 )
 
@@ -156,7 +155,7 @@ def votes_encode(
         positive = (x > 0 if STRICTLY else x >= 0) & inside
         _store_bits(payload, entry(table, segments, segment, PLACE0), block, end, positive, BLOCK)
         # Several programs may write a row's vote, all the same.
-        tl.store(rows + row_of(i, block, columns, BLOCK), tl.full((BLOCK,), 1, tl.uint8), mask=inside & (x != 0))
+        tl.store(rows + i // columns, tl.full((BLOCK,), 1, tl.uint8), mask=inside & (x != 0))
     report(flag, largest)
 
 
@@ -178,7 +177,7 @@ def votes_close(table, segments, tasks, flag, payload, votes, PIECE: tl.constexp
         for block in range(start, end, BLOCK):
             i = block + tl.arange(0, BLOCK)
             inside = i < end
-            voting = tl.load(row_votes + row_of(i, block, columns, BLOCK), mask=inside, other=0) != 0
+            voting = tl.load(row_votes + i // columns, mask=inside, other=0) != 0
             positive = (_bits(payload, bits_at, i, inside) != 0) & voting
             _store_bits(payload, bits_at, block, end, positive, BLOCK)
     # A piece packs the votes of the rows that have the numbers of its elements.
@@ -202,7 +201,7 @@ def votes_decode(
         for rank in range(0, ranks):
             payload = payload_of(payloads, rank, row)
             balance += 2 * _bits(payload, entry(table, segments, segment, PLACE0), i, inside)
-            balance -= _bits(payload, entry(table, segments, segment, PLACE1), row_of(i, block, columns, BLOCK), inside)
+            balance -= _bits(payload, entry(table, segments, segment, PLACE1), i // columns, inside)
         mean = (balance > 0).to(tl.float32) - (balance < 0).to(tl.float32)
         tl.store(floats(table, segments, segment, RESULT) + i, mean, mask=inside)
 
@@ -216,7 +215,7 @@ def votes_keep(table, segments, tasks, flag, payload, PIECE: tl.constexpr, BLOCK
         i = block + tl.arange(0, BLOCK)
         inside = i < end
         sent = 2 * _bits(payload, entry(table, segments, segment, PLACE0), i, inside)
-        sent -= _bits(payload, entry(table, segments, segment, PLACE1), row_of(i, block, columns, BLOCK), inside)
+        sent -= _bits(payload, entry(table, segments, segment, PLACE1), i // columns, inside)
         x = floats(table, segments, segment, X) + i
         tl.store(x, tl.load(x, mask=inside, other=0.0) - sent.to(tl.float32), mask=inside)
 

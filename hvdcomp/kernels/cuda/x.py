@@ -107,18 +107,6 @@ def piece(table, segments, tasks, PIECE: tl.constexpr):
 
 
 @triton.jit
-def row_of(i, block, columns, BLOCK: tl.constexpr):
-    """The rows of a matrix in which elements i lie, of a block of BLOCK elements that begins at `block`. Where rows are
-    not shorter than the block, it takes one division and not one for each element."""
-    if columns >= BLOCK:
-        row = block // columns
-        number = row + (i - row * columns >= columns).to(tl.int32)
-    else:
-        number = i // columns
-    return number
-
-
-@triton.jit
 def magnitude(x):
     """The bits of magnitudes, integers in the order of the magnitudes."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
