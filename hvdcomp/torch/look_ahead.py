@@ -100,10 +100,9 @@ class LookAhead:
         self._name = f"hvdcomp.ahead{int.from_bytes(number, 'big')}"
         self._ids = ids
         self._background_ranks: Ranks = rows.ranks.beside()
-        self._sharded: ShardedExchange | None = None
         self._exchange: _WholeTables | ShardedExchange
         if isinstance(rows, ShardedTables):
-            self._exchange = self._sharded = ShardedExchange(rows, optimizer, batches)
+            self._exchange = ShardedExchange(rows, optimizer, batches)
         else:
             self._exchange = _WholeTables(rows, optimizer)
         # A row's key is its id plus the start of its table.
@@ -137,14 +136,13 @@ class LookAhead:
             window[0].start_keys()
             if window[0].ended:
                 break
-            if self._sharded is not None and not begun:
+            if not begun:
                 self._plan(0)
                 self._prefetch()
                 begun = True
             self._wait_for(window[0].own)
             self._wait_until(self._steps - self.batches)
-            if self._sharded is not None:
-                self._sharded.enter(window[0].own)
+            self._exchange.enter(window[0].own)
             self._stepped = False
             yield window[0].batch
             if self._window is not window:
@@ -199,8 +197,7 @@ class LookAhead:
         for unused in self._window:  # of an iteration that was not finished
             unused.drop()
         self._window = deque()
-        if self._sharded is not None:
-            self._sharded.end()
+        self._exchange.end()
 
     def _require_latest(self) -> None:
         if self.rows.ahead is not self:
@@ -232,7 +229,7 @@ class LookAhead:
                     f"{table.num_embeddings - 1}"
                 )
             looked_up = looked_up.unique()
-            if table.padding_idx is not None and self._sharded is None:
+            if table.padding_idx is not None and not self._exchange.caches:
                 looked_up = looked_up[looked_up != table.padding_idx]
             parts.append(start + looked_up)
         return torch.cat(parts)
@@ -244,9 +241,9 @@ class LookAhead:
 
     def _prefetch(self) -> None:
         """Starts the exchange of rows that a rank needs and does not have."""
-        if self._sharded is not None:
-            self._wait_for(self._sharded.lent())
-            fetched = self._sharded.prefetch(self._background_ranks, self._turn("fetched"))
+        self._wait_for(self._exchange.lent())
+        fetched = self._exchange.prefetch(self._background_ranks, self._turn("fetched"))
+        if fetched is not None:
             self._defer(fetched.keys, fetched.install)
 
     def _turn(self, what: str) -> str:
@@ -274,7 +271,7 @@ class LookAhead:
                 all_rows[torch.searchsorted(own, ids[known].to(own.dtype))] = rows[known]
                 rows = all_rows
             gradients.append(rows)
-        return gradients, unnamed if self._sharded is None else self._sharded.leave()
+        return gradients, self._exchange.leave() or unnamed
 
     def _wait_for(self, keys: torch.Tensor) -> None:
         """Updates these rows if they were deferred."""
@@ -308,12 +305,11 @@ class LookAhead:
 
         def load(*_: Any) -> None:
             self.flush()
-            if self._sharded is not None:
+            if self._exchange.caches:
                 self._end_iteration()  # rows in the caches are not those of the state
 
         def load_optimizer(_: Any, state: Any) -> None:
-            if self._sharded is not None:
-                self._sharded.check_state(state)
+            self._exchange.check_state(state)
             load()
 
         weights = [table.weight for table in self.rows.tables.values()]
@@ -327,7 +323,7 @@ class LookAhead:
                 ids = args[0] if args else kwargs["input"]
                 self._wait_for(ids.reshape(-1).long() + start)
 
-            if self._sharded is None:
+            if not self._exchange.caches:
                 self._hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
             self._hooks += [
                 module.register_state_dict_pre_hook(flush),
@@ -352,9 +348,11 @@ class _WholeTables:
     Attributes:
         starts: the start of each table in the keys, and their end.
         reach: number of coming batches that `plan` is told.
+        caches: whether lookups are of a cache and not of the tables' weights.
     """
 
     reach = 1
+    caches = False
 
     def __init__(self, rows: RowExchange, optimizer: torch.optim.Optimizer) -> None:
         self._rows, self._optimizer = rows, optimizer
@@ -389,6 +387,25 @@ class _WholeTables:
             return start([of_table[mask] for of_table, mask in zip(rows, own, strict=True)], ids, ranks, name)
 
         return Share(torch.cat(list(by_rank))[chosen], start_chosen)
+
+    def enter(self, own: torch.Tensor) -> None:
+        """Lets the model look up the rows of these keys, as it always may."""
+
+    def leave(self) -> None:
+        """Ends the lookups of a batch; a row that it looked up without naming it, or None: the gradients show it."""
+
+    def lent(self) -> torch.Tensor:
+        """The keys of rows that other ranks will fetch from this one: none."""
+        return self.starts[:0]
+
+    def prefetch(self, ranks: Ranks, name: str) -> None:
+        """Starts to fetch what each rank needs and does not have: nothing."""
+
+    def end(self) -> None:
+        """Forgets the caches: there are none."""
+
+    def check_state(self, state: Any) -> None:
+        """Raises ConfigurationError if an optimizer's state is not that of these rows, as PyTorch does itself."""
 
     def looked_up(self) -> dict[str, torch.Tensor]:
         """What has the gradients of each table's lookups, by the name of its weight."""

@@ -49,7 +49,10 @@ class ShardedExchange:
         starts: the start of each table in the keys, and their end; each is a multiple of the number of ranks, so that
             the owner of a key is that of its id.
         reach: number of coming batches that `plan` is told.
+        caches: whether lookups are of a cache and not of the tables' weights.
     """
+
+    caches = True
 
     def __init__(self, tables: ShardedTables, optimizer: torch.optim.Optimizer, batches: int) -> None:
         self._tables, self._optimizer = tables, optimizer
