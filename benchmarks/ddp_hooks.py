@@ -66,8 +66,8 @@ order that differs between the ranks, and the run dies. All else has DDP's bucke
 
 ALTERNATING = """**`alternating=true` is not of like accuracy.** It sends one factor of the two in a step, which \
 neither PyTorch's hook nor `powersgd:rank=4` does. In [convergence.csv](../convergence.csv) the loss of an \
-LSTM with `powersgd:rank=4` ends 6 % above dense, and with `alternating=True` 15 %. The fair \
-comparison with the hook is that of `powersgd:rank=4`."""
+LSTM with `powersgd:rank=4` ends 6 % above dense, and with `alternating=True` 15 %. So it is \
+compared with no hook."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,11 @@ class Row(Place):
 
 
 def kind_of(method: str) -> str:
-    """The kind of a method; empty if it has none."""
-    name = "" if method in (*THEIRS, COMPUTE) else parse_compressor(method).name
+    """The kind of a method; empty if it has none, as PowerSGD that alternates: it trains worse than the hook."""
+    ours = None if method in (*THEIRS, COMPUTE) else parse_compressor(method)
+    if getattr(ours, "alternating", False):
+        return ""
+    name = "" if ours is None else ours.name
     return next((kind for kind, (theirs, ours) in ALIKE.items() if method in theirs or name in ours), "")
 
 

@@ -98,7 +98,8 @@ def test_every_default_method_is_known_and_its_hooks_are_the_workers(benchmark_f
     assert set(benchmark_file.THEIRS) == {worker.DENSE, *worker.HOOKS}
     kinds = {method: benchmark_file.kind_of(method) for method in benchmark_file.METHODS}
     assert set(benchmark_file.THEIRS) < set(kinds)
-    assert [method for method, kind in kinds.items() if not kind] == ["topk:ratio=0.01", "int4", "efsignsgd"]
+    alone = ["powersgd:rank=4,alternating=true", "topk:ratio=0.01", "int4", "efsignsgd"]
+    assert [method for method, kind in kinds.items() if not kind] == alone
 
 
 class Measured:
