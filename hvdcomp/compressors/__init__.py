@@ -4,7 +4,7 @@ registration."""
 from __future__ import annotations
 
 from hvdcomp.compressors.base import Compressor
-from hvdcomp.compressors.bucket import BUCKET_BYTES, LEAST_BYTES
+from hvdcomp.compressors.bucket import BUCKET_BYTES, LEAST_BYTES, least_early_bytes
 from hvdcomp.compressors.casts import NoCompression
 from hvdcomp.compressors.evidence import OPTIMIZERS, lost_with
 from hvdcomp.compressors.evidence import in_words as evidence_in_words
@@ -44,6 +44,7 @@ __all__ = [
     "TensorInfo",
     "evidence_in_words",
     "first_to_try",
+    "least_early_bytes",
     "lost_with",
     "needs_nodes",
 ]

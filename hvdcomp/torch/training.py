@@ -11,6 +11,7 @@ from hvdcomp.bindings.adam import kind_of, name_of_adam
 from hvdcomp.bindings.base import Binding
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.ranks import Ranks
+from hvdcomp.compressors.bucket import least_early_bytes
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.policies.decisions import BatchSize
@@ -24,7 +25,6 @@ WITHOUT_HOROVOD = (
     "the others were in another collective of theirs. Give every rank the same number of batches, and let all of them "
     "start their own collectives at the same places."
 )
-_EARLY_ON_DEVICE = 4  # buckets at most that start early
 
 
 def refuse_capture() -> None:
@@ -248,12 +248,7 @@ def _checksum(parameter: torch.Tensor) -> int:
 
 
 def early_bytes(least: int, parameters: Iterable[torch.Tensor]) -> int:
-    """The least bytes of gradients in a bucket that starts early: `least`, or on a CUDA device a quarter of all.
-
-    There the host launches each bucket by itself, which takes it about as long as to launch all of them together: where
-    the host limits a step, thirteen buckets made it 1.9 times as long, and four 1.3 times (docs/encoding.md).
-    """
+    """The least bytes of gradients in a bucket that starts before the gradients of all parameters are there."""
     parameters = list(parameters)
     on_device = any(parameter.is_cuda for parameter in parameters)
-    everything = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    return max(least, everything // _EARLY_ON_DEVICE) if on_device else least
+    return least_early_bytes(least, sum(p.numel() * p.element_size() for p in parameters), on_device)

@@ -11,7 +11,7 @@ import torch
 
 from hvdcomp.communicators import Communicator
 from hvdcomp.compression import Compression
-from hvdcomp.compressors import Compressor
+from hvdcomp.compressors import Compressor, least_early_bytes
 from hvdcomp.perfmodel import STOCK
 from hvdcomp.tools.bench.workload import Workload
 from hvdcomp.tools.train.ranks import Ranks
@@ -87,6 +87,12 @@ class Carrier(ABC):
     def communicator(self) -> Communicator:
         """The communicator of all ranks. Every rank must call it at the same point."""
         return all_ranks(self.ranks.backend)
+
+    def early_bytes_of(self, workload: Workload) -> int | None:
+        """`early_bytes` of a model where hvdcomp uses the library's buckets; None where it has its own."""
+        if not self.own_buckets:
+            return None
+        return least_early_bytes(self.early_bytes, workload.dense_bytes, workload.device.type == "cuda")
 
     @abstractmethod
     def facts(self) -> dict[str, str]:

@@ -147,7 +147,7 @@ def probe_model(
         tuple(tensors),
         replace(compute, hides=1.0 if hides is None else hides),
         carrier.bucket_bytes,
-        early_bytes=carrier.early_bytes if carrier.own_buckets else None,
+        early_bytes=carrier.early_bytes_of(plain),
         sources={"hides": source},
         estimated=("hides",) if hides is None else (),
     )

@@ -120,7 +120,7 @@ def profile(
         tuple(tensors),
         replace(compute, encode=encode),
         carrier.bucket_bytes,
-        early_bytes=carrier.early_bytes if carrier.own_buckets else None,
+        early_bytes=carrier.early_bytes_of(workload),
         sources={"hides": "assumed: all that can be sent during the backward pass hides behind it"},
         estimated=("hides",),
     )
