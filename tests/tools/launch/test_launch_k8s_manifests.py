@@ -5,9 +5,15 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+import sys
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 import jsonschema
 import pytest
@@ -240,6 +246,15 @@ def test_the_settings_beside_an_overlay_make_the_same_job(name: str, monkeypatch
     monkeypatch.chdir(ROOT)  # where the patch is looked for
     file = ROOT / "k8s" / "overlays" / name / "launch.toml"
     assert render(read_settings(file, "k8s", KubernetesSettings, {})) == JOBS[name]
+
+
+def test_the_file_of_every_setting_has_them_all_and_makes_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    file = ROOT / "k8s" / "every-setting.toml"
+    tables = tomllib.loads(file.read_text())
+    for name, kind in {"job": Job, "k8s": KubernetesSettings}.items():
+        assert tables[name].keys() == {field.name for field in fields(kind)} - {"job"}
+    assert render(read_settings(file, "k8s", KubernetesSettings, {}))["kind"] == "MPIJob"
 
 
 @pytest.mark.parametrize(
