@@ -215,8 +215,8 @@ class Training:
             make_state, hook = HOOKS[method]
             self.model.register_comm_hook(make_state(), hook)
         elif method:
-            overlap: bool | str = True if EARLY in how else "auto"
-            hvdcomp.ddp.register(self.model, hvdcomp.Compression.from_spec(method, overlap=overlap), self.optimizer)
+            compression = hvdcomp.Compression.from_spec(method, overlap=EARLY in how)
+            hvdcomp.ddp.register(self.model, compression, self.optimizer)
         for _ in range(5):  # in which kernels are compiled and buckets made
             self.step()
 
