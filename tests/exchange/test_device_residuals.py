@@ -141,10 +141,10 @@ def test_nothing_reads_what_was_let_go_of(spec: str, spoiled: list[Any]) -> None
 @pytest.mark.usefixtures("in_interpreter", "spoiled")
 @pytest.mark.parametrize(
     "memory",
-    [ErrorFeedback(0.5), *(pytest.param(one, marks=pytest.mark.thorough)
-                           for one in (MomentumCorrection(0.9), ErrorFeedback(0.5, "bf16")))],
+    [ErrorFeedback(0.5), MomentumCorrection(0.9), ErrorFeedback(0.5, "bf16")],
     ids=str,
 )
+@pytest.mark.thorough
 def test_buckets_that_start_early_keep_the_same(memory: Memory) -> None:
     """With a tensor that misses a step, which moves to another bucket, and a step that does not count."""
     options: dict[str, Any] = {

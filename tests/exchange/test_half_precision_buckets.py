@@ -328,7 +328,7 @@ def test_who_looks_at_x_sees_it_in_float32_and_may_replace_it(memory: Memory, ba
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("memory", [ErrorFeedback, pytest.param(NoMemory, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
-    "spec", ["none", "qsgd:bits=4", *(pytest.param(one, marks=pytest.mark.thorough) for one in MORE)]
+    "spec", ["none", *(pytest.param(one, marks=pytest.mark.thorough) for one in ("qsgd:bits=4", *MORE))]
 )
 def test_the_bits_on_a_device_are_those_of_the_kernels_in_c(
     spec: str, memory: Any, dtype: str, in_interpreter: None

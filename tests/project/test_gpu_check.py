@@ -147,7 +147,7 @@ def test_the_probe_of_the_network_is_a_calibration(tmp_path: Path, monkeypatch: 
     assert load(tmp_path / "network.json").machine["ranks"] == "2"
 
 
-@pytest.mark.parametrize("interrupted", [False, True])
+@pytest.mark.parametrize("interrupted", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_nothing_that_a_part_started_outlives_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: bool
 ) -> None:

@@ -22,6 +22,7 @@ def benchmark_file() -> ModuleType:
     return load_file("benchmarks/equal_bytes.py", "benchmark_equal_bytes")
 
 
+@pytest.mark.thorough
 def test_every_row_can_be_trained(benchmark_file: ModuleType, tmp_path: Path) -> None:
     for name, workload in benchmark_file.WORKLOADS.items():
         rows = benchmark_file.rows_of(workload)

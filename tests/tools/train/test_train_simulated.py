@@ -111,6 +111,7 @@ def test_a_run_that_does_not_finish_has_no_result_of_the_test_part(tmp_path: Pat
 
 
 @pytest.mark.alone
+@pytest.mark.thorough
 def test_the_click_model_has_these_weights_under_horovod_too(tmp_path: Path) -> None:
     options = [*_KINDS["rows"], "--clip-norm", "0.5", "--backward-passes-per-step", "2", "--batch-size", "32"]
     found = _simulated(2, tmp_path, *options)

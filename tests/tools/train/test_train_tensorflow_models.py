@@ -18,7 +18,7 @@ from hvdcomp.tools.train.options import IMAGE_MODELS, TEXT_MODELS, TORCH_MODELS,
 
 # Of the two VGG networks at 32x32 the quick tests have the one with batch normalization.
 _SHAPES: list[Any] = [
-    pytest.param(name, 3, 32, 10, marks=[pytest.mark.thorough] * (name in ("resnet18", "vgg16")))
+    pytest.param(name, 3, 32, 10, marks=[pytest.mark.thorough] * (name in ("resnet18", "vgg16", "vgg19_bn")))
     for name in IMAGE_MODELS
     if name not in TORCH_MODELS
 ]
