@@ -103,10 +103,10 @@ class Row(Place):
 
 def kind_of(method: str) -> str:
     """The kind of a method; empty if it has none, as PowerSGD that alternates: it trains worse than the hook."""
-    ours = None if method in (*THEIRS, COMPUTE) else parse_compressor(method)
-    if getattr(ours, "alternating", False):
+    compressor = None if method in (*THEIRS, COMPUTE) else parse_compressor(method)
+    if getattr(compressor, "alternating", False):
         return ""
-    name = "" if ours is None else ours.name
+    name = "" if compressor is None else compressor.name
     return next((kind for kind, (theirs, ours) in ALIKE.items() if method in theirs or name in ours), "")
 
 

@@ -31,7 +31,7 @@ from hvdcomp.torch.optimizer import HorovodOptimizer, compression_of, enter_step
 from hvdcomp.torch.parameters import by_name
 from hvdcomp.torch.passthrough import UNCHANGED, Passthrough, Ticket
 from hvdcomp.torch.presence import PresenceCheck
-from hvdcomp.torch.training import TorchTraining, early_bytes
+from hvdcomp.torch.training import TorchTraining
 
 
 class TorchBinding(TorchTraining):
@@ -53,7 +53,6 @@ class TorchBinding(TorchTraining):
         with refused_on_every_rank(communicator, torch.empty(0)):
             parameters = by_name(setup.parameters, optimizer)
             self._horovod_optimizer = HorovodOptimizer(optimizer, parameters)
-            self.early_bytes = early_bytes(self.early_bytes, parameters.values())
             super().__init__(setup, parameters, communicator, optimizer)
         self._passes = getattr(optimizer, "backward_passes_per_step", 1)  # before any policy
 

@@ -29,7 +29,7 @@ from hvdcomp.torch import half_precision
 from hvdcomp.torch.compressed_adam import CompressedAdam
 from hvdcomp.torch.parameters import by_name, plain_names, unique
 from hvdcomp.torch.presence import PresenceCheck
-from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining, early_bytes
+from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining
 from hvdcomp.torch.unaveraged import Unaveraged
 from hvdcomp.torch.uses import Uses
 
@@ -69,6 +69,7 @@ class DDPBinding(TorchTraining):
     """
 
     overlaps_with_policy = True
+    early_bytes = LEAST_BYTES  # DDP has put together what becomes ready at once
     broadcast = "DistributedDataParallel(..., init_sync=True)"
     optimizer_from = "hvdcomp.ddp.register(model, compression, optimizer=optimizer)"
     averaged_by = "DistributedDataParallel"
@@ -90,7 +91,6 @@ class DDPBinding(TorchTraining):
             on_device = any(parameter.is_cuda for parameter in trained.values())
             self._presence_check = PresenceCheck(communicator, waits=on_device)
             self.overlaps = not finds_unused
-            self.early_bytes = early_bytes(LEAST_BYTES, trained.values())
             super().__init__(setup, parameters, communicator, setup.optimizer, names)
             self._unaveraged = Unaveraged(model, trained.values(), _ignored(model), setup.optimizer, _DRIFTING)
             self._register(model)

@@ -33,7 +33,7 @@ from hvdcomp.torch.sharded import (
     modules_of,
     several_meshes_error,
 )
-from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining, early_bytes
+from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining
 
 
 class FSDPBinding(TorchTraining):
@@ -75,7 +75,6 @@ class FSDPBinding(TorchTraining):
         self._sharded = {name: parameter for name, parameter in trained.items() if _local(parameter).numel()}
         with refused_on_every_rank(communicator, like):
             shards = {name: _local(parameter) for name, parameter in self._sharded.items()}
-            self.early_bytes = early_bytes(self.early_bytes, shards.values())
             super().__init__(setup, shards, communicator, setup.optimizer, parameters)
             self._frozen = {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad}
             self._register(model)

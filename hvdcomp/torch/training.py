@@ -79,6 +79,7 @@ class TorchTraining(Binding):
             setup.compression.settings.require_momenta(optimizer.compressor_before, optimizer.local_steps)
             if optimizer.local_steps > 1:
                 self._require_local_steps(setup, optimizer)
+        self.early_bytes = early_bytes(self.early_bytes, self._parameters.values())
         tensors = [_describe(name, parameter) for name, parameter in self._parameters.items()]
         super().__init__(setup, tensors, communicator, torch.empty(0), names)
         self.learning_rates()  # refuses a policy that follows those of an unknown optimizer

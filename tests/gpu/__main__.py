@@ -75,18 +75,18 @@ def main() -> int:
         (chosen.output / "gpu-ranks.md").write_text(ranks_as_markdown(found["ranks"]))
         print(f"wrote gpu-ranks.json and gpu-ranks.md to {chosen.output}")
     if chosen.part not in ("ranks", *APART):
-        _write(chosen.output, found, bool(chosen.part), time.monotonic() - started)
+        _write(chosen.output, found, time.monotonic() - started)
     print(f"FAILED: {', '.join(failed)}" if failed else "All parts passed.")
     return 1 if failed else 0
 
 
-def _write(folder: Path, found: dict[str, Any], some: bool, seconds: float) -> None:
-    """Writes `gpu.json` and `gpu.md`. some: not all parts; those of the same GPU that are there already stay."""
+def _write(folder: Path, found: dict[str, Any], seconds: float) -> None:
+    """Writes `gpu.json` and `gpu.md`. Parts that were not run stay as they are there, if it was the same GPU."""
     from hvdcomp.tools.bench.encode.facts import facts
 
     path, now = folder / "gpu.json", facts("cuda")
     parts = {name: part | {"commit": now["commit"]} for name, part in found.items()}
-    if some and path.exists():
+    if path.exists():
         before = json.loads(path.read_text())
         if before["facts"]["accelerator"] == now["accelerator"]:
             kept = {name: {"commit": before["facts"]["commit"], **part} for name, part in before["parts"].items()}

@@ -12,6 +12,7 @@ import pytest
 
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.perfmodel import load, shapes
+from hvdcomp.tools.bench.encode import facts as encode_facts
 from tests.interpreted import needs_triton
 
 torch = pytest.importorskip("torch")
@@ -145,6 +146,24 @@ def test_the_probe_of_the_network_is_a_calibration(tmp_path: Path, monkeypatch: 
     parts.network("cpu", keep, tmp_path, 1, "")
     assert [row["link"].split(":")[0] for row in rows if row][:2] == ["allreduce", "allgather"]
     assert load(tmp_path / "network.json").machine["ranks"] == "2"
+
+
+def test_a_part_that_is_run_alone_leaves_the_others_on_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = {"compute_capability": "9.0", "driver": "1", "cuda": "13"}
+    facts: dict[str, Any] = {"accelerator": "A GPU", "commit": "abc", "gpu": gpu}
+    monkeypatch.setattr(encode_facts, "facts", lambda device: {**facts, "versions": {}})
+    part: dict[str, Any] = {"failures": [], "rows": [], "notes": []}
+    program._write(tmp_path, {"kernels": part, "steps": part}, 1.0)
+    facts["commit"] = "def"
+    program._write(tmp_path, {"steps": part | {"failures": ["one"]}}, 1.0)
+    page = (tmp_path / "gpu.md").read_text()
+    assert "| kernels | passed | `abc` |" in page
+    assert "| steps | failed: 1 | `def` |" in page
+    facts["accelerator"] = "Another"
+    program._write(tmp_path, {"steps": part}, 1.0)
+    assert "| kernels |" not in (tmp_path / "gpu.md").read_text()
 
 
 @pytest.mark.parametrize("interrupted", [False, pytest.param(True, marks=pytest.mark.thorough)])

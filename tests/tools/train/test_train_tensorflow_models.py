@@ -16,7 +16,7 @@ pytest.importorskip("horovod.tensorflow", reason="Horovod is not built here: run
 from hvdcomp.tools.train.frameworks import build_model  # noqa: E402
 from hvdcomp.tools.train.options import IMAGE_MODELS, TEXT_MODELS, TORCH_MODELS, SetupError  # noqa: E402
 
-# Of the two VGG networks at 32x32 the quick tests have the one with batch normalization.
+# Of the VGG networks the quick tests have a small one, of one channel.
 _SHAPES: list[Any] = [
     pytest.param(name, 3, 32, 10, marks=[pytest.mark.thorough] * (name in ("resnet18", "vgg16", "vgg19_bn")))
     for name in IMAGE_MODELS
