@@ -107,7 +107,7 @@ class GraVAC(Policy[GraVACState]):
         min: the initial factor of the first compression.
         max: the largest factor.
         epsilon: the gain from which a factor may be sent.
-        omega: relative difference below which two gains, or two throughputs, are the same.
+        omega: relative difference up to which two gains, or two throughputs, are the same.
         scaling: "exponential", candidates 2, 4, 16, 256... times `min`, or "geometric", 2, 4, 8, 16... times; `max` is
             the last.
         window: number of steps for which each candidate is evaluated; None for 500 (exponential) or 2000 (geometric).
