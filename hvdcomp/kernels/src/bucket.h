@@ -90,46 +90,6 @@ static inline float hvd_left(float x, float sent) {
     return (hvd_bits(left) & 0x7fffffffu) < HVD_INFINITE ? left : 0;
 }
 
-/* Elements of P Q', from `start` on. Each is a sum column after column, as in `isa_lowrank.c`. */
-static inline void hvd_multiply(
-    const hvd_product *product, int64_t size, int64_t start, int64_t length, float *restrict out
-) {
-    const int64_t columns = product->columns, rows = size / columns;
-    for (int64_t end = start + length; start < end;) {
-        const int64_t first = start % columns, some = hvd_shorter(columns - first, end - start);
-        const float *p = product->p + start / columns, *restrict q = product->q + first;
-        int64_t k = 1;
-        if (product->rank >= 4) {
-            const float p0 = p[0], p1 = p[rows], p2 = p[2 * rows], p3 = p[3 * rows];
-            const float *restrict q1 = q + columns, *restrict q2 = q1 + columns, *restrict q3 = q2 + columns;
-            for (int64_t i = 0; i < some; i++) out[i] = p0 * q[i] + p1 * q1[i] + p2 * q2[i] + p3 * q3[i];
-            k = 4;
-        } else
-            for (int64_t i = 0; i < some; i++) out[i] = p[0] * q[i];
-        for (; k < product->rank; k++)
-            for (int64_t i = 0; i < some; i++) out[i] += p[k * rows] * q[k * columns + i];
-        start += some;
-        out += some;
-    }
-}
-
-#define HVD_WIDENED 1024 /* elements of 16 bits that are widened at a time */
-
-/* What is left of a block x that `sent` was sent of, where results are those numbers rounded to a type of 16 bits: with
- * the rounding error. In the place of `sent`. */
-static inline void hvd_left_of_rounded(
-    const float *restrict x, int64_t type, int64_t length, float decay, float *restrict sent
-) {
-    uint16_t results[HVD_WIDENED];
-    float read[HVD_WIDENED];
-    for (int64_t start = 0; start < length; start += HVD_WIDENED, x += HVD_WIDENED, sent += HVD_WIDENED) {
-        const int64_t some = hvd_shorter(HVD_WIDENED, length - start);
-        hvd_narrow(sent, some, (int32_t)type, results);
-        hvd_widen(results, some, (int32_t)type, read);
-        for (int64_t i = 0; i < some; i++) sent[i] = (hvd_left(x[i], sent[i]) + (sent[i] - read[i])) * decay;
-    }
-}
-
 #define HVD_ENERGY_LANES 16
 
 /* The sum of squares of a block. */
@@ -143,117 +103,9 @@ static inline double hvd_energy(const float *restrict x, int64_t length) {
     return sum;
 }
 
-/* The residual of a block: the part of the block `kept` that was not sent, times `decay`. */
-static inline void hvd_residual(
-    const hvd_segment *s, const float *restrict kept, int64_t start, int64_t length, float decay, float *restrict out
-) {
-    const float above = s->above, below = s->below;
-    if (s->rule == HVD_PRODUCT) {
-        hvd_multiply(&s->product, s->size, start, length, out);
-        if (s->narrow) hvd_left_of_rounded(kept, s->narrow, length, decay, out);
-        else
-            for (int64_t i = 0; i < length; i++) out[i] = hvd_left(kept[i], out[i]) * decay;
-    } else if (s->rule == HVD_NOT_NEGATIVE)
-        for (int64_t i = 0; i < length; i++) out[i] = (kept[i] - (kept[i] >= 0 ? above : below)) * decay;
-    else if (s->rule == HVD_POSITIVE)
-        for (int64_t i = 0; i < length; i++) out[i] = (kept[i] - (kept[i] > 0 ? above : below)) * decay;
-    else if (s->rule == HVD_EVERYTHING) memset(out, 0, (size_t)length * sizeof *out);
-    else
-        for (int64_t i = 0; i < length; i++) out[i] = kept[i] * decay;
-}
-
-/* A block of x, from the blocks of its gradient and, if there is one, of the kept x. */
-static inline void hvd_make_of(
-    const hvd_bucket *b, const hvd_segment *s, const float *restrict gradient, const float *restrict kept,
-    int64_t start, int64_t length, float *restrict x
-) {
-    const float factor = b->factor, momentum = b->momentum;
-    if (s->next_velocity) {
-        float *restrict next = s->next_velocity + start;
-        if (s->velocity) {
-            const float *restrict velocity = s->velocity + start;
-            for (int64_t i = 0; i < length; i++) next[i] = velocity[i] * momentum + gradient[i] * factor;
-        } else
-            for (int64_t i = 0; i < length; i++) next[i] = gradient[i] * factor;
-        if (kept) hvd_residual(s, kept, start, length, b->decay, x);
-        else memset(x, 0, (size_t)length * sizeof *x);
-        if (b->nesterov)
-            for (int64_t i = 0; i < length; i++) x[i] = next[i] * momentum + (x[i] + gradient[i] * factor);
-        else
-            for (int64_t i = 0; i < length; i++) x[i] = x[i] + next[i];
-    } else if (kept) {
-        /* The same sum as with hvd_residual, if possible without a second pass over the block. */
-        const float decay = b->decay, above = s->above, below = s->below;
-        if (s->rule == HVD_PRODUCT) {
-            hvd_residual(s, kept, start, length, decay, x);
-            for (int64_t i = 0; i < length; i++) x[i] = x[i] + gradient[i] * factor;
-        } else if (s->rule == HVD_NOT_NEGATIVE)
-            for (int64_t i = 0; i < length; i++)
-                x[i] = (kept[i] - (kept[i] >= 0 ? above : below)) * decay + gradient[i] * factor;
-        else if (s->rule == HVD_POSITIVE)
-            for (int64_t i = 0; i < length; i++)
-                x[i] = (kept[i] - (kept[i] > 0 ? above : below)) * decay + gradient[i] * factor;
-        else if (s->rule == HVD_EVERYTHING)
-            for (int64_t i = 0; i < length; i++) x[i] = 0 + gradient[i] * factor;
-        else
-            for (int64_t i = 0; i < length; i++) x[i] = kept[i] * decay + gradient[i] * factor;
-    } else
-        for (int64_t i = 0; i < length; i++) x[i] = gradient[i] * factor;
-}
-
-/* A block of numbers of 16 bits, of `type`, as floats. */
-static inline void hvd_widened(const void *numbers, int64_t type, int64_t start, int64_t length, float *restrict out) {
-    hvd_widen((const uint16_t *)numbers + start, length, (int32_t)type, out);
-}
-
-/* A block of x: the gradient plus residual and momentum. */
-static inline void hvd_make(
-    const hvd_bucket *b, const hvd_segment *s, int64_t start, int64_t length, float *restrict x
-) {
-    float gradients[HVD_WIDENED], residuals[HVD_WIDENED];
-    if (!s->narrow && !(s->kept && s->kept_type)) {
-        hvd_make_of(b, s, s->gradient + start, s->kept ? s->kept + start : NULL, start, length, x);
-        return;
-    }
-    for (const int64_t end = start + length; start < end; start += HVD_WIDENED, x += HVD_WIDENED) {
-        const int64_t some = hvd_shorter(HVD_WIDENED, end - start);
-        const float *gradient = gradients, *kept = residuals;
-        if (s->narrow) hvd_widened(s->gradient, s->narrow, start, some, gradients);
-        else gradient = s->gradient + start;
-        if (s->kept && s->kept_type) hvd_widened(s->kept, s->kept_type, start, some, residuals);
-        else kept = s->kept ? s->kept + start : NULL;
-        hvd_make_of(b, s, gradient, kept, start, some, x);
-    }
-}
-
 /* The numbers to compress of a tensor, from `start` on, once they are made. */
 static inline const float *hvd_made(const hvd_segment *s, int64_t start) {
     return (s->source ? s->source : s->x ? s->x : s->gradient) + start;
-}
-
-/* Makes a block of x where the bucket keeps it.
- *
- * start, length: of the block, at most HVD_BLOCK elements.
- * largest: is raised to the largest magnitude's bits, of which those of inf and NaN are the highest.
- * Returns: the block of x, or of the source that is compressed in its place.
- */
-static inline const float *hvd_x(
-    const hvd_bucket *b, const hvd_segment *s, int64_t start, int64_t length, uint32_t *largest
-) {
-    const float *made = hvd_made(s, start);
-    if (s->x && !s->source) hvd_make(b, s, start, length, s->x + start);
-    *largest = hvd_largest_bits(made, length, *largest);
-    return made;
-}
-
-/* `hvd_x` for a block that nobody else reads: if gradients have 16 bits and nothing is kept, x is in `room`. */
-static inline const float *hvd_x_once(
-    const hvd_bucket *b, const hvd_segment *s, int64_t start, int64_t length, float *room, uint32_t *largest
-) {
-    if (!s->narrow || b->keeps || s->source) return hvd_x(b, s, start, length, largest);
-    hvd_make(b, s, start, length, room);
-    *largest = hvd_largest_bits(room, length, *largest);
-    return room;
 }
 
 /* The end of decoding a block: the mean of a sum over `ranks`, and its largest magnitude's bits. */

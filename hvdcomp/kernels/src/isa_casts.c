@@ -1,5 +1,6 @@
 /* Half precision and bfloat16. The 16-bit numbers of each tensor begin at `place[0]` (numbers) of the payload. */
 #include "half.h"
+#include "make.h"
 #include "put.h"
 #include "quant.h"
 

@@ -1,6 +1,6 @@
 /* Kernels without compression: making x, uncompressed gradients, and measurements. */
-#include "bucket.h"
 #include "isa.h"
+#include "make.h"
 #include "put.h"
 
 struct job {
@@ -143,7 +143,7 @@ static void left_piece(void *context, int64_t number) {
     task->sums[0] = 0;
     for (int64_t done = 0; done < task->length; done += HVD_BLOCK) {
         const int64_t length = hvd_shorter(task->length - done, HVD_BLOCK);
-        hvd_residual(&left, left.kept + task->start + done, task->start + done, length, 1, block);
+        HVD_NAME(residual)(&left, left.kept + task->start + done, task->start + done, length, 1, block);
         task->sums[0] += hvd_energy(block, length);
     }
 }
@@ -162,7 +162,7 @@ static void round_piece(void *context, int64_t number) {
     float block[HVD_WIDENED];
     for (int64_t done = 0; done < task->length; done += HVD_WIDENED) {
         const int64_t start = task->start + done, length = hvd_shorter(task->length - done, HVD_WIDENED);
-        hvd_residual(&left, left.kept + start, start, length, 1, block);
+        HVD_NAME(residual)(&left, left.kept + start, start, length, 1, block);
         for (int64_t i = 0; i < length; i++)
             block[i] = block[i] > bound ? bound : block[i] < -bound ? -bound : block[i];
         hvd_narrow(block, length, (int32_t)left.kept_type, left.rounded + start);

@@ -3,6 +3,7 @@
  *
  * Rows of M are shared out for P = M Q and for P Q', columns for Q = M' P, so that no sum depends on the thread. */
 #include "lowrank.h"
+#include "make.h"
 #include "put.h"
 
 #define CHUNK 1024 /* columns of a row that are worked on at once: those of Q stay in a core's first cache */
@@ -75,7 +76,7 @@ static void rows_of_p(void *context, int64_t number) {
             const int64_t pieces = length == columns ? 1 : last - row, piece = (last - row) / pieces * length;
             for (int64_t i = 0; i < pieces; i++)
                 if (streams) {
-                    hvd_make(job->bucket, s, here + i * columns, piece, block + i * length);
+                    HVD_NAME(make)(job->bucket, s, here + i * columns, piece, block + i * length);
                     hvd_copy(s->x + here + i * columns, block + i * length, piece, 1);
                 } else visit(job, s, here + i * columns, piece, &largest);
             if (streams) largest = hvd_largest_bits(block, pieces * piece, largest);
@@ -193,7 +194,7 @@ int32_t HVD_NAME(lowrank_q)(
 
 /* P Q'. */
 
-/* A piece of a row of P Q'. Returns whether any number is not finite. `hvd_multiply` gives the same numbers.
+/* A piece of a row of P Q'. Returns whether any number is not finite. `multiply` in isa_make.c gives the same numbers.
  *
  * rank, streams: may be known when this is compiled; streams: whether the result is written past the caches. */
 HVD_INLINE int decode_row(

@@ -6,6 +6,7 @@
 #include <math.h>
 
 #include "float8.h"
+#include "make.h"
 #include "packing.h"
 #include "put.h"
 #include "quant.h"

@@ -2,6 +2,7 @@
  *
  * Digits have `count` bits. Word i of a tensor of n words holds the elements i, i + n, i + 2 n, ..., the first in
  * its lowest digit, and lies at `place[0]` (words). */
+#include "make.h"
 #include "put.h"
 #include "quant.h"
 

@@ -1,6 +1,7 @@
 /* Natural compression: elements rounded at random to a power of two, as sign and exponent.
  *
  * A tensor's exponents, a byte each, begin at `place[0]` of a payload, and its packed sign bits at `place[1]`. */
+#include "make.h"
 #include "packing.h"
 #include "put.h"
 #include "quant.h"

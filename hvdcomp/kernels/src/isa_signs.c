@@ -5,6 +5,7 @@
 #include "bucket.h"
 #include "isa.h"
 #include "lanes.h"
+#include "make.h"
 #include "masks.h"
 #include "put.h"
 

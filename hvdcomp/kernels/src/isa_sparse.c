@@ -8,6 +8,7 @@
 #include "collect.h"
 #include "half.h"
 #include "isa.h"
+#include "make.h"
 #include "sparse_choice.h"
 
 #define LINE 16        /* elements of a cache line */

@@ -9,6 +9,7 @@
 #include "collect.h"
 #include "half.h"
 #include "isa.h"
+#include "make.h"
 #include "packing.h"
 
 enum { FOUR_MEANS, HALF, FLOAT }; /* forms of values, as in hvdcomp/compressors/sparse_chunked.py */

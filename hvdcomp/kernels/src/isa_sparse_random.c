@@ -1,6 +1,7 @@
 /* Elements at random places, which every rank draws alike: `distinct_indices` of hvdcomp/compressors/randomness.py. */
 #include "half.h"
 #include "isa.h"
+#include "make.h"
 #include "put.h"
 #include "randomness.h"
 #include "sparse.h"

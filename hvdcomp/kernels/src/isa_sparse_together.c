@@ -6,6 +6,7 @@
 #include <math.h>
 
 #include "isa.h"
+#include "make.h"
 #include "quant.h"
 #include "sparse.h"
 

@@ -76,9 +76,9 @@ _REFUSED = {
     "partition": (["--partition", "none"], "Invalid partition name specified", "(--partition none): use another"),
     "GPUs": (["--gpus-per-node", "3"], "Requested node configuration is not available", "--gpus-per-node 3"),
     "memory": (["--memory", "1T"], "is not available", "--memory 1T"),
-    "constraint": (["--constraint", "v100"], "Invalid feature specification", "(--constraint v100): take features"),
+    "constraint": (["--constraint", "v100"], "Invalid feature specification", "(--constraint v100): use features"),
     "resource": (["--gres", "fpga:1"], "Invalid generic resource (gres) specification", "--gres fpga:1"),
-    "reservation": (["--reservation", "mine"], "Requested reservation is invalid", "(--reservation mine): take one"),
+    "reservation": (["--reservation", "mine"], "Requested reservation is invalid", "(--reservation mine): use one"),
 }
 
 

@@ -1,0 +1,50 @@
+/* x, made of gradients, residuals and momentum. The functions of `isa_make.c` are large and used by most kernels: the
+ * compiler makes them once for each instruction set, not once in each file. */
+#ifndef HVDCOMP_MAKE_H
+#define HVDCOMP_MAKE_H
+
+#include "isa.h"
+
+#define HVD_WIDENED 1024 /* elements of 16 bits that are widened at a time */
+
+/* A block of x: the gradient plus residual and momentum. */
+void HVD_NAME(make)(
+    const hvd_bucket *b, const hvd_segment *s, int64_t start, int64_t length, float *restrict x
+);
+
+/* The residual of a block: the part of the block `kept` that was not sent, times `decay`. */
+void HVD_NAME(residual)(
+    const hvd_segment *s, const float *restrict kept, int64_t start, int64_t length, float decay, float *restrict out
+);
+
+/* A block of numbers of 16 bits, of `type`, as floats. */
+static inline void hvd_widened(const void *numbers, int64_t type, int64_t start, int64_t length, float *restrict out) {
+    hvd_widen((const uint16_t *)numbers + start, length, (int32_t)type, out);
+}
+
+/* Makes a block of x where the bucket keeps it.
+ *
+ * start, length: of the block, at most HVD_BLOCK elements.
+ * largest: is raised to the largest magnitude's bits, of which those of inf and NaN are the highest.
+ * Returns: the block of x, or of the source that is compressed in its place.
+ */
+static inline const float *hvd_x(
+    const hvd_bucket *b, const hvd_segment *s, int64_t start, int64_t length, uint32_t *largest
+) {
+    const float *made = hvd_made(s, start);
+    if (s->x && !s->source) HVD_NAME(make)(b, s, start, length, s->x + start);
+    *largest = hvd_largest_bits(made, length, *largest);
+    return made;
+}
+
+/* `hvd_x` for a block that nobody else reads: if gradients have 16 bits and nothing is kept, x is in `room`. */
+static inline const float *hvd_x_once(
+    const hvd_bucket *b, const hvd_segment *s, int64_t start, int64_t length, float *room, uint32_t *largest
+) {
+    if (!s->narrow || b->keeps || s->source) return hvd_x(b, s, start, length, largest);
+    HVD_NAME(make)(b, s, start, length, room);
+    *largest = hvd_largest_bits(room, length, *largest);
+    return room;
+}
+
+#endif
