@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Annotated, ClassVar
@@ -96,11 +96,6 @@ class ChunkedTopK(Compressor):
         mean = sparse_payload.mean_of_sparse(xp, decoded, vector, context)
         sent = SparseVector(indices, xp.astype(self._decode(xp, values, size), wide))
         return Outcome(xp.reshape(mean, x.shape), sent)
-
-    @property
-    def bucket_dtypes(self) -> Set[str]:
-        """Float32 only: the kernels take no other type."""
-        return {"float32"}
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
         return aggregate_chunks(bucket, self.chunk, VALUES.index(self.values))

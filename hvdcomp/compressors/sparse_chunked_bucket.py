@@ -12,7 +12,7 @@ from hvdcomp.compressors.protocol import AllGather
 VALUES = ("2bit", "fp16", "float32")
 """Encodings of values, in the order of `isa_sparse_chunked.c`."""
 
-_PIECE = 1 << 16  # elements of a task
+_PIECE = 1 << 16  # elements of a task; MOST in `isa_sparse_chunked.c`
 
 
 class _Layout:

@@ -11,9 +11,11 @@
 #include "isa.h"
 #include "make.h"
 #include "packing.h"
+#include "put.h"
 
 enum { FOUR_MEANS, HALF, FLOAT }; /* forms of values, as in hvdcomp/compressors/sparse_chunked.py */
 
+#define MOST (1 << 16) /* elements of a task: `_PIECE` in sparse_chunked_bucket.py, or one chunk */
 #define CANDIDATES 1024
 
 struct job {
@@ -231,15 +233,17 @@ int32_t HVD_NAME(chunks_encode)(
     return hvd_any_found(tasks, count);
 }
 
-/* Adds what one rank sent to a task's elements, times `share`. */
-static uint32_t add_rank(const struct job *job, const hvd_task *task, uint8_t *payload, float share, uint32_t largest) {
+/* Adds what one rank sent to the elements `result` of a task, times `share`. */
+static uint32_t add_rank(
+    const struct job *job, const hvd_task *task, uint8_t *payload, float share, uint32_t largest, float *result
+) {
     const hvd_segment *s = job->bucket->segments + task->segment;
     const int64_t k = s->place[2], first = task->start * k;
     const int64_t end = hvd_shorter(first + task->length * k, s->count);
     const struct codes codes = codes_of(job, s, payload);
     const uint8_t *values = payload + s->place[0];
     struct group group;
-    struct walk walk = {job->chunk, k, task->start * job->chunk, k};
+    struct walk walk = {job->chunk, k, 0, k};
     float means[4];
     if (job->how == FOUR_MEANS) memcpy(means, values, sizeof means);
     for (int64_t i = first; i < end; i++) {
@@ -254,7 +258,7 @@ static uint32_t add_rank(const struct job *job, const hvd_task *task, uint8_t *p
             memcpy(&half, values + 2 * i, sizeof half);
             value = hvd_from_half(half);
         }
-        float *sum = s->result + next_start(&walk) + place;
+        float *sum = result + next_start(&walk) + place;
         *sum += value * share;
         largest = hvd_magnitude(*sum) > largest ? hvd_magnitude(*sum) : largest;
     }
@@ -267,10 +271,13 @@ static void decode_piece(void *context, int64_t number) {
     const hvd_segment *s = job->bucket->segments + task->segment;
     const int64_t start = task->start * job->chunk, length = hvd_shorter(task->length * job->chunk, s->size - start);
     const float share = (float)(1.0 / (double)job->ranks);
+    float room[MOST]; /* for means that are rounded to 16 bits */
+    float *result = s->narrow ? room : s->result + start;
     uint32_t largest = 0;
-    memset(s->result + start, 0, (size_t)length * sizeof *s->result);
+    memset(result, 0, (size_t)length * sizeof *result);
     for (int64_t rank = 0; rank < job->ranks; rank++)
-        largest = add_rank(job, task, (uint8_t *)job->payloads + rank * job->row, share, largest);
+        largest = add_rank(job, task, (uint8_t *)job->payloads + rank * job->row, share, largest, result);
+    largest = hvd_put(job->bucket, s, start, length, result, 0, largest);
     task->counts[0] = largest >= HVD_INFINITE;
 }
 
