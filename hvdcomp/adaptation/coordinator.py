@@ -227,7 +227,7 @@ class Coordinator:
         """The state of rank 0 only."""
         return {
             "latest": self.policy.to_json(self.channel.latest),
-            "ended": None if self._ended is None else self._ended.known(),
+            "ended": None if self._ended is None else self._ended.plain(),
             **self.observers.state(copy),
         }
 
@@ -244,7 +244,7 @@ class Coordinator:
         self._first_rates = shared["period_rates"] and tuple(shared["period_rates"])
         if own is not None and self.channel.decides:
             self.channel.be_ahead(self.policy.from_json(own["latest"]))
-            self._ended = None if own["ended"] is None else Statistics(**own["ended"])
+            self._ended = None if own["ended"] is None else Statistics.of_plain(own["ended"])
             self.observers.restore(own, place)
 
 

@@ -180,6 +180,17 @@ class Statistics:
         """The fields that are not None, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
+    def plain(self) -> dict[str, Any]:
+        """`known` for a checkpoint, without a class that `torch.load` with `weights_only` would refuse."""
+        table = {} if self.level_table is None else {"level_table": dict(vars(self.level_table))}
+        return {**self.known(), **table}
+
+    @classmethod
+    def of_plain(cls, plain: Mapping[str, Any]) -> Statistics:
+        """The statistics of `plain`."""
+        table = plain.get("level_table")
+        return cls(**{**plain, "level_table": LevelTable(**table) if isinstance(table, Mapping) else table})
+
 
 @dataclass(frozen=True)
 class Period:
