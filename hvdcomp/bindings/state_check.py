@@ -311,6 +311,8 @@ def _check_own_policy_state(own: Mapping[str, Any], engine: Engine, coordinator:
     known = [field.name for field in dataclasses.fields(Statistics)]
     if own["ended"] is not None and ("step" not in own["ended"] or not own["ended"].keys() <= set(known)):
         raise ValueError(f"ended: {shortened(list(own['ended']))} must have step, and may have {', '.join(known)}")
+    if own["ended"] is not None:
+        Statistics.of_plain(own["ended"])
     for name, total in own["sums"].items():
         where = f"the sum of the gradients of {name}"
         _check_shapes(_listed([total], where), _tensor(engine, name), where)

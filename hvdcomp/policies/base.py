@@ -18,7 +18,7 @@ from hvdcomp.policies.request import Period, Request, Statistic, Statistics
 from hvdcomp.policies.schedules import Levelled
 from hvdcomp.specs.described import Described, Rule, at_least, between, is_number, is_whole
 from hvdcomp.specs.levels import Level
-from hvdcomp.specs.typed import as_fields, shortened, typed
+from hvdcomp.specs.typed import shortened, typed, with_text_keys
 
 State = TypeVar("State")
 Value = TypeVar("Value")
@@ -123,7 +123,7 @@ class Policy(Described, Generic[State]):
 
     def to_json(self, state: State) -> dict[str, Any]:
         """A state as JSON data, whose keys are text."""
-        return {"policy": self.name, **_with_text_keys(state)}
+        return {"policy": self.name, **with_text_keys(state)}
 
     def from_json(self, data: Mapping[str, Any]) -> State:
         """The state that `to_json` wrote.
@@ -188,12 +188,3 @@ class AccumulatedGradientPolicy(Policy[State]):
         """The request for statistics at the end of every `steps` steps, or of every `epochs` epochs if `steps` is 0."""
         period = Period(steps=self.steps) if self.steps else Period(epochs=epochs)
         return Request(frozenset(statistics), period, self.statistic, frozenset(ever))
-
-
-def _with_text_keys(value: Any) -> Any:
-    """Converts dataclasses to mappings, and numeric keys at any depth to text that gives the same number."""
-    if dataclasses.is_dataclass(value):
-        value = as_fields(value)
-    if not isinstance(value, Mapping):
-        return value
-    return {key if isinstance(key, str) else repr(key): _with_text_keys(inner) for key, inner in value.items()}

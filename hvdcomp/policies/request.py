@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any, ClassVar
 
 from hvdcomp.specs.levels import Level
+from hvdcomp.specs.typed import typed, with_text_keys
 
 
 class Statistic(Enum):
@@ -181,15 +182,20 @@ class Statistics:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def plain(self) -> dict[str, Any]:
-        """`known` for a checkpoint, without a class that `torch.load` with `weights_only` would refuse."""
-        table = {} if self.level_table is None else {"level_table": dict(vars(self.level_table))}
-        return {**self.known(), **table}
+        """`known` for a checkpoint, without classes, which `torch.load` with `weights_only` refuses."""
+        plain: dict[str, Any] = with_text_keys(self.known())
+        return plain
 
     @classmethod
     def of_plain(cls, plain: Mapping[str, Any]) -> Statistics:
-        """The statistics of `plain`."""
-        table = plain.get("level_table")
-        return cls(**{**plain, "level_table": LevelTable(**table) if isinstance(table, Mapping) else table})
+        """The statistics from which `plain` was made.
+
+        Raises:
+            ValueError: if a field has an invalid value.
+        """
+        # Earlier versions wrote numeric keys, and parts as dataclasses.
+        statistics: Statistics = typed(cls, with_text_keys(plain), "statistics")
+        return statistics
 
 
 @dataclass(frozen=True)

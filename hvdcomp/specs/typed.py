@@ -81,6 +81,16 @@ def as_fields(value: Any) -> dict[str, Any]:
     return {name: item for name, item in vars(value).items() if name not in later or item != getattr(type(value), name)}
 
 
+def with_text_keys(value: Any) -> Any:
+    """Converts dataclasses to mappings, and numeric keys at any depth to text that gives the same number: the inverse
+    of `typed`."""
+    if dataclasses.is_dataclass(value):
+        value = as_fields(value)
+    if not isinstance(value, Mapping):
+        return value
+    return {key if isinstance(key, str) else repr(key): with_text_keys(inner) for key, inner in value.items()}
+
+
 def shortened(value: Any) -> str:
     """A value for a message, cut if it is long."""
     text = repr(value)
