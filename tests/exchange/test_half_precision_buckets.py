@@ -53,7 +53,7 @@ TYPES = [
 ]
 MORE = (
     "fp16", "bf16", "topk:ratio=0.3", "topk:ratio=0.1,values=fp16", "randomk:ratio=0.1", "signsgd", "terngrad",
-    "randomk:ratio=0.1,unbiased=True", "natural", "globalqsgd", "int8", "int4", "fp8", "chunkedtopk:chunk=500,k=7",
+    "randomk:ratio=0.1,unbiased=True", "natural", "globalqsgd", "int8", "int4", "fp8", "chunkedtopk:chunk=4000,k=50",
 )  # fmt: skip
 types = pytest.mark.parametrize(("backend", "dtype"), TYPES)
 
