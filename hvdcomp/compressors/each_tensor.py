@@ -172,7 +172,7 @@ class _TensorByTensor:
 def compressed(bucket: Bucket) -> list[np.ndarray]:
     """The arrays that are compressed, once x is made, as views of the storage that the table names."""
     sourced = bucket.segments["source"].all()
-    return _arrays(bucket, "source" if sourced else "x" if bucket.keeps else "gradient")
+    return _arrays(bucket, "source" if sourced else bucket.x)
 
 
 def _arrays(bucket: Bucket, name: str) -> list[np.ndarray]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Set
 from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar
@@ -41,11 +40,6 @@ class BlocksTogether(WithRatio):
 
     biased: ClassVar[bool] = True
     sent_is_own: ClassVar[bool] = False  # all ranks choose the blocks
-
-    @property
-    def bucket_dtypes(self) -> Set[str]:
-        """Float32 only: the kernels take no other type."""
-        return {"float32"}
 
     def blocks_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Number of blocks of a tensor, and elements of each; the last block may have fewer."""

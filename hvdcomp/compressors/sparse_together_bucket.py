@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hvdcomp.arrays.types import Array
-from hvdcomp.compressors.bucket import Bucket, BucketAggregation
+from hvdcomp.arrays.types import Array, allreduce_dtype
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, any_found_inf
 from hvdcomp.compressors.low_rank_bucket import Tasks
 from hvdcomp.compressors.protocol import AllReduce
 
@@ -34,7 +34,9 @@ class Blocks:
         starts, ends = np.cumsum(blocks) - blocks, np.cumsum(blocks)
         self.rows = list(map(slice, starts.tolist(), ends.tolist()))
         self.judged = bucket.payload(int(ends[-1]) * numbers, "float32")
-        self._sent = bucket.payload(int(counts @ lengths), "float32")
+        wire = allreduce_dtype(bucket.dtype)
+        self._half = wire == "float16"
+        self._sent = bucket.payload(int(counts @ lengths), wire)
         self._chosen = bucket.zeros(int(counts.sum()), "int64")
         self._scratch = counts  # on a device
         self.passed: tuple[int, ...] = ()
@@ -52,9 +54,12 @@ class Blocks:
         """The rest of a step, once `judged` is filled."""
         judged = yield AllReduce(self.judged.vector, with_room=self.judged.with_room)
         sent = self._sent
-        bucket.call("together_encode", judged, self._numbers, self._scratch, self._chosen, sent.vector)
+        bucket.call("together_encode", judged, self._numbers, self._scratch, self._chosen, sent.vector, self._half)
         mean = yield AllReduce(sent.vector, with_room=sent.with_room)
-        return bucket.call("together_decode", *self.passed, mean, self._chosen)
+        found_inf = bucket.call("together_decode", *self.passed, mean, self._chosen, self._half)
+        if bucket.widens and bucket.device is None:  # on a device, `each_tensor.step_of` does it
+            return any_found_inf(bucket.call("narrow_results"), found_inf)
+        return found_inf
 
 
 def aggregate_together(bucket: Bucket, judge: Callable[[Bucket, Blocks], bool | Array]) -> BucketAggregation:

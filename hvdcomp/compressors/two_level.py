@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Hashable, Iterator, Sequence, Set
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
@@ -106,11 +106,6 @@ class TwoLevel(Compressor):
     of_matrices = _of_compressor("of_matrices")
     level = _of_compressor("level")
 
-    @property
-    def bucket_dtypes(self) -> Set[str]:
-        """Float32 only: the kernels exchange float32 within a node."""
-        return {"float32"}
-
     def at_level(self, level: Level | None) -> Compressor:
         return TwoLevel(self.compressor.at_level(level))
 
@@ -154,7 +149,8 @@ class TwoLevel(Compressor):
     def bytes_in_bucket(self, tensor: TensorInfo, context: Context) -> tuple[float, float]:
         """An even share of the tensor's bytes for each rank of a node, as a rank's real part may be any or none."""
         ranks, nodes = (group.size for group in _node_places(context)[:2])
-        sent, _ = self.compressor.bytes_in_bucket(tensor, dataclasses.replace(context, world_size=nodes))
+        wide = dataclasses.replace(tensor, dtype=wide_dtype(tensor.dtype))
+        sent, _ = self.compressor.bytes_in_bucket(wide, dataclasses.replace(context, world_size=nodes))
         crossing = sent / ranks if nodes > 1 or ranks == 1 else 0
         in_node = 4 * tensor.size * (1 + 1 / ranks) if ranks > 1 else 0
         return crossing + in_node, in_node if nodes > 1 else 0
@@ -167,7 +163,9 @@ class TwoLevel(Compressor):
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         places = _node_places(context)
         if places.node.size == 1:
-            return (yield from self.compressor.aggregate(xp, x, state, dataclasses.replace(context, node_places=None)))
+            wide = xp.astype(x, wide_dtype(xp.dtype_name(x)))  # as of larger nodes
+            among = dataclasses.replace(context, node_places=None)
+            return (yield from self.compressor.aggregate(xp, wide, state, among))
         if self.compressor.of_matrices:
             return (yield from self._whole(xp, x, state, context, places))
         return (yield from self._shards(xp, x, context, places))

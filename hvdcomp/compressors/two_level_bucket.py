@@ -68,15 +68,15 @@ def aggregate_two_levels(bucket: Bucket, places: NodePlaces) -> BucketAggregatio
     gathered: list[tuple[Array, ...]] = [parts]
     if ranks > 1:
         gathered = yield AllGather(parts, group="node")
-    found_inf = bucket.call("dense_decode", xp.concatenate([result for result, *_ in gathered]))
     if states is not None:
         states.write(bucket, [state for _, state in gathered])
-    if bucket.keeps:
+    if bucket.keeps:  # before decoding, which adds to residuals what rounding to 16 bits takes off the means
         # The loss of this rank's shard times the number of the node's ranks, and zeros elsewhere.
         whole[:] = 0
         with np.errstate(over="ignore"):
             rows[own] = xp.finite_or_zero(shard.lost * ranks)  # as in `memory.without`
         bucket.call("dense_keep", whole)
+    found_inf = bucket.call("dense_decode", xp.concatenate([result for result, *_ in gathered]))
     if bucket.device is not None:
         cuda.let_go(whole)
     return found_inf

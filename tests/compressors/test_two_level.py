@@ -129,6 +129,54 @@ def test_a_bucket_is_dealt_out_as_one_vector(spec: str, nodes: int, ranks_per_no
         assert close.mean() > 0.995, (step, close.mean())
 
 
+@pytest.mark.skipif(not kernels.available(), reason="without kernels tensors of 16 bits go one by one")
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("spec", [*METHODS, "powersgd:rank=2"])
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (1, 3)])
+def test_gradients_of_16_bits_are_exchanged_in_float32(
+    spec: str, nodes: int, ranks_per_node: int, dtype: str
+) -> None:
+    """Results are rounded, and every rank adds what that takes off to its next gradient. As many bytes travel."""
+    pytest.importorskip("ml_dtypes")
+
+    def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
+        rng = np.random.default_rng([rank, step])
+        return {name: make("numpy", rng.normal(size=shape), dtype) for name, shape in SHAPES.items()}
+
+    def work(communicator: InProcessCommunicator) -> list[tuple[np.ndarray, np.ndarray]]:
+        narrow, wide = (
+            Engine(communicator, infos(SHAPES, kind), TwoLevel(parse_compressor(spec)), ErrorFeedback(), 0, 0, 0)
+            for kind in (dtype, "float32")
+        )
+        taken_off: dict[str, Any] = dict.fromkeys(SHAPES, 0.0)
+        found = []
+        for step in range(3):
+            given = gradients(communicator.rank, step)
+            right = wide.step({name: x.astype(np.float32) + taken_off[name] for name, x in given.items()})
+            results = narrow.step(given)
+            rounded = {name: x.astype(results[name].dtype) for name, x in right.items()}
+            taken_off = {name: x - rounded[name].astype(np.float32) for name, x in right.items()}
+            names = [name for name, method in narrow.plan.items() if isinstance(method, TwoLevel)]  # not dense ones
+            found.append(
+                tuple(np.concatenate([of[name].reshape(-1) for name in names]) for of in (results, rounded))
+            )
+            assert narrow.ledger.last is not None
+            assert wide.ledger.last is not None
+            sent = [[engine.ledger.last.tensors[name].bytes_sent for name in names] for engine in (narrow, wide)]
+            assert sent[0] == sent[1]
+            for name in names:
+                for kept, other in zip(narrow.states[name].memory, wide.states[name].memory, strict=True):
+                    apart = ~np.isclose(kept, other + taken_off[name], rtol=1e-3, atol=1e-4)
+                    assert apart.mean() < 0.01, (name, step)
+        assert {name for group in narrow.buckets.now for name in group.names} == SHAPES.keys()
+        return found
+
+    for steps in zip(*run_ranks(nodes * ranks_per_node, work, ranks_per_node), strict=True):
+        assert len({bits(result) for result, _ in steps}) == 1
+        result, right = steps[0]
+        assert (result == right).mean() > 0.98  # a last bit may turn the choice or the rounding of an element
+
+
 MATRICES = {"a": (40, 30), "b": (24, 50), "c": (33, 9), "d": (30, 30), "e": (2, 3, 4), "f": (257, 3)}
 
 

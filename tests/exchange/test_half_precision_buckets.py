@@ -54,6 +54,7 @@ TYPES = [
 MORE = (
     "fp16", "bf16", "topk:ratio=0.3", "topk:ratio=0.1,values=fp16", "randomk:ratio=0.1", "signsgd", "terngrad",
     "randomk:ratio=0.1,unbiased=True", "natural", "globalqsgd", "int8", "int4", "fp8", "chunkedtopk:chunk=4000,k=50",
+    "topkc:ratio=0.1,chunk=16", "arctopk:ratio=0.3", "two_level(topk:ratio=0.1)", "two_level(int4)",
 )  # fmt: skip
 types = pytest.mark.parametrize(("backend", "dtype"), TYPES)
 
@@ -143,7 +144,9 @@ def test_a_bucket_does_what_its_tensors_do_by_themselves(
 
 
 @types
-@pytest.mark.parametrize("spec", ["none", "fp16", "bf16", "natural", "int8", "signsgd", "globalqsgd"])
+@pytest.mark.parametrize(
+    "spec", ["none", "fp16", "bf16", "natural", "int8", "signsgd", "globalqsgd", "topkc:ratio=0.1"]
+)
 def test_what_keeps_nothing_gives_the_same_bits(
     spec: str, backend: str, dtype: str, request: pytest.FixtureRequest
 ) -> None:
@@ -353,10 +356,11 @@ def test_the_bits_on_a_device_are_those_of_the_kernels_in_c(
         found.append({group.bucket.device is None for group in engine.buckets.now})
         return found
 
-    device = run_ranks(2, work)
+    ranks, *nodes = (4, 2) if spec.startswith("two_level") else (2,)  # of two ranks each
+    device = run_ranks(ranks, work, *nodes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "_serves_host", False)
-        host = run_ranks(2, work)
+        host = run_ranks(ranks, work, *nodes)
     for mine, right in zip(device, host, strict=True):
         assert (mine.pop(), right.pop()) == ({False}, {True})
         assert mine == right

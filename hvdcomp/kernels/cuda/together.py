@@ -11,7 +11,23 @@ from hvdcomp.kernels.cuda.language import tl, triton
 from hvdcomp.kernels.cuda.lowrank import multiplied
 from hvdcomp.kernels.cuda.quant import find_runs
 from hvdcomp.kernels.cuda.random import zero_results
-from hvdcomp.kernels.cuda.x import PLACE3, RESULT, X, entry, floats, left_of, made, magnitude, pointer, report, size_of
+from hvdcomp.kernels.cuda.x import (
+    FLOAT,
+    HALF,
+    PLACE3,
+    RESULT,
+    X,
+    entry,
+    floats,
+    held,
+    left_of,
+    load_as,
+    made,
+    magnitude,
+    pointer,
+    report,
+    size_of,
+)
 
 _MOST_AT_A_TIME = 1024  # elements of a block
 
@@ -30,30 +46,36 @@ def _slot(table, segments, slots, chosen):
 
 @triton.jit
 def together_take(
-    table, segments, slots, chosen, wire, KEEPS: tl.constexpr, FROM: tl.constexpr, BLOCK: tl.constexpr
+    table, segments, slots, chosen, wire,
+    KEEPS: tl.constexpr, FROM: tl.constexpr, TYPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copies a block of x, which is made, to the wire and subtracts it from x."""
+    """Copies a block of x, which is made, to the wire and subtracts what is sent from x. TYPE: of elements on the
+    wire."""
     segment, place, start, length, inside = _slot(table, segments, slots, chosen)
-    to = pointer(wire, tl.float32) + place
     for block in range(0, length, BLOCK):
         j = block + tl.arange(0, BLOCK)
         valid = j < inside
         x = made(table, segments, segment, start + j, valid, KEEPS, FROM)
-        tl.store(to + j, x, mask=j < length)
+        if TYPE == HALF:
+            half = held(x, TYPE).to(tl.float16)
+            tl.store(pointer(wire, tl.float16) + place + j, half, mask=j < length)
+            x = half.to(tl.float32)
+        else:
+            tl.store(pointer(wire, tl.float32) + place + j, x, mask=j < length)
         if KEEPS:
             kept = floats(table, segments, segment, X) + start + j
             tl.store(kept, left_of(tl.load(kept, mask=valid, other=0.0), x + 0.0), mask=valid)
 
 
 @triton.jit
-def together_put(table, segments, flag, slots, chosen, mean, BLOCK: tl.constexpr):
-    """Writes the means of a block to the results, which hold zeros."""
+def together_put(table, segments, flag, slots, chosen, mean, TYPE: tl.constexpr, BLOCK: tl.constexpr):
+    """Writes the means of a block, of TYPE, to the results, which hold zeros."""
     segment, place, start, _, inside = _slot(table, segments, slots, chosen)
     result = floats(table, segments, segment, RESULT) + start
     largest = tl.zeros((BLOCK,), tl.int32)
     for block in range(0, inside, BLOCK):
         j = block + tl.arange(0, BLOCK)
-        value = tl.load(pointer(mean, tl.float32) + place + j, mask=j < inside, other=0.0)
+        value = load_as(mean, place + j, j < inside, TYPE)
         largest = tl.maximum(largest, magnitude(value))
         tl.store(result + j, value + 0.0, mask=j < inside)  # added to zero, -0.0 is 0.0
     report(flag, largest)
@@ -121,17 +143,21 @@ def _judge(on, norms):
     norms.mul_(norms)
 
 
-def _encode(on, judged, numbers, counts, chosen, wire):
+def _encode(on, judged, numbers, counts, chosen, wire, half):
     if "together" not in on.plans:
         on.plans["together"] = _Plan(on, counts, numbers)
     plan = on.plans["together"]
     chosen.copy_(plan.choose(judged))
-    _launch(on, together_take, plan.slots, chosen, wire, KEEPS=on.keeps, FROM=on.origin)
+    _launch(on, together_take, plan.slots, chosen, wire, KEEPS=on.keeps, FROM=on.origin, TYPE=_type(half))
 
 
-def _decode(on, mean, chosen):
+def _decode(on, mean, chosen, half):
     on.pieces(zero_results)
-    _launch(on, together_put, on.flag, on.plans["together"].slots, chosen, mean)
+    _launch(on, together_put, on.flag, on.plans["together"].slots, chosen, mean, TYPE=_type(half))
+
+
+def _type(half):
+    return (HALF if half else FLOAT).value
 
 
 KERNELS = {

@@ -5,6 +5,7 @@
  * last block may have fewer and is padded with zeros. Tasks are of whole blocks: start and length count blocks. */
 #include <math.h>
 
+#include "half.h"
 #include "isa.h"
 #include "make.h"
 #include "quant.h"
@@ -13,9 +14,11 @@
 struct job {
     const hvd_bucket *bucket;
     hvd_task *tasks;
-    const float *judged, *mean;
+    const float *judged;
     int64_t numbers; /* numbers of a block in `judged` */
-    float *norms, *scores, *wire;
+    float *norms, *scores;
+    void *wire;
+    int32_t half; /* whether elements on the wire are of half precision */
     int64_t *chosen;
 };
 
@@ -50,11 +53,23 @@ int32_t HVD_NAME(together_judge)(hvd_bucket *bucket, hvd_task *tasks, int64_t co
     return hvd_any_found(tasks, count);
 }
 
-/* Copies a block to the wire and subtracts it from x. */
-static void send(const hvd_segment *s, int64_t block, float *wire) {
+/* Copies a block to the wire, at `place`, and subtracts what is sent from x. */
+static void send(const struct job *job, const hvd_segment *s, int64_t block, int64_t place) {
     const int64_t start = block * s->place[3], length = hvd_shorter(s->place[3], s->size - start);
-    memcpy(wire, hvd_made(s, start), (size_t)length * sizeof *wire);
-    memset(wire + length, 0, (size_t)(s->place[3] - length) * sizeof *wire);
+    const int64_t padding = s->place[3] - length;
+    const float *x = hvd_made(s, start);
+    if (job->half) {
+        uint16_t *wire = (uint16_t *)job->wire + place;
+        for (int64_t i = 0; i < length; i++) wire[i] = hvd_to_half(hvd_within_half(x[i]));
+        memset(wire + length, 0, (size_t)padding * sizeof *wire);
+        if (s->x)
+            for (int64_t i = 0; i < length; i++)
+                s->x[start + i] = hvd_left(s->x[start + i], hvd_from_half(wire[i]) + 0.0f);
+        return;
+    }
+    float *wire = (float *)job->wire + place;
+    memcpy(wire, x, (size_t)length * sizeof *wire);
+    memset(wire + length, 0, (size_t)padding * sizeof *wire);
     if (s->x)
         for (int64_t i = 0; i < length; i++) s->x[start + i] = hvd_left(s->x[start + i], wire[i] + 0.0f);
 }
@@ -85,16 +100,17 @@ static void encode_tensor(void *context, int64_t number) {
     for (int64_t i = 0; i < blocks; i++) {
         const uint32_t score = hvd_magnitude(scores[i]);
         if (score < low || (score == low && equal-- <= 0)) continue;
-        send(s, i, job->wire + s->place[2] + sent * s->place[3]);
+        send(job, s, i, s->place[2] + sent * s->place[3]);
         chosen[sent++] = i;
     }
 }
 
 void HVD_NAME(together_encode)(
-    hvd_bucket *bucket, const float *judged, int64_t numbers, float *scores, int64_t *chosen, float *wire
+    hvd_bucket *bucket, const float *judged, int64_t numbers, float *scores, int64_t *chosen, void *wire, int32_t half
 ) {
     struct job job = {
-        .bucket = bucket, .judged = judged, .numbers = numbers, .scores = scores, .chosen = chosen, .wire = wire
+        .bucket = bucket, .judged = judged, .numbers = numbers, .scores = scores, .chosen = chosen, .wire = wire,
+        .half = half
     };
     hvd_parallel(bucket->threads, bucket->segment_count, encode_tensor, &job);
 }
@@ -113,19 +129,21 @@ static void decode_piece(void *context, int64_t number) {
         else high = middle;
     }
     for (; i < s->count && chosen[i] < task->start + task->length; i++) {
-        const float *mean = job->mean + s->place[2] + i * length;
+        const int64_t place = s->place[2] + i * length;
         float *result = s->result + chosen[i] * length;
         const int64_t elements = hvd_shorter(length, s->size - chosen[i] * length);
-        for (int64_t j = 0; j < elements; j++) result[j] = mean[j] + 0.0f; /* 0.0 for -0.0, as in a sum with zeros */
-        largest = hvd_largest_bits(mean, elements, largest);
+        if (job->half) hvd_from_halves((const uint16_t *)job->wire + place, elements, result);
+        else memcpy(result, (const float *)job->wire + place, (size_t)elements * sizeof *result);
+        for (int64_t j = 0; j < elements; j++) result[j] += 0.0f; /* 0.0 for -0.0, as in a sum with zeros */
+        largest = hvd_largest_bits(result, elements, largest);
     }
     task->counts[0] = largest >= HVD_INFINITE;
 }
 
 int32_t HVD_NAME(together_decode)(
-    hvd_bucket *bucket, hvd_task *tasks, int64_t count, const float *mean, int64_t *chosen
+    hvd_bucket *bucket, hvd_task *tasks, int64_t count, void *mean, int64_t *chosen, int32_t half
 ) {
-    struct job job = {.bucket = bucket, .tasks = tasks, .mean = mean, .chosen = chosen};
+    struct job job = {.bucket = bucket, .tasks = tasks, .wire = mean, .half = half, .chosen = chosen};
     hvd_parallel(bucket->threads, count, decode_piece, &job);
     return hvd_any_found(tasks, count);
 }
