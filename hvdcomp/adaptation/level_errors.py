@@ -67,6 +67,7 @@ class LevelErrors:
             {name: self._levels[0][name] for name in means},
             other_bytes=sum(sent for name, sent in self._own_bytes.items() if name not in means),
             dense_bytes=self._dense_bytes,
+            elements={name: self._engine.tensors[name].size for name in means},
         )
 
     def _look_around(self, around: tuple[float, ...]) -> None:

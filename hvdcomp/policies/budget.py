@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.policies.accordion import Eta, finite, is_critical
@@ -55,16 +55,20 @@ class Budget(OptimalLevels[BudgetState]):
     tensors to. Levels to choose from lie around the own levels. If no choice is within the limit, all tensors get the
     levels nearest to it.
 
+    With `errors="scaled"` an error counts in units of the root mean square of the tensor's gradients, as the square
+    root of Adam's second moment does: ||G - C(G)|| sqrt(n) / ||G|| for n elements.
+
     With `critical` there are two limits. Accordion's rule (Agarwal et al. 2021, arXiv:2010.16248), applied to the whole
     model, chooses at each decision: in critical regimes, `critical` replaces the other limit.
 
     Attributes:
         factor: uncompressed bytes / sent bytes of a rank in a step, for the whole model.
-        error: limit of the relative error: the sum of ||G - C(G)|| over the sum of ||G||.
+        error: limit of the relative error: the sum of ||G - C(G)|| over the sum of ||G||, both in units of `errors`.
         ms: milliseconds by which the exchange may lengthen a step: encoding, exchange and decoding, as far as they do
             not overlap with the backward pass. Exactly one of `factor`, `error` and `ms` is given.
         critical: the limit in critical regimes, which must allow more: a smaller factor or error, or more milliseconds;
             0 for a single limit.
+        errors: "absolute", as in L-GreCo, or "scaled".
         eta: for `critical`, the relative change of the norm between two decisions from which a regime is critical.
         calibration: for `ms`, a file or a preset of `hvdcomp.perfmodel`. Only rank 0 reads it.
         model: model of the calibration; empty for the model whose tensors have the training's shapes.
@@ -80,6 +84,7 @@ class Budget(OptimalLevels[BudgetState]):
     error: Annotated[float, number(lambda error: 0 <= error < 1, "above 0 and below 1")] = 0.0
     ms: Annotated[float, number(lambda ms: 0 <= ms <= 1e9, "above 0 and at most 1e9")] = 0.0
     critical: Annotated[float, number(lambda limit: limit >= 0, "a limit above 0")] = 0.0
+    errors: Literal["absolute", "scaled"] = "absolute"
     eta: Eta = 0.5
     calibration: str = ""
     model: str = ""
@@ -147,7 +152,7 @@ class Budget(OptimalLevels[BudgetState]):
     def request(self, state: BudgetState) -> Request:
         undecided = all(level is None for level in state.levels.values())
         limits = {
-            Statistic.NORMS: self.error,
+            Statistic.NORMS: self.error or self.errors == "scaled",
             Statistic.EXCHANGE_SECONDS: self.ms,
             Statistic.MODEL_NORM: self.critical,
             Statistic.LEARNING_RATES: self.critical,
@@ -169,18 +174,42 @@ class Budget(OptimalLevels[BudgetState]):
 
     def choose(self, table: LevelTable, statistics: Statistics, state: BudgetState) -> dict[str, Level]:
         limit = self.critical if state.critical else self._limit
+        units = self._units(table, statistics)
+        if units is not None:
+            table = dataclasses.replace(table, errors=_in_units(table.errors, units))
         if not self.error:
             allowed = table.dense_bytes / limit if self.factor else self._bytes_in(limit, statistics)
             return least_error(table, allowed - table.other_bytes) or least_of(table.sent)
         assert statistics.norms is not None
-        whole = math.fsum(statistics.norms[name] for name in table.errors) / self.looks
+        norms = {name: statistics.norms[name] for name in table.errors}
+        if units is not None:
+            norms = {name: norm / units[name] for name, norm in norms.items()}
+        whole = math.fsum(norms.values()) / self.looks
         if not math.isfinite(whole):
             return {}
         return fewest_bytes(table, limit * whole) or least_of(table.errors)
 
+    def _units(self, table: LevelTable, statistics: Statistics) -> dict[str, float] | None:
+        """The root mean square of each tensor's mean gradient; 1 for a mean of zeros. None for absolute errors."""
+        if self.errors == "absolute":
+            return None
+        assert statistics.norms is not None
+        assert table.elements is not None
+        return {
+            name: statistics.norms[name] / self.looks / math.sqrt(table.elements[name]) or 1.0 for name in table.errors
+        }
+
     def _bytes_in(self, ms: float, statistics: Statistics) -> float:
         assert statistics.exchange_seconds is not None
         return bytes_within(statistics.exchange_seconds, ms / 1000)
+
+
+def _in_units(
+    errors: Mapping[str, Mapping[Level, float]], units: Mapping[str, float]
+) -> dict[str, dict[Level, float]]:
+    return {
+        name: {level: error / units[name] for level, error in of_levels.items()} for name, of_levels in errors.items()
+    }
 
 
 def bytes_within(seconds: Mapping[int, float], limit: float) -> float:

@@ -126,6 +126,7 @@ class LevelTable:
         own: level without a policy, by tensor name.
         other_bytes: bytes that a rank sends in a step for all tensors that are left out, by their own methods.
         dense_bytes: bytes of the whole model in a step without compression.
+        elements: number of elements, by tensor name; None in decision logs of older versions.
     """
 
     errors: Mapping[str, Mapping[Level, float]]
@@ -133,6 +134,9 @@ class LevelTable:
     own: Mapping[str, Level]
     other_bytes: int
     dense_bytes: int
+    elements: Mapping[str, int] | None = None
+
+    later: ClassVar[tuple[str, ...]] = ("elements",)
 
     def __post_init__(self) -> None:
         for name, errors in self.errors.items():

@@ -69,6 +69,7 @@ level_tables = st.dictionaries(
         {name: next(iter(found)) for name, found in drawn.items()},
         other_bytes=sum(map(len, drawn)),
         dense_bytes=2**53,
+        elements=dict.fromkeys(drawn, 7) if len(drawn) != 1 else None,
     )
 )
 shapes = {

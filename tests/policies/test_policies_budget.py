@@ -85,6 +85,25 @@ def test_an_error_budget_is_a_share_of_the_norms_of_the_mean() -> None:
     assert decision == Levels({"a": 8, "b": 8, "c": None})
 
 
+def test_scaled_errors_count_in_units_of_the_root_mean_square() -> None:
+    """Sums of 4 gradients with norms of 40 and 0.4, of 100 elements: means with an rms of 1 and 0.01."""
+    policy = Budget(factor=10, errors="scaled", last=4)
+    state = policy.initial_state(["a", "b"])
+    assert policy.request(state).statistics == {Statistic.LEVEL_TABLE, Statistic.NORMS}
+    statistics = told(900 + 200, {"a": 40.0, "b": 0.4})
+    assert statistics.level_table is not None
+    table = dataclasses.replace(statistics.level_table, elements={"a": 100, "b": 100})
+    statistics = dataclasses.replace(statistics, level_table=table)
+    assert policy.decide(state, statistics)[1] == Levels({"a": 2, "b": 8})  # 10 + 25 is less than 4 + 100
+    absolute = dataclasses.replace(policy, errors="absolute")
+    assert absolute.decide(state, statistics)[1] == Levels({"a": 8, "b": 2})
+    # A share of 0.5 of 10 + 10 is less than the least errors, 4 + 25. A tensor without a gradient counts as it is.
+    by_error = Budget(error=0.5, errors="scaled", last=4)
+    assert by_error.decide(state, statistics)[1] == Levels({"a": 8, "b": 8})
+    no_gradient = dataclasses.replace(statistics, norms={"a": 40.0, "b": 0.0})
+    assert by_error.decide(state, no_gradient)[1] == Levels({"a": 8, "b": 2})  # 4 + 1 of 0.5 (10 + 0)
+
+
 MS = Budget(ms=20, calibration="cluster.json")
 
 

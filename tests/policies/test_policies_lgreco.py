@@ -298,7 +298,7 @@ def test_a_tensor_without_a_gradient_is_left_out_and_what_is_not_finite_is_told(
         found = measured(engine_of("topk:ratio=0.1"), sums, (0.5, 1.0))
     assert list(found.own) == list(found.sent) == ["linear"]
     assert not any(map(math.isfinite, found.errors["linear"].values()))
-    nothing = LevelTable({}, {}, {}, other_bytes=174 + 234 + 24, dense_bytes=2712)
+    nothing = LevelTable({}, {}, {}, other_bytes=174 + 234 + 24, dense_bytes=2712, elements={})
     assert measured(engine_of("topk:ratio=0.1"), {}, (0.5, 1.0)) == nothing
 
 
