@@ -30,6 +30,7 @@ from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.files import csv_of, replace_files
+from hvdcomp.policies.lgreco import LGreCo
 from hvdcomp.tools.reproduce.trainings import Run, keep_records, seeds_there, train_missing
 from hvdcomp.tools.terminal import make_console
 from hvdcomp.tools.train.options import TrainingOptions
@@ -137,7 +138,8 @@ def rows_of(workload: Workload) -> list[Row]:
             factor = f"{factor_of(workload, Row('fixed', compressor, level)):.4g}"
             rows.append(Row("budget", compressor, level, f"budget:factor={factor}"))
             rows.append(Row("budget-scaled", compressor, level, f"budget:factor={factor},errors=scaled"))
-            rows.append(Row("lgreco", compressor, level, "lgreco:least=0.1,most=10,levels=13"))
+            if workload.options["steps"] > LGreCo.interval:  # else it decides nothing
+                rows.append(Row("lgreco", compressor, level, "lgreco:least=0.1,most=10,levels=13"))
     for compressor, (low, high) in workload.extremes.items():
         rows.append(Row("fixed", compressor, low))
         accordion = f"accordion:low={low:g},high={high:g},steps={workload.window}"
