@@ -97,17 +97,17 @@ def train(runs: Sequence[ClusterRun], console: Any) -> list[ClusterRun]:
     return failed
 
 
-def record_of(runs: Sequence[ClusterRun], best: Sequence[ClusterRun]) -> dict[str, Any]:
+def record_of(
+    runs: Sequence[ClusterRun], best: Sequence[ClusterRun], fixed: Sequence[ClusterRun] = ()
+) -> dict[str, Any]:
     """The results of the runs of one method and policy.
 
     Args:
         best: of each seed, the run of the faster of the methods that do not compress.
+        fixed: of each seed, the run of the same method without the policy; none for a method without one.
     """
-    reached = {run.seed: evaluation for run in runs if (evaluation := run.reached) is not None}
-    beside = {run.seed: evaluation for run in best if (evaluation := run.reached) is not None}
+    reached = _reached(runs)
     seconds = [evaluation["seconds_to_target"] for evaluation in reached.values()]
-    pairs = [(beside[seed], evaluation) for seed, evaluation in reached.items() if seed in beside]
-    times = [dense["seconds_to_target"] / evaluation["seconds_to_target"] for dense, evaluation in pairs]
     bytes_to_target = _mean_of(reached, "bytes_to_target")
     return {
         "workload": runs[0].workload,
@@ -120,8 +120,21 @@ def record_of(runs: Sequence[ClusterRun], best: Sequence[ClusterRun]) -> dict[st
         "steps": _mean_of(reached, "steps_to_target"),
         "megabytes": None if bytes_to_target is None else bytes_to_target / 1e6,
         "seconds": with_interval(seconds, ".1f"),
-        "times_as_fast": with_interval(times, ".2f"),
+        "times_as_fast": with_interval(_times_as_fast(reached, best), ".2f"),
+        "times_as_fast_as_fixed": with_interval(_times_as_fast(reached, fixed), ".2f"),
     }
+
+
+def _reached(runs: Sequence[ClusterRun]) -> dict[int, dict[str, Any]]:
+    """By seed, the record of each run that reached the target."""
+    return {run.seed: evaluation for run in runs if (evaluation := run.reached) is not None}
+
+
+def _times_as_fast(reached: Mapping[int, Mapping[str, Any]], others: Sequence[ClusterRun]) -> list[float]:
+    """By how much the runs were faster than others, seed by seed, where both reached the target."""
+    beside = _reached(others)
+    pairs = [(beside[seed], evaluation) for seed, evaluation in reached.items() if seed in beside]
+    return [other["seconds_to_target"] / evaluation["seconds_to_target"] for other, evaluation in pairs]
 
 
 def _mean_of(evaluations: Mapping[int, Mapping[str, Any]], key: str) -> float | None:
@@ -142,7 +155,8 @@ def records_of(runs: Sequence[ClusterRun]) -> list[dict[str, Any]]:
         reaching = [place for place, seconds in enumerate(means) if seconds]
         best = min(reaching, key=lambda place: sum(means[place]) / len(means[place]), default=0)
         for way in dict.fromkeys((run.method, run.policy) for run in of_rate):
-            records.append(record_of([run for run in of_rate if (run.method, run.policy) == way], dense[best]))
+            fixed = [run for run in of_rate if way[1] and (run.method, run.policy) == (way[0], "")]
+            records.append(record_of([run for run in of_rate if (run.method, run.policy) == way], dense[best], fixed))
     return records
 
 
@@ -161,7 +175,7 @@ def write_page(file: Path, runs: Sequence[ClusterRun]) -> bool:
             record["rate"], f"`{_name(record, '` with `')}`", f"{record['reached']} of {record['seeds']}",
             "-" if record["steps"] is None else f"{record['steps']:.0f}",
             "-" if record["megabytes"] is None else f"{record['megabytes']:.2f}",
-            record["seconds"], record["times_as_fast"],
+            record["seconds"], record["times_as_fast"], record["times_as_fast_as_fixed"],
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     text = f"""# Time to a target, on the emulated cluster
@@ -171,14 +185,15 @@ Each training is one of `hvdcomp train` under Horovod on {first.hosts} [emulated
 on each, until the validation part reaches {first.options["until"]}: {options}. All hosts share the machine's cores, so
 that steps compute for longer, and the network is a smaller part of them, than on hosts of their own. Seconds are those
 of training, without evaluations: means over the seeds, with the 95 % interval (Student's t). **times as fast** is
-beside the better of {" and ".join(f"`{one}`" for one in UNCOMPRESSED)}, seed by seed.
+beside the better of {" and ".join(f"`{one}`" for one in UNCOMPRESSED)}, seed by seed; **as fixed** is beside the same
+method at its fixed level, without the policy.
 
 {findings_of(file)}
 
 ![Seconds to the target]({file.with_suffix(".png").name})
 
-| rate | method | reached | steps | MB sent | seconds | times as fast |
-|---|---|--:|--:|--:|--:|--:|
+| rate | method | reached | steps | MB sent | seconds | times as fast | as fixed |
+|---|---|--:|--:|--:|--:|--:|--:|
 {chr(10).join(lines)}
 """
     replace_files(
