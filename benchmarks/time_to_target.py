@@ -149,8 +149,7 @@ def records_of(runs: Sequence[ClusterRun]) -> list[dict[str, Any]]:
         of_rate = [run for run in finished if run.rate == rate]
         dense = [[run for run in of_rate if run.method == method] for method in UNCOMPRESSED]
         means = [
-            [evaluation["seconds_to_target"] for run in method_runs if (evaluation := run.reached) is not None]
-            for method_runs in dense
+            [evaluation["seconds_to_target"] for evaluation in _reached(method_runs).values()] for method_runs in dense
         ]
         reaching = [place for place, seconds in enumerate(means) if seconds]
         best = min(reaching, key=lambda place: sum(means[place]) / len(means[place]), default=0)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from hvdcomp.arrays.types import Array, allreduce_dtype
-from hvdcomp.compressors.bucket import Bucket, BucketAggregation, any_found_inf
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.low_rank_bucket import Tasks
 from hvdcomp.compressors.protocol import AllReduce
 
@@ -56,10 +56,7 @@ class Blocks:
         sent = self._sent
         bucket.call("together_encode", judged, self._numbers, self._scratch, self._chosen, sent.vector, self._half)
         mean = yield AllReduce(sent.vector, with_room=sent.with_room)
-        found_inf = bucket.call("together_decode", *self.passed, mean, self._chosen, self._half)
-        if bucket.widens and bucket.device is None:  # on a device, `each_tensor.step_of` does it
-            return any_found_inf(bucket.call("narrow_results"), found_inf)
-        return found_inf
+        return bucket.call("together_decode", *self.passed, mean, self._chosen, self._half)
 
 
 def aggregate_together(bucket: Bucket, judge: Callable[[Bucket, Blocks], bool | Array]) -> BucketAggregation:

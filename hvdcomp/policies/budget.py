@@ -175,24 +175,25 @@ class Budget(OptimalLevels[BudgetState]):
     def choose(self, table: LevelTable, statistics: Statistics, state: BudgetState) -> dict[str, Level]:
         limit = self.critical if state.critical else self._limit
         units = self._units(table, statistics)
-        if units is not None:
-            table = dataclasses.replace(table, errors=_in_units(table.errors, units))
+        errors = {
+            name: {level: error / units[name] for level, error in of_levels.items()}
+            for name, of_levels in table.errors.items()
+        }
+        table = dataclasses.replace(table, errors=errors)
         if not self.error:
             allowed = table.dense_bytes / limit if self.factor else self._bytes_in(limit, statistics)
             return least_error(table, allowed - table.other_bytes) or least_of(table.sent)
         assert statistics.norms is not None
-        norms = {name: statistics.norms[name] for name in table.errors}
-        if units is not None:
-            norms = {name: norm / units[name] for name, norm in norms.items()}
-        whole = math.fsum(norms.values()) / self.looks
+        whole = math.fsum(statistics.norms[name] / unit for name, unit in units.items()) / self.looks
         if not math.isfinite(whole):
             return {}
         return fewest_bytes(table, limit * whole) or least_of(table.errors)
 
-    def _units(self, table: LevelTable, statistics: Statistics) -> dict[str, float] | None:
-        """The root mean square of each tensor's mean gradient; 1 for a mean of zeros. None for absolute errors."""
+    def _units(self, table: LevelTable, statistics: Statistics) -> dict[str, float]:
+        """The unit of each tensor's errors: 1, or for scaled errors the root mean square of the mean gradient unless
+        that is 0."""
         if self.errors == "absolute":
-            return None
+            return dict.fromkeys(table.errors, 1.0)
         assert statistics.norms is not None
         assert table.elements is not None
         return {
@@ -202,14 +203,6 @@ class Budget(OptimalLevels[BudgetState]):
     def _bytes_in(self, ms: float, statistics: Statistics) -> float:
         assert statistics.exchange_seconds is not None
         return bytes_within(statistics.exchange_seconds, ms / 1000)
-
-
-def _in_units(
-    errors: Mapping[str, Mapping[Level, float]], units: Mapping[str, float]
-) -> dict[str, dict[Level, float]]:
-    return {
-        name: {level: error / units[name] for level, error in of_levels.items()} for name, of_levels in errors.items()
-    }
 
 
 def bytes_within(seconds: Mapping[int, float], limit: float) -> float:

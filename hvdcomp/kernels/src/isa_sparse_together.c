@@ -8,6 +8,7 @@
 #include "half.h"
 #include "isa.h"
 #include "make.h"
+#include "put.h"
 #include "quant.h"
 #include "sparse.h"
 
@@ -137,6 +138,7 @@ static void decode_piece(void *context, int64_t number) {
         for (int64_t j = 0; j < elements; j++) result[j] += 0.0f; /* 0.0 for -0.0, as in a sum with zeros */
         largest = hvd_largest_bits(result, elements, largest);
     }
+    largest = hvd_put(job->bucket, s, start, end_of(s, task) - start, s->result + start, 0, largest);
     task->counts[0] = largest >= HVD_INFINITE;
 }
 
