@@ -35,7 +35,7 @@ from hvdcomp.tools.reproduce.trainings import Run, keep_records, seeds_there, tr
 from hvdcomp.tools.terminal import make_console
 from hvdcomp.tools.train.options import TrainingOptions
 
-POLICIES = ("budget", "budget-scaled", "lgreco", "accordion", "gravac", "adaqs")
+POLICIES = ("budget", "lgreco", "accordion", "gravac", "adaqs")
 # With factors of elements and the gain of the authors' code, large factors pass as in the paper's tables.
 GRAVAC = "min=10,max=1000,epsilon=0.7,smoothing=0.2,factor=elements,gain=raw"
 GRAVACS_LINK = "100mbit"  # it looks at throughput
@@ -137,7 +137,6 @@ def rows_of(workload: Workload) -> list[Row]:
             rows.append(Row("fixed", compressor, level))
             factor = f"{factor_of(workload, Row('fixed', compressor, level)):.4g}"
             rows.append(Row("budget", compressor, level, f"budget:factor={factor}"))
-            rows.append(Row("budget-scaled", compressor, level, f"budget:factor={factor},errors=scaled"))
             if workload.options["steps"] > LGreCo.interval:  # else it decides nothing
                 rows.append(Row("lgreco", compressor, level, "lgreco:least=0.1,most=10,levels=13"))
     for compressor, (low, high) in workload.extremes.items():
@@ -248,8 +247,8 @@ def level_of_bytes(workload: Workload, compressor: str, target: float, measured:
     return float(f"{most:.3g}")
 
 
-def controls_of(name: str, runs: Path, seeds: Sequence[int]) -> list[Row]:
-    """The controls of a workload's trained policies."""
+def controls_of(name: str, runs: Path, seeds: Sequence[int], only: Sequence[str] = ()) -> list[Row]:
+    """The controls of a workload's trained policies, or of those of some kinds."""
     workload, controls = WORKLOADS[name], []
     for compressor in workload.levels:
         rows = [row for row in rows_of(workload) if row.compressor == compressor]
@@ -258,7 +257,7 @@ def controls_of(name: str, runs: Path, seeds: Sequence[int]) -> list[Row]:
         if len(measured) < 2:
             continue
         for row, value in sent.items():
-            if row.kind == "fixed" or value is None:
+            if row.kind == "fixed" or value is None or (only and row.kind not in only):
                 continue
             level = level_of_bytes(workload, compressor, value, measured)
             controls.append(Row("fixed", compressor, level, control_of=row.label))
@@ -498,8 +497,8 @@ def _seeds_of(pairs: Sequence[Pair]) -> list[int]:
 
 
 _COLOURS = {
-    "fixed": "#7d7d7d", "budget": "#0072b2", "budget-scaled": "#000000", "lgreco": "#009e73", "accordion": "#d55e00",
-    "mid": "#cc79a7", "gravac": "#e69f00", "adaqs": "#56b4e9",
+    "fixed": "#7d7d7d", "budget": "#0072b2", "lgreco": "#009e73", "accordion": "#d55e00", "mid": "#cc79a7",
+    "gravac": "#e69f00", "adaqs": "#56b4e9",
 }  # fmt: skip
 
 
@@ -548,17 +547,10 @@ def draw(by_workload: Mapping[str, Sequence[Pair]]) -> bytes:
 
 
 def planned(
-    workloads: Iterable[str], seeds: Sequence[int], only: Sequence[str], runs: Path,
-    rows: Callable[[str], Sequence[Row]],
-) -> list[LevelRun]:  # fmt: skip
+    workloads: Iterable[str], seeds: Sequence[int], runs: Path, rows: Callable[[str], Sequence[Row]]
+) -> list[LevelRun]:
     """Runs in order: one seed of everything before the next seed."""
-    found = [
-        LevelRun(name, seed, runs, row)
-        for seed in seeds
-        for name in workloads
-        for row in rows(name)
-        if not only or row.kind in ("fixed", "mid") or row.kind in only or row.compressor in only
-    ]
+    found = [LevelRun(name, seed, runs, row) for seed in seeds for name in workloads for row in rows(name)]
     return list({run.folder: run for run in found}.values())
 
 
@@ -590,19 +582,20 @@ def main(
     console = make_console(soft_wrap=True)
 
     def wanted(rows: Sequence[Row]) -> list[Row]:
-        return [row for row in rows if not compressors or row.compressor in compressors]
+        kinds = ("fixed", "mid", *(only or POLICIES))
+        return [row for row in rows if row.kind in kinds and (not compressors or row.compressor in compressors)]
 
     failed = []
     if not page_only:
-        first = planned(chosen, seeds, only, runs, lambda name: wanted(rows_of(WORKLOADS[name])))
+        first = planned(chosen, seeds, runs, lambda name: wanted(rows_of(WORKLOADS[name])))
         failed = train_missing(first, console, workers=workers, dry_run=dry_run)
         if dry_run:
             return
-        second = planned(chosen, seeds, only, runs, lambda name: wanted(controls_of(name, runs, seeds)))
+        second = planned(chosen, seeds, runs, lambda name: wanted(controls_of(name, runs, seeds, only)))
         failed += train_missing(second, console, workers=workers)
     everywhere = seeds_there(runs)
     for rows in (lambda name: rows_of(WORKLOADS[name]), lambda name: controls_of(name, runs, everywhere)):
-        keep_records(planned(WORKLOADS, everywhere, (), runs, rows), runs)
+        keep_records(planned(WORKLOADS, everywhere, runs, rows), runs)
     if write_page(table, runs, everywhere):
         console.print(f"wrote {table}, and a CSV and a plot beside it")
     else:

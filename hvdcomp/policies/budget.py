@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.policies.accordion import Eta, finite, is_critical
@@ -45,30 +45,29 @@ class BudgetState(TensorLevels):
 class Budget(OptimalLevels[BudgetState]):
     """Chooses the levels of all tensors by the programme of L-GreCo, within a limit of bytes, error or time.
 
-    The error of a level is ||G - C(G)||, with the mean G of the last gradients, as in L-GreCo (Markov et al. 2022,
-    arXiv:2210.17357). With `factor`, the levels have the least error of all that send at most the uncompressed bytes /
-    `factor`; with `ms`, of all that can be exchanged in that time, by the performance model and a calibration. With
-    `error`, the levels send the fewest bytes of all with at most that error. The limit in bytes is not published.
+    L-GreCo (Markov et al. 2022, arXiv:2210.17357) measures the error of a level as ||G - C(G)||, with the mean G of the
+    last gradients. Here the error of each tensor is in units of the root mean square of its elements of G, as the
+    square root of Adam's second moment is: ||G - C(G)|| sqrt(n) / ||G|| for n elements. With `factor`, the levels have
+    the least error of all that send at most the uncompressed bytes / `factor`; with `ms`, of all that can be exchanged
+    in that time, by the performance model and a calibration. With `error`, the levels send the fewest bytes of all with
+    at most that error. The limit in bytes and the units are not published.
 
     Until the first decision, after `last` steps (after `interval` steps with `critical` and an `interval` below twice
     `last`), all tensors have their own levels: those of the training's compressor, or of the methods that it routes
     tensors to. Levels to choose from lie around the own levels. If no choice is within the limit, all tensors get the
     levels nearest to it.
 
-    With `errors="scaled"` an error counts in units of the root mean square of the tensor's gradients, as the square
-    root of Adam's second moment does: ||G - C(G)|| sqrt(n) / ||G|| for n elements.
-
     With `critical` there are two limits. Accordion's rule (Agarwal et al. 2021, arXiv:2010.16248), applied to the whole
     model, chooses at each decision: in critical regimes, `critical` replaces the other limit.
 
     Attributes:
         factor: uncompressed bytes / sent bytes of a rank in a step, for the whole model.
-        error: limit of the relative error: the sum of ||G - C(G)|| over the sum of ||G||, both in units of `errors`.
+        error: limit of the relative error: the sum of the tensors' errors over the sum of their norms ||G|| in the same
+            units, which is the mean of ||G - C(G)|| / ||G||, weighted by sqrt(n).
         ms: milliseconds by which the exchange may lengthen a step: encoding, exchange and decoding, as far as they do
             not overlap with the backward pass. Exactly one of `factor`, `error` and `ms` is given.
         critical: the limit in critical regimes, which must allow more: a smaller factor or error, or more milliseconds;
             0 for a single limit.
-        errors: "absolute", as in L-GreCo, or "scaled".
         eta: for `critical`, the relative change of the norm between two decisions from which a regime is critical.
         calibration: for `ms`, a file or a preset of `hvdcomp.perfmodel`. Only rank 0 reads it.
         model: model of the calibration; empty for the model whose tensors have the training's shapes.
@@ -84,7 +83,6 @@ class Budget(OptimalLevels[BudgetState]):
     error: Annotated[float, number(lambda error: 0 <= error < 1, "above 0 and below 1")] = 0.0
     ms: Annotated[float, number(lambda ms: 0 <= ms <= 1e9, "above 0 and at most 1e9")] = 0.0
     critical: Annotated[float, number(lambda limit: limit >= 0, "a limit above 0")] = 0.0
-    errors: Literal["absolute", "scaled"] = "absolute"
     eta: Eta = 0.5
     calibration: str = ""
     model: str = ""
@@ -152,12 +150,12 @@ class Budget(OptimalLevels[BudgetState]):
     def request(self, state: BudgetState) -> Request:
         undecided = all(level is None for level in state.levels.values())
         limits = {
-            Statistic.NORMS: self.error or self.errors == "scaled",
             Statistic.EXCHANGE_SECONDS: self.ms,
             Statistic.MODEL_NORM: self.critical,
             Statistic.LEARNING_RATES: self.critical,
         }
-        statistics = frozenset({Statistic.LEVEL_TABLE, *(statistic for statistic, limit in limits.items() if limit)})
+        limited = [statistic for statistic, limit in limits.items() if limit]
+        statistics = frozenset({Statistic.LEVEL_TABLE, Statistic.NORMS, *limited})
         # The norms of two decisions can only be compared if they are of as many steps.
         early = undecided and (not self.critical or self.interval >= 2 * self.looks)
         period = Period(steps=self.looks if early else self.interval, last=self.looks)
@@ -173,8 +171,11 @@ class Budget(OptimalLevels[BudgetState]):
         return super().update(state, statistics)
 
     def choose(self, table: LevelTable, statistics: Statistics, state: BudgetState) -> dict[str, Level]:
+        assert statistics.norms is not None
+        assert table.elements is not None
         limit = self.critical if state.critical else self._limit
-        units = self._units(table, statistics)
+        norms = {name: statistics.norms[name] / self.looks for name in table.errors}
+        units = {name: norm / math.sqrt(table.elements[name]) or 1.0 for name, norm in norms.items()}
         errors = {
             name: {level: error / units[name] for level, error in of_levels.items()}
             for name, of_levels in table.errors.items()
@@ -183,22 +184,10 @@ class Budget(OptimalLevels[BudgetState]):
         if not self.error:
             allowed = table.dense_bytes / limit if self.factor else self._bytes_in(limit, statistics)
             return least_error(table, allowed - table.other_bytes) or least_of(table.sent)
-        assert statistics.norms is not None
-        whole = math.fsum(statistics.norms[name] / unit for name, unit in units.items()) / self.looks
+        whole = math.fsum(norm / units[name] for name, norm in norms.items())
         if not math.isfinite(whole):
             return {}
         return fewest_bytes(table, limit * whole) or least_of(table.errors)
-
-    def _units(self, table: LevelTable, statistics: Statistics) -> dict[str, float]:
-        """The unit of each tensor's errors: 1, or for scaled errors the root mean square of the mean gradient unless
-        that is 0."""
-        if self.errors == "absolute":
-            return dict.fromkeys(table.errors, 1.0)
-        assert statistics.norms is not None
-        assert table.elements is not None
-        return {
-            name: statistics.norms[name] / self.looks / math.sqrt(table.elements[name]) or 1.0 for name in table.errors
-        }
 
     def _bytes_in(self, ms: float, statistics: Statistics) -> float:
         assert statistics.exchange_seconds is not None
