@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,10 +26,10 @@ class Programs:
     def __call__(self, words: list[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
         self.called.append(words)
         failed = bool(self._fails) and any(self._fails in word for word in words)
-        written = Path(words[words.index("--output") + 1])
-        if not failed and written.suffix == ".json":
-            written.parent.mkdir(parents=True, exist_ok=True)
-            written.touch()
+        for written in map(Path, after(words, "--output")):
+            if not failed and written.suffix == ".json":
+                written.parent.mkdir(parents=True, exist_ok=True)
+                written.touch()
         return subprocess.CompletedProcess(words, 3 if failed else 0)
 
     def with_word(self, word: str) -> list[list[str]]:
@@ -54,18 +55,21 @@ def test_every_method_is_trained_timed_and_reported(
     programs = Programs()
     done = run(programs, monkeypatch, "--backend", backend)
     assert done.exit_code == 0, done.output
-    trainings, timings = programs.with_word("train"), programs.with_word("hvdcomp.tools.bench.compare_worker")
-    specs = [spec for words in trainings for spec in after(words, "--compression") if "tensorflow" not in words]
+    (in_turn,) = programs.with_word("hvdcomp.tools.train.in_turn")
+    trainings = [json.loads(word) for word in in_turn if word.startswith("{")]
+    in_tensorflow, timings = programs.with_word("train"), programs.with_word("hvdcomp.tools.bench.compare_worker")
+    specs = [options["compression"] for options in trainings]
     assert specs[0] == "none"
     assert len(specs) == len(set(specs)) >= 3
-    assert any("tensorflow" in words for words in trainings) == (backend == "horovod")
+    assert ["tensorflow" in words for words in in_tensorflow] == ([True] if backend == "horovod" else [])
     for words in timings:
         assert after(words, "--compressor") == [spec for spec in specs if spec not in ("none", "fp16")]
     assert [after(words, "--rate") for words in timings] == [[], ["100mbit", "100mbit"]]  # of the links, and to note
-    folders = [folder for words in trainings for folder in after(words, "--output")]
+    folders = [options["output"] for options in trainings]
+    folders += [folder for words in in_tensorflow for folder in after(words, "--output")]
     (report,) = programs.with_word("report")
     assert report[report.index("report") + 1 : report.index("--turns")] == folders
-    assert len(set(folders)) == len(trainings)
+    assert len(set(folders)) == len(trainings) + len(in_tensorflow)
     assert after(report, "--turns") == [file for words in timings for file in after(words, "--output")]
 
 
@@ -115,3 +119,13 @@ def test_it_runs_on_real_ranks(tmp_path: Path) -> None:
     assert "dense training ended at" in done.stdout
     assert "powersgd:rank=2" in json.dumps(report)
     assert (tmp_path / "runs/demo/report.html").exists()
+    # The second of the trainings in a process is as if it were the only one.
+    alone = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "hvdcomp"]
+    alone += ["train", "--model", "cnn", "--data", "digits", "--batch-size", "16", "--epochs", "5", "--seed", "1"]
+    alone += ["--compression", "topk:ratio=0.01", "--output", "alone"]
+    subprocess.run(alone, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=200)
+    weights = [
+        json.loads((tmp_path / folder / "summary.json").read_text())["weights_sha256"]
+        for folder in ("runs/demo/topk", "alone")
+    ]
+    assert weights[0] == weights[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -19,11 +20,12 @@ _COMPRESSIONS = {
     "horovod": ("none", "fp16", "topk:ratio=0.01", "powersgd:rank=2"),
 }
 _IN_TENSORFLOW = "topk:ratio=0.01"
-_TRAINING = ("--model", "cnn", "--data", "digits", "--batch-size", "16", "--epochs", "5", "--seed", "1")
+_TRAINING = {"model": "cnn", "data": "digits", "batch_size": 16, "epochs": 5, "seed": 1}
 _TIMING = ("--model", "cnn@digits", "--batch-size", "16", "--no-auto", "--quiet")
 _RATE = "100mbit"
 _MARK = ".demo"  # file in the folder of a demo, which the next demo there may replace
 _PYTHON = (sys.executable, "-m")
+_IN_TURN = "hvdcomp.tools.train.in_turn"
 _COMPARE = "hvdcomp.tools.bench.compare_worker"
 _CLUSTER = (*_PYTHON, "hvdcomp.tools.bench.cluster", "run", "--hosts", "2", "--rate", _RATE)
 _STARTS = {
@@ -87,11 +89,15 @@ def command(backend: str, seconds: float, output: Path) -> None:
     output.mkdir(parents=True)
     (output / _MARK).touch()
     start, specs = _STARTS[backend], _COMPRESSIONS[backend]
-    runs: dict[Path, tuple[str, ...]] = {output / spec.partition(":")[0]: ("--compression", spec) for spec in specs}
+    folders = {spec: output / spec.partition(":")[0] for spec in specs}
+    trainings = [{**_TRAINING, "compression": spec, "output": str(folder)} for spec, folder in folders.items()]
+    _run("Training on two ranks", [*start, _IN_TURN, *map(json.dumps, trainings)])
+    runs = [*folders.values()]
     if backend == "horovod" and importlib.util.find_spec("tensorflow") is not None:
-        runs[output / "tensorflow"] = ("--framework", "tensorflow", "--compression", _IN_TENSORFLOW)
-    for folder, words in runs.items():
-        _run(f"Training with {' '.join(words)}", [*start, "hvdcomp", "train", *_TRAINING, *words, "--output", folder])
+        runs.append(output / "tensorflow")
+        options = {**_TRAINING, "framework": "tensorflow", "compression": _IN_TENSORFLOW, "output": runs[-1]}
+        words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
+        _run("Training in TensorFlow", [*start, "hvdcomp", "train", *words])
 
     # Those that libraries send themselves are timed in any case.
     compressors = [word for spec in specs if spec not in FREE for word in ("--compressor", spec)]

@@ -1,0 +1,37 @@
+"""Trains several times, one training after the other, on ranks that are started once.
+
+    torchrun --nproc-per-node 2 -m hvdcomp.tools.train.in_turn \\
+        '{"compression": "none", "output": "dense"}' '{"compression": "int4", "output": "int4"}'
+
+Each argument has options of `hvdcomp train` as JSON, the folder of the output among them. To start the ranks takes
+longer than a small training.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from hvdcomp.tools.train.backends import reach
+from hvdcomp.tools.train.options import TrainingOptions
+from hvdcomp.tools.train.trainer import train
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True)
+def main(runs: tuple[str, ...]) -> None:
+    """Train with the options of each RUN. The status is 1 if a training did not finish; none follows it."""
+    ranks = reach("auto", "torch")
+    for given in map(json.loads, runs):
+        options = TrainingOptions(**{**given, "output": Path(given["output"])})
+        if ranks.rank == 0:
+            click.secho(f"==> Training with --compression {options.compression}", bold=True)
+        if train(options, ranks)["status"] != "finished":
+            ranks.leave(1)
+    ranks.leave(0)
+
+
+if __name__ == "__main__":
+    main()
