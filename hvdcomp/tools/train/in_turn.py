@@ -27,7 +27,7 @@ def main(runs: tuple[str, ...]) -> None:
     for given in map(json.loads, runs):
         options = TrainingOptions(**{**given, "output": Path(given["output"])})
         if ranks.rank == 0:
-            click.secho(f"==> Training with --compression {options.compression}", bold=True)
+            click.echo(f"Training with --compression {options.compression}")
         if train(options, ranks)["status"] != "finished":
             ranks.leave(1)
     ranks.leave(0)
