@@ -83,11 +83,12 @@ class Ranks:
 
     Args:
         spec: of the compressor.
-        shapes: of the gradients, float32.
+        shapes: of the gradients.
         place: where gradients are: a device of PyTorch, or `HOST`.
         size: number of ranks.
         memory: makes the memory of one rank; None for what belongs to the compressor.
         policy: a spec; empty for none.
+        dtype: of the gradients.
         options: of `Engine`.
     """
 
@@ -99,12 +100,13 @@ class Ranks:
         size: int = 2,
         memory: Callable[[], Memory | None] = lambda: None,
         policy: str = "",
+        dtype: str = "float32",
         **options: int,
     ) -> None:
         self.place = place
         self.size = size
         self._group = InProcessGroup(size)
-        tensors = [TensorInfo(name, shape, "float32") for name, shape in shapes.items()]
+        tensors = [TensorInfo(name, shape, dtype) for name, shape in shapes.items()]
 
         def make(communicator: InProcessCommunicator) -> Engine:
             return Engine(communicator, tensors, parse_compressor(spec), memory(), **options)

@@ -43,7 +43,7 @@ def quick(*chosen: tuple[str, str]) -> list[Any]:
     ("spec", "kind"),
     quick(
         ("fp16", "large"), ("efsignsgd", "normal"), ("onebit", "ties"), ("qsgd:bits=4", "zeros"),
-        ("powersgd:rank=4", "nan"),
+        ("powersgd:rank=4", "nan"), ("topkc:ratio=0.05", "float16"),
     ),
 )  # fmt: skip
 def test_a_device_gives_what_numpy_gives(spec: str, kind: str) -> None:
