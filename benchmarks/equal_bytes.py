@@ -35,10 +35,9 @@ from hvdcomp.tools.reproduce.trainings import Run, keep_records, seeds_there, tr
 from hvdcomp.tools.terminal import make_console
 from hvdcomp.tools.train.options import TrainingOptions
 
-POLICIES = ("budget", "budget-wide", "lgreco", "accordion", "gravac", "adaqs")
+POLICIES = ("budget", "budget-narrow", "lgreco", "accordion", "gravac", "adaqs")
 # With factors of elements and the gain of the authors' code, large factors pass as in the paper's tables.
 GRAVAC = "min=10,max=1000,epsilon=0.7,smoothing=0.2,factor=elements,gain=raw"
-WIDE = "least=0.1,most=10"  # levels to choose from, beside a tensor's own
 GRAVACS_LINK = "100mbit"  # it looks at throughput
 ALIKE = 0.005
 """Share by which the bytes of a policy and of its control may differ."""
@@ -138,9 +137,9 @@ def rows_of(workload: Workload) -> list[Row]:
             rows.append(Row("fixed", compressor, level))
             factor = f"{factor_of(workload, Row('fixed', compressor, level)):.4g}"
             rows.append(Row("budget", compressor, level, f"budget:factor={factor}"))
-            rows.append(Row("budget-wide", compressor, level, f"budget:factor={factor},{WIDE}"))
+            rows.append(Row("budget-narrow", compressor, level, f"budget:factor={factor},least=0.3,most=3"))
             if workload.options["steps"] > LGreCo.interval:  # else it decides nothing
-                rows.append(Row("lgreco", compressor, level, f"lgreco:{WIDE},levels=13"))
+                rows.append(Row("lgreco", compressor, level, "lgreco:least=0.1,most=10,levels=13"))
     for compressor, (low, high) in workload.extremes.items():
         rows.append(Row("fixed", compressor, low))
         accordion = f"accordion:low={low:g},high={high:g},steps={workload.window}"
@@ -499,7 +498,7 @@ def _seeds_of(pairs: Sequence[Pair]) -> list[int]:
 
 
 _COLOURS = {
-    "fixed": "#7d7d7d", "budget": "#0072b2", "budget-wide": "#000000", "lgreco": "#009e73", "accordion": "#d55e00",
+    "fixed": "#7d7d7d", "budget": "#0072b2", "budget-narrow": "#000000", "lgreco": "#009e73", "accordion": "#d55e00",
     "mid": "#cc79a7", "gravac": "#e69f00", "adaqs": "#56b4e9",
 }  # fmt: skip
 

@@ -87,8 +87,8 @@ class Budget(OptimalLevels[BudgetState]):
     calibration: str = ""
     model: str = ""
     batch: Annotated[int, at_least(0)] = 0
-    least: Least = 0.3
-    most: Most = 3.0
+    least: Least = 0.1
+    most: Most = 10.0
     levels: Count = 13
 
     name: ClassVar[str] = "budget"

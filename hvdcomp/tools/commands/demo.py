@@ -72,9 +72,9 @@ _ENVIRONMENT = {
 def command(backend: str, seconds: float, output: Path) -> None:
     """Train with several compressions on two ranks, and compare them in a table and a web page.
 
-    A small CNN learns images of digits, which takes a minute or two. The ranks share this machine, where compression
-    has little to gain: steps are timed between two emulated hosts with links of 100 Mb/s, too, or predicted where there
-    can be no such hosts.
+    A small CNN learns images of digits, which takes a minute, or two with Horovod. The ranks share this machine, where
+    compression has little to gain: steps are timed between two emulated hosts with links of 100 Mb/s, too, or predicted
+    where there can be no such hosts.
     """
     for module, extra in (("torch", "torch"), ("sklearn", "train"), ("matplotlib", "train")):
         if importlib.util.find_spec(module) is None:
