@@ -52,22 +52,29 @@ class LevelErrors:
         steps = max(1, period.last or period.steps) if period else 1
         means = {name: sums[name] / steps for name in self._bytes if name in sums}
         errors: dict[str, dict[Level, float]] = {name: {} for name in means}
+        units = dict.fromkeys(means, 1.0)
+        norm = 0.0 if request.scaled else None
         if means:
             xp, context = arrays_for(next(iter(means.values()))), self._engine.context("")
+            if request.scaled:
+                norms = dict(zip(means, xp.norms(list(means.values())).tolist(), strict=True))
+                # Of a tensor whose gradient is 0, errors are 0 in any unit.
+                units = {name: norms[name] / math.sqrt(self._engine.tensors[name].size) or 1.0 for name in means}
+                norm = _rounded(math.fsum(norms[name] / units[name] for name in means))
             for levels, compressors in zip(self._levels, self._compressors, strict=True):
                 xs = {name: means[name] for name in levels if name in means}
                 lost = self._plans.previews.lost_alone(xp, xs, compressors, context).numbers()
                 for name, energy in lost.items():
                     # Rounding may make a sum of differences negative. Non-finite energies become NaN.
                     error = math.sqrt(max(0.0, energy)) if math.isfinite(energy) else math.nan
-                    errors[name][levels[name]] = float(f"{error:.{_ERROR_DIGITS}g}")
+                    errors[name][levels[name]] = _rounded(error / units[name])
         return LevelTable(
             errors,
             {name: self._bytes[name] for name in means},
             {name: self._levels[0][name] for name in means},
             other_bytes=sum(sent for name, sent in self._own_bytes.items() if name not in means),
             dense_bytes=self._dense_bytes,
-            elements={name: self._engine.tensors[name].size for name in means},
+            norm=norm,
         )
 
     def _look_around(self, around: tuple[float, ...]) -> None:
@@ -87,6 +94,10 @@ class LevelErrors:
                 self._bytes.setdefault(name, {})[level] = bytes_of(self._engine, name, compressors[name])
             self._levels.append(levels)
             self._compressors.append(compressors)
+
+
+def _rounded(error: float) -> float:
+    return float(f"{error:.{_ERROR_DIGITS}g}")
 
 
 def bytes_of(engine: Engine, name: str, compressor: Compressor) -> int:

@@ -155,11 +155,11 @@ class Budget(OptimalLevels[BudgetState]):
             Statistic.LEARNING_RATES: self.critical,
         }
         limited = [statistic for statistic, limit in limits.items() if limit]
-        statistics = frozenset({Statistic.LEVEL_TABLE, Statistic.NORMS, *limited})
+        statistics = frozenset({Statistic.LEVEL_TABLE, *limited})
         # The norms of two decisions can only be compared if they are of as many steps.
         early = undecided and (not self.critical or self.interval >= 2 * self.looks)
         period = Period(steps=self.looks if early else self.interval, last=self.looks)
-        return Request(statistics, period, self.statistic, around=self.around)
+        return Request(statistics, period, self.statistic, around=self.around, scaled=True)
 
     def update(self, state: BudgetState, statistics: Statistics) -> BudgetState:
         if self.critical:
@@ -171,23 +171,12 @@ class Budget(OptimalLevels[BudgetState]):
         return super().update(state, statistics)
 
     def choose(self, table: LevelTable, statistics: Statistics, state: BudgetState) -> dict[str, Level]:
-        assert statistics.norms is not None
-        assert table.elements is not None
         limit = self.critical if state.critical else self._limit
-        norms = {name: statistics.norms[name] / self.looks for name in table.errors}
-        units = {name: norm / math.sqrt(table.elements[name]) or 1.0 for name, norm in norms.items()}
-        errors = {
-            name: {level: error / units[name] for level, error in of_levels.items()}
-            for name, of_levels in table.errors.items()
-        }
-        table = dataclasses.replace(table, errors=errors)
         if not self.error:
             allowed = table.dense_bytes / limit if self.factor else self._bytes_in(limit, statistics)
             return least_error(table, allowed - table.other_bytes) or least_of(table.sent)
-        whole = math.fsum(norm / units[name] for name, norm in norms.items())
-        if not math.isfinite(whole):
-            return {}
-        return fewest_bytes(table, limit * whole) or least_of(table.errors)
+        assert table.norm is not None
+        return fewest_bytes(table, limit * table.norm) or least_of(table.errors)
 
     def _bytes_in(self, ms: float, statistics: Statistics) -> float:
         assert statistics.exchange_seconds is not None

@@ -120,13 +120,13 @@ class LevelTable:
     The table leaves out levels that a tensor's method does not have, and tensors without a level or a gradient.
 
     Attributes:
-        errors: ||G - C(G)|| with the mean G of the accumulated gradients, by tensor name and level. NaN if a sum of
-            gradients is not finite.
+        errors: ||G - C(G)|| with the mean G of the accumulated gradients, by tensor name and level; with
+            `Request.scaled` over the root mean square of G's elements. NaN if a sum of gradients is not finite.
         sent: bytes that a rank sends in a step, by tensor name and level.
         own: level without a policy, by tensor name.
         other_bytes: bytes that a rank sends in a step for all tensors that are left out, by their own methods.
         dense_bytes: bytes of the whole model in a step without compression.
-        elements: number of elements, by tensor name; None in decision logs of older versions.
+        norm: with `Request.scaled` the sum of ||G|| over the table's tensors, in units of their errors; else None.
     """
 
     errors: Mapping[str, Mapping[Level, float]]
@@ -134,9 +134,9 @@ class LevelTable:
     own: Mapping[str, Level]
     other_bytes: int
     dense_bytes: int
-    elements: Mapping[str, int] | None = None
+    norm: float | None = None
 
-    later: ClassVar[tuple[str, ...]] = ("elements",)
+    later: ClassVar[tuple[str, ...]] = ("norm",)
 
     def __post_init__(self) -> None:
         for name, errors in self.errors.items():
@@ -229,6 +229,7 @@ class Request:
         source: the gradients that are accumulated: "local", rank 0's own, or "aggregated", the mean over ranks.
         ever: statistics that requests of any state may name, by which all ranks prepare, whatever rank 0's state is.
         around: levels for LEVEL_TABLE and EXCHANGE_SECONDS, as factors of each tensor's own level; 1.0 is one of them.
+        scaled: whether LEVEL_TABLE has errors in units of the root mean square of each tensor's mean gradient.
     """
 
     statistics: frozenset[Statistic] = frozenset()
@@ -236,6 +237,7 @@ class Request:
     source: str = "local"
     ever: frozenset[Statistic] = frozenset()
     around: tuple[float, ...] = ()
+    scaled: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ever", self.ever | self.statistics)

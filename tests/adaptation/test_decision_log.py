@@ -69,7 +69,7 @@ level_tables = st.dictionaries(
         {name: next(iter(found)) for name, found in drawn.items()},
         other_bytes=sum(map(len, drawn)),
         dense_bytes=2**53,
-        elements=dict.fromkeys(drawn, 7) if len(drawn) != 1 else None,
+        norm=7.5 if len(drawn) != 1 else None,
     )
 )
 shapes = {

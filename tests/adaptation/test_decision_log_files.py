@@ -78,6 +78,7 @@ def known(policy: Policy[Any], state: Any, step: int, random: np.random.Generato
             dict.fromkeys(TENSORS, LEVELS[0]),
             other_bytes=4096,
             dense_bytes=4096 * 64 * len(TENSORS),
+            norm=float(f"{random.uniform():.6g}") if policy.name == "budget" else None,
         ),
         Statistic.EXCHANGE_SECONDS: lambda: {
             4096 * len(TENSORS) * level: float(f"{0.001 + 0.004 * level:.6g}") for level in range(1, 14)

@@ -82,7 +82,8 @@ def drawn_statistics(policy: Policy[Any], state: Any, step: int, draw: random.Ra
         names, levels = list(TENSORS)[draw.randint(0, 1) :], (0.05, 0.1, 0.2)
         errors = {name: {level: number() for level in levels} for name in names}
         sent = {name: {level: draw.randint(1, 9) for level in levels} for name in names}
-        return LevelTable(errors, sent, dict.fromkeys(names, 0.1), draw.randint(0, 9), draw.randint(1, 90))
+        own = dict.fromkeys(names, 0.1)
+        return LevelTable(errors, sent, own, draw.randint(0, 9), draw.randint(1, 90), draw.random())
 
     asked = policy.request(state).statistics
     made: dict[Statistic, Callable[[], Any]] = {

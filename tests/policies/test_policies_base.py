@@ -99,7 +99,7 @@ def answer(policy: Policy, state: object, drawn: tuple, step: int) -> Statistics
             dict.fromkeys(TENSORS, 2),
             other_bytes=40,
             dense_bytes=1600,
-            elements=dict.fromkeys(TENSORS, 100),
+            norm=model_norm,
         ),
         Statistic.EXCHANGE_SECONDS: {240: 0.01, 840: 0.03},
     }

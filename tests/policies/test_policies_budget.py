@@ -52,16 +52,11 @@ def test_the_choice_is_that_of_trying_all(errors: Table, sizes: Table, share: fl
 ERRORS = {"a": {4: 8.0, 2: 10.0, 8: 4.0}, "b": {4: 0.5, 2: 1.0, 8: 0.25}}
 
 
-EQUAL = {"a": 1, "b": 1}
-
-
-def told(
-    sent: int, norms: Mapping[str, float] = EQUAL, errors: Table = ERRORS, elements: Mapping[str, int] = EQUAL
-) -> Statistics:
+def told(sent: int, norm: float = 1.0, errors: Table = ERRORS) -> Statistics:
     """Two tensors: "a" loses much with few bytes, "b" next to nothing; `sent` is a tenth of the dense bytes."""
     sizes = {name: {level: 100 * level for level in (4, 2, 8)} for name in "ab"}
-    table = LevelTable(errors, sizes, {"a": 4, "b": 4}, other_bytes=100, dense_bytes=10 * sent, elements=elements)
-    return Statistics(10, level_table=table, norms=norms)
+    table = LevelTable(errors, sizes, {"a": 4, "b": 4}, other_bytes=100, dense_bytes=10 * sent, norm=norm)
+    return Statistics(10, level_table=table)
 
 
 def test_bytes_go_where_they_keep_most() -> None:
@@ -79,32 +74,15 @@ def test_bytes_go_where_they_keep_most() -> None:
         assert policy.decide(state, told(out_of_reach))[1] == Levels({"a": 2, "b": 2})
 
 
-def test_an_error_budget_is_a_share_of_the_norms_of_the_mean() -> None:
-    policy = Budget(error=0.48, last=4)
+def test_an_error_budget_is_a_share_of_the_norms() -> None:
+    policy = Budget(error=0.5)
     state = policy.initial_state(["a", "b", "c"])
-    assert policy.request(state).statistics == {Statistic.LEVEL_TABLE, Statistic.NORMS}
-    # Sums of 4 gradients: their mean has the norms 16 and 2, and an rms of 1; c had no gradient.
-    elements = {"a": 256, "b": 4}
-    _, decision = policy.decide(state, told(900, {"a": 64.0, "b": 8.0, "c": 0.0}, elements=elements))
+    assert policy.request(state).statistics == {Statistic.LEVEL_TABLE}
+    assert policy.request(state).scaled
+    _, decision = policy.decide(state, told(900, norm=17.25))  # c had no gradient
     assert decision == Levels({"a": 4, "b": 4, "c": None})
-    # The errors of a are 3.2 times as large: no choice is within 8.64.
-    _, decision = policy.decide(state, told(900, {"a": 20.0, "b": 8.0, "c": 0.0}, elements=elements))
+    _, decision = policy.decide(state, told(900, norm=7.0))  # 3.5: nothing loses so little
     assert decision == Levels({"a": 8, "b": 8, "c": None})
-
-
-def test_errors_count_in_units_of_the_root_mean_square() -> None:
-    """Sums of 4 gradients with norms of 40 and 0.4, of 100 elements: means with an rms of 1 and 0.01."""
-    policy = Budget(factor=10, last=4)
-    state = policy.initial_state(["a", "b"])
-    assert policy.request(state).statistics == {Statistic.LEVEL_TABLE, Statistic.NORMS}
-    elements = {"a": 100, "b": 100}
-    statistics = told(900 + 200, {"a": 40.0, "b": 0.4}, elements=elements)
-    assert policy.decide(state, statistics)[1] == Levels({"a": 2, "b": 8})  # 10 + 25 is less than 4 + 100
-    # A share of 0.5 of 10 + 10 is less than the least errors, 4 + 25. A tensor without a gradient counts as it is.
-    by_error = Budget(error=0.5, last=4)
-    assert by_error.decide(state, statistics)[1] == Levels({"a": 8, "b": 8})
-    no_gradient = dataclasses.replace(statistics, norms={"a": 40.0, "b": 0.0})
-    assert by_error.decide(state, no_gradient)[1] == Levels({"a": 8, "b": 2})  # 4 + 1 of 0.5 (10 + 0)
 
 
 MS = Budget(ms=20, calibration="cluster.json")
@@ -123,7 +101,7 @@ MS = Budget(ms=20, calibration="cluster.json")
 )
 def test_milliseconds_are_the_bytes_that_take_so_long(seconds: dict[int, float], chosen: dict[str, int]) -> None:
     state = MS.initial_state(["a", "b"])
-    assert MS.request(state).statistics == {Statistic.LEVEL_TABLE, Statistic.NORMS, Statistic.EXCHANGE_SECONDS}
+    assert MS.request(state).statistics == {Statistic.LEVEL_TABLE, Statistic.EXCHANGE_SECONDS}
     _, decision = MS.decide(state, dataclasses.replace(told(900), exchange_seconds=seconds))
     assert decision == Levels(chosen)
     with pytest.raises(ValueError, match="budget needs exchange_seconds to decide after step 10"):
@@ -179,7 +157,7 @@ REGIMES = [  # norm of the model, learning rates, and whether the regime is crit
     [
         ("factor=10,critical=6", {}),
         ("ms=20,calibration=c.json,critical=30", {"exchange_seconds": {0: 0.0, 900: 0.02, 1500: 0.03, 1800: 0.9}}),
-        ("error=0.43,critical=0.23", {"norms": {"a": 180.0, "b": 20.0}}),  # of 324 and 4 elements: an rms of 1
+        ("error=0.43,critical=0.23", {}),
     ],
 )
 def test_accordions_rule_chooses_between_two_limits(limits: str, rest: dict[str, Any]) -> None:
@@ -193,8 +171,7 @@ def test_accordions_rule_chooses_between_two_limits(limits: str, rest: dict[str,
         finite = previous is not None and math.isfinite(norm)
         assert critical == (following < now or not finite or round(abs(previous - norm) / previous, 9) >= 0.3)
         rates = LearningRates((now,), (following,))
-        given = told(900, elements={"a": 324, "b": 4} if policy.error else EQUAL)
-        statistics = dataclasses.replace(given, model_norm=norm, learning_rates=rates, **rest)
+        statistics = dataclasses.replace(told(900, norm=20.0), model_norm=norm, learning_rates=rates, **rest)
         state, decision = policy.decide(state, statistics)
         assert state.critical == critical
         # 800 bytes beside those of other tensors, or 1400: then "a", which loses much, has more.

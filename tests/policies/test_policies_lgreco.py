@@ -240,9 +240,11 @@ def engine_of(spec: str, memory: Any = None) -> Engine:
     return Engine(LoopbackCommunicator(), infos(SHAPES), parse_compressor(spec), memory, min_numel=16)
 
 
-def measured(engine: Engine, sums: Mapping[str, Any], around: tuple[float, ...], steps: int = 1) -> LevelTable:
+def measured(
+    engine: Engine, sums: Mapping[str, Any], around: tuple[float, ...], steps: int = 1, scaled: bool = False
+) -> LevelTable:
     names = levelled_tensors(engine)
-    request = Request(frozenset({Statistic.LEVEL_TABLE}), Period(steps=9, last=steps), around=around)
+    request = Request(frozenset({Statistic.LEVEL_TABLE}), Period(steps=9, last=steps), around=around, scaled=scaled)
     return LevelErrors(Plans(engine, names)).of_sums(sums, request)
 
 
@@ -269,6 +271,25 @@ def test_errors_are_those_of_the_mean_at_the_levels_of_each_tensors_own_method(b
     # Nothing of a step has changed: not even what PowerSGD begins with.
     assert not engine.holds_residuals
     assert engine.step_number == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_scaled_errors_are_in_units_of_the_root_mean_square_of_the_mean(backend: str) -> None:
+    sums = random_gradients(0, 0)
+    sums["linear"] *= np.float32(1e-3)
+    given = {name: make(backend, x) for name, x in sums.items()}
+    engine = engine_of("topk:ratio=0.1")
+    plain, scaled = (measured(engine, given, (0.5, 1.0, 2.0), steps=4, scaled=scaled) for scaled in (False, True))
+    names = ["conv", "linear"]
+    for name in names:
+        rms = math.sqrt(np.mean((sums[name] / 4).astype(float) ** 2))
+        assert scaled.errors[name] == pytest.approx({k: x / rms for k, x in plain.errors[name].items()}, rel=1e-5)
+    assert plain.norm is None
+    assert scaled.norm == pytest.approx(sum(math.sqrt(sums[name].size) for name in names), rel=1e-5)
+    given["conv"] = make(backend, np.zeros_like(sums["conv"]))
+    scaled = measured(engine, given, (0.5, 1.0, 2.0), scaled=True)
+    assert set(scaled.errors["conv"].values()) == {0.0}
+    assert scaled.norm == pytest.approx(math.sqrt(sums["linear"].size), rel=1e-5)
 
 
 def test_levels_that_a_method_does_not_have_are_left_out() -> None:
@@ -298,7 +319,7 @@ def test_a_tensor_without_a_gradient_is_left_out_and_what_is_not_finite_is_told(
         found = measured(engine_of("topk:ratio=0.1"), sums, (0.5, 1.0))
     assert list(found.own) == list(found.sent) == ["linear"]
     assert not any(map(math.isfinite, found.errors["linear"].values()))
-    nothing = LevelTable({}, {}, {}, other_bytes=174 + 234 + 24, dense_bytes=2712, elements={})
+    nothing = LevelTable({}, {}, {}, other_bytes=174 + 234 + 24, dense_bytes=2712)
     assert measured(engine_of("topk:ratio=0.1"), {}, (0.5, 1.0)) == nothing
 
 
