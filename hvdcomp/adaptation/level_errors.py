@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from hvdcomp.adaptation.plans import Plans
 from hvdcomp.arrays import arrays_for
-from hvdcomp.arrays.types import Array, dtype_bytes
+from hvdcomp.arrays.types import Array, dtype_bytes, number_of_elements
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.contraction import require_bounded_residuals
 from hvdcomp.errors import SpecError
@@ -52,15 +52,9 @@ class LevelErrors:
         steps = max(1, period.last or period.steps) if period else 1
         means = {name: sums[name] / steps for name in self._bytes if name in sums}
         errors: dict[str, dict[Level, float]] = {name: {} for name in means}
-        units = dict.fromkeys(means, 1.0)
-        norm = 0.0 if request.scaled else None
+        units, norm = _root_mean_squares(means) if request.scaled else (dict.fromkeys(means, 1.0), None)
         if means:
             xp, context = arrays_for(next(iter(means.values()))), self._engine.context("")
-            if request.scaled:
-                norms = dict(zip(means, xp.norms(list(means.values())).tolist(), strict=True))
-                # Of a tensor whose gradient is 0, errors are 0 in any unit.
-                units = {name: norms[name] / math.sqrt(self._engine.tensors[name].size) or 1.0 for name in means}
-                norm = _rounded(math.fsum(norms[name] / units[name] for name in means))
             for levels, compressors in zip(self._levels, self._compressors, strict=True):
                 xs = {name: means[name] for name in levels if name in means}
                 lost = self._plans.previews.lost_alone(xp, xs, compressors, context).numbers()
@@ -94,6 +88,20 @@ class LevelErrors:
                 self._bytes.setdefault(name, {})[level] = bytes_of(self._engine, name, compressors[name])
             self._levels.append(levels)
             self._compressors.append(compressors)
+
+
+def _root_mean_squares(means: Mapping[str, Array]) -> tuple[dict[str, float], float]:
+    """The root mean square of each tensor's elements, and the sum of the tensors' 2-norms in these units.
+
+    It is 1 for a tensor of zeros, whose errors are 0 in any unit, and NaN where a norm is not finite, which single
+    precision may exceed.
+    """
+    if not means:
+        return {}, 0.0
+    vector = arrays_for(next(iter(means.values()))).norms(list(means.values()))
+    norms = {name: norm if math.isfinite(norm) else math.nan for name, norm in zip(means, vector.tolist(), strict=True)}
+    units = {name: norm / math.sqrt(number_of_elements(means[name].shape)) or 1.0 for name, norm in norms.items()}
+    return units, _rounded(math.fsum(norm / units[name] for name, norm in norms.items()))
 
 
 def _rounded(error: float) -> float:

@@ -290,6 +290,10 @@ def test_scaled_errors_are_in_units_of_the_root_mean_square_of_the_mean(backend:
     scaled = measured(engine, given, (0.5, 1.0, 2.0), scaled=True)
     assert set(scaled.errors["conv"].values()) == {0.0}
     assert scaled.norm == pytest.approx(math.sqrt(sums["linear"].size), rel=1e-5)
+    large = np.ones_like(sums["linear"])
+    large[0, 0] = 1e25  # the square of the norm is beyond single precision, that of the error is not
+    scaled = measured(engine_of("powersgd:rank=2"), {"linear": make(backend, large)}, (0.5, 1.0), scaled=True)
+    assert 0.0 not in scaled.errors["linear"].values(), "no level sends all"
 
 
 def test_levels_that_a_method_does_not_have_are_left_out() -> None:

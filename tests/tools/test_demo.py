@@ -55,21 +55,21 @@ def test_every_method_is_trained_timed_and_reported(
     programs = Programs()
     done = run(programs, monkeypatch, "--backend", backend)
     assert done.exit_code == 0, done.output
-    (in_turn,) = programs.with_word("hvdcomp.tools.train.in_turn")
-    trainings = [json.loads(word) for word in in_turn if word.startswith("{")]
-    in_tensorflow, timings = programs.with_word("train"), programs.with_word("hvdcomp.tools.bench.compare_worker")
-    specs = [options["compression"] for options in trainings]
+    started = programs.with_word("hvdcomp.tools.train.in_turn")
+    timings = programs.with_word("hvdcomp.tools.bench.compare_worker")
+    trainings = [[json.loads(word) for word in words if word.startswith("{")] for words in started]
+    specs = [options["compression"] for options in trainings[0]]
     assert specs[0] == "none"
     assert len(specs) == len(set(specs)) >= 3
-    assert ["tensorflow" in words for words in in_tensorflow] == ([True] if backend == "horovod" else [])
+    frameworks = [{options["framework"] for options in of_start} for of_start in trainings]
+    assert frameworks == [{"torch"}, {"tensorflow"}][: 2 if backend == "horovod" else 1]
     for words in timings:
         assert after(words, "--compressor") == [spec for spec in specs if spec not in ("none", "fp16")]
     assert [after(words, "--rate") for words in timings] == [[], ["100mbit", "100mbit"]]  # of the links, and to note
-    folders = [options["output"] for options in trainings]
-    folders += [folder for words in in_tensorflow for folder in after(words, "--output")]
+    folders = [options["output"] for of_start in trainings for options in of_start]
     (report,) = programs.with_word("report")
     assert report[report.index("report") + 1 : report.index("--turns")] == folders
-    assert len(set(folders)) == len(trainings) + len(in_tensorflow)
+    assert len(set(folders)) == sum(map(len, trainings))
     assert after(report, "--turns") == [file for words in timings for file in after(words, "--output")]
 
 

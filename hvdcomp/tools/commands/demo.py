@@ -89,15 +89,16 @@ def command(backend: str, seconds: float, output: Path) -> None:
     output.mkdir(parents=True)
     (output / _MARK).touch()
     start, specs = _STARTS[backend], _COMPRESSIONS[backend]
-    folders = {spec: output / spec.partition(":")[0] for spec in specs}
-    trainings = [{**_TRAINING, "compression": spec, "output": str(folder)} for spec, folder in folders.items()]
-    _run("Training on two ranks", [*start, _IN_TURN, *map(json.dumps, trainings)])
-    runs = [*folders.values()]
+    trainings = {"torch": {output / spec.partition(":")[0]: spec for spec in specs}}
     if backend == "horovod" and importlib.util.find_spec("tensorflow") is not None:
-        runs.append(output / "tensorflow")
-        options = {**_TRAINING, "framework": "tensorflow", "compression": _IN_TENSORFLOW, "output": runs[-1]}
-        words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
-        _run("Training in TensorFlow", [*start, "hvdcomp", "train", *words])
+        trainings["tensorflow"] = {output / "tensorflow": _IN_TENSORFLOW}
+    for framework, compressions in trainings.items():
+        options = [
+            {**_TRAINING, "framework": framework, "compression": spec, "output": str(folder)}
+            for folder, spec in compressions.items()
+        ]
+        _run(f"Training on two ranks ({framework})", [*start, _IN_TURN, *map(json.dumps, options)])
+    runs = [folder for compressions in trainings.values() for folder in compressions]
 
     # Those that libraries send themselves are timed in any case.
     compressors = [word for spec in specs if spec not in FREE for word in ("--compressor", spec)]

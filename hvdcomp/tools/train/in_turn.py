@@ -22,10 +22,11 @@ from hvdcomp.tools.train.trainer import train
 @click.command()
 @click.argument("runs", nargs=-1, required=True)
 def main(runs: tuple[str, ...]) -> None:
-    """Train with the options of each RUN. The status is 1 if a training did not finish; none follows it."""
-    ranks = reach("auto", "torch")
-    for given in map(json.loads, runs):
-        options = TrainingOptions(**{**given, "output": Path(given["output"])})
+    """Train with the options of each RUN, all in one framework. The status is 1 if a training did not finish; none
+    follows it."""
+    chosen = [TrainingOptions(**{**given, "output": Path(given["output"])}) for given in map(json.loads, runs)]
+    ranks = reach("auto", chosen[0].framework)
+    for options in chosen:
         if ranks.rank == 0:
             click.echo(f"Training with --compression {options.compression}")
         if train(options, ranks)["status"] != "finished":
