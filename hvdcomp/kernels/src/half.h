@@ -67,18 +67,19 @@ static inline void hvd_from_halves(const uint16_t *restrict in, int64_t length, 
 }
 
 /* To nearest, ties to even. */
+static inline uint16_t hvd_to_bfloat16(float value) {
+    const uint32_t bits = hvd_bits(value), rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+    return (uint16_t)((bits & 0x7fffffffu) > HVD_INFINITE ? bits >> 16 | 0x40u : rounded);
+}
+
+static inline float hvd_from_bfloat16(uint16_t number) { return hvd_of_bits((uint32_t)number << 16); }
+
 static inline void hvd_to_bfloat16s(const float *restrict x, int64_t length, uint16_t *restrict out) {
-    for (int64_t i = 0; i < length; i++) {
-        const uint32_t bits = hvd_bits(x[i]), rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-        out[i] = (uint16_t)((bits & 0x7fffffffu) > HVD_INFINITE ? bits >> 16 | 0x40u : rounded);
-    }
+    for (int64_t i = 0; i < length; i++) out[i] = hvd_to_bfloat16(x[i]);
 }
 
 static inline void hvd_from_bfloat16s(const uint16_t *restrict in, int64_t length, float *restrict x) {
-    for (int64_t i = 0; i < length; i++) {
-        const uint32_t bits = (uint32_t)in[i] << 16;
-        memcpy(x + i, &bits, sizeof bits);
-    }
+    for (int64_t i = 0; i < length; i++) x[i] = hvd_from_bfloat16(in[i]);
 }
 
 /* Numbers of 16 bits, of `type`, as floats, and the reverse. */

@@ -1,5 +1,6 @@
 /* Makes x and residuals, block by block, and results of 16 bits: `make.h` and `put.h`. */
 #include "make.h"
+#include "masks.h"
 #include "put.h"
 
 /* Elements of P Q', from `start` on. Each is a sum column after column, as in `isa_lowrank.c`. */
@@ -118,12 +119,29 @@ void HVD_NAME(make)(
 
 /* Most cache lines of x do not change if few elements were sent. */
 static inline void add_some(const float *restrict some, int64_t length, float *restrict x) {
-    for (int64_t start = 0; start < length; start += 16) {
-        const int64_t end = hvd_shorter(start + 16, length);
-        uint32_t any = 0;
-        for (int64_t i = start; i < end; i++) any |= hvd_bits(some[i]) & 0x7fffffffu;
-        if (any)
-            for (int64_t i = start; i < end; i++) x[i] += some[i];
+    int64_t start = 0;
+    for (; start + 64 <= length; start += 64) {
+        uint64_t mask = hvd_reaching64(some + start, 1);
+        for (int64_t line = start; mask; line += 16, mask >>= 16)
+            if (mask & 0xffff)
+                for (int64_t i = line; i < line + 16; i++) x[i] += some[i];
+    }
+    for (; start < length; start++) x[start] += some[start];
+}
+
+/* Rounds a block of means to 16 bits; `lacks` gets what that takes off. */
+static inline void round_means(
+    const float *restrict mean, int64_t length, int32_t type, uint16_t *restrict results, float *restrict lacks
+) {
+    if (type == HVD_BFLOAT16)
+        for (int64_t i = 0; i < length; i++) {
+            results[i] = hvd_to_bfloat16(mean[i]);
+            lacks[i] = mean[i] - hvd_from_bfloat16(results[i]);
+        }
+    else {
+        hvd_to_halves(mean, length, results);
+        hvd_from_halves(results, length, lacks);
+        for (int64_t i = 0; i < length; i++) lacks[i] = mean[i] - lacks[i];
     }
 }
 
@@ -132,23 +150,23 @@ int HVD_NAME(put_rounded)(
 ) {
     const hvd_segment left = hvd_unsent(s);
     const int32_t type = (int32_t)s->narrow;
-    float read[HVD_WIDENED], lacks[HVD_WIDENED];
+    const int keeps = b->keeps && s->sent_rule != HVD_PRODUCT; /* the next step rounds a product again */
+    float lacks[HVD_WIDENED], unsent[HVD_WIDENED];
     uint16_t highest = 0;
     for (const int64_t end = start + length; start < end; start += HVD_WIDENED, mean += HVD_WIDENED) {
         const int64_t some = hvd_shorter(HVD_WIDENED, end - start);
         uint16_t *results = s->narrowed + start;
-        hvd_narrow(mean, some, type, results);
+        if (keeps) round_means(mean, some, type, results, lacks);
+        else hvd_narrow(mean, some, type, results);
         for (int64_t i = 0; i < some; i++) {
             const uint16_t magnitude = results[i] & 0x7fffu;
             highest = magnitude > highest ? magnitude : highest;
         }
-        if (!b->keeps || s->sent_rule == HVD_PRODUCT) continue; /* the next step rounds the product again */
+        if (!keeps) continue;
         float *x = s->x + start;
-        hvd_widen(results, some, type, read);
-        for (int64_t i = 0; i < some; i++) lacks[i] = mean[i] - read[i];
         if (s->sent_rule != HVD_NOTHING) {
-            HVD_NAME(residual)(&left, x, start, some, 1, read);
-            for (int64_t i = 0; i < some; i++) x[i] = read[i] + lacks[i];
+            HVD_NAME(residual)(&left, x, start, some, 1, unsent);
+            for (int64_t i = 0; i < some; i++) x[i] = unsent[i] + lacks[i];
         } else
             add_some(lacks, some, x);
     }

@@ -139,12 +139,13 @@ static void encode_piece(void *context, int64_t number) {
     const struct codes c = codes_of(s->count, job->mantissa);
     float *scales = (float *)(void *)(job->payload + s->place[1]);
     uint8_t codes[HVD_GROUP + 8];
+    /* Of 16 bits, and if nothing is kept, x is made again: that takes less time than to write and read it. */
+    const int made = job->known && !hvd_made_once(job->bucket, s);
     float room[HVD_BLOCK];
     uint32_t largest = 0;
     for (int64_t start = task->start; start < task->start + task->length; start += HVD_BLOCK) {
         const int64_t end = hvd_shorter(start + HVD_BLOCK, task->start + task->length);
-        const float *x =
-            job->known ? hvd_made(s, start) : hvd_x_once(job->bucket, s, start, end - start, room, &largest);
+        const float *x = made ? hvd_made(s, start) : hvd_x_once(job->bucket, s, start, end - start, room, &largest);
         if (!job->known) find_scales(job, x, end - start, scales + start / job->length);
         for (int64_t group = start; group < end; group += HVD_GROUP) {
             const int64_t length = hvd_shorter(HVD_GROUP, end - group);
@@ -236,11 +237,12 @@ static void measure_piece(void *context, int64_t number) {
     const struct job *job = context;
     hvd_task *task = job->bucket->tasks + job->first + number;
     const hvd_segment *s = job->bucket->segments + task->segment;
+    float room[HVD_BLOCK];
     uint32_t largest = 0;
     task->sums[0] = 0;
     for (int64_t done = 0; done < task->length; done += HVD_BLOCK) {
         const int64_t length = hvd_shorter(HVD_BLOCK, task->length - done);
-        const float *x = hvd_x(job->bucket, s, task->start + done, length, &largest);
+        const float *x = hvd_x_once(job->bucket, s, task->start + done, length, room, &largest);
         task->sums[0] += hvd_sum_of_squares(x, length);
     }
     task->counts[0] = largest >= HVD_INFINITE;

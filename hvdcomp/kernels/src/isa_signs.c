@@ -159,11 +159,12 @@ static void vote_piece(void *context, int64_t number) {
     const hvd_segment *s = job->bucket->segments + task->segment;
     uint8_t *bits = job->payload + s->place[0], *votes = job->votes + s->place[2];
     const int strictly = !job->zero_is_positive;
+    float room[HVD_BLOCK];
     uint32_t largest = 0;
     for (int64_t done = 0; done < task->length; done += HVD_BLOCK) {
         const int64_t start = task->start + done, length = hvd_shorter(task->length - done, HVD_BLOCK);
         const int64_t end = start + length;
-        const float *x = hvd_x(job->bucket, s, start, length, &largest);
+        const float *x = hvd_x_once(job->bucket, s, start, length, room, &largest);
         for (int64_t i = 0; i < length; i += 64) {
             const int64_t rest = hvd_shorter(length - i, 64);
             uint64_t mask = hvd_positive(x + i, rest, strictly);

@@ -37,11 +37,16 @@ static inline const float *hvd_x(
     return made;
 }
 
+/* Whether `hvd_x_once` writes x nowhere but to its `room`. */
+static inline int hvd_made_once(const hvd_bucket *b, const hvd_segment *s) {
+    return s->narrow && !b->keeps && !s->source;
+}
+
 /* `hvd_x` for a block that nobody else reads: if gradients have 16 bits and nothing is kept, x is in `room`. */
 static inline const float *hvd_x_once(
     const hvd_bucket *b, const hvd_segment *s, int64_t start, int64_t length, float *room, uint32_t *largest
 ) {
-    if (!s->narrow || b->keeps || s->source) return hvd_x(b, s, start, length, largest);
+    if (!hvd_made_once(b, s)) return hvd_x(b, s, start, length, largest);
     HVD_NAME(make)(b, s, start, length, room);
     *largest = hvd_largest_bits(room, length, *largest);
     return room;
