@@ -325,11 +325,21 @@ def outcome_of(name: str, row: Row, runs: Path, seeds: Sequence[int]) -> Outcome
 
 @dataclass(frozen=True)
 class Pair:
-    """A policy and a control of it."""
+    """A policy and a control of it.
+
+    Attributes:
+        ends: mean qualities of the compressor's fixed levels that send most and fewest bytes; between them is the gap.
+    """
 
     workload: str
     policy: Outcome
     control: Outcome
+    ends: tuple[float, float]
+
+    def share_of_gap(self, outcome: Outcome) -> float:
+        """Share of the gap that an outcome recovers: 0 at the level with fewest bytes, 1 at that with most."""
+        most, fewest = self.ends
+        return (outcome.mean - fewest) / (most - fewest) if most != fewest else math.nan
 
     @property
     def gains(self) -> list[float]:
@@ -369,6 +379,8 @@ class Pair:
             "control": self.control.row.label,
             "control_quality": self.control.mean,
             "control_bytes_share": self.share,
+            "share_of_gap": self.share_of_gap(self.policy),
+            "control_share_of_gap": self.share_of_gap(self.control),
             "seeds": len(self.gains),
             "gain": mean,
             "half_interval": None if half is None or math.isnan(half) else half,
@@ -384,9 +396,18 @@ def pairs_of(name: str, runs: Path, seeds: Sequence[int]) -> list[Pair]:
         assert control.control_of is not None
         policy = outcome_of(name, by_label[control.control_of], runs, seeds)
         reference = outcome_of(name, control, runs, seeds)
-        if policy is not None and reference is not None:
-            pairs.append(Pair(name, policy, reference))
+        ends = ends_of(name, control.compressor, runs, seeds)
+        if policy is not None and reference is not None and ends is not None:
+            pairs.append(Pair(name, policy, reference, ends))
     return sorted(pairs, key=lambda pair: (pair.policy.row.compressor, pair.policy.row.kind, pair.policy.factor))
+
+
+def ends_of(name: str, compressor: str, runs: Path, seeds: Sequence[int]) -> tuple[float, float] | None:
+    """Mean qualities of the fixed levels that send most and fewest bytes; None if fewer than two are trained."""
+    fixed = [row for row in rows_of(WORKLOADS[name]) if row.kind == "fixed" and row.compressor == compressor]
+    trained = [outcome for row in fixed if (outcome := outcome_of(name, row, runs, seeds)) is not None]
+    by_bytes = sorted(trained, key=lambda outcome: outcome.megabytes)
+    return (by_bytes[-1].mean, by_bytes[0].mean) if len(by_bytes) > 1 else None
 
 
 def _shown(outcome: Outcome, workload: Workload) -> str:
@@ -408,14 +429,16 @@ def section_of(name: str, pairs: Sequence[Pair], seeds: Iterable[int]) -> list[s
         "",
         f"{options}; seeds {', '.join(map(str, seeds))}.",
         "",
-        f"| compressor | policy | factor | {quality} | control | its bytes | its {quality} | gain ({unit}) | |",
-        "|---|---|--:|--:|---|--:|--:|--:|---|",
+        f"| compressor | policy | factor | {quality} | control | its bytes | its {quality} | of the gap "
+        f"| gain ({unit}) | |",
+        "|---|---|--:|--:|---|--:|--:|--:|--:|---|",
     ]
     for pair in pairs:
         control = f"`{pair.control.row.spec if pair.control.row.kind == 'fixed' else pair.control.row.policy}`"
         cells = [
             f"`{pair.policy.row.spec}`", f"`{pair.policy.row.policy}`", f"{pair.policy.factor:.1f}",
             _shown(pair.policy, workload), control, f"{pair.share:.1%}", _shown(pair.control, workload),
+            f"{pair.share_of_gap(pair.policy):.0%}, {pair.share_of_gap(pair.control):.0%}",
             with_interval(pair.gains, "+.2f"),
             pair.verdict,
         ]  # fmt: skip
@@ -461,9 +484,10 @@ def write_page(file: Path, runs: Path, seeds: Sequence[int]) -> bool:
 Each training is one of `hvdcomp train` on [simulated ranks](simulated-ranks.md). A policy's control is the fixed level
 of the same compressor whose training sends as many bytes on average, found by bisection (of ranks, the lowest that
 sends at least as many). `schedule` is a second control of a rule with two levels: as many bytes, with the less
-compressed steps in mid-training. A **gain** is the mean of the differences seed by seed, with its 95 % interval
-(Student's t): a policy counts as better only where zero is outside of it. The CSV file beside this page has the figures
-too, [reproduction.md](reproduction.md) what papers show of their policies.""",
+compressed steps in mid-training. **Of the gap** is what policy and control recover of the difference between the fixed
+levels that send fewest and most bytes (of Accordion, its high and low). A **gain** is the mean of the differences seed
+by seed, with its 95 % interval (Student's t): a policy counts as better only where zero is outside of it. The CSV file
+beside this page has the figures too, [reproduction.md](reproduction.md) what papers show of their policies.""",
         "",
         findings_of(file),
         "",
