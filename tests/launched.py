@@ -37,7 +37,7 @@ def launcher_command(
 ) -> list[str]:
     """The command that runs `python arguments...` on `count` ranks of this machine; arguments as of `run_ranks`."""
     if controller == "gloo" and hosts is not None:
-        launcher = [*horovodrun, "-np", str(count), "--min-np", "1", "--max-np", "3", "--gloo"]
+        launcher = [*horovodrun, "-np", str(count), "--min-np", "1", "--max-np", "4", "--gloo"]
         launcher += ["--host-discovery-script", str(hosts), "--network-interface", "lo"]
     elif controller == "gloo":
         launcher = [*horovodrun, "-np", str(count), "-H", f"localhost:{count}", "--gloo"]
@@ -83,7 +83,7 @@ def run_ranks(
         timeout: seconds, after which all ranks are killed and TimeoutExpired is raised.
         horovodrun: the program that starts ranks with Gloo.
         python: the interpreter.
-        hosts: a program that prints the hosts there are, for an elastic job of Gloo, of 1 to 3 ranks; None for a job
+        hosts: a program that prints the hosts there are, for an elastic job of Gloo, of 1 to 4 ranks; None for a job
             whose ranks never change.
 
     Returns:

@@ -25,7 +25,7 @@ from hvdcomp.specs.parsing import parse
 from hvdcomp.torch.compressed_adam import CompressedAdam
 from hvdcomp.torch.learning_rate import rates_of
 from hvdcomp.torch.local_steps_auto import AutoRounds, RoundLength
-from hvdcomp.torch.local_steps_binding import NO_NEW_GROUP, NO_SCALER, LocalStepsBinding
+from hvdcomp.torch.local_steps_binding import NO_NEW_GROUP, LocalStepsBinding
 from hvdcomp.torch.local_steps_rounds import Rounds, Sent, grouped
 
 OWN = "local_steps"  # key of this optimizer's part of a state
@@ -54,9 +54,10 @@ class LocalSteps(torch.optim.Optimizer):
     With `fragments` the parameters are exchanged in groups at staggered steps, and with `delay` the exchange overlaps
     with later steps (Douillard et al. 2025, Streaming DiLoCo, arXiv:2501.18512, algorithm 2).
 
-    Every rank makes it, and steps it equally often. Learning rate schedulers work as with the inner optimizer, whose
-    parameter groups it shares. Each rank also keeps the weights of the latest exchange, an outer momentum, and the
-    state of the memory.
+    Every rank makes it, and steps it equally often. A torch.amp.GradScaler steps it as any optimizer, and is not given
+    to the compression: each rank has its own scale, and leaves out the steps in which its own gradients overflow.
+    Learning rate schedulers work as with the inner optimizer, whose parameter groups it shares. Each rank also keeps
+    the weights of the latest exchange, an outer momentum, and the state of the memory.
 
     Args:
         optimizer: the inner optimizer, of any kind; with its own clipping and learning rate.
@@ -84,8 +85,8 @@ class LocalSteps(torch.optim.Optimizer):
 
     Raises:
         ConfigurationError: for invalid numbers, an inner optimizer that exchanges itself, or if no ranks were started;
-            on every rank, for settings that local steps do not allow (policies that rank 0 decides, a
-            torch.amp.GradScaler, methods without a magnitude).
+            on every rank, for settings that local steps do not allow (policies that rank 0 decides, methods without a
+            magnitude).
         RankMismatchError: on every rank, in the first step, if the ranks' settings or weights differ.
     """
 
@@ -122,7 +123,7 @@ class LocalSteps(torch.optim.Optimizer):
             compression = _compression_of(NoCompression())
         require_compression(compression, "hvdcomp.torch.LocalSteps")
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._step_supports_amp_scaling = True  # so that a GradScaler always calls `step`, which refuses it
+        self._step_supports_amp_scaling = True  # so that a GradScaler always calls `step`, which counts the step
         self.inner, self.compression = optimizer, compression
         self._share_groups()
         optimizer.register_load_state_dict_post_hook(lambda _: self._share_groups())
@@ -179,10 +180,10 @@ class LocalSteps(torch.optim.Optimizer):
         Raises:
             ConfigurationError: on every rank, in the exchange, if the weights of any rank are inf or NaN.
         """
-        if getattr(self, "found_inf", None) is not None:
-            raise ConfigurationError(NO_SCALER)
         binding = self._begin()
-        loss = self.inner.step(closure) if closure is not None else self.inner.step()
+        loss = None
+        if self._unscaled():
+            loss = self.inner.step(closure) if closure is not None else self.inner.step()
         self._steps += 1
         rounds, number = self._rounds, self._rounds.due(self._steps)
         if self._sent is not None and self._steps >= self._sent.at + rounds.delay:
@@ -196,6 +197,20 @@ class LocalSteps(torch.optim.Optimizer):
                 if rounds.end_in_sync:
                     self._end_round()
         return loss
+
+    def _unscaled(self) -> bool:
+        """Takes the loss scale of a torch.amp.GradScaler out of the gradients; whether none of them has overflowed.
+
+        While it steps an optimizer, a GradScaler leaves there what it found, and its scale, which is None after
+        `unscale_`.
+        """
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf is not None and found_inf.item():
+            return False
+        if scale is not None:
+            gradients = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
+            torch._foreach_mul_(gradients, 1 / scale.item())
+        return True
 
     def exchange(self) -> None:
         """Exchanges all parameters now, as at the end of a training, so that all ranks have the same weights; to be

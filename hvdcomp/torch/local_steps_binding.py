@@ -219,7 +219,10 @@ def _check(setup: Setup, communicator: Ranks) -> None:
                 "share of the way that the ranks have gone. Take efsignsgd, which has as many bytes"
             )
     if setup.grad_scaler is not None and setup.grad_scaler.is_enabled():
-        raise ConfigurationError(NO_SCALER)
+        raise ConfigurationError(
+            "pseudo-gradients have no loss scale: leave out grad_scaler= of the Compression that LocalSteps gets. "
+            "scaler.step(optimizer) works, and each rank leaves out the steps in which its own gradients overflow"
+        )
     if settings.bucket_bytes is not None:
         raise ConfigurationError(
             f"bucket_bytes={settings.bucket_bytes} has no meaning with LocalSteps, which exchanges outside of the "
@@ -230,12 +233,6 @@ def _check(setup: Setup, communicator: Ranks) -> None:
             "process_set is for Horovod, and LocalSteps exchanges over torch.distributed here; leave it out, or give "
             "LocalSteps communicator=hvdcomp.torch.all_ranks('horovod')"
         )
-
-
-NO_SCALER = (
-    "LocalSteps does not go with a torch.amp.GradScaler: a rank whose gradients overflow would skip a step by itself, "
-    "and exchange when the others do not. Train in bfloat16, which needs no scaler"
-)
 
 
 NO_NEW_GROUP = (

@@ -157,6 +157,7 @@ def test_failure_before_the_first_commit(tmp_path):
         assert len({json.dumps(one["weights"]) for one in ranks}) == 1
 
 
+@pytest.mark.parametrize("new", [1, 2])
 @pytest.mark.parametrize(
     "local",
     # With an outer momentum of 0.9 and of so little sent the loss goes up and down, in a fixed number of ranks too.
@@ -166,24 +167,27 @@ def test_failure_before_the_first_commit(tmp_path):
     ],
     ids=["at once", "streaming"],
 )
-def test_local_steps_go_on_in_mid_round(local, tmp_path):
-    """Those that go on have their own weights; a new one begins with the outer weights, and moments of rank 0."""
+def test_local_steps_go_on_in_mid_round(local, new, tmp_path):
+    """Those that go on have their own weights; new ones begin with the outer weights, and moments of rank 0. Where one
+    of a host's ranks is killed, Horovod ends them all."""
     phases = [
-        {"sizes": [2], "steps": 30, "hosts": f"{HERE}:2\n{THERE}:1"},
-        {"sizes": [3], "steps": 30, "kill": [2]},
+        {"sizes": [2], "steps": 30, "hosts": f"{HERE}:2\n{THERE}:{new}"},
+        {"sizes": [2 + new], "steps": 30, "kill": [2]},
         {"sizes": [2], "steps": 160},
     ]
     plan = {"compressor": "topk:ratio=0.05", "commit": 3, "local": local}
     rows = trained(tmp_path, "elastic_local_steps", f"{HERE}:2", 2, phases, **plan)
-    check(rows, [2, 3, 2])
-    assert "1 of 3 ranks are gone (2)" in rows[0]["said"]
+    check(rows, [2, 2 + new, 2])
+    gone = ", ".join(map(str, range(2, 2 + new)))
+    assert f"{new} of {2 + new} ranks are gone ({gone})" in rows[0]["said"]
     assert len({row["ends"] for row in rows if "ends" in row}) == 1
     assert min(row["right"] for row in rows if "right" in row) > 0.8
     logs = [[json.loads(line) for line in file.read_text().splitlines()] for file in tmp_path.glob("*.jsonl")]
-    (joined,) = (log for log in logs if log[0]["begins"] > 0)
-    assert joined[0]["at_outer"]
-    assert joined[0]["moments"]
-    others = [row for log in logs for row in log if log is not joined and row.get("begins") == joined[0]["begins"]]
+    joined = [log for log in logs if log[0]["begins"] > 0]
+    assert len(joined) == new
+    (began,) = {log[0]["begins"] for log in joined}
+    assert all(log[0]["at_outer"] and log[0]["moments"] for log in joined)
+    others = [row for log in logs for row in log if log not in joined and row.get("begins") == began]
     assert len(others) >= 2
-    in_round = "fragments" in local or joined[0]["begins"] % local["every"] > 0
+    in_round = "fragments" in local or began % local["every"] > 0
     assert all(row["at_outer"] != in_round for row in others)

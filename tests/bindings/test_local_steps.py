@@ -420,7 +420,7 @@ def _refused(make: Callable[[Any], Any], error: type[Exception] = ConfigurationE
         ({"compression": lambda: adaptive()}, "schedule of levels"),
         (
             {"compression": lambda: Compression(TopK(ratio=0.1), grad_scaler=torch.amp.GradScaler("cpu"))},
-            "bfloat16",
+            "leave out grad_scaler=",
         ),
         (
             {"compression": lambda: Compression(TopK(ratio=0.1), named_parameters=[("one", Model().vector)])},
@@ -501,16 +501,37 @@ def test_much_momentum_of_few_elements_is_warned_of(compressor: Any, options: di
     assert len(messages) == warns  # on rank 0
 
 
-def test_a_grad_scaler_is_refused_even_if_nobody_told_of_it() -> None:
-    def work(communicator: SimulatedCommunicator) -> None:
-        model = Model()
-        optimizer = LocalSteps(sgd(model), communicator=communicator)
-        scaler = torch.amp.GradScaler("cpu")
-        scaler.scale(model.loss(0)).backward()
-        with pytest.raises(ConfigurationError, match="bfloat16"):
-            scaler.step(optimizer)
+@pytest.mark.parametrize("unscales", [False, True], ids=["scaled", "unscaled"])
+def test_with_a_loss_scaler_a_rank_leaves_out_its_own_steps_alone(unscales: bool) -> None:
+    """Bit for bit what happens without a scaler where that rank has no gradients in the same step."""
+    overflows = {(1, 0), (3, 0), (3, 1)}  # steps and ranks
 
-    SimulatedGroup(1).run(work)
+    def trained(scaled: bool) -> Callable[[SimulatedCommunicator], tuple[dict[str, np.ndarray], float]]:
+        def work(communicator: SimulatedCommunicator) -> tuple[dict[str, np.ndarray], float]:
+            model = Model()
+            compression = Compression(TopK(ratio=0.2))
+            optimizer = LocalSteps(adamw(model), EVERY, compression=compression, communicator=communicator)
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=1000, enabled=scaled)
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                scaler.scale(model.loss(communicator.rank)).backward()
+                if (step, communicator.rank) in overflows:
+                    model.vector.grad[0] = torch.inf
+                    if not scaled:
+                        optimizer.zero_grad()
+                if unscales:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+            return model.values(), scaler.get_scale()
+
+        return work
+
+    plain, scaled = (list(SimulatedGroup(RANKS).run(trained(one))) for one in (False, True))
+    for rank, ((values, _), (same, scale)) in enumerate(zip(plain, scaled, strict=True)):
+        assert all(np.array_equal(values[name], same[name]) for name in values)
+        assert scale == 2.0 ** (12 - sum(rank == other for _, other in overflows)), "its own"
+    assert all(np.array_equal(scaled[0][0][name], scaled[1][0][name]) for name in scaled[0][0])
 
 
 def test_without_ranks_it_says_how_to_start_them() -> None:

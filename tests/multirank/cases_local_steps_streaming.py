@@ -88,6 +88,27 @@ def case_it_goes_on_bit_for_bit_with_an_exchange_under_way() -> None:
             assert torch.equal(weights(model), whole), spec
 
 
+def case_with_a_loss_scaler_a_rank_leaves_out_its_own_steps_alone() -> None:
+    """In float16; what overflows on one rank keeps no other from its step, and exchanges are at the same steps."""
+    model, optimizer = made("topk:ratio=0.05")
+    scaler, generator, rank = torch.amp.GradScaler("cpu", init_scale=2.0**8), own_generator(), started_ranks().rank
+    for step in range(STEPS):
+        inputs, classes = batch(generator)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = torch.nn.functional.cross_entropy(model(inputs), classes)
+        scaler.scale(loss * (torch.inf if step == 4 and rank == 1 else 1)).backward()
+        before = weights(model)
+        scaler.step(optimizer)
+        scaler.update()
+        # In step 5, the index of which is 4, a mean is applied: of its own weights that rank keeps half.
+        assert torch.isfinite(weights(model)).all()
+        assert not torch.equal(weights(model), before)
+        assert equal_everywhere(outer(model, optimizer))
+        assert not equal_everywhere(weights(model))
+    assert scaler.get_scale() == 2.0 ** (7 if rank == 1 else 8)
+
+
 def case_what_is_not_finite_on_one_rank_stops_all_when_it_is_to_be_applied() -> None:
     model, optimizer = made("topk:ratio=0.05")
     generator = own_generator()
