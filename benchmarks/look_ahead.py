@@ -1,13 +1,14 @@
-"""Time of a step of embedding tables on the emulated cluster: stock, with `RowExchange.exchange`, with `LookAhead`.
+"""Time of a step of embedding tables on the emulated cluster: stock, with `RowExchange.exchange`, with `LookAhead`, and
+with `LookAhead` of `ShardedTables`.
 
     sudo .venv/bin/python benchmarks/look_ahead.py                # 4 hosts, 1 Gb/s: some minutes
     sudo .venv/bin/python benchmarks/look_ahead.py --layers-ms 250 --rate 100mbit
 
-Stock is the sparse allreduce of each table's gradient, as DistributedDataParallel makes it over Gloo. The three go in
-turns. About 90 % of the accesses are to 1 % of the rows (Zipf). In place of the layers' work, which would be on a
-device, each rank sleeps: so the hosts do not take each other's cores. Rank 0 prints JSON: milliseconds of a step and of
-its parts (medians over steps, without the first turn), how many times as fast as each other way LookAhead is (the
-median over turns, the smallest and the largest), and the bytes that a rank hands over in a step.
+Stock is the sparse allreduce of each table's gradient, as DistributedDataParallel makes it over Gloo. All go in turns.
+About 90 % of the accesses are to 1 % of the rows (Zipf). In place of the layers' work, which would be on a device, each
+rank sleeps: so the hosts do not take each other's cores. Rank 0 prints JSON: milliseconds of a step and of its parts
+(medians over steps, without the first turn), how many times as fast as each other way LookAhead is (the median over
+turns, the smallest and the largest), the bytes that a rank hands over in a step, and those of the weights that it has.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from hvdcomp.tools.train.data_clicks import zipf
 
 TABLES, ROWS, COLUMNS = 4, 50_000, 256
 TURN = 10  # steps
-STOCK, EXCHANGE, AHEAD = "stock", "exchange", "look ahead"
+STOCK, EXCHANGE, AHEAD, SHARDED = "stock", "exchange", "look ahead", "look ahead, sharded"
 
 
 def batches(size: int) -> Iterator[Any]:
@@ -49,6 +50,7 @@ class Way:
     optimizer: Any
     rows: Any
     loader: Iterator[Any]
+    ahead: Any = None  # the LookAhead that the loader belongs to
     turns: list[list[float]] = field(default_factory=list)
     lookups: list[float] = field(default_factory=list)  # with the layers
 
@@ -68,20 +70,20 @@ def work(turns: int, layers_ms: float, size: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
 
-    def made() -> Way:
+    def made(name: str) -> Way:
         weights = [torch.zeros(ROWS, COLUMNS) for _ in range(TABLES)]
         tables = [torch.nn.Embedding(ROWS, COLUMNS, sparse=True, _weight=weight) for weight in weights]
         model = torch.nn.ModuleList(tables)
+        rows = (hvdcomp.torch.ShardedTables if name == SHARDED else hvdcomp.torch.RowExchange)(model)
         optimizer = hvdcomp.torch.RowWiseAdagrad(model.parameters(), lr=0.05)
-        return Way(model, optimizer, hvdcomp.torch.RowExchange(model), batches(size))
+        if name not in (AHEAD, SHARDED):
+            return Way(model, optimizer, rows, batches(size))
+        ahead = hvdcomp.torch.LookAhead(
+            batches(size), rows, optimizer, lambda batch: dict(zip(rows.tables, batch.T, strict=True))
+        )
+        return Way(model, optimizer, rows, iter(ahead), ahead)
 
-    ways = {name: made() for name in (STOCK, EXCHANGE, AHEAD)}
-    way_ahead = ways[AHEAD]
-    names = list(way_ahead.rows.tables)
-    ahead = hvdcomp.torch.LookAhead(
-        batches(size), way_ahead.rows, way_ahead.optimizer, lambda batch: dict(zip(names, batch.T, strict=True))
-    )
-    way_ahead.loader = iter(ahead)
+    ways = {name: made(name) for name in (STOCK, EXCHANGE, AHEAD, SHARDED)}
 
     def step(name: str, way: Way, batch: Any) -> None:
         start = time.perf_counter()
@@ -89,8 +91,8 @@ def work(turns: int, layers_ms: float, size: int) -> None:
         time.sleep(layers_ms / 1000)
         loss.backward()
         way.lookups.append(time.perf_counter() - start)
-        if name == AHEAD:
-            ahead.step()
+        if way.ahead is not None:
+            way.ahead.step()
             return
         if name == STOCK:
             gradients = [table.weight.grad for table in way.model]
@@ -111,20 +113,24 @@ def work(turns: int, layers_ms: float, size: int) -> None:
                 step(name, way, batch)
                 moments.append(time.perf_counter())
             way.turns.append([later - earlier for earlier, later in itertools.pairwise(moments)])
-            ahead.flush()
-    pairs = zip(ways[EXCHANGE].model, way_ahead.model, strict=True)
-    if not all(torch.equal(table.weight, other.weight) for table, other in pairs):
-        raise SystemExit("the weights differ")
+            for each in ways.values():
+                if each.ahead is not None:
+                    each.ahead.flush()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for whole, own, part in zip(*(ways[name].model for name in (EXCHANGE, AHEAD, SHARDED)), strict=True):
+        if not (torch.equal(whole.weight, own.weight) and torch.equal(whole.weight[rank::ranks], part.weight)):
+            raise SystemExit("the weights differ")
     if dist.get_rank() == 0:
         medians = {name: [statistics.median(turn) for turn in way.turns[1:]] for name, way in ways.items()}
         report: dict[str, Any] = {name: way.report() for name, way in ways.items()}
-        for name in (STOCK, EXCHANGE):
+        for name in (STOCK, EXCHANGE, SHARDED):
             ratios = [other / own for other, own in zip(medians[name], medians[AHEAD], strict=True)]
             spread = [statistics.median(ratios), min(ratios), max(ratios)]
             report[f"times as fast as {name}"] = [round(ratio, 2) for ratio in spread]
-        for name in (EXCHANGE, AHEAD):
+        for name in (EXCHANGE, AHEAD, SHARDED):
             ledger = ways[name].rows.ledger
             report[name]["kB"] = round(ledger.totals.bytes_sent / ledger.steps / 1e3)
+            report[name]["MB of weights"] = round(sum(table.weight.nbytes for table in ways[name].model) / 1e6)
         print(json.dumps(report, indent=1))
     dist.barrier()
     dist.destroy_process_group()

@@ -224,7 +224,7 @@ class ShardedTables:
                 "and before step(), or call model.eval() on every rank"
             )
         known, rows = self._present[name]
-        places = torch.searchsorted(known, ids.long())
+        places = torch.searchsorted(known, ids.long().contiguous())
         missing = torch.nn.functional.pad(known, (0, 1), value=-1)[places] != ids
         if bool(missing.any()):
             self._unnamed = f"row {int(ids[missing][0])} of {name}"
