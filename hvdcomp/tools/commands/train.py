@@ -85,6 +85,12 @@ _START = (
     shown="PyTorch's: 1800",
 )
 @_option("--fsdp", "torchrun: shard a transformer over all ranks by FSDP's fully_shard.", is_flag=True, shown=False)
+@_option(
+    "--fsdp-weights",
+    "FSDP: send changes of weights quantized, as int8 or int4.",
+    metavar="SPEC",
+    shown="weights as they are",
+)
 @_option("--model", "Model to train; vit and dlrm only in PyTorch.", type=click.Choice(MODELS))
 @_option("--data", "Data to train on.", type=click.Choice(DATA))
 @_option(

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import hvdcomp
 from hvdcomp.compression import Compression
+from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.tools.train.learner import Arrays
 from hvdcomp.tools.train.torch_learner import OWN, TorchLearner, as_array, loss_of, write_content
 
@@ -37,7 +38,8 @@ class FSDPLearner(TorchLearner):
 
     def distribute(self, compression: Compression) -> None:
         self._compression = compression
-        hvdcomp.fsdp.register(self._model, compression, optimizer=self._optimizer)
+        weights = None if self._options.fsdp_weights is None else parse_compressor(self._options.fsdp_weights)
+        hvdcomp.fsdp.register(self._model, compression, optimizer=self._optimizer, weights=weights)
 
     def _backward(self, inputs: Tensor, targets: Tensor, passes: int, last: bool) -> Tensor:
         assert isinstance(self._model, FSDPModule)

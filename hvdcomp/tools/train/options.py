@@ -86,6 +86,7 @@ class TrainingOptions:
     backend: str = "auto"
     timeout: float | None = None  # seconds that a rank of torch.distributed waits for another
     fsdp: bool = False  # whether each rank of torch.distributed has a shard of the model
+    fsdp_weights: str | None = None  # quantizer of what a gather of weights sends; None: FSDP's own gather
     model: str = "cnn"
     data: str = "digits"
     data_dir: Path | None = None
@@ -466,7 +467,8 @@ class TrainingOptions:
 
     def _checks_of_fsdp(self) -> list[tuple[bool, str]]:
         if not self.fsdp:
-            return []
+            weights = f"--fsdp-weights {self.fsdp_weights} is for shards: add --fsdp, or leave it out"
+            return [(self.fsdp_weights is None, weights)]
         return [
             (
                 self.framework == "torch" and self.backend in ("auto", "ddp") and self.simulate_ranks is None,

@@ -82,6 +82,17 @@ def test_shards_train_as_whole_models_do(tmp_path: Path) -> None:
 
 @pytest.mark.alone
 @pytest.mark.thorough
+def test_changes_of_weights_are_sent_quantized(tmp_path: Path) -> None:
+    exact, ours = _train(tmp_path / "exact", "--fsdp"), _train(tmp_path / "ours", "--fsdp", "--fsdp-weights", "int8")
+    assert ours["identical"]
+    assert ours["loss"] == pytest.approx(exact["loss"], rel=0.01)
+    assert ours["loss"] != exact["loss"]
+    said = _said(tmp_path / "none", "--fsdp", "--fsdp-weights", "topk:ratio=0.1", fails=True)
+    assert "take hvdcomp.Int8(), hvdcomp.Int4() or another quantizer" in said
+
+
+@pytest.mark.alone
+@pytest.mark.thorough
 def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     (program := tmp_path / "program.py").write_text(_UNEVEN)
     options = ["--fsdp", "--compression", "int4", "--memory", "error_feedback", "--evaluate-every", "2"]
@@ -132,6 +143,11 @@ def test_a_full_disk_of_one_rank_ends_all(tmp_path: Path) -> None:
     assert said.count(" on rank 1; the one before it, if any, is complete") == 2, said
     assert _summary(tmp_path / "run")["status"] == "failed"
     assert not list(saved.iterdir())
+
+
+def test_quantized_weights_without_shards_are_refused() -> None:
+    with pytest.raises(SetupError, match="--fsdp-weights int8 is for shards: add --fsdp"):
+        TrainingOptions(fsdp_weights="int8").resolved()
 
 
 @pytest.mark.parametrize(
