@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 _BIN = Path(sys.executable).parent
@@ -103,6 +104,9 @@ def run_ranks(
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
+        # Ranks of an elastic job are in sessions of their own.
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
         os.killpg(process.pid, 9)
         output, _ = process.communicate()
         raise AssertionError(f"ranks still ran after {timeout} s:\n{output[-4000:]}") from None

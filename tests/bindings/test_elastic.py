@@ -113,11 +113,15 @@ def test_workers_come_and_go(module, way, tmp_path):
     assert right.pop() >= undisturbed(tmp_path / "undisturbed", module, rows, **plan) - 0.01
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "frozen"])
+@pytest.mark.parametrize("optimizer", ["adamw", "frozen", "local"])
 def test_a_worker_joins_an_adam(optimizer, tmp_path):
+    """With local steps the weights, which are compared after exchanges, are those of a common round from then on."""
     phases = [{"sizes": [2], "steps": 30, "hosts": f"{HERE}:2\n{THERE}:1"}, {"sizes": [3], "steps": 30}]
-    plan = {"compressor": "efsignsgd", "optimizer": optimizer, "commit": 2}
-    check(trained(tmp_path, "elastic_torch", f"{HERE}:2", 2, phases, **plan), [2, 3])
+    plan = {"compressor": "efsignsgd", "optimizer": optimizer, "commit": 1 if optimizer == "local" else 2}
+    rows = trained(tmp_path, "elastic_torch", f"{HERE}:2", 2, phases, **plan)
+    check(rows, [2, 3])
+    exchanges = [row["step"] for row in rows if row.get("size") == 3 and row["rank"] == 0 and row["weights"]]
+    assert len(exchanges) >= (7 if optimizer == "local" else 30)
 
 
 @pytest.mark.parametrize("module", ["elastic_torch", "elastic_tensorflow"])

@@ -20,6 +20,7 @@ _OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=2e-3, weight_decay=0.1),
     "frozen": lambda parameters: CompressedAdam(parameters, 2e-3, freeze_after=10),
+    "local": lambda parameters: CompressedAdam(parameters, 2e-3, freeze_after=10, local_steps=4),
 }
 
 

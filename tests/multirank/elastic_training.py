@@ -62,7 +62,7 @@ class Phases:
             step=state.step,
             size=hvd.size(),
             rank=hvd.rank(),
-            engine_step=engine.step_number,
+            engine_step=engine.step_number if commits else None,  # that of a new rank follows with its first exchange
             weights=weights,
             residual=float(sum(one.sum() for one in residuals)),
             levels=sorted(map(str, self._compression.levels.values())),
