@@ -16,12 +16,15 @@ from hvdcomp.compressors.bucket import Bucket, BucketAggregation, gathered
 from hvdcomp.compressors.protocol import AllGather
 from hvdcomp.kernels.tables import NARROW
 
-LARGEST, BISECT, SAMPLED = range(3)
-"""Searches for a threshold: the k-th largest magnitude; bisection from mean to largest; steps from a sample's."""
+LARGEST, BISECT, SAMPLED, FITTED = range(4)
+"""Searches for a threshold: the k-th largest magnitude; bisection from mean to largest; steps from a sample's; stages
+of a fitted distribution."""
 
 _CHOICE = np.dtype(
     [
         *((name, "i8") for name in ("first_task", "tasks", "most", "need", "sample", "sampled", "reaching", "stride")),
+        ("first", "f4"),
+        ("later", "f4"),
         ("floor", "u4"),
         ("whole", "i4"),
     ],
@@ -95,7 +98,7 @@ class Selection:
         bucket: the bucket, with `count` set in its table.
 
     Attributes:
-        method: `LARGEST`, `BISECT` or `SAMPLED`.
+        method: `LARGEST`, `BISECT`, `SAMPLED` or `FITTED`.
         rounds: rounds of the search.
         type: element type of the values in the payload, a number of `NARROW`.
         masks: whether an element's momentum is cleared when the element is sent.
@@ -105,6 +108,8 @@ class Selection:
         stride: stride of the sample.
         sampled: number of elements in the sample.
         reaching: number of sampled elements that reach the first threshold.
+        first, later: threshold of the first stage and of each later one, in mean excesses over the threshold before,
+            float32.
     """
 
     def __init__(self, bucket: Bucket, type: int, method: int, room: int, rounds: int) -> None:
@@ -114,6 +119,10 @@ class Selection:
         self.limited = room > 1
         self.need = counts if method == LARGEST else np.minimum(self.most + 1, sizes)
         self.stride = self.sampled = self.reaching = np.zeros_like(sizes)
+        self.first = self.later = np.zeros(len(sizes), np.float32)
+        if method == FITTED:
+            shares = [stage_shares(compressor.ratio, rounds) for compressor in bucket.compressors]
+            self.first, self.later = (-np.log([share[at] for share in shares]) for at in (0, -1))
         if method == SAMPLED:
             self.stride = np.array([sample_stride(size) for size in sizes.tolist()])
             self.sampled = -(-sizes // self.stride)
@@ -134,7 +143,7 @@ class _Layout:
         choices = self._choices
         choices["first_task"] = np.searchsorted(tasks["segment"], np.arange(len(segments)))
         choices["tasks"] = np.bincount(tasks["segment"], minlength=len(segments))
-        for name in ("most", "need", "stride", "sampled", "reaching"):
+        for name in ("most", "need", "stride", "sampled", "reaching", "first", "later"):
             choices[name] = getattr(selection, name)
         choices["sample"] = np.cumsum(selection.sampled) - selection.sampled
         self._candidates = np.zeros(len(tasks), _CANDIDATES)
@@ -159,6 +168,14 @@ class _DeviceLayout:
         self.passed = Selection(bucket, self.places.type, method, room, rounds)
 
 
+def stage_shares(ratio: float, stages: int) -> list[float]:
+    """The share of the remaining elements that each stage of SIDCo aims at; the product of the shares is `ratio`."""
+    if stages == 1:
+        return [ratio]
+    first = max(ratio, 0.25)
+    return [first] + [(ratio / first) ** (1 / (stages - 1))] * (stages - 1)
+
+
 def aggregate_by_magnitude(
     bucket: Bucket, values: str, method: int, room: int = 1, rounds: int = 0
 ) -> BucketAggregation:
@@ -167,7 +184,7 @@ def aggregate_by_magnitude(
     Args:
         bucket: the bucket.
         values: "same" or "fp16", as in `sparse_payload`.
-        method: `LARGEST`, `BISECT` or `SAMPLED`.
+        method: `LARGEST`, `BISECT`, `SAMPLED` or `FITTED`.
         room: a threshold is good if k to `room` k elements reach it.
         rounds: rounds of the search.
     """

@@ -18,7 +18,7 @@ from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.base import Rounds
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.memory import Memory, MomentumCorrection
-from hvdcomp.compressors.sparse_bucket import BISECT, SAMPLED, aggregate_by_magnitude
+from hvdcomp.compressors.sparse_bucket import BISECT, FITTED, SAMPLED, aggregate_by_magnitude, stage_shares
 from hvdcomp.compressors.sparsification import Sparsifier
 
 _ROUNDS = 25  # a bisection ends within 2**-25 of the range, the resolution of float32
@@ -245,10 +245,5 @@ class SIDCo(ThresholdSparsifier):
             threshold = threshold + magnitudes.mean_excess(threshold) * math.log(1 / share)
             bracket.test(threshold)
 
-
-def stage_shares(ratio: float, stages: int) -> list[float]:
-    """The share of the remaining elements that each stage of SIDCo aims at; the product of the shares is `ratio`."""
-    if stages == 1:
-        return [ratio]
-    first = max(ratio, 0.25)
-    return [first] + [(ratio / first) ** (1 / (stages - 1))] * (stages - 1)
+    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        return aggregate_by_magnitude(bucket, self.values, FITTED, self.room, self.stages)

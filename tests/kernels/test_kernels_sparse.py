@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvdcomp import DGC, ErrorFeedback, MomentumCorrection, MSTopK, NoMemory, RedSync, TopK, kernels
+from hvdcomp import DGC, ErrorFeedback, MomentumCorrection, MSTopK, NoMemory, RedSync, SIDCo, TopK, kernels
 from hvdcomp.arrays import numpy_arrays
 from hvdcomp.compressors import sparse_payload
 from hvdcomp.compressors.bucket import Bucket
@@ -227,11 +227,12 @@ def test_a_sample_is_of_elements_at_equal_distances(size: int) -> None:
 
 @pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("size", [1000, 70_000])
-def test_magnitudes_whose_sum_overflows(size: int) -> None:
+@pytest.mark.parametrize("compressor", [MSTopK(0.02), SIDCo(0.02)])
+def test_magnitudes_whose_sum_overflows(compressor: Sparsifier, size: int) -> None:
     """Float32, by hundreds of times; a threshold between their mean and the largest is found all the same."""
     x = np.full(size, 1e38, np.float32)
     x[7::50] = 3e38
-    step([rank := Rank(MSTopK(0.02), [x])])
+    step([rank := Rank(compressor, [x])])
     check(rank, 0, np.arange(size)[7::50])
 
 
@@ -240,7 +241,7 @@ def test_magnitudes_whose_sum_overflows(size: int) -> None:
     size=SIZES,
     kind=st.sampled_from(KINDS),
     ratio=st.sampled_from([1e-4, 1e-3, 0.01, 0.03, 0.2, 0.9, 1.0]),
-    method=st.sampled_from([MSTopK, RedSync, DGC]),
+    method=st.sampled_from([MSTopK, RedSync, DGC, SIDCo]),
     rounds=st.sampled_from([1, 3, 25]),
     threads=st.sampled_from([1, 3]),
     isa=st.sampled_from(kernels.instruction_sets()),
@@ -249,7 +250,8 @@ def test_magnitudes_whose_sum_overflows(size: int) -> None:
 def test_threshold_sparsifiers_choose_what_they_choose_by_themselves(
     size: int, kind: str, ratio: float, method: type[Sparsifier], rounds: int, threads: int, isa: str, seed: int
 ) -> None:
-    compressor = MSTopK(ratio, rounds=rounds) if method is MSTopK else method(ratio)
+    settings = {MSTopK: {"rounds": rounds}, SIDCo: {"stages": rounds}}
+    compressor = method(ratio, **settings.get(method, {}))
     # Whole eighths have the same sum in any order.
     x = vector(kind, size, seed)
     x = np.round(x * 8) / 8 if kind not in ("heavy", "denormal", "block") else x
@@ -265,8 +267,8 @@ def test_threshold_sparsifiers_choose_what_they_choose_by_themselves(
     sent = rank.sent(0)
     check(rank, 0, sent.indices)
     assert len(np.unique(sent.indices)) == k
-    if kind == "denormal" and method is MSTopK:
-        return  # many elements lie on the last bit of a threshold: a float in NumPy, a double in the kernels
+    if kind == "denormal" and method in (MSTopK, SIDCo):
+        return  # many elements lie on the last bit of a threshold; NumPy adds up floats of few bits, kernels doubles
     if kind in ("heavy", "denormal", "block"):  # where the mean's last bit may differ, and with it a threshold
         assert np.abs(np.sort(np.abs(sent.values)) - np.sort(np.abs(x[expected]))).max() <= np.abs(x).max() * 2**-20
     else:
@@ -274,7 +276,9 @@ def test_threshold_sparsifiers_choose_what_they_choose_by_themselves(
 
 
 @pytest.mark.usefixtures("instruction_set")
-@pytest.mark.parametrize("compressor", [TopK(0.01), TopK(0.3, values="fp16"), MSTopK(0.01), RedSync(0.02), DGC(0.01)])
+@pytest.mark.parametrize(
+    "compressor", [TopK(0.01), TopK(0.3, values="fp16"), MSTopK(0.01), RedSync(0.02), DGC(0.01), SIDCo(0.01)]
+)
 @pytest.mark.parametrize("bad", [[np.inf], [-np.inf], [np.nan], [-np.nan] * 900 + [np.inf, 3e38]])
 def test_what_is_not_finite_is_found_and_does_no_harm(compressor: Sparsifier, bad: list[float]) -> None:
     for size in (1000, 4096, 70_000):

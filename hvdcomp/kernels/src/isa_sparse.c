@@ -144,7 +144,7 @@ static void make_piece(void *context, int64_t number) {
     for (int64_t done = 0; done < task->length; done += HVD_BLOCK) {
         const int64_t start = task->start + done, length = hvd_shorter(task->length - done, HVD_BLOCK);
         const float *x = hvd_x(job->bucket, s, start, length, &largest);
-        if (sparse->method == HVD_BISECT) found->sum += sum_of_magnitudes(x, length);
+        if (sparse->method == HVD_BISECT || sparse->method == HVD_FITTED) found->sum += sum_of_magnitudes(x, length);
         if (sparse->method == HVD_SAMPLED)
             take_sample(x, start, length, choice->stride, sparse->sample + choice->sample);
         if (!alone && choice->floor) add_candidates(sparse, found, x, length, choice->floor, done);

@@ -18,7 +18,8 @@
 enum {
     HVD_LARGEST, /* the k-th largest magnitude */
     HVD_BISECT,  /* between the mean and the largest magnitude */
-    HVD_SAMPLED  /* from a sample, in steps */
+    HVD_SAMPLED, /* from a sample, in steps */
+    HVD_FITTED   /* from the mean excess over the threshold before, in stages */
 };
 
 /* A tensor. */
@@ -30,6 +31,7 @@ typedef struct {
     int64_t sampled;  /* elements of the sample */
     int64_t reaching; /* sampled elements that reach the first threshold */
     int64_t stride;
+    float first, later; /* of the first stage, and of each later one: threshold in mean excesses over the one before */
     uint32_t floor; /* bits of the magnitude that candidates reach */
     int32_t whole;  /* whether all elements are candidates */
 } hvd_choice;

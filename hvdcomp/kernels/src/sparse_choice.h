@@ -160,11 +160,17 @@ static inline void hvd_test(const struct hvd_view *view, struct hvd_bracket *bra
     if (!bracket->too_many && threshold < bracket->high) bracket->high = threshold;
 }
 
-static inline void hvd_bisect(const struct hvd_view *view, struct hvd_bracket *bracket) {
-    double mean = 0, left = 0, right = 1;
+/* Mean of the magnitudes. */
+static inline double hvd_mean_magnitude(const struct hvd_view *view) {
+    double sum = 0;
     for (int64_t i = 0; i < view->choice->tasks; i++)
-        mean += view->sparse->candidates[view->choice->first_task + i].sum;
-    mean /= (double)view->s->size;
+        sum += view->sparse->candidates[view->choice->first_task + i].sum;
+    return sum / (double)view->s->size;
+}
+
+static inline void hvd_bisect(const struct hvd_view *view, struct hvd_bracket *bracket) {
+    const double mean = hvd_mean_magnitude(view);
+    double left = 0, right = 1;
     const double width = hvd_of_bits(view->largest) - mean;
     for (int32_t round = 0; round < view->sparse->rounds; round++) {
         const double middle = (left + right) / 2;
@@ -201,6 +207,65 @@ static inline void hvd_step_by_step(const struct hvd_view *view, struct hvd_brac
     }
 }
 
+/* Sum of the excesses of magnitudes over a threshold, and number of those that reach it. */
+static inline double hvd_excess(const float *restrict x, int64_t length, float threshold, int64_t *reached) {
+    double sum = 0;
+    for (int64_t start = 0; start < length; start += HVD_BLOCK) {
+        const int64_t end = hvd_shorter(start + HVD_BLOCK, length);
+        float lanes[16] = {0};
+        int32_t counts[16] = {0};
+        int64_t i = start;
+        for (; i + 16 <= end; i += 16)
+            for (int lane = 0; lane < 16; lane++) {
+                const float excess = __builtin_fabsf(x[i + lane]) - threshold;
+                lanes[lane] += excess > 0 ? excess : 0;
+                counts[lane] += excess >= 0;
+            }
+        for (; i < end; i++) {
+            const float excess = __builtin_fabsf(x[i]) - threshold;
+            lanes[0] += excess > 0 ? excess : 0;
+            counts[0] += excess >= 0;
+        }
+        double block = 0;
+        for (int lane = 0; lane < 16; lane++) {
+            block += lanes[lane];
+            *reached += counts[lane];
+        }
+        if (!(block <= 0x1p127)) { /* a lane may have overflowed */
+            block = 0;
+            for (i = start; i < end; i++) {
+                const float excess = __builtin_fabsf(x[i]) - threshold;
+                block += excess > 0 ? excess : 0;
+            }
+        }
+        sum += block;
+    }
+    return sum;
+}
+
+/* Mean excess over a threshold of the magnitudes that reach it; 0 if there are none. */
+static inline float hvd_mean_excess(const struct hvd_view *view, float threshold) {
+    double sum = 0;
+    int64_t reached = 0;
+    if (hvd_bits(threshold) < view->choice->floor)
+        sum = hvd_excess(hvd_made(view->s, 0), view->s->size, threshold, &reached);
+    else
+        for (int64_t i = 0; i < view->choice->tasks; i++) {
+            const struct hvd_run run = hvd_run_of(view, i);
+            sum += hvd_excess(run.values, run.length, threshold, &reached);
+        }
+    return (float)(sum / (double)(reached ? reached : 1));
+}
+
+static inline void hvd_stage_by_stage(const struct hvd_view *view, struct hvd_bracket *bracket) {
+    float threshold = 0;
+    for (int32_t stage = 0; stage < view->sparse->rounds; stage++) {
+        const float step = stage ? view->choice->later : view->choice->first;
+        threshold += (stage ? hvd_mean_excess(view, threshold) : (float)hvd_mean_magnitude(view)) * step;
+        hvd_test(view, bracket, threshold);
+    }
+}
+
 /* The k largest among the first `most` elements, counted in index order from those that reach the upper threshold, and
  * going on to those that reach the lower. */
 static inline struct hvd_chosen hvd_pick(struct hvd_view *view, const struct hvd_bracket *bracket) {
@@ -230,6 +295,7 @@ static inline struct hvd_chosen hvd_choose(struct hvd_view *view) {
     if (view->reached < view->choice->need) hvd_take_all(view);
     struct hvd_bracket bracket = {0, INFINITY, 0, 0};
     if (view->sparse->method == HVD_BISECT) hvd_bisect(view, &bracket);
+    else if (view->sparse->method == HVD_FITTED) hvd_stage_by_stage(view, &bracket);
     else hvd_step_by_step(view, &bracket);
     return hvd_pick(view, &bracket);
 }
