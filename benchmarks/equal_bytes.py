@@ -328,18 +328,27 @@ class Pair:
     """A policy and a control of it.
 
     Attributes:
-        ends: mean qualities of the compressor's fixed levels that send most and fewest bytes; between them is the gap.
+        ends: the compressor's fixed levels that send most and fewest bytes; between their qualities is the gap.
     """
 
     workload: str
     policy: Outcome
     control: Outcome
-    ends: tuple[float, float]
+    ends: tuple[Outcome, Outcome]
 
-    def share_of_gap(self, outcome: Outcome) -> float:
-        """Share of the gap that an outcome recovers: 0 at the level with fewest bytes, 1 at that with most."""
-        most, fewest = self.ends
-        return (outcome.mean - fewest) / (most - fewest) if most != fewest else math.nan
+    @property
+    def shares_of_gap(self) -> tuple[float, float]:
+        """What policy and control recover of the gap, over the seeds that all have: 0 at the level with fewest bytes, 1
+        at that with most."""
+        outcomes = (self.policy, self.control, *self.ends)
+        seeds = set.intersection(*(set(outcome.qualities) for outcome in outcomes))
+        if not seeds:
+            return math.nan, math.nan
+        policy, control, most, fewest = (
+            statistics.mean(outcome.qualities[seed] for seed in seeds) for outcome in outcomes
+        )
+        gap = most - fewest or math.nan
+        return (policy - fewest) / gap, (control - fewest) / gap
 
     @property
     def gains(self) -> list[float]:
@@ -379,8 +388,8 @@ class Pair:
             "control": self.control.row.label,
             "control_quality": self.control.mean,
             "control_bytes_share": self.share,
-            "share_of_gap": self.share_of_gap(self.policy),
-            "control_share_of_gap": self.share_of_gap(self.control),
+            "share_of_gap": self.shares_of_gap[0],
+            "control_share_of_gap": self.shares_of_gap[1],
             "seeds": len(self.gains),
             "gain": mean,
             "half_interval": None if half is None or math.isnan(half) else half,
@@ -402,12 +411,12 @@ def pairs_of(name: str, runs: Path, seeds: Sequence[int]) -> list[Pair]:
     return sorted(pairs, key=lambda pair: (pair.policy.row.compressor, pair.policy.row.kind, pair.policy.factor))
 
 
-def ends_of(name: str, compressor: str, runs: Path, seeds: Sequence[int]) -> tuple[float, float] | None:
-    """Mean qualities of the fixed levels that send most and fewest bytes; None if fewer than two are trained."""
+def ends_of(name: str, compressor: str, runs: Path, seeds: Sequence[int]) -> tuple[Outcome, Outcome] | None:
+    """The fixed levels that send most and fewest bytes; None if fewer than two are trained."""
     fixed = [row for row in rows_of(WORKLOADS[name]) if row.kind == "fixed" and row.compressor == compressor]
     trained = [outcome for row in fixed if (outcome := outcome_of(name, row, runs, seeds)) is not None]
     by_bytes = sorted(trained, key=lambda outcome: outcome.megabytes)
-    return (by_bytes[-1].mean, by_bytes[0].mean) if len(by_bytes) > 1 else None
+    return (by_bytes[-1], by_bytes[0]) if len(by_bytes) > 1 else None
 
 
 def _shown(outcome: Outcome, workload: Workload) -> str:
@@ -438,7 +447,7 @@ def section_of(name: str, pairs: Sequence[Pair], seeds: Iterable[int]) -> list[s
         cells = [
             f"`{pair.policy.row.spec}`", f"`{pair.policy.row.policy}`", f"{pair.policy.factor:.1f}",
             _shown(pair.policy, workload), control, f"{pair.share:.1%}", _shown(pair.control, workload),
-            f"{pair.share_of_gap(pair.policy):.0%}, {pair.share_of_gap(pair.control):.0%}",
+            ", ".join(f"{round(share, 2) + 0.0:.0%}" for share in pair.shares_of_gap),  # no -0%
             with_interval(pair.gains, "+.2f"),
             pair.verdict,
         ]  # fmt: skip
@@ -485,9 +494,10 @@ Each training is one of `hvdcomp train` on [simulated ranks](simulated-ranks.md)
 of the same compressor whose training sends as many bytes on average, found by bisection (of ranks, the lowest that
 sends at least as many). `schedule` is a second control of a rule with two levels: as many bytes, with the less
 compressed steps in mid-training. **Of the gap** is what policy and control recover of the difference between the fixed
-levels that send fewest and most bytes (of Accordion, its high and low). A **gain** is the mean of the differences seed
-by seed, with its 95 % interval (Student's t): a policy counts as better only where zero is outside of it. The CSV file
-beside this page has the figures too, [reproduction.md](reproduction.md) what papers show of their policies.""",
+levels that send fewest and most bytes (of Accordion, its high and low), over the seeds of all four. A **gain** is the
+mean of the differences seed by seed, with its 95 % interval (Student's t): a policy counts as better only where zero is
+outside of it. The CSV file beside this page has the figures too, [reproduction.md](reproduction.md) what papers show of
+their policies.""",
         "",
         findings_of(file),
         "",
@@ -522,7 +532,7 @@ def _seeds_of(pairs: Sequence[Pair]) -> list[int]:
 
 
 _COLOURS = {
-    "fixed": "#7d7d7d", "budget": "#0072b2", "budget-narrow": "#000000", "lgreco": "#009e73", "accordion": "#d55e00",
+    "fixed": "#7d7d7d", "budget": "#0072b2", "budget-narrow": "#999933", "lgreco": "#009e73", "accordion": "#d55e00",
     "mid": "#cc79a7", "gravac": "#e69f00", "adaqs": "#56b4e9",
 }  # fmt: skip
 
@@ -538,6 +548,8 @@ def pareto_front(quality: Mapping[float, float], higher_is_better: bool) -> list
 
 def draw(by_workload: Mapping[str, Sequence[Pair]]) -> bytes:
     """Quality over bytes, of the policies and of fixed levels, as a PNG."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     from hvdcomp.perfmodel.figures import as_png, new_figure
 
     figure = new_figure(11, 4 * math.ceil(len(by_workload) / 2))
@@ -545,6 +557,9 @@ def draw(by_workload: Mapping[str, Sequence[Pair]]) -> bytes:
         axes = figure.add_subplot(math.ceil(len(by_workload) / 2), min(2, len(by_workload)), number)
         axes.set_title(name, fontsize=10)
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("MB that a rank sends in the training")
         axes.set_ylabel(WORKLOADS[name].metric)
         axes.grid(alpha=0.3)
