@@ -5,12 +5,15 @@
     .venv/bin/python benchmarks/time_to_target.py --page-only               # only the page, from the existing runs
 
 Trains with each method and policy in turns, on one rank of each host (docs/emulated-cluster.md), until the validation
-part reaches the target. benchmarks/convergence.py predicts these times for simulated ranks. An existing complete run
-with the same options is not trained again.
+part reaches the target. For `auto`, which is given no list of compressors, the hosts are calibrated first.
+benchmarks/convergence.py predicts these times for simulated ranks. An existing complete run with the same options is
+not trained again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -34,7 +37,9 @@ POLICIES = {
     "budget:factor=50": "topk:ratio=0.01",
     "lgreco:least=0.1,most=10,levels=13": "topk:ratio=0.01",
     "accordion:low=0.1,high=0.002,steps=40": "topk:ratio=0.002",
+    "auto:loss=0.02": "none",  # that proposes compressors by itself
 }
+CALIBRATED = ("fp16", "terngrad", "int4", "int8", "natural", "efsignsgd", "powersgd:rank=4", "topk:ratio=0.01")
 RATES = ("100mbit", "1gbit")
 UNCOMPRESSED = convergence.UNCOMPRESSED
 
@@ -58,8 +63,14 @@ class ClusterRun(Run):
         workload = convergence.WORKLOADS[self.workload]
         listed = {method.spec: method for method in convergence.METHODS}
         method = listed.get(self.method) or convergence.Method(self.method)
-        policy = {"policy": self.policy} if self.policy else {}
+        spec = self.policy.replace("auto:", f"auto:calibration={self.calibration},")
+        policy = {"policy": spec} if spec else {}
         return {**method.options(workload, self.workload), **policy, "seed": self.seed, "until": workload.target}
+
+    @property
+    def calibration(self) -> str:
+        """Name of the calibration of the hosts, in the folder of all trainings."""
+        return f"{self.workload}-{self.hosts}x{self.rate}.json"
 
     def figures(self) -> dict[str, Any]:
         """Seconds of training, steps and bytes until the evaluation that reached the target; None without it."""
@@ -75,6 +86,35 @@ class ClusterRun(Run):
         return None if record is None or record["seconds_to_target"] is None else record
 
 
+def network(batch_size: int) -> tuple[Any, Any]:
+    """The model of the workload $WORKLOAD, and a function that computes its loss of a batch, for `calibrate`."""
+    import torch
+
+    from hvdcomp.tools.train.data import load_data
+    from hvdcomp.tools.train.frameworks import build_model
+    from hvdcomp.tools.train.options import TrainingOptions
+    from hvdcomp.tools.train.torch_learner import loss_of
+
+    options = convergence.WORKLOADS[os.environ["WORKLOAD"]].options
+    data = load_data(TrainingOptions(model=options["model"], data=options["data"]).resolved())
+    model = build_model(options["model"], channels=data.channels, size=data.size, classes=data.classes)
+    inputs, targets = (torch.as_tensor(part[:batch_size]) for part in (data.train_x, data.train_y))
+    return model, lambda: loss_of(model(inputs), targets)
+
+
+def calibrate(run: ClusterRun, cluster: Cluster, console: Any) -> None:
+    """Measures the hosts of a run, unless that was done."""
+    if not run.policy.startswith("auto") or (file := run.runs / run.calibration).exists():
+        return
+    console.print(f"calibrating {run.hosts} hosts at {run.rate}")
+    compressors = [word for spec in CALIBRATED for word in ("--compressor", spec)]
+    command = [sys.executable, "-m", "hvdcomp", "calibrate", "--model", "time_to_target:network", *compressors]
+    path = os.pathsep.join((str(Path(__file__).parent), run.variables["PYTHONPATH"]))
+    environment = {**run.variables, "WORKLOAD": run.workload, "PYTHONPATH": path}
+    if cluster.run([*command, "--seconds", "60", "--output", str(file)], env=environment):
+        raise ClusterError(f"the calibration for {run} failed")
+
+
 def train(runs: Sequence[ClusterRun], console: Any) -> list[ClusterRun]:
     """Trains the missing runs, each on a new cluster, and returns the runs that failed."""
     todo = [run for run in runs if run.record is None]
@@ -83,7 +123,12 @@ def train(runs: Sequence[ClusterRun], console: Any) -> list[ClusterRun]:
     for number, run in enumerate(todo, 1):
         run.begin()
         start = time.monotonic()
-        with Cluster(run.hosts, run.rate) as cluster, (run.folder / "log.txt").open("w") as log:
+        with (
+            Cluster(run.hosts, run.rate) as cluster,
+            (run.folder / "log.txt").open("w") as log,
+            contextlib.chdir(run.runs),  # where the calibrations are
+        ):
+            calibrate(run, cluster, console)
             command = [sys.executable, "-m", "hvdcomp", *run.words]
             code = cluster.run(command, env=run.variables, output=partial(print, file=log, end=""))
         about = run.end(at_commit, time.monotonic() - start, code)
@@ -147,7 +192,7 @@ def records_of(runs: Sequence[ClusterRun]) -> list[dict[str, Any]]:
     records = []
     for rate in dict.fromkeys(run.rate for run in finished):
         of_rate = [run for run in finished if run.rate == rate]
-        dense = [[run for run in of_rate if run.method == method] for method in UNCOMPRESSED]
+        dense = [[run for run in of_rate if (run.method, run.policy) == (method, "")] for method in UNCOMPRESSED]
         means = [
             [evaluation["seconds_to_target"] for evaluation in _reached(method_runs).values()] for method_runs in dense
         ]
@@ -211,7 +256,7 @@ def draw(records: Sequence[Mapping[str, Any]]) -> bytes:
     axes.barh(
         [f"{_name(record)}, {record['rate']}" for record in slowest_first],
         [_seconds(record) for record in slowest_first],
-        color=[INK if record["method"] in UNCOMPRESSED else COLOURS[0] for record in slowest_first],
+        color=[INK if _name(record) in UNCOMPRESSED else COLOURS[0] for record in slowest_first],
     )
     axes.set_xlabel("seconds of training to the target, mean over the seeds")
     axes.grid(axis="x", alpha=0.3)
@@ -257,7 +302,7 @@ def main(
     table: Path,
     page_only: bool,
 ) -> None:
-    console = make_console(soft_wrap=True)
+    console, runs = make_console(soft_wrap=True), runs.resolve()
     ways = [*((method, "") for method in methods), *((POLICIES[policy], policy) for policy in policies)]
     planned = [
         ClusterRun(workload, seed, runs, method, hosts, rate, policy)

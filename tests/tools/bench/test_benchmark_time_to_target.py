@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +28,7 @@ def test_the_page_compares_with_the_better_of_dense_and_fp16(benchmark_file: Mod
         ("topk:ratio=0.01", ""): (5.0, None),
         ("topk:ratio=0.01", "budget:factor=50"): (4.0, None),
         ("topk:ratio=0.002", accordion): (10.0, 11.0),
+        ("none", "auto:loss=0.02"): (10.0, 11.0),
     }
     for (method, policy), of_seeds in seconds.items():
         for seed, found in enumerate(of_seeds):
@@ -46,9 +48,21 @@ def test_the_page_compares_with_the_better_of_dense_and_fp16(benchmark_file: Mod
     assert "| 100mbit | `topk:ratio=0.01` with `budget:factor=50` | 1 of 2 | 400 | 2.50 | 4.0 | 5.00 | 1.25 |" in text
     # Whose fixed level has no run.
     assert f"| `topk:ratio=0.002` with `{accordion}` | 2 of 2 | 400 | 2.50 | 10.5 ± 6.4 | 2.00 ± 0.00 | - |" in text
+    assert "| 100mbit | `none` with `auto:loss=0.02` | 2 of 2 | 400 | 2.50 | 10.5 ± 6.4 | 2.00 ± 0.00 | 3.91 ±" in text
     assert "powersgd" not in text, "has no run"
     assert "topk:ratio=0.01" in page.with_suffix(".csv").read_text()
     assert page.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_auto_goes_by_a_calibration_of_the_hosts(benchmark_file: ModuleType, tmp_path: Path) -> None:
+    run = benchmark_file.ClusterRun("mnist1d", 0, tmp_path, "none", 4, "1gbit", "auto:loss=0.02")
+    assert run.options["policy"] == "auto:calibration=mnist1d-4x1gbit.json,loss=0.02"
+    assert run.settings == dataclasses.replace(run, runs=tmp_path / "other").settings
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORKLOAD", "mnist1d")
+        model, loss = benchmark_file.network(8)
+    loss().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_without_runs_there_is_no_page(benchmark_file: ModuleType, tmp_path: Path) -> None:
