@@ -12,7 +12,6 @@ not trained again.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
@@ -120,14 +119,12 @@ def train(runs: Sequence[ClusterRun], console: Any) -> list[ClusterRun]:
     todo = [run for run in runs if run.record is None]
     console.print(f"{len(runs) - len(todo)} of {len(runs)} runs are there already, {len(todo)} to train")
     failed, at_commit = [], commit()
+    runs[0].runs.mkdir(parents=True, exist_ok=True)
+    os.chdir(runs[0].runs)  # where the calibrations are, of which options have the names
     for number, run in enumerate(todo, 1):
         run.begin()
         start = time.monotonic()
-        with (
-            Cluster(run.hosts, run.rate) as cluster,
-            (run.folder / "log.txt").open("w") as log,
-            contextlib.chdir(run.runs),  # where the calibrations are
-        ):
+        with Cluster(run.hosts, run.rate) as cluster, (run.folder / "log.txt").open("w") as log:
             calibrate(run, cluster, console)
             command = [sys.executable, "-m", "hvdcomp", *run.words]
             code = cluster.run(command, env=run.variables, output=partial(print, file=log, end=""))
@@ -302,7 +299,7 @@ def main(
     table: Path,
     page_only: bool,
 ) -> None:
-    console, runs = make_console(soft_wrap=True), runs.resolve()
+    console, runs, table = make_console(soft_wrap=True), runs.resolve(), table.resolve()
     ways = [*((method, "") for method in methods), *((POLICIES[policy], policy) for policy in policies)]
     planned = [
         ClusterRun(workload, seed, runs, method, hosts, rate, policy)
