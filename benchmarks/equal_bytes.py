@@ -503,8 +503,10 @@ their policies.""",
         "",
         f"![Quality over bytes]({plot.name})",
         "",
+        "<!-- made: tables -->",
         *summary_of(pairs),
         *(line for name, pairs in by_workload.items() for line in section_of(name, pairs, _seeds_of(pairs))),
+        "<!-- end of tables -->",
     ]
     text = "\n".join(lines).rstrip() + "\n"
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -46,6 +46,7 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
             "data_dir", "memory", "policy", "bucket_bytes", "output", "samples",
             "checkpoint_folder", "checkpoint_every", "metrics_port", "timeout", "steps", "until", "evaluate_every",
             "simulate_ranks", "link", "freeze_after", "refreshes_per_gap", "outer_lr", "outer_momentum",
+            "fsdp_weights",
         }  # fmt: skip
     else:
         with pytest.raises(SetupError, match=f"--model {model} cannot learn --data {data}; it takes"):
@@ -272,7 +273,7 @@ def test_a_checkpoint_is_of_the_options_by_which_it_was_made() -> None:
     assert set(TrainingOptions().as_json()) - _MAY_CHANGE == {
         "backend", "backward_passes_per_step", "batch_size", "betas", "checkpoint_folder", "clip_norm", "compression",
         "data", "data_dir", "delay", "fragments", "framework", "freeze_after", "freeze_compression", "fsdp",
-        "gamma",
+        "fsdp_weights", "gamma",
         "image_size", "label_noise", "local_share", "local_steps", "lr", "memory", "milestones", "model",
         "momentum", "nesterov", "optimizer", "outer_lr", "outer_momentum", "output", "policy",
         "refreshes_per_gap", "samples", "schedule", "seed",
