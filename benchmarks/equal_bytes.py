@@ -193,16 +193,16 @@ def _tensors(model: str, data: str) -> tuple[TensorInfo, ...]:
 
 def bytes_of_step(workload: Workload, row: Row) -> tuple[int, int]:
     """Bytes of a rank and step at the row's fixed level, and uncompressed."""
-    sums = []
-    for spec in (row.spec, "none"):
-        tensors = _tensors(workload.options["model"], workload.options["data"])
-        engine = Engine(LoopbackCommunicator(), list(tensors), parse_compressor(spec))
-        plan = engine.planner.plan_for(engine.compressor)
-        ranks = workload.options["simulate_ranks"]
-        sums.append(
-            sum(plan[tensor.name].payload_bytes(tensor.shape, dtype=tensor.dtype, ranks=ranks) for tensor in tensors)
-        )
-    return sums[0], sums[1]
+    model, data, ranks = (workload.options[name] for name in ("model", "data", "simulate_ranks"))
+    return _payload_bytes(model, data, ranks, row.spec), _payload_bytes(model, data, ranks, "none")
+
+
+@cache
+def _payload_bytes(model: str, data: str, ranks: int, spec: str) -> int:
+    tensors = _tensors(model, data)
+    engine = Engine(LoopbackCommunicator(), list(tensors), parse_compressor(spec))
+    plan = engine.planner.plan_for(engine.compressor)
+    return sum(plan[tensor.name].payload_bytes(tensor.shape, dtype=tensor.dtype, ranks=ranks) for tensor in tensors)
 
 
 def factor_of(workload: Workload, row: Row) -> float:
@@ -592,7 +592,8 @@ def planned(
     workloads: Iterable[str], seeds: Sequence[int], runs: Path, rows: Callable[[str], Sequence[Row]]
 ) -> list[LevelRun]:
     """Runs in order: one seed of everything before the next seed."""
-    found = [LevelRun(name, seed, runs, row) for seed in seeds for name in workloads for row in rows(name)]
+    of_workloads = {name: rows(name) for name in workloads}
+    found = [LevelRun(name, seed, runs, row) for seed in seeds for name, own in of_workloads.items() for row in own]
     return list({run.folder: run for run in found}.values())
 
 

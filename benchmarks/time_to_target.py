@@ -123,9 +123,9 @@ def train(runs: Sequence[ClusterRun], console: Any) -> list[ClusterRun]:
     os.chdir(runs[0].runs)  # where the calibrations are, of which options have the names
     for number, run in enumerate(todo, 1):
         run.begin()
-        start = time.monotonic()
         with Cluster(run.hosts, run.rate) as cluster, (run.folder / "log.txt").open("w") as log:
             calibrate(run, cluster, console)
+            start = time.monotonic()
             command = [sys.executable, "-m", "hvdcomp", *run.words]
             code = cluster.run(command, env=run.variables, output=partial(print, file=log, end=""))
         about = run.end(at_commit, time.monotonic() - start, code)

@@ -109,7 +109,7 @@ class Selection:
         sampled: number of elements in the sample.
         reaching: number of sampled elements that reach the first threshold.
         first, later: threshold of the first stage and of each later one, in mean excesses over the threshold before,
-            float32.
+            floats (tensors,).
     """
 
     def __init__(self, bucket: Bucket, type: int, method: int, room: int, rounds: int) -> None:

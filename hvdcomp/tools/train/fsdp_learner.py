@@ -34,12 +34,13 @@ class FSDPLearner(TorchLearner):
         self._begin()
 
     def compression(self, spec: str, **options: Any) -> Compression:
+        weights = self._options.fsdp_weights
+        self._weights = None if weights is None else parse_compressor(weights)
         return Compression.from_spec(spec, **options)
 
     def distribute(self, compression: Compression) -> None:
         self._compression = compression
-        weights = None if self._options.fsdp_weights is None else parse_compressor(self._options.fsdp_weights)
-        hvdcomp.fsdp.register(self._model, compression, optimizer=self._optimizer, weights=weights)
+        hvdcomp.fsdp.register(self._model, compression, optimizer=self._optimizer, weights=self._weights)
 
     def _backward(self, inputs: Tensor, targets: Tensor, passes: int, last: bool) -> Tensor:
         assert isinstance(self._model, FSDPModule)
