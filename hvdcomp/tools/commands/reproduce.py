@@ -14,7 +14,15 @@ from hvdcomp.tools.terminal import make_console, make_table, print_table
 
 @click.command()
 @click.argument("names", metavar="[NAME]...", nargs=-1)
-@click.option("--quick", is_flag=True, help="Use fewer seeds: about a minute for each NAME.")
+@click.option("--quick", is_flag=True, help="Shorter trainings with fewer seeds: a minute or two for each NAME.")
+@click.option(
+    "--data-dir",
+    "data",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder of the published files of CIFAR and WikiText-2: Accordion's trainings are then the authors', of hours "
+    "on a GPU, in place of small ones.",
+)
+@click.option("--epochs", type=click.IntRange(1), help="With --data-dir: in place of the authors' 300 (text: 90).")
 @click.option(
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
@@ -24,7 +32,15 @@ from hvdcomp.tools.terminal import make_console, make_table, print_table
 )
 @click.option("--plot/--no-plot", default=True, help="Draw figures.")
 @click.option("--page", type=click.Path(dir_okay=False, path_type=Path), help="Markdown page to write, and its CSV.")
-def command(names: tuple[str, ...], quick: bool, output: Path, plot: bool, page: Path | None) -> None:
+def command(
+    names: tuple[str, ...],
+    quick: bool,
+    data: Path | None,
+    epochs: int | None,
+    output: Path,
+    plot: bool,
+    page: Path | None,
+) -> None:
     """Reproduce a published table or figure, and print it beside the published values.
 
     Without a NAME, list all tables and figures, or with --quick reproduce all. The name of a paper (accordion, utility,
@@ -32,10 +48,12 @@ def command(names: tuple[str, ...], quick: bool, output: Path, plot: bool, page:
     shown here.
     """
     console = make_console()
+    if epochs and data is None:
+        raise click.UsageError(f"--epochs {epochs} is for trainings on published data: name their folder by --data-dir")
     if quick and not names and page is None:
         names = tuple(PAPERS)
     for artefact in _chosen(names):
-        outcome = _run(artefact, quick, output, plot)
+        outcome = _run(artefact, quick, data, epochs, output, plot)
         _show(console, artefact, outcome)
     if page is not None:
         _write_page(page, output)
@@ -53,13 +71,13 @@ def _chosen(names: tuple[str, ...]) -> list[Artefact]:
     return list(chosen.values())
 
 
-def _run(artefact: Artefact, quick: bool, output: Path, plot: bool) -> Outcome:
+def _run(artefact: Artefact, quick: bool, data: Path | None, epochs: int | None, output: Path, plot: bool) -> Outcome:
     from hvdcomp.tools.reproduce.counterparts import run
     from hvdcomp.tools.reproduce.outcome import write
     from hvdcomp.tools.train.ranks import RunRefused
 
     try:
-        outcome = run(artefact, quick, output / "runs")
+        outcome = run(artefact, quick, output / "runs", data, epochs)
     except RunRefused as error:
         raise click.ClickException(str(error)) from None
     try:

@@ -7,9 +7,9 @@ Deep Recommendation Model Training* (arXiv:2202.12429), of which it is the abstr
 Adaptive Compression for Communication-Efficient Distributed DL Training* (arXiv:2305.12201).
 
 `published` has the published numbers, a file for each paper. A counterpart is a function that computes hvdcomp's
-numbers, in one of five files: `counted` (from shapes and formulas), `bagpipe` (from synthetic ids), `predicted` (by the
-performance model with published times of V100s), `trained` (by small trainings on simulated ranks) and `timed`
-(measured on this machine).
+numbers: in `counted` from shapes and formulas, in `bagpipe` from synthetic ids, in `predicted` by the performance model
+with published times of V100s, in `accordion` and `gravac` by trainings on simulated ranks (`workloads`), which are
+compared (`compared`) with each other and with `controls`, and in `timed` by measurements on this machine.
 """
 
 from __future__ import annotations

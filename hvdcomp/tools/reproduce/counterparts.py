@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hvdcomp.files import commit
 from hvdcomp.tools.reproduce import counted, predicted
@@ -14,13 +12,15 @@ from hvdcomp.tools.reproduce.outcome import Outcome
 from hvdcomp.tools.reproduce.published import Artefact
 
 
-def run(artefact: Artefact, quick: bool, runs: Path) -> Outcome:
+def run(artefact: Artefact, quick: bool, runs: Path, data: Path | None = None, epochs: int | None = None) -> Outcome:
     """The outcome of an artefact's counterpart.
 
     Args:
         artefact: a table or figure.
-        quick: use fewer seeds, for about a minute.
+        quick: train for fewer steps, with fewer seeds.
         runs: folder of trainings, which are not repeated.
+        data: folder of CIFAR and WikiText-2 for Accordion's trainings; None for small trainings in their place.
+        epochs: of trainings on `data`; None for as many as the authors'.
     """
     start = time.monotonic()
     name = artefact.counterpart
@@ -30,21 +30,21 @@ def run(artefact: Artefact, quick: bool, runs: Path) -> Outcome:
     if name in predicted.COUNTERPARTS or name in counted.COUNTERPARTS:
         outcome = {**predicted.COUNTERPARTS, **counted.COUNTERPARTS}[name](artefact)
     else:
-        from hvdcomp.tools.reproduce import timed, trained
+        from hvdcomp.tools.reproduce import accordion, gravac, timed
+        from hvdcomp.tools.reproduce.compared import Trainings
 
         if name in timed.COUNTERPARTS:
             outcome = timed.COUNTERPARTS[name](artefact, quick)
         else:
-            trainings = trained.Trainings(runs, quick)
-            outcome = trained.COUNTERPARTS[name](artefact, trainings)
+            trainings = Trainings(runs, quick, data, epochs)
+            outcome = {**accordion.COUNTERPARTS, **gravac.COUNTERPARTS}[name](artefact, trainings)
             commits = sorted(trainings.commits)
-    about = _about(artefact, quick, commits or [commit()], time.monotonic() - start)
-    return dataclasses.replace(outcome, about={**outcome.about, **about})
-
-
-def _about(artefact: Artefact, quick: bool, commits: Sequence[str], seconds: float) -> dict[str, Any]:
-    return {
-        "command": f"hvdcomp reproduce {artefact.name}{' --quick' if quick else ''}",
-        "commit": ", ".join(commits),
-        "seconds": round(seconds, 1),
+    options = {"--quick": quick, f"--data-dir {data}": data, f"--epochs {epochs}": epochs}
+    about = {
+        "command": " ".join(
+            ["hvdcomp reproduce", artefact.name, *(words for words, given in options.items() if given)]
+        ),
+        "commit": ", ".join(commits or [commit()]),
+        "seconds": round(time.monotonic() - start, 1),
     }
+    return dataclasses.replace(outcome, about={**outcome.about, **about})

@@ -72,7 +72,7 @@ class Run:
         words = ["train"]
         for name, value in self.options.items():
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            words += [f"--{name.replace('_', '-')}", text]
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [text])]
         return [*words, "--output", str(self.folder), "--overwrite", "--no-progress"]
 
     @property
@@ -282,9 +282,7 @@ def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def train_missing(
-    runs: Sequence[Run], console: Any, *, workers: int | None = None, dry_run: bool = False
-) -> list[Run]:
+def train_missing(runs: Sequence[Run], console: Any, *, workers: int | None = None, dry_run: bool = False) -> list[Run]:
     """Trains the runs without a record; returns those that failed. Ends the process if it is stopped.
 
     Args:

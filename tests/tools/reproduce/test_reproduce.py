@@ -8,6 +8,7 @@ import json
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,39 +20,44 @@ from hvdcomp.tools.reproduce import (
     Curve,
     Outcome,
     Row,
+    accordion,
     artefacts,
     bagpipe,
+    compared,
+    controls,
     counted,
+    gravac,
     predicted,
     read,
     run,
     timed,
-    trained,
+    workloads,
     write,
 )
-from hvdcomp.tools.reproduce.outcome import AS_PUBLISHED, IN_PART, NOT_SHOWN, REVERSED, VERDICTS
+from hvdcomp.tools.reproduce.compared import Compared, Trained, Trainings
+from hvdcomp.tools.reproduce.outcome import AS_PUBLISHED, CONTROL, IN_PART, NOT_SHOWN, REVERSED, VERDICTS
 from hvdcomp.tools.reproduce.page import number, page, rows_as_csv
-from hvdcomp.tools.reproduce.trained import Compared, Trained
+from hvdcomp.tools.reproduce.workloads import Workload
+from hvdcomp.tools.train.options import TrainingOptions
 from hvdcomp.tools.train.ranks import RunRefused
 
 pytest.importorskip("torch")
 
 TABLES_AND_FIGURES = {"accordion": (10, 20), "utility": (3, 21), "gravac": (4, 11), "bagpipe": (0, 0)}
 """How many of them each paper has."""
+IMAGES, TEXT = (workloads.small(kind, quick=True) for kind in ("images", "text"))
 CHEAP = [
-    name
-    for name, one in artefacts().items()
-    if one.counterpart in {**predicted.COUNTERPARTS, **counted.COUNTERPARTS}
+    name for name, one in artefacts().items() if one.counterpart in {**predicted.COUNTERPARTS, **counted.COUNTERPARTS}
 ]
 
 
 def test_a_training_that_diverged_is_as_good_as_guessing() -> None:
     """Its summary may have the accuracy of an earlier epoch."""
-    assert trained._quality({"status": "diverged", "accuracy": 0.9}) == trained.CHANCE
-    assert trained._quality({"status": "diverged", "accuracy": None}) == trained.CHANCE
-    assert trained._quality({"status": "finished", "accuracy": 0.9}) == 90
-    assert trained._quality({"status": "diverged", "perplexity": None}) == trained.CHANCE_PERPLEXITY
-    assert trained._quality({"status": "finished", "perplexity": 7.0}) == 7
+    assert compared._quality({"status": "diverged", "accuracy": 0.9}) == compared.CHANCE
+    assert compared._quality({"status": "diverged", "accuracy": None}) == compared.CHANCE
+    assert compared._quality({"status": "finished", "accuracy": 0.9}) == 90
+    assert compared._quality({"status": "diverged", "perplexity": None}) == compared.CHANCE_PERPLEXITY
+    assert compared._quality({"status": "finished", "perplexity": 7.0}) == 7
 
 
 @pytest.mark.parametrize("paper", PAPERS)
@@ -66,7 +72,7 @@ def test_every_table_and_figure_has_an_entry(paper: str) -> None:
 @pytest.mark.parametrize("name", artefacts())
 def test_an_entry_has_a_counterpart_or_says_why_not(name: str) -> None:
     artefact = artefacts()[name]
-    known = (module.COUNTERPARTS for module in (counted, predicted, timed, trained))
+    known = (module.COUNTERPARTS for module in (counted, predicted, timed, accordion, gravac))
     assert artefact.shows
     if artefact.counterpart is None:
         assert artefact.why
@@ -95,13 +101,18 @@ def test_what_has_a_counterpart_is_found_and_kept(
     """Together, that is `hvdcomp reproduce --quick` of everything, with one seed in place of three."""
     if name not in CHEAP:
         pytest.importorskip("mnist1d", reason="mnist1d is not installed: pip install 'hvdcomp[mnist1d]'")
-    monkeypatch.setattr(trained, "QUICK_SEEDS", 1)
+    monkeypatch.setattr(compared, "QUICK_SEEDS", 1)
     found = run(artefacts()[name], quick=True, runs=tmp_path if name in CHEAP else trainings)
     assert found.rows
     assert found.verdict in VERDICTS
     assert found.about["command"] == f"hvdcomp reproduce {name} --quick"
     numbers = [row.ours for row in found.rows if row.ours is not None]
     assert all(map(math.isfinite, numbers))
+    for row in found.rows:
+        if row.note.startswith(CONTROL):
+            assert row.holds is None, "a control says nothing of the paper"
+            (share,) = re.findall(r"sends (\d+)% of", row.note)
+            assert 80 <= int(share) <= 125, row.note
     again = read(write(found, tmp_path))
     assert (again.verdict, [row.what for row in again.rows]) == (found.verdict, [row.what for row in found.rows])
     assert list(tmp_path.iterdir()) == [tmp_path / f"{name}.json"], "no training was made"
@@ -193,7 +204,7 @@ def _runs(*qualities: float) -> list[Trained]:
     ],
 )
 def test_a_claim_of_quality_holds_if_its_interval_says_so(claim: str, better: tuple[float, ...], holds: bool) -> None:
-    found = Compared("images", {"a": _runs(*(80 + one for one in better)), "b": _runs(80, 80, 80)})
+    found = Compared(IMAGES, {"a": _runs(*(80 + one for one in better)), "b": _runs(80, 80, 80)})
     row = found.gain("a", "b", claim)
     assert row.ours == pytest.approx(sum(better) / 3)
     assert row.holds is holds
@@ -201,9 +212,97 @@ def test_a_claim_of_quality_holds_if_its_interval_says_so(claim: str, better: tu
 
 
 def test_of_perplexity_less_is_better() -> None:
-    found = Compared("text", {"a": _runs(10, 10.1, 9.9), "b": _runs(20, 20, 20)})
+    found = Compared(TEXT, {"a": _runs(10, 10.1, 9.9), "b": _runs(20, 20, 20)})
     assert found.gain("a", "b", "better").holds is True
     assert found.gain("b", "a", "worse").holds is True
+
+
+class _Linear(Trainings):
+    """Trainings that send 10 floats of small tensors, and 1000 times the ratio, or 100 times the rank, besides."""
+
+    def train(self, workload: Workload, compression: str, policy: str | None = None, *_: Any, **changes: Any) -> Any:
+        name, _, level = compression.partition("=")
+        if policy is not None:  # ranks 1 and 4, by the steps that it says
+            first, second = (int(step) for step in policy.rpartition("=")[2].split("|"))
+            floats = 10 + 100 + 300 * (second - first) / 1000
+        elif compression == "none":
+            floats = 1010 * 50 / (2 * changes["batch_size"])
+        else:
+            floats = 10 + float(level) * (100 if name.endswith("rank") else 1000)
+        return [Trained(80, floats, 2.0)]
+
+
+def test_controls_send_as_many_floats_as_the_policy(tmp_path: Path) -> None:
+    t = _Linear(tmp_path, quick=True)
+    steps = [0.0] * 1000
+
+    def trained(floats: float) -> list[Trained]:
+        return [Trained(80, floats, 2.0, sent=steps)]
+
+    ranks = Compared(IMAGES, {"low": trained(410), "high": trained(110), "p": trained(185), "more": trained(820)})
+    for policy, label in (("p", "low in mid-training like p"), ("more", "fixed rank like more")):
+        beside, row = controls.of_levels(t, ranks, policy, "powersgd")
+        assert beside.floats(label) == pytest.approx(ranks.floats(policy), rel=0.02)
+        assert row.note.startswith(CONTROL)
+    ratios = Compared(IMAGES, {"low": trained(60), "high": trained(12), "p": trained(20)})
+    beside, _ = controls.of_levels(t, ratios, "p", "topk")
+    assert beside.floats("fixed ratio like p") == pytest.approx(20, rel=0.01)
+    sparse = Compared(IMAGES, {"dense": trained(1010), "p": trained(15)})
+    beside, row = controls.of_sparsity(t, sparse, "p", "dgc")
+    assert beside.floats("fixed ratio like p") == pytest.approx(15, rel=0.01)
+    assert "`dgc:ratio=0.005` sends 100% of p's floats" in row.note
+    batches = Compared(IMAGES, {"small": trained(1010), "p": trained(400)})
+    beside, _ = controls.of_batch_size(t, batches, "p", rate=0.05)
+    assert beside.floats("fixed batch like p") == pytest.approx(400, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, one in artefacts().items() if one.counterpart in accordion.COUNTERPARTS]
+)
+def test_accordions_own_trainings_are_those_of_its_table_7(name: str, tmp_path: Path) -> None:
+    artefact = artefacts()[name]
+    kind = artefact.settings.get("workload", "images")
+    workload = Trainings(tmp_path, quick=False, data=tmp_path).of(artefact, kind)
+    options = TrainingOptions(**workload.options, simulate_ranks=workload.ranks).resolved()
+    assert options.batch_size is not None
+    if kind == "images":
+        assert (options.epochs, options.milestones, options.batch_size * workload.ranks) == (300, (150, 250), 512)
+        assert (options.lr, options.warm_up, options.weight_decay) == (0.4, 5, 5e-4)
+        assert options.data == artefact.settings.get("data", "cifar10")
+        assert options.model == {"VGG-19bn": "vgg19_bn"}.get(artefact.settings.get("network", ""), "resnet18")
+    else:
+        assert (options.epochs, options.milestones, options.batch_size * workload.ranks) == (90, (60, 80), 80)
+        assert (options.data, options.lr) == ("wikitext2", 10)
+    assert options.nesterov
+    assert "interval=10" in workload.accordion("powersgd")
+    assert Trainings(tmp_path, quick=False, data=tmp_path).of(artefacts()["gravac-fig7"]) == workloads.small(
+        "images", quick=False
+    ), "GraVAC's trainings are small ones"
+
+
+@pytest.mark.thorough
+def test_trainings_on_published_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compared, "QUICK_SEEDS", 2)
+    data = tmp_path / "wikitext-2"
+    data.mkdir()
+    text = " the cat <unk> on the mat , and the dog at the door .\n" * 2000
+    for part in ("train", "test", "valid"):
+        (data / f"wiki.{part}.tokens").write_text(text)
+    found = tmp_path / "found"
+    words = ["reproduce", "accordion-fig11", "--quick", "--data-dir", str(tmp_path), "--output", str(found)]
+    done = CliRunner().invoke(main, [*words, "--epochs", "3"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    outcome = read(found / "accordion-fig11.json")
+    assert "an LSTM on WikiText-2, 3 epochs, 4 simulated ranks, 2 seeds" in outcome.ours
+    assert outcome.about["command"].endswith(f"accordion-fig11 --quick --data-dir {tmp_path} --epochs 3")
+    lacking = CliRunner().invoke(main, ["reproduce", "accordion-fig9", *words[2:], "--epochs", "1"])
+    assert lacking.exit_code == 1
+    assert "holds no CIFAR-100" in lacking.output
+
+
+def test_epochs_need_data() -> None:
+    done = CliRunner().invoke(main, ["reproduce", "accordion-fig9", "--epochs", "3"])
+    assert (done.exit_code, "by --data-dir" in done.output) == (2, True)
 
 
 def test_numbers_are_shown_with_what_they_mean() -> None:
@@ -289,7 +388,7 @@ def test_curves_without_a_number_are_drawn(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_a_training_is_made_once_and_its_policy_is_seen(trainings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mnist1d", reason="mnist1d is not installed: pip install 'hvdcomp[mnist1d]'")
-    monkeypatch.setattr(trained, "QUICK_SEEDS", 1)
+    monkeypatch.setattr(compared, "QUICK_SEEDS", 1)
     found = run(artefacts()["accordion-fig18"], quick=True, runs=trainings)
     (rank, *_) = found.curves["rank"]
     assert set(rank.y) == {1.0, 4.0}, "Accordion chose both levels"
@@ -302,4 +401,4 @@ def test_a_training_is_made_once_and_its_policy_is_seen(trainings: Path, monkeyp
 
 def test_a_training_that_fails_is_named_with_its_log(tmp_path: Path) -> None:
     with pytest.raises(RunRefused, match=r"ratio=2.* seed 0: .*ratio=2.*log\.txt"):
-        trained.Trainings(tmp_path, quick=True).train("text", "topk:ratio=2", seeds=1)
+        Trainings(tmp_path, quick=True).train(workloads.small("text", quick=True), "topk:ratio=2", seeds=1)

@@ -1,0 +1,258 @@
+"""Trainings on simulated ranks, whose times are predicted for a link, and comparisons of them."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hvdcomp.tools.reproduce import workloads
+from hvdcomp.tools.reproduce.outcome import Curve, Outcome, Row
+from hvdcomp.tools.reproduce.published import Artefact
+from hvdcomp.tools.reproduce.trainings import Run, train_missing
+from hvdcomp.tools.reproduce.workloads import LINK, Workload
+from hvdcomp.tools.terminal import make_console
+from hvdcomp.tools.train.options import DECISIONS
+from hvdcomp.tools.train.ranks import RunRefused
+from hvdcomp.tools.train.spread import estimate
+
+QUICK_SEEDS, SEEDS = 3, 5
+CHANCE, CHANCE_PERPLEXITY = 10.0, 256.0
+"""Accuracy in percent and perplexity of a diverged training: those of guessing among ten classes, or all bytes."""
+MARGIN = 1.0
+"""Loss in points of accuracy, or percent of perplexity, that does not count as a loss."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The result of a training.
+
+    Attributes:
+        quality: accuracy in percent, or perplexity, of the test part.
+        floats: sent by a rank, by the papers' count.
+        seconds: of training on the link.
+        epochs: quality and sent floats at the end of each epoch.
+        sent: sent floats up to the end of each step.
+        decisions: of the policy, in order.
+    """
+
+    quality: float
+    floats: float
+    seconds: float
+    epochs: Sequence[tuple[float, float]] = ()
+    sent: Sequence[float] = ()
+    decisions: Sequence[Mapping[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Training(Run):
+    """A training of a workload, with options that change its own."""
+
+    of: Workload
+    changes: Mapping[str, Any]
+
+    @property
+    def label(self) -> str:
+        return " ".join(f"{name}={value}" for name, value in self.changes.items())
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        fixed = {"simulate_ranks": self.of.ranks, "link": LINK, "seed": self.seed}
+        return {**self.of.options, **self.changes, **fixed}
+
+    def trained(self) -> Trained:
+        """The result of the complete training in the folder."""
+        assert self.summary is not None
+        sent = list(itertools.accumulate(step["floats_sent"] for step in self.records("steps.jsonl")))
+        return Trained(
+            _quality(self.summary),
+            self.summary["floats_sent"],
+            self.summary["trained_seconds"],
+            [(_quality(end), sent[end["step"] - 1]) for end in self.records("epochs.jsonl")],
+            sent,
+            self.records(DECISIONS) if (self.folder / DECISIONS).exists() else [],
+        )
+
+
+class Trainings:
+    """Trains, or reads earlier trainings with the same options.
+
+    Args:
+        folder: of all trainings.
+        quick: train for fewer steps, with `QUICK_SEEDS` seeds in place of `SEEDS`.
+        data: folder of the published data of Accordion's trainings; None for small trainings in their place.
+        epochs: of trainings on published data; None for as many as the authors'.
+
+    Attributes:
+        seeds: the number of seeds.
+        commits: of the trainings that were used.
+    """
+
+    def __init__(self, folder: Path, quick: bool, data: Path | None = None, epochs: int | None = None) -> None:
+        self._folder, self._data, self._epochs = folder, data, epochs
+        self._quick = quick
+        self.seeds = QUICK_SEEDS if quick else SEEDS
+        self.commits: set[str] = set()
+
+    def of(self, artefact: Artefact, kind: str = "images", **network: str) -> Workload:
+        """The training of an artefact.
+
+        Args:
+            kind: "images" or "text".
+            network: `network` and `data` of images, if these are not the artefact's.
+        """
+        if self._data is None or artefact.paper != "accordion":
+            return workloads.small(kind, self._quick)
+        chosen = {"network": "ResNet-18", "data": "cifar10"} | {
+            key: artefact.settings[key] for key in ("network", "data") if key in artefact.settings
+        }
+        return workloads.of_accordion(kind, **{**chosen, **network}, folder=self._data, epochs=self._epochs)
+
+    def train(
+        self, workload: Workload, compression: str, policy: str | None = None, seeds: int | None = None, **changes: Any
+    ) -> list[Trained]:
+        """A training for each seed.
+
+        Raises:
+            RunRefused: a training fails.
+        """
+        chosen = {"compression": compression, **({} if policy is None else {"policy": policy}), **changes}
+        runs = [_Training(workload.name, seed, self._folder, workload, chosen) for seed in range(seeds or self.seeds)]
+        if any(run.summary is None for run in runs):
+            for run in train_missing(runs, make_console(stderr=True)):
+                raise RunRefused(f"{run}: {run.about['error']} (full log: {run.folder / 'log.txt'})")
+        self.commits |= {run.about.get("commit", "unknown") for run in runs}
+        return [run.trained() for run in runs]
+
+
+def _quality(record: Mapping[str, Any]) -> float:
+    """The quality in a summary or in the record of an epoch. A diverged summary may have that of an earlier epoch."""
+    is_text = "perplexity" in record
+    quality = record.get("perplexity" if is_text else "accuracy")
+    if quality is None or record.get("status") == "diverged":
+        return CHANCE_PERPLEXITY if is_text else CHANCE
+    return float(quality) if is_text else 100 * float(quality)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Trainings of a workload that are compared, by label."""
+
+    workload: Workload
+    runs: Mapping[str, Sequence[Trained]]
+
+    def also(self, label: str, runs: Sequence[Trained]) -> Compared:
+        return Compared(self.workload, {**self.runs, label: runs})
+
+    def floats(self, label: str) -> float:
+        """The mean of the floats that a rank sends."""
+        return self.mean(label, lambda run: run.floats)
+
+    def mean(self, label: str, value: Callable[[Trained], float]) -> float:
+        return statistics.fmean(value(run) for run in self.runs[label])
+
+    def gains(self, label: str, base: str) -> list[float]:
+        """The advantage of `label` over `base` for each seed, in points of accuracy or percent of perplexity."""
+        pairs = zip(self.runs[label], self.runs[base], strict=False)
+        return [100 * (b.quality / a.quality - 1) if self.workload.is_text else a.quality - b.quality for a, b in pairs]
+
+    def gain(
+        self,
+        label: str,
+        base: str,
+        claim: str,
+        published: float | None = None,
+        note: str = "",
+        margin: float = MARGIN,
+        main: bool = False,
+    ) -> Row:
+        """The row for the advantage of `label` over `base` at the end.
+
+        Args:
+            label, base: of the compared trainings.
+            claim: "worse" or "better"; "no loss", up to the margin; "" without a claim.
+            published: the paper's number.
+            note, main: of the row.
+            margin: loss that "no loss" allows.
+        """
+        estimated = estimate(self.gains(label, base))
+        assert estimated is not None
+        half = estimated.half or 0.0
+        least, most = estimated.mean - half, estimated.mean + half
+        holds = {
+            "worse": True if most < 0 else False if least > 0 else None,
+            "better": True if least > 0 else False if most < 0 else None,
+            "no loss": True if least > -margin else False if most < MARGIN - margin else None,
+            "": None,
+        }[claim]
+        unit = "%, perplexity" if self.workload.is_text else "points"
+        meant = {"no loss": f"no more than {margin:g} lost"}.get(claim, claim)
+        what = f"{label} - {base} ({unit}{': ' + meant if meant else ''})"
+        return Row(
+            what=what,
+            published=published,
+            ours=estimated.mean,
+            half=estimated.half,
+            holds=holds,
+            open=bool(claim) and holds is None,
+            main=main,
+            note=note,
+        )
+
+    def quality(self, label: str, published: float | None = None) -> Row:
+        """The row for the final quality of `label`, which has no claim, as the data differ."""
+        estimated = estimate([run.quality for run in self.runs[label]])
+        assert estimated is not None
+        what = f"{label}: {'perplexity' if self.workload.is_text else 'accuracy (%)'}"
+        return Row(what=what, published=published, ours=estimated.mean, half=estimated.half)
+
+    def times_fewer_floats(self, label: str, base: str, published: float | None = None, claimed: bool = True) -> Row:
+        """The row for the floats of `base` over those of `label`; `claimed` is False if the paper has no such run."""
+        ours = self.floats(base) / self.floats(label)
+        what = f"{label}: times fewer floats than {base}"
+        holds = (ours > 1 if published is None else ours > max(1, published / 2)) if claimed else None
+        note = "of the whole training" + ("" if published is None else "; holds from half of the published on")
+        return Row(what=what, published=published, ours=ours, holds=holds, note=note)
+
+    def times_as_fast(self, label: str, base: str, published: float | None = None) -> Row:
+        estimated = estimate([a.seconds / b.seconds for a, b in zip(self.runs[base], self.runs[label], strict=False)])
+        assert estimated is not None
+        half = estimated.half or 0.0
+        least = 1 if published is None or published <= 1 else max(1, published / 2)
+        holds = True if estimated.mean - half > least else False if estimated.mean + half < least else None
+        what = f"{label}: times as fast as {base}"
+        from_where = "; holds from half of the published on" if least > 1 else ""
+        note = f"predicted for {self.workload.ranks} ranks on {LINK} links{from_where}"
+        return Row(
+            what=what,
+            published=published,
+            ours=estimated.mean,
+            half=estimated.half,
+            holds=holds,
+            open=holds is None,
+            note=note,
+        )
+
+    def curves(self) -> dict[str, list[Curve]]:
+        """Curves of quality over epochs and over floats, averaged over the seeds."""
+        name = "perplexity" if self.workload.is_text else "accuracy (%)"
+        over_epochs, over_floats = [], []
+        for label, runs in self.runs.items():
+            ends = list(zip(*(run.epochs for run in runs), strict=False))
+            quality = [statistics.fmean(point[0] for point in end) for end in ends]
+            floats = [statistics.fmean(point[1] for point in end) / 1e6 for end in ends]
+            over_epochs.append(Curve(label=label, x=list(range(1, len(ends) + 1)), y=quality))
+            over_floats.append(Curve(label=label, x=floats, y=quality))
+        return {f"{name} over epochs": over_epochs, f"{name} over millions of floats": over_floats}
+
+    def outcome(self, artefact: Artefact, rows: Sequence[Row], note: str = "", **more: Any) -> Outcome:
+        seeds = len(next(iter(self.runs.values())))
+        trained = f"Trained: {self.workload.shown}, {self.workload.ranks} simulated ranks, {seeds} seeds."
+        ours = f"{trained} {note}".strip()
+        more.setdefault("curves", self.curves())
+        more.setdefault("x", "epochs; millions of floats")
+        return Outcome(name=artefact.name, rows=rows, ours=ours, about={"seeds": seeds}, **more)

@@ -1,0 +1,157 @@
+"""The trainings that replace the papers', and, where their data lie in a folder, Accordion's own.
+
+Two small trainings replace the papers': a convolutional network on MNIST-1D (Greydanus and Kobak 2020), and an LSTM on
+text. As in the papers, low compression ends better than high compression. Their learning rate and length are those at
+which low compression loses little beside dense gradients, so that what a policy loses is due to its decisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+KNOB = {"powersgd": "rank", "topk": "ratio"}
+LINK = "100mbit"
+"""Of the simulated ranks, for the predicted times."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A training whose compression or batch size a counterpart varies.
+
+    Attributes:
+        name: of the folder of its trainings.
+        shown: network and data.
+        options: of `hvdcomp train`.
+        steps_of_an_epoch: of all ranks together.
+        accordion_steps: between two decisions of Accordion. Its authors take 10 of 300 epochs.
+        gravac_window: steps between two decisions of GraVAC.
+        interval: epochs between two choices of a batch size; on the published data between all decisions of Accordion.
+        levels: low and high compression, by compressor.
+        eta: Accordion's threshold.
+        batch_sizes: small, large and extreme, of all ranks together.
+        ranks: simulated.
+    """
+
+    name: str
+    shown: str
+    options: Mapping[str, Any]
+    steps_of_an_epoch: int
+    accordion_steps: int
+    gravac_window: int
+    levels: Mapping[str, tuple[float, float]]
+    interval: int = 1
+    eta: float = 0.5
+    batch_sizes: tuple[int, int, int] = (50, 200, 800)
+    ranks: int = 2
+
+    @property
+    def is_text(self) -> bool:
+        return bool(self.options["model"] == "lstm")
+
+    @property
+    def epochs(self) -> int:
+        return int(self.options["epochs"])
+
+    @property
+    def fall(self) -> int:
+        """The step after which the learning rate falls for the first time."""
+        return round(self.options["milestones"][0] * self.steps_of_an_epoch)
+
+    def level(self, compressor: str, which: str) -> str:
+        """The spec of "low" or "high" compression."""
+        return spec(compressor, self.levels[compressor][which == "high"])
+
+    def accordion(self, compressor: str, levels: tuple[float, float] | None = None) -> str:
+        """The spec of Accordion, between the workload's levels unless others are given."""
+        low, high = levels or self.levels[compressor]
+        rule = f"interval={self.interval}" if "data_dir" in self.options else f"steps={self.accordion_steps}"
+        eta = "" if self.eta == 0.5 else f",eta={self.eta:g}"
+        return f"accordion:low={low:g},high={high:g},{rule}{eta}"
+
+
+def spec(compressor: str, level: float) -> str:
+    return f"{compressor}:{KNOB[compressor]}={level:g}"
+
+
+_SMALL_LEVELS = {"powersgd": (4.0, 1.0), "topk": (0.05, 0.002)}
+
+
+def small(kind: str, quick: bool) -> Workload:
+    """The small training of "images" or "text"; shorter if it is quick."""
+    if kind == "images":
+        epochs = 8 if quick else 24
+        options: dict[str, Any] = {
+            "model": "cnn1d", "data": "mnist1d", "epochs": epochs, "lr": 0.05, "warm_up": epochs / 8,
+            "milestones": (epochs * 5 / 8, epochs * 7 / 8),
+        }  # fmt: skip
+        shown, steps, eta = "a small convolutional network on MNIST-1D", 80, 0.5
+    else:
+        epochs, size = 6, 40_000 if quick else 160_000
+        options = {
+            "model": "lstm", "data": "stdlib-text", "text_size": size, "sequence_length": 32, "batch_size": 16,
+            "epochs": epochs, "milestones": (4.0, 5.0),
+        }  # fmt: skip
+        # The LSTM's norms change by less than a fifth: with a threshold of 0.5 nearly all would stay at high
+        # compression.
+        shown, steps, eta = "an LSTM on text of Python's library", 35 if quick else 140, 0.1
+    return Workload(
+        name=f"{kind}-quick" if quick else kind,
+        shown=shown,
+        options=options,
+        steps_of_an_epoch=steps,
+        accordion_steps=steps * epochs // 32 if kind == "images" else steps * epochs // 30,
+        gravac_window=steps * epochs * 3 // 64 if kind == "images" else steps * epochs // 21,
+        levels=_SMALL_LEVELS,
+        eta=eta,
+    )
+
+
+_MODELS = {"ResNet-18": "resnet18", "VGG-19bn": "vgg19_bn"}
+_TITLES = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
+_PUBLISHED_LEVELS: dict[str, dict[str, tuple[float, float]]] = {
+    "ResNet-18 cifar10": {"powersgd": (2, 1), "topk": (0.99, 0.1)},
+    "ResNet-18 cifar100": {"powersgd": (2, 1), "topk": (0.99, 0.25)},
+    "VGG-19bn cifar10": {"powersgd": (4, 1), "topk": (0.99, 0.1)},
+    "VGG-19bn cifar100": {"powersgd": (4, 1), "topk": (0.99, 0.25)},
+}
+
+
+def of_accordion(kind: str, network: str, data: str, folder: Path, epochs: int | None = None) -> Workload:
+    """Accordion's training on the published data, with the settings of its table 7 and four ranks.
+
+    Args:
+        kind: "images" or "text".
+        network, data: of images: such as "ResNet-18" and "cifar10". Text is an LSTM on WikiText-2.
+        folder: of the published files.
+        epochs: in place of the authors' 300 or 90. All other lengths shrink with them.
+    """
+    ranks, authors, falls = 4, *((300, (150, 250)) if kind == "images" else (90, (60, 80)))
+    epochs = epochs or authors
+    options: dict[str, Any] = {
+        "data_dir": str(folder.resolve()), "epochs": epochs, "nesterov": True, "warm_up": 5 * epochs / authors,
+        "milestones": tuple(epochs * at / authors for at in falls),
+    }  # fmt: skip
+    interval = max(1, round(10 * epochs / authors))
+    if kind == "images":
+        options |= {"model": _MODELS[network], "data": data, "batch_size": 128, "lr": 0.1 * ranks}
+        shown, steps, levels = f"{network} on {_TITLES[data]}", 50_000 // 512, _PUBLISHED_LEVELS[f"{network} {data}"]
+        name = f"{options['model']}-{data}-{epochs}"
+    else:
+        options |= {"model": "lstm", "data": "wikitext2", "batch_size": 20, "lr": 2.5 * ranks}
+        shown, steps, levels = "an LSTM on WikiText-2", 745, {"powersgd": (4, 1), "topk": (0.99, 0.02)}
+        name = f"lstm-wikitext2-{epochs}"
+    return Workload(
+        name=name,
+        shown=f"{shown}, {epochs} epochs",
+        options=options,
+        steps_of_an_epoch=steps,
+        accordion_steps=interval * steps,
+        gravac_window=interval * steps,
+        levels=levels,
+        interval=interval,
+        batch_sizes=(512, 4096, 16_384),
+        ranks=ranks,
+    )
