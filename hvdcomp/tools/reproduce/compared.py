@@ -21,8 +21,6 @@ from hvdcomp.tools.train.ranks import RunRefused
 from hvdcomp.tools.train.spread import estimate
 
 QUICK_SEEDS, SEEDS = 3, 5
-CHANCE, CHANCE_PERPLEXITY = 10.0, 256.0
-"""Accuracy in percent and perplexity of a diverged training: those of guessing among ten classes, or all bytes."""
 MARGIN = 1.0
 """Loss in points of accuracy, or percent of perplexity, that does not count as a loss."""
 
@@ -68,11 +66,12 @@ class _Training(Run):
         """The result of the complete training in the folder."""
         assert self.summary is not None
         sent = list(itertools.accumulate(step["floats_sent"] for step in self.records("steps.jsonl")))
+        chance = self.of.chance
         return Trained(
-            _quality(self.summary),
+            _quality(self.summary, chance),
             self.summary["floats_sent"],
             self.summary["trained_seconds"],
-            [(_quality(end), sent[end["step"] - 1]) for end in self.records("epochs.jsonl")],
+            [(_quality(end, chance), sent[end["step"] - 1]) for end in self.records("epochs.jsonl")],
             sent,
             self.records(DECISIONS) if (self.folder / DECISIONS).exists() else [],
         )
@@ -129,12 +128,13 @@ class Trainings:
         return [run.trained() for run in runs]
 
 
-def _quality(record: Mapping[str, Any]) -> float:
-    """The quality in a summary or in the record of an epoch. A diverged summary may have that of an earlier epoch."""
+def _quality(record: Mapping[str, Any], chance: float) -> float:
+    """The accuracy in percent, or perplexity, in a summary or a record of an epoch; after divergence that of guessing,
+    although the summary may have that of an earlier epoch."""
     is_text = "perplexity" in record
     quality = record.get("perplexity" if is_text else "accuracy")
     if quality is None or record.get("status") == "diverged":
-        return CHANCE_PERPLEXITY if is_text else CHANCE
+        return chance
     return float(quality) if is_text else 100 * float(quality)
 
 

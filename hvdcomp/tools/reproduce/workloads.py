@@ -16,6 +16,8 @@ KNOB = {"powersgd": "rank", "topk": "ratio"}
 LINK = "100mbit"
 """Of the simulated ranks, for the predicted times."""
 
+_CHANCE = {"mnist1d": 10.0, "cifar10": 10.0, "cifar100": 1.0, "stdlib-text": 256.0, "wikitext2": 33_278.0}
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -50,6 +52,11 @@ class Workload:
     @property
     def is_text(self) -> bool:
         return bool(self.options["model"] == "lstm")
+
+    @property
+    def chance(self) -> float:
+        """Accuracy in percent, or perplexity, of guessing."""
+        return _CHANCE[self.options["data"]]
 
     @property
     def epochs(self) -> int:

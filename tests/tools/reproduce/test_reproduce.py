@@ -53,11 +53,11 @@ CHEAP = [
 
 def test_a_training_that_diverged_is_as_good_as_guessing() -> None:
     """Its summary may have the accuracy of an earlier epoch."""
-    assert compared._quality({"status": "diverged", "accuracy": 0.9}) == compared.CHANCE
-    assert compared._quality({"status": "diverged", "accuracy": None}) == compared.CHANCE
-    assert compared._quality({"status": "finished", "accuracy": 0.9}) == 90
-    assert compared._quality({"status": "diverged", "perplexity": None}) == compared.CHANCE_PERPLEXITY
-    assert compared._quality({"status": "finished", "perplexity": 7.0}) == 7
+    assert compared._quality({"status": "diverged", "accuracy": 0.9}, IMAGES.chance) == 10
+    assert compared._quality({"status": "diverged", "accuracy": None}, IMAGES.chance) == 10
+    assert compared._quality({"status": "finished", "accuracy": 0.9}, IMAGES.chance) == 90
+    assert compared._quality({"status": "diverged", "perplexity": None}, TEXT.chance) == 256
+    assert compared._quality({"status": "finished", "perplexity": 7.0}, TEXT.chance) == 7
 
 
 @pytest.mark.parametrize("paper", PAPERS)
