@@ -51,6 +51,8 @@ def levels(artefact: Artefact, t: Trainings) -> Outcome:
     workload = t.of(artefact, artefact.settings.get("workload", "images"))
     compared, control = controls.of_levels(t, _fixed_and_accordion(t, compressor, workload), "Accordion", compressor)
     numbers, network = _table(artefact)
+    gap, closed = (_of(numbers, "accuracy", label, "high") for label in ("low", "Accordion"))
+    recovered = None if gap is None or closed is None else 100 * closed / gap
     rows = [
         *floats_sent(artefact),
         *(compared.quality(level, numbers.get(f"{level} accuracy")) for level in ("low", "high", "Accordion")),
@@ -59,6 +61,8 @@ def levels(artefact: Artefact, t: Trainings) -> Outcome:
         compared.times_fewer_floats("Accordion", "low", _of(numbers, "floats", "Accordion", "low", ratio=True)),
         compared.times_as_fast("Accordion", "low", _of(numbers, "seconds", "Accordion", "low", ratio=True)),
         control,
+        compared.recovered("Accordion", recovered),
+        compared.recovered(list(compared.runs)[-1]),
     ]
     beside = f" Published numbers of trainings are those of {network}." if numbers else ""
     low, high = (workload.level(compressor, which) for which in ("low", "high"))

@@ -210,6 +210,13 @@ class Compared:
         what = f"{label}: {'perplexity' if self.workload.is_text else 'accuracy (%)'}"
         return Row(what=what, published=published, ours=estimated.mean, half=estimated.half)
 
+    def recovered(self, label: str, published: float | None = None) -> Row:
+        """The row for the share of the gap between "high" and "low" that `label` closes, without a claim."""
+        gap = statistics.fmean(self.gains("low", "high"))
+        closed = statistics.fmean(self.gains(label, "high"))
+        what = f"{label}: recovers of the gap between high and low (%)"
+        return Row(what=what, published=published, ours=100 * closed / gap if gap > 0 else None)
+
     def times_fewer_floats(self, label: str, base: str, published: float | None = None, claimed: bool = True) -> Row:
         """The row for the floats of `base` over those of `label`; `claimed` is False if the paper has no such run."""
         ours = self.floats(base) / self.floats(label)

@@ -217,6 +217,13 @@ def test_of_perplexity_less_is_better() -> None:
     assert found.gain("b", "a", "worse").holds is True
 
 
+def test_what_a_policy_recovers_is_its_share_of_the_gap() -> None:
+    found = Compared(IMAGES, {"low": _runs(90, 92), "high": _runs(80, 82), "a": _runs(85, 88)})
+    assert found.recovered("a").ours == pytest.approx(55)
+    assert found.recovered("low", 100).holds is None
+    assert Compared(IMAGES, {"low": _runs(80), "high": _runs(80), "a": _runs(85)}).recovered("a").ours is None
+
+
 class _Linear(Trainings):
     """Trainings that send 10 floats of small tensors, and 1000 times the ratio, or 100 times the rank, besides."""
 
