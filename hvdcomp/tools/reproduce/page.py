@@ -9,7 +9,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
 from hvdcomp.files import commits_in_words
-from hvdcomp.tools.reproduce.outcome import AS_PUBLISHED, IN_PART, NOT_SHOWN, REVERSED, VERDICTS, Outcome, Row
+from hvdcomp.tools.reproduce.outcome import (
+    AS_PUBLISHED,
+    CONTROL,
+    IN_PART,
+    NOT_SHOWN,
+    REVERSED,
+    VERDICTS,
+    Outcome,
+    Row,
+)
 from hvdcomp.tools.reproduce.published import PAPERS, Artefact, artefacts
 
 NOT_RUN = "not run yet"
@@ -38,9 +47,9 @@ The numbers beside the published ones are counted from shapes, predicted by the
 
 **The trainings are small:** 1,920 steps of a net with 108,000 parameters, 840 of an LSTM; Accordion's have 29,400. They
 are as long, and their learning rates as low, that low compression loses little beside dense gradients. Beside each
-policy stands its **control**, a training that sends as many floats without a look at gradients; its rows are in the CSV
-file. Whoever has CIFAR or WikiText-2 gives `--data-dir FOLDER`: Accordion's trainings are then the authors' own, as by
-their table 7, on simulated ranks; that takes hours on a GPU, and has not been run.
+policy stands its [control](#policies-beside-their-controls), a training that sends as many floats without a look at
+gradients. Whoever has CIFAR or WikiText-2 gives `--data-dir FOLDER`: Accordion's trainings are then the authors' own,
+as by their table 7, on simulated ranks; that takes hours on a GPU, and has not been run.
 
 Of Bagpipe there is the exchange of embeddings, in [LookAhead](look-ahead.md), and only the abstract's numbers are
 compared. Figures 5 and 13 to 16 of On the Utility of Gradient Compression, which cannot be shown here, say that on the
@@ -74,7 +83,8 @@ def page(outcomes: Mapping[str, Outcome]) -> str:
         else:
             lines += [", ".join(f"`{name}`" for name in names) + "."]
         lines += [""]
-    return "\n".join(lines[:-1]) + "\n"
+    lines += _beside_controls(outcomes)
+    return "\n".join(lines).rstrip("\n") + "\n"
 
 
 def rows_as_csv(outcomes: Mapping[str, Outcome]) -> str:
@@ -91,6 +101,32 @@ def rows_as_csv(outcomes: Mapping[str, Outcome]) -> str:
             made = {"trained": outcome.ours, **{key: outcome.about.get(key) for key in ("command", "commit")}}
             writer.writerows({**of_all, **made, **row} for row in [asdict(row) for row in outcome.rows] or [{}])
     return target.getvalue()
+
+
+def _beside_controls(outcomes: Mapping[str, Outcome]) -> list[str]:
+    """The section of the policies beside their controls, each comparison once."""
+    rows: dict[tuple[str, str, str], Row] = {}
+    for outcome in outcomes.values():
+        for row in outcome.rows:
+            if row.note.startswith(CONTROL) and row.ours is not None and row.half is not None:
+                what = row.what.rpartition(": ")[2]
+                control = row.note.removeprefix(CONTROL).partition(", and")[0].strip(": ")
+                rows.setdefault((what, control, with_half(row)), row)
+    if not rows:
+        return []
+    signs = [_sign(row) for row in rows.values()]
+    counts = f"better in {signs.count(1)} of {len(signs)} comparisons, and worse in {signs.count(-1)}"
+    head = ["| policy - control | the control | difference |", "|---|---|--:|"]
+    lines = [_line(what, control, difference) for what, control, difference in rows]
+    said = f"With as many floats a policy is {counts}; elsewhere the interval holds 0."
+    return ["## Policies beside their controls", "", said, "", *head, *lines]
+
+
+def _sign(row: Row) -> int:
+    """1 if the interval of a row lies above 0, -1 if it lies below, else 0."""
+    assert row.ours is not None
+    assert row.half is not None
+    return (row.ours - row.half > 0) - (row.ours + row.half < 0)
 
 
 def _groups(outcomes: Mapping[str, Outcome]) -> dict[str, list[str]]:

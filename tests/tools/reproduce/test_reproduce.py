@@ -355,6 +355,19 @@ def test_the_page_tells_what_decides_and_the_csv_all_rows() -> None:
     assert told[0]["command"] == about["command"]
 
 
+def test_the_page_has_each_control_once() -> None:
+    note = f"{CONTROL}: `topk:ratio=0.1` sends 99% of A's floats, and looks at no gradient"
+    rows = [
+        Row(what="LSTM: A - fixed (%)", ours=2.0, half=1.0, note=note),
+        Row(what="B - fixed (points)", ours=-2.0, half=1.0, note=note),
+        Row(what="C - fixed (points)", ours=2.0, half=3.0, note=note),
+    ]
+    text = page({name: Outcome(name=name, rows=rows) for name in ("gravac-fig7", "gravac-fig8")})
+    assert "better in 1 of 3 comparisons, and worse in 1;" in text
+    assert text.count("| A - fixed (%) | `topk:ratio=0.1` sends 99% of A's floats | 2 ± 1 |") == 1
+    assert "Policies beside" not in page({"gravac-fig7": Outcome(name="gravac-fig7", rows=[Row(what="a", ours=1)])})
+
+
 def test_the_page_in_docs_is_that_of_the_results_beside_it() -> None:
     docs = Path(__file__).parents[3] / "docs"
     found = {file.stem: read(file) for file in sorted((docs / "reproduction").glob("*.json"))}
