@@ -61,6 +61,7 @@ def test_the_gallery_has_every_program_and_a_test_starts_it() -> None:
         assert f'"{program.name}"' in tests
 
 
+@pytest.mark.thorough
 def test_it_trains_once(tmp_path: Path) -> None:
     steps, losses, factors = zip(*train(tmp_path), strict=True)
     assert steps == tuple(range(10, 101, 10))
