@@ -49,10 +49,10 @@ def of_sparsity(t: Trainings, compared: Compared, policy: str, compressor: str, 
     wanted = compared.floats(policy)
     # Small tensors are sent whole, so that floats are linear in the ratio, but not proportional to it: a training with
     # about this ratio shows the share of those tensors.
-    first = float(f"{wanted / dense:.3g}")
+    first = float(f"{min(wanted / dense, 0.5):.3g}")
     sent = t.train(workload, f"{compressor}:ratio={first:g}", seeds=1, **changes)[0].floats
     ratio = first + (wanted - sent) * (1 - first) / (dense - sent)
-    fixed = f"{compressor}:ratio={max(ratio, first / 10):.4g}"
+    fixed = f"{compressor}:ratio={min(max(ratio, first / 10), 1):.4g}"
     return _beside(compared, policy, f"fixed ratio like {policy}", fixed, t.train(workload, fixed, **changes))
 
 

@@ -105,21 +105,23 @@ def rows_as_csv(outcomes: Mapping[str, Outcome]) -> str:
 
 def _beside_controls(outcomes: Mapping[str, Outcome]) -> list[str]:
     """The section of the policies beside their controls, each comparison once."""
-    rows: dict[tuple[str, str, str], Row] = {}
+    found: dict[tuple[str, str], tuple[str, str, Row]] = {}
     for outcome in outcomes.values():
         for row in outcome.rows:
             if row.note.startswith(CONTROL) and row.ours is not None and row.half is not None:
-                what = row.what.rpartition(": ")[2]
                 control = row.note.removeprefix(CONTROL).partition(", and")[0].strip(": ")
-                rows.setdefault((what, control, with_half(row)), row)
+                same = control.partition(" sends")[0], with_half(row)  # under another name in another figure
+                found.setdefault(same, (row.what.rpartition(": ")[2], control, row))
+    rows = list(found.values())
     if not rows:
         return []
-    signs = [_sign(row) for row in rows.values()]
+    signs = [_sign(row) for _, _, row in rows]
     counts = f"better in {signs.count(1)} of {len(signs)} comparisons, and worse in {signs.count(-1)}"
     head = ["| policy - control | the control | difference |", "|---|---|--:|"]
-    lines = [_line(what, control, difference) for what, control, difference in rows]
+    lines = [_line(what, control, with_half(row)) for what, control, row in rows]
     said = f"With as many floats a policy is {counts}; elsewhere the interval holds 0."
-    return ["## Policies beside their controls", "", said, "", *head, *lines]
+    table = ["<!-- made: controls -->", *head, *lines, "<!-- end of controls -->"]
+    return ["## Policies beside their controls", "", said, "", *table]
 
 
 def _sign(row: Row) -> int:

@@ -258,6 +258,8 @@ def test_controls_send_as_many_floats_as_the_policy(tmp_path: Path) -> None:
     beside, row = controls.of_sparsity(t, sparse, "p", "dgc")
     assert beside.floats("fixed ratio like p") == pytest.approx(15, rel=0.01)
     assert "`dgc:ratio=0.005` sends 100% of p's floats" in row.note
+    nothing_saved = Compared(IMAGES, {"dense": trained(1010), "p": trained(1010)})
+    assert controls.of_sparsity(t, nothing_saved, "p", "randomk")[0].floats("fixed ratio like p") == 1010
     batches = Compared(IMAGES, {"small": trained(1010), "p": trained(400)})
     beside, _ = controls.of_batch_size(t, batches, "p", rate=0.05)
     assert beside.floats("fixed batch like p") == pytest.approx(400, rel=0.02)
