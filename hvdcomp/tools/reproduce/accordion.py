@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from hvdcomp.tools.reproduce import controls
 from hvdcomp.tools.reproduce.compared import MARGIN, Compared, Trained, Trainings
 from hvdcomp.tools.reproduce.counted import floats_sent
-from hvdcomp.tools.reproduce.outcome import CONTROL, Curve, Outcome, Row
+from hvdcomp.tools.reproduce.outcome import Curve, Outcome, Row
 from hvdcomp.tools.reproduce.published import Artefact
 from hvdcomp.tools.reproduce.workloads import Workload, spec
 
@@ -81,8 +81,7 @@ def logs(artefact: Artefact, t: Trainings) -> Outcome:
     compressor = artefact.settings["compressor"]
     rows, shown = [], []
     for network, numbers in artefact.published.items():
-        text = t.of(artefact, "text")
-        workload = text if "LSTM" in network else t.of(artefact, **_OF_LOGS[network])
+        workload = t.of(artefact, "text") if "LSTM" in network else t.of(artefact, **_OF_LOGS[network])
         compared = _fixed_and_accordion(t, compressor, workload)
         compared, control = controls.of_levels(t, compared, "Accordion", compressor)
         of_network = []
@@ -285,14 +284,9 @@ def limits(artefact: Artefact, t: Trainings) -> Outcome:
         compared.gain("Accordion 4 and 1", "rank 4", "worse", lost),
         compared.gain("Accordion 4 and 2", "rank 4", "no loss", 0.0, main=True),
         compared.times_fewer_floats("Accordion 4 and 2", "rank 4", published["Accordion 4 and 2: times fewer floats"]),
-        compared.gain("Accordion 4 and 1", "rank 2", "", note=_share(compared, "rank 2", "Accordion 4 and 1")),
+        controls.beside(compared, "Accordion 4 and 1", "rank 2", "rank 2"),
     ]
     return compared.outcome(artefact, rows)
-
-
-def _share(compared: Compared, fixed: str, policy: str) -> str:
-    share = compared.floats(fixed) / compared.floats(policy)
-    return f"{CONTROL}: {fixed} sends {share:.0%} of {policy}'s floats, and looks at no gradient"
 
 
 COUNTERPARTS: Mapping[str, Callable[[Artefact, Trainings], Outcome]] = {

@@ -138,6 +138,35 @@ def _quality(record: Mapping[str, Any], chance: float) -> float:
     return float(quality) if is_text else 100 * float(quality)
 
 
+_Judge = Callable[[float, float], bool | None]
+"""Whether a claim holds, by both ends of an interval; None if they leave it open."""
+
+
+def _estimated(
+    what: str,
+    values: Sequence[float],
+    judge: _Judge | None,
+    published: float | None,
+    note: str = "",
+    main: bool = False,
+) -> Row:
+    """The row for the mean of some values, with its interval, by which `judge` decides; None without a claim."""
+    estimated = estimate(values)
+    assert estimated is not None
+    half = estimated.half or 0.0
+    holds = None if judge is None else judge(estimated.mean - half, estimated.mean + half)
+    return Row(
+        what=what,
+        published=published,
+        ours=estimated.mean,
+        half=estimated.half,
+        holds=holds,
+        open=judge is not None and holds is None,
+        main=main,
+        note=note,
+    )
+
+
 @dataclass(frozen=True)
 class Compared:
     """Trainings of a workload that are compared, by label."""
@@ -179,36 +208,21 @@ class Compared:
             note, main: of the row.
             margin: loss that "no loss" allows.
         """
-        estimated = estimate(self.gains(label, base))
-        assert estimated is not None
-        half = estimated.half or 0.0
-        least, most = estimated.mean - half, estimated.mean + half
-        holds = {
-            "worse": True if most < 0 else False if least > 0 else None,
-            "better": True if least > 0 else False if most < 0 else None,
-            "no loss": True if least > -margin else False if most < MARGIN - margin else None,
+        judge: _Judge | None = {
+            "worse": lambda least, most: True if most < 0 else False if least > 0 else None,
+            "better": lambda least, most: True if least > 0 else False if most < 0 else None,
+            "no loss": lambda least, most: True if least > -margin else False if most < MARGIN - margin else None,
             "": None,
         }[claim]
         unit = "%, perplexity" if self.workload.is_text else "points"
         meant = {"no loss": f"no more than {margin:g} lost"}.get(claim, claim)
         what = f"{label} - {base} ({unit}{': ' + meant if meant else ''})"
-        return Row(
-            what=what,
-            published=published,
-            ours=estimated.mean,
-            half=estimated.half,
-            holds=holds,
-            open=bool(claim) and holds is None,
-            main=main,
-            note=note,
-        )
+        return _estimated(what, self.gains(label, base), judge, published, note, main)
 
     def quality(self, label: str, published: float | None = None) -> Row:
         """The row for the final quality of `label`, which has no claim, as the data differ."""
-        estimated = estimate([run.quality for run in self.runs[label]])
-        assert estimated is not None
         what = f"{label}: {'perplexity' if self.workload.is_text else 'accuracy (%)'}"
-        return Row(what=what, published=published, ours=estimated.mean, half=estimated.half)
+        return _estimated(what, [run.quality for run in self.runs[label]], None, published)
 
     def recovered(self, label: str, published: float | None = None) -> Row:
         """The row for the share of the gap between "high" and "low" that `label` closes, without a claim."""
@@ -226,23 +240,15 @@ class Compared:
         return Row(what=what, published=published, ours=ours, holds=holds, note=note)
 
     def times_as_fast(self, label: str, base: str, published: float | None = None) -> Row:
-        estimated = estimate([a.seconds / b.seconds for a, b in zip(self.runs[base], self.runs[label], strict=False)])
-        assert estimated is not None
-        half = estimated.half or 0.0
-        least = 1 if published is None or published <= 1 else max(1, published / 2)
-        holds = True if estimated.mean - half > least else False if estimated.mean + half < least else None
-        what = f"{label}: times as fast as {base}"
-        from_where = "; holds from half of the published on" if least > 1 else ""
+        times = [a.seconds / b.seconds for a, b in zip(self.runs[base], self.runs[label], strict=False)]
+        wanted = 1 if published is None or published <= 1 else max(1, published / 2)
+        from_where = "; holds from half of the published on" if wanted > 1 else ""
         note = f"predicted for {self.workload.ranks} ranks on {LINK} links{from_where}"
-        return Row(
-            what=what,
-            published=published,
-            ours=estimated.mean,
-            half=estimated.half,
-            holds=holds,
-            open=holds is None,
-            note=note,
-        )
+
+        def judge(least: float, most: float) -> bool | None:
+            return True if least > wanted else False if most < wanted else None
+
+        return _estimated(f"{label}: times as fast as {base}", times, judge, published, note)
 
     def curves(self) -> dict[str, list[Curve]]:
         """Curves of quality over epochs and over floats, averaged over the seeds."""

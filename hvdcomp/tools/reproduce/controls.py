@@ -24,16 +24,16 @@ def of_levels(t: Trainings, compared: Compared, policy: str, compressor: str) ->
     share = (floats[policy] - floats["high"]) / (floats["low"] - floats["high"])
     if compressor == "topk":
         ratio = spec(compressor, float(f"{high + share * (low - high):.4g}"))
-        return _beside(compared, policy, f"fixed ratio like {policy}", ratio, t.train(workload, ratio))
+        return _with(compared, policy, f"fixed ratio like {policy}", ratio, t.train(workload, ratio))
     if share >= 1:
         rank = spec(compressor, round(high + share * (low - high)))
-        return _beside(compared, policy, f"fixed rank like {policy}", rank, t.train(workload, rank))
+        return _with(compared, policy, f"fixed rank like {policy}", rank, t.train(workload, rank))
     steps = len(compared.runs["low"][0].sent)
     at_low = max(1, round(share * steps))
     first = max(1, (steps - at_low) // 2)
     words = spec(compressor, high), f"schedule:levels={high:g}|{low:g},steps={first}|{first + at_low}"
     label = f"low in mid-training like {policy}"
-    return _beside(compared, policy, label, " ".join(words), t.train(workload, *words))
+    return _with(compared, policy, label, " ".join(words), t.train(workload, *words))
 
 
 def of_sparsity(t: Trainings, compared: Compared, policy: str, compressor: str, **changes: Any) -> tuple[Compared, Row]:
@@ -53,7 +53,7 @@ def of_sparsity(t: Trainings, compared: Compared, policy: str, compressor: str, 
     sent = t.train(workload, f"{compressor}:ratio={first:g}", seeds=1, **changes)[0].floats
     ratio = first + (wanted - sent) * (1 - first) / (dense - sent)
     fixed = f"{compressor}:ratio={min(max(ratio, first / 10), 1):.4g}"
-    return _beside(compared, policy, f"fixed ratio like {policy}", fixed, t.train(workload, fixed, **changes))
+    return _with(compared, policy, f"fixed ratio like {policy}", fixed, t.train(workload, fixed, **changes))
 
 
 def of_batch_size(t: Trainings, compared: Compared, policy: str, rate: float) -> tuple[Compared, Row]:
@@ -70,12 +70,23 @@ def of_batch_size(t: Trainings, compared: Compared, policy: str, rate: float) ->
     size = round(workload.batch_sizes[0] / workload.ranks * times)
     scaled = float(f"{rate * size * workload.ranks / workload.batch_sizes[0]:.4g}")
     runs = t.train(workload, "none", batch_size=size, lr=scaled)
-    return _beside(compared, policy, f"fixed batch like {policy}", f"batch_size={size * workload.ranks}", runs)
+    return _with(compared, policy, f"fixed batch like {policy}", f"batch_size={size * workload.ranks}", runs)
 
 
-def _beside(compared: Compared, policy: str, label: str, words: str, runs: list[Trained]) -> tuple[Compared, Row]:
+def beside(compared: Compared, policy: str, label: str, words: str) -> Row:
+    """The row of a policy beside its control.
+
+    Args:
+        compared: has the trainings of both.
+        policy, label: the labels of the policy and of the control.
+        words: what the control is.
+    """
+    share = compared.floats(label) / compared.floats(policy)
+    note = f"{CONTROL}: {words} sends {share:.0%} of {policy}'s floats, and looks at no gradient"
+    return compared.gain(policy, label, "", note=note)
+
+
+def _with(compared: Compared, policy: str, label: str, words: str, runs: list[Trained]) -> tuple[Compared, Row]:
     """The comparison with the control's trainings, and the row of the policy beside them."""
     compared = compared.also(label, runs)
-    share = compared.floats(label) / compared.floats(policy)
-    note = f"{CONTROL}: `{words}` sends {share:.0%} of {policy}'s floats, and looks at no gradient"
-    return compared, compared.gain(policy, label, "", note=note)
+    return compared, beside(compared, policy, label, f"`{words}`")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
@@ -46,10 +47,10 @@ The numbers beside the published ones are counted from shapes, predicted by the
   claim of the table or figure does not hold. Otherwise it is *in part*.
 
 **The trainings are small:** 1,920 steps of a net with 108,000 parameters, 840 of an LSTM; Accordion's have 29,400. They
-are as long, and their learning rates as low, that low compression loses little beside dense gradients. Beside each
-policy stands its [control](#policies-beside-their-controls), a training that sends as many floats without a look at
-gradients. Whoever has CIFAR or WikiText-2 gives `--data-dir FOLDER`: Accordion's trainings are then the authors' own,
-as by their table 7, on simulated ranks; that takes hours on a GPU, and has not been run.
+are long enough, and their learning rates low enough, that low compression loses little beside dense gradients. Beside
+each policy stands its [control](#policies-beside-their-controls), a training that sends as many floats without a look
+at gradients. Whoever has CIFAR or WikiText-2 gives `--data-dir FOLDER`: Accordion's trainings are then the authors'
+own, as by their table 7, on simulated ranks; that takes hours on a GPU, and has not been run.
 
 Of Bagpipe there is the exchange of embeddings, in [LookAhead](look-ahead.md), and only the abstract's numbers are
 compared. Figures 5 and 13 to 16 of On the Utility of Gradient Compression, which cannot be shown here, say that on the
@@ -57,8 +58,11 @@ authors' GPUs encoding during the backward pass takes longer than after it. On p
 [shorter](exchange-measured.md#overlap); on one GPU it took longer, as published
 ([encoding.md](encoding.md#where-the-time-goes-on-a-gpu)).
 """
+_CONTROL = re.compile(rf"{CONTROL}: (.*) sends (\d+)% of")
+_MOST_BESIDE = 5
+"""Percent by which a control's floats may differ from the policy's."""
 _COMMITS = "The results were made at commit {commits}.\n"
-_QUICK = """In {quick} results, whose command ends in `--quick`, trainings are a third as long, with three seeds in
+_QUICK = """{quick} results were made with `--quick`: their trainings are a third as long, with three seeds at most in
 place of five.
 """
 
@@ -105,21 +109,26 @@ def rows_as_csv(outcomes: Mapping[str, Outcome]) -> str:
 
 def _beside_controls(outcomes: Mapping[str, Outcome]) -> list[str]:
     """The section of the policies beside their controls, each comparison once."""
-    found: dict[tuple[str, str], tuple[str, str, Row]] = {}
+    found: dict[tuple[str, str], tuple[str, int, Row]] = {}
     for outcome in outcomes.values():
         for row in outcome.rows:
-            if row.note.startswith(CONTROL) and row.ours is not None and row.half is not None:
-                control = row.note.removeprefix(CONTROL).partition(", and")[0].strip(": ")
-                same = control.partition(" sends")[0], with_half(row)  # under another name in another figure
-                found.setdefault(same, (row.what.rpartition(": ")[2], control, row))
-    rows = list(found.values())
-    if not rows:
+            control = _CONTROL.match(row.note)
+            if control is not None and row.half is not None:
+                words, share = control.groups()
+                # The same pair has other names in other figures.
+                found.setdefault((words, with_half(row)), (words, int(share), row))
+    if not found:
         return []
-    signs = [_sign(row) for _, _, row in rows]
+    signs = [_sign(row) for _, share, row in found.values() if abs(share - 100) <= _MOST_BESIDE]
     counts = f"better in {signs.count(1)} of {len(signs)} comparisons, and worse in {signs.count(-1)}"
-    head = ["| policy - control | the control | difference |", "|---|---|--:|"]
-    lines = [_line(what, control, with_half(row)) for what, control, row in rows]
-    said = f"With as many floats a policy is {counts}; elsewhere the interval holds 0."
+    head = ["| policy - control | the control | its floats | difference |", "|---|---|--:|--:|"]
+    lines = [
+        _line(row.what.rpartition(": ")[2], words, f"{share}%", with_half(row)) for words, share, row in found.values()
+    ]
+    said = (
+        f"With as many floats, up to {_MOST_BESIDE} %, a policy is {counts}; in the others the interval holds 0. A "
+        "control that sends more or fewer is not counted."
+    )
     table = ["<!-- made: controls -->", *head, *lines, "<!-- end of controls -->"]
     return ["## Policies beside their controls", "", said, "", *table]
 

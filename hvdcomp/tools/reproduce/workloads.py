@@ -95,6 +95,7 @@ def small(kind: str, quick: bool) -> Workload:
             "milestones": (epochs * 5 / 8, epochs * 7 / 8),
         }  # fmt: skip
         shown, steps, eta = "a small convolutional network on MNIST-1D", 80, 0.5
+        accordion_steps, gravac_window = steps * epochs // 32, steps * epochs * 3 // 64
     else:
         epochs, size = 6, 40_000 if quick else 160_000
         options = {
@@ -104,13 +105,14 @@ def small(kind: str, quick: bool) -> Workload:
         # The LSTM's norms change by less than a fifth: with a threshold of 0.5 nearly all would stay at high
         # compression.
         shown, steps, eta = "an LSTM on text of Python's library", 35 if quick else 140, 0.1
+        accordion_steps, gravac_window = steps * epochs // 30, steps * epochs // 21
     return Workload(
         name=f"{kind}-quick" if quick else kind,
         shown=shown,
         options=options,
         steps_of_an_epoch=steps,
-        accordion_steps=steps * epochs // 32 if kind == "images" else steps * epochs // 30,
-        gravac_window=steps * epochs * 3 // 64 if kind == "images" else steps * epochs // 21,
+        accordion_steps=accordion_steps,
+        gravac_window=gravac_window,
         levels=_SMALL_LEVELS,
         eta=eta,
     )

@@ -363,10 +363,12 @@ def test_the_page_has_each_control_once() -> None:
         Row(what="LSTM: A - fixed (%)", ours=2.0, half=1.0, note=note),
         Row(what="B - fixed (points)", ours=-2.0, half=1.0, note=note),
         Row(what="C - fixed (points)", ours=2.0, half=3.0, note=note),
+        Row(what="D - fixed (points)", ours=9.0, half=1.0, note=note.replace("99%", "84%")),
     ]
     text = page({name: Outcome(name=name, rows=rows) for name in ("gravac-fig7", "gravac-fig8")})
     assert "better in 1 of 3 comparisons, and worse in 1;" in text
-    assert text.count("| A - fixed (%) | `topk:ratio=0.1` sends 99% of A's floats | 2 ± 1 |") == 1
+    assert text.count("| A - fixed (%) | `topk:ratio=0.1` | 99% | 2 ± 1 |") == 1
+    assert text.count("| D - fixed (points) | `topk:ratio=0.1` | 84% | 9 ± 1 |") == 1
     assert "Policies beside" not in page({"gravac-fig7": Outcome(name="gravac-fig7", rows=[Row(what="a", ours=1)])})
 
 
