@@ -126,7 +126,7 @@ def _beside_controls(outcomes: Mapping[str, Outcome]) -> list[str]:
         _line(row.what.rpartition(": ")[2], words, f"{share}%", with_half(row)) for words, share, row in found.values()
     ]
     said = (
-        f"With as many floats, up to {_MOST_BESIDE} %, a policy is {counts}; in the others the interval holds 0. A "
+        f"With as many floats (within {_MOST_BESIDE} %) a policy is {counts}; in the others the interval holds 0. A "
         "control that sends more or fewer is not counted."
     )
     table = ["<!-- made: controls -->", *head, *lines, "<!-- end of controls -->"]
