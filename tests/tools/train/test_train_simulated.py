@@ -22,7 +22,8 @@ _GPT = ["--model", "gpt", "--data", "text", "--text-size", "20000", "--batch-siz
 _KINDS = {
     "none": [*_GPT, "--compression", "none"],
     "fp16": [*_MLP, "--steps", "10", "--compression", "fp16"],
-    "topk": [*_GPT, "--compression", "topk:ratio=0.02"],
+    "topk": [*_MLP, "--steps", "10", "--compression", "topk:ratio=0.02"],
+    "attention": [*_GPT, "--compression", "topk:ratio=0.02"],
     "policy": [
         *(*_MLP, "--epochs", "3", "--compression", "powersgd:rank=2"),
         *("--policy", "accordion:low=2,high=1,interval=1", "--backward-passes-per-step", "2", "--clip-norm", "0.5"),
