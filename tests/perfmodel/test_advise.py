@@ -490,12 +490,16 @@ def test_all_presets_know_the_methods_and_models_of_today(preset: str) -> None:
 
 
 def test_ratios_of_a_cpu_give_what_is_not_published_of_a_gpu() -> None:
-    stored = json.loads((DOCS / "encode" / "presets.json").read_text())
-    cpu = {one["method"]: one["cpu_ms"] for one in stored["measurements"]}
-    for spec, beside in {**dict.fromkeys(("int8", "int4", "fp8"), "qsgd:bits=2"), "bf16": "signsgd"}.items():
-        assert KNOWN[spec].encode_s == pytest.approx(KNOWN[beside].encode_s * cpu[spec] / cpu[beside], abs=5e-4)
-        assert KNOWN[spec].estimated
-        assert "docs/encode/presets.json" in KNOWN[spec].source
+    for name, measured_beside in {
+        "presets.json": {**dict.fromkeys(("int8", "int4", "fp8"), "qsgd:bits=2"), "bf16": "signsgd"},
+        "presets-sparsifiers.json": {"topkc:ratio=0.01": "mstopk:ratio=0.01"},
+    }.items():
+        stored = json.loads((DOCS / "encode" / name).read_text())
+        cpu = {one["method"]: one["cpu_ms"] for one in stored["measurements"]}
+        for spec, beside in measured_beside.items():
+            assert KNOWN[spec].encode_s == pytest.approx(KNOWN[beside].encode_s * cpu[spec] / cpu[beside], abs=5e-4)
+            assert KNOWN[spec].estimated
+            assert f"docs/encode/{name}" in KNOWN[spec].source
 
 
 # Counting -------------------------------------------------------------------------------------------------------------
