@@ -90,6 +90,23 @@ class Settings:
                 )
         if self.memory is None:
             require_bounded_turns(methods)
+        self.require_all_turns(local_steps, f"local_steps={local_steps} of CompressedAdam")
+
+    def require_all_turns(self, every: int | None, option: str) -> None:
+        """Raises SpecError if a method that sends one of several parts in turn would never send some of them.
+
+        Args:
+            every: number of steps between exchanges; None if it changes.
+            option: the user's option that sets this number.
+        """
+        for leaf in (leaf for method in self.compressors for leaf in method.leaves()):
+            divisor = leaf.period if every is None else math.gcd(every, leaf.period)
+            if divisor > 1:
+                raise SpecError(
+                    f"{leaf} does not go with {option}: which of its {leaf.period} parts it sends depends on the "
+                    "number of the step, and some might never be sent. Take a number of steps that is no multiple of "
+                    f"{divisor}, or powersgd without alternating and with half the rank, which sends as many bytes"
+                )
 
     def describe(self) -> dict[str, Any]:
         """The settings in words, for comparisons between ranks and for messages."""

@@ -138,7 +138,7 @@ class LocalSteps(torch.optim.Optimizer):
         ranks = started_ranks() if communicator is None else communicator
         self._settings: dict[str, Any] = {}
         self._binding = compression.serve(
-            lambda setup: LocalStepsBinding(setup, optimizer, anchors, self._settings, ranks), self.outer
+            lambda setup: LocalStepsBinding(setup, optimizer, anchors, self._settings, every, ranks), self.outer
         )
 
     @classmethod

@@ -38,6 +38,7 @@ class LocalStepsBinding(TorchTraining):
         inner: the optimizer of local steps.
         anchors: the weights at the latest exchange, one for each parameter, in the order of the groups.
         settings: settings that must be the same on all ranks, beside the compression's; read in the first step.
+        every: number of steps between exchanges, or the spec of the rule that decides it.
         communicator: the communicator.
     """
 
@@ -52,6 +53,7 @@ class LocalStepsBinding(TorchTraining):
         inner: torch.optim.Optimizer,
         anchors: Sequence[torch.Tensor],
         settings: Mapping[str, Any],
+        every: int | str,
         communicator: Ranks,
     ) -> None:
         self._settings, self._inner = settings, inner
@@ -60,6 +62,8 @@ class LocalStepsBinding(TorchTraining):
         # In an elastic job, new ranks make it while the other ranks train.
         with nullcontext() if may_change() else refused_on_every_rank(communicator, torch.empty(0)):
             _check(setup, communicator)
+            fixed = None if isinstance(every, str) else every
+            setup.compression.settings.require_all_turns(fixed, f"every={every!r} of LocalSteps")
             parameters = _named(setup, inner.param_groups)
             self._anchors = dict(zip(parameters, anchors, strict=True))
             super().__init__(setup, parameters, communicator, setup.optimizer)

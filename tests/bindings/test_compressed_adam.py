@@ -24,6 +24,7 @@ from hvdcomp import (  # noqa: E402
     Int8,
     NoCompression,
     NoMemory,
+    PowerSGD,
     SignSGD,
     SpecError,
     TopK,
@@ -468,6 +469,14 @@ def test_local_steps_do_not_go_with_a_policy() -> None:
 
     with pytest.raises(SpecError, match="local_steps=3 of CompressedAdam does not go with the policy accordion"):
         train(lambda: Compression(TopK(0.05), policy=Accordion(low=0.2, high=0.05), steps_per_epoch=4), adam)
+
+
+def test_local_steps_of_an_even_number_do_not_go_with_low_rank_that_alternates() -> None:
+    def adam(parameters: Any) -> CompressedAdam:
+        return CompressedAdam(parameters, **SETTINGS, freeze_after=FREEZE_AFTER, local_steps=2)
+
+    with pytest.raises(SpecError, match="local_steps=2 of CompressedAdam"):
+        train(lambda: Compression(PowerSGD(rank=1, alternating=True)), adam)
 
 
 def test_local_steps_do_not_go_with_a_loss_scaler() -> None:

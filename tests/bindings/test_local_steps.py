@@ -20,8 +20,10 @@ from hvdcomp import (  # noqa: E402
     Compression,
     ConfigurationError,
     EFSignSGD,
+    PowerSGD,
     RankMismatchError,
     SignSGD,
+    SpecError,
     TopK,
     TwoLevel,
     WarmUp,
@@ -435,6 +437,20 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> Non
         return LocalSteps(sgd(Model()), communicator=communicator, **given)
 
     assert message in _refused(make)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, "auto"])
+def test_low_rank_that_alternates_sends_both_factors_or_is_refused(every: int | str) -> None:
+    """By the number of the step it sends P or Q; the same one in every exchange would never leave its first columns."""
+    compression = Compression(PowerSGD(rank=1, alternating=True), min_numel=0)
+
+    def make(communicator: SimulatedCommunicator) -> LocalSteps:
+        return LocalSteps(sgd(Model()), every, compression=copy.deepcopy(compression), communicator=communicator)
+
+    if every in (1, 3):
+        SimulatedGroup(2).run(make)
+    else:
+        assert f"every={every!r} of LocalSteps" in _refused(make, SpecError)
 
 
 def test_an_optimizer_that_exchanges_by_itself_is_refused() -> None:
