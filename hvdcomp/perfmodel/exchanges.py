@@ -1,27 +1,26 @@
 """The exchange of a step: rounds of collectives and their bytes, as hvdcomp carries them out.
 
 The plan has each tensor's compressor, the compressor its rounds, and payloads share collectives by the rule of
-`hvdcomp.exchange.fusion`. Scattered float32 tensors are counted as one bucket; other scattered tensors one by one, each
-padded to whole units for each rank. In two levels all tensors are counted as one bucket, and each rank sends an equal
-share of the bytes between nodes.
+`hvdcomp.exchange.fusion`. Scattered tensors of one element type are counted as one bucket if buckets take them, else
+one by one, each padded to whole units for each rank; so are those in two levels, where each rank sends an equal share
+of the bytes between nodes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from hvdcomp.arrays import shapes
-from hvdcomp.arrays.types import dtype_bytes, number_of_elements
+from hvdcomp.arrays.types import dtype_bytes, wide_dtype
 from hvdcomp.compressors import Compressor, TensorInfo
 from hvdcomp.compressors.choice import MIN_NDIM, MIN_NUMEL, Chooser, Plan
 from hvdcomp.compressors.gathering import Gathering
-from hvdcomp.compressors.protocol import Context, Group
+from hvdcomp.compressors.protocol import Group
 from hvdcomp.compressors.scatter_bucket import payloads_of_chunks
-from hvdcomp.compressors.sizes import SentPayload
+from hvdcomp.compressors.sizes import SentPayload, state_elements
 from hvdcomp.compressors.two_level import TwoLevel
 from hvdcomp.compressors.two_level_bucket import payloads_in_node
 from hvdcomp.errors import SpecError
@@ -199,10 +198,11 @@ def _rounds_of(members: Iterable[tuple[TensorInfo, Compressor]], ranks: int, ran
     for tensor, compressor in members:
         if isinstance(compressor, TwoLevel) and ranks_per_node == 1:
             compressor = compressor.compressor
-        family = compressor.bucket_family if tensor.dtype == "float32" and compressor.has_bucket_form else None
+        in_bucket = compressor.has_bucket_form and tensor.dtype in compressor.bucket_dtypes
         scattered = isinstance(compressor, Gathering) and compressor.scatters(ranks)
-        if isinstance(compressor, TwoLevel) or (scattered and family is not None):
-            buckets.setdefault(tensor.name if family is None else family, []).append((tensor, compressor))
+        if isinstance(compressor, TwoLevel) or (scattered and in_bucket):
+            kind = (compressor.bucket_family, tensor.dtype) if in_bucket else tensor.name
+            buckets.setdefault(kind, []).append((tensor, compressor))
         else:
             _add(rounds, compressor.payloads(tensor.shape, tensor.dtype, ranks))
     for bucket in buckets.values():
@@ -216,8 +216,11 @@ def _in_levels(bucket: Sequence[tuple[TensorInfo, TwoLevel]], ranks: int, ranks_
 
     Between nodes they are the mean over the node's ranks, whose shards are of different tensors.
     """
-    inside = [(tensor, compressor.compressor) for tensor, compressor in bucket]
-    whole = [_kept(*member) for member in inside] if inside[0][1].of_matrices else None
+    # Means of a node have 32 bits at least.
+    inside = [(replace(tensor, dtype=wide_dtype(tensor.dtype)), levels.compressor) for tensor, levels in bucket]
+    whole = None  # tensors are cut
+    if inside[0][1].of_matrices:
+        whole = [state_elements(compressor, tensor.shape) for tensor, compressor in inside]
     local = min(ranks, ranks_per_node)
     before, after = payloads_in_node([tensor for tensor, _ in inside], whole, local)
     nodes = -(-ranks // ranks_per_node)
@@ -229,12 +232,6 @@ def _part(payloads: Mapping[_Key, float], ranks: int) -> SentPayload:
     """The share of one of `ranks` ranks in the only payload of a round between nodes."""
     (((kind, group, _), size),) = payloads.items()
     return SentPayload(kind, size / ranks, group, "across")
-
-
-def _kept(tensor: TensorInfo, compressor: Compressor) -> int:
-    """Elements of a method's state of a tensor, which is sent back with the result."""
-    x = shapes.ShapeArray(tensor.shape, tensor.dtype)
-    return sum(number_of_elements(array.shape) for array in compressor.prepare(shapes, x, (), Context("", 0, 0, 0, 1)))
 
 
 def _add(rounds: _Rounds, payloads: Iterable[SentPayload]) -> None:

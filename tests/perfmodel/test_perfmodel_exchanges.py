@@ -91,11 +91,13 @@ SCATTERED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), [(2, "float32"), (3, "float32"), (5, "float32"), (3, "float64")])
+@pytest.mark.parametrize(
+    ("ranks", "dtype"), [(2, "float32"), (3, "float32"), (5, "float32"), (3, "float16"), (3, "float64")]
+)
 @pytest.mark.parametrize("spec", SCATTERED)
 def test_the_rounds_of_scattered_payloads_are_those_of_the_engine(spec: str, ranks: int, dtype: str) -> None:
-    """Buckets of float32, where there are kernels, and tensors one by one. Rows to each rank are padded."""
-    if dtype == "float32" and not kernels.available():
+    """Buckets of float32 and float16, where there are kernels, and tensors one by one. Rows to each rank are padded."""
+    if dtype != "float64" and not kernels.available():
         pytest.skip("needs the compiled kernels")
     tensors = [TensorInfo(name, shape, dtype) for name, shape in SHAPES.items()]
     exchange = exchange_of(parse_compressor(spec), tensors, ranks, min_numel=20)
@@ -197,11 +199,14 @@ class _Part(Recorder):
 
 
 @pytest.mark.skipif(not kernels.available(), reason="needs the compiled kernels")
-@pytest.mark.parametrize(("ranks", "per_node"), [(4, 2), (6, 2), (6, 3), (2, 2), (12, 4)])
+@pytest.mark.parametrize(
+    ("ranks", "per_node", "dtype"),
+    [(4, 2, "float32"), (6, 2, "float32"), (6, 3, "float32"), (2, 2, "float32"), (12, 4, "float32"), (6, 3, "float16")],
+)
 @pytest.mark.parametrize("spec", LEVELS)
-def test_the_rounds_of_two_levels_are_those_of_the_engine(spec: str, ranks: int, per_node: int) -> None:
+def test_the_rounds_of_two_levels_are_those_of_the_engine(spec: str, ranks: int, per_node: int, dtype: str) -> None:
     """Of each rank of a node; between nodes the model has their mean."""
-    tensors = [TensorInfo(name, shape) for name, shape in SHAPES.items()]
+    tensors = [TensorInfo(name, shape, dtype) for name, shape in SHAPES.items()]
     exchange = exchange_of(parse_compressor(spec), tensors, ranks, per_node, min_numel=20)
     seen = []
     for rank in range(per_node):
@@ -209,7 +214,7 @@ def test_the_rounds_of_two_levels_are_those_of_the_engine(spec: str, ranks: int,
         engine = Engine(communicator, tensors, parse_compressor(spec), min_numel=20)
         engine.begin()
         generator = np.random.default_rng(0)
-        engine.step({name: generator.standard_normal(shape).astype("float32") for name, shape in SHAPES.items()})
+        engine.step({name: generator.standard_normal(shape).astype(dtype) for name, shape in SHAPES.items()})
         seen.append([sorted(one) for one in communicator.rounds.values()])
     assert {len(rounds) for rounds in seen} == {len(exchange.rounds)}
     for number, expected in enumerate(exchange.rounds):
