@@ -7,12 +7,13 @@ passed in and returned as its state.
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterator, Set
 from dataclasses import dataclass
 from types import MethodType, ModuleType
 from typing import Annotated, Any, ClassVar
 
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import Array, number_of_elements
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.memory import ErrorFeedback, Memory, NoMemory
 from hvdcomp.compressors.protocol import Aggregation, Context, SparseVector, TensorInfo, run_alone
@@ -265,3 +266,10 @@ def require_count(method: str, **values: Any) -> None:
     for name, value in values.items():
         if not COUNT.allows(value):
             raise SpecError(f"{method}: {name}={value} is not allowed; it must be {COUNT.allowed_text}")
+
+
+def most_level_for(method: Compressor, compression_factor: float, shape: tuple[int, ...], allowed: range) -> int:
+    """The highest level whose payload is at most dense bytes / `compression_factor`; the lowest allowed if none is."""
+    budget = 4 * number_of_elements(shape) / compression_factor
+    within = bisect_right(allowed, budget, key=lambda level: method.payload_bytes(shape, level))
+    return allowed[max(0, within - 1)]

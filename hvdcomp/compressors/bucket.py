@@ -8,7 +8,7 @@ form of a compressor without its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.memory import Memory, MomentumCorrection, NoMemory
 from hvdcomp.compressors.protocol import Context, Request, TensorInfo
-from hvdcomp.compressors.randomness import tensor_keys
+from hvdcomp.compressors.randomness import step_keys, tensor_keys
 from hvdcomp.kernels import in_numpy
 from hvdcomp.kernels.tables import NARROW, Table
 
@@ -75,6 +75,18 @@ class PayloadRows(NamedTuple):
     length: int
 
 
+class Payload(NamedTuple):
+    """Storage of the payload that a bucket sends; every step reuses it.
+
+    Attributes:
+        vector: the payload (count,).
+        with_room: the same storage with 4 bytes or more behind it, in all a multiple of 8.
+    """
+
+    vector: Array
+    with_room: Array
+
+
 @dataclass(eq=False)
 class Bucket:
     """The tensors that one bucket form compresses, and their step under way.
@@ -121,6 +133,7 @@ class Bucket:
     rows: PayloadRows | None = None
     kernels: Any = field(init=False, repr=False)
     factor: Array | None = field(default=None, init=False, repr=False)
+    _keys: Any = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         sizes = [tensor.size for tensor in self.tensors]
@@ -167,9 +180,18 @@ class Bucket:
         method = self.compressors[0]
         return method.has_bucket_form and (self.device is not None or kernels.available() or method.needs_no_kernels)
 
-    def keys(self, purpose: str) -> np.ndarray:
-        """The keys of the tensors' random numbers, as `step_keys` takes them."""
-        return tensor_keys([tensor.name for tensor in self.tensors], self.context.seed, purpose)
+    def draw_keys(self, purpose: str, shared: bool = False) -> np.ndarray:
+        """Enters the keys of this step's random numbers in the table, and returns them, uint64 (tensors,).
+
+        Args:
+            purpose: what the numbers are for; the same in every step.
+            shared: whether all ranks draw the same numbers.
+        """
+        if self._keys is None:
+            self._keys = tensor_keys([tensor.name for tensor in self.tensors], self.context.seed, purpose)
+        keys = step_keys(self._keys, self.context.step, None if shared else self.context.rank)
+        self.segments["key"] = keys
+        return keys
 
     def begin(self, context: Context, factor: Array | None = None) -> None:
         """Begins a step; to be called before its first kernel.
@@ -263,8 +285,16 @@ class Bucket:
         return starts + numbers * length, ranks * length
 
     def payload(self, count: int, dtype: str = "uint8") -> Payload:
-        """A payload on the kernels' device."""
-        return Payload(count, dtype, self.zeros)
+        """A payload on the kernels' device.
+
+        Args:
+            count: number of elements; their bytes are rounded up to a multiple of 4, as ranks' payloads lie in a row.
+            dtype: element type.
+        """
+        size = np.dtype(dtype).itemsize
+        used = -(-count * size // 4) * 4
+        with_room = self.zeros(-(-(used + 4) // 8) * 8 // size, dtype)
+        return Payload(with_room[: used // size], with_room)
 
 
 def gathered(ranks: Sequence[tuple[Array, ...]]) -> tuple[Array, int, int]:
@@ -337,23 +367,3 @@ class BucketStates:
         """Keeps the new states if `found_inf` is 0, which the host need not know; the old ones if it is NaN."""
         self.next = [self._xp.where(found_inf == 0, new, old) for new, old in zip(self.next, self.kept, strict=True)]
         self.commit()
-
-
-class Payload:
-    """Storage of the payload that a bucket sends; every step reuses it.
-
-    Args:
-        count: number of elements; their bytes are rounded up to a multiple of 4, as ranks' payloads lie in a row.
-        dtype: element type.
-        zeros: function that makes the storage.
-
-    Attributes:
-        vector: the payload (count,).
-        with_room: the same storage with 4 bytes or more behind it, in all a multiple of 8.
-    """
-
-    def __init__(self, count: int, dtype: str = "uint8", zeros: Callable[[int, str], Array] = np.zeros) -> None:
-        size = np.dtype(dtype).itemsize
-        used = -(-count * size // 4) * 4
-        self.with_room = zeros(-(-(used + 4) // 8) * 8 // size, dtype)
-        self.vector = self.with_room[: used // size]

@@ -15,7 +15,7 @@ from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload
 from hvdcomp.compressors.gathering import EXCHANGE, Gathering, Rounding
 from hvdcomp.compressors.packing import outcome_like
 from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome
-from hvdcomp.compressors.randomness import random_words, rank_key, step_keys
+from hvdcomp.compressors.randomness import random_words, rank_key
 from hvdcomp.errors import SpecError
 from hvdcomp.kernels.tables import EVERYTHING
 from hvdcomp.specs.described import Rule
@@ -69,13 +69,13 @@ class _Cast(Gathering):
     sends: ClassVar[str] = "all elements, 16 bits each"
 
     def lay_out(self, bucket: Bucket) -> _BitPatterns:
-        return _BitPatterns(bucket, self.name)
+        return _BitPatterns(bucket)
 
     def _encode_bucket(self, bucket: Bucket, kernel: str) -> None:
         layout: _BitPatterns = bucket.layout
         nearest = self.rounding == "nearest"
         if not nearest:
-            bucket.segments["key"] = step_keys(layout.keys, bucket.context.step, bucket.context.rank)
+            bucket.draw_keys(self.name)
         bucket.found_inf = bucket.call(kernel, layout.patterns, nearest)
 
 
@@ -226,16 +226,14 @@ class _BitPatterns:
     Attributes:
         payload: the payload, uint8.
         patterns: the same storage as int16.
-        keys: keys of the tensors' random numbers.
     """
 
-    def __init__(self, bucket: Bucket, purpose: str) -> None:
+    def __init__(self, bucket: Bucket) -> None:
         places, count = bucket.places(2 * bucket.segments["size"])
         bucket.segments["place"][:, 0] = places[0] // 2
         self.payload = bucket.payload(count)
         room = self.payload.with_room
         self.patterns = bucket.xp.from_bytes(room, like=bucket.zeros(room.shape[0] // 2, "int16"))
-        self.keys = bucket.keys(purpose)
 
 
 def _in_half_precision(bucket: Bucket, nearest: int) -> BucketAggregation:
@@ -249,13 +247,8 @@ def _in_half_precision(bucket: Bucket, nearest: int) -> BucketAggregation:
 def _wire(bucket: Bucket, dtype: str) -> Payload:
     """The bucket's layout: a payload of one number for each element."""
     if bucket.layout is None:
-        bucket.layout = bucket.payload(_places_of_elements(bucket), dtype)
+        sizes = bucket.segments["size"]
+        bucket.segments["place"][:, 0] = np.cumsum(sizes) - sizes
+        bucket.layout = bucket.payload(int(sizes.sum()), dtype)
     wire: Payload = bucket.layout
     return wire
-
-
-def _places_of_elements(bucket: Bucket) -> int:
-    """Writes the offset of each tensor in the payload to `place[0]` of the table; returns the number of elements."""
-    ends = np.cumsum(bucket.segments["size"])
-    bucket.segments["place"][:, 0] = ends - bucket.segments["size"]
-    return int(ends[-1])

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvdcomp.arrays.types import Array
-from hvdcomp.compressors.bucket import Bucket, BucketAggregation
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload
 from hvdcomp.compressors.protocol import AllReduce
 from hvdcomp.kernels.tables import FACTORS, PRODUCT, TASK
 
@@ -74,17 +74,18 @@ class LowRankBucket:
         return found_inf
 
     def _send_p(self, q: Array, first: bool) -> AllReduce:
-        """P = M Q with Q orthogonalised; if `first`, makes x in the same pass."""
-        sent = self._p
-        found_inf = self._bucket.call("lowrank_p", *self._rows, q, self._unit_q, sent.vector, first)
-        if first:
-            self._bucket.found_inf = found_inf
-        return AllReduce(sent.vector, with_room=sent.with_room)
+        """P = M Q with Q orthogonalised."""
+        return self._send("lowrank_p", self._rows, q, self._unit_q, self._p, first)
 
     def _send_q(self, p: Array, first: bool) -> AllReduce:
-        """Q = M' P with P orthogonalised; if `first`, makes x in the same pass."""
-        sent = self._q
-        found_inf = self._bucket.call("lowrank_q", *self._columns, p, self._unit_p, sent.vector, first)
+        """Q = M' P with P orthogonalised."""
+        return self._send("lowrank_q", self._columns, p, self._unit_p, self._q, first)
+
+    def _send(
+        self, kernel: str, tasks: tuple[int, ...], other: Array, unit: Array, sent: Payload, first: bool
+    ) -> AllReduce:
+        """Sends the product with the other factor, orthogonalised to `unit`; if `first`, makes x in the same pass."""
+        found_inf = self._bucket.call(kernel, *tasks, other, unit, sent.vector, first)
         if first:
             self._bucket.found_inf = found_inf
         return AllReduce(sent.vector, with_room=sent.with_room)

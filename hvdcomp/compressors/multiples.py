@@ -16,7 +16,7 @@ from hvdcomp.compressors.bucket import Bucket
 from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.packing import pack, packed_bytes, pad, unpack
 from hvdcomp.compressors.protocol import Context
-from hvdcomp.compressors.randomness import random_words, rank_key, step_keys
+from hvdcomp.compressors.randomness import random_words, rank_key
 
 SMALLEST_SCALE = 2.0**-96
 """Scales up to this count as zero, so that dividing by a scale stays within float32."""
@@ -83,6 +83,9 @@ class Multiples(Gathering):
         values *= scales * (2 / steps)
         return xp.flatten(values)[:size]
 
+    def lay_out(self, bucket: Bucket) -> MultiplesLayout:
+        return MultiplesLayout(bucket, self.run)
+
     def decode_bucket(self, bucket: Bucket, first: Array, ranks: int, stride: int) -> bool | Array:
         return bucket.call("multiples_decode", bucket.layout.length, first, ranks, stride)
 
@@ -92,14 +95,12 @@ class MultiplesLayout:
 
     Args:
         bucket: the bucket.
-        bits: bits of a code, for each tensor.
         length: number of elements that share a scale; None for all elements of a tensor.
-        purpose: purpose of the random numbers.
     """
 
-    def __init__(self, bucket: Bucket, bits: Sequence[int], length: int | None, purpose: str) -> None:
+    def __init__(self, bucket: Bucket, length: int | None) -> None:
         segments = bucket.segments
-        sizes = segments["size"]
+        sizes, bits = segments["size"], [compressor.bits for compressor in bucket.compressors]
         largest = int(sizes.max())
         self.length = min(length or largest, largest)
         of_scales = 4 * -(-sizes // self.length)
@@ -107,18 +108,16 @@ class MultiplesLayout:
         segments["count"] = bits
         places, count = bucket.places(of_scales, of_codes)
         segments["place"][:, :2] = places[::-1].T
-        self.keys = bucket.keys(purpose)
         self.payload = bucket.payload(count)
 
 
 def encode_multiples_of_bucket(bucket: Bucket, kernel: str, *arguments: float) -> None:
-    """Makes the payload of a bucket whose layout is a `MultiplesLayout`.
+    """Makes the payload of a bucket of codes that are rounded at random.
 
     Args:
         bucket: the bucket.
         kernel: the kernel's name.
         arguments: the kernel's arguments between the bucket and the payload.
     """
-    context = bucket.context
-    bucket.segments["key"] = step_keys(bucket.layout.keys, context.step, context.rank)
+    bucket.draw_keys(bucket.compressors[0].name)
     bucket.found_inf = bucket.call(kernel, *arguments, bucket.layout.payload.vector)

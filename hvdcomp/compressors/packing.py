@@ -8,11 +8,11 @@ few shifts of neighbouring bytes, in the kernels (`kernels/src/packing.h`) as in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
-from hvdcomp.arrays.types import Array, wide_dtype
+from hvdcomp.arrays.types import Array, number_of_elements, wide_dtype
 from hvdcomp.compressors.protocol import Context, Outcome
 
 GROUP = 512
@@ -84,6 +84,16 @@ def pad(xp: ModuleType, vector: Array, multiple: int) -> Array:
     """The vector, padded with zeros to a multiple of a length; the vector itself if none are missing."""
     missing = -vector.shape[0] % multiple
     return xp.concatenate([vector, xp.zeros((missing,), like=vector)]) if missing else vector
+
+
+def cut(xp: ModuleType, vector: Array, shapes: Iterable[tuple[int, ...]]) -> list[Array]:
+    """Cuts a vector into consecutive arrays of these shapes."""
+    arrays, start = [], 0
+    for shape in shapes:
+        end = start + number_of_elements(shape)
+        arrays.append(xp.reshape(vector[start:end], shape))
+        start = end
+    return arrays
 
 
 def average_decoded(

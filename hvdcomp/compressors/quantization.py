@@ -7,7 +7,6 @@ methods here do this with their own scale; `Natural` does it to the bits of a fl
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -16,13 +15,12 @@ from typing import Annotated, ClassVar, NamedTuple
 import numpy as np
 
 from hvdcomp.arrays.types import Array, number_of_elements
-from hvdcomp.compressors.base import Compressor, Count
+from hvdcomp.compressors.base import Compressor, Count, most_level_for
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload
 from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.multiples import (
     SMALLEST_SCALE,
     Multiples,
-    MultiplesLayout,
     encode_multiples,
     encode_multiples_of_bucket,
     in_runs,
@@ -30,7 +28,7 @@ from hvdcomp.compressors.multiples import (
 )
 from hvdcomp.compressors.packing import outcome_like, pack, packed_bytes, pad, unpack
 from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context
-from hvdcomp.compressors.randomness import random_words, rank_key, step_keys, uniform
+from hvdcomp.compressors.randomness import random_words, rank_key, uniform
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.specs.described import between, is_number
 from hvdcomp.specs.levels import Level
@@ -80,15 +78,12 @@ class QSGD(Multiples):
         buckets = in_runs(xp, x, self.bucket)
         return encode_multiples(xp, size, buckets, xp.row_norms(buckets), self.bits, self.name, context)
 
-    def lay_out(self, bucket: Bucket) -> MultiplesLayout:
-        return MultiplesLayout(bucket, [compressor.bits for compressor in bucket.compressors], self.bucket, self.name)
-
     def encode_bucket(self, bucket: Bucket) -> None:
         encode_multiples_of_bucket(bucket, "qsgd_encode", bucket.layout.length)
 
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         super().level_for(compression_factor, shape)
-        return bits_for(self, compression_factor, shape, range(1, 9))
+        return most_level_for(self, compression_factor, shape, range(1, 9))
 
 
 @dataclass(frozen=True)
@@ -128,9 +123,6 @@ class TernGrad(Multiples):
             scale = xp.where(bound < scale, bound, scale)
         # Encoding clips magnitudes to the scale.
         return encode_multiples(xp, size, vector, scale, self.bits, self.name, context)
-
-    def lay_out(self, bucket: Bucket) -> MultiplesLayout:
-        return MultiplesLayout(bucket, [self.bits] * len(bucket.compressors), None, self.name)
 
     def encode_bucket(self, bucket: Bucket) -> None:
         encode_multiples_of_bucket(bucket, "terngrad_encode", float(self.clip))
@@ -180,22 +172,19 @@ class Natural(Gathering):
         sizes = bucket.segments["size"]
         places, count = bucket.places(sizes, packed_bytes(1, sizes))
         bucket.segments["place"][:, :2] = places.T
-        return _NaturalLayout(bucket.payload(count), bucket.keys(self.name))
+        return _NaturalLayout(bucket.payload(count))
 
     def encode_bucket(self, bucket: Bucket) -> None:
-        context = bucket.context
-        bucket.segments["key"] = step_keys(bucket.layout.keys, context.step, context.rank)
-        bucket.found_inf = bucket.call("natural_encode", bucket.layout.payload.vector)
+        encode_multiples_of_bucket(bucket, "natural_encode")
 
     def decode_bucket(self, bucket: Bucket, first: Array, ranks: int, stride: int) -> bool | Array:
         return bucket.call("natural_decode", first, ranks, stride)
 
 
 class _NaturalLayout(NamedTuple):
-    """A bucket's payload, all exponents and then all signs, and the keys of the tensors' random numbers."""
+    """A bucket's payload: all exponents and then all signs."""
 
     payload: Payload
-    keys: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -256,16 +245,15 @@ class GlobalQSGD(Compressor):
         return outcome_like(xp, x, mean, values)
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
-        segments, context = bucket.segments, bucket.context
         if bucket.layout is None:
-            bucket.layout = _GlobalLayout(bucket, self.name)
-        layout = bucket.layout
-        segments["key"] = step_keys(layout.keys, context.step, context.rank)
+            bucket.layout = _GlobalLayout(bucket)
+        layout, ranks = bucket.layout, bucket.context.world_size
+        bucket.draw_keys(self.name)
         bucket.found_inf = bucket.call("globalqsgd_measure", layout.maxima)
         scales = yield AllReduce(layout.maxima, op="max")
-        bucket.call("globalqsgd_encode", scales, context.world_size, layout.words)
+        bucket.call("globalqsgd_encode", scales, ranks, layout.words)
         total = yield AllReduce(layout.words, op="sum")
-        return bucket.call("globalqsgd_decode", scales, context.world_size, total)
+        return bucket.call("globalqsgd_decode", scales, ranks, total)
 
     def _pack(self, xp: ModuleType, codes: Array) -> Array:
         """Packs codes below 2**(bits - 1) in magnitude, int32, as signed digits of int32 numbers to the base 2**bits.
@@ -292,7 +280,7 @@ class GlobalQSGD(Compressor):
 
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         super().level_for(compression_factor, shape)
-        return bits_for(self, compression_factor, shape, range(2, 17))
+        return most_level_for(self, compression_factor, shape, range(2, 17))
 
 
 class _GlobalLayout:
@@ -301,10 +289,9 @@ class _GlobalLayout:
     Attributes:
         maxima: the largest magnitude of each tensor, float32 (tensors,).
         words: the packed codes of all tensors, int32.
-        keys: keys of the tensors' random numbers.
     """
 
-    def __init__(self, bucket: Bucket, purpose: str) -> None:
+    def __init__(self, bucket: Bucket) -> None:
         for compressor in set(bucket.compressors):
             compressor.levels(bucket.context.world_size)  # refuses too many ranks
         segments = bucket.segments
@@ -313,11 +300,3 @@ class _GlobalLayout:
         segments["place"][:, 0] = np.cumsum(words) - words
         self.maxima = bucket.zeros(len(words), "float32")
         self.words = bucket.zeros(int(words.sum()), "int32")
-        self.keys = bucket.keys(purpose)
-
-
-def bits_for(method: Compressor, compression_factor: float, shape: tuple[int, ...], allowed: range) -> int:
-    """The most bits whose payload is at most dense bytes / `compression_factor`; the fewest allowed if none is."""
-    budget = 4 * number_of_elements(shape) / compression_factor
-    within = bisect_right(allowed, budget, key=lambda bits: method.payload_bytes(shape, bits))
-    return allowed[max(0, within - 1)]

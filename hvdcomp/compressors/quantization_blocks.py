@@ -54,7 +54,7 @@ class BlockQuantizer(Gathering):
     bits: ClassVar[int] = 8
 
     def lay_out(self, bucket: Bucket) -> MultiplesLayout:
-        return MultiplesLayout(bucket, [self.bits] * len(bucket.compressors), self.block, self.name)
+        return MultiplesLayout(bucket, self.block)
 
     def _blocks(self, xp: ModuleType, x: Array) -> tuple[Array, Array]:
         """The blocks, as in `in_runs`, and their scales (blocks, 1)."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -12,7 +11,7 @@ from typing import Annotated, ClassVar
 from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.types import Array, number_of_elements, wide_dtype
 from hvdcomp.compressors import sparse_payload
-from hvdcomp.compressors.base import Compressor, Count
+from hvdcomp.compressors.base import Compressor, Count, most_level_for
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.packing import groups, pack, unpack
 from hvdcomp.compressors.protocol import Aggregation, AllGather, Context, Outcome, SparseVector
@@ -161,9 +160,7 @@ class ChunkedTopK(Compressor):
 
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         super().level_for(compression_factor, shape)  # refuses a factor below 1
-        budget = 4 * number_of_elements(shape) / compression_factor
-        most = bisect_right(range(1, self.chunk + 1), budget, key=lambda k: self.payload_bytes(shape, k))
-        return max(1, most)
+        return most_level_for(self, compression_factor, shape, range(1, self.chunk + 1))
 
     def level_for_elements(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         super().level_for(compression_factor, shape)

@@ -8,7 +8,7 @@ import numpy as np
 
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.protocol import AllReduce
-from hvdcomp.compressors.randomness import rotations, step_keys
+from hvdcomp.compressors.randomness import rotations
 from hvdcomp.compressors.sparse_payload import LARGEST_HALF, carried_dtype, elements_kept
 
 
@@ -39,7 +39,6 @@ class _Layout:
         total = sum(counts)
         self.payload = bucket.payload(total, "float16" if half else "float32")
         self.sent = bucket.zeros(total, "float32")
-        self.keys = bucket.keys("randomk")
         if bucket.device is not None:
             # Kernels compute the places again instead of storing them.
             scales = np.array([size / count for size, count in zip(sizes, counts, strict=True)], np.float32)
@@ -74,8 +73,7 @@ def aggregate_at_random(bucket: Bucket, values: str, unbiased: bool) -> BucketAg
         bound = LARGEST_HALF / (2 * context.world_size)
     elif half:  # the memory, if any, keeps the excess
         bound = math.inf if unbiased else LARGEST_HALF
-    keys = step_keys(layout.keys, context.step, None)
-    bucket.segments["key"] = keys
+    keys = bucket.draw_keys("randomk", shared=True)
     bucket.segments["place"][:, 2] = rotations(keys, bucket.segments["size"])
     payload, sent = layout.payload, layout.sent
     if bucket.device is None:

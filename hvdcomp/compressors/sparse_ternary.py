@@ -27,9 +27,6 @@ class SparseTernary(ByRatio):
     A zero among the k counts as positive. Indices are encoded as in `topk`, and not in the paper's Golomb code, whose
     length depends on the gradient, which a payload's length must not. A sign takes one bit, and mu is one float32.
 
-    Attributes:
-        ratio: share of the elements that is sent; k = max(1, ceil(ratio d)).
-
     Example:
         >>> SparseTernary(ratio=0.01).payload_bytes((100, 100))  # 100 places, 100 bits in 13 bytes, one float32
         217

@@ -44,11 +44,7 @@ class WithRatio(Compressor):
 
 @dataclass(frozen=True)
 class ByRatio(WithRatio):
-    """Base of methods that send k elements, whatever the tensor's shape.
-
-    Attributes:
-        ratio: share of the elements that is sent; k = max(1, ceil(ratio d)).
-    """
+    """Base of methods that send k elements, whatever the tensor's shape."""
 
     def most_elements(self, budget: float, size: int) -> int:
         """The most elements of a tensor of `size` whose payload is within `budget` bytes; 1 if no payload is."""
@@ -70,7 +66,6 @@ class Sparsifier(ByRatio):
     The indices take two bytes each where that is less (`sparse_payload`).
 
     Attributes:
-        ratio: share of the elements that is sent; k = max(1, ceil(ratio d)).
         values: encoding of values: "same" as the gradient's, or "fp16". The memory keeps the rounding error, and the
             excess above the largest half-precision number.
     """
@@ -129,7 +124,6 @@ class RandomK(ByRatio):
     them up (Stich et al. 2018, arXiv:1809.07599, section 2; Wangni et al. 2018 for the unbiased form).
 
     Attributes:
-        ratio: share of the elements that is sent; k = max(1, ceil(ratio d)).
         unbiased: whether values are scaled by d / k, so that the expectation is the gradient itself and no error
             feedback is needed.
         values: encoding of values: "same" as the gradient's, or "fp16". With "fp16", sums are in half precision, and

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
@@ -21,8 +21,7 @@ from typing import Any, ClassVar
 from hvdcomp.arrays.types import Array, number_of_elements, wide_dtype
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation
-from hvdcomp.compressors.memory import Memory
-from hvdcomp.compressors.packing import outcome_like, pad
+from hvdcomp.compressors.packing import cut, outcome_like, pad
 from hvdcomp.compressors.protocol import (
     Aggregation,
     AllGather,
@@ -44,7 +43,7 @@ from hvdcomp.specs.levels import Level
 
 
 def _of_compressor(name: str) -> Any:
-    """A property that is the compressor's of this name."""
+    """A property that is the attribute or method of the compressor of this name."""
     return property(operator.attrgetter(f"compressor.{name}"))
 
 
@@ -105,22 +104,18 @@ class TwoLevel(Compressor):
     keeps_state = _of_compressor("keeps_state")
     of_matrices = _of_compressor("of_matrices")
     level = _of_compressor("level")
+    level_for = _of_compressor("level_for")
+    level_for_elements = _of_compressor("level_for_elements")
+    least_level = _of_compressor("least_level")
+    default_memory = _of_compressor("default_memory")
+    name_patterns = _of_compressor("name_patterns")
+    payload_floats = _of_compressor("payload_floats")  # of all ranks of a node together
+    payloads_sent = _of_compressor("payloads_sent")
+    prepare = _of_compressor("prepare")
+    has_bucket_form = _of_compressor("has_bucket_form")
 
     def at_level(self, level: Level | None) -> Compressor:
         return TwoLevel(self.compressor.at_level(level))
-
-    def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
-        return self.compressor.level_for(compression_factor, shape)
-
-    def level_for_elements(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
-        return self.compressor.level_for_elements(compression_factor, shape)
-
-    def least_level(self, ranks: int) -> Level | None:
-        return self.compressor.least_level(ranks)
-
-    @property
-    def default_memory(self) -> Memory:
-        return self.compressor.default_memory
 
     def route(self, tensor: TensorInfo) -> Compressor:
         """A tensor that the compressor sends dense goes in one level, by Horovod's own allreduce."""
@@ -136,16 +131,6 @@ class TwoLevel(Compressor):
         else:
             yield self
 
-    def name_patterns(self) -> Iterator[str]:
-        return self.compressor.name_patterns()
-
-    def payload_floats(self, shape: tuple[int, ...], level: Level | None = None) -> float:
-        """Numbers that all ranks of a node together send to other nodes."""
-        return self.compressor.payload_floats(shape, level)
-
-    def payloads_sent(self, ranks: int) -> float:
-        return self.compressor.payloads_sent(ranks)
-
     def bytes_in_bucket(self, tensor: TensorInfo, context: Context) -> tuple[float, float]:
         """An even share of the tensor's bytes for each rank of a node, as a rank's real part may be any or none."""
         ranks, nodes = (group.size for group in _node_places(context)[:2])
@@ -156,9 +141,6 @@ class TwoLevel(Compressor):
         return crossing + in_node, in_node if nodes > 1 else 0
 
     # A step.
-
-    def prepare(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> tuple[Array, ...]:
-        return self.compressor.prepare(xp, x, state, context)
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         places = _node_places(context)
@@ -210,13 +192,9 @@ class TwoLevel(Compressor):
             yield from across(self.compressor.aggregate(xp, stand_in, start, among), places.across.size)
             parts = [xp.zeros((number_of_elements(tuple(array.shape)),), like=mean) for array in (x, *state)]
         answer = yield AllReduce(xp.concatenate(parts), "sum", group="node")
-        result, *kept = _cut(xp, answer, [tuple(array.shape) for array in (x, *state)])
+        result, *kept = cut(xp, answer, [tuple(array.shape) for array in (x, *state)])
         sent = xp.flatten(whole) - lost * ranks
         return outcome_like(xp, x, xp.flatten(result), sent)._replace(state=tuple(array + 0 for array in kept))
-
-    @property
-    def has_bucket_form(self) -> bool:
-        return self.compressor.has_bucket_form
 
     @property
     def bucket_family(self) -> Hashable:
@@ -258,13 +236,3 @@ def _lost(xp: ModuleType, x: Array, outcome: Outcome) -> Array:
     if isinstance(sent, SparseVector):
         return xp.add_at(x + 0, sent.indices, -xp.astype(sent.values, xp.dtype_name(x)))
     return x - xp.astype(xp.flatten(sent), xp.dtype_name(x))
-
-
-def _cut(xp: ModuleType, vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-    """Cuts a vector into consecutive arrays of these shapes."""
-    arrays, start = [], 0
-    for shape in shapes:
-        end = start + number_of_elements(shape)
-        arrays.append(xp.reshape(vector[start:end], shape))
-        start = end
-    return arrays

@@ -189,7 +189,7 @@ class _Layout:
         dealt: list[list[int]] = []
         if bucket.compressors[0].of_matrices or ranks == 1:
             dealt = _dealt(sizes, ranks)
-            length = _longest(sizes, dealt)
+            length = _whole_units(_most(sizes, dealt))
             starts = np.zeros(len(sizes), np.int64)
             for rank, places in enumerate(dealt):
                 dealt_sizes = np.array([sizes[place] for place in places], np.int64)
@@ -231,7 +231,7 @@ def payloads_in_node(
         length = kept = _whole_units(-(-sum(sizes) // ranks))
     else:
         dealt = _dealt(sizes, ranks)
-        length = _longest(sizes, dealt)
+        length = _whole_units(_most(sizes, dealt))
         kept = length + _most(states, dealt)
     before = SentPayload("reducescatter", 4 * ranks * length, "mean float32", "node")
     return before, SentPayload("allgather", 4 * kept, among="node")
@@ -246,11 +246,6 @@ def _dealt(sizes: Sequence[int], ranks: int) -> list[list[int]]:
     """For each rank the places of its tensors, if tensors are not cut."""
     owners = deal(sizes, ranks)
     return [[place for place, owner in enumerate(owners) if owner == rank] for rank in range(ranks)]
-
-
-def _longest(sizes: Sequence[int], dealt: Sequence[Sequence[int]]) -> int:
-    """Elements of each rank's row, if tensors are not cut."""
-    return _whole_units(_most(sizes, dealt))
 
 
 def _most(sizes: Sequence[int], dealt: Sequence[Sequence[int]]) -> int:

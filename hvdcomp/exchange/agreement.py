@@ -57,7 +57,7 @@ def require_same_levels(
     refused: str | None = None,
     facts: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Compares digests of the plans (`Engine.digest`) between all ranks; waits for all of them.
+    """Compares digests of the plans (`Planner.digest`) between all ranks; waits for all of them.
 
     Args:
         refused: why this rank cannot make the step, if it cannot.

@@ -1,4 +1,4 @@
-"""A bucket's way through one step: in compiled code, for many tensors at once."""
+"""A bucket's way through one step: in compiled code, for many tensors at once, on the host or on a device."""
 
 from __future__ import annotations
 
@@ -48,8 +48,6 @@ class BucketStep:
         found_inf_after: whether what came of the exchange holds an inf or NaN: known when no request is left.
     """
 
-    on_device = False
-
     def __init__(
         self, xp: ModuleType, held: EngineBucket, context: Context, factor: Array | None, clock: Clock
     ) -> None:
@@ -92,6 +90,12 @@ class BucketStep:
     def like(self) -> Array:
         """An array where the gradients are, until `finish`."""
         return self.held.arrays[0]
+
+    @property
+    def on_device(self) -> bool:
+        """Whether nothing waits for what is computed. There what says whether something is not finite, `found_inf` and
+        `found_inf_after` too, is an element on the device that is NaN or 0."""
+        return self.held.on_device
 
     # For those who look at x before it is compressed.
 
@@ -241,6 +245,10 @@ class BucketStep:
         return forget
 
     def _settle(self, found_inf: Array) -> None:
+        if self.on_device:
+            self.held.bucket.call("settle", found_inf, self._adds(), self._aside)
+            self._keep(found_inf)
+            return
         counts = found_inf.item() == 0
         if counts:
             self._keep()

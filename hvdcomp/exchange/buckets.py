@@ -438,17 +438,13 @@ class EngineBucket:
         """Cost of each tensor in the step, by name; nothing may change it."""
         step = self.bucket.context.step % self.bucket.compressors[0].period
         if step not in self._costs:
-            self._costs[step] = self._costs_now()
+            costs = self._costs[step] = {}
+            for tensor, compressor in zip(self.bucket.tensors, self.bucket.compressors, strict=True):
+                sent, in_node = self._bytes_of(tensor, compressor)
+                floats = compressor.payload_floats(tensor.shape)
+                dense = tensor.size * dtype_bytes(tensor.dtype)
+                costs[tensor.name] = Cost(int(sent), dense, floats, bytes_in_node=int(in_node))
         return self._costs[step]
-
-    def _costs_now(self) -> dict[str, Cost]:
-        costs = {}
-        for tensor, compressor in zip(self.bucket.tensors, self.bucket.compressors, strict=True):
-            sent, in_node = self._bytes_of(tensor, compressor)
-            floats = compressor.payload_floats(tensor.shape)
-            dense = tensor.size * dtype_bytes(tensor.dtype)
-            costs[tensor.name] = Cost(int(sent), dense, floats, bytes_in_node=int(in_node))
-        return costs
 
     def _bytes_of(self, tensor: TensorInfo, compressor: Compressor) -> tuple[float, float]:
         context, handed = self.bucket.context, self.bucket.handed

@@ -23,10 +23,9 @@ from hvdcomp.compressors.choice import MIN_NDIM, MIN_NUMEL, Plan
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import Context, TensorInfo
 from hvdcomp.exchange.array_step import ArrayStep, Step
-from hvdcomp.exchange.bucket_step import Sums
+from hvdcomp.exchange.bucket_step import BucketStep, Sums
 from hvdcomp.exchange.buckets import Buckets, in_parts
 from hvdcomp.exchange.clock import Spans
-from hvdcomp.exchange.device_step import bucket_step
 from hvdcomp.exchange.ledger import Ledger, Sent, StepCost
 from hvdcomp.exchange.lockstep import Lockstep, run_to_the_end
 from hvdcomp.exchange.look import Look
@@ -289,7 +288,7 @@ class Engine:
         aside = self.planner.beside_residuals  # such steps are rare: one by one, and buckets stay as they are
         made, in_none = ([], names) if aside else self.buckets.of_step(xp, names, gradients, plan, under_way)
         clock.turns_only &= not in_none and all(held.on_device for held in made)
-        steps: list[Step] = [bucket_step(xp, held, context, factor, clock) for held in made]
+        steps: list[Step] = [BucketStep(xp, held, context, factor, clock) for held in made]
         if in_none:
             states, memory_for = defaultdict(TensorState) if aside else self.states, self.planner.memory_for
             apart = {name: gradients[name] for name in in_none}

@@ -20,6 +20,7 @@ from hvdcomp.arrays import arrays_for, numpy_arrays
 from hvdcomp.arrays.types import DTYPE_BYTES, Array, number_of_elements
 from hvdcomp.communicators import Communicator
 from hvdcomp.compressors.bucket import ROW_ALIGNMENT
+from hvdcomp.compressors.packing import cut
 from hvdcomp.compressors.protocol import AllGather, AllReduce, AllToAll, ReduceScatter, Request
 from hvdcomp.exchange.ledger import Sent
 
@@ -152,14 +153,7 @@ def _group_of(request: Request) -> tuple[str, ...]:
 
 
 def _split(xp: ModuleType, vector: Array, group: Sequence[AllReduce | ReduceScatter]) -> list[Any]:
-    answers = []
-    start = 0
-    for request in group:
-        shape = tuple(request.array.shape[isinstance(request, ReduceScatter) :])
-        end = start + number_of_elements(shape)
-        answers.append(xp.reshape(vector[start:end], shape))
-        start = end
-    return answers
+    return cut(xp, vector, [tuple(request.array.shape[isinstance(request, ReduceScatter) :]) for request in group])
 
 
 def _rows(xp: ModuleType, array: Array, rows: int) -> Array:

@@ -10,7 +10,7 @@ from hvdcomp.compressors.two_level_bucket import deal
 
 
 class FoundLevels:
-    """`Context.levels` of a training, found out when a compressor first asks.
+    """`Context.node_places` of a training, found out when a compressor first asks.
 
     Args:
         communicator: of all ranks.

@@ -22,10 +22,9 @@ from hvdcomp.compressors.bucket import LEAST_BYTES
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.protocol import Context, TensorInfo
 from hvdcomp.exchange.array_step import Step
-from hvdcomp.exchange.bucket_step import Sums
+from hvdcomp.exchange.bucket_step import BucketStep, Sums
 from hvdcomp.exchange.buckets import Buckets, EngineBucket
 from hvdcomp.exchange.clock import Clock
-from hvdcomp.exchange.device_step import bucket_step
 from hvdcomp.exchange.lockstep import Lockstep
 
 _MOST = np.iinfo(np.int32).max
@@ -129,7 +128,7 @@ class Overlap:
             self._missing = []
             return
         clock.turns_only &= held.on_device
-        bucket = bucket_step(xp, held, step.context, None, clock)
+        bucket = BucketStep(xp, held, step.context, None, clock)
         bucket.open(self._gradients, step.in_place, step.sums)
         wave = self.wave(xp, [bucket], held.number)
         wave.start()
@@ -175,9 +174,10 @@ class Overlap:
             return
         names = list(self._tensors)
         numbers = {name: number for number, name in enumerate(names)}
+        order = [numbers[name] for name in gradients if name in numbers]
         sends = np.full(2 + len(names), -1, np.int32)
         sends[:2] = next(self._eras) if everything > self.least_bytes else 0, min(self.least_bytes, _MOST)
-        sends[2 : 2 + len(gradients)] = [numbers[name] for name in gradients]
+        sends[2 : 2 + len(order)] = order
         like = next(iter(gradients.values()))
         xp = arrays_for(like)
         sent = self._communicator.start_broadcast(xp.from_numpy(sends, like=like), "hvdcomp.order")
