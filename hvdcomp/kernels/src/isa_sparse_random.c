@@ -2,7 +2,6 @@
 #include "half.h"
 #include "isa.h"
 #include "make.h"
-#include "put.h"
 #include "randomness.h"
 #include "sparse.h"
 
@@ -139,23 +138,45 @@ int32_t HVD_NAME(random_encode)(
     return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
-static void decode_piece(void *context, int64_t number) {
-    const struct job *job = context;
-    hvd_task *task = job->bucket->tasks + number;
-    const hvd_segment *s = job->bucket->segments + task->segment;
-    float room[1 << 16]; /* the largest task; a plain store to memory reads it first */
-    float *result = s->narrow ? room : s->result + task->start;
+static inline float mean_of(const struct job *job, int64_t i) {
+    return job->bound > 0 ? hvd_from_half(((const uint16_t *)job->wire)[i]) : ((const float *)job->wire)[i];
+}
+
+/* The means of a task as results of 16 bits: zeros between them are written once, and no x there is read. */
+static uint32_t put_means_rounded(const struct job *job, const hvd_segment *s, const hvd_task *task) {
+    const int32_t type = (int32_t)s->narrow;
+    uint16_t *results = s->narrowed + task->start, highest = 0;
+    int64_t end;
+    memset(results, 0, (size_t)task->length * sizeof *results);
+    for (int64_t i = first_of(job, s, task, &end); i < end; i++) {
+        const float mean = 0 + mean_of(job, i);
+        const uint16_t result = type == HVD_HALF ? hvd_to_half(mean) : hvd_to_bfloat16(mean);
+        const uint16_t magnitude = result & 0x7fffu;
+        results[job->places[i]] = result;
+        highest = magnitude > highest ? magnitude : highest;
+        if (job->bucket->keeps) s->x[task->start + job->places[i]] += mean - hvd_of_16_bits(result, type);
+    }
+    return highest >= (type == HVD_HALF ? 0x7c00 : 0x7f80) ? HVD_INFINITE : 0;
+}
+
+static uint32_t put_means(const struct job *job, const hvd_segment *s, const hvd_task *task) {
+    float *result = s->result + task->start;
     uint32_t largest = 0;
     int64_t end;
     memset(result, 0, (size_t)task->length * sizeof *result);
     for (int64_t i = first_of(job, s, task, &end); i < end; i++) {
-        const float mean =
-            job->bound > 0 ? hvd_from_half(((const uint16_t *)job->wire)[i]) : ((const float *)job->wire)[i];
+        const float mean = mean_of(job, i);
         result[job->places[i]] += mean;
         largest = hvd_magnitude(mean) > largest ? hvd_magnitude(mean) : largest;
     }
-    largest = hvd_put(job->bucket, s, task->start, task->length, result, 0, largest);
-    task->counts[0] = largest >= HVD_INFINITE;
+    return largest;
+}
+
+static void decode_piece(void *context, int64_t number) {
+    const struct job *job = context;
+    hvd_task *task = job->bucket->tasks + number;
+    const hvd_segment *s = job->bucket->segments + task->segment;
+    task->counts[0] = (s->narrow ? put_means_rounded : put_means)(job, s, task) >= HVD_INFINITE;
 }
 
 int32_t HVD_NAME(random_decode)(hvd_bucket *bucket, void *mean, uint16_t *places, int64_t *ends, int32_t half) {
