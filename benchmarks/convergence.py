@@ -578,7 +578,8 @@ def _time(seconds: float | None, times: float | None) -> str:
 
 
 def savings_of(tables: Sequence[Table]) -> str:
-    """The best method's seconds to the target on each link, beside those of uncompressed training, in Markdown."""
+    """The best method's seconds to the target on each link, beside those of uncompressed training, in Markdown; without
+    workloads whose steps were not timed."""
     lines = [f"| | {' | '.join(LINKS.values())} |", f"|---|{'--:|' * len(LINKS)}"]
     for table in tables:
         cells = []
@@ -590,6 +591,8 @@ def savings_of(tables: Sequence[Table]) -> str:
             best, row = max(times, key=lambda entry: entry[0])
             beside_none = table.times_as_fast(row, link, ["none"])
             cells.append(f"{row.label} {best:.2f} x" + ("" if beside_none is None else f" ({beside_none:.1f} x)"))
+        if set(cells) == {"-"}:
+            continue
         lines.append(f"| {table.name}, {OPTIMIZERS[table.workload.options['optimizer']]} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

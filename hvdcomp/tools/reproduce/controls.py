@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hvdcomp.tools.reproduce.compared import Compared, Trained, Trainings
-from hvdcomp.tools.reproduce.outcome import CONTROL, Row
+from hvdcomp.tools.reproduce.outcome import Row
 from hvdcomp.tools.reproduce.workloads import spec
 
 
@@ -82,8 +83,8 @@ def beside(compared: Compared, policy: str, label: str, words: str) -> Row:
         words: what the control is.
     """
     share = compared.floats(label) / compared.floats(policy)
-    note = f"{CONTROL}: {words} sends {share:.0%} of {policy}'s floats, and looks at no gradient"
-    return compared.gain(policy, label, "", note=note)
+    note = f"the control: {words} sends {share:.0%} of {policy}'s floats, and looks at no gradient"
+    return replace(compared.gain(policy, label, "", note=note), control=words, share=share)
 
 
 def _with(compared: Compared, policy: str, label: str, words: str, runs: list[Trained]) -> tuple[Compared, Row]:

@@ -16,10 +16,6 @@ VERDICTS = (REVERSED, IN_PART, AS_PUBLISHED, NOT_SHOWN)
 """In the order of the page."""
 
 
-CONTROL = "the control"
-"""The beginning of a control row's note."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """A number of the paper beside hvdcomp's.
@@ -33,6 +29,8 @@ class Row:
         open: there is a claim, which the spread of `ours` leaves open.
         main: the claim is the paper's main conclusion from the table or figure.
         note: how `ours` was found, or why there is none.
+        control: of a policy beside its control, what the control is.
+        share: floats of the control over those of the policy.
     """
 
     what: str
@@ -43,6 +41,8 @@ class Row:
     open: bool = False
     main: bool = False
     note: str = ""
+    control: str = ""
+    share: float | None = None
 
     @property
     def difference(self) -> float | None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 
 from hvdcomp.files import commits_in_words
 from hvdcomp.tools.reproduce.outcome import (
     AS_PUBLISHED,
-    CONTROL,
     IN_PART,
     NOT_SHOWN,
     REVERSED,
@@ -58,7 +56,6 @@ authors' GPUs encoding during the backward pass takes longer than after it. On p
 [shorter](exchange-measured.md#overlap); on one GPU it took longer, as published
 ([encoding.md](encoding.md#where-the-time-goes-on-a-gpu)).
 """
-_CONTROL = re.compile(rf"{CONTROL}: (.*) sends (\d+)% of")
 _MOST_BESIDE = 5
 """Percent by which a control's floats may differ from the policy's."""
 _COMMITS = "The results were made at commit {commits}.\n"
@@ -109,21 +106,18 @@ def rows_as_csv(outcomes: Mapping[str, Outcome]) -> str:
 
 def _beside_controls(outcomes: Mapping[str, Outcome]) -> list[str]:
     """The section of the policies beside their controls, each comparison once."""
-    found: dict[tuple[str, str], tuple[str, int, Row]] = {}
-    for outcome in outcomes.values():
-        for row in outcome.rows:
-            control = _CONTROL.match(row.note)
-            if control is not None and row.half is not None:
-                words, share = control.groups()
-                # The same pair has other names in other figures.
-                found.setdefault((words, with_half(row)), (words, int(share), row))
+    rows = [row for outcome in outcomes.values() for row in outcome.rows if row.control and row.half is not None]
+    # The same pair has other names in other figures.
+    found: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        found.setdefault((row.control, with_half(row)), row)
     if not found:
         return []
-    signs = [_sign(row) for _, share, row in found.values() if abs(share - 100) <= _MOST_BESIDE]
+    signs = [_sign(row) for row in found.values() if abs(_percent(row) - 100) <= _MOST_BESIDE]
     counts = f"better in {signs.count(1)} of {len(signs)} comparisons, and worse in {signs.count(-1)}"
     head = ["| policy - control | the control | its floats | difference |", "|---|---|--:|--:|"]
     lines = [
-        _line(row.what.rpartition(": ")[2], words, f"{share}%", with_half(row)) for words, share, row in found.values()
+        _line(row.what.rpartition(": ")[2], row.control, f"{_percent(row)}%", with_half(row)) for row in found.values()
     ]
     said = (
         f"With as many floats (within {_MOST_BESIDE} %) a policy is {counts}; in the others the interval holds 0. A "
@@ -131,6 +125,12 @@ def _beside_controls(outcomes: Mapping[str, Outcome]) -> list[str]:
     )
     table = ["<!-- made: controls -->", *head, *lines, "<!-- end of controls -->"]
     return ["## Policies beside their controls", "", said, "", *table]
+
+
+def _percent(row: Row) -> int:
+    """Floats of the control in percent of the policy's."""
+    assert row.share is not None
+    return round(100 * row.share)
 
 
 def _sign(row: Row) -> int:

@@ -35,7 +35,7 @@ from hvdcomp.tools.reproduce import (
     write,
 )
 from hvdcomp.tools.reproduce.compared import Compared, Trained, Trainings
-from hvdcomp.tools.reproduce.outcome import AS_PUBLISHED, CONTROL, IN_PART, NOT_SHOWN, REVERSED, VERDICTS
+from hvdcomp.tools.reproduce.outcome import AS_PUBLISHED, IN_PART, NOT_SHOWN, REVERSED, VERDICTS
 from hvdcomp.tools.reproduce.page import number, page, rows_as_csv
 from hvdcomp.tools.reproduce.workloads import Workload
 from hvdcomp.tools.train.options import TrainingOptions
@@ -109,10 +109,9 @@ def test_what_has_a_counterpart_is_found_and_kept(
     numbers = [row.ours for row in found.rows if row.ours is not None]
     assert all(map(math.isfinite, numbers))
     for row in found.rows:
-        if row.note.startswith(CONTROL):
+        if row.share is not None:
             assert row.holds is None, "a control says nothing of the paper"
-            (share,) = re.findall(r"sends (\d+)% of", row.note)
-            assert 80 <= int(share) <= 125, row.note
+            assert 0.8 <= row.share <= 1.25, row.note
     again = read(write(found, tmp_path))
     assert (again.verdict, [row.what for row in again.rows]) == (found.verdict, [row.what for row in found.rows])
     assert list(tmp_path.iterdir()) == [tmp_path / f"{name}.json"], "no training was made"
@@ -250,7 +249,8 @@ def test_controls_send_as_many_floats_as_the_policy(tmp_path: Path) -> None:
     for policy, label in (("p", "low in mid-training like p"), ("more", "fixed rank like more")):
         beside, row = controls.of_levels(t, ranks, policy, "powersgd")
         assert beside.floats(label) == pytest.approx(ranks.floats(policy), rel=0.02)
-        assert row.note.startswith(CONTROL)
+        assert row.control
+        assert row.share == pytest.approx(1, rel=0.02)
     ratios = Compared(IMAGES, {"low": trained(60), "high": trained(12), "p": trained(20)})
     beside, _ = controls.of_levels(t, ratios, "p", "topk")
     assert beside.floats("fixed ratio like p") == pytest.approx(20, rel=0.01)
@@ -358,12 +358,12 @@ def test_the_page_tells_what_decides_and_the_csv_all_rows() -> None:
 
 
 def test_the_page_has_each_control_once() -> None:
-    note = f"{CONTROL}: `topk:ratio=0.1` sends 99% of A's floats, and looks at no gradient"
+    control = {"control": "`topk:ratio=0.1`", "share": 0.99}
     rows = [
-        Row(what="LSTM: A - fixed (%)", ours=2.0, half=1.0, note=note),
-        Row(what="B - fixed (points)", ours=-2.0, half=1.0, note=note),
-        Row(what="C - fixed (points)", ours=2.0, half=3.0, note=note),
-        Row(what="D - fixed (points)", ours=9.0, half=1.0, note=note.replace("99%", "84%")),
+        Row(what="LSTM: A - fixed (%)", ours=2.0, half=1.0, **control),
+        Row(what="B - fixed (points)", ours=-2.0, half=1.0, **control),
+        Row(what="C - fixed (points)", ours=2.0, half=3.0, **control),
+        Row(what="D - fixed (points)", ours=9.0, half=1.0, **{**control, "share": 0.84}),
     ]
     text = page({name: Outcome(name=name, rows=rows) for name in ("gravac-fig7", "gravac-fig8")})
     assert "better in 1 of 3 comparisons, and worse in 1;" in text
