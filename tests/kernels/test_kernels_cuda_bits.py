@@ -47,11 +47,11 @@ LONG: Tensors = {
 }  # fmt: skip
 """Longer than a block of 2**16 too."""
 
-QUICK = ("fp16", "signsgd", "qsgd:bits=4", "int8", "fp8:rounding=stochastic")
+QUICK = ("fp16", "signsgd", "fp8:rounding=stochastic")
 EXACT = (
     *QUICK, "randomk:ratio=0.1", "natural", "globalqsgd", "topkc:ratio=0.3,chunk=100",
     "none", "bf16", "terngrad", "topk:ratio=0.01", "topk:ratio=0.3",
-    "topk:ratio=0.3,values=fp16",
+    "topk:ratio=0.3,values=fp16", "qsgd:bits=4", "int8",
     "randomk:ratio=0.1,unbiased=True,values=fp16",
     "signsgd:zeros=elements", "qsgd:bits=1,bucket=100", "qsgd:bits=7", "qsgd:bits=8,bucket=5000", "terngrad:clip=0",
     "globalqsgd:bits=5", "int8:rounding=stochastic,block=5000", "int4", "int4:block=7", "int4:rounding=stochastic",

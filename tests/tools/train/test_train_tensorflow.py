@@ -86,6 +86,7 @@ def _repeated(tensors: int) -> int:
 
 
 @pytest.mark.alone
+@pytest.mark.thorough
 def test_two_ranks_compress_and_agree(tmp_path: Path) -> None:
     from tests.tools.train.test_train_run import run_on_two_ranks
 
