@@ -579,7 +579,7 @@ def _time(seconds: float | None, times: float | None) -> str:
 
 def savings_of(tables: Sequence[Table]) -> str:
     """The best method's seconds to the target on each link, beside those of uncompressed training, in Markdown; without
-    workloads whose steps were not timed."""
+    workloads of which no time is known beside those."""
     lines = [f"| | {' | '.join(LINKS.values())} |", f"|---|{'--:|' * len(LINKS)}"]
     for table in tables:
         cells = []

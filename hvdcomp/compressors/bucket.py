@@ -180,15 +180,15 @@ class Bucket:
         method = self.compressors[0]
         return method.has_bucket_form and (self.device is not None or kernels.available() or method.needs_no_kernels)
 
-    def draw_keys(self, purpose: str, shared: bool = False) -> np.ndarray:
-        """Enters the keys of this step's random numbers in the table, and returns them, uint64 (tensors,).
+    def draw_keys(self, shared: bool = False) -> np.ndarray:
+        """Enters the keys of the method's random numbers in this step in the table; returns them, uint64 (tensors,).
 
         Args:
-            purpose: what the numbers are for; the same in every step.
             shared: whether all ranks draw the same numbers.
         """
         if self._keys is None:
-            self._keys = tensor_keys([tensor.name for tensor in self.tensors], self.context.seed, purpose)
+            names = [tensor.name for tensor in self.tensors]
+            self._keys = tensor_keys(names, self.context.seed, self.compressors[0].name)
         keys = step_keys(self._keys, self.context.step, None if shared else self.context.rank)
         self.segments["key"] = keys
         return keys

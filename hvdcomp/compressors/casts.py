@@ -75,7 +75,7 @@ class _Cast(Gathering):
         layout: _BitPatterns = bucket.layout
         nearest = self.rounding == "nearest"
         if not nearest:
-            bucket.draw_keys(self.name)
+            bucket.draw_keys()
         bucket.found_inf = bucket.call(kernel, layout.patterns, nearest)
 
 

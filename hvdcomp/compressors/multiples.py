@@ -119,5 +119,5 @@ def encode_multiples_of_bucket(bucket: Bucket, kernel: str, *arguments: float) -
         kernel: the kernel's name.
         arguments: the kernel's arguments between the bucket and the payload.
     """
-    bucket.draw_keys(bucket.compressors[0].name)
+    bucket.draw_keys()
     bucket.found_inf = bucket.call(kernel, *arguments, bucket.layout.payload.vector)

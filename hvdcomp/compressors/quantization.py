@@ -248,7 +248,7 @@ class GlobalQSGD(Compressor):
         if bucket.layout is None:
             bucket.layout = _GlobalLayout(bucket)
         layout, ranks = bucket.layout, bucket.context.world_size
-        bucket.draw_keys(self.name)
+        bucket.draw_keys()
         bucket.found_inf = bucket.call("globalqsgd_measure", layout.maxima)
         scales = yield AllReduce(layout.maxima, op="max")
         bucket.call("globalqsgd_encode", scales, ranks, layout.words)

@@ -73,7 +73,7 @@ def aggregate_at_random(bucket: Bucket, values: str, unbiased: bool) -> BucketAg
         bound = LARGEST_HALF / (2 * context.world_size)
     elif half:  # the memory, if any, keeps the excess
         bound = math.inf if unbiased else LARGEST_HALF
-    keys = bucket.draw_keys("randomk", shared=True)
+    keys = bucket.draw_keys(shared=True)
     bucket.segments["place"][:, 2] = rotations(keys, bucket.segments["size"])
     payload, sent = layout.payload, layout.sent
     if bucket.device is None:

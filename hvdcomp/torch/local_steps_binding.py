@@ -61,9 +61,7 @@ class LocalStepsBinding(TorchTraining):
         self._bytes_beside = 0  # of the latest `agree`
         # In an elastic job, new ranks make it while the other ranks train.
         with nullcontext() if may_change() else refused_on_every_rank(communicator, torch.empty(0)):
-            _check(setup, communicator)
-            fixed = None if isinstance(every, str) else every
-            setup.compression.settings.require_all_turns(fixed, f"every={every!r} of LocalSteps")
+            _check(setup, every, communicator)
             parameters = _named(setup, inner.param_groups)
             self._anchors = dict(zip(parameters, anchors, strict=True))
             super().__init__(setup, parameters, communicator, setup.optimizer)
@@ -209,8 +207,9 @@ def _share_sent(compressor: Compressor) -> float:
     return compressor.ratio if isinstance(compressor, WithRatio) else 1.0
 
 
-def _check(setup: Setup, communicator: Ranks) -> None:
+def _check(setup: Setup, every: int | str, communicator: Ranks) -> None:
     settings = setup.compression.settings
+    settings.require_all_turns(None if isinstance(every, str) else every, f"every={every!r} of LocalSteps")
     if isinstance(settings.policy, Policy):
         raise ConfigurationError(
             f"LocalSteps does not go with the policy {settings.policy}, which decides from gradients that are "

@@ -149,7 +149,7 @@ static uint32_t put_means_rounded(const struct job *job, const hvd_segment *s, c
     int64_t end;
     memset(results, 0, (size_t)task->length * sizeof *results);
     for (int64_t i = first_of(job, s, task, &end); i < end; i++) {
-        const float mean = 0 + mean_of(job, i);
+        const float mean = 0 + mean_of(job, i); /* -0 becomes 0, as in float results */
         const uint16_t result = type == HVD_HALF ? hvd_to_half(mean) : hvd_to_bfloat16(mean);
         const uint16_t magnitude = result & 0x7fffu;
         results[job->places[i]] = result;
