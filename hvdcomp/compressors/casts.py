@@ -230,7 +230,7 @@ class _BitPatterns:
 
     def __init__(self, bucket: Bucket) -> None:
         places, count = bucket.places(2 * bucket.segments["size"])
-        bucket.segments["place"][:, 0] = places[0] // 2
+        bucket.segments["values"] = places[0] // 2
         self.payload = bucket.payload(count)
         room = self.payload.with_room
         self.patterns = bucket.xp.from_bytes(room, like=bucket.zeros(room.shape[0] // 2, "int16"))
@@ -248,7 +248,7 @@ def _wire(bucket: Bucket, dtype: str) -> Payload:
     """The bucket's layout: a payload of one number for each element."""
     if bucket.layout is None:
         sizes = bucket.segments["size"]
-        bucket.segments["place"][:, 0] = np.cumsum(sizes) - sizes
+        bucket.segments["values"] = np.cumsum(sizes) - sizes
         bucket.layout = bucket.payload(int(sizes.sum()), dtype)
     wire: Payload = bucket.layout
     return wire

@@ -32,8 +32,8 @@ class LowRankBucket:
         ends = np.cumsum(np.array(shapes) * np.array(ranks)[:, None], axis=0)
         segments = bucket.segments
         segments["count"] = ranks
-        segments["place"][1:, :2] = ends[:-1]
-        segments["place"][:, 2] = [columns for _, columns in shapes]
+        segments["p_factor"][1:], segments["q_factor"][1:] = ends[:-1].T
+        segments["columns"] = [columns for _, columns in shapes]
         self._bucket = bucket
         self._p, self._q = (bucket.payload(int(end), "float32") for end in ends[-1])
         self._unit_p, self._unit_q = (bucket.zeros(int(end), "float32") for end in ends[-1])
@@ -109,9 +109,9 @@ class _SentFactors:
         self._products = [np.zeros(len(segments), FACTORS) for _ in range(2)]
         self._turn = 0  # index of the pair that a step writes
         for product, factors in zip(self._products, self._factors, strict=True):
-            for place, (name, factor) in enumerate(zip("pq", factors, strict=True)):
-                product[name] = factor.ctypes.data + factor.itemsize * segments["place"][:, place]
-            product["rank"], product["columns"] = segments["count"], segments["place"][:, 2]
+            for name, factor in zip("pq", factors, strict=True):
+                product[name] = factor.ctypes.data + factor.itemsize * segments[f"{name}_factor"]
+            product["rank"], product["columns"] = segments["count"], segments["columns"]
 
     def write(self, bucket: Bucket, p: np.ndarray, q: np.ndarray) -> None:
         """Records in the bucket's table that P Q' is what was sent of x."""

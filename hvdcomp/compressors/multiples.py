@@ -106,8 +106,7 @@ class MultiplesLayout:
         of_scales = 4 * -(-sizes // self.length)
         of_codes = packed_bytes(np.array(bits), sizes)
         segments["count"] = bits
-        places, count = bucket.places(of_scales, of_codes)
-        segments["place"][:, :2] = places[::-1].T
+        (segments["scales"], segments["codes"]), count = bucket.places(of_scales, of_codes)
         self.payload = bucket.payload(count)
 
 

@@ -171,7 +171,7 @@ class Natural(Gathering):
     def lay_out(self, bucket: Bucket) -> _NaturalLayout:
         sizes = bucket.segments["size"]
         places, count = bucket.places(sizes, packed_bytes(1, sizes))
-        bucket.segments["place"][:, :2] = places.T
+        bucket.segments["exponents"], bucket.segments["signs"] = places
         return _NaturalLayout(bucket.payload(count))
 
     def encode_bucket(self, bucket: Bucket) -> None:
@@ -297,6 +297,6 @@ class _GlobalLayout:
         segments = bucket.segments
         segments["count"] = [compressor.bits for compressor in bucket.compressors]
         words = -(-segments["size"] // (32 // segments["count"]))
-        segments["place"][:, 0] = np.cumsum(words) - words
+        segments["codes"] = np.cumsum(words) - words
         self.maxima = bucket.zeros(len(words), "float32")
         self.words = bucket.zeros(int(words.sum()), "int32")

@@ -196,7 +196,7 @@ class _OwnChunk:
         self.elements = self._copies.elements
         sizes = self._copies.bucket.segments["size"]
         places = np.cumsum(sizes) - sizes
-        self._copies.bucket.segments["place"][:, 0] = places
+        self._copies.bucket.segments["values"] = places
         self._offsets = 4 * places.astype(np.uint64)
         if whole.device is None:
             self._x, self._mean = whole.zeros(self.elements, "float32"), whole.zeros(self.elements, "float32")

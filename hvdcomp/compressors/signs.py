@@ -250,7 +250,7 @@ class _BitsLayout:
     def __init__(self, bucket: Bucket, bytes_of_values: int) -> None:
         sizes = bucket.segments["size"]
         places, count = bucket.places(np.full_like(sizes, bytes_of_values), packed_bytes(1, sizes))
-        bucket.segments["place"][:, :2] = places[::-1].T
+        bucket.segments["scales"], bucket.segments["signs"] = places
         self.payload = bucket.payload(count)
 
 
@@ -270,9 +270,9 @@ class _VotesLayout:
         bytes_of = packed_bytes(1, np.stack([sizes, rows]))
         ends = np.cumsum(bytes_of, axis=1)
         bucket.segments["count"] = sizes // rows
-        bucket.segments["place"][:, 0] = ends[0] - bytes_of[0]
-        bucket.segments["place"][:, 1] = ends[0][-1] + ends[1] - bytes_of[1]
-        bucket.segments["place"][:, 2] = np.cumsum(rows) - rows
+        bucket.segments["signs"] = ends[0] - bytes_of[0]
+        bucket.segments["row_votes"] = ends[0][-1] + ends[1] - bytes_of[1]
+        bucket.segments["votes"] = np.cumsum(rows) - rows
         self.payload = bucket.payload(int(bytes_of.sum()))
         self.votes = bucket.zeros(int(rows.sum()))
 

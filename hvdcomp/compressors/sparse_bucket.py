@@ -56,7 +56,7 @@ class SparsePlaces:
     """The offsets of each tensor's values and indices in a bucket's payload.
 
     Args:
-        bucket: the bucket; sets `count` and `place` of its table.
+        bucket: the bucket; sets `count` and the places of the parts in its table.
         values: "same" or "fp16", as in `sparse_payload`.
 
     Attributes:
@@ -72,22 +72,22 @@ class SparsePlaces:
             for compressor, size in zip(bucket.compressors, sizes, strict=True)
         ]
         value_bytes = sparse_payload.value_bytes(values, bucket.dtype)
-        parts = []  # (bytes of an element, bytes of the part, kind of part, tensor)
+        parts = []  # (bytes of an element, bytes of the part, its kind, tensor)
+        kinds = "values", "block_counts", "indices"
         widths = []
         for number, (size, count) in enumerate(zip(sizes, counts, strict=True)):
             width, blocks = sparse_payload.index_bytes(count, size), sparse_payload.counted_blocks(count, size)
             widths.append(width)
-            parts.append((value_bytes, value_bytes * count, 0, number))
-            parts.append((4, 4 * blocks, 1, number))
-            parts.append((width, width * count, 2, number))
-        parts.sort(key=lambda part: (-part[0], part[2]))
-        places = bucket.segments["place"]
+            parts.append((value_bytes, value_bytes * count, "values", number))
+            parts.append((4, 4 * blocks, "block_counts", number))
+            parts.append((width, width * count, "indices", number))
+        parts.sort(key=lambda part: (-part[0], kinds.index(part[2])))
+        segments = bucket.segments
         end = 0
-        for _, length, part, number in parts:
-            places[number, part] = end if length else -1
+        for _, length, kind, number in parts:
+            segments[kind][number] = end if length else -1
             end += length
-        places[:, 3] = widths
-        bucket.segments["count"] = counts
+        segments["count"], segments["index_bytes"] = counts, widths
         self.payload = bucket.payload(end)
 
 

@@ -26,12 +26,11 @@ class _Layout:
         values = np.full_like(counts, 16) if encoding == 0 else counts * (2 if encoding == 1 else 4)
         codes = packed_bytes(np.minimum(bits, 8), counts) + packed_bytes(np.maximum(bits - 8, 0), counts)
         codes += packed_bytes(2, counts) if encoding == 0 else 0
-        places = bucket.segments["place"]
-        bucket.segments["count"] = counts
-        places[:, 0] = np.cumsum(values) - values
-        places[:, 1] = values.sum() + np.cumsum(codes) - codes
-        places[:, 2] = [compressor.k for compressor in bucket.compressors]
-        places[:, 3] = np.cumsum(counts) - counts
+        segments = bucket.segments
+        segments["count"], segments["found"] = counts, np.cumsum(counts) - counts
+        segments["sent_of_chunk"] = [compressor.k for compressor in bucket.compressors]
+        segments["values"] = np.cumsum(values) - values
+        segments["indices"] = values.sum() + np.cumsum(codes) - codes
         self.payload = bucket.payload(int(values.sum() + codes.sum()))
         self.scratch = [bucket.zeros(int(counts.sum()), dtype) for dtype in ("float32", "int16")]
         self.passed: tuple[int, ...] = chunk, encoding

@@ -16,7 +16,7 @@ class _Layout:
     """The offsets of each tensor's values, and storage for the places drawn.
 
     Args:
-        bucket: the bucket; sets `count` and `place` of its table.
+        bucket: the bucket; sets `count`, `values` and `ends` in its table.
         half: whether the payload is in half precision.
 
     Attributes:
@@ -33,9 +33,9 @@ class _Layout:
             elements_kept(compressor.ratio, size) for compressor, size in zip(bucket.compressors, sizes, strict=True)
         ]
         segments["count"] = counts
-        segments["place"][:, 0] = np.cumsum(counts) - counts
+        segments["values"] = np.cumsum(counts) - counts
         tasks = np.bincount(bucket.table.tasks["segment"], minlength=len(segments))
-        segments["place"][:, 1] = np.cumsum(tasks) - tasks
+        segments["ends"] = np.cumsum(tasks) - tasks
         total = sum(counts)
         self.payload = bucket.payload(total, "float16" if half else "float32")
         self.sent = bucket.zeros(total, "float32")
@@ -74,7 +74,7 @@ def aggregate_at_random(bucket: Bucket, values: str, unbiased: bool) -> BucketAg
     elif half:  # the memory, if any, keeps the excess
         bound = math.inf if unbiased else LARGEST_HALF
     keys = bucket.draw_keys(shared=True)
-    bucket.segments["place"][:, 2] = rotations(keys, bucket.segments["size"])
+    bucket.segments["shift"] = rotations(keys, bucket.segments["size"])
     payload, sent = layout.payload, layout.sent
     if bucket.device is None:
         scratch = layout.drawn, layout.places, layout.ends

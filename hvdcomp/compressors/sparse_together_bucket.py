@@ -40,15 +40,21 @@ class Blocks:
         self._chosen = bucket.zeros(int(counts.sum()), "int64")
         self._scratch = counts  # on a device
         self.passed: tuple[int, ...] = ()
-        columns = lengths * numbers
-        places = starts * numbers, np.cumsum(columns) - columns if method.of_matrices else 4 * starts, lengths, lengths
+        segments = bucket.segments
+        segments["length"] = lengths
         if bucket.device is None:
             self._scratch = np.zeros(int(ends[-1]) if numbers > 1 else 0, np.float32)
             self._tasks = Tasks([(count, max(1, _PIECE // length)) for count, length in shapes])
             self.passed = self._tasks.passed
-            places = starts, np.cumsum(counts) - counts, np.cumsum(counts * lengths) - counts * lengths, lengths
-        bucket.segments["place"] = np.stack(places, axis=1)
-        bucket.segments["count"] = counts if bucket.device is None else numbers
+            segments["count"], segments["blocks"] = counts, starts
+            segments["chosen"] = np.cumsum(counts) - counts
+            segments["taken"] = np.cumsum(counts * lengths) - counts * lengths
+        elif method.of_matrices:
+            columns = lengths * numbers
+            segments["count"], segments["p_factor"], segments["columns"] = numbers, starts * numbers, lengths
+            segments["q_factor"] = np.cumsum(columns) - columns
+        else:
+            segments["count"], segments["scales"] = numbers, 4 * starts
 
     def exchange(self, bucket: Bucket) -> BucketAggregation:
         """The rest of a step, once `judged` is filled."""

@@ -202,7 +202,7 @@ class _Layout:
         self._elements = ranks * length
         self._whole = bucket.zeros(self._elements, "float32") if bucket.device is None else None
         self.result = bucket.zeros(length, "float32")
-        bucket.segments["place"][:, 0] = starts
+        bucket.segments["values"] = starts
         self.shard = _Shard(bucket, pieces or [(0, TensorInfo(f"@{own}", STAND_IN))], length)
         keeps = bucket.compressors[0].keeps_state
         self.states = _States(bucket, self.shard.bucket, dealt, own) if keeps else None

@@ -99,7 +99,7 @@ def _dense_encode(table: Table, wire: np.ndarray) -> bool:
 
 
 def _dense_decode(table: Table, mean: np.ndarray) -> bool:
-    for result, start in zip(table.vectors("result"), table.segments["place"][:, 0].tolist(), strict=True):
+    for result, start in zip(table.vectors("result"), table.segments["values"].tolist(), strict=True):
         result[:] = mean[start : start + result.size]
     return not _is_finite(mean)
 

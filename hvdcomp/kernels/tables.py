@@ -14,12 +14,31 @@ import numpy as np
 FACTORS = np.dtype([("p", "u8"), ("q", "u8"), ("rank", "i8"), ("columns", "i8")], align=True)
 """A matrix P Q', by the addresses of its factors, stored column by column."""
 
-SEGMENT = np.dtype(
+_UNIONS = (
+    ("values", "codes", "signs", "p_factor", "blocks"),
+    ("indices", "scales", "exponents", "row_votes", "q_factor", "ends", "chosen"),
+    ("block_counts", "sent_of_chunk", "columns", "shift", "votes", "taken"),
+    ("index_bytes", "found", "length"),
+)
+"""Fields in one place: each method uses one of them."""
+
+
+def _with_unions(dtype: np.dtype) -> np.dtype:
+    """A type whose fields that are the first of a union have the others beside them."""
+    fields = dict(dtype.fields or {})
+    fields |= {name: fields[names[0]] for names in _UNIONS for name in names}
+    formats, offsets = zip(*(field[:2] for field in fields.values()), strict=True)
+    return np.dtype(
+        {"names": list(fields), "formats": formats, "offsets": offsets, "itemsize": dtype.itemsize}, align=True
+    )
+
+
+_SEGMENT = np.dtype(
     [
         ("size", "i8"),
         *((name, "u8") for name in ("gradient", "result", "source", "kept", "x", "velocity", "next_velocity")),
         ("count", "i8"),
-        ("place", "i8", 4),
+        *((names[0], "i8") for names in _UNIONS),
         ("key", "u8"),
         *((name, "f4") for name in ("above", "below", "sent_above", "sent_below")),
         ("rule", "i4"),
@@ -35,6 +54,7 @@ SEGMENT = np.dtype(
     ],
     align=True,
 )
+SEGMENT = _with_unions(_SEGMENT)
 """A tensor of a bucket. Addresses are numbers; 0 is null."""
 
 TASK = np.dtype(

@@ -124,8 +124,11 @@ WITHIN = {
 """Kernels whose arrays are of one tensor, or have a few numbers for each piece or tensor. Elements of a tensor are no
 more than 32 bits can count (`MOST_ELEMENTS`)."""
 
-COLUMNS = {"votes": (0, 1, 2), "sparse": (0, 1, 2), "chunks": (0, 1, 3)}
-"""By the first word of a call, the columns of places; 0 and 1 of others."""
+PLACES = {
+    "votes": ("signs", "row_votes", "votes"), "sparse": ("values", "indices", "block_counts"),
+    "chunks": ("values", "indices", "found"),
+}  # fmt: skip
+"""By the first word of a call, the fields that are places; those of others lie where `values` and `indices` do."""
 
 
 def far_from_its_begin(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
@@ -160,12 +163,13 @@ def test_places_further_than_32_bits_can_count(spec: str, monkeypatch: pytest.Mo
     seen = set()
 
     def far_call(self: Any, name: str, *arguments: Any, **options: Any) -> Any:
-        places = self.segments["place"]
-        columns = COLUMNS.get(name.partition("_")[0], (0, 1))
-        before = places[:, columns].copy()
-        places[:, columns] += np.where(before >= 0, FAR, 0)
+        fields = PLACES.get(name.partition("_")[0], ("values", "indices"))
+        before = {field: self.segments[field].copy() for field in fields}
+        for field in fields:
+            self.segments[field] += np.where(before[field] >= 0, FAR, 0)
         found = call(self, name, *arguments, **options)
-        places[:, columns] = before
+        for field in fields:
+            self.segments[field] = before[field]
         return found
 
     def far_launch(self: Any, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
@@ -214,7 +218,7 @@ def last_piece_of(spec: str, size: int, memory: Memory | None = None) -> Bucket:
     bucket = Bucket([TensorInfo("long", (size,))], [parse_compressor(spec)], memory or NoMemory(), torch.device("cpu"))
     bucket.table.tasks = bucket.table.tasks[-1:].copy()
     bucket.kernels._pieces = bucket.kernels._pieces[-1:]
-    bucket.kernels._rows._columns[[table.COLUMNS.index(name) for name in ("first_task", "tasks")]] = [[0], [1]]
+    bucket.kernels._rows._columns[[table.FIELDS.index(name) for name in ("first_task", "tasks")]] = [[0], [1]]
     bucket.begin(Context("", 0, 0, 0, 1))
     return bucket
 
@@ -238,7 +242,7 @@ def test_a_run_that_ends_behind_the_largest_tensor(long: Any) -> None:
     bucket = last_piece_of("int8", size)
     x, payload = long(size, np.float32), long(size + 4 * (size // length + 1), np.uint8)
     x[-1] = -3.0
-    bucket.segments["gradient"], bucket.segments["count"], bucket.segments["place"][:, 1] = x.data_ptr(), 8, size
+    bucket.segments["gradient"], bucket.segments["count"], bucket.segments["scales"] = x.data_ptr(), 8, size
     bucket.kernels.static(f"runs of {length}", lambda: np.array([[0, size // length, 1]]))
     bucket.call("blocks_encode", length, 0, True, payload)
     assert payload[size:].view(torch.float32)[-1] == 3.0
@@ -257,8 +261,8 @@ def test_values_numbered_beyond_the_half_of_32_bits(long: Any) -> None:
     values[-3:] = torch.tensor([5.0, 6.0, 7.0])
     indices[-3:] = torch.tensor([2**16 - 3, 2**16 - 2, 2**16 - 1]).to(torch.int16)
     bucket.segments["result"], bucket.segments["count"] = result.data_ptr(), count
-    places = (0, *(one.data_ptr() - values.data_ptr() for one in (counts, indices)), 2)
-    bucket.segments["place"] = [places]
+    bucket.segments["block_counts"] = counts.data_ptr() - values.data_ptr()
+    bucket.segments["indices"], bucket.segments["index_bytes"] = indices.data_ptr() - values.data_ptr(), 2
     bucket.call("sparse_decode", values, 1, 0, False)
     assert result[-4:].tolist() == [0, 5, 6, 7]
 

@@ -38,8 +38,8 @@ class Matrices:
         self.bucket = Bucket(tensors, [PowerSGD(rank)] * len(shapes), NoMemory(), torch.device("cpu"))
         segments = self.bucket.segments
         segments["count"] = self.ranks
-        segments["place"][1:, :2] = ends[:-1]
-        segments["place"][:, 2] = [columns for _, columns in shapes]
+        segments["p_factor"][1:], segments["q_factor"][1:] = ends[:-1].T
+        segments["columns"] = [columns for _, columns in shapes]
         segments["gradient"] = [one.data_ptr() for one in self.matrices]
         self.lengths = list(zip(*shapes, strict=True))
 
@@ -176,7 +176,8 @@ def test_a_warm_start_keeps_what_a_new_column_cannot_give(length: int) -> None:
     other = np.ones((3, 3), np.float32)
     matrices = Matrices([np.ones((5, length)), np.ones((3, 3))], 5)
     matrices.ranks[0] = 5
-    matrices.bucket.segments["count"][0], matrices.bucket.segments["place"][1, :2] = 5, (25, 5 * length)
+    first, second = matrices.bucket.segments
+    first["count"], second["p_factor"], second["q_factor"] = 5, 25, 5 * length
     given = [
         torch.from_numpy(np.concatenate([a.T.reshape(-1), b.reshape(-1)])) for a, b in ((new, other), (old, other))
     ]

@@ -45,7 +45,7 @@ def filled(memory: Memory, seed: int, *, holds: bool, sourced: bool, factor: flo
     for name, vectors in arrays.items():
         bucket.segments[name] = [vector.ctypes.data for vector in vectors]
     ends = np.cumsum(SIZES)
-    bucket.segments["place"][:, 0] = ends - SIZES
+    bucket.segments["values"] = ends - SIZES
     bucket.segments["rule"] = [NOTHING, EVERYTHING, NOTHING, EVERYTHING]
     bucket.segments["sent_rule"] = [EVERYTHING, NOTHING, NOTHING, NOTHING]
     bucket.table.bucket.share = 0.3

@@ -157,7 +157,7 @@ def test_one_factor_a_step(shapes: list[tuple[int, ...]], rank: int, seed: int, 
 def test_columns_that_say_nothing_become_zero(length: int) -> None:
     start = degenerate_columns(length)
     bucket = Bucket([TensorInfo("w", (1000, length))], [PowerSGD(9)], NoMemory())
-    bucket.segments["count"], bucket.segments["place"][:, :3] = 9, (0, 0, length)
+    bucket.segments["count"], bucket.segments["columns"] = 9, length
     matrix, unit = np.zeros((1000, length), np.float32), np.empty((9, length), np.float32)
     p = np.empty(9000, np.float32)
     bucket.segments["gradient"] = matrix.ctypes.data
@@ -180,7 +180,7 @@ def test_a_warm_start_keeps_what_a_new_column_cannot_give(length: int) -> None:
     new[:, 1], new[:, 2], new[:, 3] = 0, new[:, 2] * np.float32(1e38), new[:, 3] * np.float32(1e-36)
     new[1, 4] = np.nan
     bucket = Bucket([TensorInfo("w", (7, length))], [PowerSGD(5)], NoMemory())
-    bucket.segments["count"], bucket.segments["place"][:, :3] = 5, (0, 0, length)
+    bucket.segments["count"], bucket.segments["columns"] = 5, length
     found = np.empty((5, length), np.float32)
     bucket.call("lowrank_keep", np.ascontiguousarray(new.T), np.ascontiguousarray(old.T), found, 0)
     with np.errstate(over="ignore"):
@@ -229,7 +229,7 @@ def test_a_result_that_is_not_finite_is_found(columns_of_one: int) -> None:
     """Another rank may send what makes it so: one factor of one column, at each end."""
     for place in (0, columns_of_one - 1):
         bucket = Bucket([TensorInfo("w", (3, columns_of_one))], [PowerSGD(1)], NoMemory())
-        bucket.segments["count"], bucket.segments["place"][:, :3] = 1, (0, 0, columns_of_one)
+        bucket.segments["count"], bucket.segments["columns"] = 1, columns_of_one
         result, p, q = np.zeros((3, columns_of_one), np.float32), np.ones(3, np.float32), np.ones(columns_of_one, "f4")
         bucket.segments["result"] = result.ctypes.data
         rows = Tasks([(3, 2)])

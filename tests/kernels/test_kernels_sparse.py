@@ -69,7 +69,9 @@ class Rank:
         payload = self.bucket.layout.places.payload.vector
         segment = self.bucket.segments[place]
         size, count = int(segment["size"]), int(segment["count"])
-        values_at, counts_at, indices_at, width = segment["place"].tolist()
+        values_at, counts_at, indices_at, width = (
+            int(segment[name]) for name in ("values", "block_counts", "indices", "index_bytes")
+        )
 
         def part(start: int, count: int, dtype: str) -> np.ndarray:
             return payload[start : start + count * np.dtype(dtype).itemsize].view(dtype)

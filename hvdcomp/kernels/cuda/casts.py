@@ -1,4 +1,4 @@
-"""Half precision and bfloat16. The 16-bit numbers of each tensor begin at place 0 (numbers) of the payload."""
+"""Half precision and bfloat16. The 16-bit numbers of each tensor begin at `values` (numbers) of the payload."""
 
 from hvdcomp.kernels.cuda.language import tl, triton
 from hvdcomp.kernels.cuda.x import (
@@ -6,9 +6,9 @@ from hvdcomp.kernels.cuda.x import (
     HALF,
     INFINITE,
     KEY,
-    PLACE0,
     RESULT,
     SOURCED,
+    VALUES,
     X,
     entry,
     floats,
@@ -64,7 +64,7 @@ def cast_encode(
             bits = _to_wire_at_random(x, i, entry(table, segments, segment, KEY), TYPE)
         sent = from_bits(bits, TYPE)
         largest = tl.maximum(largest, tl.maximum(magnitude(x), magnitude(sent)))
-        place = entry(table, segments, segment, PLACE0)
+        place = entry(table, segments, segment, VALUES)
         tl.store(pointer(wire, tl.uint16) + place + i, bits.to(tl.uint16), mask=inside)
         if KEEPS:
             kept = floats(table, segments, segment, X) + i
@@ -85,7 +85,7 @@ def cast_decode(
     for block in range(start, end, BLOCK):
         i = block + tl.arange(0, BLOCK)
         inside = i < end
-        place = entry(table, segments, segment, PLACE0)
+        place = entry(table, segments, segment, VALUES)
         total = no_sum(BLOCK)
         for rank in range(0, ranks):
             numbers = pointer(payload_of(payloads, rank, row), tl.uint16)

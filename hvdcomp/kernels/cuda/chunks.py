@@ -1,8 +1,8 @@
 """Encoding of the largest elements of each chunk of neighbours, and decoding of their mean over ranks.
 
-A full chunk sends `place2` elements, a tensor `count`. `src/isa_sparse_chunked.c` describes the payload. Before they
-are packed, the values and places of a tensor begin at `place3` of arrays for all tensors. A program works on a chunk,
-on a tensor's means, or on a group of codes that are packed together.
+A full chunk sends `sent_of_chunk` elements, a tensor `count`. `src/isa_sparse_chunked.c` describes the payload. Before
+they are packed, the values and places of a tensor begin at `found` of arrays for all tensors. A program works on a
+chunk, on a tensor's means, or on a group of codes that are packed together.
 """
 
 import numpy as np
@@ -12,13 +12,13 @@ from hvdcomp.kernels.cuda.language import tl, triton
 from hvdcomp.kernels.cuda.sparse_select import MOST_BITS, bits_of
 from hvdcomp.kernels.cuda.x import (
     COUNT,
+    FOUND,
     HALF,
+    INDICES,
     NEXT_VELOCITY,
-    PLACE0,
-    PLACE1,
-    PLACE2,
-    PLACE3,
     RESULT,
+    SENT_OF_CHUNK,
+    VALUES,
     X,
     entry,
     floats,
@@ -43,7 +43,7 @@ def _chunk(table, segments, chunks, chunk):
     chunk_entry = pointer(chunks, tl.int64) + 2 * tl.program_id(0)
     segment = tl.load(chunk_entry)
     number = tl.load(chunk_entry + 1)
-    k = entry(table, segments, segment, PLACE2)
+    k = entry(table, segments, segment, SENT_OF_CHUNK)
     start = number * chunk
     end = tl.minimum(start + chunk, size_of(table, segments, segment))
     count = (k * (end - start) + chunk - 1) // chunk
@@ -80,7 +80,7 @@ def chunks_choose(
         above = tl.where(total < count, total, above)
         high = tl.where(total < count, middle, high)
         low = tl.where(total < count, low, middle)
-    at = entry(table, segments, segment, PLACE3) + first
+    at = entry(table, segments, segment, FOUND) + first
     equal = tl.zeros((), tl.int32)
     for block in range(start, end, BLOCK):
         i = block + tl.arange(0, BLOCK)
@@ -101,7 +101,7 @@ def chunks_means(table, segments, values, bins, payload, BLOCK: tl.constexpr):
     """Four means of a tensor's values, and the number of the mean that replaces each value."""
     segment = tl.program_id(0)
     count = entry(table, segments, segment, COUNT).to(tl.int32)
-    at = entry(table, segments, segment, PLACE3)
+    at = entry(table, segments, segment, FOUND)
     tensor_values = pointer(values, tl.float32) + at
     total = tl.zeros((BLOCK,), tl.float64)
     for block in range(0, count, BLOCK):
@@ -130,7 +130,7 @@ def chunks_means(table, segments, values, bins, payload, BLOCK: tl.constexpr):
         numbers += in_bin.to(tl.float64)
     of_bin = tl.sum(numbers, 1)
     means = tl.where(of_bin > 0, tl.sum(sums, 1) * (1 / tl.where(of_bin > 0, of_bin, 1.0)), 0.0)
-    to = pointer(payload + entry(table, segments, segment, PLACE0), tl.float32)
+    to = pointer(payload + entry(table, segments, segment, VALUES), tl.float32)
     tl.store(to + bin_numbers, means.to(tl.float32))
 
 
@@ -174,11 +174,11 @@ def chunks_pack(
     segment = tl.load(group_entry)
     start = tl.load(group_entry + 1).to(tl.int32)
     count = entry(table, segments, segment, COUNT).to(tl.int32)
-    at = entry(table, segments, segment, PLACE3)
+    at = entry(table, segments, segment, FOUND)
     i = start + tl.arange(0, GROUP)
     valid = i < count
     value = tl.load(pointer(values, tl.float32) + at + i, mask=valid, other=0.0)
-    wire = payload + entry(table, segments, segment, PLACE0)
+    wire = payload + entry(table, segments, segment, VALUES)
     if HOW == FOUR_MEANS:
         bin = tl.load(pointer(bins, tl.uint8) + at + i, mask=valid, other=0).to(tl.int32)
         value = tl.load(pointer(wire, tl.float32) + bin)
@@ -190,7 +190,7 @@ def chunks_pack(
         tl.store(pointer(wire, tl.float32) + i, value, mask=valid)
     if KEEPS:
         place = tl.load(pointer(places, tl.int16) + at + i, mask=valid, other=0).to(tl.int32) & 0xFFFF
-        element = i // entry(table, segments, segment, PLACE2).to(tl.int32) * chunk + place
+        element = i // entry(table, segments, segment, SENT_OF_CHUNK).to(tl.int32) * chunk + place
         kept = floats(table, segments, segment, X) + element
         tl.store(kept, left_of(tl.load(kept, mask=valid, other=0.0), value), mask=valid)
         if MASKING:
@@ -199,7 +199,7 @@ def chunks_pack(
     bits = place_bits(table, segments, segment, chunk)
     codes = places + 2 * at
     shift = tl.zeros((), tl.int32)
-    to = entry(table, segments, segment, PLACE1)
+    to = entry(table, segments, segment, INDICES)
     shift, to = _pack_plane(codes, tl.int16, count, start, shift, to, tl.where(bits >= 8, 8, 0), payload, 8)
     bits = tl.where(bits >= 8, bits - 8, bits)
     shift, to = _pack_plane(codes, tl.int16, count, start, shift, to, bits, payload, 8)
@@ -223,14 +223,14 @@ def chunks_decode(
         i = block + tl.arange(0, BLOCK)
         tl.store(result + i, tl.zeros((BLOCK,), tl.float32), mask=i < end)
     bits = place_bits(table, segments, segment, chunk)
-    low = entry(table, segments, segment, PLACE1)
+    low = entry(table, segments, segment, INDICES)
     high = low + _bytes_of_codes(count, tl.minimum(bits, 8))
     bins_at = high + _bytes_of_codes(count, tl.maximum(bits - 8, 0))
     largest = tl.zeros((SENT,), tl.int32)
     for rank in range(0, ranks):
         tl.debug_barrier()  # what other threads of this program wrote is read next
         payload = payload_of(payloads, rank, row)
-        wire = payload + entry(table, segments, segment, PLACE0)
+        wire = payload + entry(table, segments, segment, VALUES)
         for block in range(0, sent_of_chunk, SENT):
             valid = block + tl.arange(0, SENT) < sent_of_chunk
             i = first + block + tl.arange(0, SENT)
@@ -289,7 +289,7 @@ def _encode(on, chunk, how, masks, values, places, payload):
 
 def _decode(on, chunk, how, first, ranks, row):
     chunks = _chunks(on, chunk)
-    sent = min(on.block, triton.next_power_of_2(int(on.segments["place"][:, 2].max())))
+    sent = min(on.block, triton.next_power_of_2(int(on.segments["sent_of_chunk"].max())))
     on.launch(
         chunks_decode, chunks.shape[0], on.rows, len(on.segments), on.flag, chunks, first, ranks, row, 1 / ranks, chunk,
         HOW=how, SENT=sent, BLOCK=on.block,

@@ -10,7 +10,6 @@ from hvdcomp.kernels.cuda.x import (
     GRADIENT,
     NARROWED,
     NEXT_VELOCITY,
-    PLACE0,
     RESULT,
     ROUNDED,
     SENT_RULE,
@@ -18,6 +17,7 @@ from hvdcomp.kernels.cuda.x import (
     SOURCED,
     TASKS,
     TOTAL,
+    VALUES,
     VELOCITY,
     X_SENT,
     X,
@@ -44,7 +44,7 @@ def dense_encode(
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     COPIES: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Makes x and, if COPIES, a copy of it in `wire`, where a tensor begins at place 0 (elements)."""
+    """Makes x and, if COPIES, a copy of it in `wire`, where a tensor begins at `values` (elements)."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     largest = tl.zeros((BLOCK,), tl.int32)
     for block in range(start, end, BLOCK):
@@ -53,7 +53,7 @@ def dense_encode(
         x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, FROM)
         largest = tl.maximum(largest, magnitude(x))
         if COPIES:
-            tl.store(pointer(wire, tl.float32) + entry(table, segments, segment, PLACE0) + i, x, mask=inside)
+            tl.store(pointer(wire, tl.float32) + entry(table, segments, segment, VALUES) + i, x, mask=inside)
     report(flag, largest)
 
 
@@ -65,7 +65,7 @@ def dense_decode(table, segments, tasks, flag, mean, PIECE: tl.constexpr, BLOCK:
     for block in range(start, end, BLOCK):
         i = block + tl.arange(0, BLOCK)
         inside = i < end
-        place = entry(table, segments, segment, PLACE0)
+        place = entry(table, segments, segment, VALUES)
         x = tl.load(pointer(mean, tl.float32) + place + i, mask=inside, other=0.0)
         largest = tl.maximum(largest, magnitude(x))
         tl.store(floats(table, segments, segment, RESULT) + i, x, mask=inside)
@@ -78,7 +78,7 @@ def dense_keep(
 ):
     """Sets x to `residuals`, which lie in the order of `dense_encode`, plus the excess of x over a source, if any."""
     segment, start, end = piece(table, segments, tasks, PIECE)
-    place = entry(table, segments, segment, PLACE0)
+    place = entry(table, segments, segment, VALUES)
     for block in range(start, end, BLOCK):
         i = block + tl.arange(0, BLOCK)
         inside = i < end

@@ -30,7 +30,7 @@ from hvdcomp.kernels.cuda import (
 )
 from hvdcomp.kernels.cuda.aside import Aside
 from hvdcomp.kernels.cuda.language import INTERPRETED, tl, triton
-from hvdcomp.kernels.cuda.x import COLUMNS, SOURCED
+from hvdcomp.kernels.cuda.x import FIELDS, SOURCED
 from hvdcomp.kernels.tables import SEGMENT, Table
 
 PIECE = 8192
@@ -60,11 +60,10 @@ def _fields() -> tuple[list[int], list[int]]:
     """The columns that are fields of 64 bits in `SEGMENT`, and the words at which those lie in a record."""
     columns, words = [], []
     fields = dict(SEGMENT.fields or {})
-    for column, name in enumerate(COLUMNS):
-        field, number = ("place", int(name[-1])) if name.startswith("place") else (name, 0)
-        if field in fields and field != "sent_rule":  # which has 32 bits
+    for column, name in enumerate(FIELDS):
+        if name in fields and name != "sent_rule":  # which has 32 bits
             columns.append(column)
-            words.append(fields[field][1] // 8 + number)
+            words.append(fields[name][1] // 8)
     return columns, words
 
 
@@ -75,16 +74,16 @@ class _DeviceTable:
     """The table of a bucket on a device.
 
     Attributes:
-        sent: addresses of the records of what was sent of the kept x and of x, int64 (2, tensors); `x.COLUMNS`.
+        sent: addresses of the records of what was sent of the kept x and of x, int64 (2, tensors); `x.FIELDS`.
         table_on_device: the table, as it was last copied.
     """
 
     def __init__(self, table: Table) -> None:
         tensors = len(table.segments)
         self.sent = np.zeros((2, tensors), np.int64)
-        self._columns = np.zeros((len(COLUMNS), tensors), np.int64)
-        self._columns[COLUMNS.index("first_task")] = np.searchsorted(table.tasks["segment"], np.arange(tensors))
-        self._columns[COLUMNS.index("tasks")] = np.bincount(table.tasks["segment"], minlength=tensors)
+        self._columns = np.zeros((len(FIELDS), tensors), np.int64)
+        self._columns[FIELDS.index("first_task")] = np.searchsorted(table.tasks["segment"], np.arange(tensors))
+        self._columns[FIELDS.index("tasks")] = np.bincount(table.tasks["segment"], minlength=tensors)
         self._copied: tuple[bytes, bytes] | None = None
         self.table_on_device: torch.Tensor
 
@@ -96,8 +95,8 @@ class _DeviceTable:
         self._copied = now
         columns, words = _FIELDS
         self._columns[columns] = segments.view(np.int64).reshape(len(segments), -1).T[words]
-        self._columns[COLUMNS.index("sent_rule")] = segments["sent_rule"]
-        self._columns[[COLUMNS.index("kept_sent"), COLUMNS.index("x_sent")]] = self.sent
+        self._columns[FIELDS.index("sent_rule")] = segments["sent_rule"]
+        self._columns[[FIELDS.index("kept_sent"), FIELDS.index("x_sent")]] = self.sent
         self.table_on_device = brought(self._columns.copy(), device)  # the copy may begin later
 
 

@@ -1,16 +1,16 @@
 """Factors of PowerSGD: kernels that orthonormalize their columns and keep them for the next step.
 
-A tensor's `count` is its rank. P begins at place 0 among all P of the bucket, Q at place 1 among all Q. Place 2 is the
-number of the matrix's columns. Factors lie column by column. Kernels work on tiles, so that no program has a long
-column alone, by Cholesky-QR: the products of all pairs of columns give the orthonormal combinations of the columns. In
-double precision these are closer to orthonormal than the results of modified Gram-Schmidt in single precision, which
-the other implementations of the method use.
+A tensor's `count` is its rank. P begins at `p_factor` among all P of the bucket, Q at `q_factor` among all Q. `columns`
+is the number of the matrix's columns. Factors lie column by column. Kernels work on tiles, so that no program has a
+long column alone, by Cholesky-QR: the products of all pairs of columns give the orthonormal combinations of the
+columns. In double precision these are closer to orthonormal than the results of modified Gram-Schmidt in single
+precision, which the other implementations of the method use.
 """
 
 import numpy as np
 
 from hvdcomp.kernels.cuda.language import tl, triton
-from hvdcomp.kernels.cuda.x import COUNT, INFINITE, PLACE0, PLACE1, PLACE2, entry, magnitude, pointer, size_of
+from hvdcomp.kernels.cuda.x import COLUMNS, COUNT, INFINITE, P_FACTOR, Q_FACTOR, entry, magnitude, pointer, size_of
 
 SMALLEST = tl.constexpr(7.703719777548943e-34)  # 2**-110: a column of a smaller norm is zero
 LARGEST = tl.constexpr(1.298074214633707e33)  # 2**110: a column of a larger norm is not kept
@@ -25,7 +25,7 @@ _TILES_OF_FACTOR = 512, 64  # elements of a column in a tile, at least, and tile
 @triton.jit
 def shape_of(table, segments, segment):
     """Rows, columns and rank."""
-    columns = entry(table, segments, segment, PLACE2).to(tl.int32)
+    columns = entry(table, segments, segment, COLUMNS).to(tl.int32)
     return size_of(table, segments, segment) // columns, columns, entry(table, segments, segment, COUNT).to(tl.int32)
 
 
@@ -36,7 +36,7 @@ def _tile_of_factor(table, segments, tiles, OF_ROWS: tl.constexpr):
     tile = pointer(tiles, tl.int64) + 5 * tl.program_id(0)
     segment = tl.load(tile)
     rows, columns, rank = shape_of(table, segments, segment)
-    begin = entry(table, segments, segment, PLACE0 if OF_ROWS else PLACE1)
+    begin = entry(table, segments, segment, P_FACTOR if OF_ROWS else Q_FACTOR)
     first, end = tl.load(tile + 1).to(tl.int32), tl.load(tile + 2).to(tl.int32)
     return begin, rows if OF_ROWS else columns, rank, first, end, tl.load(tile + 3), tl.load(tile + 4).to(tl.int32)
 
@@ -148,7 +148,7 @@ def rank_of(on):
 
 def shapes_of(on):
     """Rows and columns of the matrices."""
-    columns = on.segments["place"][:, 2]
+    columns = on.segments["columns"]
     return np.stack([on.segments["size"] // columns, columns], axis=1).tolist()
 
 

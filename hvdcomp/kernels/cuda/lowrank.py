@@ -1,4 +1,4 @@
-"""PowerSGD: matrices M = P Q' of each tensor, M with place 2 columns; `factors` describes P and Q.
+"""PowerSGD: matrices M = P Q' of each tensor, M with `columns` columns; `factors` describes P and Q.
 
 A sum over a matrix is a sum over tiles, whose partial sums are added in their order, without atomic additions, so that
 every run gives the same bits.
@@ -9,8 +9,8 @@ import numpy as np
 from hvdcomp.kernels.cuda.factors import keep, orthonormal, rank_of, shape_of, shapes_of
 from hvdcomp.kernels.cuda.language import tl, triton
 from hvdcomp.kernels.cuda.x import (
-    PLACE0,
-    PLACE1,
+    P_FACTOR,
+    Q_FACTOR,
     RESULT,
     X,
     entry,
@@ -53,7 +53,7 @@ def multiply(
     k = tl.arange(0, RANK)
     largest = tl.zeros((COLUMNS if OF_ROWS else ROWS, ACROSS), tl.int32)
     if OF_ROWS:
-        factors = pointer(unit, tl.float32) + entry(table, segments, segment, PLACE0)
+        factors = pointer(unit, tl.float32) + entry(table, segments, segment, P_FACTOR)
         j = column + tl.arange(0, COLUMNS)
         sums = tl.zeros((COLUMNS, ACROSS, RANK), tl.float32)
         for start in range(row, tl.minimum(row + ROWS, rows), ACROSS):
@@ -73,7 +73,7 @@ def multiply(
         number = tl.arange(0, COLUMNS)
         tl.store(out + number[:, None] * RANK + k[None, :], tl.sum(sums, 1))
     else:
-        factors = pointer(unit, tl.float32) + entry(table, segments, segment, PLACE1)
+        factors = pointer(unit, tl.float32) + entry(table, segments, segment, Q_FACTOR)
         i = row + tl.arange(0, ROWS)
         sums = tl.zeros((ROWS, ACROSS, RANK), tl.float32)
         for start in range(column, tl.minimum(column + COLUMNS, columns), ACROSS):
@@ -119,7 +119,7 @@ def add_tiles(
         part = begin + tile.to(tl.int64)[:, None, None] * (WIDE * RANK) + at[None, :, :]
         sums += tl.sum(tl.load(part, mask=(tile < tiles)[:, None, None], other=0.0), 0)
     length = columns if OF_ROWS else rows
-    out = pointer(product, tl.float32) + entry(table, segments, segment, PLACE1 if OF_ROWS else PLACE0)
+    out = pointer(product, tl.float32) + entry(table, segments, segment, Q_FACTOR if OF_ROWS else P_FACTOR)
     inside = (first + number < length)[:, None] & (k < rank)[None, :]
     tl.store(out + k[None, :] * length + first + number[:, None], sums, mask=inside)
     report(flag, tl.max(tl.where(inside, magnitude(sums), 0), 1))
@@ -130,8 +130,8 @@ def lowrank_decode(table, segments, tasks, flag, p, q, KEEPS: tl.constexpr, PIEC
     """Writes P Q' to the results and, if KEEPS, subtracts it from x."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     rows, columns, rank = shape_of(table, segments, segment)
-    p_factor = pointer(p, tl.float32) + entry(table, segments, segment, PLACE0)
-    q_factor = pointer(q, tl.float32) + entry(table, segments, segment, PLACE1)
+    p_factor = pointer(p, tl.float32) + entry(table, segments, segment, P_FACTOR)
+    q_factor = pointer(q, tl.float32) + entry(table, segments, segment, Q_FACTOR)
     largest = tl.zeros((BLOCK,), tl.int32)
     for block in range(start, end, BLOCK):
         i = block + tl.arange(0, BLOCK)

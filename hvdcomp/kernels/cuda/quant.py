@@ -1,7 +1,7 @@
 """Codes that are fractions of a scale: QSGD, whose scales are norms of `length` neighbouring elements each; block
 quantizers, whose scales are the largest magnitudes of `length` elements; and TernGrad, with one scale for a tensor.
 
-Codes of `count` bits of each tensor begin at place 0 of a payload (`codes.py`), and its float scales at place 1.
+Codes of `count` bits of each tensor begin at `codes` of a payload (`codes.py`), and its float scales at `scales`.
 """
 
 import numpy as np
@@ -18,12 +18,12 @@ from hvdcomp.kernels.cuda.codes import (
 )
 from hvdcomp.kernels.cuda.language import tl, triton
 from hvdcomp.kernels.cuda.x import (
+    CODES,
     COUNT,
     FIRST_TASK,
     KEY,
-    PLACE0,
-    PLACE1,
     RESULT,
+    SCALES,
     SOURCED,
     TASKS,
     X,
@@ -58,7 +58,7 @@ def find_scales(
     first = tl.load(task + 1).to(tl.int32)
     count = tl.load(task + 2).to(tl.int32)
     size = size_of(table, segments, segment)
-    scales = pointer(payload + entry(table, segments, segment, PLACE1), tl.float32)
+    scales = pointer(payload + entry(table, segments, segment, SCALES), tl.float32)
     largest_of_all = tl.zeros((TOGETHER,), tl.int32)
     for number in range(0, count, TOGETHER):
         run = number + tl.arange(0, TOGETHER)
@@ -125,7 +125,7 @@ def terngrad_scale(table, segments, payload, squares, maxima, clip, CLIPS: tl.co
         size = size_of(table, segments, segment).to(tl.float64)
         bound = tl.sqrt(total).to(tl.float32) * (tl.load(pointer(clip, tl.float64)) / tl.sqrt(size)).to(tl.float32)
         scale = tl.where(bound < scale, bound, scale)
-    tl.store(pointer(payload + entry(table, segments, segment, PLACE1), tl.float32), scale)
+    tl.store(pointer(payload + entry(table, segments, segment, SCALES), tl.float32), scale)
 
 
 @triton.jit
@@ -140,7 +140,7 @@ def _pack_plane(
     if bits & WIDTH != 0:
         size = size_of(table, segments, segment)
         key = entry(table, segments, segment, KEY)
-        scales = pointer(payload + entry(table, segments, segment, PLACE1), tl.float32)
+        scales = pointer(payload + entry(table, segments, segment, SCALES), tl.float32)
         half, unit = codes_of(bits, MANTISSA)
         kept = floats(table, segments, segment, X)
         bytes_: tl.constexpr = BLOCK * WIDTH // 8
@@ -175,7 +175,7 @@ def codes_encode(
     width of the only plane of all codes; 0 if some have several."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     shift = tl.zeros((), tl.int32)
-    place = entry(table, segments, segment, PLACE0)
+    place = entry(table, segments, segment, CODES)
     if PLANE > 0:
         _pack_plane(
             table, segments, segment, start, end, shift, place, payload, length,
@@ -201,7 +201,7 @@ def codes_encode(
     if KEEPS and PLANE == 0:
         tl.debug_barrier()  # others of this program may still read x
         key = entry(table, segments, segment, KEY)
-        scales = pointer(payload + entry(table, segments, segment, PLACE1), tl.float32)
+        scales = pointer(payload + entry(table, segments, segment, SCALES), tl.float32)
         half, unit = codes_of(entry(table, segments, segment, COUNT), MANTISSA)
         for block in range(start, end, BLOCK):
             i = block + tl.arange(0, BLOCK)
@@ -223,8 +223,8 @@ def codes_decode(
     segment, start, end = piece(table, segments, tasks, PIECE)
     size = size_of(table, segments, segment)
     bits = entry(table, segments, segment, COUNT).to(tl.int32)
-    place = entry(table, segments, segment, PLACE0)
-    scales_at = entry(table, segments, segment, PLACE1)
+    place = entry(table, segments, segment, CODES)
+    scales_at = entry(table, segments, segment, SCALES)
     result = floats(table, segments, segment, RESULT)
     half, unit = codes_of(bits, 0)
     largest = tl.zeros((BLOCK,), tl.int32)
@@ -251,8 +251,8 @@ def plane_decode(
     """`codes_decode` of codes with one plane, of this width: byte by byte, with less to compute."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     size = size_of(table, segments, segment)
-    place = entry(table, segments, segment, PLACE0)
-    scales_at = entry(table, segments, segment, PLACE1)
+    place = entry(table, segments, segment, CODES)
+    scales_at = entry(table, segments, segment, SCALES)
     result = floats(table, segments, segment, RESULT)
     half, unit = codes_of(entry(table, segments, segment, COUNT).to(tl.int32), MANTISSA)
     bytes_: tl.constexpr = BLOCK * PLANE // 8

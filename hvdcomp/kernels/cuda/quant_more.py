@@ -3,13 +3,14 @@
 from hvdcomp.kernels.cuda.codes import bytes_of, field_of, packed_bytes, reciprocal_of
 from hvdcomp.kernels.cuda.language import tl, triton
 from hvdcomp.kernels.cuda.x import (
+    CODES,
     COUNT,
+    EXPONENTS,
     FIRST_TASK,
     INFINITE,
     KEY,
-    PLACE0,
-    PLACE1,
     RESULT,
+    SIGNS,
     SOURCED,
     TASKS,
     X,
@@ -41,13 +42,13 @@ def natural_encode(
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
     PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Makes x; packs its signs at place 1 and its exponents, a byte each, at place 0. An exponent is rounded at random:
-    random bits are added below it, and only the carry stays."""
+    """Makes x; packs its signs at `signs` and its exponents, a byte each, at `exponents`. An exponent is rounded
+    at random: random bits are added below it, and only the carry stays."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     size = size_of(table, segments, segment)
     key = entry(table, segments, segment, KEY)
-    exponents = pointer(payload + entry(table, segments, segment, PLACE0), tl.uint8)
-    signs = pointer(payload + entry(table, segments, segment, PLACE1), tl.uint8)
+    exponents = pointer(payload + entry(table, segments, segment, EXPONENTS), tl.uint8)
+    signs = pointer(payload + entry(table, segments, segment, SIGNS), tl.uint8)
     bytes_: tl.constexpr = BLOCK // 8
     largest = tl.zeros((bytes_,), tl.int32)
     for block in range(start // 8, bytes_of(end, 1), bytes_):
@@ -79,8 +80,8 @@ def natural_decode(
     """The mean of the ranks' powers of two, in rank order."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     size = size_of(table, segments, segment)
-    place = entry(table, segments, segment, PLACE0)
-    signs_at = entry(table, segments, segment, PLACE1)
+    place = entry(table, segments, segment, EXPONENTS)
+    signs_at = entry(table, segments, segment, SIGNS)
     result = floats(table, segments, segment, RESULT)
     bytes_: tl.constexpr = BLOCK // 8
     largest = tl.zeros((bytes_,), tl.int32)
@@ -154,7 +155,7 @@ def global_encode(
     size = size_of(table, segments, segment)
     key = entry(table, segments, segment, KEY)
     bits, fields, words, first, last, levels = _digits(table, segments, segment, start, end, ranks)
-    out = pointer(digits, tl.int32) + entry(table, segments, segment, PLACE0)
+    out = pointer(digits, tl.int32) + entry(table, segments, segment, CODES)
     scale = tl.load(pointer(scales, tl.float32) + segment)
     highest = levels.to(tl.float32)
     factor = reciprocal_of(scale) * highest
@@ -182,7 +183,7 @@ def global_decode(table, segments, tasks, flag, scales, ranks, digits, PIECE: tl
     segment, start, end = piece(table, segments, tasks, PIECE)
     size = size_of(table, segments, segment)
     bits, fields, words, first, last, levels = _digits(table, segments, segment, start, end, ranks)
-    sums = pointer(digits, tl.int32) + entry(table, segments, segment, PLACE0)
+    sums = pointer(digits, tl.int32) + entry(table, segments, segment, CODES)
     largest_sum = (levels * ranks).to(tl.int32)
     of_all = largest_sum.to(tl.float32)
     unit = tl.load(pointer(scales, tl.float32) + segment) * tl.div_rn(of_all * 0 + 1.0, of_all)

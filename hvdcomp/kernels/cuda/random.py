@@ -1,6 +1,6 @@
 """Random-k: the j-th drawn element of a tensor is the one to which a keyed bijection maps j.
 
-The bijection is that of `distinct_indices` in `hvdcomp/compressors/randomness.py`, shifted by place 2. Every kernel
+The bijection is that of `distinct_indices` in `hvdcomp/compressors/randomness.py`, shifted by `shift`. Every kernel
 computes the places of drawn elements again, so nothing is sorted and no places are kept. Values lie in the order of j.
 """
 
@@ -13,9 +13,9 @@ from hvdcomp.kernels.cuda.x import (
     INFINITE,
     KEY,
     NEXT_VELOCITY,
-    PLACE0,
-    PLACE2,
     RESULT,
+    SHIFT,
+    VALUES,
     X,
     entry,
     floats,
@@ -68,7 +68,7 @@ def _drawn(table, segments, chunks, CHUNK: tl.constexpr):
     while tl.max(beyond.to(tl.int32), 0) != 0:
         i = tl.where(beyond, _permuted(i, bits, key), i)
         beyond = valid & (i >= size)
-    i += entry(table, segments, segment, PLACE2).to(tl.uint32)
+    i += entry(table, segments, segment, SHIFT).to(tl.uint32)
     return segment, number, tl.where(i >= size, i - size, i).to(tl.int32), valid
 
 
@@ -86,7 +86,7 @@ def random_take(
     if HALF and UNBIASED and not KEEPS:  # clipped, it would be biased
         found = tl.where(tl.abs(x) > bound, INFINITE, found)
     report(flag, tl.where(valid, found, 0))
-    at = entry(table, segments, segment, PLACE0) + number
+    at = entry(table, segments, segment, VALUES) + number
     if HALF:
         half = tl.where(x > bound, bound, tl.where(x < -bound, -bound, x)).to(tl.float16)
         tl.store(pointer(wire, tl.float16) + at, half, mask=valid)
@@ -109,7 +109,7 @@ def zero_results(table, segments, tasks, flag, PIECE: tl.constexpr, BLOCK: tl.co
 def random_put(table, segments, flag, chunks, mean, HALF: tl.constexpr, CHUNK: tl.constexpr):
     """Writes the means of the drawn elements to the results, which hold zeros."""
     segment, number, i, valid = _drawn(table, segments, chunks, CHUNK)
-    at = entry(table, segments, segment, PLACE0) + number
+    at = entry(table, segments, segment, VALUES) + number
     if HALF:
         value = tl.load(pointer(mean, tl.float16) + at, mask=valid, other=0.0).to(tl.float32)
     else:
@@ -123,7 +123,7 @@ def random_put(table, segments, flag, chunks, mean, HALF: tl.constexpr, CHUNK: t
 def random_keep(table, segments, flag, chunks, sent, MASKING: tl.constexpr, CHUNK: tl.constexpr):
     """Subtracts the sent values from x. MASKING: ends the momentum of these elements."""
     segment, number, i, valid = _drawn(table, segments, chunks, CHUNK)
-    value = tl.load(pointer(sent, tl.float32) + entry(table, segments, segment, PLACE0) + number, mask=valid, other=0.0)
+    value = tl.load(pointer(sent, tl.float32) + entry(table, segments, segment, VALUES) + number, mask=valid, other=0.0)
     x = floats(table, segments, segment, X) + i
     tl.store(x, tl.load(x, mask=valid, other=0.0) - value, mask=valid)
     if MASKING:

@@ -1,17 +1,18 @@
 """Signs that are decoded to one of two values, and signs that vote.
 
-Element i of a tensor is bit i % 8 of byte i / 8. A tensor's bits begin at place 0 of a payload.
+Element i of a tensor is bit i % 8 of byte i / 8. A tensor's bits begin at `signs` of a payload.
 """
 
 from hvdcomp.kernels.cuda.language import tl, triton
 from hvdcomp.kernels.cuda.x import (
     COUNT,
     FIRST_TASK,
-    PLACE0,
-    PLACE1,
-    PLACE2,
     RESULT,
+    ROW_VOTES,
+    SCALES,
+    SIGNS,
     TASKS,
+    VOTES,
     X_SENT,
     X,
     entry,
@@ -62,7 +63,7 @@ def two_values_encode(
         x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, FROM)
         largest = tl.maximum(largest, magnitude(x))
         positive = (x > 0 if STRICTLY else x >= 0) & inside
-        _store_bits(payload, entry(table, segments, segment, PLACE0), block, end, positive, BLOCK)
+        _store_bits(payload, entry(table, segments, segment, SIGNS), block, end, positive, BLOCK)
         part = tl.abs(x) * share
         upper += tl.sum(tl.where(positive, part, 0.0), 0).to(tl.float64)
         lower += tl.sum(tl.where(positive, 0.0, part), 0).to(tl.float64)
@@ -89,7 +90,7 @@ def two_values(table, segments, payload, sums, counts, STRICTLY: tl.constexpr, B
         upper += tl.sum(tl.load(pointer(sums, tl.float64) + 2 * (first + i), mask=inside, other=0.0), 0)
         lower += tl.sum(tl.load(pointer(sums, tl.float64) + 2 * (first + i) + 1, mask=inside, other=0.0), 0)
         above += tl.sum(tl.load(pointer(counts, tl.int32) + first + i, mask=inside, other=0).to(tl.int64), 0)
-    values = pointer(payload + entry(table, segments, segment, PLACE1), tl.float32)
+    values = pointer(payload + entry(table, segments, segment, SCALES), tl.float32)
     sent = floats(table, segments, segment, X_SENT)
     if STRICTLY:
         size = size_of(table, segments, segment)
@@ -113,8 +114,8 @@ def two_values_decode(
 ):  # fmt: skip
     """The mean of the values of the ranks' bits, in rank order."""
     segment, start, end = piece(table, segments, tasks, PIECE)
-    place = entry(table, segments, segment, PLACE0)
-    values_at = entry(table, segments, segment, PLACE1)
+    place = entry(table, segments, segment, SIGNS)
+    values_at = entry(table, segments, segment, SCALES)
     largest = tl.zeros((BLOCK,), tl.int32)
     for block in range(start, end, BLOCK):
         i = block + tl.arange(0, BLOCK)
@@ -132,8 +133,8 @@ def two_values_decode(
     report(flag, largest)
 
 
-# Votes. A tensor is a matrix of `count` columns; place 1 is where the bits of its rows' votes begin in a payload, and
-# place 2 where its rows' votes begin in scratch memory, a byte each.
+# Votes. A tensor is a matrix of `count` columns; the bits of its rows' votes begin at `row_votes` of a payload, and
+# its rows' votes, a byte each, at `votes` of scratch memory.
 
 
 @triton.jit
@@ -145,7 +146,7 @@ def votes_encode(
     """Makes x and packs its signs; writes a byte of 1 for each row with a nonzero element."""
     segment, start, end = piece(table, segments, tasks, PIECE)
     columns = entry(table, segments, segment, COUNT).to(tl.int32)
-    rows = pointer(votes, tl.uint8) + entry(table, segments, segment, PLACE2)
+    rows = pointer(votes, tl.uint8) + entry(table, segments, segment, VOTES)
     largest = tl.zeros((BLOCK,), tl.int32)
     for block in range(start, end, BLOCK):
         i = block + tl.arange(0, BLOCK)
@@ -153,7 +154,7 @@ def votes_encode(
         x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, FROM)
         largest = tl.maximum(largest, magnitude(x))
         positive = (x > 0 if STRICTLY else x >= 0) & inside
-        _store_bits(payload, entry(table, segments, segment, PLACE0), block, end, positive, BLOCK)
+        _store_bits(payload, entry(table, segments, segment, SIGNS), block, end, positive, BLOCK)
         # Several programs may write a row's vote, all the same.
         tl.store(rows + i // columns, tl.full((BLOCK,), 1, tl.uint8), mask=inside & (x != 0))
     report(flag, largest)
@@ -165,9 +166,9 @@ def votes_close(table, segments, tasks, flag, payload, votes, PIECE: tl.constexp
     segment, start, end = piece(table, segments, tasks, PIECE)
     columns = entry(table, segments, segment, COUNT).to(tl.int32)
     rows = size_of(table, segments, segment) // columns
-    row_votes = pointer(votes, tl.uint8) + entry(table, segments, segment, PLACE2)
-    bits_at = entry(table, segments, segment, PLACE0)
-    votes_at = entry(table, segments, segment, PLACE1)
+    row_votes = pointer(votes, tl.uint8) + entry(table, segments, segment, VOTES)
+    bits_at = entry(table, segments, segment, SIGNS)
+    votes_at = entry(table, segments, segment, ROW_VOTES)
     last_row = (end - 1) // columns
     all_vote = tl.full((BLOCK,), 1, tl.uint8)  # as is usual: then there is nothing to clear
     for first_row in range(start // columns, last_row + 1, BLOCK):
@@ -200,8 +201,8 @@ def votes_decode(
         balance = tl.zeros((BLOCK,), tl.int32)
         for rank in range(0, ranks):
             payload = payload_of(payloads, rank, row)
-            balance += 2 * _bits(payload, entry(table, segments, segment, PLACE0), i, inside)
-            balance -= _bits(payload, entry(table, segments, segment, PLACE1), i // columns, inside)
+            balance += 2 * _bits(payload, entry(table, segments, segment, SIGNS), i, inside)
+            balance -= _bits(payload, entry(table, segments, segment, ROW_VOTES), i // columns, inside)
         mean = (balance > 0).to(tl.float32) - (balance < 0).to(tl.float32)
         tl.store(floats(table, segments, segment, RESULT) + i, mean, mask=inside)
 
@@ -214,8 +215,8 @@ def votes_keep(table, segments, tasks, flag, payload, PIECE: tl.constexpr, BLOCK
     for block in range(start, end, BLOCK):
         i = block + tl.arange(0, BLOCK)
         inside = i < end
-        sent = 2 * _bits(payload, entry(table, segments, segment, PLACE0), i, inside)
-        sent -= _bits(payload, entry(table, segments, segment, PLACE1), i // columns, inside)
+        sent = 2 * _bits(payload, entry(table, segments, segment, SIGNS), i, inside)
+        sent -= _bits(payload, entry(table, segments, segment, ROW_VOTES), i // columns, inside)
         x = floats(table, segments, segment, X) + i
         tl.store(x, tl.load(x, mask=inside, other=0.0) - sent.to(tl.float32), mask=inside)
 

@@ -33,16 +33,16 @@ from hvdcomp.kernels.cuda.sparse_select import (
     note_candidates,
 )
 from hvdcomp.kernels.cuda.x import (
+    BLOCK_COUNTS,
     COUNT,
     FIRST_TASK,
     FLOAT,
+    INDEX_BYTES,
+    INDICES,
     NEXT_VELOCITY,
-    PLACE0,
-    PLACE1,
-    PLACE2,
-    PLACE3,
     SOURCED,
     TASKS,
+    VALUES,
     X,
     entry,
     floats,
@@ -202,16 +202,16 @@ def pack_chosen(
     missing, _ = _missing(table, segments, segment, chosen)
     first_task = entry(table, segments, segment, FIRST_TASK)
     packed, tied_sent = _packed(chosen, first_task, start // PIECE, missing)
-    counts_at = entry(table, segments, segment, PLACE1)
+    counts_at = entry(table, segments, segment, BLOCK_COUNTS)
     if counts_at >= 0:
         if start % COUNTED == 0:
             ended = entry(table, segments, segment, COUNT).to(tl.int32)
             if start + COUNTED < size_of(table, segments, segment):
                 ended, _ = _packed(chosen, first_task, (start + COUNTED) // PIECE, missing)
             tl.store(pointer(payload + counts_at, tl.int32) + start // COUNTED, ended - packed)
-    values = payload + entry(table, segments, segment, PLACE0)
-    indices = payload + entry(table, segments, segment, PLACE2)
-    width = entry(table, segments, segment, PLACE3)
+    values = payload + entry(table, segments, segment, VALUES)
+    indices = payload + entry(table, segments, segment, INDICES)
+    width = entry(table, segments, segment, INDEX_BYTES)
     entries = looked_at(counts, start, end, whole)
     for first in range(0, entries, BLOCK):
         number = first + tl.arange(0, BLOCK)

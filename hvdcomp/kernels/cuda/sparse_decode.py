@@ -7,12 +7,12 @@ and adds to it rank after rank, as the kernel in C does, so that results have th
 
 from hvdcomp.kernels.cuda.language import tl, triton
 from hvdcomp.kernels.cuda.x import (
+    BLOCK_COUNTS,
     COUNT,
-    PLACE0,
-    PLACE1,
-    PLACE2,
-    PLACE3,
+    INDEX_BYTES,
+    INDICES,
     RESULT,
+    VALUES,
     entry,
     floats,
     load_as,
@@ -57,7 +57,7 @@ def _ranges(table, segments, segment, start, origin, payloads, ranks, PIECE: tl.
     """
     rank = tl.arange(0, payloads.shape[0])
     count = entry(table, segments, segment, COUNT).to(tl.int32)
-    counts_at = entry(table, segments, segment, PLACE1)
+    counts_at = entry(table, segments, segment, BLOCK_COUNTS)
     first = rank * 0
     last = tl.where(rank < ranks, count, 0)
     if counts_at >= 0:
@@ -69,8 +69,8 @@ def _ranges(table, segments, segment, start, origin, payloads, ranks, PIECE: tl.
             first += tl.sum(tl.load(counts[:, None] + before[None, :], mask=mask, other=0), 1)
         last = first + tl.load(counts + block, mask=rank < ranks, other=0)
     if size_of(table, segments, segment) > PIECE:
-        indices = payloads + entry(table, segments, segment, PLACE2)
-        width = entry(table, segments, segment, PLACE3)
+        indices = payloads + entry(table, segments, segment, INDICES)
+        width = entry(table, segments, segment, INDEX_BYTES)
         low, high = first, last
         behind_low, behind_high = first, last
         steps = tl.minimum(count, COUNTED) if counts_at >= 0 else count
@@ -94,10 +94,10 @@ def sparse_decode(
     for block in range(start, end, BLOCK):
         i = block + tl.arange(0, BLOCK)
         tl.store(result + i, tl.zeros((BLOCK,), tl.float32), mask=i < end)
-    values_at = entry(table, segments, segment, PLACE0)
-    indices_at = entry(table, segments, segment, PLACE2)
-    width = entry(table, segments, segment, PLACE3)
-    origin = start // COUNTED * COUNTED if entry(table, segments, segment, PLACE1) >= 0 else start * 0
+    values_at = entry(table, segments, segment, VALUES)
+    indices_at = entry(table, segments, segment, INDICES)
+    width = entry(table, segments, segment, INDEX_BYTES)
+    origin = start // COUNTED * COUNTED if entry(table, segments, segment, BLOCK_COUNTS) >= 0 else start * 0
     number_of_rank = tl.arange(0, RANKS)
     payloads = payload_of(payload, number_of_rank, row)
     firsts, lasts = _ranges(table, segments, segment, start, origin, payloads, ranks, PIECE, COUNTS)

@@ -1,7 +1,7 @@
 """Blocks that all ranks send together: one sort of the blocks of all tensors chooses them, and a program moves each.
 
-A block has place 3 elements. The last block of a tensor may have fewer and is padded with zeros. If blocks are judged
-by norms, the norms of a tensor begin at place 1 (bytes). Sketches are products like those of PowerSGD (`factors`).
+A block has `length` elements. The last block of a tensor may have fewer and is padded with zeros. If blocks are judged
+by norms, the norms of a tensor begin at `scales` (bytes). Sketches are products like those of PowerSGD (`factors`).
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ from hvdcomp.kernels.cuda.random import zero_results
 from hvdcomp.kernels.cuda.x import (
     FLOAT,
     HALF,
-    PLACE3,
+    LENGTH,
     RESULT,
     X,
     entry,
@@ -38,7 +38,7 @@ def _slot(table, segments, slots, chosen):
     of its elements inside the tensor. A slot is a tensor and a begin on the wire."""
     slot = pointer(slots, tl.int64) + 2 * tl.program_id(0)
     segment = tl.load(slot)
-    length = entry(table, segments, segment, PLACE3)
+    length = entry(table, segments, segment, LENGTH)
     start = tl.load(pointer(chosen, tl.int64) + tl.program_id(0)) * length
     inside = tl.minimum(size_of(table, segments, segment) - start, length)
     return segment, tl.load(slot + 1), start.to(tl.int32), length.to(tl.int32), inside.to(tl.int32)
@@ -97,7 +97,7 @@ class _Plan:
     """
 
     def __init__(self, on, counts, numbers):
-        lengths, tensors = on.segments["place"][:, 3], np.arange(len(counts))
+        lengths, tensors = on.segments["length"], np.arange(len(counts))
         blocks = -(-on.segments["size"] // lengths)
         firsts, tensor = np.cumsum(blocks) - blocks, np.repeat(tensors, counts)
         number = np.arange(counts.sum()) - (np.cumsum(counts) - counts)[tensor]
@@ -132,14 +132,14 @@ def _norms(rows):
 
 
 def _launch(on, kernel, *arguments, **constants):
-    longest = int(on.segments["place"][:, 3].max())
+    longest = int(on.segments["length"].max())
     block = min(_MOST_AT_A_TIME, triton.next_power_of_2(longest))
     programs = on.plans["together"].slots.shape[0]
     on.launch(kernel, programs, on.rows, len(on.segments), *arguments, BLOCK=block, **constants)
 
 
 def _judge(on, norms):
-    find_runs(on, int(on.segments["place"][:, 3].max()), norms, True)
+    find_runs(on, int(on.segments["length"].max()), norms, True)
     norms.mul_(norms)
 
 

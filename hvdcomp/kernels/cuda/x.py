@@ -1,12 +1,12 @@
 """Parts of all kernels: the table of a bucket on the device, its pieces, and x.
 
-A table has an int64 row for each field of `COLUMNS`, with a number for each tensor. Addresses are numbers; 0 means no
+A table has an int64 row for each field of `FIELDS`, with a number for each tensor. Addresses are numbers; 0 means no
 address. Kernels get arrays as addresses too. A program works on one piece of a tensor, or on one tensor.
 """
 
 from hvdcomp.kernels.cuda.language import tl, triton
 
-COLUMNS = (
+FIELDS = (
     "size",
     "gradient",
     "result",
@@ -16,10 +16,10 @@ COLUMNS = (
     "velocity",
     "next_velocity",
     "count",
-    "place0",
-    "place1",
-    "place2",
-    "place3",
+    "values",
+    "indices",
+    "block_counts",
+    "index_bytes",
     "key",
     "sent_rule",
     "kept_sent",
@@ -30,9 +30,9 @@ COLUMNS = (
     "narrowed",
     "rounded",
 )
-"""Fields of `hvd_segment` in `src/bucket.h`, and `kept_sent`, the address of three float32 numbers, which are the rule
-by which `kept` was sent and the values sent above and below; `x_sent`, the address for those of x; `first_task` and
-`tasks`, the first and the number of the tensor's pieces."""
+"""Fields of `hvd_segment` in `src/bucket.h`, a union by the name of its first member. `kept_sent`, the address of three
+float32 numbers, which are the rule by which `kept` was sent and the values sent above and below; `x_sent`, the address
+for those of x; `first_task` and `tasks`, the first and the number of the tensor's pieces."""
 
 SIZE = tl.constexpr(0)
 GRADIENT = tl.constexpr(1)
@@ -43,10 +43,10 @@ X = tl.constexpr(5)
 VELOCITY = tl.constexpr(6)
 NEXT_VELOCITY = tl.constexpr(7)
 COUNT = tl.constexpr(8)
-PLACE0 = tl.constexpr(9)
-PLACE1 = tl.constexpr(10)
-PLACE2 = tl.constexpr(11)
-PLACE3 = tl.constexpr(12)
+VALUES = CODES = SIGNS = P_FACTOR = BLOCKS = tl.constexpr(9)
+INDICES = SCALES = EXPONENTS = ROW_VOTES = Q_FACTOR = ENDS = CHOSEN = tl.constexpr(10)
+BLOCK_COUNTS = SENT_OF_CHUNK = COLUMNS = SHIFT = VOTES = TAKEN = tl.constexpr(11)
+INDEX_BYTES = FOUND = LENGTH = tl.constexpr(12)
 KEY = tl.constexpr(13)
 SENT_RULE = tl.constexpr(14)
 KEPT_SENT = tl.constexpr(15)
@@ -80,15 +80,15 @@ def payload_of(payloads, rank, row):
 
 
 @triton.jit
-def entry(table, segments, segment, COLUMN: tl.constexpr):
+def entry(table, segments, segment, FIELD: tl.constexpr):
     """A field of a tensor."""
-    return tl.load(pointer(table, tl.int64) + COLUMN * segments + segment)
+    return tl.load(pointer(table, tl.int64) + FIELD * segments + segment)
 
 
 @triton.jit
-def floats(table, segments, segment, COLUMN: tl.constexpr):
+def floats(table, segments, segment, FIELD: tl.constexpr):
     """A field that is the address of float32 numbers."""
-    return pointer(entry(table, segments, segment, COLUMN), tl.float32)
+    return pointer(entry(table, segments, segment, FIELD), tl.float32)
 
 
 @triton.jit

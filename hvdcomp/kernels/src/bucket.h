@@ -29,7 +29,11 @@ typedef struct {
     const float *velocity; /* of momentum correction; NULL: zero */
     float *next_velocity;  /* for the next velocity; NULL: there is no momentum correction */
     int64_t count;         /* of sent elements, columns or bits, by method */
-    int64_t place[4];      /* begins of the tensor's parts in the payload, by method */
+    /* Begins of the tensor's parts in the payload and in the arrays of the method, and numbers of its own. */
+    union { int64_t values, codes, signs, p_factor, blocks; };
+    union { int64_t indices, scales, exponents, row_votes, q_factor, ends, chosen; };
+    union { int64_t block_counts, sent_of_chunk, columns, shift, votes, taken; };
+    union { int64_t index_bytes, found, length; };
     uint64_t key;          /* of the tensor's random numbers in this step */
     float above, below;    /* sent of `kept` */
     float sent_above, sent_below; /* sent of x */

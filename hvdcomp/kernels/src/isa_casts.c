@@ -1,4 +1,4 @@
-/* Half precision and bfloat16. The 16-bit numbers of each tensor begin at `place[0]` (numbers) of the payload. */
+/* Half precision and bfloat16. The 16-bit numbers of each tensor begin at `values` (numbers) of the payload. */
 #include "half.h"
 #include "make.h"
 #include "put.h"
@@ -55,7 +55,7 @@ static inline __attribute__((always_inline)) void encode_piece(
     uint16_t highest = 0;
     for (int64_t start = task->start; start < end; start += HVD_GROUP) {
         const int64_t length = hvd_shorter(HVD_GROUP, end - start);
-        uint16_t *out = job->wire + s->place[0] + start;
+        uint16_t *out = job->wire + s->values + start;
         const float *x = hvd_x_once(job->bucket, s, start, length, room, &largest);
         if (job->nearest > 1)
             for (int64_t i = 0; i < length; i++) out[i] = hvd_nearest_finite(x[i], HVD_HALF);
@@ -86,7 +86,7 @@ static inline __attribute__((always_inline)) void decode_piece(
         const int64_t length = hvd_shorter(HVD_GROUP, end - start);
         for (int64_t rank = 0; rank < job->ranks; rank++) {
             const uint8_t *payload = job->payloads + rank * job->row;
-            from((const uint16_t *)(const void *)payload + s->place[0] + start, length, rank ? other : sum);
+            from((const uint16_t *)(const void *)payload + s->values + start, length, rank ? other : sum);
             for (int64_t i = 0; rank && i < length; i++) sum[i] += other[i];
         }
         largest = hvd_mean(sum, length, job->ranks, largest);

@@ -20,7 +20,7 @@ static void make_piece(void *context, int64_t number) {
         const int64_t start = task->start + done, length = hvd_shorter(task->length - done, HVD_BLOCK);
         const float *x = hvd_x(job->bucket, s, start, length, &largest);
         if (!job->wire) task->sums[0] += hvd_energy(x, length);
-        else hvd_copy(job->wire + s->place[0] + start, x, length, job->large);
+        else hvd_copy(job->wire + s->values + start, x, length, job->large);
     }
     hvd_fence();
     task->counts[0] = largest >= HVD_INFINITE;
@@ -50,7 +50,7 @@ static void copy_piece(void *context, int64_t number) {
     const struct job *job = context;
     hvd_task *task = job->bucket->tasks + number;
     const hvd_segment *s = job->bucket->segments + task->segment;
-    const float *mean = job->mean + s->place[0] + task->start;
+    const float *mean = job->mean + s->values + task->start;
     uint32_t largest = 0;
     for (int64_t done = 0; done < task->length; done += HVD_BLOCK) {
         const int64_t length = hvd_shorter(task->length - done, HVD_BLOCK);
@@ -71,7 +71,7 @@ static void keep_piece(void *context, int64_t number) {
     const struct job *job = context;
     const hvd_task *task = job->bucket->tasks + number;
     const hvd_segment *s = job->bucket->segments + task->segment;
-    const float *left = job->mean + s->place[0] + task->start;
+    const float *left = job->mean + s->values + task->start;
     float *x = s->x + task->start;
     if (s->source && s->source != s->x)
         for (int64_t i = 0; i < task->length; i++) x[i] = left[i] + (x[i] - s->source[task->start + i]);

@@ -1,5 +1,5 @@
-/* PowerSGD: matrices M = P Q' of each tensor, M with place[2] columns. A segment's `count` is its rank. P
- * begins at place[0] among all P of the bucket, Q at place[1] among all Q.
+/* PowerSGD: matrices M = P Q' of each tensor, M with `columns` columns. A segment's `count` is its rank. P
+ * begins at `p_factor` among all P of the bucket, Q at `q_factor` among all Q.
  *
  * Rows of M are shared out for P = M Q and for P Q', columns for Q = M' P, so that no sum depends on the thread. */
 #include "lowrank.h"
@@ -31,7 +31,7 @@ static inline void visit(
 static void orthogonalize_q(void *context, int64_t number) {
     const struct job *job = context;
     const hvd_segment *s = job->bucket->segments + number;
-    HVD_NAME(orthogonalize)(job->factors + s->place[1], s->count, s->place[2], job->unit + s->place[1]);
+    HVD_NAME(orthogonalize)(job->factors + s->q_factor, s->count, s->columns, job->unit + s->q_factor);
 }
 
 HVD_INLINE void multiply_rows(
@@ -60,13 +60,13 @@ static void rows_of_p(void *context, int64_t number) {
     const struct job *job = context;
     hvd_task *task = job->tasks + number;
     const hvd_segment *s = job->bucket->segments + task->segment;
-    const int64_t columns = s->place[2], rows = s->size / columns, rank = s->count;
+    const int64_t columns = s->columns, rows = s->size / columns, rank = s->count;
     const int64_t first = task->start, end = task->start + task->length;
     /* x goes to memory; a copy is in `block` for the products. */
     const int streams = job->streams && s->x && !s->source;
     float block[HVD_BLOCK] __attribute__((aligned(64)));
-    float *p = job->out + s->place[0];
-    const float *unit = job->unit + s->place[1], *matrix = hvd_made(s, 0);
+    float *p = job->out + s->p_factor;
+    const float *unit = job->unit + s->q_factor, *matrix = hvd_made(s, 0);
     uint32_t largest = 0;
     for (int64_t k = 0; k < rank; k++) memset(p + k * rows + first, 0, (size_t)task->length * sizeof *p);
     for (int64_t start = 0; start < columns; start += CHUNK) {
@@ -121,7 +121,7 @@ int32_t HVD_NAME(lowrank_p)(
 static void orthogonalize_p(void *context, int64_t number) {
     const struct job *job = context;
     const hvd_segment *s = job->bucket->segments + number;
-    HVD_NAME(orthogonalize)(job->factors + s->place[0], s->count, s->size / s->place[2], job->unit + s->place[0]);
+    HVD_NAME(orthogonalize)(job->factors + s->p_factor, s->count, s->size / s->columns, job->unit + s->p_factor);
 }
 
 /* Adds rows of M, each times its element of P, to columns of Q. */
@@ -163,9 +163,9 @@ static void columns_of_q(void *context, int64_t number) {
     const struct job *job = context;
     hvd_task *task = job->tasks + number;
     const hvd_segment *s = job->bucket->segments + task->segment;
-    const int64_t columns = s->place[2], rows = s->size / columns, rank = s->count;
-    float *q = job->out + s->place[1] + task->start;
-    const float *unit = job->unit + s->place[0], *matrix = hvd_made(s, task->start);
+    const int64_t columns = s->columns, rows = s->size / columns, rank = s->count;
+    float *q = job->out + s->q_factor + task->start;
+    const float *unit = job->unit + s->p_factor, *matrix = hvd_made(s, task->start);
     uint32_t largest = 0;
     for (int64_t k = 0; k < rank; k++) memset(q + k * columns, 0, (size_t)task->length * sizeof *q);
     for (int64_t row = 0; row < rows; row += 4) {
@@ -240,15 +240,15 @@ static void decode_rows(void *context, int64_t number) {
     const struct job *job = context;
     hvd_task *task = job->tasks + number;
     const hvd_segment *s = job->bucket->segments + task->segment;
-    const int64_t columns = s->place[2], rows = s->size / columns;
-    const float *q = job->q + s->place[1];
+    const int64_t columns = s->columns, rows = s->size / columns;
+    const float *q = job->q + s->q_factor;
     float room[CHUNK];
     int found = 0;
     for (int64_t start = 0; start < columns; start += CHUNK) {
         const int64_t length = hvd_shorter(columns - start, CHUNK);
         for (int64_t row = task->start; row < task->start + task->length; row++) {
             const int64_t at = row * columns + start;
-            const float *p = job->p + s->place[0] + row;
+            const float *p = job->p + s->p_factor + row;
             float *result = s->narrow ? room : s->result + at;
             if (!s->narrow && job->streams && (uintptr_t)result % sizeof(hvd_vector) == 0)
                 found |= decode_row_of_any_rank(1, p, rows, q + start, columns, s->count, length, result);

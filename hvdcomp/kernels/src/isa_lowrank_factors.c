@@ -54,9 +54,9 @@ struct choice {
 static void choose(void *context, int64_t number) {
     const struct choice *choice = context;
     const hvd_segment *s = choice->bucket->segments + number;
-    const int64_t length = choice->of_rows ? s->size / s->place[2] : s->place[2];
+    const int64_t length = choice->of_rows ? s->size / s->columns : s->columns;
     for (int64_t k = 0; k < s->count; k++) {
-        const int64_t start = s->place[choice->of_rows ? 0 : 1] + k * length;
+        const int64_t start = (choice->of_rows ? s->p_factor : s->q_factor) + k * length;
         const float norm = wide_norm(choice->fresh + start, length);
         const float *from = norm > SMALLEST && norm < 1 / SMALLEST ? choice->fresh : choice->old;
         memcpy(choice->next + start, from + start, (size_t)length * sizeof *from);

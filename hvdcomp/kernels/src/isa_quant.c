@@ -1,7 +1,7 @@
 /* Codes that are fractions of a scale: QSGD, whose scales are norms of `length` neighbouring elements each; block
  * quantizers, whose scales are the largest magnitudes of `length` elements; and TernGrad, with one scale for a tensor.
  *
- * A tensor's codes of `count` bits begin at `place[0]` of a payload, and its float scales at `place[1]`, a multiple of
+ * A tensor's codes of `count` bits begin at `codes` of a payload, and its float scales at `scales`, a multiple of
  * 4. */
 #include <math.h>
 
@@ -137,7 +137,7 @@ static void encode_piece(void *context, int64_t number) {
     hvd_task *task = job->bucket->tasks + job->first + number;
     const hvd_segment *s = job->bucket->segments + task->segment;
     const struct codes c = codes_of(s->count, job->mantissa);
-    float *scales = (float *)(void *)(job->payload + s->place[1]);
+    float *scales = (float *)(void *)(job->payload + s->scales);
     uint8_t codes[HVD_GROUP + 8];
     /* Of 16 bits, and if nothing is kept, x is made again: that takes less time than to write and read it. */
     const int made = job->known && !hvd_made_once(job->bucket, s);
@@ -158,7 +158,7 @@ static void encode_piece(void *context, int64_t number) {
                 if (job->bucket->keeps) subtract(s->x + from, mine, to - from, c, scales[place] * c.unit);
             }
             memset(codes + length, 0, 8);
-            hvd_pack(codes, job->payload + s->place[0], s->size, group, length, (int)s->count, 0);
+            hvd_pack(codes, job->payload + s->codes, s->size, group, length, (int)s->count, 0);
         }
     }
     if (!job->known) task->counts[0] = largest >= HVD_INFINITE;
@@ -177,8 +177,8 @@ static void decode_piece(void *context, int64_t number) {
         const int64_t length = hvd_shorter(HVD_GROUP, end - group);
         for (int64_t rank = 0; rank < job->ranks; rank++) {
             uint8_t *payload = (uint8_t *)job->payloads + rank * job->row;
-            const float *scales = (const float *)(const void *)(payload + s->place[1]);
-            hvd_pack(codes, payload + s->place[0], s->size, group, length, (int)s->count, 1);
+            const float *scales = (const float *)(const void *)(payload + s->scales);
+            hvd_pack(codes, payload + s->codes, s->size, group, length, (int)s->count, 1);
             for (int64_t from = group, to; from < group + length; from = to) {
                 const int64_t place = from / job->length;
                 to = hvd_shorter((place + 1) * job->length, group + length);
@@ -198,7 +198,7 @@ static void find_scales_of_piece(void *context, int64_t number) {
     const struct job *job = context;
     const hvd_task *task = job->bucket->tasks + number;
     const hvd_segment *s = job->bucket->segments + task->segment;
-    float *scales = (float *)(void *)(job->payload + s->place[1]);
+    float *scales = (float *)(void *)(job->payload + s->scales);
     const int64_t first = (task->start + job->length - 1) / job->length;
     const int64_t end = (task->start + task->length + job->length - 1) / job->length;
     if (first < end) {
@@ -266,7 +266,7 @@ static int64_t find_scale(const hvd_bucket *bucket, int64_t task, double clip, u
         const float bound = (float)sqrt(squares) * (float)(clip / sqrt((double)s->size));
         scale = bound < scale ? bound : scale;
     }
-    memcpy(payload + s->place[1], &scale, sizeof scale);
+    memcpy(payload + s->scales, &scale, sizeof scale);
     return task;
 }
 

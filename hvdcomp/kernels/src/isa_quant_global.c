@@ -1,7 +1,7 @@
 /* Global-QSGD: whole multiples of a fraction of the largest magnitude of all ranks, as digits of words that are added.
  *
  * Digits have `count` bits. Word i of a tensor of n words holds the elements i, i + n, i + 2 n, ..., the first in
- * its lowest digit, and lies at `place[0]` (words). */
+ * its lowest digit, and lies at `codes` (words). */
 #include "make.h"
 #include "put.h"
 #include "quant.h"
@@ -79,7 +79,7 @@ static void encode_piece(void *context, int64_t number) {
     const float factor = hvd_factor(scale, levels), unit = scale * (float)(1 / (double)d.levels);
     int32_t digits[CHUNK];
     for (int64_t first = d.first; first < d.end; first += CHUNK) {
-        uint32_t *words = job->words + s->place[0] + first;
+        uint32_t *words = job->words + s->codes + first;
         const int64_t count = hvd_shorter(CHUNK, d.end - first);
         memset(words, 0, (size_t)count * sizeof *words);
         for (int field = 0; field < d.fields; field++) {
@@ -113,7 +113,7 @@ static void decode_piece(void *context, int64_t number) {
             const int64_t start = field * d.words + first;
             const int64_t length = hvd_shorter(hvd_shorter(CHUNK, d.end - first), s->size - start);
             if (length <= 0) break;
-            const uint32_t *restrict words = job->words + s->place[0] + first;
+            const uint32_t *restrict words = job->words + s->codes + first;
             float *restrict result = s->result + start;
             for (int64_t i = 0; i < length; i++) {
                 const uint32_t digit = (words[i] + offset) >> (field * d.bits) & mask;

@@ -1,6 +1,6 @@
 /* Natural compression: elements rounded at random to a power of two, as sign and exponent.
  *
- * A tensor's exponents, a byte each, begin at `place[0]` of a payload, and its packed sign bits at `place[1]`. */
+ * A tensor's exponents, a byte each, begin at `exponents` of a payload, and its packed sign bits at `signs`. */
 #include "make.h"
 #include "packing.h"
 #include "put.h"
@@ -47,13 +47,13 @@ static void encode_piece(void *context, int64_t number) {
         const int64_t length = hvd_shorter(HVD_GROUP, end - start);
         hvd_ask_ahead(s, start);
         const float *x = hvd_x_once(job->bucket, s, start, length, room, &largest);
-        uint8_t *exponents = job->payload + s->place[0] + start;
+        uint8_t *exponents = job->payload + s->exponents + start;
         round_to_powers(x, start, length, s->key, exponents, signs);
         if (job->bucket->keeps)
             for (int64_t i = 0; i < length; i++)
                 s->x[start + i] = hvd_left(s->x[start + i], power(exponents[i], signs[i]));
         memset(signs + length, 0, 8);
-        hvd_pack(signs, job->payload + s->place[1], s->size, start, length, 1, 0);
+        hvd_pack(signs, job->payload + s->signs, s->size, start, length, 1, 0);
     }
     task->counts[0] = largest >= HVD_INFINITE;
 }
@@ -85,8 +85,8 @@ static void decode_piece(void *context, int64_t number) {
         const int64_t length = hvd_shorter(HVD_GROUP, end - start);
         for (int64_t rank = 0; rank < job->ranks; rank++) {
             const uint8_t *payload = job->payloads + rank * job->row;
-            hvd_pack(signs, (uint8_t *)payload + s->place[1], s->size, start, length, 1, 1);
-            add_powers(sum, payload + s->place[0] + start, signs, length, rank > 0);
+            hvd_pack(signs, (uint8_t *)payload + s->signs, s->size, start, length, 1, 1);
+            add_powers(sum, payload + s->exponents + start, signs, length, rank > 0);
         }
         largest = hvd_mean(sum, length, job->ranks, largest);
         largest = hvd_put(job->bucket, s, start, length, sum, job->large, largest);

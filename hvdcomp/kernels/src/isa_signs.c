@@ -1,6 +1,6 @@
 /* Signs that are decoded to one of two values (EF-SignSGD, one-bit SGD), and signs that vote.
  *
- * Element i of a tensor is bit i % 8 of byte i / 8. A tensor's bits begin at `place[0]` of a payload.
+ * Element i of a tensor is bit i % 8 of byte i / 8. A tensor's bits begin at `signs` of a payload.
  * Bytes are in the order of a little-endian machine. */
 #include "bucket.h"
 #include "isa.h"
@@ -54,7 +54,7 @@ static void encode_piece(void *context, int64_t number) {
     const hvd_segment *s = job->bucket->segments + task->segment;
     const float share = 1.0f / (float)s->size;
     const int strictly = job->rule == HVD_POSITIVE;
-    uint8_t *bits = job->payload + s->place[0];
+    uint8_t *bits = job->payload + s->signs;
     uint32_t largest = 0;
     int64_t above = 0;
     task->sums[0] = task->sums[1] = 0;
@@ -90,12 +90,12 @@ int32_t HVD_NAME(two_values_encode)(hvd_bucket *bucket, int64_t rule, uint8_t *p
             const double size = (double)s->size;
             s->sent_above = above ? (float)(upper * (size / (double)above)) : 0;
             s->sent_below = above < s->size ? (float)(-rest * (size / (double)(s->size - above))) : 0;
-            memcpy(payload + s->place[1] + sizeof(float), &s->sent_below, sizeof(float));
+            memcpy(payload + s->scales + sizeof(float), &s->sent_below, sizeof(float));
         } else {
             s->sent_above = (float)rest;
             s->sent_below = -s->sent_above;
         }
-        memcpy(payload + s->place[1], &s->sent_above, sizeof(float));
+        memcpy(payload + s->scales, &s->sent_above, sizeof(float));
         s->sent_rule = (int32_t)rule;
     }
     return hvd_any_found(bucket->tasks, bucket->task_count);
@@ -118,10 +118,10 @@ static void decode_piece(void *context, int64_t number) {
         const int64_t start = task->start + done, length = hvd_shorter(task->length - done, HVD_BLOCK);
         float *result = job->large || s->narrow ? block : s->result + start;
         for (int64_t rank = 0; rank < job->ranks; rank++) {
-            const uint8_t *payload = job->payloads + rank * job->row, *bits = payload + s->place[0] + start / 8;
+            const uint8_t *payload = job->payloads + rank * job->row, *bits = payload + s->signs + start / 8;
             float above, below;
-            memcpy(&above, payload + s->place[1], sizeof above);
-            if (job->rule == HVD_POSITIVE) memcpy(&below, payload + s->place[1] + sizeof above, sizeof below);
+            memcpy(&above, payload + s->scales, sizeof above);
+            if (job->rule == HVD_POSITIVE) memcpy(&below, payload + s->scales + sizeof above, sizeof below);
             else below = -above;
             int64_t i = 0;
             for (; i + 32 <= length; i += 32) {
@@ -150,14 +150,14 @@ int32_t HVD_NAME(two_values_decode)(
     return hvd_any_found(bucket->tasks, bucket->task_count);
 }
 
-/* Votes. A tensor is a matrix of `count` columns; The bits of its rows' votes begin at `place[1]` of a payload, and
- * the votes, a byte each, at `place[2]` of scratch memory. */
+/* Votes. A tensor is a matrix of `count` columns. The bits of its rows' votes begin at `row_votes` of a payload, and
+ * the votes, a byte each, at `votes` of scratch memory. */
 
 static void vote_piece(void *context, int64_t number) {
     const struct job *job = context;
     hvd_task *task = job->bucket->tasks + number;
     const hvd_segment *s = job->bucket->segments + task->segment;
-    uint8_t *bits = job->payload + s->place[0], *votes = job->votes + s->place[2];
+    uint8_t *bits = job->payload + s->signs, *votes = job->votes + s->votes;
     const int strictly = !job->zero_is_positive;
     float room[HVD_BLOCK];
     uint32_t largest = 0;
@@ -170,7 +170,7 @@ static void vote_piece(void *context, int64_t number) {
             uint64_t mask = hvd_positive(x + i, rest, strictly);
             if (s->count == 1) {
                 const uint64_t nonzero = hvd_nonzero(x + i, rest);
-                hvd_store_bits(job->payload + s->place[1] + (start + i) / 8, nonzero, rest);
+                hvd_store_bits(job->payload + s->row_votes + (start + i) / 8, nonzero, rest);
                 mask &= nonzero;
             }
             hvd_store_bits(bits + (start + i) / 8, mask, rest);
@@ -192,8 +192,8 @@ static void close_votes(void *context, int64_t number) {
     const struct job *job = context;
     const hvd_segment *s = job->bucket->segments + number;
     if (s->count == 1) return;
-    uint8_t *bits = job->payload + s->place[0], *packed = job->payload + s->place[1];
-    const uint8_t *votes = job->votes + s->place[2];
+    uint8_t *bits = job->payload + s->signs, *packed = job->payload + s->row_votes;
+    const uint8_t *votes = job->votes + s->votes;
     const int64_t rows = s->size / s->count;
     memset(packed, 0, (size_t)(rows + 7) / 8);
     for (int64_t row = 0; row < rows; row++) {
@@ -231,7 +231,7 @@ static void elect_piece(void *context, int64_t number) {
         const int64_t end = start + length;
         memset(positive, 0, sizeof positive);
         for (int64_t rank = 0; rank < job->ranks; rank++) {
-            const uint8_t *bits = job->payloads + rank * job->row + s->place[0] + start / 8;
+            const uint8_t *bits = job->payloads + rank * job->row + s->signs + start / 8;
             for (int64_t i = 0; i < length; i += 32) {
                 const uint32_t word = (uint32_t)hvd_load_bits(bits + i / 8, hvd_shorter(length - i, 32));
                 for (int j = 0; j < 32; j++) positive[i + j] += word >> j & 1; /* a block is of whole words */
@@ -240,13 +240,13 @@ static void elect_piece(void *context, int64_t number) {
         float *result = s->result + start;
         if (s->count == 1)
             for (int64_t i = 0; i < length; i++) {
-                const int32_t balance = 2 * positive[i] - count_bits(job, s->place[1], start + i);
+                const int32_t balance = 2 * positive[i] - count_bits(job, s->row_votes, start + i);
                 result[i] = (float)((balance > 0) - (balance < 0));
             }
         else
             for (int64_t row = start / s->count, from = start; from < end; row++) {
                 const int64_t to = hvd_shorter((row + 1) * s->count, end);
-                const int32_t votes = count_bits(job, s->place[1], row);
+                const int32_t votes = count_bits(job, s->row_votes, row);
                 for (int64_t i = from - start; i < to - start; i++) {
                     const int32_t balance = 2 * positive[i] - votes;
                     result[i] = (float)((balance > 0) - (balance < 0));
@@ -267,7 +267,7 @@ static void keep_piece(void *context, int64_t number) {
     const struct job *job = context;
     const hvd_task *task = job->bucket->tasks + number;
     const hvd_segment *s = job->bucket->segments + task->segment;
-    const uint8_t *bits = job->payload + s->place[0], *votes = job->payload + s->place[1];
+    const uint8_t *bits = job->payload + s->signs, *votes = job->payload + s->row_votes;
     for (int64_t i = task->start; i < task->start + task->length; i++) {
         const int64_t row = i / s->count;
         const int32_t vote = votes[row / 8] >> (row % 8) & 1, positive = bits[i / 8] >> (i % 8) & 1;

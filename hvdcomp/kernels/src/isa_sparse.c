@@ -174,20 +174,20 @@ struct packer {
 /* Packs elements of a task that begins at element `start`. */
 static void pack(struct packer *to, const float *values, const uint16_t *places, int64_t count, int64_t start) {
     const hvd_segment *s = to->s;
-    const int64_t first = to->packed, width = s->place[3];
+    const int64_t first = to->packed, width = s->index_bytes;
     uint8_t *wire = to->job->wire;
     count = hvd_shorter(count, s->count - first); /* more only if x holds NaN */
     if (to->job->sparse->type)
         for (int64_t i = 0; i < count; i++) {
             const uint16_t number = hvd_nearest_finite(values[i], to->job->sparse->type);
-            memcpy(wire + s->place[0] + 2 * (first + i), &number, 2);
+            memcpy(wire + s->values + 2 * (first + i), &number, 2);
         }
-    else memcpy(wire + s->place[0] + 4 * first, values, (size_t)count * 4);
-    if (width == 2) memcpy(wire + s->place[2] + 2 * first, places, (size_t)count * 2);
+    else memcpy(wire + s->values + 4 * first, values, (size_t)count * 4);
+    if (width == 2) memcpy(wire + s->indices + 2 * first, places, (size_t)count * 2);
     else
         for (int64_t i = 0; i < count; i++) {
             const int64_t index = start + places[i];
-            memcpy(wire + s->place[2] + width * (first + i), &index, (size_t)width);
+            memcpy(wire + s->indices + width * (first + i), &index, (size_t)width);
         }
     to->packed += count;
 }
@@ -217,9 +217,9 @@ static void choose_and_pack(const struct job *job, int64_t number) {
         pack_range(&to, &run, 0, first, chosen.least[0]);
         pack_range(&to, &run, first, second, chosen.least[1]);
         pack_range(&to, &run, second, run.length, chosen.least[2]);
-        if (s->place[1] >= 0) {
+        if (s->block_counts >= 0) {
             const int32_t count = (int32_t)(to.packed - packed);
-            memcpy(job->wire + s->place[1] + 4 * i, &count, sizeof count);
+            memcpy(job->wire + s->block_counts + 4 * i, &count, sizeof count);
         }
     }
 }

@@ -1,9 +1,9 @@
 /* The largest elements of each chunk of neighbours: encoding of x, and the mean over ranks.
  *
- * A full chunk sends place[2] elements, a tensor `count`. In the payload the tensor's values, or four means of them,
- * begin at place[0]. Their packed places in their chunks begin at place[1]: first the low eight bits, then the higher
- * bits. The packed number of each value's mean follows. Before they are packed, values and places begin at
- * place[3] of arrays for all tensors. Tasks are of whole chunks: start and length count chunks. */
+ * A full chunk sends `sent_of_chunk` elements, a tensor `count`. In the payload the tensor's values, or four means of
+ * them, begin at `values`. Their packed places in their chunks begin at `indices`: first the low eight bits, then the
+ * higher bits. The packed number of each value's mean follows. Before they are packed, values and places begin at
+ * `found` of arrays for all tensors. Tasks are of whole chunks: start and length count chunks. */
 #include <math.h>
 
 #include "collect.h"
@@ -44,7 +44,7 @@ static int64_t packed_bytes(int64_t count, int bits) {
 }
 
 static struct codes codes_of(const struct job *job, const hvd_segment *s, uint8_t *payload) {
-    struct codes found = {.low = payload + s->place[1], .bits = 1};
+    struct codes found = {.low = payload + s->indices, .bits = 1};
     while ((hvd_shorter(job->chunk, s->size) - 1) >> found.bits) found.bits++;
     found.high = found.low + packed_bytes(s->count, found.bits < 8 ? found.bits : 8);
     found.bins = found.high + (found.bits > 8 ? packed_bytes(s->count, found.bits - 8) : 0);
@@ -109,9 +109,9 @@ static void choose_piece(void *context, int64_t number) {
     const struct job *job = context;
     hvd_task *task = job->tasks + number;
     const hvd_segment *s = job->bucket->segments + task->segment;
-    const int64_t chunk = job->chunk, k = s->place[2];
+    const int64_t chunk = job->chunk, k = s->sent_of_chunk;
     const int64_t end = hvd_shorter((task->start + task->length) * chunk, s->size);
-    int64_t place = s->place[3] + task->start * k;
+    int64_t place = s->found + task->start * k;
     uint32_t largest = 0, least = 0;
     for (int64_t start = task->start * chunk; start < end; start += chunk) {
         const int64_t length = hvd_shorter(chunk, end - start), count = (k * length + chunk - 1) / chunk;
@@ -187,13 +187,13 @@ static int64_t next_start(struct walk *walk) {
 static void pack_tensor(void *context, int64_t number) {
     const struct job *job = context;
     const hvd_segment *s = job->bucket->segments + number;
-    const float *values = job->values + s->place[3];
-    const uint16_t *places = job->places + s->place[3];
+    const float *values = job->values + s->found;
+    const uint16_t *places = job->places + s->found;
     const struct codes codes = codes_of(job, s, job->wire);
     struct group group = {0};
     struct four four = {0};
-    struct walk walk = {job->chunk, s->place[2], 0, s->place[2]};
-    uint8_t *wire = job->wire + s->place[0];
+    struct walk walk = {job->chunk, s->sent_of_chunk, 0, s->sent_of_chunk};
+    uint8_t *wire = job->wire + s->values;
     const int how = job->how;
     float *x = s->x, *velocity = job->masking ? s->next_velocity : NULL;
     if (how == FOUR_MEANS) {
@@ -238,10 +238,10 @@ static uint32_t add_rank(
     const struct job *job, const hvd_task *task, uint8_t *payload, float share, uint32_t largest, float *result
 ) {
     const hvd_segment *s = job->bucket->segments + task->segment;
-    const int64_t k = s->place[2], first = task->start * k;
+    const int64_t k = s->sent_of_chunk, first = task->start * k;
     const int64_t end = hvd_shorter(first + task->length * k, s->count);
     const struct codes codes = codes_of(job, s, payload);
-    const uint8_t *values = payload + s->place[0];
+    const uint8_t *values = payload + s->values;
     struct group group;
     struct walk walk = {job->chunk, k, 0, k};
     float means[4];

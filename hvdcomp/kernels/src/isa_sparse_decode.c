@@ -53,13 +53,13 @@ static struct elements elements_of(const struct job *job, const hvd_task *task, 
     const hvd_segment *s = job->bucket->segments + task->segment;
     const uint8_t *payload = job->payloads + rank * job->row;
     struct elements found = {
-        .values = payload + s->place[0], .indices = payload + s->place[2], .width = s->place[3], .type = job->type
+        .values = payload + s->values, .indices = payload + s->indices, .width = s->index_bytes, .type = job->type
     };
     found.start = found.width == 2 ? 0 : task->start; /* indices of two bytes count from the task's begin */
-    if (s->place[1] >= 0) {
+    if (s->block_counts >= 0) {
         const int64_t block = task->start >> BLOCK_BITS;
-        found.from = sum_of_counts(payload + s->place[1], block);
-        found.end = found.from + sum_of_counts(payload + s->place[1] + 4 * block, 1);
+        found.from = sum_of_counts(payload + s->block_counts, block);
+        found.end = found.from + sum_of_counts(payload + s->block_counts + 4 * block, 1);
     } else if (task->length == s->size)
         found.end = s->count;
     else {

@@ -12,7 +12,7 @@
 
 struct job {
     const hvd_bucket *bucket;
-    void *wire; /* sent values; a tensor's begin at element place[0] */
+    void *wire; /* sent values; a tensor's begin at element `values` */
     float *sent;
     uint64_t *drawn;
     uint16_t *places;
@@ -79,12 +79,12 @@ static void rotate(uint64_t *indices, int64_t count, uint64_t size, uint64_t dis
 static void draw_places(void *context, int64_t number) {
     const struct job *job = context;
     const hvd_segment *s = job->bucket->segments + number;
-    uint64_t *drawn = job->drawn + s->place[0];
-    uint16_t *places = job->places + s->place[0];
-    int64_t *ends = job->ends + s->place[1];
+    uint64_t *drawn = job->drawn + s->values;
+    uint16_t *places = job->places + s->values;
+    int64_t *ends = job->ends + s->ends;
     const int64_t tasks = ((s->size - 1) >> BLOCK_BITS) + 1;
     draw(drawn, s->count, (uint64_t)s->size, s->key);
-    rotate(drawn, s->count, (uint64_t)s->size, (uint64_t)s->place[2]);
+    rotate(drawn, s->count, (uint64_t)s->size, (uint64_t)s->shift);
     memset(ends, 0, (size_t)tasks * sizeof *ends);
     for (int64_t i = 0; i < s->count; i++) ends[drawn[i] >> BLOCK_BITS]++;
     for (int64_t i = 0, start = 0; i < tasks; i++) {
@@ -97,9 +97,9 @@ static void draw_places(void *context, int64_t number) {
 
 /* The first of a tensor's values in a task; `end` gets the end of these. */
 static int64_t first_of(const struct job *job, const hvd_segment *s, const hvd_task *task, int64_t *end) {
-    const int64_t block = task->start >> BLOCK_BITS, *ends = job->ends + s->place[1];
-    *end = s->place[0] + ends[block];
-    return s->place[0] + (block ? ends[block - 1] : 0);
+    const int64_t block = task->start >> BLOCK_BITS, *ends = job->ends + s->ends;
+    *end = s->values + ends[block];
+    return s->values + (block ? ends[block - 1] : 0);
 }
 
 static void encode_piece(void *context, int64_t number) {

@@ -1,8 +1,9 @@
 /* Blocks of elements that all ranks send together: scores, the best blocks, and their means.
  *
- * A tensor's blocks begin at place[0] among those of all tensors. `count` of them are sent. Their numbers, in ascending
- * order, begin at place[1] of `chosen`, and their elements at place[2] of the wire. A block has place[3] elements; the
- * last block may have fewer and is padded with zeros. Tasks are of whole blocks: start and length count blocks. */
+ * A tensor's blocks begin at `blocks` among those of all tensors. `count` of them are sent. Their numbers, in ascending
+ * order, begin at `chosen` in the array `chosen`, and their elements at `taken` on the wire. A block has `length`
+ * elements; the last block may have fewer and is padded with zeros. Tasks are of whole blocks: start and length count
+ * blocks. */
 #include <math.h>
 
 #include "half.h"
@@ -25,14 +26,14 @@ struct job {
 
 /* The end of a task's elements. */
 static int64_t end_of(const hvd_segment *s, const hvd_task *task) {
-    return hvd_shorter((task->start + task->length) * s->place[3], s->size);
+    return hvd_shorter((task->start + task->length) * s->length, s->size);
 }
 
 static void judge_piece(void *context, int64_t number) {
     const struct job *job = context;
     hvd_task *task = job->tasks + number;
     const hvd_segment *s = job->bucket->segments + task->segment;
-    const int64_t length = s->place[3], end = end_of(s, task);
+    const int64_t length = s->length, end = end_of(s, task);
     const int64_t together = length < HVD_BLOCK ? HVD_BLOCK / length * length : length;
     uint32_t largest = 0;
     for (int64_t first = task->start * length; first < end; first += together) {
@@ -42,7 +43,7 @@ static void judge_piece(void *context, int64_t number) {
         for (int64_t start = first; start < last; start += length) {
             const double squares = hvd_sum_of_squares(hvd_made(s, start), hvd_shorter(length, last - start));
             const float norm = (float)sqrt(squares);
-            job->norms[s->place[0] + start / length] = norm * norm;
+            job->norms[s->blocks + start / length] = norm * norm;
         }
     }
     task->counts[0] = largest >= HVD_INFINITE;
@@ -56,8 +57,8 @@ int32_t HVD_NAME(together_judge)(hvd_bucket *bucket, hvd_task *tasks, int64_t co
 
 /* Copies a block to the wire, at `place`, and subtracts what is sent from x. */
 static void send(const struct job *job, const hvd_segment *s, int64_t block, int64_t place) {
-    const int64_t start = block * s->place[3], length = hvd_shorter(s->place[3], s->size - start);
-    const int64_t padding = s->place[3] - length;
+    const int64_t start = block * s->length, length = hvd_shorter(s->length, s->size - start);
+    const int64_t padding = s->length - length;
     const float *x = hvd_made(s, start);
     if (job->half) {
         uint16_t *wire = (uint16_t *)job->wire + place;
@@ -78,10 +79,10 @@ static void send(const struct job *job, const hvd_segment *s, int64_t block, int
 static void encode_tensor(void *context, int64_t number) {
     const struct job *job = context;
     const hvd_segment *s = job->bucket->segments + number;
-    const int64_t blocks = (s->size - 1) / s->place[3] + 1;
-    const float *judged = job->judged + s->place[0] * job->numbers, *scores = judged;
+    const int64_t blocks = (s->size - 1) / s->length + 1;
+    const float *judged = job->judged + s->blocks * job->numbers, *scores = judged;
     if (job->numbers > 1) {
-        float *norms = job->scores + s->place[0];
+        float *norms = job->scores + s->blocks;
         for (int64_t i = 0; i < blocks; i++)
             norms[i] = (float)sqrt(hvd_sum_of_squares(judged + i * job->numbers, job->numbers));
         scores = norms;
@@ -97,11 +98,11 @@ static void encode_tensor(void *context, int64_t number) {
             above = reaching;
         }
     }
-    int64_t *chosen = job->chosen + s->place[1], equal = s->count - above, sent = 0;
+    int64_t *chosen = job->chosen + s->chosen, equal = s->count - above, sent = 0;
     for (int64_t i = 0; i < blocks; i++) {
         const uint32_t score = hvd_magnitude(scores[i]);
         if (score < low || (score == low && equal-- <= 0)) continue;
-        send(job, s, i, s->place[2] + sent * s->place[3]);
+        send(job, s, i, s->taken + sent * s->length);
         chosen[sent++] = i;
     }
 }
@@ -120,7 +121,7 @@ static void decode_piece(void *context, int64_t number) {
     const struct job *job = context;
     hvd_task *task = job->tasks + number;
     const hvd_segment *s = job->bucket->segments + task->segment;
-    const int64_t length = s->place[3], start = task->start * length, *chosen = job->chosen + s->place[1];
+    const int64_t length = s->length, start = task->start * length, *chosen = job->chosen + s->chosen;
     uint32_t largest = 0;
     memset(s->result + start, 0, (size_t)(end_of(s, task) - start) * sizeof *s->result);
     int64_t i = 0;
@@ -130,7 +131,7 @@ static void decode_piece(void *context, int64_t number) {
         else high = middle;
     }
     for (; i < s->count && chosen[i] < task->start + task->length; i++) {
-        const int64_t place = s->place[2] + i * length;
+        const int64_t place = s->taken + i * length;
         float *result = s->result + chosen[i] * length;
         const int64_t elements = hvd_shorter(length, s->size - chosen[i] * length);
         if (job->half) hvd_from_halves((const uint16_t *)job->wire + place, elements, result);

@@ -3,8 +3,8 @@
  * Magnitudes are compared by their bits: those of a larger magnitude are the larger integer.
  *
  * A payload of a bucket holds the tensors' values, the counts of blocks, and the indices. A tensor's
- * `count` values begin at byte place[0], the counts of its blocks at place[1] (-1 if its indices need no blocks), and
- * its indices at place[2], with place[3] bytes each. Blocks are the tensor's tasks. */
+ * `count` values begin at byte `values`, the counts of its blocks at `block_counts` (-1 if its indices need no blocks),
+ * and its indices at `indices`, with `index_bytes` bytes each. Blocks are the tensor's tasks. */
 #ifndef HVD_SPARSE_H
 #define HVD_SPARSE_H
 
