@@ -202,7 +202,12 @@ def randomk(artefact: Artefact, t: Trainings) -> Outcome:
         control,
         *pairs,
     ]
-    return compared.outcome(artefact, rows)
+    note = (
+        "A random share of the elements has that share of the squared norm on average: the least factor, 1.5x, gains "
+        "0.67. That is below epsilon, 0.7, so that algorithm 1 sends dense gradients in every step, and the published "
+        "18 times fewer floats contradict it."
+    )
+    return compared.outcome(artefact, rows, note)
 
 
 def early(artefact: Artefact, t: Trainings) -> Outcome:
