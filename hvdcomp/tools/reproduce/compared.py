@@ -20,7 +20,7 @@ from hvdcomp.tools.train.options import DECISIONS
 from hvdcomp.tools.train.ranks import RunRefused
 from hvdcomp.tools.train.spread import estimate
 
-QUICK_SEEDS, SEEDS = 3, 5
+QUICK_SEEDS, SEEDS = 2, 5
 MARGIN = 1.0
 """Loss in points of accuracy, or percent of perplexity, that does not count as a loss."""
 
@@ -87,13 +87,14 @@ class Trainings:
         epochs: of trainings on published data; None for as many as the authors'.
 
     Attributes:
+        quick: whether trainings are short.
         seeds: the number of seeds.
         commits: of the trainings that were used.
     """
 
     def __init__(self, folder: Path, quick: bool, data: Path | None = None, epochs: int | None = None) -> None:
         self._folder, self._data, self._epochs = folder, data, epochs
-        self._quick = quick
+        self.quick = quick
         self.seeds = QUICK_SEEDS if quick else SEEDS
         self.commits: set[str] = set()
 
@@ -105,7 +106,7 @@ class Trainings:
             network: `network` and `data` of images, if these are not the artefact's.
         """
         if self._data is None or artefact.paper != "accordion":
-            return workloads.small(kind, self._quick)
+            return workloads.small(kind, self.quick)
         chosen = {"network": "ResNet-18", "data": "cifar10"} | {
             key: artefact.settings[key] for key in ("network", "data") if key in artefact.settings
         }

@@ -59,8 +59,8 @@ authors' GPUs encoding during the backward pass takes longer than after it. On p
 _MOST_BESIDE = 5
 """Percent by which a control's floats may differ from the policy's."""
 _COMMITS = "The results were made at commit {commits}.\n"
-_QUICK = """{quick} results were made with `--quick`: their trainings are a third as long, with three seeds at most in
-place of five.
+_QUICK = """{quick} results were made with `--quick`: their trainings are a third as long, with two seeds in place of
+five.
 """
 
 

@@ -410,6 +410,19 @@ def test_curves_without_a_number_are_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
+def test_a_full_run_compares_all_pairs_of_factor_and_gain(trainings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mnist1d", reason="mnist1d is not installed: pip install 'hvdcomp[mnist1d]'")
+    monkeypatch.setattr(compared, "SEEDS", 1)
+    short = workloads.small("images", quick=True)
+    monkeypatch.setattr(workloads, "small", lambda kind, quick: short)
+    found = run(artefacts()["gravac-fig10"], quick=False, runs=trainings)
+    others = [row.what for row in found.rows if "factor=" in row.what]
+    for pair in ("elements, gain=error_feedback", "bytes, gain=raw", "bytes, gain=error_feedback"):
+        assert len([what for what in others if what.startswith(f"GraVAC, factor={pair}")]) == 2
+    assert len(others) == 6
+
+
+@pytest.mark.thorough
 def test_a_training_is_made_once_and_its_policy_is_seen(trainings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mnist1d", reason="mnist1d is not installed: pip install 'hvdcomp[mnist1d]'")
     monkeypatch.setattr(compared, "QUICK_SEEDS", 1)
