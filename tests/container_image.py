@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from hvdcomp.tools.bench.cluster import Cluster
-from hvdcomp.tools.horovod_build.plan import cache_folder
+from hvdcomp.tools.cache import cache_folder
 
 ROOT = Path(__file__).parents[1]
 TAG = "localhost/hvdcomp:cpu"
@@ -135,7 +135,7 @@ def image() -> Iterator[Image]:
     Raises:
         UnreachableError: without a base image and a way to make one.
     """
-    folder = cache_folder().parent / "images"
+    folder = cache_folder() / "images"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock, tempfile.TemporaryDirectory(prefix="hvdcomp-images-") as run:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -18,10 +18,10 @@ from hvdcomp.tools.horovod_build.plan import (
     HOROVOD_VERSION,
     Options,
     Plan,
-    cache_folder,
     check_environment,
     make_plan,
     missing_build_requirements,
+    wheel_folder,
 )
 from hvdcomp.tools.horovod_build.wheel import (
     build_wheel,
@@ -91,7 +91,7 @@ def _provide(console: Console, plan: Plan, notes: list[str], jobs: int, force: b
     missing = missing_build_requirements()
     if missing:
         raise BuildError(f"Missing build packages: {', '.join(missing)}\nInstall them: pip install 'hvdcomp[build]'")
-    cache = cache_folder()
+    cache = wheel_folder()
     wheel = None if force else cached_wheel(cache, plan)
     if wheel is None:
         console.print(
@@ -179,7 +179,7 @@ def _versions(plan: Plan) -> str:
 
 def _describe(console: Console, plan: Plan, notes: list[str]) -> None:
     installed = installed_record()
-    cache = cache_folder()
+    cache = wheel_folder()
     lines = [
         f"Horovod {HOROVOD_VERSION} for {_versions(plan)}",
         f"C++ compiler: {plan.environment.compiler}",

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hvdcomp.tools.cache import cache_folder
 from hvdcomp.tools.horovod_build import BuildError
 from hvdcomp.tools.horovod_build.edits import Edit, applicable_edits, digest
 from hvdcomp.tools.horovod_build.environment import Environment, library_path_from_extension, release
@@ -77,13 +78,9 @@ class Plan:
         }
 
 
-def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """The folder of cached wheels: `horovod` in $HVDCOMP_CACHE, else in `hvdcomp` of the user's cache folder."""
-    folder = environ.get("HVDCOMP_CACHE")
-    if folder:
-        return Path(folder).expanduser().absolute() / "horovod"
-    base = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "hvdcomp" / "horovod"
+def wheel_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """The folder of cached wheels."""
+    return cache_folder(environ) / "horovod"
 
 
 def missing_build_requirements() -> list[str]:

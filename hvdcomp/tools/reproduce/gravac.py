@@ -147,7 +147,8 @@ def gravac(artefact: Artefact, t: Trainings) -> Outcome:
             control,
             *pairs,
         ]
-    note = "With the gain of the authors' code and factors of elements; the other pairs stand beside it."
+    note = "With the gain of the authors' code and factors of elements"
+    note += "." if t.quick else "; the other pairs stand beside it."
     return compared.outcome(artefact, rows, note)
 
 

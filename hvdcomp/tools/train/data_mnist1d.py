@@ -7,11 +7,17 @@ References: Greydanus and Kobak, Scaling Down Deep Learning with MNIST-1D, 2024,
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import random
+import zipfile
+from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 
+from hvdcomp.tools.cache import cache_folder
 from hvdcomp.tools.train.dataset import DataSet, labelled_data
 from hvdcomp.tools.train.options import SetupError
 
@@ -19,26 +25,27 @@ TRAIN, VALIDATION, TEST = 4000, 2000, 10_000
 _SEED = 42  # of the published set; the split does not depend on the seed of a run
 
 
-@functools.cache  # drawing takes some seconds
+@functools.cache
 def load() -> DataSet:
     """The signals (N, 1, 40) with their labels: the published 4,000 for training, and larger other parts.
+
+    Drawing takes some seconds, so the signals are kept in the cache folder.
 
     Raises:
         SetupError: the package is not installed.
     """
     try:
-        from mnist1d.data import get_dataset_args, make_dataset
+        import mnist1d  # noqa: F401
     except ImportError:
         raise SetupError("--data mnist1d needs the package of its generator: pip install 'hvdcomp[mnist1d]'") from None
-    settings = get_dataset_args()
-    settings.num_samples, settings.seed = TRAIN + VALIDATION + TEST, _SEED
-    settings.train_split = TRAIN / settings.num_samples
-    before = random.getstate(), np.random.get_state()  # the package uses the global generators
+    versions = "-".join(version(package) for package in ("mnist1d", "numpy", "scipy"))
+    file = cache_folder() / "data" / f"mnist1d-{TRAIN + VALIDATION + TEST}-{_SEED}-{versions}.npz"
     try:
-        drawn = make_dataset(settings)
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
+        with np.load(file) as kept:
+            drawn = {name: kept[name] for name in ("x", "y", "x_test", "y_test")}
+    except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile):  # there is none, or a damaged one
+        drawn = _draw()
+        _keep(file, drawn)
     x, other_x = (drawn[name].astype(np.float32)[:, None] for name in ("x", "x_test"))
     y, other_y = drawn["y"], drawn["y_test"]
     return labelled_data(
@@ -49,3 +56,31 @@ def load() -> DataSet:
         classes=10,
         validation=(other_x[:VALIDATION], other_y[:VALIDATION]),
     )
+
+
+def _draw() -> dict[str, np.ndarray]:
+    from mnist1d.data import get_dataset_args, make_dataset
+
+    settings = get_dataset_args()
+    settings.num_samples, settings.seed = TRAIN + VALIDATION + TEST, _SEED
+    settings.train_split = TRAIN / settings.num_samples
+    before = random.getstate(), np.random.get_state()  # the package uses the global generators
+    try:
+        drawn = make_dataset(settings)
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+    return {name: drawn[name] for name in ("x", "y", "x_test", "y_test")}
+
+
+def _keep(file: Path, drawn: dict[str, np.ndarray]) -> None:
+    """Writes a cache file, where the folder can be written."""
+    part = file.with_suffix(f".{os.getpid()}.part")
+    with contextlib.suppress(OSError):
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with part.open("wb") as out:
+                np.savez(out, **drawn)  # type: ignore[arg-type]
+            part.replace(file)  # whole for another process that reads
+        finally:
+            part.unlink(missing_ok=True)

@@ -23,7 +23,7 @@ from hvdcomp.tools.horovod_build import BuildError, source, wheel
 from hvdcomp.tools.horovod_build.edits import EDITS, Edit, applicable_edits, apply_edits, digest
 from hvdcomp.tools.horovod_build.environment import Environment, Mpi, parse_mpi_version, release
 from hvdcomp.tools.horovod_build.log import first_error, hint, parse_progress
-from hvdcomp.tools.horovod_build.plan import Options, cache_folder, check_environment, make_plan
+from hvdcomp.tools.horovod_build.plan import Options, check_environment, make_plan, wheel_folder
 
 OPEN_MPI = Mpi("Open MPI", "4.1.8", "/env/bin/mpirun", "/env/bin/mpicxx", inside=True)
 ENVIRONMENT = Environment(
@@ -204,9 +204,9 @@ def test_digest_covers_the_text_and_not_the_explanation() -> None:
 
 
 def test_cache_folder_can_be_chosen(tmp_path: Path) -> None:
-    assert cache_folder({"HVDCOMP_CACHE": str(tmp_path)}) == tmp_path / "horovod"
-    assert cache_folder({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "hvdcomp" / "horovod"
-    assert cache_folder({}) == Path.home() / ".cache" / "hvdcomp" / "horovod"
+    assert wheel_folder({"HVDCOMP_CACHE": str(tmp_path)}) == tmp_path / "horovod"
+    assert wheel_folder({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "hvdcomp" / "horovod"
+    assert wheel_folder({}) == Path.home() / ".cache" / "hvdcomp" / "horovod"
 
 
 # Source, cache, record.

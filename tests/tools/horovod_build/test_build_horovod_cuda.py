@@ -16,7 +16,7 @@ from hvdcomp.tools.horovod_build import BuildError, source
 from hvdcomp.tools.horovod_build.check import load_extension
 from hvdcomp.tools.horovod_build.edits import apply_edits
 from hvdcomp.tools.horovod_build.environment import CudaToolkit, find_cuda_toolkit, scripts_first
-from hvdcomp.tools.horovod_build.plan import cache_folder, check_environment, make_plan, process_variables
+from hvdcomp.tools.horovod_build.plan import check_environment, make_plan, process_variables, wheel_folder
 from tests.tools.horovod_build.test_build_horovod import CPU, ENVIRONMENT, GPU, changed, with_cuda
 
 _STRAY = {
@@ -51,7 +51,7 @@ def test_a_build_for_cpu_does_not_depend_on_a_toolkit() -> None:
 def test_a_toolkit_that_does_not_work_is_not_asked(tmp_path: Path) -> None:
     """The release's own CMake files as edited for CPU, with a compiler for CUDA in sight that fails."""
     cmake = shutil.which("cmake", path=scripts_first()["PATH"])
-    archive = cache_folder() / source.ARCHIVE
+    archive = wheel_folder() / source.ARCHIVE
     if cmake is None or not archive.is_file():
         pytest.skip("needs CMake, and Horovod's source, which hvdcomp build-horovod fetches")
     root = source.unpack(archive, tmp_path)

@@ -6,7 +6,7 @@ import pickle
 import random
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdcomp.tools.train import data as data_module
-from hvdcomp.tools.train import data_cifar, data_criteo, data_text
+from hvdcomp.tools.train import data_cifar, data_criteo, data_mnist1d, data_text
 from hvdcomp.tools.train.data import epoch_shard, evaluation_shard, load_data, steps_per_epoch
 from hvdcomp.tools.train.dataset import DataSet, augment
 from hvdcomp.tools.train.options import SetupError, TrainingOptions
@@ -163,8 +163,17 @@ def test_too_many_bytes_of_the_standard_library() -> None:
         data_text.bytes_of_standard_library(10**10, 64)
 
 
-def test_mnist1d_is_as_published_and_leaves_the_global_generators_alone() -> None:
+@pytest.fixture
+def nothing_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """No signals of MNIST-1D are kept; the folder where they will be."""
     pytest.importorskip("mnist1d", reason="mnist1d is not installed: pip install 'hvdcomp[mnist1d]'")
+    monkeypatch.setenv("HVDCOMP_CACHE", str(tmp_path / "cache"))
+    data_mnist1d.load.cache_clear()
+    yield tmp_path / "cache" / "data"
+    data_mnist1d.load.cache_clear()
+
+
+def test_mnist1d_is_as_published_and_leaves_the_global_generators_alone(nothing_kept: Path) -> None:
     random.seed(5)
     np.random.seed(5)
     data = _load(model="cnn1d", data="mnist1d")
@@ -178,6 +187,40 @@ def test_mnist1d_is_as_published_and_leaves_the_global_generators_alone() -> Non
     assert all(np.bincount(part).min() > 0.08 * len(part) for part in (data.train_y, data.validation.y, data.test_y))
     inputs = data.model_input(data.train_x)
     assert (inputs.mean(), inputs.std()) == (pytest.approx(0, abs=1e-4), pytest.approx(1, abs=1e-4))
+
+
+@pytest.mark.parametrize("damage", [None, b"", b"PK damaged"])
+def test_signals_of_mnist1d_are_drawn_once_and_again_if_the_file_is_damaged(
+    damage: bytes | None, nothing_kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws = []
+
+    def draw() -> dict[str, np.ndarray]:
+        draws.append(generator := np.random.default_rng(len(draws)))
+        rows = {"x": 4000, "x_test": 12_000}
+        signals = {name: generator.normal(size=(count, 40)) for name, count in rows.items()}
+        return signals | {f"y{name[1:]}": generator.integers(10, size=count) for name, count in rows.items()}
+
+    monkeypatch.setattr(data_mnist1d, "_draw", draw)
+    first = data_mnist1d.load()
+    (file,) = nothing_kept.iterdir()
+    if damage is not None:
+        file.write_bytes(damage)
+    data_mnist1d.load.cache_clear()
+    second = data_mnist1d.load()
+    assert len(draws) == (1 if damage is None else 2)
+    assert np.array_equal(first.train_x, second.train_x) == (damage is None)
+    assert [file] == list(nothing_kept.iterdir())
+
+
+def test_signals_of_mnist1d_need_no_folder_that_can_be_written(
+    nothing_kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing_kept.parent.write_text("a file")
+    drawn = {"x": np.ones((4000, 40)), "x_test": np.zeros((12_000, 40))}
+    drawn |= {"y": np.arange(4000) % 10, "y_test": np.arange(12_000) % 10}
+    monkeypatch.setattr(data_mnist1d, "_draw", lambda: drawn)
+    assert data_mnist1d.load().train_x.shape == (4000, 1, 40)
 
 
 def test_validation_samples_are_held_back_from_the_training() -> None:

@@ -1,0 +1,15 @@
+"""The folder of files that are made again if they are gone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """$HVDCOMP_CACHE, else `hvdcomp` in the user's cache folder."""
+    folder = environ.get("HVDCOMP_CACHE")
+    if folder:
+        return Path(folder).expanduser().absolute()
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hvdcomp"
