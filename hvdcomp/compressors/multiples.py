@@ -52,11 +52,13 @@ def encode_multiples(
     """
     highest = steps_of(bits) / 2 * _UNIT
     values = xp.flatten(buckets * (xp.reciprocal_or_zero(scales, SMALLEST_SCALE) * highest))[:size]
-    codes = xp.astype(values.clip(-highest, highest), "int32")
+    codes = random_words(xp, rank_key(context, purpose), size, like=values)
+    codes >>= 9
+    codes &= 0x7FFFFF
     codes += int(highest)
-    codes += (random_words(xp, rank_key(context, purpose), size, like=values) >> 9) & 0x7FFFFF
-    codes = xp.astype(codes >> 23, "uint8")
-    return pack(xp, codes, bits), scales
+    codes += xp.astype(values.clip(-highest, highest), "int32")
+    codes >>= 23
+    return pack(xp, xp.astype(codes, "uint8"), bits), scales
 
 
 class Multiples(Gathering):

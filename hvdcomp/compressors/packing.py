@@ -65,18 +65,19 @@ def _pack_plane(xp: ModuleType, codes: Array, width: int) -> Array:
     together = 8 // width
     packed = []
     for group in groups(xp, pad(xp, codes & ((1 << width) - 1), together), GROUP):
-        length = group.shape[1] // together
-        merged = group[:, :length]
-        for place in range(1, together):
-            merged = merged | (group[:, place * length : (place + 1) * length] << (place * width))
-        packed.append(xp.flatten(merged))
+        for bits in (4, 2, 1):
+            if bits >= width:  # codes of the second half lie `bits` above those of the first half
+                half = group.shape[1] // 2
+                group = group[:, :half] | (group[:, half:] << bits)
+        packed.append(xp.flatten(group))
     return packed[0] if len(packed) == 1 else xp.concatenate(packed)
 
 
 def _unpack_plane(xp: ModuleType, packed: Array, width: int, count: int) -> Array:
     codes = []
+    shifts = xp.reshape(xp.arange(8 // width, like=packed) * width, (-1, 1))
     for group in groups(xp, packed, GROUP * width // 8):
-        codes.append(xp.flatten(xp.concatenate([group >> place for place in range(0, 8, width)], axis=1)))
+        codes.append(xp.flatten(xp.reshape(group, (group.shape[0], 1, group.shape[1])) >> shifts))
     return (codes[0] if len(codes) == 1 else xp.concatenate(codes))[:count] & ((1 << width) - 1)
 
 
