@@ -260,7 +260,7 @@ class Adviser:
         """
         faster = _faster(self, spec, setting, _BANDWIDTHS)
         changes = np.flatnonzero(np.diff(faster.astype(int)))
-        bounds = [_bisect(self, spec, setting, _BANDWIDTHS[at], _BANDWIDTHS[at + 1]) for at in changes]
+        bounds = [_change(self, spec, setting, _BANDWIDTHS[at], _BANDWIDTHS[at + 1]) for at in changes]
         ends: list[float | None] = [*([None] if faster[0] else []), *bounds, *([None] if faster[-1] else [])]
         return tuple(zip(ends[::2], ends[1::2], strict=True))
 
@@ -330,13 +330,11 @@ def _faster(adviser: Adviser, spec: str, setting: Setting, bytes_per_s: Any) -> 
     )
 
 
-def _bisect(adviser: Adviser, spec: str, setting: Setting, low: float, high: float) -> float:
-    """The bandwidth between `low` and `high` at which the faster method changes."""
-    at_low = bool(_faster(adviser, spec, setting, low))
-    for _ in range(50):
-        middle = float(np.sqrt(low * high))
-        if bool(_faster(adviser, spec, setting, middle)) == at_low:
-            low = middle
-        else:
-            high = middle
+def _change(adviser: Adviser, spec: str, setting: Setting, low: float, high: float) -> float:
+    """The bandwidth between `low` and `high` at which the faster method changes, to 11 digits."""
+    for _ in range(4):
+        between = np.geomspace(low, high, 256)
+        faster = _faster(adviser, spec, setting, between)
+        at = max(1, int(np.argmax(faster != faster[0])))  # the first that differs
+        low, high = between[at - 1], between[at]
     return float(low)
