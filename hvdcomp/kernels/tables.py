@@ -33,28 +33,29 @@ def _with_unions(dtype: np.dtype) -> np.dtype:
     )
 
 
-_SEGMENT = np.dtype(
-    [
-        ("size", "i8"),
-        *((name, "u8") for name in ("gradient", "result", "source", "kept", "x", "velocity", "next_velocity")),
-        ("count", "i8"),
-        *((names[0], "i8") for names in _UNIONS),
-        ("key", "u8"),
-        *((name, "f4") for name in ("above", "below", "sent_above", "sent_below")),
-        ("rule", "i4"),
-        ("sent_rule", "i4"),
-        ("product", FACTORS),
-        ("sent_product", FACTORS),
-        ("total", "u8"),
-        ("sums", "f8", 4),
-        ("narrowed", "u8"),
-        ("narrow", "i8"),
-        ("rounded", "u8"),
-        ("kept_type", "i8"),
-    ],
-    align=True,
+SEGMENT = _with_unions(
+    np.dtype(
+        [
+            ("size", "i8"),
+            *((name, "u8") for name in ("gradient", "result", "source", "kept", "x", "velocity", "next_velocity")),
+            ("count", "i8"),
+            *((names[0], "i8") for names in _UNIONS),
+            ("key", "u8"),
+            *((name, "f4") for name in ("above", "below", "sent_above", "sent_below")),
+            ("rule", "i4"),
+            ("sent_rule", "i4"),
+            ("product", FACTORS),
+            ("sent_product", FACTORS),
+            ("total", "u8"),
+            ("sums", "f8", 4),
+            ("narrowed", "u8"),
+            ("narrow", "i8"),
+            ("rounded", "u8"),
+            ("kept_type", "i8"),
+        ],
+        align=True,
+    )
 )
-SEGMENT = _with_unions(_SEGMENT)
 """A tensor of a bucket. Addresses are numbers; 0 is null."""
 
 TASK = np.dtype(

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
+import io
 import random
 import zipfile
-from importlib.metadata import version
-from pathlib import Path
+from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 
+from hvdcomp.files import replace_files
 from hvdcomp.tools.cache import cache_folder
 from hvdcomp.tools.train.dataset import DataSet, labelled_data
 from hvdcomp.tools.train.options import SetupError
@@ -35,17 +35,20 @@ def load() -> DataSet:
         SetupError: the package is not installed.
     """
     try:
-        import mnist1d  # noqa: F401
-    except ImportError:
+        versions = "-".join(map(version, ("mnist1d", "numpy", "scipy")))
+    except PackageNotFoundError:
         raise SetupError("--data mnist1d needs the package of its generator: pip install 'hvdcomp[mnist1d]'") from None
-    versions = "-".join(version(package) for package in ("mnist1d", "numpy", "scipy"))
     file = cache_folder() / "data" / f"mnist1d-{TRAIN + VALIDATION + TEST}-{_SEED}-{versions}.npz"
     try:
         with np.load(file) as kept:
             drawn = {name: kept[name] for name in ("x", "y", "x_test", "y_test")}
     except (OSError, KeyError, ValueError, EOFError, zipfile.BadZipFile):  # there is none, or a damaged one
         drawn = _draw()
-        _keep(file, drawn)
+        content = io.BytesIO()
+        np.savez(content, **drawn)  # type: ignore[arg-type]
+        with contextlib.suppress(OSError):  # a folder that cannot be written
+            file.parent.mkdir(parents=True, exist_ok=True)
+            replace_files({file: content.getvalue()})
     x, other_x = (drawn[name].astype(np.float32)[:, None] for name in ("x", "x_test"))
     y, other_y = drawn["y"], drawn["y_test"]
     return labelled_data(
@@ -71,16 +74,3 @@ def _draw() -> dict[str, np.ndarray]:
         random.setstate(before[0])
         np.random.set_state(before[1])
     return {name: drawn[name] for name in ("x", "y", "x_test", "y_test")}
-
-
-def _keep(file: Path, drawn: dict[str, np.ndarray]) -> None:
-    """Writes a cache file, where the folder can be written."""
-    part = file.with_suffix(f".{os.getpid()}.part")
-    with contextlib.suppress(OSError):
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with part.open("wb") as out:
-                np.savez(out, **drawn)  # type: ignore[arg-type]
-            part.replace(file)  # whole for another process that reads
-        finally:
-            part.unlink(missing_ok=True)
