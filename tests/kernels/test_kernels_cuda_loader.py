@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -46,27 +47,56 @@ print(only.message)
 """
 
 _LOADS = """
+import contextlib, sys, tempfile
 import torch
 torch.cuda.is_available = lambda: True
 from hvdcomp.kernels import cuda
+if "no folder" in sys.argv:
+    with contextlib.suppress(FileNotFoundError):
+        sys.exit(tempfile.gettempdir() + " can be written")
 print(cuda.why_not() or "loads")
 assert bool(cuda.why_not()) == bool(cuda.way_out())
 """
 
 
-def _run(program: str, driver: Path, **variables: str) -> str:
-    """Runs a program where PATH holds no compiler, and nobody can write to the home."""
+_PUTS = """
+from pathlib import Path
+from hvdcomp.kernels.cuda.cache import OverlaidCache
+path = OverlaidCache("key").put(b"kernel" * 10_000, "name")
+assert Path(path).read_bytes() == b"kernel" * 10_000
+assert OverlaidCache("key").get_file("name") == path
+assert OverlaidCache("another").get_file("name") is None
+print(Path(path).is_relative_to(Path.home()))
+"""
+
+# What starts a program in the conditions of an image: a folder that nobody can write, not even a temporary one; a home
+# that is full; and a user whom the system does not know, as OpenShift makes one up for each namespace.
+_READ_ONLY = (
+    "unshare", "--mount", "--map-root-user", "sh", "-c",
+    'for folder in / /tmp /var/tmp; do ! mountpoint -q $folder || mount -o remount,bind,ro $folder || exit; done; "$@"',
+    "sh",
+)  # fmt: skip
+_FULL = ("unshare", "--mount", "--map-root-user", "sh", "-c", 'mount -t tmpfs -o size=8k none "$HOME" && "$@"', "sh")
+_UNKNOWN = ("unshare", "--user", "--map-user=1000660000", "--map-group=0")
+
+
+def _run(program: str, driver: Path, *arguments: str, within: Sequence[str] = (), **variables: str) -> str:
+    """Runs a program without the variables of this process, where PATH holds no compiler, and nobody can write to the
+    home."""
+    if within and subprocess.run([*within, "true"], check=False, env=os.environ | variables).returncode != 0:
+        pytest.skip(f"needs namespaces of users and mounts: {' '.join(within)}")
     path = driver / "bin"
     path.mkdir(exist_ok=True)
-    asked = shutil.which("file")  # by Triton, which finds compiled code by what that says of the platform
-    if asked is not None and not (path / "file").exists():
-        (path / "file").symlink_to(asked)
-    lost = ("TRITON_INTERPRET", "TRITON_CACHE_DIR", "CC")
-    environment = {name: value for name, value in os.environ.items() if name not in lost}
-    environment |= {"PATH": str(path), "HOME": "/dev/null", "LD_LIBRARY_PATH": str(driver)} | variables
+    # Triton asks `file` what platform this is, and finds compiled code by the answer.
+    for name in ("file", "sh", "mount", "mountpoint"):
+        asked = shutil.which(name)
+        if asked is not None and not (path / name).exists():
+            (path / name).symlink_to(asked)
+    environment = {"PATH": str(path), "HOME": "/dev/null", "LD_LIBRARY_PATH": str(driver), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment, cwd=ROOT
-    )
+        [*((shutil.which(within[0]) or "", *within[1:]) if within else ()), sys.executable, "-c", program, *arguments],
+        capture_output=True, text=True, check=False, env=environment | variables, cwd="/",
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -80,14 +110,31 @@ def test_without_it_a_step_goes_without_kernels_and_says_so_once(driver: Path) -
 
 
 @pytest.mark.thorough
-def test_it_is_found_in_a_folder_that_is_only_read(driver: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("within", "home", "arguments"),
+    [((), "/dev/null", ()), ((), "", ()), (_READ_ONLY, "/dev/null", ("no folder",)), (_UNKNOWN, "/proc", ())],
+    ids=["no home", "another home", "nothing to write to", "unknown user"],
+)
+def test_it_is_found_in_a_folder_that_is_only_read(
+    within: tuple[str, ...], home: str, arguments: tuple[str, ...], driver: Path, tmp_path: Path
+) -> None:
     """Where the command of the Dockerfile has put it."""
     text = (ROOT / "docker" / "Dockerfile").read_text()
     (program,) = re.findall(r"python3 -c '(.*CudaUtils\(\))'", text)
-    folder = tmp_path / "folder"
+    folder, empty = tmp_path / "folder", tmp_path / "empty"
+    empty.mkdir()
     _run(program, driver, TRITON_CACHE_DIR=str(folder), PATH=os.environ["PATH"])
     before = sorted(folder.rglob("*"))
     assert before
-    assert _run(_LOADS, driver, HVDCOMP_TRITON_CACHE=str(folder)) == "loads\n"
+    where = {"HVDCOMP_TRITON_CACHE": str(folder), "HOME": home or str(empty)}
+    assert _run(_LOADS, driver, *arguments, within=within, **where) == "loads\n"
     assert sorted(folder.rglob("*")) == before
-    assert "C compiler" in _run(_LOADS, driver, HVDCOMP_TRITON_CACHE=str(tmp_path / "none"))
+    where["HVDCOMP_TRITON_CACHE"] = str(tmp_path / "none")
+    assert "compiled nowhere" in _run(_LOADS, driver, *arguments, within=within, **where)
+
+
+def test_a_kernel_is_kept_by_the_process_if_the_home_is_full(driver: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    assert _run(_PUTS, driver, HOME=str(home)) == "True\n"
+    assert _run(_PUTS, driver, within=_FULL, HOME=str(home)) == "False\n"

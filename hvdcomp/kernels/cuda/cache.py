@@ -12,22 +12,40 @@ from triton.runtime.cache import FileCacheManager
 
 from hvdcomp.kernels.cuda import compiled_ahead
 
+_folders_in_process: dict[str, str] = {}  # by key, where Triton's own folder could not be written
+
 
 class OverlaidCache(FileCacheManager):
     """A cache in Triton's own folder (`TRITON_CACHE_DIR`, or `~/.triton/cache`) and in that of kernels compiled ahead.
 
-    Triton compiles kernels that are in neither, and writes them to its own folder. If that is not writable, as for a
-    user without a home in an image, the kernels are kept for the life of this process.
+    Triton compiles kernels that are in neither, and writes them to its own folder. Where it cannot, as for a user
+    without a home in an image, or above a quota, the kernels are kept for the life of this process.
     """
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
         self._compiled_ahead = None if override or dump else Path(compiled_ahead()) / key
         try:
             super().__init__(key, override=override, dump=dump)
-        except OSError:
-            self.cache_dir = os.path.join(_folder_of_process().name, key)
-            self.lock_path = os.path.join(self.cache_dir, "lock")
+        except OSError:  # it cannot make its folder, which matters only to kernels that it has to write: see `put`
+            if self._compiled_ahead is None:
+                raise
+        if self._compiled_ahead is not None and key in _folders_in_process:
+            self._use(_folders_in_process[key])
+
+    def put(self, data: str | bytes, filename: str, binary: bool = True) -> str:
+        """Writes a file, and returns its path."""
+        try:
+            return super().put(data, filename, binary)
+        except OSError:  # no folder, no right to write to it, or no space
+            if self._compiled_ahead is None:
+                raise
+            self._use(_folders_in_process.setdefault(self.key, os.path.join(_folder_of_process().name, self.key)))
             os.makedirs(self.cache_dir, exist_ok=True)
+            return super().put(data, filename, binary)
+
+    def _use(self, folder: str) -> None:
+        self.cache_dir = folder
+        self.lock_path = os.path.join(folder, "lock")
 
     def get_file(self, filename: str) -> str | None:
         return self._path_compiled_ahead(filename) or super().get_file(filename)
