@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import numpy as np
@@ -104,6 +105,27 @@ def in_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with cuda.serving_host():
         yield
+
+
+@pytest.fixture
+def spoiled(in_interpreter: None, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What has been let go of on the device that the interpreter stands for. It holds NaN, and so does what is taken
+    without being cleared, so that whoever reads it is found."""
+    torch = pytest.importorskip("torch")
+    from hvdcomp.exchange.device_residuals import DeviceResiduals
+    from hvdcomp.kernels.cuda.device import DeviceKernels
+
+    gone: list[Any] = []
+
+    def spoil(array: Any) -> Any:
+        array.view(torch.int8 if array.dtype == torch.uint8 else torch.int16).fill_(-1)  # of all floats a NaN
+        return array
+
+    for kind, name in ((DeviceResiduals, "_buffer"), (DeviceKernels, "passing")):
+        fresh: Any = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda *arguments, fresh=fresh: spoil(fresh(*arguments)))
+    monkeypatch.setattr(cuda, "let_go", lambda array: gone.append(spoil(array)))
+    return gone
 
 
 @pytest.fixture

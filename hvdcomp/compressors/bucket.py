@@ -76,7 +76,7 @@ class PayloadRows(NamedTuple):
 
 
 class Payload(NamedTuple):
-    """Storage of the payload that a bucket sends; every step reuses it.
+    """Storage of the payload that a bucket sends.
 
     Attributes:
         vector: the payload (count,).
@@ -284,16 +284,18 @@ class Bucket:
             length = -(-length // ROW_ALIGNMENT) * ROW_ALIGNMENT
         return starts + numbers * length, ranks * length
 
-    def payload(self, count: int, dtype: str = "uint8") -> Payload:
+    def payload(self, count: int, dtype: str = "uint8", kept: bool = True) -> Payload:
         """A payload on the kernels' device.
 
         Args:
             count: number of elements; their bytes are rounded up to a multiple of 4, as ranks' payloads lie in a row.
             dtype: element type.
+            kept: whether later steps reuse it; if not, it is not cleared, and `let_go` ends its use.
         """
         size = np.dtype(dtype).itemsize
         used = -(-count * size // 4) * 4
-        with_room = self.zeros(-(-(used + 4) // 8) * 8 // size, dtype)
+        make = self.zeros if kept else self.kernels.passing
+        with_room = make(-(-(used + 4) // 8) * 8 // size, dtype)
         return Payload(with_room[: used // size], with_room)
 
 

@@ -17,6 +17,7 @@ from hvdcomp.compressors.packing import outcome_like
 from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome
 from hvdcomp.compressors.randomness import random_words, rank_key
 from hvdcomp.errors import SpecError
+from hvdcomp.kernels import cuda
 from hvdcomp.kernels.tables import EVERYTHING
 from hvdcomp.specs.described import Rule
 
@@ -49,7 +50,9 @@ class NoCompression(Compressor):
         bucket.found_inf = bucket.call("dense_encode", wire.with_room)
         bucket.segments["sent_rule"] = EVERYTHING
         mean = yield AllReduce(wire.vector, with_room=wire.with_room)
-        return bucket.call("dense_decode", mean)
+        found_inf = bucket.call("dense_decode", mean)
+        _let_go(bucket, wire)
+        return found_inf
 
     def wire_dtype(self, dtype: str) -> str:
         return allreduce_dtype(dtype)
@@ -241,14 +244,24 @@ def _in_half_precision(bucket: Bucket, nearest: int) -> BucketAggregation:
     wire = _wire(bucket, "float16")
     bucket.found_inf = bucket.call("half_encode", wire.with_room, nearest)
     mean = yield AllReduce(wire.vector, with_room=wire.with_room)
-    return bucket.call("half_decode", mean, 1, 0)
+    found_inf = bucket.call("half_decode", mean, 1, 0)
+    _let_go(bucket, wire)
+    return found_inf
 
 
 def _wire(bucket: Bucket, dtype: str) -> Payload:
-    """The bucket's layout: a payload of one number for each element."""
-    if bucket.layout is None:
+    """A payload of one number for each element. On a device, where it would take as much memory as the model, a step
+    has it for itself; on the host it is the bucket's layout."""
+    wire: Payload | None = bucket.layout
+    if wire is None:
         sizes = bucket.segments["size"]
         bucket.segments["values"] = np.cumsum(sizes) - sizes
-        bucket.layout = bucket.payload(int(sizes.sum()), dtype)
-    wire: Payload = bucket.layout
+        wire = bucket.payload(int(sizes.sum()), dtype, kept=bucket.device is None)
+        if bucket.device is None:
+            bucket.layout = wire
     return wire
+
+
+def _let_go(bucket: Bucket, wire: Payload) -> None:
+    if bucket.device is not None:
+        cuda.let_go(wire.with_room)

@@ -54,7 +54,7 @@ def aggregate_two_levels(bucket: Bucket, places: NodePlaces) -> BucketAggregatio
     layout: _Layout = bucket.layout
     shard, states, xp = layout.shard, layout.states, bucket.xp
     (own, ranks), nodes = places.node, places.across.size
-    whole = layout.storage(bucket)
+    whole = layout.begin(bucket)
     bucket.found_inf = bucket.call("dense_encode", whole)
     rows = xp.reshape(whole, (ranks, -1))
     mean = rows[own]
@@ -77,8 +77,7 @@ def aggregate_two_levels(bucket: Bucket, places: NodePlaces) -> BucketAggregatio
             rows[own] = xp.finite_or_zero(shard.lost * ranks)  # as in `memory.without`
         bucket.call("dense_keep", whole)
     found_inf = bucket.call("dense_decode", xp.concatenate([result for result, *_ in gathered]))
-    if bucket.device is not None:
-        cuda.let_go(whole)
+    layout.end(bucket, whole)
     return found_inf
 
 
@@ -92,8 +91,10 @@ class _Shard:
 
     Attributes:
         bucket: the bucket of pieces.
-        lost: x - C(x) of the shard, float32 (length,).
+        lost: x - C(x) of the shard, float32 (length,), if the memory keeps it; on a device, within a step.
     """
+
+    lost: Array
 
     def __init__(self, whole: Bucket, pieces: Sequence[tuple[int, TensorInfo]], length: int) -> None:
         self.bucket = Bucket(
@@ -106,9 +107,11 @@ class _Shard:
         sizes = self.bucket.segments["size"]
         self._offsets = (4 * (np.cumsum(sizes) - sizes)).astype(np.uint64)
         self._zeros = np.zeros(int(sizes.max()) if whole.device is None else 0, np.float32)
-        self.lost = whole.zeros(length, "float32")
-        apart = whole.device is None and self.bucket.compressors[0].keeps_state
-        self._x = np.zeros(length, np.float32) if apart else self.lost
+        self._x: np.ndarray | None = None  # in place of `lost`
+        if whole.device is None:
+            self.lost = np.zeros(length, np.float32)
+            if self.bucket.compressors[0].keeps_state:
+                self._x = np.zeros(length, np.float32)
 
     def aggregate(self, context: Context, mean: Array, result: Array) -> BucketAggregation:
         """The compressor's step between nodes; writes x - C(x) to `lost`."""
@@ -118,9 +121,13 @@ class _Shard:
         segments["gradient"] = address_of(mean) + self._offsets
         segments["result"] = address_of(result) + self._offsets
         segments["kept"] = segments["rule"] = 0
-        segments["x"] = address_of(self._x) + self._offsets if bucket.keeps else 0
+        lost = None
+        segments["x"] = 0
+        if bucket.keeps:
+            lost = address_of(self.lost) + self._offsets
+            segments["x"] = lost if self._x is None else address_of(self._x) + self._offsets
         found_inf = yield from bucket.compressors[0].aggregate_bucket(bucket)
-        take_off(bucket, self._zeros, address_of(self.lost) + self._offsets)
+        take_off(bucket, self._zeros, lost)
         return found_inf
 
 
@@ -178,10 +185,12 @@ class _Layout:
     """The division of a bucket among the ranks of a node, and its storage.
 
     Attributes:
-        result: the mean of this rank's shard.
+        result: the mean of this rank's shard; on a device, within a step.
         shard: this rank's shard; a zero if it has none, so that all ranks send the same requests.
         states: the states of uncut tensors, or None if the method keeps none.
     """
+
+    result: Array
 
     def __init__(self, bucket: Bucket, node: Place) -> None:
         sizes = bucket.segments["size"].tolist()
@@ -199,17 +208,34 @@ class _Layout:
             length = _whole_units(-(-sum(sizes) // ranks))
             starts = np.cumsum(sizes) - sizes
             pieces = list(_pieces(bucket.tensors, own, length))
-        self._elements = ranks * length
-        self._whole = bucket.zeros(self._elements, "float32") if bucket.device is None else None
-        self.result = bucket.zeros(length, "float32")
+        self._elements, self._length = ranks * length, length
+        if bucket.device is None:
+            self._whole = bucket.zeros(self._elements, "float32")
+            self.result = bucket.zeros(length, "float32")
         bucket.segments["values"] = starts
         self.shard = _Shard(bucket, pieces or [(0, TensorInfo(f"@{own}", STAND_IN))], length)
         keeps = bucket.compressors[0].keeps_state
         self.states = _States(bucket, self.shard.bucket, dealt, own) if keeps else None
 
-    def storage(self, bucket: Bucket) -> Array:
-        """Storage for x of all tensors, float32: for each rank of the node its shard, padded with zeros."""
-        return bucket.zeros(self._elements, "float32") if self._whole is None else self._whole
+    def begin(self, bucket: Bucket) -> Array:
+        """Storage for x of all tensors, float32: for each rank of the node its shard, padded with zeros.
+
+        On a device nothing stays from step to step, so that the bucket's memory is that of what it keeps.
+        """
+        if bucket.device is None:
+            return self._whole
+        self.result = bucket.kernels.passing(self._length, "float32")
+        if bucket.keeps:
+            self.shard.lost = bucket.kernels.passing(self._length, "float32")
+        return bucket.zeros(self._elements, "float32")
+
+    def end(self, bucket: Bucket, whole: Array) -> None:
+        """Lets go of a step's storage on a device."""
+        if bucket.device is None:
+            return
+        for array in (whole, self.result, *([self.shard.lost] if bucket.keeps else [])):
+            cuda.let_go(array)
+        self.result = self.shard.lost = None
 
 
 def payloads_in_node(

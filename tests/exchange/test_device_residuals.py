@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdcomp import ErrorFeedback, MomentumCorrection
+from hvdcomp import ErrorFeedback
 from hvdcomp.communicators import LoopbackCommunicator
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
-from hvdcomp.compressors.memory import Memory
+from hvdcomp.compressors import COMPRESSORS
+from hvdcomp.compressors.memory import Memory, MomentumCorrection, NoMemory
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.device_residuals import DeviceResiduals
 from hvdcomp.exchange.engine import Engine
@@ -33,21 +34,6 @@ ELEMENTS = sum(int(np.prod(shape)) for shape in SHAPES.values())
 
 def given() -> dict[str, Any]:
     return {name: torch.ones(shape) for name, shape in SHAPES.items()}
-
-
-@pytest.fixture
-def spoiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Memory that is taken or let go of holds NaN, so that whoever reads it is found; it is what has been let go of."""
-    gone: list[Any] = []
-    fresh = DeviceResiduals._buffer
-
-    def spoil(array: Any) -> Any:
-        array.view(torch.int16).fill_(-1)  # of float32, float16 and bfloat16 a NaN
-        return array
-
-    monkeypatch.setattr(DeviceResiduals, "_buffer", lambda self, count, dtype: spoil(fresh(self, count, dtype)))
-    monkeypatch.setattr(cuda, "let_go", lambda array: gone.append(spoil(array)))
-    return gone
 
 
 @pytest.mark.parametrize(
@@ -102,43 +88,54 @@ def test_a_rounded_residual_takes_two_bytes_and_x_four_in_a_step(monkeypatch: py
     assert within == [6 * ELEMENTS] * 3
 
 
-@pytest.mark.parametrize(
-    ("spec", "most"),
-    [
-        ("efsignsgd", 4.2), ("dgc:ratio=0.01", 8.2),
-        *(pytest.param(*case, marks=pytest.mark.thorough)
-          for case in (("topk:ratio=0.01", 4.2), ("int8", 5.1), ("powersgd:rank=4", 4.2))),
-    ],
+_KEPT = ("none", "fp16", "efsignsgd", "dgc:ratio=0.01", "two_level(int8)")
+_MORE = (
+    *(kind.examples[0] for kind in COMPRESSORS.values() if kind.name in cuda.METHODS),
+    *("int4:exchange=scatter", "bf16:exchange=scatter", "two_level(topk:ratio=0.01)", "two_level(powersgd:rank=4)"),
 )
-def test_little_else_stays_in_memory(spec: str, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all tensors that are alive: what is sent, and what kernels note of each piece."""
+
+
+@pytest.mark.parametrize("spec", [*_KEPT, *(pytest.param(spec, marks=pytest.mark.thorough) for spec in _MORE)])
+@pytest.mark.parametrize("memory", [NoMemory(), ErrorFeedback()], ids=["none", "residuals"])
+def test_little_else_stays_in_memory(spec: str, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all tensors that are alive: payloads of less than float32, and what kernels note of each piece."""
 
     def alive() -> int:
         gc.collect()
         tensors = [one for one in gc.get_objects() if type(one) is torch.Tensor]
         return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}.values())
 
-    memory = None if spec.startswith("dgc") else ErrorFeedback()
+    compressor = parse_compressor(spec)
     with on_device(monkeypatch), recorded():
         gradients = {"w": torch.ones(1024, 2048)}
         before = alive()
-        engine = Engine(LoopbackCommunicator(), infos({"w": (1024, 2048)}), parse_compressor(spec), memory, 0, 0, 0)
+        engine = Engine(LoopbackCommunicator(), infos({"w": (1024, 2048)}), compressor, memory, 0, 0, 0)
         for _ in range(3):
             engine.begin()
             engine.step(gradients, in_place=True)
-        assert 4 < (alive() - before) / 2**21 < most
+        (bucket,) = engine.buckets.now
+        assert bucket.on_device
+        sent = sum(payload.bytes for payload in compressor.payloads((1024, 2048), "float32", 1))
+        kept = engine.buckets.kept_bytes
+        places = 2 if bucket.bucket.memory.is_momentum else bucket.bucket.keeps
+        assert kept / 2**21 == pytest.approx(4 * places, abs=0.1)
+        assert (alive() - before - kept) / 2**21 < (0 if spec in ("none", "fp16") else sent / 2**21) + 0.4
 
 
 @pytest.mark.usefixtures("in_interpreter")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("spec", ["efsignsgd", pytest.param("dgc:ratio=0.3", marks=pytest.mark.thorough)])
-def test_nothing_reads_what_was_let_go_of(spec: str, spoiled: list[Any]) -> None:
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    ("spec", "gone"),  # residuals of two steps, velocities too, or what all three steps sent; of two ranks
+    [("efsignsgd", 4), ("fp16", 6), pytest.param("dgc:ratio=0.3", 8, marks=pytest.mark.thorough)],
+)
+def test_nothing_reads_what_was_let_go_of(spec: str, gone: int, spoiled: list[Any]) -> None:
     """Nor what has just been taken: also where a step does not count, the second one here."""
     assert list(cases.check(spec, "nan", "cpu", {"matrix": (6, 8), "odd": (5, 7, 3), "vector": (77,)})) == []
-    assert len(spoiled) == 2 * (cases.STEPS - 1) * (1 + (spec == "dgc:ratio=0.3"))  # on two ranks
+    assert len(spoiled) == gone
 
 
-@pytest.mark.usefixtures("in_interpreter", "spoiled")
+@pytest.mark.usefixtures("spoiled")
 @pytest.mark.parametrize(
     "memory",
     [ErrorFeedback(0.5), MomentumCorrection(0.9), ErrorFeedback(0.5, "bf16")],
@@ -156,7 +153,7 @@ def test_buckets_that_start_early_keep_the_same(memory: Memory) -> None:
     assert_same(found, run("efsignsgd", None, **options))
 
 
-@pytest.mark.usefixtures("in_interpreter", "spoiled")
+@pytest.mark.usefixtures("spoiled")
 def test_an_exchange_that_fails_costs_nothing_that_was_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(started: Any) -> Any:
         raise ConnectionError

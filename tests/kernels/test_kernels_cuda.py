@@ -89,6 +89,7 @@ def test_a_bucket_does_what_its_tensors_do_by_themselves(spec: str, monkeypatch:
     ],
 )
 @pytest.mark.parametrize("replaced", [pytest.param(False, marks=pytest.mark.thorough), True])
+@pytest.mark.usefixtures("spoiled")
 def test_a_bucket_that_is_cut_does_what_it_does_on_the_host(spec: str, ranks: int, replaced: bool) -> None:
     """Also where something else is compressed in place of x. An even number of ranks is two on each node."""
     shapes = {"a": (3, 5), "b": (12, 13), "c": (1,)}
