@@ -57,6 +57,7 @@ LAUNCHED = {
     "metrics": KubernetesSettings(
         Job("a", ("hvdcomp", "train", "--metrics-port", "1", "--metrics-port=9400"), 4),
         "hvdcomp",
+        slots_per_worker=4,
         pod_annotations={"prometheus.io/path": "/metrics", "prometheus.io/scrape": "false"},
     ),
     "all": KubernetesSettings(
@@ -369,12 +370,19 @@ def test_what_clusters_demand_is_where_they_look_for_it() -> None:
 
 
 def test_prometheus_is_told_where_rank_0_is_scraped() -> None:
-    """In the first worker. Annotations of the settings win."""
-    launched = KubernetesSettings(Job("a", ("hvdcomp", "train", "--metrics-port", "9400"), 4), "hvdcomp")
+    """In the first worker; annotations name it only where there is no other. Annotations of the settings win."""
+    launched = KubernetesSettings(
+        Job("a", ("hvdcomp", "train", "--metrics-port", "9400"), 4), "hvdcomp", slots_per_worker=4
+    )
     launcher, worker = (one["template"] for one in render(launched)["spec"]["mpiReplicaSpecs"].values())
     assert "metadata" not in launcher
     assert worker["metadata"] == {"annotations": {"prometheus.io/scrape": "true", "prometheus.io/port": "9400"}}
-    assert only_container(worker["spec"])["ports"][1:] == [{"name": "metrics", "containerPort": 9400}]
+    own_program = Job("a", ("python3", "train.py", "--metrics-port", "9400"), 4)
+    may_grow = replace(LAUNCHED["elastic ranks"], job=own_program, slots_per_worker=4)
+    for several in (replace(launched, slots_per_worker=2), may_grow):
+        worker = render(several)["spec"]["mpiReplicaSpecs"]["Worker"]["template"]
+        assert "metadata" not in worker
+        assert only_container(worker["spec"])["ports"][1:] == [{"name": "metrics", "containerPort": 9400}]
     launcher, worker = (one["template"] for one in JOBS["metrics"]["spec"]["mpiReplicaSpecs"].values())
     own = {"prometheus.io/path": "/metrics", "prometheus.io/scrape": "false"}
     assert launcher["metadata"]["annotations"] == own
