@@ -3,6 +3,7 @@ and that no argument becomes anything but an argument."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -270,6 +271,23 @@ def test_patches_ask_for_cards_beside_what_the_settings_ask_for(name: str, resou
     extended = [{key: one[key] for key in one if "/" in key or "hugepages" in key} for one in resources.values()]
     assert extended[0] == extended[1]  # Kubernetes promises no more of these than the limit
     assert worker.get("metadata", {}).get("annotations", {}).get("k8s.v1.cni.cncf.io/networks") == annotation
+
+
+@pytest.mark.parametrize("name", ["efa", "several-nics"])
+def test_the_settings_in_a_patch_s_comment_bring_the_ranks_every_variable_it_names(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)  # where the patch is looked for
+    patch = Path("k8s", "patches", f"{name}.yaml")
+    comment = "".join(re.findall(r"^#.*\n", patch.read_text(), re.MULTILINE))
+    file = tmp_path / "launch.toml"
+    file.write_text("\n".join(re.findall(r"^#   (.*)", comment, re.MULTILINE)))
+    flags = {"name": "a", "image": "hvdcomp", "ranks": 2, "gpu_resource": "nvidia.com/gpu", "command": ("./train",)}
+    settings = read_settings(file, "k8s", KubernetesSettings, flags)
+    assert settings.patch == patch
+    arguments = only_container(pods(render(settings))["Launcher"])["args"]
+    passed = {name for flag, name in itertools.pairwise(arguments) if flag == "-x"}
+    assert set(re.findall(r"\b[A-Z]+(?:_[A-Z]+)+\b", comment)) <= passed
 
 
 @pytest.mark.skipif(kustomize.real_command() is None, reason="neither kustomize nor kubectl with kustomize 4 or later")
