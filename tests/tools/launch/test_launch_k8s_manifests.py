@@ -361,7 +361,15 @@ def test_what_clusters_demand_is_where_they_look_for_it() -> None:
     job = JOBS["all"]
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
     assert job["metadata"]["annotations"] == {"example.org/why": "a, b: $(c)"}
-    assert job["spec"]["runPolicy"]["schedulingPolicy"] == {"minAvailable": 8, "queue": "batch"}
+    assert job["spec"]["runPolicy"] == {
+        "cleanPodPolicy": "All",
+        "backoffLimit": 3,
+        "activeDeadlineSeconds": 3600,
+        "ttlSecondsAfterFinished": 60,
+        "schedulingPolicy": {"minAvailable": 8, "queue": "batch"},
+    }
+    plain = {"cleanPodPolicy": "Running", "backoffLimit": 0, "schedulingPolicy": {"minAvailable": 1}}
+    assert JOBS["small"]["spec"]["runPolicy"] == plain
     for role, replica in job["spec"]["mpiReplicaSpecs"].items():
         template = replica["template"]
         assert template["metadata"] == {
