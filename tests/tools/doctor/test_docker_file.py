@@ -154,12 +154,13 @@ def _locked(name: str) -> dict[str, tuple[str, list[str]]]:
     return packages
 
 
-def _asked(*extras: str) -> list[Requirement]:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = [line for extra in extras for line in project["optional-dependencies"][extra]]
-    python = {"python_version": "3.11", "sys_platform": "linux", "platform_machine": "x86_64"}
+def _for_lock(name: str, lines: list[str]) -> list[Requirement]:
+    """The requirements among these that hold where a lock file is used: for its Python, on Linux."""
+    made = re.match(r"# Made by docker/lock, for Python (3\.\d+) on Linux x86-64\.\n", LOCKS[name].read_text())
+    assert made is not None
+    there = {"python_version": made[1], "sys_platform": "linux", "platform_machine": "x86_64"}
     wanted = [Requirement(line) for line in lines]
-    return [one for one in wanted if one.marker is None or one.marker.evaluate(python)]
+    return [one for one in wanted if one.marker is None or one.marker.evaluate(there)]
 
 
 def test_the_default_frameworks_and_pytorch_alone_are_locked() -> None:
@@ -212,20 +213,18 @@ def test_the_pytorch_of_the_default_image_is_locked() -> None:
 def test_a_lock_file_is_of_what_is_asked_for(name: str) -> None:
     """Run docker/lock after a change of constraints.txt, pyproject.toml or docker/requirements.in."""
     locked = _locked(name)
-    wanted = _asked("build")
+    extras = PROJECT["optional-dependencies"]
+    wanted = extras["build"]
     if name != "build":
-        dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-        wanted = [*_asked("train", "metrics"), *map(Requirement, [*BESIDE, *dependencies])]
         frameworks = name.split("-", 1)[1:]
-        wanted += [Requirement(one) for one in [*frameworks, *(["tf_keras"] if frameworks else [])]]
-    for one in wanted:
-        if one.marker is None or one.marker.evaluate({"python_version": "3.11"}):
-            assert one.specifier.contains(locked[canonicalize_name(one.name)][0]), one
+        wanted = [*extras["train"], *extras["metrics"], *BESIDE, *PROJECT["dependencies"], *frameworks]
+        wanted += ["tf_keras"] if frameworks else []
+    for one in _for_lock(name, wanted):
+        assert one.specifier.contains(locked[canonicalize_name(one.name)][0]), one
     lines = [line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
-    for pin in (Requirement(line) for line in lines if line):
+    for pin in _for_lock(name, [line for line in lines if line]):
         found = locked.get(canonicalize_name(pin.name))
-        if found is not None and (pin.marker is None or pin.marker.evaluate({"python_version": "3.11"})):
-            assert pin.specifier.contains(found[0]), f"{pin}, and {found[0]} in the lock file"
+        assert found is None or pin.specifier.contains(found[0]), f"{pin}, and {found and found[0]} in the lock file"
     # PyTorch's wheels for CPU are not PyPI's; those of PyPI need packages of CUDA.
     assert "torch" not in locked
     assert name in LOCKS_OF_GPU or not [one for one in locked if one.startswith("nvidia")]
