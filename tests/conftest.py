@@ -53,7 +53,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         return  # one of pytest-xdist's processes, whose parent has done it
     if os.environ.get("HVDCOMP_INSTALL_SYSTEM_PACKAGES") == "1":
         script = Path(__file__).parents[1] / "scripts" / "install-system-packages"
-        subprocess.run([script, "--slurm", "--images"], check=False)
+        subprocess.run([script, "--slurm", "--images", "--prometheus"], check=False)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

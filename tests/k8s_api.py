@@ -101,11 +101,12 @@ class KubernetesApi:
             self.server.server_close()
             thread.join()
 
-    def write_kubeconfig(self, path: Path) -> Path:
-        """A kubeconfig for this server; JSON is YAML."""
+    def write_kubeconfig(self, path: Path, **fields: str) -> Path:
+        """A kubeconfig for this server, with other fields of its cluster; JSON is YAML."""
         cluster = {"server": self.url}
         if self.certificate is not None:
             cluster["certificate-authority-data"] = base64.b64encode(self.certificate.read_bytes()).decode()
+        cluster |= fields
         config = {
             "apiVersion": "v1",
             "kind": "Config",

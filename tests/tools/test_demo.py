@@ -17,14 +17,17 @@ from hvdcomp.tools.commands import demo
 
 
 class Programs:
-    """In place of the programs: notes how they were called, and writes the files that they would."""
+    """In place of the programs: notes how they were called, with which variables, and writes the files that they
+    would."""
 
     def __init__(self, fails: str = "") -> None:
         self.called: list[list[str]] = []
+        self.environments: list[dict[str, str]] = []
         self._fails = fails
 
     def __call__(self, words: list[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
         self.called.append(words)
+        self.environments.append(options["env"])
         failed = bool(self._fails) and any(self._fails in word for word in words)
         for written in map(Path, after(words, "--output")):
             if not failed and written.suffix == ".json":
@@ -52,9 +55,11 @@ def test_every_method_is_trained_timed_and_reported(
     if backend == "horovod":
         pytest.importorskip("horovod")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HOROVOD_ENABLE_ASYNC_COMPLETION", raising=False)
     programs = Programs()
     done = run(programs, monkeypatch, "--backend", backend)
     assert done.exit_code == 0, done.output
+    assert {one["HOROVOD_ENABLE_ASYNC_COMPLETION"] for one in programs.environments} == {"1"}
     started = programs.with_word("hvdcomp.tools.train.in_turn")
     timings = programs.with_word("hvdcomp.tools.bench.compare_worker")
     trainings = [[json.loads(word) for word in words if word.startswith("{")] for words in started]

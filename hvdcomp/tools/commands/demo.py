@@ -14,6 +14,7 @@ from pathlib import Path
 import click
 
 from hvdcomp.perfmodel.advice import FREE
+from hvdcomp.tools.launch.job import HOROVOD_ON_GPUS
 
 _COMPRESSIONS = {
     "torch": ("none", "topk:ratio=0.01", "powersgd:rank=2"),
@@ -41,6 +42,7 @@ _ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # emulated hosts have no names that it could look up
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "TF_ENABLE_ONEDNN_OPTS": "0",
+    **HOROVOD_ON_GPUS,  # on a CPU it is not read
     # In a container there may be no other user than root, which mpirun else refuses.
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

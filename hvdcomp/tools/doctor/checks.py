@@ -255,9 +255,10 @@ def check_cudnn(facts: Facts) -> Iterator[Problem]:
 
 
 def check_async_completion(facts: Facts) -> Iterator[Problem]:
-    """Only if Horovod exchanges gradients on a GPU. A variable that is set to 0 is the user's choice."""
+    """Only if Horovod exchanges gradients on a GPU. A variable that is set to 0 is the user's choice; one that is empty
+    says nothing."""
     on_gpu = facts.gpus and any(binding.nccl for binding in facts.bindings.values())
-    if on_gpu and not facts.by_torch and "HOROVOD_ENABLE_ASYNC_COMPLETION" not in facts.variables:
+    if on_gpu and not facts.by_torch and not facts.variables.get("HOROVOD_ENABLE_ASYNC_COMPLETION"):
         yield Problem(
             False,
             "HOROVOD_ENABLE_ASYNC_COMPLETION is not set: Horovod's thread waits on the host for the GPU in each round.",

@@ -6,9 +6,11 @@ PyTorch is a build for CUDA, it also checks what GPUs need.
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -95,15 +97,32 @@ def look_at_code(facts: Facts) -> Iterator[str]:
 
 
 def look_at_triton(facts: Facts) -> Iterator[str]:
-    """Whether Triton can launch kernels without a C compiler."""
-    yield from _failure(f"Triton's driver, which should lie compiled in {compiled_ahead()}", _DRIVER)
+    """Whether Triton can launch kernels without a C compiler, and kernels lie compiled for the GPUs that Horovod was
+    compiled for."""
+    folder = compiled_ahead()
+    yield from _failure(f"Triton's driver, which should lie compiled in {folder}", _DRIVER)
+    kernels = kernels_in(Path(folder))
+    for capability in wanted_capabilities():
+        print(f"{folder}: {kernels[capability] or 'no'} kernels for compute capability {capability}")
+        if not kernels[capability]:
+            yield f"{folder} has no kernels for GPUs of compute capability {capability}"
+
+
+def kernels_in(folder: Path) -> Counter[str]:
+    """The number of kernels that Triton has compiled into a folder, by compute capability, such as "7.0"."""
+    records = (json.loads(file.read_text()) for file in folder.glob("*/*.json"))  # of kernels, and of groups of files
+    return Counter(_capability(record["target"]["arch"]) for record in records if "target" in record)
 
 
 def wanted_capabilities() -> tuple[str, ...]:
     """The compute capabilities that Horovod has code for, such as "7.0"."""
     options = (installed_record() or {}).get("options")
     numbers = options.get("cuda_arch", ()) if isinstance(options, dict) else ()
-    return tuple(f"{number[:-1]}.{number[-1]}" for number in map(str, numbers))
+    return tuple(map(_capability, numbers))
+
+
+def _capability(number: int) -> str:
+    return f"{number // 10}.{number % 10}"
 
 
 def look(facts: Facts) -> list[str]:

@@ -8,13 +8,17 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from hvdcomp.kernels.cuda import compiled_ahead
+from hvdcomp.tools.bench import kernels_ahead
 from hvdcomp.tools.doctor import checks
+from hvdcomp.tools.launch.job import HOROVOD_ON_GPUS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,6 +29,7 @@ ROOT = Path(__file__).parents[3]
 DOCKER = ROOT / "docker"
 # One instruction per line.
 INSTRUCTIONS = re.sub(r"\\\n\s*", "", re.sub(r"^#.*\n", "", (DOCKER / "Dockerfile").read_text(), flags=re.M))
+STAGES = {part.split()[2]: part.partition("\n")[2] for part in INSTRUCTIONS.split("\nFROM ")[1:]}
 # The first of a name has the default; stages repeat the name alone.
 ARGUMENTS = dict(reversed(re.findall(r'^ARG (\w+)(?:="?(.*?)"?)?$', INSTRUCTIONS, re.M)))
 BESIDE = [line for line in (DOCKER / "requirements.in").read_text().splitlines() if not line.startswith("#")]
@@ -54,8 +59,7 @@ def test_gpu_differs_from_cpu_by_arguments_only() -> None:
 
 def test_no_image_is_built_that_was_not_looked_at() -> None:
     """A builder leaves stages out that the last one takes nothing of."""
-    stages = {part.split()[2]: part for part in INSTRUCTIONS.split("\nFROM ")[1:]}
-    checked, last = stages["checked"], stages["image"]
+    checked, last = STAGES["checked"], STAGES["image"]
     assert "python3 -m hvdcomp.tools.doctor.image > /tmp/checked.txt" in checked
     assert "python3 -m hvdcomp.tools.doctor.sbom > /tmp/sbom.json" in checked
     assert "COPY --from=checked /tmp/checked.txt /tmp/sbom.json /opt/hvdcomp/" in last
@@ -63,17 +67,35 @@ def test_no_image_is_built_that_was_not_looked_at() -> None:
 
 def test_the_image_has_what_nccl_needs_for_infiniband() -> None:
     """In the stage that runs; what only the others have is thrown away."""
-    assert {"libibverbs1", "ibverbs-providers"} <= set(_system().split())
+    assert {"libibverbs1", "ibverbs-providers"} <= set(STAGES["system"].split())
 
 
-def _system() -> str:
-    """The stage that everything in the image is added to."""
-    (system,) = re.findall(r"^FROM \S+ AS system\n(.*?)^FROM ", INSTRUCTIONS, re.M | re.S)
-    return str(system)
+def test_the_image_sets_what_horovod_and_triton_need_on_gpus() -> None:
+    (line,) = re.findall(r"^ENV (.*)$", STAGES["complete"], re.M)
+    variables = dict(word.split("=", 1) for word in line.split())
+    assert HOROVOD_ON_GPUS.items() <= variables.items()
+    module, name = variables["TRITON_CACHE_MANAGER"].split(":")
+    found = find_spec(module)  # not imported, which imports Triton
+    assert found is not None
+    assert found.origin is not None
+    assert f"\nclass {name}(FileCacheManager):\n" in Path(found.origin).read_text()
+
+
+def test_kernels_compiled_ahead_come_into_the_image_for_every_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where hvdcomp looks for them in the image. Triton makes files that its user alone can read."""
+    monkeypatch.delenv("HVDCOMP_TRITON_CACHE", raising=False)
+    monkeypatch.setattr(sys, "prefix", "/opt/hvdcomp")
+    folder = str(Path(compiled_ahead()).parent)
+    assert f"TRITON_CACHE_DIR={compiled_ahead()} python3 -c 'from triton" in STAGES["build"]
+    run = STAGES["build"].rstrip().splitlines()[-1]
+    ahead = f"TRITON_CACHE_DIR={compiled_ahead()} TRITON_STORE_BINARY_ONLY=1 python3 -m {kernels_ahead.__name__};"
+    assert run.startswith(f"RUN if python3 -c 'import triton' 2> /dev/null; then {ahead} fi ")
+    assert run.endswith(f" && chmod --recursive a+rX,go-w {folder}")
+    assert f"\nCOPY --from=build {folder} {folder}\n" in STAGES["complete"]
 
 
 def test_the_base_is_brought_up_to_date_and_keeps_no_setuid_programs() -> None:
-    install = next(line for line in _system().splitlines() if "apt-get install" in line)
+    install = next(line for line in STAGES["system"].splitlines() if "apt-get install" in line)
     steps = [step.strip() for step in install.removeprefix("RUN ").split("&&")]
     upgrade = steps.index("DEBIAN_FRONTEND=noninteractive apt-get upgrade --yes")
     assert steps[upgrade - 1] == "apt-get update"
@@ -95,7 +117,7 @@ def test_the_health_check_imports_no_framework(tmp_path: Path) -> None:
 
 
 def test_labels_say_which_hvdcomp_is_in_the_image() -> None:
-    last = INSTRUCTIONS.partition(" AS image\n")[2]
+    last = STAGES["image"]
     for name in ("VERSION", "REVISION"):
         assert f"\nARG {name}=unknown\n" in last
         assert f'org.opencontainers.image.{name.lower()}="${{{name}}}"' in last
@@ -132,12 +154,13 @@ def _locked(name: str) -> dict[str, tuple[str, list[str]]]:
     return packages
 
 
-def _asked(*extras: str) -> list[Requirement]:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = [line for extra in extras for line in project["optional-dependencies"][extra]]
-    python = {"python_version": "3.11", "sys_platform": "linux", "platform_machine": "x86_64"}
+def _for_lock(name: str, lines: list[str]) -> list[Requirement]:
+    """The requirements among these that hold where a lock file is used: for its Python, on Linux."""
+    made = re.match(r"# Made by docker/lock, for Python (3\.\d+) on Linux x86-64\.\n", LOCKS[name].read_text())
+    assert made is not None
+    there = {"python_version": made[1], "sys_platform": "linux", "platform_machine": "x86_64"}
     wanted = [Requirement(line) for line in lines]
-    return [one for one in wanted if one.marker is None or one.marker.evaluate(python)]
+    return [one for one in wanted if one.marker is None or one.marker.evaluate(there)]
 
 
 def test_the_default_frameworks_and_pytorch_alone_are_locked() -> None:
@@ -190,20 +213,18 @@ def test_the_pytorch_of_the_default_image_is_locked() -> None:
 def test_a_lock_file_is_of_what_is_asked_for(name: str) -> None:
     """Run docker/lock after a change of constraints.txt, pyproject.toml or docker/requirements.in."""
     locked = _locked(name)
-    wanted = _asked("build")
+    extras = PROJECT["optional-dependencies"]
+    wanted = extras["build"]
     if name != "build":
-        dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-        wanted = [*_asked("train", "metrics"), *map(Requirement, [*BESIDE, *dependencies])]
         frameworks = name.split("-", 1)[1:]
-        wanted += [Requirement(one) for one in [*frameworks, *(["tf_keras"] if frameworks else [])]]
-    for one in wanted:
-        if one.marker is None or one.marker.evaluate({"python_version": "3.11"}):
-            assert one.specifier.contains(locked[canonicalize_name(one.name)][0]), one
+        wanted = [*extras["train"], *extras["metrics"], *BESIDE, *PROJECT["dependencies"], *frameworks]
+        wanted += ["tf_keras"] if frameworks else []
+    for one in _for_lock(name, wanted):
+        assert one.specifier.contains(locked[canonicalize_name(one.name)][0]), one
     lines = [line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
-    for pin in (Requirement(line) for line in lines if line):
+    for pin in _for_lock(name, [line for line in lines if line]):
         found = locked.get(canonicalize_name(pin.name))
-        if found is not None and (pin.marker is None or pin.marker.evaluate({"python_version": "3.11"})):
-            assert pin.specifier.contains(found[0]), f"{pin}, and {found[0]} in the lock file"
+        assert found is None or pin.specifier.contains(found[0]), f"{pin}, and {found and found[0]} in the lock file"
     # PyTorch's wheels for CPU are not PyPI's; those of PyPI need packages of CUDA.
     assert "torch" not in locked
     assert name in LOCKS_OF_GPU or not [one for one in locked if one.startswith("nvidia")]

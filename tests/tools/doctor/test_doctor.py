@@ -179,7 +179,8 @@ def test_a_healthy_environment_has_no_problem() -> None:
             True,
         ),
         (
-            changed(gpus=(V100,), torch=WITH_NCCL),
+            # Whether its rounds wait for the GPU does not matter.
+            changed(gpus=(V100,), torch=WITH_NCCL, variables={"OPAL_PREFIX": "/env"}),
             "without NCCL",
             "hvdcomp build-horovod --gpu",
             False,
@@ -239,6 +240,12 @@ def test_a_healthy_environment_has_no_problem() -> None:
             "export HOROVOD_ENABLE_ASYNC_COMPLETION=1",
             False,
         ),
+        (
+            changed(**ON_V100, variables={**HEALTHY.variables, "HOROVOD_ENABLE_ASYNC_COMPLETION": ""}),
+            "HOROVOD_ENABLE_ASYNC_COMPLETION is not set",
+            "export HOROVOD_ENABLE_ASYNC_COMPLETION=1",
+            False,
+        ),
         (changed(packages={**HEALTHY.packages, "setuptools": "82.0.0"}), "setuptools 82", "setuptools<81", False),
         (changed(packages={**HEALTHY.packages, "cmake": "4.1.0"}), "cmake 4.1.0", "cmake<4", False),
     ],
@@ -261,6 +268,8 @@ def test_a_problem_is_named_with_its_remedy(facts: Facts, what: str, remedy: str
         changed(variables={"OPAL_PREFIX": "/env", "MASTER_ADDR": "first", "MASTER_PORT": "1"}),  # a batch script's
         changed(toolkit=TOOLKIT),  # torch is for CPU
         changed(**ON_V100),
+        changed(**ON_V100, variables={**HEALTHY.variables, "HOROVOD_ENABLE_ASYNC_COMPLETION": "0"}),
+        changed(bindings=ON_V100["bindings"], variables={"OPAL_PREFIX": "/env"}),  # no GPU here
         changed(**ON_V100, device_kernels=DeviceKernels("3.7.1")),  # whose loader lies compiled: it needs no compiler
         changed(device_kernels=DeviceKernels(why_not="No module named 'triton'")),  # without a GPU nobody misses it
         changed(torch=FOR_CUDA, toolkit=CudaToolkit("/cuda/bin/nvcc", "12.4", "12.4")),

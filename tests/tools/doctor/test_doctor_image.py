@@ -117,6 +117,21 @@ def driver(tmp_path: Path) -> Iterator[Path]:
 
 
 @needs_triton
+@pytest.mark.thorough
+def test_gpus_without_kernels_compiled_ahead_are_named(
+    code: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache = code / "cache"
+    monkeypatch.setattr(image, "ask_python", lambda program, timeout: {})  # the driver is there
+    monkeypatch.setattr(image, "wanted_capabilities", lambda: ("7.0", "8.6", "9.0"))
+    monkeypatch.setenv("HVDCOMP_TRITON_CACHE", str(cache))
+    assert list(image.look_at_triton(_NO_FACTS)) == [f"{cache} has no kernels for GPUs of compute capability 8.6"]
+    assert f"{cache}: 1 kernels for compute capability 7.0\n" in capsys.readouterr().out
+    monkeypatch.setenv("HVDCOMP_TRITON_CACHE", str(code / "none"))
+    assert len(list(image.look_at_triton(_NO_FACTS))) == 3
+
+
+@needs_triton
 @needs_compiler
 @pytest.mark.thorough
 def test_triton_needs_no_compiler_where_its_driver_lies_compiled(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:

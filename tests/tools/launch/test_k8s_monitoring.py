@@ -36,7 +36,9 @@ QUERIES = {
         for target in panel["targets"]
     },
 }
-PROMTOOL = pytest.mark.skipif(shutil.which("promtool") is None, reason="there is no promtool, which Prometheus brings")
+PROMTOOL = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="no promtool here (as root: scripts/install-system-packages --prometheus)"
+)
 
 
 @pytest.fixture(scope="module")

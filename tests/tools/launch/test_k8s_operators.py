@@ -3,11 +3,14 @@ API server accepts, whether names and numbers fit, and torchrun's commands run a
 
 from __future__ import annotations
 
+import copy
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -61,6 +64,25 @@ def started(name: str, index: int) -> tuple[list[str], dict[str, str]]:
 @pytest.mark.parametrize("one", OBJECTS, ids=[one["kind"] for one in OBJECTS])
 def test_it_is_what_the_definition_of_its_kind_says(one: dict[str, Any]) -> None:
     k8s_schemas.check(one)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_the_patch_of_the_manual_leaves_the_user_to_openshift(name: str, tmp_path: Path) -> None:
+    """And nothing else: pods are as unprivileged as before."""
+    page = (ROOT / "docs" / "deploy-kubernetes.md").read_text()
+    (patch,) = re.findall(r"```yaml\n(  patches:.*?)\n  ```", page, re.DOTALL)
+    if name == "trainer":
+        patch = patch.replace("JobSet", "ClusterTrainingRuntime").replace("path: /spec", "path: /spec/template/spec")
+    shutil.copytree(ROOT / "k8s", tmp_path / "k8s")
+    with (tmp_path / "k8s" / name / "kustomization.yaml").open("a") as file:
+        file.write(f"{textwrap.dedent(patch)}\n")
+    left = {one["kind"]: one for one in kustomize.build(tmp_path / "k8s" / name)}
+    expected = copy.deepcopy(BUILT[name])
+    pods_of = expected["JobSet"] if name == "jobset" else expected["ClusterTrainingRuntime"]["spec"]["template"]
+    context = pods_of["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["securityContext"]
+    for field in ("runAsUser", "runAsGroup", "fsGroup", "fsGroupChangePolicy"):
+        del context[field]
+    assert left == expected
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,24 @@ refused, looked at, interrupted, deleted."""
 
 from __future__ import annotations
 
+import base64
+import http.client
 import json
+import shutil
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("kubernetes", reason="the Kubernetes client is not installed: pip install 'hvdcomp[k8s]'")
 
-from tests.k8s_api import QUOTA, KubernetesApi, cannot
+from tests.k8s_api import QUOTA, KubernetesApi, cannot, make_certificate
 from tests.k8s_job import PROGRAM, SUBMIT, ended, invoke, spec, started
 
 
@@ -23,6 +29,13 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KubernetesA
     with KubernetesApi().running() as server:
         monkeypatch.setenv("KUBECONFIG", str(server.write_kubeconfig(tmp_path / "kubeconfig")))
         yield server
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no command openssl, which makes the servers' certificates")
+    return make_certificate(tmp_path_factory.mktemp("a")), make_certificate(tmp_path_factory.mktemp("b"))
 
 
 @pytest.mark.parametrize(
@@ -69,16 +82,69 @@ def test_an_answer_that_does_not_come_leaves_it_open_whether_the_job_exists(
     assert "may have been created nevertheless: see `hvdcomp launch k8s status mnist`" in result.stderr
 
 
-def test_a_connection_that_is_refused_has_created_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ("server", "Connection refused"),
+        ("proxy", "Unable to connect to proxy"),
+        ("certificate", "certificate verify failed"),
+    ],
+)
+def test_a_connection_that_does_not_come_about_has_created_nothing(
+    certificates: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str, said: str
+) -> None:
     """As when a tunnel to the cluster is down: nothing was asked of it."""
+    ours, other = certificates
     gone = KubernetesApi()
     gone.server.server_close()
-    monkeypatch.setenv("KUBECONFIG", str(gone.write_kubeconfig(tmp_path / "kubeconfig")))
-    result = invoke(*SUBMIT, *PROGRAM)
+    with KubernetesApi(ours).running() as api:
+        fields = {
+            "server": {"server": gone.url},
+            "proxy": {"proxy-url": gone.url},
+            "certificate": {"certificate-authority-data": base64.b64encode(other.read_bytes()).decode()},
+        }
+        monkeypatch.setenv("KUBECONFIG", str(api.write_kubeconfig(tmp_path / "kubeconfig", **fields[broken])))
+        result = invoke(*SUBMIT, *PROGRAM)
     assert result.exit_code == 125
-    assert "MPIJob team/mnist cannot be created: no answer from http://127.0.0.1" in result.stderr
-    assert "Connection refused" in result.stderr
+    assert "MPIJob team/mnist cannot be created: no answer from http" in result.stderr
+    assert said in result.stderr
     assert "may have been created" not in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert not api.requests
+
+
+@pytest.mark.parametrize("through", ["proxy", "TLS"])
+def test_a_connection_that_breaks_after_the_request_leaves_it_open_too(
+    certificates: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, through: str
+) -> None:
+    """Though urllib3 says that the proxy could not be connected to, or calls it an error of TLS as a wrong certificate
+    is."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as other:
+        listener.settimeout(20)
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+
+        def answer_wrongly() -> None:
+            connection, _ = listener.accept()
+            if through == "TLS":
+                context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+                context.load_cert_chain(certificates[0])
+                connection = context.wrap_socket(connection, server_side=True)
+            with connection, connection.makefile("rb") as request:
+                headers = http.client.parse_headers(request) if request.readline() else {}
+                request.read(int(headers["Content-Length"]))
+                if through == "TLS":
+                    socket.socket.sendall(connection, bytes(100))  # beside the encryption
+
+        wrong = other.submit(answer_wrongly)
+        fields = {"server": f"https://{address}"} if through == "TLS" else {"proxy-url": f"http://{address}"}
+        api = KubernetesApi(certificates[0] if through == "TLS" else None)
+        api.server.server_close()
+        monkeypatch.setenv("KUBECONFIG", str(api.write_kubeconfig(tmp_path / "kubeconfig", **fields)))
+        result = invoke(*SUBMIT, *PROGRAM)
+        wrong.result(timeout=30)
+    assert result.exit_code == 125
+    assert ("[SSL" if through == "TLS" else "Unable to connect to proxy") in result.stderr
+    assert "may have been created nevertheless: see `hvdcomp launch k8s status mnist`" in result.stderr
 
 
 def test_a_missing_client_says_what_to_install(api: KubernetesApi, monkeypatch: pytest.MonkeyPatch) -> None:

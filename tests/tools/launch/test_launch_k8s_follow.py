@@ -151,19 +151,25 @@ def test_what_several_workers_lack_is_said_once(api: KubernetesApi) -> None:
 
 
 @pytest.mark.parametrize(
-    ("retries", "code", "said"),
+    ("retries", "phase", "code", "said"),
     [
-        (0, 3, f"stopped: {LAUNCHER} ended with exit code 3\n"),
-        (2, 3, f"stopped: {LAUNCHER} ended with exit code 3; it restarts while retries are left\n"),
-        (2, 0, "stopped\n"),
+        (0, "Failed", 3, f"stopped: {LAUNCHER} ended with exit code 3\n"),
+        (2, "Failed", 3, f"stopped: {LAUNCHER} ended with exit code 3; it restarts while retries are left\n"),
+        (2, "Running", 3, f"stopped: {LAUNCHER} ended with exit code 3; it restarts while retries are left\n"),
+        (2, "Succeeded", 0, "stopped\n"),
     ],
 )
-def test_a_launcher_that_has_ended_is_not_starting(api: KubernetesApi, retries: int, code: int, said: str) -> None:
-    """The operator says only a while later whether the job has ended."""
+def test_a_launcher_that_has_ended_is_neither_starting_nor_running(
+    api: KubernetesApi, retries: int, phase: str, code: int, said: str
+) -> None:
+    """The operator says only a while later whether the job has ended. With `restart_policy = "OnFailure"` the pod stays
+    in the phase Running while its container waits to be started again."""
     api.put("mpijobs", {"metadata": {"name": "mnist"}, "spec": {**spec(2), "runPolicy": {"backoffLimit": retries}}})
     started(api)
-    ended = [container(terminated={"exitCode": code})]
-    api.put_pod("mnist", "launcher", LAUNCHER, phase="Failed" if code else "Succeeded", containerStatuses=ended)
+    ended = {"terminated": {"exitCode": code}}
+    waits = {**container(1, waiting={"reason": "CrashLoopBackOff"}), "lastState": ended}
+    status = waits if phase == "Running" else container(**ended)
+    api.put_pod("mnist", "launcher", LAUNCHER, phase=phase, containerStatuses=[status])
     assert f"MPIJob team/mnist: {said}" in invoke("launch", "k8s", "status", "mnist").stdout
 
 

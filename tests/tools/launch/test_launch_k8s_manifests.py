@@ -3,6 +3,7 @@ and that no argument becomes anything but an argument."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -57,6 +58,7 @@ LAUNCHED = {
     "metrics": KubernetesSettings(
         Job("a", ("hvdcomp", "train", "--metrics-port", "1", "--metrics-port=9400"), 4),
         "hvdcomp",
+        slots_per_worker=4,
         pod_annotations={"prometheus.io/path": "/metrics", "prometheus.io/scrape": "false"},
     ),
     "all": KubernetesSettings(
@@ -271,6 +273,23 @@ def test_patches_ask_for_cards_beside_what_the_settings_ask_for(name: str, resou
     assert worker.get("metadata", {}).get("annotations", {}).get("k8s.v1.cni.cncf.io/networks") == annotation
 
 
+@pytest.mark.parametrize("name", ["efa", "several-nics"])
+def test_the_settings_in_a_patch_s_comment_bring_the_ranks_every_variable_it_names(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)  # where the patch is looked for
+    patch = Path("k8s", "patches", f"{name}.yaml")
+    comment = "".join(re.findall(r"^#.*\n", patch.read_text(), re.MULTILINE))
+    file = tmp_path / "launch.toml"
+    file.write_text("\n".join(re.findall(r"^#   (.*)", comment, re.MULTILINE)))
+    flags = {"name": "a", "image": "hvdcomp", "ranks": 2, "gpu_resource": "nvidia.com/gpu", "command": ("./train",)}
+    settings = read_settings(file, "k8s", KubernetesSettings, flags)
+    assert settings.patch == patch
+    arguments = only_container(pods(render(settings))["Launcher"])["args"]
+    passed = {name for flag, name in itertools.pairwise(arguments) if flag == "-x"}
+    assert set(re.findall(r"\b[A-Z]+(?:_[A-Z]+)+\b", comment)) <= passed
+
+
 @pytest.mark.skipif(kustomize.real_command() is None, reason="neither kustomize nor kubectl with kustomize 4 or later")
 @pytest.mark.parametrize("name", [*OVERLAYS, "base"])
 def test_kustomize_builds_what_these_tests_do(name: str) -> None:
@@ -342,7 +361,15 @@ def test_what_clusters_demand_is_where_they_look_for_it() -> None:
     job = JOBS["all"]
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
     assert job["metadata"]["annotations"] == {"example.org/why": "a, b: $(c)"}
-    assert job["spec"]["runPolicy"]["schedulingPolicy"] == {"minAvailable": 8, "queue": "batch"}
+    assert job["spec"]["runPolicy"] == {
+        "cleanPodPolicy": "All",
+        "backoffLimit": 3,
+        "activeDeadlineSeconds": 3600,
+        "ttlSecondsAfterFinished": 60,
+        "schedulingPolicy": {"minAvailable": 8, "queue": "batch"},
+    }
+    plain = {"cleanPodPolicy": "Running", "backoffLimit": 0, "schedulingPolicy": {"minAvailable": 1}}
+    assert JOBS["small"]["spec"]["runPolicy"] == plain
     for role, replica in job["spec"]["mpiReplicaSpecs"].items():
         template = replica["template"]
         assert template["metadata"] == {
@@ -369,12 +396,19 @@ def test_what_clusters_demand_is_where_they_look_for_it() -> None:
 
 
 def test_prometheus_is_told_where_rank_0_is_scraped() -> None:
-    """In the first worker. Annotations of the settings win."""
-    launched = KubernetesSettings(Job("a", ("hvdcomp", "train", "--metrics-port", "9400"), 4), "hvdcomp")
+    """In the first worker; annotations name it only where there is no other. Annotations of the settings win."""
+    launched = KubernetesSettings(
+        Job("a", ("hvdcomp", "train", "--metrics-port", "9400"), 4), "hvdcomp", slots_per_worker=4
+    )
     launcher, worker = (one["template"] for one in render(launched)["spec"]["mpiReplicaSpecs"].values())
     assert "metadata" not in launcher
     assert worker["metadata"] == {"annotations": {"prometheus.io/scrape": "true", "prometheus.io/port": "9400"}}
-    assert only_container(worker["spec"])["ports"][1:] == [{"name": "metrics", "containerPort": 9400}]
+    own_program = Job("a", ("python3", "train.py", "--metrics-port", "9400"), 4)
+    may_grow = replace(LAUNCHED["elastic ranks"], job=own_program, slots_per_worker=4)
+    for several in (replace(launched, slots_per_worker=2), may_grow):
+        worker = render(several)["spec"]["mpiReplicaSpecs"]["Worker"]["template"]
+        assert "metadata" not in worker
+        assert only_container(worker["spec"])["ports"][1:] == [{"name": "metrics", "containerPort": 9400}]
     launcher, worker = (one["template"] for one in JOBS["metrics"]["spec"]["mpiReplicaSpecs"].values())
     own = {"prometheus.io/path": "/metrics", "prometheus.io/scrape": "false"}
     assert launcher["metadata"]["annotations"] == own

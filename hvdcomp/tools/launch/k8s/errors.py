@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import ssl
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,9 +52,17 @@ def explained(failed: str, server: str, namespace: str, creating: str | None = N
     import kubernetes
     import urllib3
 
+    def unanswered(error: BaseException) -> KubernetesError:
+        message = f"{failed}: no answer from {server} ({_innermost(error)})"
+        if creating is not None and not _never_sent(error):
+            message += f"; it may have been created nevertheless: see `hvdcomp launch k8s status {creating}`"
+        return KubernetesError(message, transient=True)
+
     try:
         yield
     except kubernetes.client.ApiException as error:
+        if isinstance(error.__context__, urllib3.exceptions.SSLError):  # which the client turns into its own
+            raise unanswered(error.__context__) from None
         message = _message(error)
         if error.status == 409:
             replaced = f"{message}: another job was created under this name meanwhile, and is not affected"
@@ -61,18 +70,23 @@ def explained(failed: str, server: str, namespace: str, creating: str | None = N
         advice = _advice(error.status, message, namespace, creating)
         raise KubernetesError(f"{failed}: {message}", error.status, None if error.status else True, advice) from None
     except (urllib3.exceptions.HTTPError, ValueError) as error:  # ValueError: half an object
-        message = f"{failed}: no answer from {server} ({_innermost(error)})"
-        if creating is not None and not _never_sent(error):
-            message += f"; it may have been created nevertheless: see `hvdcomp launch k8s status {creating}`"
-        raise KubernetesError(message, transient=True) from None
+        raise unanswered(error) from None
 
 
 def _never_sent(error: BaseException) -> bool:
-    """Whether no request was sent, for lack of a connection: it was refused, or the host is unknown or silent."""
-    from urllib3.exceptions import ConnectTimeoutError, MaxRetryError, NewConnectionError
+    """Whether no request was sent, for lack of a connection: server or proxy refused it, is unknown or silent, or its
+    certificate was not accepted.
 
-    reason = error.reason if isinstance(error, MaxRetryError) else error
-    return isinstance(reason, NewConnectionError | ConnectTimeoutError)
+    The cause is asked for: urllib3 also calls a connection through a proxy that breaks after the request an error of
+    the proxy, and other errors of TLS come after the request, too.
+    """
+    from urllib3.exceptions import ConnectTimeoutError, NewConnectionError, ProxyError, SSLError
+
+    if isinstance(error, ProxyError):
+        return _never_sent(error.original_error)
+    if isinstance(error, SSLError):
+        return isinstance(error.args[0], ssl.SSLCertVerificationError)
+    return isinstance(error, NewConnectionError | ConnectTimeoutError)
 
 
 def _advice(status: int, message: str, namespace: str, creating: str | None) -> str | None:

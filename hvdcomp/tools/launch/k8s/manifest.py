@@ -125,9 +125,9 @@ def _template(settings: KubernetesSettings, spec: dict[str, Any], annotations: M
 
 
 def _scraped(settings: KubernetesSettings) -> dict[str, str]:
-    """Annotations that make Prometheus scrape rank 0, which mpirun starts in the first worker. All workers have them,
-    as they share a template."""
-    if settings.metrics_port is None:
+    """Annotations that make Prometheus scrape a job's only worker. Of several workers the first alone answers, in which
+    mpirun starts rank 0; all share a template, and Prometheus would call the others down."""
+    if settings.metrics_port is None or settings.bounds[1] > settings.slots_per_worker:
         return {}
     return {"prometheus.io/scrape": "true", "prometheus.io/port": str(settings.metrics_port)}
 

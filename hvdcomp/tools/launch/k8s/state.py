@@ -68,13 +68,14 @@ def read_state(
     ready = sum(_is_ready(pod) for pod in workers)
     missing = "; ".join([f"{ready} of {replicas} workers ready", *_troubles(workers)])
     if launcher is not None:
-        phase = launcher["status"].get("phase")
-        if phase == "Running":
+        phase, troubles = launcher["status"].get("phase"), _troubles([launcher])
+        if phase == "Running" and not troubles:
             return MPIJobState("running", "" if ready == replicas else missing)
         retries = (job["spec"].get("runPolicy") or {}).get("backoffLimit")
-        again = ["it restarts while retries are left"] if phase == "Failed" and retries else []
-        ended = phase in ("Succeeded", "Failed")
-        return MPIJobState("stopped" if ended else "starting", "; ".join([*_troubles([launcher]), *again]))
+        # A pod whose container ended, and is started again in place, stays in the phase Running.
+        again = ["it restarts while retries are left"] if phase in ("Failed", "Running") and retries else []
+        ended = phase in ("Succeeded", "Failed", "Running")
+        return MPIJobState("stopped" if ended else "starting", "; ".join([*troubles, *again]))
     # The operator warns if it cannot create pods. Once all exist, its warnings are obsolete, though they stay.
     warning = "" if ready < len(workers) == replicas else _warning(job, events)
     return MPIJobState("waiting", "; ".join(filter(None, (missing, warning))))
