@@ -207,6 +207,7 @@ class Engine:
             return {}
         results = self.finish(self.start(gradients, in_place, sums, alone=True))
         self.overlap.learn_order(gradients)
+        self.overlap.review(next(iter(gradients.values())))
         return results
 
     def start(

@@ -21,11 +21,15 @@ from hvdcomp.communicators import Communicator
 from hvdcomp.compressors.bucket import LEAST_BYTES
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.protocol import Context, TensorInfo
+from hvdcomp.errors import warn_alone
 from hvdcomp.exchange.array_step import Step
 from hvdcomp.exchange.bucket_step import BucketStep, Sums
 from hvdcomp.exchange.buckets import Buckets, EngineBucket
 from hvdcomp.exchange.clock import Clock
 from hvdcomp.exchange.lockstep import Lockstep
+
+TRIES = 20
+"""After this number of steps in which no bucket has started by itself, all buckets go together."""
 
 _MOST = np.iinfo(np.int32).max
 
@@ -83,6 +87,8 @@ class Overlap:
         self._places: dict[str, int] = {}
         self._missing: list[int] = []  # gradients of each
         self._gradients: dict[str, Array] = {}
+        # Since the order that holds: steps, steps of this rank with buckets that may start, and buckets that did.
+        self._steps = self._tries = self._starts = 0
 
     def begin(
         self, plan: Plan, context: Context, in_place: bool, sums: Sums | None, agreed: Callable[[], bool]
@@ -100,6 +106,7 @@ class Overlap:
             self._places = {name: place for place, held in enumerate(early) for name in held.names}
         self._step = _Step(context, in_place, sums, agreed, set())
         self._missing = [len(held.names) for held in early]
+        self._tries += bool(early)
 
     def ready(self, name: str, gradient: Array) -> None:
         """To be called when a gradient is there, after `begin`, on the stream that has made it. It may start
@@ -133,6 +140,7 @@ class Overlap:
         wave = self.wave(xp, [bucket], held.number)
         wave.start()
         self.started.append(wave)
+        self._starts += 1
 
     def end(self, like: Array | None = None) -> list[Lockstep]:
         """Ends a step; what it has started. The stream that now works where `like` is goes on behind that."""
@@ -184,7 +192,36 @@ class Overlap:
         self.era, self.least_bytes, *order = xp.to_numpy(self._communicator.wait(sent)).tolist()
         self._learnt = True
         if self.era:
-            self._buckets.start_early([[names[number]] for number in order if number >= 0], self.least_bytes)
+            self._follow([[names[number]] for number in order if number >= 0], self.least_bytes)
+
+    def review(self, like: Array) -> None:
+        """After a step: ends overlap if no rank has started a bucket by itself in `TRIES` steps.
+
+        Each bucket then goes by itself at the end of the step, which costs rounds and hides nothing: as where gradients
+        come on several streams, or where the ranks are known to make a step only when its backward pass is over. All
+        ranks wait for each other in the last of these steps, and decide the same.
+
+        Args:
+            like: an array of the step.
+        """
+        if not self.era:
+            return
+        self._steps += 1
+        if self._steps != TRIES:
+            return
+        xp = arrays_for(like)
+        counts = xp.from_numpy(np.array([self._tries, self._starts], np.float32), like=like)
+        started = self._communicator.start_allreduce(counts, "sum", "hvdcomp.early")
+        tries, starts = xp.to_numpy(self._communicator.wait(started)).tolist()
+        if not tries:  # somebody looked at x before it was compressed, in all steps
+            self._steps = 0
+        elif not starts:
+            if self._communicator.rank == 0:
+                warn_alone(
+                    f"no gradients could be sent before the end of the backward pass in {TRIES} steps: from now on "
+                    "they are sent together at its end, as with overlap=False"
+                )
+            self.follow([], 0)
 
     def follow(self, batches: Sequence[Sequence[str]], least_bytes: int) -> None:
         """Takes an order that all ranks know, from the next step on: instead of `learn_order`.
@@ -196,4 +233,8 @@ class Overlap:
         self._learnt = True
         if self.least_bytes is not None:
             self.era = next(self._eras) if batches else 0
-            self._buckets.start_early(batches, least_bytes)
+            self._follow(batches, least_bytes)
+
+    def _follow(self, batches: Sequence[Sequence[str]], least_bytes: int) -> None:
+        self._steps = self._tries = self._starts = 0
+        self._buckets.start_early(batches, least_bytes)

@@ -109,6 +109,35 @@ def with_nan(values: dict[str, np.ndarray], rank: int) -> None:
         values["a3"][2, 3] = np.nan
 
 
+@pytest.mark.parametrize("who", ["nobody", "rank 1 once", "nobody at first"])
+def test_it_ends_where_no_bucket_starts_by_itself(who: str, recwarn: pytest.WarningsRecorder) -> None:
+    """On all ranks, and without a change of any bit; but not because nobody has tried it yet."""
+    steps = overlap.TRIES + 4
+    options: dict[str, Any] = {"steps": steps}
+    tells = {
+        "nobody": lambda rank, step: False,
+        "rank 1 once": lambda rank, step: rank == 1 and step == 3,
+        "nobody at first": lambda rank, step: step >= overlap.TRIES + 2,
+    }[who]
+    if who == "nobody at first":
+
+        def before(engine: Engine, step: int) -> None:
+            engine.before_compress = (lambda look: {}) if step < overlap.TRIES + 2 else None
+
+        options["before"] = before
+    found = run("topk:ratio=0.1", BYTES, tells=tells, **options)
+    goes_on = who != "nobody"
+    said = [str(one.message) for one in recwarn if "as with overlap=False" in str(one.message)]
+    assert len(said) == (not goes_on)
+    for one in found:
+        assert bool(one.engine.overlap.era) == goes_on
+        assert any(held.number is not None for held in one.engine.buckets.now) == goes_on
+        names = [name for _, _, name, _ in one.engine.communicator.started]
+        assert names.count("hvdcomp.early") == 1
+        assert sum(".early0." in name for name in names) == (steps if goes_on else overlap.TRIES) - 1
+    assert_same(found, run("topk:ratio=0.1", None, **options))
+
+
 @pytest.mark.parametrize(("spec", "backend"), in_turns([*BUCKETED, *TWO_LEVELS]))
 def test_it_changes_no_bit(spec: str, backend: str) -> None:
     """With ranks that start early and one that does not, a missing gradient, and a step that does not count.
