@@ -102,9 +102,10 @@ faults: setup  ## kill, stop and cut off ranks of trainings: a table in docs/fau
 
 # Without set-up: it takes the Python that is there, which needs PyTorch for CUDA, Triton and NumPy, and nothing else.
 gpu-check: export PATH := $(PATH_BEFORE)
-gpu-check:  ## check and measure kernels on this machine's GPU (10 minutes); PART=NAME runs one part, OUTPUT=FOLDER
-	@$(PYTHON) -m tests.gpu $(if $(PART),--part $(PART)) $(if $(OUTPUT),--output $(OUTPUT)) \
-	  $(if $(NODES),--nodes $(NODES)) $(if $(RENDEZVOUS),--rendezvous $(RENDEZVOUS))
+gpu-check:  ## check and measure on this machine's GPUs (10 minutes, or SECONDS=); PART=NAME runs one part, OUTPUT=FOLDER
+	@$(PYTHON) -m tests.gpu $(if $(PART),--part $(PART)) $(if $(OUTPUT),--output "$(OUTPUT)") \
+	  $(if $(SECONDS),--seconds $(SECONDS)) $(if $(NODES),--nodes $(NODES)) \
+	  $(if $(RENDEZVOUS),--rendezvous $(RENDEZVOUS))
 
 image:  ## build the container image for CPU with docker, podman or buildah
 	@docker/build cpu

@@ -14,7 +14,7 @@ from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import WEIGHTS, refused_on_every_rank, require_agreement
 from hvdcomp.exchange.rows import EmbeddingTable, RowMeans, Rows, wire_name
 from hvdcomp.torch.local_steps import started_ranks
-from hvdcomp.torch.training import checksums_of
+from hvdcomp.torch.training import checksums_of, refuse_capture
 from hvdcomp.torch.unaveraged import note_tables
 
 EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
@@ -96,6 +96,7 @@ class RowExchange:
     def exchange(self) -> None:
         """Exchanges the gradients; to be called on every rank in each step, after the backward passes, and before
         clipping, a scaler's `unscale_` and the optimizer's step. Tables without a gradient on any rank are left out."""
+        refuse_capture()
         tables = list(self.tables.values())
         self.compare_weights()
         present = [table.weight.grad is not None for table in tables]

@@ -34,7 +34,7 @@ def refuse_capture() -> None:
     """
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise ConfigurationError(
-            "hvdcomp exchanges no gradients while a CUDA graph is captured, which would repeat one step with its "
+            "hvdcomp exchanges nothing while a CUDA graph is captured, which would repeat one step with its "
             "random numbers and its places of residuals; capture the model by torch.cuda.make_graphed_callables "
             "before DistributedDataParallel or hvd.DistributedOptimizer gets it, and leave backward() and "
             "optimizer.step() outside of torch.cuda.graph"

@@ -21,6 +21,7 @@ from hvdcomp.compressors.protocol import AllGather, Context
 from hvdcomp.exchange.fusion import Round
 from hvdcomp.exchange.ledger import Sent
 from hvdcomp.exchange.shards import ShardReducer
+from hvdcomp.torch.training import refuse_capture
 
 
 class WeightChanges:
@@ -52,6 +53,7 @@ class WeightChanges:
         if in_part or small or self._compressor.lossless or not input_tensor.is_floating_point():
             self._reducer.enter(self._name, dense_bytes, Sent(dense_bytes), input_tensor.numel())
             return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        refuse_capture()
         # A backward pass needs the weights of its forward pass, which each rank has.
         rows, sent = self.gather(input_tensor, changed=torch._C._current_graph_task_id() == -1)
         self._reducer.enter(self._name, dense_bytes, sent, sent.bytes / 4)

@@ -1,6 +1,6 @@
 """Runs the parts of `make gpu-check`, each in a process of its own, and writes what they found.
 
-    python3 -m tests.gpu [--part NAME] [--output FOLDER]
+    python3 -m tests.gpu [--part NAME] [--output FOLDER] [--seconds S]
 
 The exit status is 0 if every part passed or said why it could not run, and 1 otherwise.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -19,8 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.parts import APART, PARTS, SHARED, sanitized_steps
-from tests.gpu.report import as_markdown, ranks_as_markdown
+from tests.gpu.parts import NETWORK, PARTS, SHARED, sanitized_steps
+from tests.gpu.report import as_markdown, is_measured
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 570.0
@@ -44,8 +45,8 @@ def no_gpu() -> str:
 def main() -> int:
     """Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python3 -m tests.gpu", description="Check kernels on this machine's GPU.")
-    parser.add_argument("--part", choices=[*PARTS, *APART, "sanitized"], help="this part alone")
-    parser.add_argument("--nodes", type=int, default=1, help="of the part network, started on each of them (1)")
+    parser.add_argument("--part", choices=[*PARTS, "sanitized"], help="this part alone")
+    parser.add_argument("--nodes", type=int, default=1, help=f"of the part {NETWORK}, started on each of them (1)")
     parser.add_argument("--rendezvous", default="", help="HOST:PORT of one of these nodes")
     parser.add_argument("--seconds", type=float, default=SECONDS, help=f"for all parts together ({SECONDS:.0f})")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "encode", help="folder of gpu.json and gpu.md")
@@ -61,37 +62,37 @@ def main() -> int:
         return 0
     if chosen.json is not None:
         nodes = {"output": chosen.output, "nodes": chosen.nodes, "rendezvous": chosen.rendezvous}
-        return _run_here(chosen.part, chosen.json, *chosen.share, **nodes if chosen.part in APART else {})
+        return _run_here(chosen.part, chosen.json, *chosen.share, **nodes if chosen.part == NETWORK else {})
+    if chosen.nodes < 1 or not 0 < chosen.seconds < math.inf:
+        parser.error("--nodes and --seconds are numbers above 0")
+    if chosen.nodes > 1 and chosen.part != NETWORK:
+        parser.error(f"several --nodes are for --part {NETWORK} only")
     if (chosen.nodes > 1) != bool(chosen.rendezvous):
         parser.error("several --nodes need the --rendezvous HOST:PORT of one of them, and one needs none")
     started = time.monotonic()
     names = [chosen.part] if chosen.part else list(PARTS)
-    passed = ["--output", str(chosen.output), "--nodes", str(chosen.nodes), "--rendezvous", chosen.rendezvous]
+    passed = ["--output", str(chosen.output.resolve()), "--nodes", str(chosen.nodes), "--rendezvous", chosen.rendezvous]
     found = {name: _run_apart(name, chosen.seconds - (time.monotonic() - started), passed) for name in names}
     failed = [name for name, part in found.items() if part["failures"]]
-    if chosen.part == "ranks":
-        chosen.output.mkdir(parents=True, exist_ok=True)
-        (chosen.output / "gpu-ranks.json").write_text(json.dumps(found["ranks"], indent=1) + "\n")
-        (chosen.output / "gpu-ranks.md").write_text(ranks_as_markdown(found["ranks"]))
-        print(f"wrote gpu-ranks.json and gpu-ranks.md to {chosen.output}")
-    if chosen.part not in ("ranks", *APART):
-        _write(chosen.output, found, time.monotonic() - started)
+    _write(chosen.output, found)
     print(f"FAILED: {', '.join(failed)}" if failed else "All parts passed.")
     return 1 if failed else 0
 
 
-def _write(folder: Path, found: dict[str, Any], seconds: float) -> None:
-    """Writes `gpu.json` and `gpu.md`. Parts that were not run stay as they are there, if it was the same GPU."""
+def _write(folder: Path, found: dict[str, Any]) -> None:
+    """Writes `gpu.json` and `gpu.md`, in which each part has the facts of the machine on which it ran. Parts that have
+    not run, or could measure nothing, stay as they are there."""
+    if not any(map(is_measured, found.values())):  # as on the nodes without rank 0, which may share the folder
+        print("nothing was measured, and nothing written")
+        return
     from hvdcomp.tools.bench.encode.facts import facts
 
     path, now = folder / "gpu.json", facts("cuda")
-    parts = {name: part | {"commit": now["commit"]} for name, part in found.items()}
-    if path.exists():
-        before = json.loads(path.read_text())
-        if before["facts"]["accelerator"] == now["accelerator"]:
-            kept = {name: {"commit": before["facts"]["commit"], **part} for name, part in before["parts"].items()}
-            parts = {name: (kept | parts)[name] for name in PARTS if name in kept | parts}
-    document = {"facts": now, "seconds": seconds, "parts": parts}
+    parts = json.loads(path.read_text())["parts"] if path.exists() else {}
+    for name, part in found.items():
+        if is_measured(part) or not is_measured(parts.get(name)):
+            parts[name] = {"facts": now, **part}
+    document = {"parts": {name: parts[name] for name in PARTS if name in parts}}
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
     (folder / "gpu.md").write_text(as_markdown(document))
@@ -112,8 +113,7 @@ def _run_here(name: str, path: Path, number: int, processes: int, **options: Any
             found["notes"].append(note)
         path.write_text(json.dumps(found))
 
-    part = (PARTS | APART)[name]
-    part("cuda", keep, *([slice(number, None, processes)] if name in SHARED else []), **options)
+    PARTS[name]("cuda", keep, *([slice(number, None, processes)] if name in SHARED else []), **options)
     del found["failures"][-1]
     path.write_text(json.dumps(found))
     return 0

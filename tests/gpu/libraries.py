@@ -18,15 +18,18 @@ from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
 class TorchDistributed:
     """Ranks that torchrun started.
 
+    Args:
+        one_gpu: whether they share a GPU, over Gloo.
+
     Attributes:
         rank, size: of this rank, and of the job.
         backend: what carries tensors.
     """
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, one_gpu: bool = False) -> None:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        alone = place == "cuda" and torch.cuda.device_count() >= self.size  # a GPU for each
-        dist.init_process_group("cpu:gloo,cuda:nccl" if alone else "gloo", timeout=timedelta(seconds=60))
+        nccl = place == "cuda" and not one_gpu  # which needs a GPU for each
+        dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", timeout=timedelta(seconds=60))
         self.backend = dist.get_backend()
         self._apart = dist.new_group(backend="gloo")  # in which no training exchanges anything
 
@@ -64,15 +67,17 @@ class TorchDistributed:
 
 
 class Horovod:
-    """The same of ranks that horovodrun started."""
+    """The same of ranks that horovodrun started, each with a GPU of its own."""
 
     def __init__(self, place: str) -> None:
+        import horovod
         import horovod.torch as hvd
 
         hvd.init()
         self._hvd = hvd
         self.rank, self.size = hvd.rank(), hvd.size()
-        self.backend = "Horovod with NCCL" if place == "cuda" and hvd.nccl_built() else "Horovod"
+        with_nccl = " with NCCL" if place == "cuda" and hvd.nccl_built() else ""
+        self.backend = f"Horovod {horovod.__version__}{with_nccl}"
 
     def communicator(self) -> Communicator:
         from hvdcomp.communicators.horovod_torch import HorovodTorchCommunicator
@@ -104,5 +109,3 @@ class Horovod:
 
 
 Library = TorchDistributed | Horovod
-LIBRARIES: dict[str, type[Library]] = {"torchrun": TorchDistributed, "horovodrun": Horovod}
-"""By what starts the ranks."""

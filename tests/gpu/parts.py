@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import json
@@ -27,7 +28,7 @@ from hvdcomp.tools.bench.encode.comparison import rows
 from hvdcomp.tools.bench.encode.measurement import Measurement, Request, measure_here
 from hvdcomp.tools.bench.encode.peers import PEERS
 from tests.gpu import cases, roofline, steps
-from tests.gpu.ranks import Shapes
+from tests.gpu.ranks import Shapes, allocated
 
 Keep = Callable[..., None]
 
@@ -44,7 +45,12 @@ KEPT = {
 """Bytes for each element that a method may keep: residuals, the momentum of dgc, and what it sends."""
 ALL = slice(None)
 """Of the methods, the share that a process checks."""
+ONE_GPU = "there is one GPU"
+"""Why nothing is exchanged between several."""
+NETWORK = "network"
+"""The part that several nodes share."""
 NETWORK_SECONDS = 60
+SECONDS_BETWEEN_ROWS = 0.5
 SMALL: Shapes = {"matrix": (33, 65), "odd": (5, 7, 3), "vector": (1_030,), "one": (1,)}
 
 
@@ -153,38 +159,26 @@ def memory(place: str, keep: Keep, sizes: Sequence[tuple[int, int]] = 4 * ((2_04
         engine = None
         spec, dtype = name.removesuffix(ROUNDED), "bf16" if name.endswith(ROUNDED) else "float32"
         gc.collect()  # the engine before is a part of circles
-        before = _allocated(place)
+        before = allocated(place)
         kind = None if spec.startswith("dgc") else ErrorFeedback(dtype=dtype)  # None: its own
         engine = Engine(LoopbackCommunicator(), tensors, parse_compressor(spec), kind, min_numel=0, min_ndim=0)
         for _ in range(3):
             engine.begin()
             engine.step(given, in_place=True)
-        peak, kept = ((one - before) / elements for one in (_allocated(place, most=True), _allocated(place)))
+        peak, kept = ((one - before) / elements for one in (allocated(place, most=True), allocated(place)))
         keep(row={"method": name, "kept": kept, "peak": peak})
         if kept > most:
             keep(failure=f"{name} keeps {kept:.2f} bytes for each element, and {most} are expected at most")
 
 
-def _allocated(place: str, most: bool = False) -> int:
-    """Bytes of the GPU's memory that PyTorch has handed out, or has at most since it was asked last; 0 on the host."""
-    if place != "cuda":
-        return 0
-    found = torch.cuda.max_memory_allocated() if most else torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    return found
+def _gpus(place: str) -> int:
+    """How many GPUs there are; on the host two ranks stand in for those of as many."""
+    return torch.cuda.device_count() if place == "cuda" else 2
 
 
 def ranks(place: str, keep: Keep) -> None:
-    """Trainings with every method on two ranks, or one on each GPU of several, whose steps are timed then; and with
-    some methods on simulated ranks. Under horovodrun too, where Horovod can serve the place."""
-    gpus = torch.cuda.device_count() if place == "cuda" else 0
-    _started(place, keep, max(2, gpus), "--check")
-    if said := no_horovod(place, gpus):
-        keep(note=f"not under horovodrun: {said}")
-    else:
-        _started(place, keep, max(2, gpus), "--check", program="horovodrun")
-    if gpus > 1:
-        _started(place, keep, gpus)
+    """Trainings with every method on two ranks that share a GPU, and with some methods on simulated ranks."""
+    _started(place, keep, 2, "--check", "--one-gpu")
     for method in ("none", "topk:ratio=0.01"):
         options = "--model gpt --data text --optimizer adamw --steps 4 --seed 0 --no-progress --simulate-ranks 2"
         with tempfile.TemporaryDirectory() as folder:
@@ -197,12 +191,31 @@ def ranks(place: str, keep: Keep) -> None:
             keep(failure=f"{method} on simulated ranks: {(done.stdout + done.stderr)[-1000:]}")
 
 
-def no_horovod(place: str, gpus: int) -> str:
-    """Why ranks cannot be started under horovodrun, in whose job each needs a GPU of its own; empty if they can."""
+def nccl(place: str, keep: Keep) -> None:
+    """Trainings with every method on a rank for each GPU, whose exchanges are checked, and then a step is timed."""
+    if _gpus(place) < 2:
+        keep(note=ONE_GPU)
+        return
+    _started(place, keep, _gpus(place), "--check")
+    _started(place, keep, _gpus(place))
+
+
+def horovod(place: str, keep: Keep) -> None:
+    """Trainings with every method on a rank for each GPU, under horovodrun."""
+    if said := no_horovod(place):
+        keep(note=said)
+    else:
+        _started(place, keep, _gpus(place), "--check", program="horovodrun")
+
+
+def no_horovod(place: str) -> str:
+    """Why ranks cannot be started under horovodrun; empty if they can."""
+    if _gpus(place) < 2:
+        return ONE_GPU
     if importlib.util.find_spec("horovod") is None:
         return "Horovod is not installed"
-    if place == "cuda" and gpus < 2:
-        return "NCCL needs a GPU for each rank, and there is one"
+    if _horovodrun() is None:
+        return f"there is no horovodrun beside {sys.executable} or on the PATH"
     asked = "import horovod.torch as hvd; print(int(hvd.nccl_built()), int(hvd.gloo_built()))"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
     if done.returncode:
@@ -221,12 +234,32 @@ def network(place: str, keep: Keep, output: Path, nodes: int, rendezvous: str) -
         nodes: on which this part is started, all at the same time.
         rendezvous: HOST:PORT of one of them; empty for a single node.
     """
-    gpus = torch.cuda.device_count() if place == "cuda" else 2
+    gpus = _gpus(place)
     if nodes * gpus < 2:
-        keep(note="with one GPU there is no network to measure")
+        keep(note=ONE_GPU)
         return
-    path = output / "network.json"
-    output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "network.json"  # by rank 0, on its node, whose folder no other node has
+        said = _calibrated(place, keep, made, nodes, gpus, rendezvous)
+        if said is None:
+            return
+        if nodes > 1 and not made.exists():
+            keep(note="the node of rank 0 has the figures")
+            return
+        links = [line.strip() for line in said.splitlines() if " Gb/s, " in line]
+        if not links or not made.exists():
+            keep(failure=f"hvdcomp calibrate has named no link: {said[-1000:]}")
+            return
+        for link in links:
+            keep(row={"link": link})
+        output.mkdir(parents=True, exist_ok=True)
+        path = output / "network.json"
+        path.write_text(made.read_text())
+    keep(note=f"{nodes * gpus} ranks; next: hvdcomp advise --calibration network.json --world-size {nodes * gpus}")
+
+
+def _calibrated(place: str, keep: Keep, path: Path, nodes: int, gpus: int, rendezvous: str) -> str | None:
+    """What `hvdcomp calibrate` has printed; None, and a failure, if it failed."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={gpus}"]
     command += [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={rendezvous}"] if nodes > 1 else []
     command += ["--standalone"] if nodes == 1 else []
@@ -235,12 +268,8 @@ def network(place: str, keep: Keep, output: Path, nodes: int, rendezvous: str) -
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         keep(failure=f"hvdcomp calibrate ended with status {done.returncode}: {(done.stdout + done.stderr)[-1000:]}")
-        return
-    links = [line for line in done.stdout.splitlines() if " Gb/s, " in line]  # of the node of rank 0
-    for line in links:
-        keep(row={"link": line.strip()})
-    if links:
-        keep(note=f"next: hvdcomp advise --calibration {path} --world-size {nodes * gpus}")
+        return None
+    return done.stdout
 
 
 def training(place: str, keep: Keep) -> None:
@@ -249,36 +278,57 @@ def training(place: str, keep: Keep) -> None:
 
 
 def _started(place: str, keep: Keep, size: int, *options: str, program: str = "torchrun") -> None:
-    """Runs `ddp.py` under a program that starts ranks, and keeps its rows, and the failures in them."""
+    """Runs `ddp.py` under a program that starts ranks, and keeps its rows, and the failures in them, as they come: the
+    time of this part may be over before the program ends."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "rows.json"
+        path = Path(folder) / "rows"
+        path.touch()
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
         if program == "horovodrun":
-            command = [str(Path(sys.executable).with_name("horovodrun")), "--gloo", "-np", str(size), sys.executable]
+            command = [str(_horovodrun()), "--gloo", "-np", str(size), sys.executable]
         command += ["-m", "tests.gpu.ddp", "--under", program, *options, "--device", place, str(path)]
-        status = subprocess.run(command).returncode
-        found = json.loads(path.read_text()) if path.exists() else {"backend": "", "rows": []}
-    keep(note=f"{size} rank{'s' * (size > 1)} over {found['backend']}, started by {program}")
-    for row in found["rows"]:
-        for one in row.pop("failures")[:3]:
-            keep(failure=f"{row['method']}: {one}")
-        keep(row=row | ({"method": f"{row['method']}, under horovodrun"} if program == "horovodrun" else {}))
+        with subprocess.Popen(command) as process, path.open() as lines:
+            status, begun = None, ""
+            while status is None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    status = process.wait(SECONDS_BETWEEN_ROWS)
+                *ended, begun = (begun + lines.read()).split("\n")
+                for line in ended:
+                    _keep_row(json.loads(line), keep, f"{size} rank{'s' * (size > 1)}", program)
     if status:
         keep(failure=f"{program} ended with status {status}")
+
+
+def _keep_row(row: dict[str, Any], keep: Keep, ranks: str, program: str) -> None:
+    if "backend" in row:
+        keep(note=f"{ranks} over {row['backend']}, started by {program}")
+        return
+    for one in row.pop("failures")[:3]:
+        keep(failure=f"{row['method']}: {one}")
+    if "note" in row:
+        keep(note=f"{row['method']}: {row['note']}")
+    keep(row=row)
+
+
+def _horovodrun() -> str | None:
+    """The program, beside this Python or on the PATH."""
+    beside = str(Path(sys.executable).parent)
+    return shutil.which("horovodrun", path=os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]))
 
 
 PARTS: dict[str, Callable[..., Any]] = {
     "kernels": kernels,
     "steps": whole_steps,
     "ranks": ranks,
+    "nccl": nccl,
+    "horovod": horovod,
     "bench": bench,
     "memory": memory,
     "training": training,
     "roofline": bandwidth,
     "sanitizer": sanitizer,
+    NETWORK: network,
 }
 """By name, in the order in which they run."""
-APART: dict[str, Callable[..., Any]] = {"network": network}
-"""Parts that run only if they are named."""
 SHARED = ("kernels", "steps")
 """Parts whose methods several processes share: nothing is timed there, and compiling takes longer than running."""

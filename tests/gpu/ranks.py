@@ -75,6 +75,15 @@ def synchronize(place: str) -> None:
         torch.cuda.synchronize()
 
 
+def allocated(place: str, most: bool = False) -> int:
+    """Bytes of the GPU's memory that PyTorch has handed out, or has at most since it was asked last; 0 on the host."""
+    if place != "cuda":
+        return 0
+    found = torch.cuda.max_memory_allocated() if most else torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return found
+
+
 class Ranks:
     """Engines of some ranks.
 

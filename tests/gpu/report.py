@@ -7,6 +7,7 @@ from typing import Any
 
 from hvdcomp.tools.bench.encode.output import number
 from hvdcomp.tools.bench.encode.peers import FP16, POWERSGD
+from tests.gpu.parts import PARTS
 from tests.gpu.roofline import LEAST_SHARE
 
 MOST_COPIES = {"topk:ratio=0.01": 4.0, "efsignsgd": 2.5, "onebit": 2.5, "qsgd:bits=4": 2.5, "powersgd:rank=4": 5.0}
@@ -14,7 +15,7 @@ MOST_COPIES = {"topk:ratio=0.01": 4.0, "efsignsgd": 2.5, "onebit": 2.5, "qsgd:bi
 HOOKS = {"powersgd:rank=4": POWERSGD, "fp16": FP16}
 LEAST_SPEED = 3.0
 """How many times as fast as PyTorch's hook a step on ResNet-50 should be."""
-
+NOT_MEASURED = "not measured"
 
 STEP = (
     "Milliseconds of one rank by the device's own time, the host being ahead, and in brackets how many copies of the "
@@ -28,8 +29,11 @@ MEMORY = (
 TRAINING = (
     "DistributedDataParallel of one rank over NCCL: a decoder of 85 million parameters, 8 sequences of 512 bytes, in "
     "bfloat16. Each method takes turns with DDP alone, 15 steps each: medians. The exchange costs nothing, so this is "
-    "what a method itself adds, and what starts in the backward pass hides nothing."
+    "what a method itself adds, and what starts in the backward pass hides nothing. MB: the most memory that PyTorch "
+    "has handed out in a step, the model included (-: not measured)."
 )
+SEVERAL = "The same with a rank on each of several GPUs, over NCCL."
+NETWORK = "Collectives between all GPUs, as `hvdcomp calibrate` has measured them."
 KERNELS = (
     "The bytes that a kernel has to move over its time, on BERT-base's matrices, and the share of a copy's: kernels "
     f"below {LEAST_SHARE:.0%}. The others are in the JSON file."
@@ -38,33 +42,26 @@ KERNELS = (
 
 def as_markdown(document: Mapping[str, Any]) -> str:
     """The page of what `gpu.json` holds."""
-    facts, parts = document["facts"], document["parts"]
-    gpu = facts["gpu"]
-    lines = [
-        "# Measured on a GPU", "",
-        f"{facts['accelerator']}, compute capability {gpu['compute_capability']}, driver {gpu['driver']}, CUDA "
-        f"{gpu['cuda']}; {', '.join(f'{name} {version}' for name, version in facts['versions'].items())}. Made by "
-        "`make gpu-check`.", "",
-    ]  # fmt: skip
-    results = [(name, _result(part), f"`{part.get('commit', facts['commit'])}`") for name, part in parts.items()]
+    parts = document["parts"]
+    lines = ["# Measured on GPUs", "", "Made by `make gpu-check`, on", "", *_machines(parts), ""]
+    results = [(name, _result(parts.get(name)), _commit(parts.get(name))) for name in PARTS]
     lines += table(("part", "result", "commit"), results)
+    failures = [f"- {name}: {one.splitlines()[0]}" for name, part in parts.items() for one in part["failures"]]
+    lines += failures + [""] * bool(failures)
     lines += ["## Beside what was aimed at", ""]
     lines += table(("what", "aim", "measured", ""), list(aims(parts)))
     lines += ["## A step", "", STEP, ""]
-    lines += _steps(parts.get("bench", {}).get("rows", []))
+    lines += _steps(_rows(parts, "bench"))
     lines += ["## Memory", "", MEMORY, ""]
-    cells = [(one["method"], _kept(one["kept"]), _kept(one["peak"])) for one in parts.get("memory", {}).get("rows", [])]
+    cells = [(one["method"], _kept(one["kept"]), _kept(one["peak"])) for one in _rows(parts, "memory")]
     lines += table(("method", "kept", "most"), cells)
-    lines += ["## A step of a training", "", TRAINING, ""]
-    cells = [
-        (one["method"], number(one["ms"]), " to ".join(map(number, one["quartiles_ms"])), number(one["ddp_ms"]))
-        for one in parts.get("training", {}).get("rows", [])
-    ]
-    lines += table(("method", "ms", "quartiles", "DDP"), cells)
+    lines += ["## A step of a training", "", TRAINING, "", *_trainings(_rows(parts, "training"))]
+    lines += ["## A step of a training on several GPUs", "", SEVERAL, "", *_trainings(_rows(parts, "nccl"))]
+    lines += ["## The network", "", NETWORK, "", *table(("link",), [(one["link"],) for one in _rows(parts, "network")])]
     lines += ["## A kernel", "", KERNELS, ""]
     cells = [
         (one["method"], one["kernel"], _giga(one["bytes_a_second"]), _percent(one["share"]))
-        for one in parts.get("roofline", {}).get("rows", [])
+        for one in _rows(parts, "roofline")
         if one["kernel"] == "copy" or (one["share"] is not None and one["share"] < LEAST_SHARE)
     ]
     lines += table(("method", "kernel", "GB/s", "of the copy's"), cells)
@@ -89,22 +86,22 @@ def _steps(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return table(("method", *models, "wall", "launches", "kept"), cells)
 
 
-def ranks_as_markdown(part: Mapping[str, Any]) -> str:
-    """The page of what the part `ranks` has found by itself."""
-    said = (
-        "Trainings in DistributedDataParallel, and with Horovod's optimizer: whether they pass, and with a GPU for "
-        "each rank, ms of a step."
-    )
-    lines = ["# Ranks on GPUs", "", f"{_result(part)}. Made by `make gpu-check PART=ranks`. {said}", ""]
-    lines += [f"- {failure}" for failure in part["failures"]] + [""] * bool(part["failures"])
-    return "\n".join(
-        lines + table(("method", "ms"), [(row["method"], number(row.get("ms"))) for row in part["rows"]])
-    )
+def _trainings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A row for each method whose steps were timed, with ms and memory beside those of DDP alone."""
+    cells = [
+        (
+            one["method"], number(one["ms"]), " to ".join(map(number, one["quartiles_ms"])), number(one["ddp_ms"]),
+            _mega(one.get("peak_bytes")), _mega(one.get("ddp_peak_bytes")),
+        )
+        for one in rows
+        if "ms" in one
+    ]  # fmt: skip
+    return table(("method", "ms", "quartiles", "DDP", "MB", "DDP's MB"), cells)
 
 
 def aims(parts: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
     """What was aimed at, the aim, what was measured, and "met" or "missed"."""
-    steps = {one["method"]: one for one in parts.get("bench", {}).get("rows", []) if one["model"] == "resnet50"}
+    steps = {one["method"]: one for one in _rows(parts, "bench") if one["model"] == "resnet50"}
     for method, most in MOST_COPIES.items():
         copies = _copies(steps[method]) if method in steps else None
         met = copies is not None and copies <= most
@@ -116,7 +113,7 @@ def aims(parts: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
         yield f"{method} beside {hook}", f"at least {LEAST_SPEED} times as fast", number(times), _met(met, times)
     shares = {
         f"{one['kernel']} of {one['method']}": one["share"]
-        for one in parts.get("roofline", {}).get("rows", [])
+        for one in _rows(parts, "roofline")
         if one["share"] is not None
     }
     least = min(shares, key=lambda name: shares[name]) if shares else None
@@ -126,12 +123,45 @@ def aims(parts: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
 
 
 def table(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of Markdown."""
+    """Lines of Markdown: a table, or that there was nothing to put into it."""
+    if not cells:
+        return [f"{NOT_MEASURED.capitalize()}.", ""]
     return [*(f"| {' | '.join(line)} |" for line in (headings, ("---",) * len(headings), *cells)), ""]
 
 
-def _result(part: Mapping[str, Any]) -> str:
-    return "; ".join([f"failed: {len(part['failures'])}" if part["failures"] else "passed", *part["notes"]])
+def is_measured(part: Mapping[str, Any] | None) -> bool:
+    """Whether a part has found anything; one that lacks a second GPU, or a program, has only said so."""
+    return part is not None and bool(part["rows"] or part["failures"])
+
+
+def _machines(parts: Mapping[str, Any]) -> list[str]:
+    """A line for each machine, with the parts that ran there."""
+    found: dict[str, list[str]] = {}
+    for name, part in parts.items():
+        if is_measured(part):
+            facts, gpu = part["facts"], part["facts"]["gpu"]
+            versions = ", ".join(f"{package} {version}" for package, version in facts["versions"].items())
+            machine = (
+                f"{facts['accelerator']}, compute capability {gpu['compute_capability']}, driver {gpu['driver']}, CUDA "
+                f"{gpu['cuda']}, NCCL {gpu['nccl']}; {versions}"
+            )
+            found.setdefault(machine, []).append(name)
+    return [f"- {machine}: {', '.join(names)}" for machine, names in found.items()]
+
+
+def _rows(parts: Mapping[str, Any], name: str) -> Sequence[Mapping[str, Any]]:
+    return parts[name]["rows"] if name in parts else ()
+
+
+def _result(part: Mapping[str, Any] | None) -> str:
+    if part is None:
+        return NOT_MEASURED
+    failed = f"failed: {len(part['failures'])}" if part["failures"] else ""
+    return "; ".join([failed or ("passed" if part["rows"] else NOT_MEASURED), *part["notes"]])
+
+
+def _commit(part: Mapping[str, Any] | None) -> str:
+    return f"`{part['facts']['commit']}`" if part is not None and is_measured(part) else "-"
 
 
 def _copies(one: Mapping[str, Any]) -> float | None:
@@ -143,7 +173,11 @@ def _kept(value: float | None) -> str:
 
 
 def _met(met: bool, value: float | None) -> str:
-    return "not measured" if value is None else "met" if met else "missed"
+    return NOT_MEASURED if value is None else "met" if met else "missed"
+
+
+def _mega(value: float | None) -> str:
+    return number(None if value is None else value / 1e6)
 
 
 def _giga(value: float | None) -> str:

@@ -28,6 +28,7 @@ from hvdcomp.exchange.ledger import Ledger
 from hvdcomp.exchange.shards import ShardReducer
 from hvdcomp.tools.train.models import TransformerSize
 from hvdcomp.tools.train.models_torch import GPT
+from tests.captured import REFUSED, as_captured
 from tests.multirank import cases_fsdp
 from tests.multirank.cases_fsdp import weights
 from tests.multirank.collectives import nodes_of
@@ -534,6 +535,18 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
     if dist.get_world_size() == 4:
         with nodes_of(3):
             assert "HVDCOMP_RANKS_PER_NODE=1" in refused(model, made("int4"))
+
+
+def case_nothing_is_exchanged_while_a_graph_is_captured() -> None:
+    tokens = batch(torch.Generator())[:, :-1]
+    with two_nodes():
+        model, _ = distribute(made("int4"))
+        loss = model(tokens).sum()
+        with as_captured():
+            assert REFUSED in raised(hvdcomp.ConfigurationError, loss.backward)
+        model, _ = distribute(made("int4"), weights=hvdcomp.Int8())
+        with as_captured():
+            assert REFUSED in raised(hvdcomp.ConfigurationError, lambda: model(tokens))
 
 
 def case_a_backward_pass_that_raises_changes_nothing_without_a_residual() -> None:

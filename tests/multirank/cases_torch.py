@@ -18,6 +18,7 @@ import hvdcomp
 from hvdcomp import TwoLevel
 from hvdcomp.compressors import EXAMPLES
 from hvdcomp.torch import CompressedAdam, LocalSteps
+from tests.captured import REFUSED, as_captured
 from tests.multirank.collectives import nodes_of
 from tests.multirank.everywhere import assert_goes_on_with_other_ranks, assert_metrics, halves
 from tests.multirank.models import WRAPPERS, Branches
@@ -59,6 +60,13 @@ def case_local_steps() -> None:
         assert (len(differ) == 1) == optimizer.in_sync == (step % 3 == 0), step
     assert_same_everywhere(weights(model))
     assert optimizer.compression.ledger.steps == 6
+
+
+def case_a_step_is_refused_while_a_graph_is_captured() -> None:
+    model = small_model()
+    optimizer = distribute(model, compression("topk:ratio=0.05", model))
+    with as_captured():
+        assert REFUSED in raised(hvdcomp.ConfigurationError, lambda: train(model, optimizer, steps=1))
 
 
 def case_the_readme_trains() -> None:

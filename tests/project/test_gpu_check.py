@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -11,7 +14,7 @@ from typing import Any
 import pytest
 
 from hvdcomp.compressors.protocol import TensorInfo
-from hvdcomp.perfmodel import load, shapes
+from hvdcomp.perfmodel import shapes
 from hvdcomp.tools.bench.encode import facts as encode_facts
 from tests.interpreted import needs_triton
 
@@ -27,6 +30,8 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
+GPU = {"compute_capability": "9.0", "driver": "1", "cuda": "13.0", "nccl": "2.28"}
+FACTS: dict[str, Any] = {"accelerator": "A GPU", "commit": "abc", "gpu": GPU, "versions": {"torch": "2.13.0"}}
 TINY = {"matrix": (6, 8), "odd": (5, 7, 3), "vector": (77,)}
 
 
@@ -106,64 +111,133 @@ def test_the_page_compares_what_was_measured_with_what_was_aimed_at(monkeypatch:
     said = {what: result for what, _, _, result in report.aims(found)}
     assert said["efsignsgd on ResNet-50"] == "missed"
     assert said["topk:ratio=0.01 on ResNet-50"] == "met"
-    gpu = {"compute_capability": "9.0", "driver": "1", "cuda": "13.0"}
-    facts = {"accelerator": "A GPU", "commit": "abc", "gpu": gpu, "versions": {"torch": "2.13.0"}}
-    trained = {"method": "int8", "ms": 33.3, "quartiles_ms": [31.0, 35.0], "ddp_ms": 30.0}
-    found["training"] = {"failures": [], "rows": [trained], "notes": ["1 ranks over nccl"]}
-    page = report.as_markdown({"facts": facts, "parts": found})
-    assert "| training | passed; 1 ranks over nccl | `abc` |" in page
-    assert "| int8 | 33 | 31 to 35 | 30 |" in page
+    page = report.as_markdown({"parts": {name: {"facts": FACTS, **part} for name, part in found.items()}})
     assert "| efsignsgd on ResNet-50 | at most 2.5 device copies | 2.6 | missed |" in page
     assert "| efsignsgd | 0.0 | 0.0 |" in page  # on the host nothing is counted
     assert "| efsignsgd | two_values_encode |" in page
     assert {one["kernel"] for one in found["roofline"]["rows"]} >= {"copy", "two_values_encode", "two_values_decode"}
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(("part", "rows"), [("ranks", 32), ("training", 8)])
-def test_trainings_run_under_torchrun(part: str, rows: int) -> None:
-    """Here over Gloo, in the host's memory."""
-    found: list[Any] = []
+def test_parts_of_several_machines_are_on_one_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = dict(FACTS)
+    monkeypatch.setattr(encode_facts, "facts", lambda device: dict(facts))
+    part: dict[str, Any] = {"failures": [], "rows": [{}], "notes": []}
+    program._write(tmp_path, {"kernels": part, "steps": part, "sanitizer": part | {"rows": [], "notes": ["not here"]}})
+    facts |= {"commit": "def", "accelerator": "Another"}
+    trained = {"method": "int8", "ms": 33.3, "quartiles_ms": [31.0, 35.0], "ddp_ms": 30.0}
+    several = [{"method": "int8"}, trained | {"peak_bytes": 2.5e9, "ddp_peak_bytes": 2e9}]
+    found = {
+        "kernels": part | {"rows": []},
+        "steps": part | {"failures": ["one\ntrace"]},
+        "nccl": part | {"rows": several, "notes": ["8 ranks over nccl"]},
+        "horovod": part | {"rows": [], "notes": ["Horovod is not installed"]},
+        "training": part | {"rows": [trained]},
+    }
+    program._write(tmp_path, found)
+    nothing = {"kernels": part | {"rows": []}, "network": part | {"rows": [], "notes": ["there is one GPU"]}}
+    program._write(tmp_path, nothing)  # is not written
+    lines = (tmp_path / "gpu.md").read_text().splitlines()
+    with_versions = "compute capability 9.0, driver 1, CUDA 13.0, NCCL 2.28; torch 2.13.0"
+    assert lines[4:6] == [
+        f"- A GPU, {with_versions}: kernels",
+        f"- Another, {with_versions}: steps, nccl, training",
+    ]
+    assert lines[9 : lines.index("## Beside what was aimed at")] == [
+        "| kernels | passed | `abc` |",
+        "| steps | failed: 1 | `def` |",
+        "| ranks | not measured | - |",
+        "| nccl | passed; 8 ranks over nccl | `def` |",
+        "| horovod | not measured; Horovod is not installed | - |",
+        "| bench | not measured | - |",
+        "| memory | not measured | - |",
+        "| training | passed | `def` |",
+        "| roofline | not measured | - |",
+        "| sanitizer | not measured; not here | - |",
+        "| network | not measured | - |",
+        "",
+        "- steps: one",
+        "",
+    ]
+    alone, of_several = (lines[lines.index(f"## A step of a training{more}") :] for more in ("", " on several GPUs"))
+    assert alone[6] == "| int8 | 33 | 31 to 35 | 30 | - | - |"
+    assert of_several[6:8] == ["| int8 | 33 | 31 to 35 | 30 | 2500 | 2000 |", ""]
+    assert lines[lines.index("## The network") + 4] == "Not measured."
 
-    def keep(row: Any = None, failure: str = "", note: str = "") -> None:
-        assert not failure, failure
-        found.append(row)
 
-    parts.PARTS[part]("cpu", keep)
-    assert len([row for row in found if row]) > rows
+def test_the_page_is_what_its_file_says() -> None:
+    folder = ROOT / "docs" / "encode"
+    assert (folder / "gpu.md").read_text() == report.as_markdown(json.loads((folder / "gpu.json").read_text()))
 
 
-@pytest.mark.thorough
-def test_the_probe_of_the_network_is_a_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "NETWORK_SECONDS", 5)
-    monkeypatch.delenv("TRITON_INTERPRET")
-    rows: list[Any] = []
-
-    def keep(row: Any = None, failure: str = "", note: str = "") -> None:
-        assert not failure, failure
-        rows.append(row)
-
-    parts.network("cpu", keep, tmp_path, 1, "")
-    assert [row["link"].split(":")[0] for row in rows if row][:2] == ["allreduce", "allgather"]
-    assert load(tmp_path / "network.json").machine["ranks"] == "2"
-
-
-def test_a_part_that_is_run_alone_leaves_the_others_on_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+@pytest.mark.parametrize(
+    ("given", "part", "options", "seconds"),
+    [
+        ("PART=network NODES=2 RENDEZVOUS=host:29500 SECONDS=90", "network", (2, "host:29500"), 90),
+        ("PART=ranks", "ranks", (1, ""), 570),
+    ],
+)
+def test_options_of_make_reach_the_part(
+    given: str, part: str, options: tuple[int, str], seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu = {"compute_capability": "9.0", "driver": "1", "cuda": "13"}
-    facts: dict[str, Any] = {"accelerator": "A GPU", "commit": "abc", "gpu": gpu}
-    monkeypatch.setattr(encode_facts, "facts", lambda device: {**facts, "versions": {}})
-    part: dict[str, Any] = {"failures": [], "rows": [], "notes": []}
-    program._write(tmp_path, {"kernels": part, "steps": part}, 1.0)
-    facts["commit"] = "def"
-    program._write(tmp_path, {"steps": part | {"failures": ["one"]}}, 1.0)
-    page = (tmp_path / "gpu.md").read_text()
-    assert "| kernels | passed | `abc` |" in page
-    assert "| steps | failed: 1 | `def` |" in page
-    facts["accelerator"] = "Another"
-    program._write(tmp_path, {"steps": part}, 1.0)
-    assert "| kernels |" not in (tmp_path / "gpu.md").read_text()
+    """Through `main` of the program, and of the process that it starts for the part."""
+    said = subprocess.run(
+        ["make", "-n", "gpu-check", *given.split(), f"OUTPUT={tmp_path}"], cwd=ROOT, capture_output=True, text=True
+    )
+    command = shlex.split(said.stdout.replace("\\\n", " "))
+    assert command[1:3] == ["-m", "tests.gpu"]
+    monkeypatch.setattr(program, "no_gpu", lambda: "")
+    monkeypatch.setattr(sys, "argv", command[2:])
+    monkeypatch.setattr(encode_facts, "facts", lambda device: FACTS)
+    asked: list[Any] = []
+
+    class Here:
+        """In place of a process of a part: the same in this process."""
+
+        pid = -1
+
+        def __init__(self, command: list[str], **_: Any) -> None:
+            monkeypatch.setattr(sys, "argv", command[2:])
+            self.status = program.main()
+
+        def wait(self, timeout: float) -> int:
+            asked.append(timeout)
+            return self.status
+
+    def found(place: str, keep: Any, *given: Any, **named: Any) -> None:
+        asked.append((place, named))
+        keep(row={"method": "a", "link": "a link"})
+
+    monkeypatch.setattr(program.subprocess, "Popen", Here)
+    monkeypatch.setattr(program, "_end", lambda process: None)
+    monkeypatch.setitem(parts.PARTS, part, found)
+    assert program.main() == 0
+    nodes, rendezvous = options
+    of_network = {"output": tmp_path, "nodes": nodes, "rendezvous": rendezvous}
+    assert asked[0] == ("cuda", of_network if part == "network" else {})
+    assert seconds - 5 < asked[1] <= seconds
+    assert f"| {part} | passed | `abc` |" in (tmp_path / "gpu.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--part", "network", "--nodes", "2"], "several --nodes need the --rendezvous"),
+        (["--part", "network", "--rendezvous", "host:1"], "several --nodes need the --rendezvous"),
+        (["--nodes", "2", "--rendezvous", "host:1"], "several --nodes are for --part network only"),
+        (["--nodes", "0"], "are numbers above 0"),
+        (["--seconds", "nan"], "are numbers above 0"),
+        (["--part", "rank"], "invalid choice: 'rank'"),
+    ],
+)
+def test_wrong_options_are_refused(
+    options: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(program, "no_gpu", lambda: "")
+    monkeypatch.setattr(sys, "argv", ["tests.gpu", *options])
+    with pytest.raises(SystemExit):
+        program.main()
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("interrupted", [False, pytest.param(True, marks=pytest.mark.thorough)])
