@@ -22,7 +22,7 @@ from hvdcomp.compressors.parsing import parse_compressor, parse_memory
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.exchange.ledger import Ledger
 from hvdcomp.policies import LevelSchedule, Policy, changes_batch_size, parse_policy
-from hvdcomp.settings import Settings, check
+from hvdcomp.settings import GATHERED_BYTES, Settings, check
 from hvdcomp.specs.levels import Level
 
 
@@ -54,9 +54,9 @@ class Compression:
         bucket_bytes: least bytes of gradients in a bucket, with overlap; a smaller model is one bucket. Default: the
             best size by the calibration of the policy `Auto`, or else 25 MiB, and on a CUDA device at least a quarter
             of all.
-        gathered_bytes: the most bytes of gathered payloads, of all ranks, that lie in a rank's memory at a time: what
-            exceeds it goes later, in a collective of its own, at the end of the backward pass. A single tensor may have
-            more. What is gathered has the same results, bit for bit. Default: any number, in one collective.
+        gathered_bytes: the most bytes of gathered payloads, of all ranks, that lie in a rank's memory at a time; None
+            for any number. Where a step gathers more, it goes in parts, in collectives of their own, at the end of the
+            backward pass, whatever `overlap` is. A single tensor may have more. Results are the same, bit for bit.
         process_set: the Horovod process set of the optimizer, if it is not the global one.
         decision_log: file to which rank 0 adds each decision of the policy with its statistics, for `hvdcomp replay`
             and `hvdcomp report`. Default: none.
@@ -93,7 +93,7 @@ class Compression:
         min_ndim: int = MIN_NDIM,
         overlap: bool | str = "auto",
         bucket_bytes: int | None = None,
-        gathered_bytes: int | None = None,
+        gathered_bytes: int | None = GATHERED_BYTES,
         process_set: Any = None,
         grad_scaler: Any = None,
     ) -> None:

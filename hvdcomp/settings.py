@@ -18,6 +18,9 @@ from hvdcomp.policies import LevelSchedule, Policy
 from hvdcomp.specs.described import is_whole
 from hvdcomp.specs.levels import Level
 
+GATHERED_BYTES = 2**30
+"""The default of `gathered_bytes`: less than the activations of models with so large gradients take."""
+
 # The hardest level is that of a factor and a tensor beyond all real ones.
 _HARDEST_FACTOR = 1e12
 _LARGEST_TENSOR = (2**20, 2**20)
@@ -36,7 +39,7 @@ class Settings:
     steps_per_epoch: int | None
     overlap: bool | str = "auto"
     bucket_bytes: int | None = None
-    gathered_bytes: int | None = None
+    gathered_bytes: int | None = GATHERED_BYTES
 
     def __post_init__(self) -> None:
         """Raises SpecError for an invalid overlap or number."""
@@ -47,11 +50,6 @@ class Settings:
         _require_whole("seed", self.seed)
         _require_whole("min_numel", self.min_numel, 0)
         _require_whole("min_ndim", self.min_ndim, 0)
-        if self.overlap is True and self.gathered_bytes is not None:
-            raise SpecError(
-                f"overlap=True gathers payloads as their gradients come, and gathered_bytes={self.gathered_bytes} one "
-                'part after the other; give overlap="auto" or False, or leave out gathered_bytes'
-            )
         if self.overlap is True and self.memory is not None and self.memory.needs_all_gradients:
             raise SpecError(
                 f"overlap=True compresses gradients before all of them are there, and the memory {self.memory} scales "

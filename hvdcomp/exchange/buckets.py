@@ -49,7 +49,7 @@ class Buckets:
         memory_for: of a compressor, the memory that goes with it.
         says: whether it warns if gradients lie on a device that has no kernels.
         most_gathered: bytes that one rank gathers of a bucket's payloads, at most, unless a tensor alone has more; None
-            for any number.
+            for any number. Where a step gathers more, no bucket starts before all gradients are there.
         ranks: their number.
 
     Attributes:
@@ -231,6 +231,10 @@ class Buckets:
         Ranks may learn at different times that a tensor has no gradient. So what the pieces hold follows from the order
         and the plan alone. Those from the first one on that misses a gradient wait.
         """
+        if self._most_gathered is not None:
+            everything = sum(self._gathered_of(name, plan[name]) for name in itertools.chain(*self.order))
+            if everything > self._most_gathered:
+                return []
         pieces: list[list[str]] = []
         filling: dict[Any, tuple[list[str], int]] = {}
         for batch in self.order:

@@ -68,7 +68,7 @@ class Engine:
         ledger: ledger into which costs are entered.
         overlap_bytes: bytes of gradients, at least, of a bucket that starts before all gradients of a step are there;
             None for no such buckets.
-        gathered_bytes: as of `hvdcomp.Compression`; if given, no bucket starts before all gradients are there.
+        gathered_bytes: as of `hvdcomp.Compression`.
 
     Attributes:
         planner: chooser of each tensor's compressor.
@@ -111,8 +111,7 @@ class Engine:
         self.before_compress: BeforeCompress | None = None
         self.found_inf: Array | None = None
         self._drop_sent: Callable[[], None] | None = None  # what is to be done before the next step
-        early = overlap_bytes if gathered_bytes is None else None
-        self.overlap = Overlap(communicator, self.tensors, self.buckets, self.ledger.clock, early)
+        self.overlap = Overlap(communicator, self.tensors, self.buckets, self.ledger.clock, overlap_bytes)
 
     # Between two steps.
 

@@ -28,6 +28,7 @@ from hvdcomp.exchange.ledger import Cost, Sent
 from hvdcomp.exchange.shards import ShardReducer
 from hvdcomp.files import VERSION
 from hvdcomp.kernels import cuda
+from hvdcomp.settings import GATHERED_BYTES
 from hvdcomp.specs.levels import Level
 from hvdcomp.torch.parameters import plain_names
 from hvdcomp.torch.resharding import FlatLayout, OwnedRows, resharded
@@ -289,9 +290,10 @@ def _check(setup: Setup) -> None:
             f"the policy {settings.policy} does not go with FSDP without replicas, where gradients come and go module "
             "by module; leave it out"
         )
-    if settings.overlap is True or (settings.bucket_bytes, settings.gathered_bytes) != (None, None):
+    if settings.overlap is True or settings.bucket_bytes or settings.gathered_bytes not in (None, GATHERED_BYTES):
         raise ConfigurationError(
-            'FSDP itself says what is exchanged when: leave overlap at "auto", bucket_bytes and gathered_bytes at None'
+            'FSDP itself says what is exchanged when: leave overlap at "auto", and leave out bucket_bytes and '
+            "gathered_bytes"
         )
     if setup.grad_scaler is not None and setup.grad_scaler.is_enabled():
         raise ConfigurationError(
