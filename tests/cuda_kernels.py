@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import ast
 import functools
+import io
 import itertools
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 from hvdcomp import ErrorFeedback
 from hvdcomp.adaptation.gradient_sums import AccumulatedGradients
-from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
+from hvdcomp.communicators import LoopbackCommunicator
 from hvdcomp.compressors.memory import Memory, MomentumCorrection, NoMemory
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import TensorInfo
@@ -43,12 +43,25 @@ SPECS = (
 )  # fmt: skip
 
 COMPILED = (
-    *SPECS, "powersgd:rank=32", "int4:rounding=stochastic,block=100", "fp8:rounding=stochastic", "fp8:format=e5m2",
-    "fp8:rounding=stochastic,format=e5m2,block=100", "arctopk:ratio=0.2,sketch=32",
-    "chunkedtopk:chunk=65536,k=3000,values=fp16", "efsignsgd:exchange=scatter", "qsgd:bits=7",
+    *SPECS, *(f"powersgd:rank={rank}" for rank in (1, 2, 8, 16, 32)), "int4:rounding=stochastic,block=100",
+    "fp8:rounding=stochastic", "fp8:format=e5m2", "fp8:rounding=stochastic,format=e5m2,block=100",
+    "arctopk:ratio=0.2,sketch=32", "chunkedtopk:chunk=65536,k=3000,values=fp16", "efsignsgd:exchange=scatter",
+    "fp16:exchange=scatter,rounding=stochastic", "bf16:exchange=scatter,rounding=stochastic",
+    "qsgd:bits=1", "qsgd:bits=7", "terngrad:clip=0", "two_level(int4)",
+    "randomk:ratio=0.01,unbiased=True", "randomk:ratio=0.01,values=fp16",
 )  # fmt: skip
 
+MEMORIES = (
+    NoMemory(), *(ErrorFeedback(dtype=dtype) for dtype in ("float32", "fp16", "bf16")),
+    *(MomentumCorrection(0.9, nesterov=nesterov) for nesterov in (False, True)),
+)  # fmt: skip
+
+RANKS = 1, 2, 8, 16, 64, 1024
+"""Numbers of ranks for which the kernels are compiled that depend on that, besides 4."""
+
 MOST_SPILLED = 64  # bytes a thread
+MOST_SHARED = {70: 96, 75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+"""By compute capability, the KiB of shared memory that a block may ask for."""
 
 Launch = tuple[Any, tuple[tuple[str, Any], ...], tuple[tuple[str, Any], ...]]
 """A kernel; for each argument that is no constant, the type that it is compiled for, and what else of its value; and
@@ -133,7 +146,7 @@ def launches(
     sources: bool = False,
     dtype: str = "float32",
 ) -> list[Launch]:
-    """The launches of some steps of some ranks.
+    """The launches of some steps of one of some ranks that do the same, two on each node if their number is even.
 
     Args:
         watched: whether statistics of x and sums of gradients are requested.
@@ -142,8 +155,8 @@ def launches(
     import torch
 
     tensors = [TensorInfo(f"t{number}", shape, dtype) for number, shape in enumerate(shapes)]
-
-    def work(communicator: InProcessCommunicator) -> None:
+    with recorded() as launches:
+        communicator = LoopbackCommunicator(ranks, 1 if ranks % 2 else 2)
         engine = Engine(communicator, tensors, parse_compressor(spec), memory, min_numel=0, min_ndim=0)
         sums = AccumulatedGradients()
         if watched:
@@ -154,40 +167,29 @@ def launches(
             engine.step(gradients, in_place=step % 2 == 0, sums=sums.of_step(1.0) if watched else None)
         assert engine.buckets.now
         assert engine.buckets.now[0].bucket.device is not None
-
-    with recorded() as launches:
-        run_ranks(ranks, work)
     return launches
 
 
 def every_form() -> list[Launch]:
-    """The different launches of all methods and memories, of steps with and without requested statistics."""
+    """The different launches of all methods, memories and types of gradients, of steps with and without requested
+    statistics."""
     forms: dict[Any, Launch] = {}
     shapes = [(64, 1100), (7,)]
-    momentum = MomentumCorrection(0.9, nesterov=True)
-    for spec in COMPILED:
-        of_spec = [launches(spec, shapes, memory, ranks=3) for memory in (NoMemory(), ErrorFeedback(), momentum)]
-        of_spec += [launches(spec, shapes, memory, 2, 3, True, True) for memory in (NoMemory(), ErrorFeedback())]
-        of_spec.append(launches(spec, shapes, momentum, 1, 3, True))
-        narrow = sorted({"float16", "bfloat16"} & parse_compressor(spec).bucket_dtypes)
-        for dtype, memory in itertools.product(narrow, (NoMemory(), ErrorFeedback(), momentum)):
-            of_spec += [launches(spec, shapes, memory, 2, 3, watched, dtype=dtype) for watched in (False, True)]
-        if spec in ("efsignsgd", "topk:ratio=0.01", "powersgd:rank=4"):
-            of_spec += [launches(spec, shapes, ErrorFeedback(dtype=dtype), 2, 3) for dtype in ("fp16", "bf16")]
-        for kernel, types, constants in itertools.chain(*of_spec):
-            forms[kernel.__name__, types, constants] = kernel, types, constants
+
+    def add(launched: list[Launch]) -> None:
+        forms.update(((kernel.__name__, *rest), (kernel, *rest)) for kernel, *rest in launched)
+
+    for spec, memory, watched in itertools.product(COMPILED, MEMORIES, (False, True)):
+        for dtype in parse_compressor(spec).bucket_dtypes:
+            add(launches(spec, shapes, memory, 2, 4, watched, watched, dtype))
+    for spec, ranks in itertools.product(("topk:ratio=0.01", "topk:ratio=0.01,values=fp16"), RANKS):
+        add(launches(spec, shapes, ranks=ranks))
     return list(forms.values())
 
 
-def compile_for(launch: Launch, capability: int) -> tuple[str, int]:
-    """Compiles a launch's kernel for a compute capability, as `DeviceKernels.launch` does.
-
-    Returns:
-        Its assembly (PTX), and the bytes of shared memory that a program takes.
-    """
-    binary = _compiled(launch, capability)
-    assert binary.asm["cubin"]
-    return str(binary.asm["ptx"]), int(binary.metadata.shared)
+def assembly_for(launch: Launch, capability: int) -> str:
+    """The assembly (PTX) of a launch's kernel, compiled for a compute capability as `DeviceKernels.launch` does."""
+    return str(_compiled(launch, capability).asm["ptx"])
 
 
 def code_for(launch: Launch, capability: int) -> bytes:
@@ -215,25 +217,23 @@ def _compiled(launch: Launch, capability: int) -> Any:
     return compile(source, target=target, options={"enable_fp_fusion": False})
 
 
-def resources(assembly: str, capability: int) -> tuple[int, int]:
-    """The registers of a thread, and its bytes of spilled registers."""
-    from triton.backends.nvidia.compiler import get_ptxas
+def resources(launch: Launch, capability: int) -> tuple[int, int, int]:
+    """Registers of a thread, its bytes of spilled registers, and bytes of shared memory of a program."""
+    from triton import knobs
 
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.ptx"
-        path.write_text(assembly)
-        name = re.search(r"\.target (sm_\w+)", assembly)
-        assert name is not None
-        command = [get_ptxas(capability).path, "-v", f"--gpu-name={name[1]}", str(path), "-o", f"{folder}/kernel.o"]
-        errors = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers = re.search(r"Used (\d+) registers", errors)
-    spilled = re.findall(r"(\d+) bytes spill", errors)
-    assert registers is not None, errors
-    return int(registers[1]), sum(map(int, spilled))
+    log = io.StringIO()
+    with knobs.compilation.scope(), knobs.nvidia.scope(), redirect_stdout(log):
+        knobs.compilation.always_compile = knobs.nvidia.dump_ptxas_log = True
+        binary = _compiled(launch, capability)
+    registers = re.search(r"Used (\d+) registers", log.getvalue())
+    spilled = re.findall(r"(\d+) bytes spill", log.getvalue())
+    assert registers is not None, log.getvalue()
+    assert binary.asm["cubin"]
+    return int(registers[1]), sum(map(int, spilled)), int(binary.metadata.shared)
 
 
-def kernels_in_source() -> set[str]:
-    """The names of all functions in Triton that no other of them calls: those that are launched."""
+def kernels_in_source() -> dict[str, ast.FunctionDef]:
+    """By name, all functions in Triton that no other of them calls: those that are launched."""
     functions = {
         function.name: function
         for file in Path(cuda.__file__).parent.glob("*.py")
@@ -246,25 +246,25 @@ def kernels_in_source() -> set[str]:
         for node in ast.walk(function)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
     }
-    return functions.keys() - called
+    return {name: function for name, function in functions.items() if name not in called}
 
 
 def main(capabilities: list[int]) -> None:
     os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp())
     forms = every_form()
-    forgotten = kernels_in_source() - {kernel.__name__ for kernel, _, _ in forms}
+    forgotten = kernels_in_source().keys() - {kernel.__name__ for kernel, _, _ in forms}
     assert not forgotten, f"no method of COMPILED launches {forgotten}"
     print(f"{len(forms)} kernels; registers / bytes spilled / bytes of shared memory")
     print(f"{'kernel':<20}" + "".join(f"{f'sm_{capability}':>16}" for capability in capabilities))
     for form in sorted(forms, key=lambda form: form[0].__name__):
-        cells = []
-        for capability in capabilities:
-            assembly, shared = compile_for(form, capability)
-            cells.append((*resources(assembly, capability), shared))
-        row = "".join(f"{f'{r} / {s} / {m}':>16}" for r, s, m in cells)
+        kernel = form[0].__name__
+        cells = {capability: resources(form, capability) for capability in capabilities}
+        row = "".join(f"{f'{r} / {s} / {m}':>16}" for r, s, m in cells.values())
         constants = " ".join(f"{name}={int(value)}" for name, value in form[2] if name not in ("PIECE", "BLOCK"))
-        print(f"{form[0].__name__:<20}{row}  {constants}", flush=True)
-        assert max(spilled for _, spilled, _ in cells) <= MOST_SPILLED, f"{form[0].__name__} spills registers"
+        print(f"{kernel:<20}{row}  {constants}", flush=True)
+        for capability, (_, spilled, shared) in cells.items():
+            assert spilled <= MOST_SPILLED, f"{kernel} spills registers"
+            assert shared <= MOST_SHARED[capability] << 10, f"{kernel} takes more shared memory than there is"
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ pytestmark = pytest.mark.skipif(not cuda.available(), reason=f"no kernels for CU
 RANKS = 2
 CAST = ("none", "fp16")  # whose sums the library makes, without kernels
 QUICK = ("fp16", "topk:ratio=0.01", "powersgd:rank=4", "signsgd")
-METHODS = [pytest.param(one, marks=[pytest.mark.thorough] * (one not in QUICK)) for one in SPECS]
+CUT = "int4:exchange=scatter", "two_level(int4)", "two_level(powersgd:rank=2)"
+METHODS = [pytest.param(one, marks=[pytest.mark.thorough] * (one not in QUICK)) for one in (*SPECS, *CUT)]
 
 
 def travels_on_host(tensor: Any) -> bool:
@@ -139,7 +140,9 @@ def with_horovod(spec: str, overlap: bool, waits: bool, monkeypatch: pytest.Monk
     with on_device(monkeypatch), recorded() as launches, monkeypatch.context() as patch:
         handles = Handles(waits, launches)
         patch.setattr(mpi_ops, "mpi_lib", handles)
-        patch.setattr(optimizers, "size", lambda: RANKS)
+        for module, number in ((optimizers, "size"), (mpi_ops, "size"), (hvd, "size"), (hvd, "local_size")):
+            patch.setattr(module, number, lambda: RANKS)
+        patch.setattr(hvd, "cross_rank", lambda: 0)
         optimizer = hvd.DistributedOptimizer(
             sgd, model.named_parameters(), compression=compression, process_set=ranks
         )

@@ -32,6 +32,7 @@ SHAPES = {"matrix": (16, 24), "odd": (5, 7, 3), "vector": (77,)}
 MEMORIES = [NoMemory(), ErrorFeedback(0.5), MomentumCorrection(0.9, nesterov=True, clip=1.0)]
 WAITING = {"atomo"}  # finds singular vectors, for which PyTorch asks the device whether it has found them
 SCATTERED = "qsgd:bits=4,exchange=scatter", "int4:exchange=scatter", "fp8:exchange=scatter,rounding=stochastic"
+CUT = *SCATTERED, "two_level(int4)", "two_level(powersgd:rank=2)"
 
 needs_value: Mapping[str, Callable[[Any], Any]] = {
     "item": lambda x: x[0].item(),
@@ -69,6 +70,11 @@ def test_what_waits_is_found(what: str) -> None:
     assert x.tolist() == [0.5, 2.0, 2.0]
 
 
+def ranks_for(spec: str) -> LoopbackCommunicator:
+    """Two ranks, or two nodes of two."""
+    return LoopbackCommunicator(4, ranks_per_node=2) if spec.startswith("two_level") else LoopbackCommunicator(2)
+
+
 def steps(engine: Engine, plans: list[str | None], dtype: str = "float32", in_place: bool = False) -> list[Any]:
     """A step for each plan (None: as the step before); returns what the device was told of in each."""
     sums = AccumulatedGradients()
@@ -90,13 +96,13 @@ def steps(engine: Engine, plans: list[str | None], dtype: str = "float32", in_pl
 
 
 @pytest.mark.parametrize("memory", MEMORIES, ids=lambda memory: memory.name)
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", [*SPECS, *CUT])
 def test_in_a_step_of_buckets_nothing_waits(spec: str, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first, one like the one before, dense ones that send what was kept, and one of the method again; whether or
     not somebody looks at x, compresses something else in its place, and adds gradients up."""
     with on_device(monkeypatch), recorded():
         for watched, sources in ((False, False), (True, False), (True, True)):
-            engine = Engine(LoopbackCommunicator(2), infos(SHAPES), parse_compressor(spec), memory)
+            engine = Engine(ranks_for(spec), infos(SHAPES), parse_compressor(spec), memory)
             if watched:
                 watch(engine, sources)
             steps(engine, [spec, None, "none", "fp16", spec], in_place=watched)
@@ -133,16 +139,16 @@ def test_in_a_step_that_a_policy_watches_nothing_waits(spec: str, text: str, mon
 
 @pytest.mark.parametrize("memory", MEMORIES, ids=lambda memory: memory.name)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_nothing_waits_where_tensors_go_one_by_one(
+def test_nothing_waits_where_tensors_go_one_by_one_or_have_16_bits(
     dtype: str, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Because no kernel takes their method, or their type, or what is exchanged in chunks."""
-    for spec in (*EXAMPLES, *SCATTERED):
+    """One by one go those whose method no kernel takes."""
+    for spec in (*EXAMPLES, *CUT):
         compressor = parse_compressor(spec)
         if dtype == "float32" and cuda.takes(compressor, 1):
             continue
         with on_device(monkeypatch), recorded():
-            engine = Engine(LoopbackCommunicator(2), infos(SHAPES, dtype), compressor, memory)
+            engine = Engine(ranks_for(spec), infos(SHAPES, dtype), compressor, memory)
             watch(engine)
             waits = pytest.raises(WaitedError, match="linalg") if compressor.name in WAITING else nullcontext()
             with waits:

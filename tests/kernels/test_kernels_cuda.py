@@ -76,12 +76,13 @@ def test_a_bucket_does_what_its_tensors_do_by_themselves(spec: str, monkeypatch:
     ("spec", "ranks"),
     [
         ("efsignsgd:exchange=scatter", 2),
+        ("two_level(fp16)", 4),
         *(
             pytest.param(spec, ranks, marks=pytest.mark.thorough)
             for spec, ranks in (
                 ("two_level(powersgd:rank=2)", 2),
                 ("onebit:exchange=scatter", 3),
-                *((f"two_level({one})", 4) for one in ("fp16", "efsignsgd:exchange=scatter", "topk:ratio=0.1")),
+                *((f"two_level({one})", 4) for one in ("efsignsgd:exchange=scatter", "topk:ratio=0.1")),
                 ("two_level(powersgd:rank=2,alternating=True)", 4),
                 *((f"two_level({one})", 4) for one in ("signsgd", "randomk:ratio=0.2")),
             )
@@ -117,17 +118,21 @@ def test_a_bucket_that_is_cut_does_what_it_does_on_the_host(spec: str, ranks: in
                 np.testing.assert_allclose(one, other, rtol=1e-5, atol=3e-6)
 
 
-def test_what_is_cut_of_16_bits_is_what_it_is_on_the_host() -> None:
+@pytest.mark.parametrize(("spec", "dtype"), [("fp16:exchange=scatter", "bfloat16"), ("int8", "float16")])
+def test_of_16_bits_a_bucket_makes_what_it_makes_on_the_host(spec: str, dtype: str) -> None:
     shapes = {"a": (3, 5), "b": (12, 13), "c": (1,)}
 
     def work(communicator: Any) -> list[Any]:
-        compressor = parse_compressor("fp16:exchange=scatter")
-        engine = Engine(communicator, infos(shapes, "bfloat16"), compressor, ErrorFeedback(), min_numel=0, min_ndim=0)
+        tensors, memory = infos(shapes, dtype), ErrorFeedback()
+        engine = Engine(communicator, tensors, parse_compressor(spec), memory, min_numel=0, min_ndim=0)
         results = []
         for step in range(2):
             engine.begin()
             rng = np.random.default_rng([communicator.rank, step])
-            given = {name: torch.from_numpy(rng.normal(size=shape)).bfloat16() for name, shape in shapes.items()}
+            given = {
+                name: torch.from_numpy(rng.normal(size=shape)).to(getattr(torch, dtype))
+                for name, shape in shapes.items()
+            }
             results += [one.float().clone() for one in engine.step(given).values()]
         assert (engine.buckets.now[0].bucket.device is not None) == cuda.serves_host()
         return results + [one.clone() for name in shapes for one in engine.states[name].memory]
@@ -251,7 +256,7 @@ def test_while_somebody_looks_at_x_tensors_stay_in_their_bucket() -> None:
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_number_of_launches_depends_on_no_number_of_tensors_or_ranks(spec: str) -> None:
     counts = {
-        len(launches(spec, [(3, 5)] * tensors, steps=2, ranks=ranks)) / ranks
+        len(launches(spec, [(3, 5)] * tensors, steps=2, ranks=ranks))
         for tensors, ranks in ((10, 1), (100, 1), (1000, 1), (10, 3))
     }
     assert len(counts) == 1
@@ -260,7 +265,7 @@ def test_the_number_of_launches_depends_on_no_number_of_tensors_or_ranks(spec: s
 
 @pytest.mark.parametrize("spec", ["fp16:exchange=scatter", "efsignsgd:exchange=scatter"])
 def test_as_many_are_launched_however_many_chunks_there_are(spec: str) -> None:
-    counts = {len(launches(spec, [(30, 50)] * tensors, ranks=ranks)) / ranks for tensors, ranks in ((10, 2), (50, 9))}
+    counts = {len(launches(spec, [(30, 50)] * tensors, ranks=ranks)) for tensors, ranks in ((10, 2), (50, 9))}
     assert len(counts) == 1
     assert counts.pop() <= 16
 

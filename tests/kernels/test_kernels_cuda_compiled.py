@@ -80,7 +80,7 @@ from hvdcomp.compressors.bucket import Bucket
 from hvdcomp.compressors.memory import NoMemory
 from hvdcomp.compressors.protocol import Context
 from hvdcomp.kernels.cuda.device import DeviceKernels
-from tests.cuda_kernels import specialized
+from tests.cuda_kernels import kernels_in_source, specialized
 
 def note(compile, **rest):
     kinds = list(compile["signature"].values())
@@ -89,30 +89,37 @@ def note(compile, **rest):
     return True
 
 def launch(self, kernel, programs, *arguments, **constants):
+    names.add(kernel.__name__)
     recorded.append(specialized(kernel, arguments))
     launched(self, kernel, programs, *arguments, **constants)
 
 triton.knobs.runtime.jit_cache_hook = note
 launched, DeviceKernels.launch = DeviceKernels.launch, launch
-numbers = torch.zeros(77)
-for spec, name, *first in (
-    ("none", "dense_decode"),
-    ("bf16", "bfloat16_decode"),
-    ("efsignsgd", "two_values_decode", 1),
-    ("signsgd", "votes_decode"),
-    ("int8", "multiples_decode", 128),
-    ("natural", "natural_decode"),
-    ("topk:ratio=0.1", "sparse_decode"),
+numbers, names = torch.zeros(77), set()
+for spec, name, bits, *first in (
+    ("none", "dense_decode", 0),
+    ("bf16", "bfloat16_decode", 0),
+    ("efsignsgd", "two_values_decode", 0, 1),
+    ("signsgd", "votes_decode", 0),
+    ("int8", "multiples_decode", 8, 128),
+    ("qsgd:bits=7", "multiples_decode", 7, 512),
+    ("fp8", "float8_decode", 8, 128, 3),
+    ("natural", "natural_decode", 0),
+    ("chunkedtopk:chunk=50,k=5", "chunks_decode", 0, 50, 0),
+    ("topk:ratio=0.1", "sparse_decode", 0),
 ):
     recorded, compiled = [], []
     with cuda.serving_host():
         bucket = Bucket([TensorInfo("one", (77,))], [parse_compressor(spec)], NoMemory(), torch.device("cpu"))
         bucket.begin(Context("", 0, 0, 0, 1))
+        bucket.segments["count"] = bits
         for row in (1, 16, 2**31 - 1, 2**31):
             rest = () if name == "dense_decode" else (3, row, False) if name == "sparse_decode" else (3, row)
             bucket.call(name, *first, numbers, *rest)
     assert len(compiled) == 4 and recorded == compiled, (spec, recorded, compiled)
     assert len(set(compiled)) == 1, (spec, compiled)
+of_rows = {name for name, kernel in kernels_in_source().items() if "row" in [one.arg for one in kernel.args.args]}
+assert names == of_rows | {"dense_decode"}, names
 """
 
 

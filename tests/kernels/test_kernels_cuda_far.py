@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import tempfile
@@ -23,9 +24,12 @@ from tests.kernels.test_kernels_cuda_bits import assert_same_bits
 
 torch = pytest.importorskip("torch")
 from hvdcomp.kernels.cuda import x as table  # noqa: E402
-from hvdcomp.kernels.cuda.device import DeviceKernels  # noqa: E402
+from hvdcomp.kernels.cuda.device import PIECE, DeviceKernels  # noqa: E402
+from hvdcomp.kernels.cuda.language import tl  # noqa: E402
 from tests.cuda_kernels import SPECS, kernels_in_source  # noqa: E402
 from tests.gpu.ranks import Ranks  # noqa: E402
+
+interpreter = pytest.importorskip("triton.runtime.interpreter")
 
 pytestmark = [needs_triton, pytest.mark.usefixtures("in_interpreter")]
 
@@ -36,7 +40,7 @@ DECODED = {
     "efsignsgd": "two_values_decode", "onebit": "two_values_decode",
     "signsgd": "votes_decode", "qsgd:bits=4": "multiples_decode", "qsgd:bits=7": "multiples_decode",
     "fp8": "float8_decode", "natural": "natural_decode",
-    "topk:ratio=0.3": "sparse_decode", "chunkedtopk:chunk=50,k=5": "chunks_decode",
+    "topk:ratio=0.02": "sparse_decode", "chunkedtopk:chunk=50,k=5": "chunks_decode",
 }  # fmt: skip
 
 
@@ -56,7 +60,7 @@ def far_apart() -> Iterator[Any]:
     "spec", [pytest.param(one, marks=[pytest.mark.thorough] * ("topk" in one)) for one in DECODED]
 )
 def test_payloads_of_more_than_two_gigabytes(spec: str, far_apart: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = {"matrix": (3, 40)}
+    shapes = {"matrix": (70, 1000) if spec.startswith("topk") else (3, 40)}  # whose places count from blocks on
     call = DeviceKernels.call
     seen = set()
 
@@ -110,19 +114,30 @@ FROM_PLACES = {
 """By kernel, the arrays that hold something of all tensors, one behind the other, and the bytes that a place in them
 counts. Places come from the table, or from a list of what programs do: `LISTED`."""
 
+_INT64 = ast.parse("tl.int64", mode="eval").body
+
 LISTED = {
     "multiply": ("tiles", 3), "add_tiles": ("strips", 2), "orthogonalize": ("tiles", 3), "lowrank_keep": ("tiles", 3),
     "together_take": ("slots", 1), "together_put": ("slots", 1),
 }  # fmt: skip
 """The list, and its column of places."""
 
-WITHIN = {
-    "make_and_measure", "measure_left", "add_parts", "take_off", "narrow_results", "settle", "terngrad_measure",
-    "global_measure", "global_maxima", "draw_floors", "note_candidates", "count_digits", "decide", "count_chosen",
-    "count_eligible_digits", "zero_results",
+PIECES = 2**18  # as many pieces have 2**31 elements
+_NOTED = {"places": 2 * PIECE, "counts": 4}
+_COUNTED = _NOTED | {"between": 8, "chosen": 8}
+OF_PIECES = {
+    "make_and_measure": {"parts": 8}, "measure_left": {"parts": 8}, "add_parts": {"parts": 8},
+    "two_values_encode": {"sums": 16, "counts": 4}, "two_values": {"sums": 16, "counts": 4},
+    "terngrad_measure": {"squares": 8, "maxima": 4}, "terngrad_scale": {"squares": 8, "maxima": 4},
+    "global_measure": {"maxima": 4}, "global_maxima": {"maxima": 4},
+    "note_candidates": _NOTED | {"sums": 8, "largest": 4}, "decide": {"sums": 8, "largest": 4},
+    "count_digits": _NOTED, "count_eligible_digits": _COUNTED, "count_chosen": _COUNTED, "pack_chosen": _COUNTED,
 }  # fmt: skip
-"""Kernels whose arrays are of one tensor, or have a few numbers for each piece or tensor. Elements of a tensor are no
-more than 32 bits can count (`MOST_ELEMENTS`)."""
+"""By kernel, the arrays that hold something of all pieces, one behind the other, and the bytes of a piece."""
+
+OF_TENSORS = {"take_off", "narrow_results", "settle", "draw_floors", "zero_results"}
+"""Kernels whose arrays are of one tensor, whose elements are no more than 32 bits can count (`MOST_ELEMENTS`), or have
+a few numbers for each tensor."""
 
 PLACES = {
     "votes": ("signs", "row_votes", "votes"), "sparse": ("values", "indices", "block_counts"),
@@ -131,11 +146,25 @@ PLACES = {
 """By the first word of a call, the fields that are places; those of others lie where `values` and `indices` do."""
 
 
+def programs_before(kernel: Any, constants: dict[str, Any]) -> int:
+    """The number of programs that come before those of a launch."""
+    if kernel.__name__ == "gram":
+        return 2**31 // constants["RANK"] ** 2
+    works_on_a_piece = "tasks" in list(inspect.signature(kernel.fn).parameters)[:3]
+    return PIECES if works_on_a_piece else 0
+
+
 def far_from_its_begin(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
     """The arguments of a launch, but arrays begin so far before what is used of them."""
     names = list(inspect.signature(kernel.fn).parameters)
     named = dict(zip(names, arguments, strict=False))
     listed, column = LISTED.get(kernel.__name__, ("", 0))
+    before = programs_before(kernel, constants)
+    listed_bytes = {"tiles": 40 * before, "grams": 2**34} if kernel.__name__ == "gram" else {"tasks": 16 * before}
+    of_pieces = {name: PIECES * size for name, size in OF_PIECES.get(kernel.__name__, {}).items()}
+    for name, size in (listed_bytes | of_pieces).items():
+        if size and isinstance(named[name], torch.Tensor):
+            named[name] = named[name].data_ptr() - size
     for name, size in FROM_PLACES.get(kernel.__name__, {}).items():
         if kernel.__name__.startswith("random") and name != "sent" and constants["HALF"]:
             size = 2
@@ -167,6 +196,7 @@ def test_places_further_than_32_bits_can_count(spec: str, monkeypatch: pytest.Mo
         before = {field: self.segments[field].copy() for field in fields}
         for field in fields:
             self.segments[field] += np.where(before[field] >= 0, FAR, 0)
+        self._rows._columns[table.FIELDS.index("first_task")] |= PIECES
         found = call(self, name, *arguments, **options)
         for field in fields:
             self.segments[field] = before[field]
@@ -174,10 +204,19 @@ def test_places_further_than_32_bits_can_count(spec: str, monkeypatch: pytest.Mo
 
     def far_launch(self: Any, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
         seen.add(kernel.__name__)
-        launch(self, kernel, programs, *far_from_its_begin(kernel, arguments, constants), **constants)
+        with monkeypatch.context() as patch:
+            before = programs_before(kernel, constants)
+
+            def program(builder: Any, axis: int) -> Any:
+                return interpreter.TensorHandle(np.array([builder.grid_idx[axis] + before], np.int32), tl.int32)
+
+            patch.setattr(interpreter.InterpreterBuilder, "create_get_program_id", program)
+            launch(self, kernel, programs, *far_from_its_begin(kernel, arguments, constants), **constants)
 
     def results() -> dict[tuple[str, int], np.ndarray]:
         shapes = {"matrix": (30, 40), "other": (7, 11)}
+        if spec == "topk:ratio=0.01":
+            shapes["of two blocks"] = (70, 1000)
         ranks = Ranks(spec, shapes, "cpu", 1, ErrorFeedback, min_numel=0, min_ndim=0)
         rng = np.random.default_rng(1)
         found = {}
@@ -192,12 +231,20 @@ def test_places_further_than_32_bits_can_count(spec: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(DeviceKernels, "launch", far_launch)
     assert_same_bits(results(), near)
     assert seen & FROM_PLACES.keys()
-    assert seen <= FROM_PLACES.keys() | WITHIN
+    assert seen <= FROM_PLACES.keys() | OF_PIECES.keys() | OF_TENSORS
 
 
 def test_every_kernel_is_said_to_have_places_or_not() -> None:
-    assert not FROM_PLACES.keys() & WITHIN
-    assert kernels_in_source() == FROM_PLACES.keys() | WITHIN
+    assert not (FROM_PLACES.keys() | OF_PIECES.keys()) & OF_TENSORS
+    assert kernels_in_source().keys() == FROM_PLACES.keys() | OF_PIECES.keys() | OF_TENSORS
+
+
+def test_distances_between_payloads_have_64_bits_whatever_they_are() -> None:
+    """Else a kernel would be compiled twice, and the first time multiply them by ranks in 32 bits."""
+    arguments = {name: function.args.args for name, function in kernels_in_source().items()}
+    rows = {name: one for name, of_kernel in arguments.items() for one in of_kernel if one.arg == "row"}
+    assert rows.keys() >= {"cast_decode", "plane_decode", "sparse_decode"}
+    assert [name for name, row in rows.items() if ast.dump(row.annotation or row) != ast.dump(_INT64)] == []
 
 
 @pytest.fixture
@@ -213,9 +260,11 @@ def long() -> Iterator[Any]:
         yield make
 
 
-def last_piece_of(spec: str, size: int, memory: Memory | None = None) -> Bucket:
+def last_piece_of(spec: str, size: int, memory: Memory | None = None, dtype: str = "float32") -> Bucket:
     """A bucket of a vector, of which kernels work on the last piece alone."""
-    bucket = Bucket([TensorInfo("long", (size,))], [parse_compressor(spec)], memory or NoMemory(), torch.device("cpu"))
+    tensor, widens = TensorInfo("long", (size,), dtype), dtype != "float32"
+    compressors = [parse_compressor(spec)]
+    bucket = Bucket([tensor], compressors, memory or NoMemory(), torch.device("cpu"), widens=widens)
     bucket.table.tasks = bucket.table.tasks[-1:].copy()
     bucket.kernels._pieces = bucket.kernels._pieces[-1:]
     bucket.kernels._rows._columns[[table.FIELDS.index(name) for name in ("first_task", "tasks")]] = [[0], [1]]
@@ -247,6 +296,21 @@ def test_a_run_that_ends_behind_the_largest_tensor(long: Any) -> None:
     bucket.call("blocks_encode", length, 0, True, payload)
     assert payload[size:].view(torch.float32)[-1] == 3.0
     assert payload[size - 1] == 0
+
+
+def test_what_is_measured_at_the_end_of_the_largest_tensor(long: Any) -> None:
+    size = cuda.MOST_ELEMENTS
+    x, payload, scales = long(size, np.float32), long(size // 4 + 4, np.uint8), torch.zeros(1)
+    x[-1] = -3.0
+    bucket = last_piece_of("globalqsgd", size)
+    bucket.segments["gradient"] = x.data_ptr()
+    bucket.call("globalqsgd_measure", scales)
+    assert scales.tolist() == [3.0]
+    bucket = last_piece_of("terngrad:clip=0", size)
+    bucket.segments["gradient"], bucket.segments["count"], bucket.segments["scales"] = x.data_ptr(), 2, size // 4
+    bucket.call("terngrad_encode", 0.0, payload)
+    assert payload[-4:].view(torch.float32).tolist() == [3.0]
+    assert payload[-6:-4].tolist() == [0b01010101, 0b00010101]  # codes of 0, and one of -3
 
 
 def test_values_numbered_beyond_the_half_of_32_bits(long: Any) -> None:
@@ -282,3 +346,25 @@ def test_what_is_kept_of_the_end_of_the_largest_tensor(long: Any) -> None:
     bucket.call("settle", torch.tensor([float("nan")]), False, True)
     assert arrays["x"][-3:].tolist() == [0.0, 0.5, 0.5]
     assert arrays["gradient"][-3:].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_what_was_sent_of_the_end_of_the_largest_tensor_is_taken_off(long: Any) -> None:
+    bucket, x = last_piece_of("efsignsgd", cuda.MOST_ELEMENTS, ErrorFeedback()), long(cuda.MOST_ELEMENTS, np.float32)
+    x[-2:] = torch.tensor([1.0, -2.0])
+    sent = torch.tensor([0.0, 0.5, -0.5])  # the rule of what was kept, and the values of what is sent of x
+    bucket.segments["x"], bucket.segments["sent_rule"], bucket.kernels.sent[1] = x.data_ptr(), 1, sent.data_ptr()
+    bucket.call("take_off")
+    assert x[-3:].tolist() == [-0.5, 0.5, -1.5]
+
+
+def test_means_of_the_end_of_the_largest_tensor_are_rounded(long: Any) -> None:
+    bucket = last_piece_of("none", cuda.MOST_ELEMENTS, ErrorFeedback(), "float16")
+    types = {"result": np.float32, "x": np.float32, "narrowed": np.float16}
+    arrays = {name: long(cuda.MOST_ELEMENTS, dtype) for name, dtype in types.items()}
+    for name, array in arrays.items():
+        bucket.segments[name] = array.data_ptr()
+    arrays["result"][-2:] = torch.tensor([1.0, 1.0 + 2**-12])
+    arrays["x"][-2:] = 0.5
+    bucket.call("narrow_results")
+    assert arrays["narrowed"][-3:].tolist() == [0, 1, 1]
+    assert arrays["x"][-3:].tolist() == [0, 0.5, 0.5 + 2**-12]

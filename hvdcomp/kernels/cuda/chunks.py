@@ -283,7 +283,7 @@ def _encode(on, chunk, how, masks, values, places, payload):
         on.tensors(chunks_means, values, bins, payload, BLOCK=on.block // 2)
     on.launch(
         chunks_pack, groups.shape[0], on.rows, tensors, groups, values, places, bins, payload, chunk,
-        HOW=how, MASKING=bool(masks), KEEPS=on.keeps,
+        HOW=how, MASKING=bool(masks), KEEPS=on.keeps > 0,
     )  # fmt: skip
 
 

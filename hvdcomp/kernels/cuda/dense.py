@@ -291,9 +291,9 @@ KERNELS = {
     "measure_left": _measure_left,
     "dense_encode": lambda on, wire: on.pieces(dense_encode, wire, x=True, COPIES=True),
     "dense_decode": lambda on, mean: on.pieces(dense_decode, mean),
-    "dense_keep": lambda on, left: on.pieces(dense_keep, left, FROM=on.origin),
+    "dense_keep": lambda on, left: on.pieces(dense_keep, left, FROM=on.constants_of_made()["FROM"]),
     "take_off": lambda on: on.pieces(take_off),
-    "narrow_results": lambda on: on.pieces(narrow_results, KEEPS=on.keeps, TYPE=on.narrow),
+    "narrow_results": lambda on: on.pieces(narrow_results, KEEPS=on.keeps > 0, TYPE=on.narrow),
     "settle": _settle,
 }
 """Launchers by kernel name."""

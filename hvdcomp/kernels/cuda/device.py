@@ -30,7 +30,7 @@ from hvdcomp.kernels.cuda import (
 )
 from hvdcomp.kernels.cuda.aside import Aside
 from hvdcomp.kernels.cuda.language import INTERPRETED, tl, triton
-from hvdcomp.kernels.cuda.x import FIELDS, SOURCED
+from hvdcomp.kernels.cuda.x import FIELDS, FLOAT, HALF, SOURCED
 from hvdcomp.kernels.tables import SEGMENT, Table
 
 PIECE = 8192
@@ -227,10 +227,20 @@ class DeviceKernels:
         """Arguments of `make_x` after the table."""
         return self.factor, self.table.bucket.decay, self.table.bucket.momentum
 
-    def constants_of_x(self) -> dict[str, int]:
-        """Constants of `make_x`."""
+    def constants_of_x(self, makes: bool = True) -> dict[str, int]:
+        """Constants of `make_x`; of a kernel that calls `made` in its place, unless it makes x."""
+        if not makes or self.origin == SOURCED.value:  # which is read, too
+            return self.constants_of_made() | {"MOMENTUM": False, "NESTEROV": False}
         nesterov = bool(self.table.bucket.nesterov)
         return {"KEEPS": self.keeps, "MOMENTUM": self.moves, "NESTEROV": nesterov, "FROM": self.origin}
+
+    def constants_of_made(self) -> dict[str, int]:
+        """Constants of `made`. What has the same place to it has the same constants, so that kernels are compiled for
+        fewer."""
+        keeps = self.keeps > 0
+        is_gradient = keeps or not self.narrow
+        origin = SOURCED if self.origin == SOURCED.value else FLOAT if is_gradient else HALF
+        return {"KEEPS": keeps, "FROM": origin.value}
 
     @property
     def narrow(self) -> int:

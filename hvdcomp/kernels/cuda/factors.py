@@ -54,7 +54,7 @@ def gram(table, segments, tiles, factors, grams, OF_ROWS: tl.constexpr, RANK: tl
         valid = (i < end)[:, None] & (k < rank)[None, :]
         columns = tl.load(factor + k[None, :] * length + i[:, None], mask=valid, other=0.0).to(tl.float64)
         sums += columns[:, :, None] * columns[:, None, :]
-    out = pointer(grams, tl.float64) + tl.program_id(0) * RANK * RANK
+    out = pointer(grams, tl.float64) + tl.program_id(0).to(tl.int64) * RANK * RANK
     tl.store(out + k[:, None] * RANK + k[None, :], tl.sum(sums, 0))
 
 

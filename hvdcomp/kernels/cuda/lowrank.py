@@ -186,8 +186,8 @@ def multiplied(on, factors, product, makes_x, of_rows):
     across = max(_LEAST_ACROSS[of_rows], _AT_A_TIME // (wide * rank)) * (8 if on.interpreting else 1)
     on.launch(
         multiply, tiles.shape[0], on.rows, len(on.segments), on.flag, *on.arguments_of_x(), tiles, factors, partial,
-        **on.constants_of_x(), MAKES_X=bool(makes_x), OF_ROWS=of_rows, RANK=rank, ROWS=rows, COLUMNS=columns,
-        ACROSS=across,
+        **on.constants_of_x(bool(makes_x)), MAKES_X=bool(makes_x), OF_ROWS=of_rows, RANK=rank, ROWS=rows,
+        COLUMNS=columns, ACROSS=across,
     )  # fmt: skip
     on.launch(
         add_tiles, strips.shape[0], on.rows, len(on.segments), on.flag, strips, partial, product,
@@ -198,7 +198,7 @@ def multiplied(on, factors, product, makes_x, of_rows):
 KERNELS = {
     "lowrank_p": lambda on, q, unit, p, makes_x: _multiply(on, q, unit, p, makes_x, False),
     "lowrank_q": lambda on, p, unit, q, makes_x: _multiply(on, p, unit, q, makes_x, True),
-    "lowrank_decode": lambda on, p, q: on.pieces(lowrank_decode, p, q, KEEPS=on.keeps),
+    "lowrank_decode": lambda on, p, q: on.pieces(lowrank_decode, p, q, KEEPS=on.keeps > 0),
     "lowrank_keep": keep,
 }
 """Launchers by kernel name."""

@@ -301,7 +301,7 @@ def _encode_codes(on, payload, length, mantissa=0, nearest=False):
     plane, bits = _plane(on, mantissa), _bits(on, length)
     constants = {"PLANE": plane, "BITS": bits, "MANTISSA": mantissa, "NEAREST": nearest}
     block = _block(on.block, plane, bits)
-    on.pieces(codes_encode, payload, length, KEEPS=on.keeps, FROM=on.origin, BLOCK=block, **constants)
+    on.pieces(codes_encode, payload, length, BLOCK=block, **on.constants_of_made(), **constants)
 
 
 def _encode_runs(on, length, payload, norms, mantissa=0, nearest=False):

@@ -216,7 +216,7 @@ KERNELS = {
     "natural_decode": lambda on, first, ranks, row: on.pieces(natural_decode, first, ranks, row, 1 / ranks),
     "globalqsgd_measure": _measure,
     "globalqsgd_encode": lambda on, scales, ranks, words: on.pieces(
-        global_encode, scales, ranks, words, KEEPS=on.keeps, FROM=on.origin
+        global_encode, scales, ranks, words, **on.constants_of_made()
     ),
     "globalqsgd_decode": lambda on, scales, ranks, words: on.pieces(global_decode, scales, ranks, words),
 }

@@ -151,8 +151,8 @@ def _launch(on, kernel, *arguments, **constants):
 
 def _encode(on, wire, sent, scales, bound, unbiased):
     on.pieces(dense_encode, 0, x=True, COPIES=False)
-    read = {"KEEPS": on.keeps, "FROM": on.origin}
-    _launch(on, random_take, wire, sent, scales, bound, HALF=bound > 0, UNBIASED=bool(unbiased), **read)
+    constants = {"HALF": bound > 0, "UNBIASED": bool(unbiased)} | on.constants_of_made()
+    _launch(on, random_take, wire, sent, scales, bound, **constants)
 
 
 def _decode(on, mean, half):

@@ -266,7 +266,7 @@ def _encode(on, selection, payload):
     places, counts = on.passing(tasks * on.piece, "int16"), on.scratch("noted", tasks, "int32")
     sums, largest = on.scratch("magnitudes", tasks, "float64"), on.scratch("largest", tasks, "int32")
     between, chosen = on.scratch("between", 2 * tasks, "int32"), on.scratch("chosen", 2 * tasks, "int32")
-    read = {"KEEPS": on.keeps, "FROM": on.origin, "BLOCK": on.piece if on.interpreting else _LOOKED_AT}
+    read = on.constants_of_made() | {"BLOCK": on.piece if on.interpreting else _LOOKED_AT}
     noted = choices, state, histograms, places, counts
     on.tensors(draw_floors, *on.arguments_of_x(), choices, state, histograms, SAMPLE=_SAMPLE, **on.constants_of_x())
     on.pieces(note_candidates, choices, state, places, counts, sums, largest, x=True, **method)

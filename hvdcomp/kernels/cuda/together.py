@@ -148,7 +148,7 @@ def _encode(on, judged, numbers, counts, chosen, wire, half):
         on.plans["together"] = _Plan(on, counts, numbers)
     plan = on.plans["together"]
     chosen.copy_(plan.choose(judged))
-    _launch(on, together_take, plan.slots, chosen, wire, KEEPS=on.keeps, FROM=on.origin, TYPE=_type(half))
+    _launch(on, together_take, plan.slots, chosen, wire, TYPE=_type(half), **on.constants_of_made())
 
 
 def _decode(on, mean, chosen, half):

@@ -22,7 +22,10 @@ from hvdcomp.kernels.tables import NARROW
 from hvdcomp.tools.doctor.image import wanted_capabilities
 
 _SHAPES = {"matrix": (64, 33), "vector": (77,)}
-_MEMORIES = ("none", "error_feedback", "momentum_correction", "momentum_correction:nesterov=True")
+_MEMORIES = (
+    "none", "error_feedback", "error_feedback:dtype=fp16", "error_feedback:dtype=bf16",
+    "momentum_correction", "momentum_correction:nesterov=True",
+)  # fmt: skip
 _MOST_SHARED = 1 << 20  # bytes of shared memory; more than any device has
 
 
