@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hvdcomp.arrays.types import FLOATING
 from hvdcomp.compressors import EXAMPLES
-from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.compressors.parsing import parse_compressor, parse_memory
 from hvdcomp.errors import SpecError
 from hvdcomp.files import replace_files
 from hvdcomp.perfmodel.shapes import MODELS
@@ -71,6 +71,7 @@ def _threads(_context: click.Context, _option: click.Parameter, value: str) -> t
     show_default=True,
     help="Element type of the gradients.",
 )
+@click.option("--memory", metavar="SPEC", help="Memory of what was not sent. [default: each method's own]")
 @click.option(
     "--threads",
     default="2",
@@ -140,7 +141,7 @@ def encode(
     than 15 percent, the machine was not equally fast for all of them: the comparison is refused, and --output writes
     nothing. Rows that other work disturbed are marked, also in the file of --json.
     """
-    _check(options["framework"], options["device"], methods, output)
+    _check(options["framework"], options["device"], options["memory"], methods, output)
     before = None if earlier_file is None else _earlier(earlier_file)
     settings = {**options, "threads": list(threads), "retries": retries}
     machine = facts(options["device"])
@@ -237,7 +238,7 @@ def _is_there(framework: str) -> bool:
     return importlib.util.find_spec(framework) is not None
 
 
-def _check(framework: str, device: str, methods: Sequence[str], output: Path | None) -> None:
+def _check(framework: str, device: str, memory: str | None, methods: Sequence[str], output: Path | None) -> None:
     """Refuses options that cannot work, before anything is measured."""
     if not _is_there(framework):
         raise click.ClickException(
@@ -255,6 +256,8 @@ def _check(framework: str, device: str, methods: Sequence[str], output: Path | N
     try:
         for method in methods:
             parse_compressor(method)
+        if memory is not None:
+            parse_memory(memory)
         if output is not None:
             output.mkdir(parents=True, exist_ok=True)
             import matplotlib  # noqa: F401

@@ -58,7 +58,7 @@ class Row:
 Earlier = Mapping[tuple[Any, ...], float]
 """Milliseconds of a step in an earlier comparison, by the fields of `_SAME`."""
 
-_SAME = ("method", "model", "framework", "device", "threads", "ranks", "dtype")
+_SAME = ("method", "model", "framework", "device", "threads", "ranks", "dtype", "memory")
 
 
 def earlier(text: str) -> Earlier:
@@ -68,8 +68,8 @@ def earlier(text: str) -> Earlier:
         ValueError: the text has another form.
     """
     try:
-        # Earlier versions had one type only.
-        entries = [{"dtype": "float32"} | entry for entry in parse_json(text)["measurements"]]
+        # Earlier versions had one type, and the memory of each method, only.
+        entries = [{"dtype": "float32", "memory": None} | entry for entry in parse_json(text)["measurements"]]
         return {tuple(entry[name] for name in _SAME): float(entry["step_ms"]) for entry in entries}
     except (KeyError, TypeError) as error:
         raise ValueError(f"it lacks {error}" if isinstance(error, KeyError) else str(error)) from None

@@ -22,7 +22,7 @@ from typing import Any
 
 from hvdcomp import kernels
 from hvdcomp.communicators import LoopbackCommunicator
-from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.compressors.parsing import parse_compressor, parse_memory
 from hvdcomp.exchange import Engine
 from hvdcomp.perfmodel.shapes import tensors_of
 from hvdcomp.tools.bench.encode.gradients import FRAMEWORKS, Gradients, TorchGradients
@@ -50,6 +50,7 @@ class Request:
         ranks: number of ranks whose payloads are decoded.
         threads: of the framework, and of the libraries that it calls.
         dtype: element type of the gradients.
+        memory: the spec of the memory; None for each method's own.
     """
 
     method: str
@@ -61,6 +62,7 @@ class Request:
     repeats: int = 5
     seconds: float = 0.0
     dtype: str = "float32"
+    memory: str | None = None
 
     @property
     def is_peer(self) -> bool:
@@ -170,7 +172,8 @@ def measure_here(request: Request) -> Measurement:
         assert isinstance(gradients, TorchGradients)
         step = peer(request.method, gradients, request.device)
     else:
-        engine = Engine(LoopbackCommunicator(request.ranks), tensors, parse_compressor(request.method))
+        memory = None if request.memory is None else parse_memory(request.memory)
+        engine = Engine(LoopbackCommunicator(request.ranks), tensors, parse_compressor(request.method), memory)
         step = _engine_step(engine, gradients)
 
     start_memory = _peak_memory(request.device, forget=True)
