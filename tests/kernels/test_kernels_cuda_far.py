@@ -17,12 +17,14 @@ from hvdcomp.compressors.bucket import Bucket
 from hvdcomp.compressors.memory import Memory, NoMemory
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import Context, TensorInfo
+from hvdcomp.compressors.sparse_bucket import BISECT, LARGEST, Selection, SparsePlaces
 from hvdcomp.kernels import cuda
 from tests.harness import as_numpy
 from tests.interpreted import needs_triton
 from tests.kernels.test_kernels_cuda_bits import assert_same_bits
 
 torch = pytest.importorskip("torch")
+from hvdcomp.arrays import torch_arrays  # noqa: E402
 from hvdcomp.kernels.cuda import x as table  # noqa: E402
 from hvdcomp.kernels.cuda.device import PIECE, DeviceKernels  # noqa: E402
 from hvdcomp.kernels.cuda.language import tl  # noqa: E402
@@ -146,12 +148,28 @@ PLACES = {
 """By the first word of a call, the fields that are places; those of others lie where `values` and `indices` do."""
 
 
+def is_of_pieces(kernel: Any) -> bool:
+    """Whether each program of a kernel works on a piece."""
+    return "tasks" in list(inspect.signature(kernel.fn).parameters)[:3]
+
+
 def programs_before(kernel: Any, constants: dict[str, Any]) -> int:
     """The number of programs that come before those of a launch."""
     if kernel.__name__ == "gram":
         return 2**31 // constants["RANK"] ** 2
-    works_on_a_piece = "tasks" in list(inspect.signature(kernel.fn).parameters)[:3]
-    return PIECES if works_on_a_piece else 0
+    return PIECES if is_of_pieces(kernel) else 0
+
+
+@contextlib.contextmanager
+def numbered_from(first: int) -> Iterator[None]:
+    """Numbers programs from a number on."""
+
+    def program(builder: Any, axis: int) -> Any:
+        return interpreter.TensorHandle(np.array([builder.grid_idx[axis] + first], np.int32), tl.int32)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpreterBuilder, "create_get_program_id", program)
+        yield
 
 
 def far_from_its_begin(kernel: Any, arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
@@ -204,13 +222,7 @@ def test_places_further_than_32_bits_can_count(spec: str, monkeypatch: pytest.Mo
 
     def far_launch(self: Any, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
         seen.add(kernel.__name__)
-        with monkeypatch.context() as patch:
-            before = programs_before(kernel, constants)
-
-            def program(builder: Any, axis: int) -> Any:
-                return interpreter.TensorHandle(np.array([builder.grid_idx[axis] + before], np.int32), tl.int32)
-
-            patch.setattr(interpreter.InterpreterBuilder, "create_get_program_id", program)
+        with numbered_from(programs_before(kernel, constants)):
             launch(self, kernel, programs, *far_from_its_begin(kernel, arguments, constants), **constants)
 
     def results() -> dict[tuple[str, int], np.ndarray]:
@@ -311,6 +323,34 @@ def test_what_is_measured_at_the_end_of_the_largest_tensor(long: Any) -> None:
     bucket.call("terngrad_encode", 0.0, payload)
     assert payload[-4:].view(torch.float32).tolist() == [3.0]
     assert payload[-6:-4].tolist() == [0b01010101, 0b00010101]  # codes of 0, and one of -3
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("method", [LARGEST, BISECT])
+def test_the_largest_elements_at_the_end_of_the_largest_tensor(
+    method: int, long: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all programs that work on a piece, the first and the last alone run."""
+    launch = DeviceKernels.launch
+
+    def launch_two(self: Any, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+        for program in (0, programs - 1) if is_of_pieces(kernel) else range(programs):
+            with numbered_from(program):
+                launch(self, kernel, 1, *arguments, **constants)
+
+    monkeypatch.setattr(DeviceKernels, "launch", launch_two)
+    size = cuda.MOST_ELEMENTS
+    tensors, compressors = [TensorInfo("long", (size,))], [parse_compressor(f"topk:ratio={2.5 / size}")]  # of three
+    bucket = Bucket(tensors, compressors, NoMemory(), torch.device("cpu"), torch_arrays)
+    x = long(size, np.float32)
+    x[-5:] = torch.tensor([5.0, 1.0, -7.0, 0.0, 6.0])
+    bucket.begin(Context("", 0, 0, 0, 1))
+    bucket.segments["gradient"] = x.data_ptr()
+    places = SparsePlaces(bucket, "same")
+    bucket.call("sparse_encode", Selection(bucket, places.type, method, 1, 10), places.payload.vector)
+    values, indices = places.payload.vector.split(12)
+    assert values.view(torch.float32).tolist() == [5, -7, 6]
+    assert indices.view(torch.int32).tolist() == [size - 5, size - 3, size - 1]
 
 
 def test_values_numbered_beyond_the_half_of_32_bits(long: Any) -> None:
