@@ -223,7 +223,7 @@ class BucketStep:
             self._settle(found_inf)
             arrays = self._results if self._dense else xp.like_originals(self._results, self._given)
             results = dict(zip(held.names, arrays, strict=True))
-            held.let_go(self._given)
+            held.let_go()
             self._given = self._results = ()
         return results
 

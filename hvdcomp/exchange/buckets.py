@@ -416,19 +416,11 @@ class EngineBucket:
         assert placed is not None
         return placed
 
-    def let_go(self, given: Sequence[Array]) -> None:
-        """Forgets the arrays of a step that has ended: the bucket outlives it, what it was given need not.
-
-        Args:
-            given: the gradients of the step, of which `arrays` may be copies.
-        """
-        if self.on_device:  # where memory that is let go of comes back without being cleared
-            copies = [array for array, own in zip(self.arrays, given, strict=True) if array is not own]
-            parts_of_one = [held[0][0] for held in (self._set_aside, self._wide) if held is not None]
-            for array in (*copies, *parts_of_one):
-                cuda.let_go(array)
-            self._set_aside = self._wide = None
+    def let_go(self) -> None:
+        """Forgets the arrays of a step that has ended: the bucket outlives it, what it was given need not."""
         self.arrays = ()
+        if self.on_device:  # where memory that is let go of comes back without being cleared
+            self._set_aside = self._wide = None
 
     @property
     def on_device(self) -> bool:

@@ -269,6 +269,7 @@ class Engine:
         results: dict[str, Array] = {}
         for step in steps:
             results |= step.finish(found_inf)
+        self.overlap.free(next(iter(results.values())))
         self._drop_sent = _dropping(xp, steps, self.planner.sends_all, found_inf)
         self._record(xp, waves, tensors, kept)
         self.step_number += 1

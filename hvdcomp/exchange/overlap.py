@@ -87,6 +87,7 @@ class Overlap:
         self._places: dict[str, int] = {}
         self._missing: list[int] = []  # gradients of each
         self._gradients: dict[str, Array] = {}
+        self._streams: set[Any] = set()  # on which buckets of the step under way have started
         # Since the order that holds: steps, steps of this rank with buckets that may start, and buckets that did.
         self._steps = self._tries = self._starts = 0
 
@@ -148,8 +149,17 @@ class Overlap:
             now = arrays_for(like).stream(like)
             for stream in self._step.streams - {now}:
                 now.wait_stream(stream)
+        self._streams = self._step.streams if self.started else set()
         started, self.started, self._missing, self._gradients = self.started, [], [], {}
         return started
+
+    def free(self, like: Array) -> None:
+        """Lets memory of a step that has ended be used again: the streams that have taken some go on behind the step,
+        which has used it on the stream that now works where `like` is."""
+        now = arrays_for(like).stream(like)
+        for stream in self._streams - {now}:
+            stream.wait_stream(now)
+        self._streams = set()
 
     def wave(
         self, xp: ModuleType, steps: Sequence[Step], number: int | None, alone: bool = False, part: int = 0

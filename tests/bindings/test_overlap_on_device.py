@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hvdcomp.arrays import torch_arrays
+from hvdcomp import ErrorFeedback
 from hvdcomp.communicators import LoopbackCommunicator
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.engine import Engine
@@ -16,52 +16,54 @@ from tests.interpreted import needs_triton
 torch = pytest.importorskip("torch")
 from hvdcomp.torch.presence import PresenceCheck  # noqa: E402
 from hvdcomp.torch.training import early_bytes  # noqa: E402
-from tests.cuda_kernels import recorded  # noqa: E402
-from tests.device_waits import on_device  # noqa: E402
+from tests.device_streams import Stream, Streams, streams  # noqa: E402
 
 BYTES = 9_000  # which two matrices fill
+SPECS = (
+    *("none", "fp16", "efsignsgd", "int8", "topk:ratio=0.1", "dgc:ratio=0.1", "powersgd:rank=2"),
+    *("int8:exchange=scatter", "two_level(int8)"),
+)
 
 
-class Stream:
-    """In place of a device's."""
-
-    def __init__(self) -> None:
-        self.waited: list[Stream] = []
-
-    def wait_stream(self, other: Stream) -> None:
-        self.waited.append(other)
+def _steps(later: bool, spec: str, noted: Streams, steps: int = 4) -> list[int]:
+    """Makes steps whose gradients come on one stream, the later ones perhaps on another, and which end on a third; how
+    many buckets start early in each. The first step shows the order, the second one has buckets that need not wait."""
+    main, hooks, third = noted.now, Stream("hooks"), Stream("third")
+    shapes = dict.fromkeys("abcd", (40, 50))
+    engine = Engine(
+        LoopbackCommunicator(2), infos(shapes), parse_compressor(spec), ErrorFeedback(), min_numel=0, min_ndim=0,
+        overlap_bytes=BYTES,
+    )  # fmt: skip
+    started, alive = [], []
+    for _ in range(steps):
+        engine.begin()
+        engine.expect()
+        gradients = {}
+        for number, name in enumerate("dcba"):
+            noted.now = third if later and number >= 2 else hooks
+            gradients[name] = torch.ones(shapes[name])
+            alive.append(gradients[name])  # PyTorch's own backward pass frees them safely
+            engine.overlap.ready(name, gradients[name])
+        started.append(len(engine.overlap.started))
+        noted.now = main
+        engine.step(gradients)
+        for stream in (hooks, third)[: 1 + later]:
+            assert (main.behind.get(stream) == stream.launched) == (started[-1] > 0)
+    return started
 
 
 @needs_triton
 @pytest.mark.parametrize("later", [False, True])
-def test_buckets_start_behind_their_gradients_and_steps_end_behind_them(
-    later: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("spec", SPECS)
+def test_memory_goes_back_behind_the_work_of_all_streams(
+    spec: str, later: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gradients come on one stream, and the step ends on another. Where the later ones come on a third, nothing more
-    starts."""
-    hooks, main, third = Stream(), Stream(), Stream()
-    now = [main]
-    monkeypatch.setattr(torch_arrays, "stream", lambda x: now[0])
-    shapes = dict.fromkeys("abcd", (40, 50))
-    with on_device(monkeypatch), recorded():
-        engine = Engine(
-            LoopbackCommunicator(2), infos(shapes), parse_compressor("efsignsgd"), min_numel=0, min_ndim=0,
-            overlap_bytes=BYTES,
-        )  # fmt: skip
-        started = []
-        for _ in range(4):  # the first one shows the order, the second one has buckets that need not wait
-            engine.begin()
-            engine.expect()
-            gradients = {name: torch.ones(shapes[name]) for name in "dcba"}
-            for number, name in enumerate("dcba"):
-                now[0] = third if later and number >= 2 else hooks
-                engine.overlap.ready(name, gradients[name])
-            started.append(len(engine.overlap.started))
-            now[0] = main
-            engine.step(gradients)
-    assert started == ([0, 0, 1, 1] if later else [0, 0, 2, 2])
-    assert set(main.waited) == ({hooks, third} if later else {hooks})
-    assert not hooks.waited
+    """Gradients come on one stream, and the step ends on another, behind it. Where the later gradients come on a third,
+    nothing more starts."""
+    with streams(monkeypatch, Stream("main")) as noted:
+        assert _steps(later, spec, noted) == ([0, 0, 1, 1] if later else [0, 0, 2, 2])
+    assert noted.freed > 10
+    assert noted.wrong == []
 
 
 @pytest.mark.parametrize(
