@@ -56,7 +56,7 @@ class Overlap:
 
     Attributes:
         started: what is under way in this step.
-        least_bytes: as given, or as rank 0 chose.
+        least_bytes: as given, or as rank 0 chose; None where `review` has ended overlap.
         from_rank_0: whether rank 0 may choose `least_bytes`, `LEAST_BYTES` or more, before the first step; the others
             learn it with the order. The same on all ranks.
         era: the number of the order that holds, which rank 0 gives; 0 while none is known. It is a part of the names of
@@ -232,6 +232,7 @@ class Overlap:
                     "they are sent together at its end, as with overlap=False"
                 )
             self.follow([], 0)
+            self.least_bytes = None  # for good
 
     def follow(self, batches: Sequence[Sequence[str]], least_bytes: int) -> None:
         """Takes an order that all ranks know, from the next step on: instead of `learn_order`.
