@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.parts import NETWORK, PARTS, SHARED, sanitized_steps
+from tests.gpu.parts import NETWORK, PARTS, RANKS, SHARED, sanitized_steps
 from tests.gpu.report import as_markdown, is_measured
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +70,7 @@ def main() -> int:
     if (chosen.nodes > 1) != bool(chosen.rendezvous):
         parser.error("several --nodes need the --rendezvous HOST:PORT of one of them, and one needs none")
     started = time.monotonic()
-    names = [chosen.part] if chosen.part else list(PARTS)
+    names = RANKS if chosen.part == "ranks" else [chosen.part] if chosen.part else list(PARTS)
     passed = ["--output", str(chosen.output.resolve()), "--nodes", str(chosen.nodes), "--rendezvous", chosen.rendezvous]
     found = {name: _run_apart(name, chosen.seconds - (time.monotonic() - started), passed) for name in names}
     failed = [name for name, part in found.items() if part["failures"]]

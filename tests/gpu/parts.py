@@ -330,5 +330,8 @@ PARTS: dict[str, Callable[..., Any]] = {
     NETWORK: network,
 }
 """By name, in the order in which they run."""
+RANKS = "ranks", "nccl", "horovod"
+"""Parts that `--part ranks` runs: each that the machine's GPUs allow."""
+
 SHARED = ("kernels", "steps")
 """Parts whose methods several processes share: nothing is timed there, and compiling takes longer than running."""

@@ -171,15 +171,17 @@ def test_the_page_is_what_its_file_says() -> None:
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
 @pytest.mark.parametrize(
-    ("given", "part", "options", "seconds"),
+    ("given", "names", "options", "seconds"),
     [
-        ("PART=network NODES=2 RENDEZVOUS=host:29500 SECONDS=90", "network", (2, "host:29500"), 90),
-        ("PART=ranks", "ranks", (1, ""), 570),
+        ("PART=network NODES=2 RENDEZVOUS=host:29500 SECONDS=90", ["network"], (2, "host:29500"), 90),
+        ("PART=ranks", ["ranks", "nccl", "horovod"], (1, ""), 570),
+        ("PART=nccl", ["nccl"], (1, ""), 570),
     ],
 )
-def test_options_of_make_reach_the_part(
-    given: str, part: str, options: tuple[int, str], seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_of_make_reach_the_parts(
+    given: str, names: list[str], options: tuple[int, str], seconds: float, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Through `main` of the program, and of the process that it starts for the part."""
     said = subprocess.run(
         ["make", "-n", "gpu-check", *given.split(), f"OUTPUT={tmp_path}"], cwd=ROOT, capture_output=True, text=True
@@ -210,13 +212,15 @@ def test_options_of_make_reach_the_part(
 
     monkeypatch.setattr(program.subprocess, "Popen", Here)
     monkeypatch.setattr(program, "_end", lambda process: None)
-    monkeypatch.setitem(parts.PARTS, part, found)
+    for name in names:
+        monkeypatch.setitem(parts.PARTS, name, found)
     assert program.main() == 0
     nodes, rendezvous = options
     of_network = {"output": tmp_path, "nodes": nodes, "rendezvous": rendezvous}
-    assert asked[0] == ("cuda", of_network if part == "network" else {})
-    assert seconds - 5 < asked[1] <= seconds
-    assert f"| {part} | passed | `abc` |" in (tmp_path / "gpu.md").read_text()
+    assert asked[::2] == [("cuda", of_network if names == ["network"] else {})] * len(names)
+    assert all(seconds - 5 < limit <= seconds for limit in asked[1::2])
+    page = (tmp_path / "gpu.md").read_text()
+    assert [name for name in parts.PARTS if f"| {name} | passed | `abc` |" in page] == names
 
 
 @pytest.mark.parametrize(
