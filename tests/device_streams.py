@@ -1,4 +1,5 @@
-"""Finds memory that a device could hand out again while another stream still uses it, on machines without a device.
+"""Follows a device's memory on machines without one: how much there is, and whether it could be handed out again while
+another stream still uses it.
 
 PyTorch's allocator on CUDA hands a freed block out again to the stream that took it, without waiting for others. So
 before it launches anything, that stream must wait for the others' work on the block, unless they were recorded
@@ -65,13 +66,15 @@ class Streams(TorchDispatchMode):
         now: the current stream.
         wrong: uses of freed memory that may not have ended, as sentences.
         freed: number of blocks that more than one stream had used.
+        taken: bytes of memory that tensors have now.
+        most: the most that they had at any time; to be set to `taken` before what is looked at.
     """
 
     def __init__(self, now: Stream) -> None:
         super().__init__()
         self.now = now
         self.wrong: list[str] = []
-        self.freed = 0
+        self.freed = self.taken = self.most = 0
         self._blocks: dict[int, _Block] = {}  # by address
         self._free: list[_Block] = []
         self._known: set[int] = set()  # ids of tensors that are alive
@@ -110,6 +113,8 @@ class Streams(TorchDispatchMode):
         block = self._blocks.get(address)
         if block is None:
             block = self._blocks[address] = _Block(self.now, storage.nbytes())
+            self.taken += block.size
+            self.most = max(self.most, self.taken)
         if id(tensor) not in self._known:
             self._known.add(id(tensor))
             block.tensors += 1
@@ -122,6 +127,7 @@ class Streams(TorchDispatchMode):
         if block.tensors:
             return
         self._blocks.pop(address, None)
+        self.taken -= block.size
         self._free.append(block)
         self.freed += len(block.used) > 1
 

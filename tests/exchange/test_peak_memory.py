@@ -15,7 +15,8 @@ from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.engine import Engine
 from tests.driven import SHAPES, gradients_of
 from tests.exchange.test_buckets import needs_kernels
-from tests.harness import BACKENDS, as_numpy, bits, infos
+from tests.harness import BACKENDS, as_numpy, bits, infos, make
+from tests.interpreted import needs_triton
 
 SHAPE = (1_000, 1_000)
 
@@ -66,6 +67,41 @@ def test_gathered_in_parts_they_take_what_is_allowed(spec: str) -> None:
         peak, payload = peak_of(spec, ranks, 20, allowed)
         assert peak < max(allowed, ranks * payload / 20) + 50_000 + 400 * ranks, (ranks, allowed)
         assert peak < ranks * payload / 2
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "spec", ["efsignsgd", *(pytest.param(spec, marks=pytest.mark.thorough) for spec in ("topk:ratio=0.05", "int4"))]
+)
+def test_on_a_device_it_is_the_same(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Payloads of all ranks, or the largest part of them that is allowed; before that, what choosing elements takes."""
+    pytest.importorskip("torch")
+    from tests.device_streams import Stream, streams
+
+    shapes = {f"w{number}": (50, 1_000) for number in range(20)}
+    allowed = 1_000_000
+
+    def peak(ranks: int, gathered_bytes: int | None) -> tuple[int, int]:
+        with streams(monkeypatch, Stream("main")) as noted:
+            given = {name: make("torch", np.ones(shape, np.float32)) for name, shape in shapes.items()}
+            engine = Engine(
+                LoopbackCommunicator(ranks), infos(shapes), parse_compressor(spec), NoMemory(), 0, 0, 0,
+                gathered_bytes=gathered_bytes,
+            )  # fmt: skip
+            for _ in range(3):
+                noted.most = before = noted.taken
+                engine.begin()
+                engine.step(given, in_place=True)
+            assert engine.ledger.last is not None
+            payload = sum(cost.bytes_sent for cost in engine.ledger.last.tensors.values())
+            return noted.most - before, payload
+
+    least, payload = peak(1, None)
+    for ranks in (4, 16, 64):
+        gathered = ranks * payload
+        assert peak(ranks, None)[0] == pytest.approx(max(least, gathered), abs=5_000), ranks
+        in_parts = min(gathered, max(allowed, gathered / 20))
+        assert peak(ranks, allowed)[0] < max(least, in_parts) + 5_000, ranks
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
