@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -183,9 +184,11 @@ def test_options_of_make_reach_the_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Through `main` of the program, and of the process that it starts for the part."""
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # also under `make test`
     said = subprocess.run(
-        ["make", "-n", "gpu-check", *given.split(), f"OUTPUT={tmp_path}"], cwd=ROOT, capture_output=True, text=True
-    )
+        ["make", "-n", "gpu-check", *given.split(), f"OUTPUT={tmp_path}"],
+        cwd=ROOT, capture_output=True, text=True, env=alone,
+    )  # fmt: skip
     command = shlex.split(said.stdout.replace("\\\n", " "))
     assert command[1:3] == ["-m", "tests.gpu"]
     monkeypatch.setattr(program, "no_gpu", lambda: "")
