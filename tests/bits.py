@@ -342,6 +342,8 @@ def main() -> int:
         return 0
     if options.other is None:
         parser.error("name the folder of the other checkout, or --dump FILE")
+    if not (options.other / "hvdcomp" / "__init__.py").is_file():  # else the installed hvdcomp would be compared
+        parser.error(f"{options.other} is no checkout of hvdcomp")
     here, there = (_digests_of(folder.resolve(), options.only) for folder in (Path(__file__).parents[1], options.other))
     differing = 0
     for name in sorted(here.keys() & there.keys()):
