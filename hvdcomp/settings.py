@@ -19,7 +19,7 @@ from hvdcomp.specs.described import is_whole
 from hvdcomp.specs.levels import Level
 
 GATHERED_BYTES = 2**30
-"""The default of `gathered_bytes`: less than the activations of models with so large gradients take."""
+"""The default of `gathered_bytes`: a sixteenth of the memory of a V100 with 16 GB."""
 
 # The hardest level is that of a factor and a tensor beyond all real ones.
 _HARDEST_FACTOR = 1e12
