@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from hvdcomp.arrays import torch_arrays
 from hvdcomp.kernels import cuda
 from hvdcomp.kernels.cuda.device import DeviceKernels
+from tests.device_waits import on_device
 
 _ADDRESSES = "gradient", "result", "source", "kept", "x", "velocity", "next_velocity", "total", "narrowed", "rounded"
 """Columns of a bucket's table."""
@@ -139,8 +140,7 @@ def streams(monkeypatch: pytest.MonkeyPatch, now: Stream) -> Iterator[Streams]:
     def launch(self: Any, kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
         noted.use(*arguments, *(int(one) for name in _ADDRESSES for one in self.segments[name] if one))
 
-    with monkeypatch.context() as patch, cuda.serving_host(), Streams(now) as noted:
-        patch.setattr(torch_arrays, "waits", lambda x: True)
+    with on_device(monkeypatch), monkeypatch.context() as patch, Streams(now) as noted:
         patch.setattr(torch_arrays, "stream", lambda x: noted.now)
         patch.setattr(cuda, "let_go", noted.record)
         patch.setattr(DeviceKernels, "launch", launch)

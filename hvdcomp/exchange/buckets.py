@@ -172,7 +172,10 @@ class Buckets:
         self, xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array], plan: Plan
     ) -> Iterator[EngineBucket]:
         on_device = isinstance(self._residuals, DeviceResiduals)
-        early = self._early_pieces(names, plan)
+        gathered = {name: self._gathered_of(name, plan[name]) for name in self._tensors}
+        together = sum(gathered[name] for name in itertools.chain(*self.order))
+        in_one_part = self._most_gathered is None or together <= self._most_gathered
+        early = self._early_pieces(names, plan) if in_one_part else []
         numbers = {name: number for number, piece in enumerate(early) for name in piece}
         by_bucket: dict[Any, list[str]] = {}
         for name in names:
@@ -184,7 +187,7 @@ class Buckets:
         parts = [
             (*key, members)
             for key, whole in sorted(by_bucket.items(), key=lambda entry: entry[0][0])
-            for members in in_parts(whole, lambda name: self._gathered_of(name, plan[name]), self._most_gathered)
+            for members in in_parts(whole, gathered.__getitem__, self._most_gathered)
         ]
         for number, (_, memory, _), members in parts:
             compressors = tuple(plan[name] for name in members)
@@ -200,7 +203,7 @@ class Buckets:
             described = [self._tensors[name] for name in members]
             held = known.get(key) or EngineBucket(*key, described, self._residuals, where)
             held.number = number if number < len(early) else None
-            held.gathered = sum(self._gathered_of(name, plan[name]) for name in members)
+            held.gathered = sum(gathered[name] for name in members)
             held.has_states &= compressors[0].keeps_state  # others may have had its tensors in the meantime
             yield held
 
@@ -231,10 +234,6 @@ class Buckets:
         Ranks may learn at different times that a tensor has no gradient. So what the pieces hold follows from the order
         and the plan alone. Those from the first one on that misses a gradient wait.
         """
-        if self._most_gathered is not None:
-            everything = sum(self._gathered_of(name, plan[name]) for name in itertools.chain(*self.order))
-            if everything > self._most_gathered:
-                return []
         pieces: list[list[str]] = []
         filling: dict[Any, tuple[list[str], int]] = {}
         for batch in self.order:

@@ -90,6 +90,7 @@ class Overlap:
         self._streams: set[Any] = set()  # on which buckets of the step under way have started
         # Since the order that holds: steps, steps of this rank with buckets that may start, and buckets that did.
         self._steps = self._tries = self._starts = 0
+        self._due = TRIES
 
     def begin(
         self, plan: Plan, context: Context, in_place: bool, sums: Sums | None, agreed: Callable[[], bool]
@@ -156,10 +157,11 @@ class Overlap:
     def free(self, like: Array) -> None:
         """Lets memory of a step that has ended be used again: the streams that have taken some go on behind the step,
         which has used it on the stream that now works where `like` is."""
-        now = arrays_for(like).stream(like)
-        for stream in self._streams - {now}:
-            stream.wait_stream(now)
-        self._streams = set()
+        if self._streams:
+            now = arrays_for(like).stream(like)
+            for stream in self._streams - {now}:
+                stream.wait_stream(now)
+            self._streams = set()
 
     def wave(
         self, xp: ModuleType, steps: Sequence[Step], number: int | None, alone: bool = False, part: int = 0
@@ -205,10 +207,11 @@ class Overlap:
             self._follow([[names[number]] for number in order if number >= 0], self.least_bytes)
 
     def review(self, like: Array) -> None:
-        """After a step: ends overlap if no rank has started a bucket by itself in `TRIES` steps.
+        """After a step: ends overlap if no rank has started a bucket by itself in `TRIES` steps, or in twice as many,
+        and so on, where no rank could try.
 
         Each bucket then goes by itself at the end of the step, which costs rounds and hides nothing: as where gradients
-        come on several streams, or where the ranks are known to make a step only when its backward pass is over. All
+        come on several streams, or where it is known only after the backward pass that all ranks make the step. All
         ranks wait for each other in the last of these steps, and decide the same.
 
         Args:
@@ -217,18 +220,18 @@ class Overlap:
         if not self.era:
             return
         self._steps += 1
-        if self._steps != TRIES:
+        if self._steps != self._due:
             return
         xp = arrays_for(like)
         counts = xp.from_numpy(np.array([self._tries, self._starts], np.float32), like=like)
         started = self._communicator.start_allreduce(counts, "sum", "hvdcomp.early")
         tries, starts = xp.to_numpy(self._communicator.wait(started)).tolist()
         if not tries:  # somebody looked at x before it was compressed, in all steps
-            self._steps = 0
+            self._due *= 2
         elif not starts:
             if self._communicator.rank == 0:
                 warn_alone(
-                    f"no gradients could be sent before the end of the backward pass in {TRIES} steps: from now on "
+                    f"no gradients could be sent before the end of the backward pass in {self._due} steps: from now on "
                     "they are sent together at its end, as with overlap=False"
                 )
             self.follow([], 0)
@@ -248,4 +251,5 @@ class Overlap:
 
     def _follow(self, batches: Sequence[Sequence[str]], least_bytes: int) -> None:
         self._steps = self._tries = self._starts = 0
+        self._due = TRIES
         self._buckets.start_early(batches, least_bytes)

@@ -25,9 +25,10 @@ SPECS = (
 )
 
 
-def _steps(later: bool, spec: str, noted: Streams, steps: int = 4) -> list[int]:
-    """Makes steps whose gradients come on one stream, the later ones perhaps on another, and which end on a third; how
-    many buckets start early in each. The first step shows the order, the second one has buckets that need not wait."""
+def _steps(later: bool, spec: str, noted: Streams) -> list[int]:
+    """The number of buckets that start early in each of four steps. The first step shows the order, the second has
+    buckets that need not wait. Gradients come on a stream of hooks, `later` ones on a third stream; steps end on the
+    stream that works now."""
     main, hooks, third = noted.now, Stream("hooks"), Stream("third")
     shapes = dict.fromkeys("abcd", (40, 50))
     engine = Engine(
@@ -35,7 +36,7 @@ def _steps(later: bool, spec: str, noted: Streams, steps: int = 4) -> list[int]:
         overlap_bytes=BYTES,
     )  # fmt: skip
     started, alive = [], []
-    for _ in range(steps):
+    for _ in range(4):
         engine.begin()
         engine.expect()
         gradients = {}

@@ -109,6 +109,18 @@ def with_nan(values: dict[str, np.ndarray], rank: int) -> None:
         values["a3"][2, 3] = np.nan
 
 
+def test_ranks_that_never_try_are_asked_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a policy that looks at every step: 20 steps are looked back on after 2, 4, 8 and 16 of them."""
+    monkeypatch.setattr(overlap, "TRIES", 2)
+
+    def before(engine: Engine, step: int) -> None:
+        engine.before_compress = lambda look: {}
+
+    for one in run("topk:ratio=0.1", BYTES, steps=20, before=before):
+        assert one.engine.overlap.era
+        assert [name for _, _, name, _ in one.engine.communicator.started].count("hvdcomp.early") == 4
+
+
 @pytest.mark.parametrize("share", [0.99, 1])
 def test_where_a_step_gathers_more_than_is_allowed_no_bucket_starts_by_itself(share: float) -> None:
     """And what is left goes in parts. All payloads of two ranks are just allowed."""

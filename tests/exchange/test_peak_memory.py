@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,26 +22,37 @@ from tests.interpreted import needs_triton
 SHAPE = (1_000, 1_000)
 
 
-def peak_of(spec: str, ranks: int, tensors: int = 1, gathered_bytes: int | None = None) -> tuple[int, int]:
-    """Bytes: the most that a step takes beside what was there before it, and the payload of one rank."""
+def stepping(
+    spec: str, ranks: int, tensors: int, gathered_bytes: int | None, backend: str = "numpy"
+) -> tuple[Engine, Callable[[], Any]]:
+    """An engine that has made two steps, and what makes another."""
     shapes = {f"w{number}": (SHAPE[0] // tensors, SHAPE[1]) for number in range(tensors)}
     engine = Engine(
         LoopbackCommunicator(ranks), infos(shapes), parse_compressor(spec), NoMemory(), 0, 0, 0,
         gathered_bytes=gathered_bytes,
     )  # fmt: skip
-    given = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    given = {name: make(backend, np.ones(shape, np.float32)) for name, shape in shapes.items()}
     for _ in range(2):
         engine.begin()
         engine.step(given, in_place=True)
     engine.begin()
+    return engine, lambda: engine.step(given, in_place=True)
+
+
+def payload_of(engine: Engine) -> int:
+    assert engine.ledger.last is not None
+    return int(sum(cost.bytes_sent for cost in engine.ledger.last.tensors.values()))
+
+
+def peak_of(spec: str, ranks: int, tensors: int = 1, gathered_bytes: int | None = None) -> tuple[int, int]:
+    """Bytes: the most that a step takes beside what was there before it, and the payload of one rank."""
+    engine, step = stepping(spec, ranks, tensors, gathered_bytes)
     tracemalloc.start()
     try:
-        engine.step(given, in_place=True)
-        peak = tracemalloc.get_traced_memory()[1]
+        step()
+        return tracemalloc.get_traced_memory()[1], payload_of(engine)
     finally:
         tracemalloc.stop()
-    assert engine.ledger.last is not None
-    return peak, int(sum(cost.bytes_sent for cost in engine.ledger.last.tensors.values()))
 
 
 @needs_kernels
@@ -78,23 +90,14 @@ def test_on_a_device_it_is_the_same(spec: str, monkeypatch: pytest.MonkeyPatch) 
     pytest.importorskip("torch")
     from tests.device_streams import Stream, streams
 
-    shapes = {f"w{number}": (50, 1_000) for number in range(20)}
     allowed = 1_000_000
 
     def peak(ranks: int, gathered_bytes: int | None) -> tuple[int, int]:
         with streams(monkeypatch, Stream("main")) as noted:
-            given = {name: make("torch", np.ones(shape, np.float32)) for name, shape in shapes.items()}
-            engine = Engine(
-                LoopbackCommunicator(ranks), infos(shapes), parse_compressor(spec), NoMemory(), 0, 0, 0,
-                gathered_bytes=gathered_bytes,
-            )  # fmt: skip
-            for _ in range(3):
-                noted.most = before = noted.taken
-                engine.begin()
-                engine.step(given, in_place=True)
-            assert engine.ledger.last is not None
-            payload = sum(cost.bytes_sent for cost in engine.ledger.last.tensors.values())
-            return noted.most - before, payload
+            engine, step = stepping(spec, ranks, 20, gathered_bytes, "torch")
+            noted.most = before = noted.taken
+            step()
+            return noted.most - before, payload_of(engine)
 
     least, payload = peak(1, None)
     for ranks in (4, 16, 64):

@@ -87,14 +87,14 @@ def _run(program: str, driver: Path, *arguments: str, within: Sequence[str] = ()
         pytest.skip(f"needs namespaces of users and mounts: {' '.join(within)}")
     path = driver / "bin"
     path.mkdir(exist_ok=True)
-    # Triton asks `file` what platform this is, and finds compiled code by the answer.
-    for name in ("file", "sh", "mount", "mountpoint"):
+    # Triton asks `file` what platform this is, and finds compiled code by the answer. The others are for `within`.
+    for name in ("file", "sh", "mount", "mountpoint", "unshare"):
         asked = shutil.which(name)
         if asked is not None and not (path / name).exists():
             (path / name).symlink_to(asked)
     environment = {"PATH": str(path), "HOME": "/dev/null", "LD_LIBRARY_PATH": str(driver), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [*((shutil.which(within[0]) or "", *within[1:]) if within else ()), sys.executable, "-c", program, *arguments],
+        [*within, sys.executable, "-c", program, *arguments],
         capture_output=True, text=True, check=False, env=environment | variables, cwd="/",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
