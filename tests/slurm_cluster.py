@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from tests.processes import variables
+
 _PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "setpriv")
 _START_SECONDS = 60
 SECOND_NODE = "localhost"
@@ -247,7 +249,7 @@ def _kill_strays(folder: Path) -> None:
     mark = f"SLURM_CONF={folder}/slurm.conf".encode()
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if mark in (process / "environ").read_bytes().split(b"\0") and int(process.name) != os.getpid():
+            if mark in variables(process) and int(process.name) != os.getpid():
                 os.kill(int(process.name), signal.SIGKILL)
         except OSError:
             continue  # it is gone

@@ -18,6 +18,7 @@ from typing import Any
 from tests.faults.points import LAUNCHER
 from tests.faults.victim import FAULT, WEIGHTS
 from tests.launched import available, launcher_command, launcher_variables
+from tests.processes import variables
 
 ROOT = Path(__file__).parents[2]
 CONTROLLERS = {"gloo": "gloo", "mpi": "mpi", "ddp": "torchrun"}
@@ -244,7 +245,7 @@ class World:
             if not place.name.isdecimal() or int(place.name) == os.getpid():
                 continue
             try:
-                if self._mark.encode() in (place / "environ").read_bytes().split(b"\0"):
+                if self._mark.encode() in variables(place):
                     found[int(place.name)] = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:80]
             except OSError:
                 continue  # it has just ended, or is somebody else's

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from hvdcomp.tools.launch.promise import EXIT_SAVED
+from tests.processes import variables
 from tests.slurm_cluster import SlurmCluster, slurm_cluster
 from tests.slurm_launch import Launcher, cluster_or_skip, number_of, submission
 from tests.tools.launch.test_launch_slurm import _HOSTILE
@@ -364,6 +365,6 @@ def test_nothing_is_left_of_a_cluster_even_if_a_test_fails(cluster: SlurmCluster
 
 
 def _command_lines() -> Iterator[bytes]:
-    for path in Path("/proc").glob("[0-9]*/environ"):
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended, or is another user's
-            yield path.read_bytes() + path.with_name("cmdline").read_bytes()
+            yield b"\0".join([*variables(process), (process / "cmdline").read_bytes()])
