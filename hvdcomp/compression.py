@@ -15,6 +15,7 @@ from hvdcomp.bindings.setup import Setup
 from hvdcomp.bindings.state_check import checked
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.base import HorovodMethod
+from hvdcomp.compressors.bucket import GATHERED_BYTES
 from hvdcomp.compressors.choice import MIN_NDIM, MIN_NUMEL, Plan
 from hvdcomp.compressors.contraction import require_bounded_residuals
 from hvdcomp.compressors.memory import Memory
@@ -22,7 +23,7 @@ from hvdcomp.compressors.parsing import parse_compressor, parse_memory
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.exchange.ledger import Ledger
 from hvdcomp.policies import LevelSchedule, Policy, changes_batch_size, parse_policy
-from hvdcomp.settings import GATHERED_BYTES, Settings, check
+from hvdcomp.settings import Settings, check
 from hvdcomp.specs.levels import Level
 
 

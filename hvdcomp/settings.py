@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdcomp.compressors import Compressor
+from hvdcomp.compressors.bucket import GATHERED_BYTES
 from hvdcomp.compressors.contraction import require_bounded_residuals, require_bounded_turns
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.parsing import parse_compressor
@@ -17,9 +18,6 @@ from hvdcomp.errors import SpecError
 from hvdcomp.policies import LevelSchedule, Policy
 from hvdcomp.specs.described import is_whole
 from hvdcomp.specs.levels import Level
-
-GATHERED_BYTES = 2**30
-"""The default of `gathered_bytes`: a sixteenth of the memory of a V100 with 16 GB."""
 
 # The hardest level is that of a factor and a tensor beyond all real ones.
 _HARDEST_FACTOR = 1e12

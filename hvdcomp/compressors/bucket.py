@@ -31,6 +31,10 @@ BUCKET_BYTES = 25 * 2**20
 LEAST_BYTES = 1_000_000
 """The smallest value of that limit that rank 0 may choose."""
 
+GATHERED_BYTES = 2**30
+"""The most bytes of payloads that a rank gathers at a time, by default: a sixteenth of the memory of a V100 with 16 GB.
+A step that gathers more goes in parts, and starts nothing in the backward pass."""
+
 _MOST_ON_DEVICE = 4  # buckets that start early
 
 ROW_ALIGNMENT = 8

@@ -99,6 +99,15 @@ class Exchange:
         """Whether encoding precedes the first collective, and not a collective within the node precedes encoding."""
         return not any(collective.among == "node" for collective in self.rounds[0])
 
+    def gathered(self, ranks: Array) -> Array:
+        """Bytes of all ranks' payloads that a rank gathers in the first round.
+
+        Args:
+            ranks: number of ranks of the exchange.
+        """
+        first = [one for one in self.rounds[0] if (one.kind, one.among) == ("allgather", "all")]
+        return np.asarray(ranks) * sum(collective.bytes for collective in first)
+
     def decoded(self, ranks: Array) -> Array:
         """The ratio of the bytes that a rank decodes to those that it encodes.
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from hvdcomp.compressors.bucket import GATHERED_BYTES
 from hvdcomp.perfmodel.compute import Compute, EncodeTime
 from hvdcomp.perfmodel.exchanges import Exchange
 from hvdcomp.perfmodel.network import Network, Seconds
@@ -82,7 +83,8 @@ def predict(
         encode: time of encoding and decoding; None for none. In an overlapped method it precedes communication and is
             not hidden. For dense gradients it is the remaining time of a step, and counts as latency.
         early_bytes: least bytes of gradients in a bucket that the engine sends during the backward pass, as
-            `bucket_bytes` of `hvdcomp.Compression`; None if it sends all at its end.
+            `bucket_bytes` of `hvdcomp.Compression`; None if it sends all at its end. It also does so where a rank
+            gathers more than `GATHERED_BYTES`.
     """
     step, backward = passes(compute, setting)
     cost_of = _cost_of(network, setting)
@@ -98,7 +100,8 @@ def predict(
         gamma = np.where(setting.exchanges, compute.gamma, 1.0)
         whole = (step, backward, gamma, spent - decode, decode)
         hidden = early(*whole, exchange, buckets, cost_of, setting.payload)
-        parts = parts.towards(hidden, compute.hides)
+        in_one_part = exchange.gathered(setting.world_size) * setting.payload <= GATHERED_BYTES
+        parts = parts.towards(hidden, np.where(in_one_part, compute.hides, 0.0))
     return parts._replace(latency=parts.latency + np.where(setting.exchanges, compute.engine_s, 0.0))
 
 

@@ -46,7 +46,7 @@ class Parts(NamedTuple):
         """Time of the step."""
         return self.compute + self.encode + self.transfer + self.latency
 
-    def towards(self, other: Parts, share: float) -> Parts:
+    def towards(self, other: Parts, share: Array) -> Parts:
         """Interpolates between these parts (share 0) and other ones (share 1), for steps without waits."""
         pairs = zip(self[:4], other[:4], strict=True)
         between = (own_part + share * (other_part - own_part) for own_part, other_part in pairs)

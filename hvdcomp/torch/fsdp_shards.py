@@ -21,6 +21,7 @@ from hvdcomp.bindings.state_check import FORMAT, parts_of
 from hvdcomp.communicators.nodes import RANKS_PER_NODE
 from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator, reduce_scatter
 from hvdcomp.compressors import Compressor
+from hvdcomp.compressors.bucket import GATHERED_BYTES
 from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.errors import ConfigurationError, UnevenNodesError, warn_alone
 from hvdcomp.exchange.agreement import KERNELS, refused_on_every_rank, require_agreement
@@ -28,7 +29,6 @@ from hvdcomp.exchange.ledger import Cost, Sent
 from hvdcomp.exchange.shards import ShardReducer
 from hvdcomp.files import VERSION
 from hvdcomp.kernels import cuda
-from hvdcomp.settings import GATHERED_BYTES
 from hvdcomp.specs.levels import Level
 from hvdcomp.torch.parameters import plain_names
 from hvdcomp.torch.resharding import FlatLayout, OwnedRows, resharded

@@ -111,6 +111,24 @@ def test_nothing_is_early_on_one_rank_nor_where_nobody_knows_when_gradients_are_
     assert step_s(exchange, 0.4 * DENSE, unknown, times) == step_s(exchange, None, unknown, times)
 
 
+def test_nothing_is_early_where_a_rank_gathers_more_than_goes_in_one_part() -> None:
+    """As in the engine: tests/exchange/test_overlap.py."""
+    exchange, times = one_round(2**20), EncodeTime(0.01, 0.02)
+
+    def steps_s(early_bytes: float | None, **options: float) -> Any:
+        setting = Setting(np.array([1023, 1024, 1025]), **options)
+        return predict(NETWORK, compute_of(), exchange, 1e6, setting, times, early_bytes).total
+
+    assert (steps_s(None) != steps_s(0.4 * DENSE)).tolist() == [True, True, False]
+    assert (steps_s(None, payload=1.0005) != steps_s(0.4 * DENSE, payload=1.0005)).tolist() == [True, False, False]
+    scattered = Exchange(
+        ((Collective("alltoall", 2**21),), (Collective("allgather", 2**21),)), overlapped=False, dense_bytes=DENSE
+    )
+    setting = Setting(1025)
+    late, early = (predict(NETWORK, compute_of(), scattered, 1e6, setting, times, least) for least in (None, 4e7))
+    assert early.total != late.total
+
+
 def test_many_settings_at_once_are_those_one_by_one() -> None:
     exchange, times, compute = one_round(4e6), EncodeTime(0.01, 0.02, 0.001), compute_of(1.3)
     world, speed = np.array([2, 4, 8]), np.array([1e7, 1e8, 1e9])
