@@ -248,22 +248,33 @@ class Buckets:
         return list(itertools.takewhile(set(names).issuperset, pieces))
 
 
-def in_parts(items: Iterable[_Item], size_of: Callable[[_Item], float], most: float | None) -> list[list[_Item]]:
+def in_parts(
+    items: Iterable[_Item], size_of: Callable[[_Item], float], most: float | None, before: float = 0.0
+) -> list[list[_Item]]:
     """The items in parts, in their order, whose sizes add up to no more than `most`, unless an item alone has more.
+
+    Args:
+        items: the items.
+        size_of: the size of an item.
+        most: the most of a part; None for one part of everything.
+        before: the size of what is in the first part already, beside the items; the part is empty where that leaves no
+            room for any.
 
     Example:
         >>> in_parts([3, 1, 2, 9, 1], float, 4)
         [[3, 1], [2], [9], [1]]
         >>> in_parts([3, 1, 2, 9, 1], float, None)
         [[3, 1, 2, 9, 1]]
+        >>> in_parts([3, 1], float, 4, before=2)
+        [[], [3, 1]]
     """
     parts: list[list[_Item]] = [[]]
-    size = 0.0
+    size = before
     for item in items:
         size += size_of(item)
-        if parts[-1] and most is not None and size > most:
+        if (parts[-1] or before) and most is not None and size > most:
             parts.append([])
-            size = size_of(item)
+            size, before = size_of(item), 0.0
         parts[-1].append(item)
     return parts
 

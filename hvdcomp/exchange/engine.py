@@ -241,7 +241,8 @@ class Engine:
             step.open(gradients, in_place, sums, sources)
         waves = [self.overlap.wave(xp, [step], step.number) for step in steps if step.number is not None]
         all_last = [step for step in steps if step.number is None]
-        last, *parts = in_parts(all_last, operator.attrgetter("gathered"), self._gathered_bytes)
+        before = sum(step.gathered for wave in [*started, *waves] for step in wave.steps)
+        last, *parts = in_parts(all_last, operator.attrgetter("gathered"), self._gathered_bytes, before)
         if last:
             alone = alone and not started and not waves and not parts
             waves.append(self.overlap.wave(xp, last, None, alone=alone))

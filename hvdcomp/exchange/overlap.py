@@ -208,7 +208,7 @@ class Overlap:
 
     def review(self, like: Array) -> None:
         """After a step: ends overlap if no rank has started a bucket by itself in `TRIES` steps, or in twice as many,
-        and so on, where no rank could try.
+        and so on, where ranks have tried it less than `TRIES / 2` times.
 
         Each bucket then goes by itself at the end of the step, which costs rounds and hides nothing: as where gradients
         come on several streams, or where it is known only after the backward pass that all ranks make the step. All
@@ -226,16 +226,20 @@ class Overlap:
         counts = xp.from_numpy(np.array([self._tries, self._starts], np.float32), like=like)
         started = self._communicator.start_allreduce(counts, "sum", "hvdcomp.early")
         tries, starts = xp.to_numpy(self._communicator.wait(started)).tolist()
-        if not tries:  # somebody looked at x before it was compressed, in all steps
+        if starts:
+            return
+        if tries < TRIES / 2 * self._communicator.world_size:
+            # In most steps somebody looked at x before it was compressed, or the plan was new. In the few others, the
+            # ranks' agreement may have come late by chance.
             self._due *= 2
-        elif not starts:
-            if self._communicator.rank == 0:
-                warn_alone(
-                    f"no gradients could be sent before the end of the backward pass in {self._due} steps: from now on "
-                    "they are sent together at its end, as with overlap=False"
-                )
-            self.follow([], 0)
-            self.least_bytes = None  # for good
+            return
+        if self._communicator.rank == 0:
+            warn_alone(
+                f"no gradients could be sent before the end of the backward pass in {self._due} steps: from now on "
+                "they are sent together at its end, as with overlap=False"
+            )
+        self.follow([], 0)
+        self.least_bytes = None  # for good
 
     def follow(self, batches: Sequence[Sequence[str]], least_bytes: int) -> None:
         """Takes an order that all ranks know, from the next step on: instead of `learn_order`.

@@ -51,6 +51,7 @@ class _TakenBucket(NamedTuple):
         gradients: views of the buffer by name; empty if the gradient is sparse.
         future: future of the means.
         whole: whether the bucket is allreduced in place.
+        late: whether that begins when the engine has ended its step.
     """
 
     names: Sequence[str]
@@ -58,6 +59,7 @@ class _TakenBucket(NamedTuple):
     gradients: Mapping[str, torch.Tensor]
     future: torch.futures.Future[torch.Tensor]
     whole: bool
+    late: bool
 
 
 class DDPBinding(TorchTraining):
@@ -143,8 +145,11 @@ class DDPBinding(TorchTraining):
         whole = self._wire is not None or buffer.is_sparse
         if whole:
             self.observe("local", gradients)  # now, before means overwrite them
-        future = self._reduce_whole(buffer) if whole else _future(buffer)
-        self._step.append(_TakenBucket(names, buffer, gradients, future, whole))
+        # Ranks that do not wait for the presence check start the engine's buckets at different times, some before this
+        # one and others after it, and torch.distributed matches collectives by their order.
+        late = whole and self._wire is None and bool(self.engine.overlap.era) and not self._presence_check.waits
+        future = self._reduce_whole(buffer) if whole and not late else _future(buffer)
+        self._step.append(_TakenBucket(names, buffer, gradients, future, whole, late))
         if not whole:
             for name, gradient in gradients.items():
                 if name in self._unused:
@@ -212,6 +217,9 @@ class DDPBinding(TorchTraining):
             for name, gradient in pending.items():
                 self.add_momentum(name, gradient)
         self.run_in_place(pending)
+        late = [(bucket, self._reduce_whole(bucket.buffer)) for bucket in self._step if bucket.late]
+        for bucket, means in late:
+            bucket.future.set_result(means.wait())
         for bucket in self._step:
             if not bucket.whole:
                 bucket.future.set_result(bucket.buffer)

@@ -121,6 +121,17 @@ def test_ranks_that_never_try_are_asked_ever_more_rarely(monkeypatch: pytest.Mon
         assert [name for _, _, name, _ in one.engine.communicator.started].count("hvdcomp.early") == 4
 
 
+def test_it_does_not_end_because_few_tries_came_to_nothing() -> None:
+    """As with a policy that looks at most steps, where the ranks' agreement came late in the first of the others."""
+    steps = 2 * overlap.TRIES
+
+    def before(engine: Engine, step: int) -> None:
+        engine.before_compress = (lambda look: {}) if step < overlap.TRIES - 1 else None
+
+    for one in run("topk:ratio=0.1", BYTES, steps=steps, before=before, tells=lambda rank, step: step > overlap.TRIES):
+        assert one.engine.overlap.era
+
+
 @pytest.mark.parametrize("share", [0.99, 1])
 def test_where_a_step_gathers_more_than_is_allowed_no_bucket_starts_by_itself(share: float) -> None:
     """And what is left goes in parts. All payloads of two ranks are just allowed."""
@@ -132,6 +143,27 @@ def test_where_a_step_gathers_more_than_is_allowed_no_bucket_starts_by_itself(sh
     names = [name for _, _, name, _ in found[0].engine.communicator.started]
     assert bool(early(found[0])) == (share == 1)
     assert any("part1" in name for name in names) == (share < 1)
+
+
+@pytest.mark.parametrize("share", [0.99, 1])
+def test_what_has_started_early_counts_for_what_is_gathered_at_a_time(share: float) -> None:
+    """Half of the tensors have no gradient in the first step, so that they are not in the order, as those of DDP's last
+    bucket. Each half alone is allowed."""
+
+    def half(values: dict[str, np.ndarray], rank: int) -> None:
+        for name in ("a0", "b0", "a1", "b1"):
+            del values[name]
+
+    options: dict[str, Any] = {"change": {0: half}, "steps": 4}
+    expected = run("topk:ratio=0.1", None, **options)
+    assert expected[0].engine.ledger.last is not None
+    payload = sum(cost.bytes_sent for cost in expected[0].engine.ledger.last.tensors.values())
+    found = run("topk:ratio=0.1", BYTES, gathered_bytes=int(2 * payload * share), **options)
+    assert_same(found, expected)
+    rest = "hvdcomp.round0.0" if share == 1 else "hvdcomp.part1.round0.0"  # which starts when the others have ended
+    early_one = f"hvdcomp.order{found[0].engine.overlap.era}.early0.round0.0"
+    names = [name.removesuffix(".allgather") for _, _, name, _ in found[0].engine.communicator.started]
+    assert names == ["hvdcomp.round0.0", *([early_one, rest] * 3)]
 
 
 @pytest.mark.parametrize("who", ["nobody", "rank 1 once", "nobody at first"])

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hvdcomp
 from hvdcomp import TwoLevel
+from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
 from hvdcomp.compressors import EXAMPLES
 from hvdcomp.torch import CompressedAdam
 from hvdcomp.torch.packing import packed, unpacked
@@ -304,6 +305,50 @@ def case_sparse_gradients_are_reduced_as_they_are() -> None:
         results.append(weights(model))
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(results[0], results[2], rtol=1e-5, atol=1e-7)
+
+
+def case_sparse_gradients_do_not_meet_buckets_that_start_early() -> None:
+    """On rank 0 the ranks' answers are there at once, so that buckets start before the sparse gradient comes; on the
+    others not before the end of the backward pass."""
+
+    class Words(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(5)
+            self.words = torch.nn.Embedding(100, 64, sparse=True)
+            self.layers = large_model()
+
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            return self.layers(self.words(words))
+
+    def is_done(communicator: TorchDistributedCommunicator, started: Any) -> bool:
+        if dist.get_rank():
+            return False
+        communicator.wait(started)
+        return True
+
+    results = []
+    for overlap in ("auto", False):
+        model = Words()
+        how = hvdcomp.Compression.from_spec("topk:ratio=0.05", overlap=overlap)
+        distributed, optimizer, _ = distribute(model, how)
+        generator, early = own_generator(), []
+        model.words.register_forward_hook(
+            lambda module, given, output, how=how, early=early: output.register_hook(
+                lambda gradient: early.append(len(how._binding.engine.overlap.started))
+            )
+            and None
+        )
+        with mock.patch.object(TorchDistributedCommunicator, "is_done", is_done):
+            for _ in range(6):
+                words = torch.randint(0, 100, (32,), generator=generator)
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(distributed(words), words % 40).backward()
+                optimizer.step()
+        assert any(early) == (overlap == "auto" and dist.get_rank() == 0), early
+        assert_same_everywhere(weights(model))
+        results.append(weights(model))
+    assert torch.equal(*results)
 
 
 def case_loss_scaler_skips_the_step_everywhere() -> None:
