@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -260,21 +261,29 @@ def test_a_server_in_trouble_is_asked_again(api: KubernetesApi, status: int) -> 
     assert "leader changed; asking again" in result.stderr
 
 
-def test_a_server_that_stays_silent_is_given_up(api: KubernetesApi) -> None:
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """For `lost`. By the clock that `follow` reads, a second passes when something is told, and only then: a machine
+    that is slow to answer uses up no patience."""
+    told: list[str] = []
+    clock = SimpleNamespace(monotonic=lambda: float(len(told)))
+    monkeypatch.setattr("hvdcomp.tools.launch.k8s.follow.time", clock)
+    return told
+
+
+def test_a_server_that_stays_silent_is_given_up(api: KubernetesApi, told: list[str]) -> None:
     api.put("mpijobs", {"metadata": {"name": "mnist"}, "spec": spec(1)})
     api.fail = lambda verb, path, query: (503, "overloaded")
-    told: list[str] = []
     with pytest.raises(KubernetesError, match="overloaded"):
         follow(Cluster(), "mnist", report=pytest.fail, lost=told.append, write=print, remain=pytest.fail, patience=0.3)
     assert len(told) == 1
 
 
-def test_what_was_granted_and_stays_denied_is_given_up(api: KubernetesApi) -> None:
+def test_what_was_granted_and_stays_denied_is_given_up(api: KubernetesApi, told: list[str]) -> None:
     api.put("mpijobs", {"metadata": {"name": "mnist"}, "spec": spec(1)})
     api.end = lambda path, sent: "/pods" in path
     denied = cannot("list", "pods")
     api.fail = lambda verb, path, query: (403, denied) if api.asked("list", "pods$") > 1 and "pods" in path else None
-    told: list[str] = []
     with pytest.raises(KubernetesError, match="ask for that right in namespace team"):
         follow(
             Cluster(),
