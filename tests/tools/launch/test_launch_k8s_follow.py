@@ -261,6 +261,22 @@ def test_a_server_in_trouble_is_asked_again(api: KubernetesApi, status: int) -> 
     assert "leader changed; asking again" in result.stderr
 
 
+def test_a_watch_that_a_restart_of_the_server_breaks_at_its_begin_is_begun_again(api: KubernetesApi) -> None:
+    """The server has taken the request, answers it when it has restarted, and then denies what it is asked for."""
+    api.stall = lambda verb, path: verb == "watch" and path.endswith("pods") and api.generation == 0
+
+    def cluster() -> None:
+        started(api)
+        api.wait_for(lambda: api.asked("watch", "pods$") and api.asked("watch", "mpijobs$"))
+        api.restart([401] * 6)
+        api.wait_for(lambda: not api.denials)
+        ended(api, 3)
+
+    result = play(api, cluster)
+    assert (result.exit_code, result.stdout) == (3, "epoch 1\nepoch 2\n"), result.stderr
+    assert api.asked("watch", "pods$") > 1
+
+
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """For `lost`. By the clock that `follow` reads, a second passes when something is told, and only then: a machine
