@@ -93,11 +93,13 @@ def make_handler(api: KubernetesApi) -> type[BaseHTTPRequestHandler]:
         def refused(self, verb: str) -> bool:
             with api.changed:
                 api.requests.append((verb, self.place, self.query))
+                # At once: a test that has seen the request may restart the server before this thread answers it.
+                denial, self.generation = api.denial(self.place, self.query), api.generation
                 api.changed.notify_all()
             while api.stall(verb, self.place) and not api.stopping:
                 self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
                 time.sleep(0.001)
-            failure = api.denial(self.place, self.query) or api.fail(verb, self.place, self.query)
+            failure = denial or api.fail(verb, self.place, self.query)
             if failure is not None:
                 self.status(*failure)
             return failure is not None
@@ -162,10 +164,10 @@ def make_handler(api: KubernetesApi) -> type[BaseHTTPRequestHandler]:
 
         def pieces(self, after: Callable[[int], list[bytes]], ended: Callable[[], bool]) -> None:
             """Sends existing and new pieces until their end, or until the test cuts the connection."""
-            sent, generation = 0, api.generation
+            sent = 0
 
             def cut() -> bool:
-                return generation != api.generation or api.drop(self.path, sent)
+                return self.generation != api.generation or api.drop(self.path, sent)
 
             while True:
                 with api.changed:

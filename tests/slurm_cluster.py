@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from tests.ports import free_ports
 from tests.processes import variables
 
 _PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "setpriv")
@@ -151,7 +152,7 @@ def slurm_cluster() -> Iterator[SlurmCluster]:
         cluster = SlurmCluster(folder)
         stack.callback(_kill_strays, folder)
         _start_munge(cluster, stack)
-        controller_port, *node_ports = _free_ports(3)
+        controller_port, *node_ports = free_ports(3)
         configuration = {"host": nodes[0], "second": nodes[1], "node_ports": node_ports}
         (folder / "slurm.conf").write_text(
             _SLURM_CONF.format(folder=folder, controller_port=controller_port, **configuration)
@@ -253,14 +254,6 @@ def _kill_strays(folder: Path) -> None:
                 os.kill(int(process.name), signal.SIGKILL)
         except OSError:
             continue  # it is gone
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for listener in sockets:
-            listener.bind(("127.0.0.1", 0))
-        return [listener.getsockname()[1] for listener in sockets]
 
 
 def _variables(cluster: SlurmCluster) -> dict[str, str]:

@@ -20,6 +20,7 @@ from hvdcomp.bindings.prometheus import Collector
 from hvdcomp.exchange.ledger import Cost, Ledger, StepCost
 from tests.harness import infos, make, run_engines
 from tests.launched import run_ranks
+from tests.ports import free_ports
 
 client = pytest.importorskip("prometheus_client")
 parser = pytest.importorskip("prometheus_client.parser")
@@ -190,8 +191,7 @@ def test_the_manual_lists_all_metrics_and_no_other() -> None:
 def test_two_ranks_are_scraped_and_what_is_wrong_is_said_on_both(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
     pytest.importorskip("horovod.torch", reason="Horovod is not built here: run `hvdcomp build-horovod`")
-    with socket.create_server(("0.0.0.0", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     train = ["--model", "mlp", "--samples", "320", "--epochs", "1", "--no-progress", "--compression", "topk:ratio=0.02"]
     taken = socket.create_server(("0.0.0.0", 0))
     runs = [

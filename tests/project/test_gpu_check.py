@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -283,9 +284,10 @@ def _wait_until_gone(process: int) -> None:
     """A killed process may stay in the list for a moment, as its new parent has not asked for its end."""
     status = Path(f"/proc/{process}/stat")
     until = time.monotonic() + 5
-    while status.exists() and " Z " not in status.read_text():
-        assert time.monotonic() < until, "it still runs"
-        time.sleep(0.01)
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it is gone, perhaps only since it was opened
+        while " Z " not in status.read_text():
+            assert time.monotonic() < until, "it still runs"
+            time.sleep(0.01)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -254,7 +254,7 @@ def _runs(process: int) -> bool:
     """Whether a process still runs; what nobody asked for its exit code yet (a zombie) does not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it ended since the file was opened
         return False
 
 

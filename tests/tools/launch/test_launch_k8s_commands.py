@@ -95,12 +95,12 @@ def test_a_connection_that_does_not_come_about_has_created_nothing(
 ) -> None:
     """As when a tunnel to the cluster is down: nothing was asked of it."""
     ours, other = certificates
-    gone = KubernetesApi()
-    gone.server.server_close()
-    with KubernetesApi(ours).running() as api:
+    with socket.socket() as gone, KubernetesApi(ours).running() as api:
+        gone.bind(("127.0.0.1", 0))  # so that nobody else takes the port, on which it does not listen
+        url = f"http://127.0.0.1:{gone.getsockname()[1]}"
         fields = {
-            "server": {"server": gone.url},
-            "proxy": {"proxy-url": gone.url},
+            "server": {"server": url},
+            "proxy": {"proxy-url": url},
             "certificate": {"certificate-authority-data": base64.b64encode(other.read_bytes()).decode()},
         }
         monkeypatch.setenv("KUBECONFIG", str(api.write_kubeconfig(tmp_path / "kubeconfig", **fields[broken])))

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -260,21 +261,45 @@ def test_a_server_in_trouble_is_asked_again(api: KubernetesApi, status: int) -> 
     assert "leader changed; asking again" in result.stderr
 
 
-def test_a_server_that_stays_silent_is_given_up(api: KubernetesApi) -> None:
+def test_a_watch_that_a_restart_of_the_server_breaks_at_its_begin_is_begun_again(api: KubernetesApi) -> None:
+    """The server has taken the request, answers it when it has restarted, and then denies what it is asked for."""
+    api.stall = lambda verb, path: verb == "watch" and path.endswith("pods") and api.generation == 0
+
+    def cluster() -> None:
+        started(api)
+        api.wait_for(lambda: api.asked("watch", "pods$") and api.asked("watch", "mpijobs$"))
+        api.restart([401] * 6)
+        api.wait_for(lambda: not api.denials)
+        ended(api, 3)
+
+    result = play(api, cluster)
+    assert (result.exit_code, result.stdout) == (3, "epoch 1\nepoch 2\n"), result.stderr
+    assert api.asked("watch", "pods$") > 1
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """For `lost`. By the clock that `follow` reads, a second passes when something is told, and only then: a machine
+    that is slow to answer uses up no patience."""
+    told: list[str] = []
+    clock = SimpleNamespace(monotonic=lambda: float(len(told)))
+    monkeypatch.setattr("hvdcomp.tools.launch.k8s.follow.time", clock)
+    return told
+
+
+def test_a_server_that_stays_silent_is_given_up(api: KubernetesApi, told: list[str]) -> None:
     api.put("mpijobs", {"metadata": {"name": "mnist"}, "spec": spec(1)})
     api.fail = lambda verb, path, query: (503, "overloaded")
-    told: list[str] = []
     with pytest.raises(KubernetesError, match="overloaded"):
         follow(Cluster(), "mnist", report=pytest.fail, lost=told.append, write=print, remain=pytest.fail, patience=0.3)
     assert len(told) == 1
 
 
-def test_what_was_granted_and_stays_denied_is_given_up(api: KubernetesApi) -> None:
+def test_what_was_granted_and_stays_denied_is_given_up(api: KubernetesApi, told: list[str]) -> None:
     api.put("mpijobs", {"metadata": {"name": "mnist"}, "spec": spec(1)})
     api.end = lambda path, sent: "/pods" in path
     denied = cannot("list", "pods")
     api.fail = lambda verb, path, query: (403, denied) if api.asked("list", "pods$") > 1 and "pods" in path else None
-    told: list[str] = []
     with pytest.raises(KubernetesError, match="ask for that right in namespace team"):
         follow(
             Cluster(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from hvdcomp.tools.launch.promise import EXIT_SAVED, EXPECTED_SIZE
 from hvdcomp.tools.launch.rank import to_variable
 from hvdcomp.tools.launch.torch_rank import OWN, torch_variables
 from tests.launched import run_ranks
+from tests.ports import free_ports
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "5",
@@ -149,12 +149,6 @@ def test_a_rank_that_cannot_start_says_why(words: list[str], variables: dict[str
     assert (done.returncode, said in done.stderr, "Traceback" in done.stderr) == (status, True, False), done.stderr
 
 
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
 @pytest.mark.alone
 def test_ranks_of_mpirun_find_each_other_and_their_exit_code_comes_back(tmp_path: Path) -> None:
     """As in a pod: the program comes in a variable, and rank 0's host is named."""
@@ -165,7 +159,7 @@ def test_ranks_of_mpirun_find_each_other_and_their_exit_code_comes_back(tmp_path
         "HVDCOMP_COMMAND": to_variable(job.program),
         EXPECTED_SIZE: "2",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(*free_ports(1)),
         "TORCHELASTIC_RUN_ID": "x",
     }
     done = run_ranks(2, "mpi", ["-m", "hvdcomp.tools.launch.rank"], variables, timeout=120)
