@@ -146,8 +146,9 @@ def exchange_of(
 ) -> Exchange:
     """The exchange of one step of a model, without pending residuals.
 
-    Not counted are the flag of four bytes, unless it is sent alone, at most seven bytes of padding in the first round
-    (for each rank, if scattered), and the presence check of eight bytes for each tensor under Horovod.
+    Not counted are the flag of four bytes, unless it is sent alone; in each bucket, room for it and at most seven bytes
+    of padding; as many in each collective (for each rank, if scattered); and the presence check of eight bytes for each
+    tensor under Horovod.
 
     Args:
         compressor: the compressor; `Chooser` gives each tensor its own.

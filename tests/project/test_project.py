@@ -159,9 +159,10 @@ def test_the_source_distribution_holds_every_file(sdist: Path) -> None:
 def test_its_tests_run_from_it(sdist: Path) -> None:
     """Some that look at the folders beside the package."""
     chosen = [
-        *("test_project.py", "test_docker_file.py", "test_makefile.py", "test_compressors_command.py", "test_docs.py"),
-        *("test_perfmodel_calibration.py", "test_launch_slurm.py::test_examples_are_what_the_command_prints"),
-        "test_launch_k8s_manifests.py::test_it_is_what_the_definition_of_mpijob_says",
+        *("project/test_project.py", "project/test_makefile.py", "tools/doctor/test_docker_file.py"),
+        *("compressors/test_compressors_command.py", "docs/test_docs.py", "perfmodel/test_perfmodel_calibration.py"),
+        "tools/launch/test_launch_slurm.py::test_examples_are_what_the_command_prints",
+        "tools/launch/test_launch_k8s_manifests.py::test_it_is_what_the_definition_of_mpijob_says",
     ]
     environment = {**os.environ, "PYTHONPATH": str(sdist)}
     where = subprocess.run(
