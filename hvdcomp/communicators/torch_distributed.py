@@ -182,14 +182,25 @@ def _takes_cpu(group: dist.ProcessGroup) -> bool:
 
 
 def _group_beside(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
-    """A new process group of the same ranks.
-
-    If it has not all ranks, only its members make it. torch.distributed then names it by the number of groups that the
-    process has made, so that ranks with different numbers would wait for each other for ever.
-    """
+    """A new process group of the same ranks. If these are not all, only they make it."""
     ranks = dist.get_process_group_ranks(group)
     some = len(ranks) < dist.get_world_size()
+    if some:
+        _have_as_many_groups(group)
     return dist.new_group(ranks, backend=backend, use_local_synchronization=some, **_waits_like(group))
+
+
+def _have_as_many_groups(group: dist.ProcessGroup) -> None:
+    """Gives the ranks of a group equal numbers of groups, by groups of one rank.
+
+    torch.distributed has them in the name of a group that only its members make. Ranks with different numbers, as where
+    some are in one more group of the user's, would wait for each other under different names.
+    """
+    own = len(dist.distributed_c10d._world.pg_names)
+    numbers = [own] * dist.get_world_size(group)
+    dist.all_gather_object(numbers, own, group)
+    for _ in range(own, max(numbers)):
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
 def _waits_like(group: dist.ProcessGroup) -> dict[str, Any]:

@@ -48,6 +48,18 @@ def case_a_group_of_some_ranks_is_not_split() -> None:
     assert "the process group has 2" in raised(ConfigurationError, lambda: mine.part("across"))
 
 
+def case_a_group_of_some_ranks_gets_another_beside_it_however_many_its_ranks_have() -> None:
+    if dist.get_world_size() < 4:
+        raise SkipTest("needs 4 ranks")
+    for others in ([2], [2, 3], [0, 1]):
+        dist.new_group(others)
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine = TorchDistributedCommunicator(groups[dist.get_rank() % 2])
+    for communicator in (mine.beside(), mine.beside()):
+        total = communicator.wait(communicator.start_allreduce(torch.tensor([float(dist.get_rank())]), "sum", "any"))
+        assert total == [2.0, 4.0][dist.get_rank() % 2]
+
+
 def case_nodes_that_do_not_fit_are_refused_by_all_ranks() -> None:
     check_refusals(TorchDistributedCommunicator, dist.get_rank(), dist.get_world_size(), raised)
 
