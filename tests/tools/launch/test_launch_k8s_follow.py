@@ -277,6 +277,30 @@ def test_a_watch_that_a_restart_of_the_server_breaks_at_its_begin_is_begun_again
     assert api.asked("watch", "pods$") > 1
 
 
+def test_a_first_watch_is_asked_for_again_if_the_server_does_not_know_whom_it_let_list(api: KubernetesApi) -> None:
+    troubled = 3
+
+    def fail(verb: str, path: str, query: dict[str, str]) -> tuple[int, str] | None:
+        nonlocal troubled
+        if verb == "watch" and path.endswith("mpijobs") and troubled:
+            troubled -= 1
+            return 401, "Unauthorized"
+        return None
+
+    api.fail = fail
+    result = play(api, succeeds(api, lambda: not troubled))
+    assert result.exit_code == 0, result.stderr
+
+
+def test_a_first_watch_that_is_forbidden_is_given_up(api: KubernetesApi) -> None:
+    """The right to watch is not the right to list."""
+    api.put("mpijobs", {"metadata": {"name": "mnist"}, "spec": spec(1)})
+    denied = cannot("watch", "mpijobs")
+    api.fail = lambda verb, path, query: (403, denied) if verb == "watch" and path.endswith("mpijobs") else None
+    with pytest.raises(KubernetesError, match="ask for that right in namespace team"):
+        follow(Cluster(), "mnist", report=lambda state: None, lost=pytest.fail, write=print, remain=pytest.fail)
+
+
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """For `lost`. By the clock that `follow` reads, a second passes when something is told, and only then: a machine

@@ -126,7 +126,8 @@ def _still_writing(pods: Objects) -> float | None:
 class _Watch(threading.Thread):
     """Puts all objects of a kind into a queue whenever one changes, and its errors.
 
-    A denied request is repeated if it was granted before.
+    A denied request is repeated if it was granted before; also the first watch, if it is refused to a user whom the
+    server knew when it listed the objects (401), as by a server that has started anew in between.
     """
 
     def __init__(
@@ -167,7 +168,7 @@ class _Watch(threading.Thread):
                         objects[changed["metadata"]["uid"]] = changed
                     self._updates.put((self.kind, list(objects.values())))
             except KubernetesError as error:
-                error.transient |= error.denied and request in granted
+                error.transient |= error.denied and (request in granted or (error.status == 401 and bool(granted)))
                 if error.status != 410:  # the version is too old: list again
                     self._updates.put((self.kind, error))
                 if not error.transient:
