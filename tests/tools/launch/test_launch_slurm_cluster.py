@@ -280,7 +280,7 @@ def test_a_job_that_is_warned_saves_is_queued_again_and_ends_as_if_it_had_not(
     launch.cluster.command("scancel", "--signal=USR1", "--batch", str(job))
     followed = launch.run("logs", "--follow", "--poll-seconds", "0.5", str(job))
     assert followed.returncode == 0, followed.stdout + followed.stderr
-    assert "saved; it is requeued and continues from there" in followed.stdout
+    assert "saved; Slurm is asked to requeue it, and it continues from there" in followed.stdout
     assert "start 2" in followed.stdout
     _check_same(whole, launch.folder / "b")
 
@@ -290,7 +290,7 @@ def test_a_job_that_reaches_its_time_limit_goes_on(launch: Launcher, whole: Path
     limited = ["--time", "1", "--warning-seconds", "10", "--env", "STEP_SECONDS=0.3", "--", _PYTHON, "-c", _SLOW]
     done = launch.job(*limited, *_TRAINING, "--output", "b", "--checkpoint-folder", "c", timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "saved; it is requeued" in done.stdout
+    assert "saved; Slurm is asked to requeue it" in done.stdout
     assert "start 2" in done.stderr
     _check_same(whole, launch.folder / "b")
 
@@ -314,11 +314,11 @@ def test_a_job_is_queued_again_only_so_often(launch: Launcher) -> None:
     program = ["--max-requeues", "1", "--", _PYTHON, "-c", f"import sys; sys.exit({EXIT_SAVED})"]
     done = launch.job(*program)
     assert done.returncode == EXIT_SAVED
-    assert done.stdout.count("it is requeued") == 1
+    assert done.stdout.count("is asked to requeue") == 1
     assert "it is not requeued" in done.stdout
     once = launch.job("--no-requeue", "--", _PYTHON, "-c", f"import sys; sys.exit({EXIT_SAVED})")
     assert once.returncode == EXIT_SAVED
-    assert "it is requeued" not in once.stdout
+    assert "is asked to requeue" not in once.stdout
 
 
 @pytest.mark.parametrize(("launcher", "warning"), [("srun", "USR1"), ("mpirun", "TERM")])
@@ -332,7 +332,7 @@ def test_ranks_of_torch_that_are_warned_save_are_queued_again_and_go_on(
     launch.cluster.command("scancel", f"--signal={warning}", "--batch", str(job))
     followed = launch.run("logs", "--follow", "--poll-seconds", "0.5", str(job))
     assert followed.returncode == 0, followed.stdout + followed.stderr
-    assert "saved; it is requeued and continues from there" in followed.stdout
+    assert "saved; Slurm is asked to requeue it, and it continues from there" in followed.stdout
     steps = re.findall(r"^goes on after (\d+) (\d+)$", followed.stdout, re.MULTILINE)
     assert len(steps) == 2, followed.stdout
     assert len(set(steps)) == 1

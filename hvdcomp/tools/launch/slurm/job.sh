@@ -69,15 +69,17 @@ done
 # Slurm's controller may be away for some minutes. Slurm would requeue a cancelled job, too: so only a job that is known
 # to be RUNNING is requeued.
 requeue() {
-  local state
+  local state asked=
   for _ in {1..20}; do
     state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
     if [ -n "$state" ] && [ "$state" != RUNNING ]; then
       echo "job $SLURM_JOB_ID: saved; it was cancelled and is not requeued"
       return
-    elif [ -n "$state" ] && scontrol requeue "$SLURM_JOB_ID"; then
-      echo "job $SLURM_JOB_ID: saved; it is requeued and continues from there"
-      return
+    elif [ -n "$state" ]; then
+      # Said before it is done, as Slurm may kill this script at once.
+      [ -n "$asked" ] || echo "job $SLURM_JOB_ID: saved; Slurm is asked to requeue it, and it continues from there"
+      asked=yes
+      scontrol requeue "$SLURM_JOB_ID" && return
     fi
     sleep 15
   done
