@@ -18,11 +18,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from tests.ports import free_ports
-from tests.processes import variables
+from tests.processes import with_variable
 
 _PROGRAMS = ("munged", "mungekey", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "setpriv")
 _START_SECONDS = 60
@@ -247,13 +247,9 @@ def _cancel_all(cluster: SlurmCluster) -> None:
 
 def _kill_strays(folder: Path) -> None:
     """Kills remaining processes of this cluster: step daemons outlive slurmd, and ranks outlive step daemons."""
-    mark = f"SLURM_CONF={folder}/slurm.conf".encode()
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark in variables(process) and int(process.name) != os.getpid():
-                os.kill(int(process.name), signal.SIGKILL)
-        except OSError:
-            continue  # it is gone
+    for process in with_variable(f"SLURM_CONF={folder}/slurm.conf"):
+        with suppress(OSError):  # it is gone
+            os.kill(int(process.name), signal.SIGKILL)
 
 
 def _variables(cluster: SlurmCluster) -> dict[str, str]:

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 from tests.faults.points import LAUNCHER
 from tests.faults.victim import FAULT, WEIGHTS
 from tests.launched import available, launcher_command, launcher_variables
-from tests.processes import variables
+from tests.processes import with_variable
 
 ROOT = Path(__file__).parents[2]
 CONTROLLERS = {"gloo": "gloo", "mpi": "mpi", "ddp": "torchrun"}
@@ -241,14 +242,9 @@ class World:
     def left(self) -> dict[int, str]:
         """The processes of this row that run, by number: their commands."""
         found = {}
-        for place in Path("/proc").iterdir():
-            if not place.name.isdecimal() or int(place.name) == os.getpid():
-                continue
-            try:
-                if self._mark.encode() in variables(place):
-                    found[int(place.name)] = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:80]
-            except OSError:
-                continue  # it has just ended, or is somebody else's
+        for place in with_variable(self._mark):
+            with suppress(OSError):  # it has just ended
+                found[int(place.name)] = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:80]
         return found
 
     def end(self) -> None:

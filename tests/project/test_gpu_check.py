@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shlex
@@ -19,6 +18,7 @@ from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.perfmodel import shapes
 from hvdcomp.tools.bench.encode import facts as encode_facts
 from tests.interpreted import needs_triton
+from tests.processes import runs
 
 torch = pytest.importorskip("torch")
 from tests.gpu import __main__ as program  # noqa: E402
@@ -282,12 +282,10 @@ def test_nothing_that_a_part_started_outlives_it(
 
 def _wait_until_gone(process: int) -> None:
     """A killed process may stay in the list for a moment, as its new parent has not asked for its end."""
-    status = Path(f"/proc/{process}/stat")
     until = time.monotonic() + 5
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it is gone, perhaps only since it was opened
-        while " Z " not in status.read_text():
-            assert time.monotonic() < until, "it still runs"
-            time.sleep(0.01)
+    while runs(process):
+        assert time.monotonic() < until, "it still runs"
+        time.sleep(0.01)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

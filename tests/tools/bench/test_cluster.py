@@ -21,6 +21,7 @@ from hvdcomp.tools.bench.cluster import Cluster, ClusterError, namespaces, parse
 from hvdcomp.tools.bench.cluster.launch import cores_of
 from hvdcomp.tools.bench.cluster.rates import bucket_bytes
 from hvdcomp.tools.bench.cluster.throughput import measure
+from tests.processes import runs
 
 pytestmark = pytest.mark.alone
 
@@ -250,14 +251,6 @@ def _running(process: subprocess.Popen[str]) -> None:
         seen += line == "ready\n"
 
 
-def _runs(process: int) -> bool:
-    """Whether a process still runs; what nobody asked for its exit code yet (a zombie) does not."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # the latter if it ended since the file was opened
-        return False
-
-
 WAIT = ("run", "--hosts", "2", "--rate", "1gbit", "--", "sh", "-c", "echo ready; exec sleep 300")
 
 
@@ -309,10 +302,10 @@ def test_what_a_killed_run_left_is_removed(clean: None, next_command: tuple[str,
     assert namespaces.existing(name)
     ranks = namespaces._processes(name)
     assert len(ranks) >= 2
-    assert all(map(_runs, ranks))
+    assert all(map(runs, ranks))
     assert "left by a killed process" in " ".join(_finished("status")[1].replace("│", " ").split())
     assert _finished(*next_command)[0] == 0
-    assert not any(map(_runs, ranks))
+    assert not any(map(runs, ranks))
 
 
 @pytest.mark.cluster
