@@ -126,7 +126,8 @@ def schedule(artefact: Artefact, t: Trainings) -> Outcome:
             change = 100 * (1 - values[at] / values[at - 1])
             what = f"{tensor}: fall of the norm in the {window} steps after the learning rate's (%)"
             note = "critical by Accordion's rule from 50 % on"
-            rows.append(Row(what=what, ours=change, holds=change >= 50, note=note))
+            named = compared.named("Accordion")
+            rows.append(Row(what=what, ours=change, holds=change >= 50, note=note, trainings=named))
     note = f"Critical are the first {first} steps and {after} after the rate falls, the paper's share of the training."
     return compared.outcome(artefact, rows, note, curves=curves)
 
@@ -175,7 +176,7 @@ def ranks(artefact: Artefact, t: Trainings) -> Outcome:
     ):
         share = statistics.fmean(float(levels[name][window] == at) for levels in chosen for window in windows)
         text = f"{name}, {when}: share at {'low' if at == low else 'high'} compression (%)"
-        rows.append(Row(what=text, ours=100 * share, holds=share > 0.5))
+        rows.append(Row(what=text, ours=100 * share, holds=share > 0.5, trainings=compared.named("Accordion")))
     steps = [length * window for window in range(len(chosen[0][name]))]
     curves = {"rank": [Curve(label=name, x=steps, y=chosen[0][name]) for name in names]}
     note = f"Its {len(names)} compressed tensors stand for the layers."
@@ -222,7 +223,9 @@ def batch(artefact: Artefact, t: Trainings) -> Outcome:
     if settings.get("smith"):
         rows.append(compared.times_fewer_floats("Smith et al.", "small", published["Smith et al.: times fewer floats"]))
         more = compared.floats("Smith et al.") / compared.floats("Accordion")
-        rows.append(Row(what="floats of Smith et al. / floats of Accordion", ours=more, holds=more > 1))
+        named = compared.named("Smith et al.", "Accordion")
+        what = "floats of Smith et al. / floats of Accordion"
+        rows.append(Row(what=what, ours=more, holds=more > 1, trainings=named))
     if settings.get("overlap"):
         from hvdcomp.tools.reproduce.gradients import common_of_largest
 
@@ -239,12 +242,13 @@ def adaqs(artefact: Artefact, t: Trainings) -> Outcome:
     compared = _fixed_and_accordion(t, compressor, workload)
     compared = compared.also("AdaQS", t.train(workload, workload.level(compressor, "low"), "adaqs:start=64,fall=0.5"))
     more = compared.floats("AdaQS") / compared.floats("Accordion")
+    named = compared.named("AdaQS", "Accordion")
     compared, beside_accordion = controls.of_levels(t, compared, "Accordion", compressor)
     compared, beside_adaqs = controls.of_levels(t, compared, "AdaQS", compressor)
     rows = [
         compared.gain("Accordion", "low", "no loss", main=True),
         compared.gain("AdaQS", "low", "worse"),
-        Row(what="floats of AdaQS / floats of Accordion", ours=more, holds=more > 1),
+        Row(what="floats of AdaQS / floats of Accordion", ours=more, holds=more > 1, trainings=named),
         beside_accordion,
         beside_adaqs,
     ]

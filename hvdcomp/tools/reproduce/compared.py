@@ -30,6 +30,7 @@ class Trained:
     """The result of a training.
 
     Attributes:
+        training: its name, without the seed.
         quality: accuracy in percent, or perplexity, of the test part.
         floats: sent by a rank, by the papers' count.
         seconds: of training on the link.
@@ -38,6 +39,7 @@ class Trained:
         decisions: of the policy, in order.
     """
 
+    training: str
     quality: float
     floats: float
     seconds: float
@@ -68,6 +70,7 @@ class _Training(Run):
         sent = list(itertools.accumulate(step["floats_sent"] for step in self.records("steps.jsonl")))
         chance = self.of.chance
         return Trained(
+            f"{self.workload} {self.label}",
             _quality(self.summary, chance),
             self.summary["floats_sent"],
             self.summary["trained_seconds"],
@@ -139,33 +142,11 @@ def _quality(record: Mapping[str, Any], chance: float) -> float:
     return float(quality) if is_text else 100 * float(quality)
 
 
-_Judge = Callable[[float, float], bool | None]
-"""Whether a claim holds, by both ends of an interval; None if they leave it open."""
-
-
-def _estimated(
-    what: str,
-    values: Sequence[float],
-    judge: _Judge | None,
-    published: float | None,
-    note: str = "",
-    main: bool = False,
-) -> Row:
-    """The row for the mean of some values, with its interval, by which `judge` decides; None without a claim."""
+def _estimated(what: str, values: Sequence[float], published: float | None, **more: Any) -> Row:
+    """The row for the mean of some values, with its interval."""
     estimated = estimate(values)
     assert estimated is not None
-    half = estimated.half or 0.0
-    holds = None if judge is None else judge(estimated.mean - half, estimated.mean + half)
-    return Row(
-        what=what,
-        published=published,
-        ours=estimated.mean,
-        half=estimated.half,
-        holds=holds,
-        open=judge is not None and holds is None,
-        main=main,
-        note=note,
-    )
+    return Row(what=what, published=published, ours=estimated.mean, half=estimated.half, **more)
 
 
 @dataclass(frozen=True)
@@ -184,6 +165,15 @@ class Compared:
 
     def mean(self, label: str, value: Callable[[Trained], float]) -> float:
         return statistics.fmean(value(run) for run in self.runs[label])
+
+    def named(self, *labels: str) -> tuple[str, ...]:
+        """The names of the trainings with these labels."""
+        return tuple(self.runs[label][0].training for label in labels)
+
+    def is_guessing(self, label: str) -> bool:
+        """Whether the trainings end no better than guessing, up to `MARGIN`."""
+        quality, chance = self.mean(label, lambda run: run.quality), self.workload.chance
+        return quality * (1 + MARGIN / 100) >= chance if self.workload.is_text else quality <= chance + MARGIN
 
     def gains(self, label: str, base: str) -> list[float]:
         """The advantage of `label` over `base` for each seed, in points of accuracy or percent of perplexity."""
@@ -209,28 +199,29 @@ class Compared:
             note, main: of the row.
             margin: loss that "no loss" allows.
         """
-        judge: _Judge | None = {
-            "worse": lambda least, most: True if most < 0 else False if least > 0 else None,
-            "better": lambda least, most: True if least > 0 else False if most < 0 else None,
-            "no loss": lambda least, most: True if least > -margin else False if most < MARGIN - margin else None,
-            "": None,
-        }[claim]
+        bounds = {"worse": {"less_than": 0.0}, "better": {"more_than": 0.0}, "no loss": {"more_than": -margin}, "": {}}
         unit = "%, perplexity" if self.workload.is_text else "points"
         meant = {"no loss": f"no more than {margin:g} lost"}.get(claim, claim)
         what = f"{label} - {base} ({unit}{': ' + meant if meant else ''})"
-        return _estimated(what, self.gains(label, base), judge, published, note, main)
+        found = self.gains(label, base)
+        named = self.named(label, base)
+        guessing = " and ".join(name for name in (label, base) if self.is_guessing(name))
+        note = "; ".join(filter(None, (note, guessing and f"{guessing}: no better than guessing at the end")))
+        return _estimated(what, found, published, note=note, main=main, trainings=named, **bounds[claim])
 
     def quality(self, label: str, published: float | None = None) -> Row:
         """The row for the final quality of `label`, which has no claim, as the data differ."""
         what = f"{label}: {'perplexity' if self.workload.is_text else 'accuracy (%)'}"
-        return _estimated(what, [run.quality for run in self.runs[label]], None, published)
+        found = [run.quality for run in self.runs[label]]
+        return _estimated(what, found, published, trainings=self.named(label))
 
     def recovered(self, label: str, published: float | None = None) -> Row:
         """The row for the share of the gap between "high" and "low" that `label` closes, without a claim."""
         gap = statistics.fmean(self.gains("low", "high"))
         closed = statistics.fmean(self.gains(label, "high"))
         what = f"{label}: recovers of the gap between high and low (%)"
-        return Row(what=what, published=published, ours=100 * closed / gap if gap > 0 else None)
+        recovered = 100 * closed / gap if gap > 0 else None
+        return Row(what=what, published=published, ours=recovered, trainings=self.named(label, "high", "low"))
 
     def times_fewer_floats(self, label: str, base: str, published: float | None = None, claimed: bool = True) -> Row:
         """The row for the floats of `base` over those of `label`; `claimed` is False if the paper has no such run."""
@@ -238,18 +229,16 @@ class Compared:
         what = f"{label}: times fewer floats than {base}"
         holds = (ours > 1 if published is None else ours > max(1, published / 2)) if claimed else None
         note = "of the whole training" + ("" if published is None else "; holds from half of the published on")
-        return Row(what=what, published=published, ours=ours, holds=holds, note=note)
+        named = self.named(label, base)
+        return Row(what=what, published=published, ours=ours, holds=holds, note=note, trainings=named)
 
     def times_as_fast(self, label: str, base: str, published: float | None = None) -> Row:
         times = [a.seconds / b.seconds for a, b in zip(self.runs[base], self.runs[label], strict=False)]
         wanted = 1 if published is None or published <= 1 else max(1, published / 2)
         from_where = "; holds from half of the published on" if wanted > 1 else ""
         note = f"predicted for {self.workload.ranks} ranks on {LINK} links{from_where}"
-
-        def judge(least: float, most: float) -> bool | None:
-            return True if least > wanted else False if most < wanted else None
-
-        return _estimated(f"{label}: times as fast as {base}", times, judge, published, note)
+        what, named = f"{label}: times as fast as {base}", self.named(label, base)
+        return _estimated(what, times, published, note=note, trainings=named, more_than=wanted)
 
     def curves(self) -> dict[str, list[Curve]]:
         """Curves of quality over epochs and over floats, averaged over the seeds."""

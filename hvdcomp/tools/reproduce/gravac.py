@@ -81,7 +81,8 @@ def static(artefact: Artefact, t: Trainings) -> Outcome:
     for factor in (10, 1000):
         lost = -statistics.fmean(compared.gains(f"randomk {factor}x", "topk 10x"))
         what = f"randomk {factor}x: points below topk 10x (published: fails, at 20 %)"
-        rows.append(Row(what=what, ours=lost, holds=lost > 20))
+        named = compared.named(f"randomk {factor}x", "topk 10x")
+        rows.append(Row(what=what, ours=lost, holds=lost > 20, trainings=named))
     gained = numbers["GraVAC"]["quality"] - base["quality"]
     rows.append(compared.gain("GraVAC", "topk 10x", "no loss", gained, main=True))
     rows += [compared.times_as_fast("GraVAC", "topk 10x", numbers["GraVAC"]["speedup"]), control, *pairs]
@@ -110,7 +111,7 @@ def gain(artefact: Artefact, t: Trainings) -> Outcome:
     rows = [
         compared.gain("10x", "dense", "no loss"),
         compared.gain("1000x", "dense", "no loss" if robust else "worse"),
-        _gain_row("10x", [gain["minimum"] for gain in gains]),
+        _gain_row("10x", [gain["minimum"] for gain in gains], log.training),
     ]
     curves = compared.curves()
     steps = list(range(1, len(gains) + 1))
@@ -118,10 +119,11 @@ def gain(artefact: Artefact, t: Trainings) -> Outcome:
     return compared.outcome(artefact, rows, curves=curves, x="epochs; millions of floats; steps")
 
 
-def _gain_row(label: str, values: Sequence[float]) -> Row:
+def _gain_row(label: str, values: Sequence[float], training: str) -> Row:
     ours = statistics.median(values)
     what = f"{label}: median compression gain (published: close to 1)"
-    return Row(what=what, ours=ours, holds=ours > 0.8, note="with the paper's denominator, gradient and residual")
+    note = "with the paper's denominator, gradient and residual"
+    return Row(what=what, ours=ours, holds=ours > 0.8, note=note, trainings=(training,))
 
 
 def gravac(artefact: Artefact, t: Trainings) -> Outcome:
@@ -226,7 +228,8 @@ def early(artefact: Artefact, t: Trainings) -> Outcome:
         for part in (slice(0, 4), slice(-4, None))
     )
     what = f"change of the norm from {length} steps to the next, first {4 * length} of {windows * length} steps (%)"
-    rows.append(Row(what=f"{what}, more than in the last {4 * length} ({last:.0f} %)", ours=first, holds=first > last))
+    what += f", more than in the last {4 * length} ({last:.0f} %)"
+    rows.append(Row(what=what, ours=first, holds=first > last, trainings=(runs[0].training,)))
     curves = {"share of linear scaling (%)": [curve]}
     curves["norm of the gradient"] = [
         Curve(label=tensor, x=[length * (at + 1) for at in range(len(values))], y=values)

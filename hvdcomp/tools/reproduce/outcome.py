@@ -11,8 +11,9 @@ from typing import Any
 
 from hvdcomp.files import replace_text
 
-AS_PUBLISHED, IN_PART, REVERSED, NOT_SHOWN = "as published", "in part", "reversed", "cannot be shown here"
-VERDICTS = (REVERSED, IN_PART, AS_PUBLISHED, NOT_SHOWN)
+AS_PUBLISHED, IN_PART, NOT_SHOWN = "as published", "in part", "cannot be shown here"
+NOT_HELD, NOT_CONFIRMED = "does not hold here", "not confirmed"
+VERDICTS = (NOT_HELD, NOT_CONFIRMED, IN_PART, AS_PUBLISHED, NOT_SHOWN)
 """In the order of the page."""
 
 
@@ -20,29 +21,44 @@ VERDICTS = (REVERSED, IN_PART, AS_PUBLISHED, NOT_SHOWN)
 class Row:
     """A number of the paper beside hvdcomp's.
 
+    A row with `more_than` or `less_than` is judged by it whenever it is made, also from a file: `holds` and `open`
+    follow from `ours` and `half`.
+
     Attributes:
         what: the quantity, with its unit.
         published: the paper's number; None if it states none.
         ours: hvdcomp's number; None if there is none.
         half: half of the 95 % interval of `ours` over seeds; None without a spread.
+        more_than, less_than: the claim about `ours`, if it is a bound.
         holds: whether `ours` confirms the paper's claim; None if it is open, or if there is no claim.
-        open: there is a claim, which the spread of `ours` leaves open.
+        open: there is a claim, which the interval of `ours` leaves open.
         main: the claim is the paper's main conclusion from the table or figure.
         note: how `ours` was found, or why there is none.
         control: of a policy beside its control, what the control is.
         share: floats of the control over those of the policy.
+        trainings: names of the trainings that the row compares.
     """
 
     what: str
     published: float | None = None
     ours: float | None = None
     half: float | None = None
+    more_than: float | None = None
+    less_than: float | None = None
     holds: bool | None = None
     open: bool = False
     main: bool = False
     note: str = ""
     control: str = ""
     share: float | None = None
+    trainings: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        claimed = self.more_than is not None or self.less_than is not None
+        if claimed and self.ours is not None:
+            holds = _within_bounds(self.ours, self.half or 0.0, self.more_than, self.less_than)
+            object.__setattr__(self, "holds", holds)
+            object.__setattr__(self, "open", holds is None)
 
     @property
     def difference(self) -> float | None:
@@ -86,23 +102,34 @@ class Outcome:
     def verdict(self) -> str:
         """The verdict, of `VERDICTS`, by the rows that hold or do not.
 
-        A result is reversed if no row holds or, if there are main rows, no main row. It is at most in part if a
-        published number has no counterpart, or a row is open.
+        The main rows decide, or all rows if there is no main one. The result does not hold if none of them holds; it is
+        not confirmed if the intervals leave all of them open. It is at most in part if a published number has no
+        counterpart, or a row is open.
         """
-        verdicts = [row.holds for row in self.rows if row.holds is not None]
-        if not verdicts:
+        claims = [row for row in self.rows if row.holds is not None or row.open]
+        if not claims:
             return NOT_SHOWN
-        main = [row for row in self.rows if row.main]
-        decided = [row.holds for row in main or self.rows if row.holds is not None]
-        if decided and not any(decided):
-            return REVERSED
-        whole = not any(row.open or (row.ours is None and row.published is not None) for row in self.rows)
-        return AS_PUBLISHED if all(verdicts) and whole else IN_PART
+        deciding = [row for row in claims if row.main] or claims
+        if all(row.open for row in deciding):
+            return NOT_CONFIRMED
+        if not any(row.holds for row in deciding):
+            return NOT_HELD
+        lacking = any(row.ours is None and row.published is not None for row in self.rows)
+        return AS_PUBLISHED if all(row.holds for row in claims) and not lacking else IN_PART
 
     @property
     def reason(self) -> str:
         """Why nothing could be shown."""
-        return self.why or "no row tells: all differences are within their spread"
+        return self.why or "no row has a claim of the paper"
+
+
+def _within_bounds(value: float, half: float, more_than: float | None, less_than: float | None) -> bool | None:
+    """Whether the interval around a value lies within the bounds (True) or wholly outside (False); None if neither."""
+    least, most = value - half, value + half
+    if (more_than is not None and most < more_than) or (less_than is not None and least > less_than):
+        return False
+    inside = (more_than is None or least > more_than) and (less_than is None or most < less_than)
+    return True if inside else None
 
 
 def within(ours: float, published: float, share: float) -> bool:

@@ -1,19 +1,20 @@
-"""The page of all tables and figures, with reversed results first, and the CSV of all rows."""
+"""The page of all tables and figures, first those that do not hold, and the CSV of all rows."""
 
 from __future__ import annotations
 
 import csv
 import io
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 from hvdcomp.files import commits_in_words
 from hvdcomp.tools.reproduce.outcome import (
     AS_PUBLISHED,
     IN_PART,
+    NOT_CONFIRMED,
+    NOT_HELD,
     NOT_SHOWN,
-    REVERSED,
     VERDICTS,
     Outcome,
     Row,
@@ -23,7 +24,8 @@ from hvdcomp.tools.reproduce.published import PAPERS, Artefact, artefacts
 NOT_RUN = "not run yet"
 BAR = "\\|"  # within a cell of a table
 _HEADINGS = {
-    REVERSED: "Reversed: the contrary was found",
+    NOT_HELD: "Does not hold here",
+    NOT_CONFIRMED: "Not confirmed by a small training",
     IN_PART: "In part",
     AS_PUBLISHED: "As published",
     NOT_RUN: "Not run yet",
@@ -35,27 +37,43 @@ Made by `hvdcomp reproduce --page docs/reproduction.md --output docs/reproductio
 [reproduction](reproduction). [reproduction.csv](reproduction.csv) has every row of every result, with the control, the
 command and the commit. `hvdcomp reproduce NAME` makes one result again; `hvdcomp reproduce` lists the names.
 
-The numbers beside the published ones are counted from shapes, predicted by the
-[performance model](performance-model.md), or means of small trainings on [simulated ranks](simulated-ranks.md) with the
-95 % interval of Student's t. These trainings have neither the authors' GPUs nor CIFAR, ImageNet or Penn Treebank.
+The numbers beside the published ones are counted from shapes, predicted by the [performance
+model](performance-model.md), or means of small trainings on [simulated ranks](simulated-ranks.md) with the 95 %
+interval of Student's t over five seeds. Differences are in points of accuracy on the test part, or for text in
+percent of the perplexity; a negative difference is a loss. These trainings use neither the authors' GPUs and networks
+nor CIFAR, ImageNet or Penn Treebank.
 
-- A row *holds* if both numbers agree: to the share that the row names, in order, or in sign. A row is *open* if the
-  interval does not decide.
-- A result is *as published* if every row that the paper states holds. It is *reversed* if no row holds, or if the main
-  claim of the table or figure does not hold. Otherwise it is *in part*.
+- A row *holds* if the whole interval fulfils its claim, such as "no more than 1 lost". It *does not hold* if no part
+  of the interval fulfils the claim. Otherwise the row is *open*. A number without an interval holds if it agrees with
+  the published number: to the share that the row names, in order, or in sign.
+- The main claim of a table or figure decides about the result, or all its rows if it has no main claim. The result
+  *does not hold here* if none of the deciding rows holds, and *is not confirmed* if all of them are open. It is *as
+  published* if all rows hold, main or not, and no published number lacks a counterpart. Otherwise it is *in part*.
+- Trainings of other networks on other data do not tell what the authors' own trainings did.
 
-**The trainings are small:** 1,920 steps of a net with 108,000 parameters, 840 of an LSTM; Accordion's have 29,400. They
-are long enough, and their learning rates low enough, that low compression loses little beside dense gradients. Beside
-each policy stands its [control](#policies-beside-their-controls), a training that sends as many floats without a look
-at gradients. Whoever has CIFAR or WikiText-2 gives `--data-dir FOLDER`: Accordion's trainings are then the authors'
-own, as by their table 7, on simulated ranks; that takes hours on a GPU, and has not been run.
+**The trainings are small and few.** Images are replaced by MNIST-1D: 1,920 steps of a convolutional network with
+108,000 parameters (Accordion's authors train ResNet-18 and others for 29,400 steps). Text is replaced by the source
+of Python's library: 840 steps of an LSTM with 249,000 parameters. The trainings are long enough, and their learning
+rates low enough, that low compression loses little beside dense gradients. The same few trainings stand in for the
+networks of many tables and figures: the column *distinct trainings* counts them, each in five seeds, and rows with
+the same number in the column *comparison* [rest on the same trainings](#the-comparisons), so they are one finding and
+not several.
 
-Of Bagpipe there is the exchange of embeddings, in [LookAhead](look-ahead.md), and only the abstract's numbers are
-compared. Figures 5 and 13 to 16 of On the Utility of Gradient Compression, which cannot be shown here, say that on the
-authors' GPUs encoding during the backward pass takes longer than after it. On processors it was
+We compare each policy with a [control](#policies-beside-their-controls), a training that sends the same number of
+floats but ignores the gradients. If you have CIFAR or WikiText-2, pass `--data-dir FOLDER`: Accordion's trainings are
+then the authors' own, as in their table 7, on simulated ranks. That takes hours on a GPU, and has not been run.
+
+From Bagpipe we implement only the embedding exchange, [LookAhead](look-ahead.md), and we compare only the numbers in
+its abstract. Figures 5 and 13 to 16 of On the Utility of Gradient Compression, which cannot be shown here, say that
+on the authors' GPUs encoding during the backward pass takes longer than after it. On processors it was
 [shorter](exchange-measured.md#overlap); on one GPU it took longer, as published
 ([encoding.md](encoding.md#where-the-time-goes-on-a-gpu)).
 """
+_INTRODUCED = {
+    NOT_HELD: "Our number, or its whole interval, lies outside the claim.",
+    NOT_CONFIRMED: "The interval lies partly within the claim and partly outside: the training does not decide.",
+}
+_OF_COMPARISONS = """A training is named by its network (`images` or `text`) and its options of `hvdcomp train`."""
 _MOST_BESIDE = 5
 """Percent by which a control's floats may differ from the policy's."""
 _COMMITS = "The results were made at commit {commits}.\n"
@@ -67,24 +85,30 @@ five.
 def page(outcomes: Mapping[str, Outcome]) -> str:
     """The page, from the outcomes by name."""
     groups = _groups(outcomes)
+    deciding = [row for verdict in _INTRODUCED for name in groups[verdict] for row in _deciding(outcomes[name])]
+    pairs = dict.fromkeys(tuple(row.trainings) for row in deciding if row.trainings)
+    numbers = {pair: at for at, pair in enumerate(pairs, 1)}
     quick = sum(str(outcome.about.get("command", "")).endswith("--quick") for outcome in outcomes.values())
     found = {commit for outcome in outcomes.values() for commit in outcome.about.get("commit", "").split(", ")} - {""}
     commits = [_COMMITS.format(commits=commits_in_words(found))] if found else []
-    lines = [_HEAD, *commits, *([_QUICK.format(quick=quick)] if quick else []), *_counts(groups), ""]
+    lines = [_HEAD, *commits, *([_QUICK.format(quick=quick)] if quick else []), *_counts(groups, outcomes), ""]
     for verdict, names in groups.items():
         if not names:
             continue
         lines += [f"## {_HEADINGS[verdict]}", ""]
-        if verdict == REVERSED:
-            lines += ["| result | the paper shows | decided by | published | found |", "|---|---|---|--:|--:|"]
-            lines += [line for name in names for line in _decided(artefacts()[name], outcomes[name])]
+        if verdict in (NOT_HELD, NOT_CONFIRMED):
+            deciding = [row for name in names for row in _deciding(outcomes[name])]
+            lines += [f"{_INTRODUCED[verdict]} {_resting_on(deciding)}".strip(), ""]
+            head = "| result | the paper shows | claim | published | found | comparison |"
+            lines += [head, "|---|---|---|--:|--:|--:|"]
+            lines += [line for name in names for line in _decided(artefacts()[name], outcomes[name], numbers)]
         elif verdict == IN_PART:
             lines += ["| result | rows that hold | do not | open |", "|---|--:|--:|--:|"]
             lines += [_summed(outcomes[name]) for name in names]
         else:
             lines += [", ".join(f"`{name}`" for name in names) + "."]
         lines += [""]
-    lines += _beside_controls(outcomes)
+    lines += [*_comparisons(numbers), *_beside_controls(outcomes)]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
@@ -100,7 +124,8 @@ def rows_as_csv(outcomes: Mapping[str, Outcome]) -> str:
             why = artefact.why or (outcome.reason if verdict == NOT_SHOWN else "")
             of_all = {"name": name, "place": artefact.place, "shows": artefact.shows, "verdict": verdict, "why": why}
             made = {"trained": outcome.ours, **{key: outcome.about.get(key) for key in ("command", "commit")}}
-            writer.writerows({**of_all, **made, **row} for row in [asdict(row) for row in outcome.rows] or [{}])
+            rows = [{**asdict(row), "trainings": "; ".join(row.trainings)} for row in outcome.rows]
+            writer.writerows({**of_all, **made, **row} for row in rows or [{}])
     return target.getvalue()
 
 
@@ -142,7 +167,7 @@ def _sign(row: Row) -> int:
 
 def _groups(outcomes: Mapping[str, Outcome]) -> dict[str, list[str]]:
     """The names of all tables and figures by verdict, in the order of the page."""
-    groups: dict[str, list[str]] = {verdict: [] for verdict in (*VERDICTS[:3], NOT_RUN, NOT_SHOWN)}
+    groups: dict[str, list[str]] = {verdict: [] for verdict in (*VERDICTS[:-1], NOT_RUN, NOT_SHOWN)}
     for name, artefact in artefacts().items():
         if artefact.counterpart is None:
             groups[NOT_SHOWN].append(name)
@@ -151,21 +176,58 @@ def _groups(outcomes: Mapping[str, Outcome]) -> dict[str, list[str]]:
     return groups
 
 
-def _counts(groups: Mapping[str, list[str]]) -> list[str]:
-    lines = ["| paper | " + " | ".join(groups) + " |", "|---|" + "--:|" * len(groups)]
+def _counts(groups: Mapping[str, list[str]], outcomes: Mapping[str, Outcome]) -> list[str]:
+    lines = ["| paper | " + " | ".join(groups) + " | distinct trainings |", "|---|" + "--:|" * (len(groups) + 1)]
     for paper, title in PAPERS.items():
         counts = [str(sum(name.startswith(f"{paper}-") for name in names)) for names in groups.values()]
-        lines.append(f"| {title} | {' | '.join(counts)} |")
+        rows = [row for name, outcome in outcomes.items() if name.startswith(f"{paper}-") for row in outcome.rows]
+        lines.append(f"| {title} | {' | '.join(counts)} | {len(_trainings(rows))} |")
     return lines
 
 
-def _decided(artefact: Artefact, outcomes: Outcome) -> Iterator[str]:
-    """A line for each row that decides a reversed result."""
-    main = [row for row in outcomes.rows if row.main]
+def _trainings(rows: Iterable[Row]) -> set[str]:
+    """The distinct trainings on which some rows rest."""
+    return {training for row in rows for training in row.trainings}
+
+
+def _resting_on(rows: Sequence[Row]) -> str:
+    """On how many distinct trainings some rows rest, in a sentence; "" if no row rests on a training."""
+    trained = [row for row in rows if row.trainings]
+    if not trained:
+        return ""
+    pairs, trainings = {tuple(row.trainings) for row in trained}, _trainings(trained)
+    networks = {training.split()[0] for training in trainings}
+    some = f"{len(trained)} of these {len(rows)} rows" if len(trained) < len(rows) else f"These {len(rows)} rows"
+    counts = {"comparison": len(pairs), "distinct training": len(trainings), "network": len(networks)}
+    return f"{some} rest on {' of '.join(_counted(count, noun) for noun, count in counts.items())}."
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def _deciding(outcome: Outcome) -> list[Row]:
+    """The rows that decide about a result that does not hold or is not confirmed."""
+    return [row for row in outcome.rows if row.main] or [row for row in outcome.rows if row.holds is False or row.open]
+
+
+def _decided(artefact: Artefact, outcome: Outcome, numbers: Mapping[tuple[str, ...], int]) -> Iterator[str]:
+    """A line for each row that decides about a result; `numbers` are those of the comparisons."""
     head = (_link(artefact.name), artefact.shows)
-    for row in main or [row for row in outcomes.rows if row.holds is False]:
-        yield _line(*head, row.what, number(row.published), with_half(row) + " (open)" * row.open)
+    for row in _deciding(outcome):
+        claim = f"{row.what}; {row.note}" if row.note else row.what
+        found, comparison = with_half(row) + " (open)" * row.open, numbers.get(tuple(row.trainings), "-")
+        yield _line(*head, claim, number(row.published), found, str(comparison))
         head = ("", "")
+
+
+def _comparisons(numbers: Mapping[tuple[str, ...], int]) -> list[str]:
+    """The section of the comparisons on which the rows rest that do not hold or are not confirmed."""
+    if not numbers:
+        return []
+    lines = [_line(str(at), f"`{pair[0]}`", *(f"`{other}`" for other in pair[1:])) for pair, at in numbers.items()]
+    head = ["| comparison | training | beside |", "|--:|---|---|"]
+    return ["## The comparisons", "", _OF_COMPARISONS, "", *head, *lines, ""]
 
 
 def _summed(outcome: Outcome) -> str:

@@ -35,7 +35,7 @@ from hvdcomp.tools.reproduce import (
     write,
 )
 from hvdcomp.tools.reproduce.compared import Compared, Trained, Trainings
-from hvdcomp.tools.reproduce.outcome import AS_PUBLISHED, IN_PART, NOT_SHOWN, REVERSED, VERDICTS
+from hvdcomp.tools.reproduce.outcome import AS_PUBLISHED, IN_PART, NOT_CONFIRMED, NOT_HELD, NOT_SHOWN, VERDICTS
 from hvdcomp.tools.reproduce.page import number, page, rows_as_csv
 from hvdcomp.tools.reproduce.workloads import Workload
 from hvdcomp.tools.train.options import TrainingOptions
@@ -175,16 +175,18 @@ def test_the_verdict_follows_from_the_rows() -> None:
     lacking = Row(what="a", published=1)
     assert _verdict(yes, silent) == AS_PUBLISHED
     assert _verdict(yes, no) == _verdict(yes, left_open) == _verdict(yes, lacking) == IN_PART
-    assert _verdict(no, silent) == _verdict(no, left_open) == REVERSED
+    assert _verdict(no, silent) == _verdict(no, left_open) == NOT_HELD
     lost, kept = (Row(what="a", published=1, ours=1, holds=holds, main=True) for holds in (False, True))
-    assert _verdict(yes, lost) == REVERSED
+    assert _verdict(yes, lost) == NOT_HELD
     unsaid = Row(what="a", published=1, ours=1, open=True, main=True)
-    assert _verdict(yes, lost, kept) == _verdict(no, kept) == _verdict(no, unsaid) == IN_PART
-    assert _verdict() == _verdict(silent) == _verdict(left_open) == NOT_SHOWN
+    assert _verdict(yes, lost, kept) == _verdict(no, kept) == _verdict(kept, unsaid) == IN_PART
+    assert _verdict(lost, unsaid) == NOT_HELD
+    assert _verdict(left_open, silent) == _verdict(yes, unsaid) == _verdict(no, unsaid) == NOT_CONFIRMED
+    assert _verdict() == _verdict(silent) == NOT_SHOWN
 
 
-def _runs(*qualities: float) -> list[Trained]:
-    return [Trained(quality, floats=100.0, seconds=2.0) for quality in qualities]
+def _runs(*qualities: float, training: str = "images compression=none") -> list[Trained]:
+    return [Trained(training, quality, floats=100.0, seconds=2.0) for quality in qualities]
 
 
 @pytest.mark.parametrize(
@@ -199,6 +201,9 @@ def _runs(*qualities: float) -> list[Trained]:
         ("no loss", (5, 4, 6), True),
         ("no loss", (-5, -4, -6), False),
         ("no loss", (-3, 3, 0), None),
+        ("no loss", (-1.6, -1.3, -1.0), None),
+        ("no loss", (-1.6, -1.5, -1.55), False),
+        ("no loss", (-0.8, -0.7, -0.75), True),
         ("", (5, 4, 6), None),
     ],
 )
@@ -208,6 +213,41 @@ def test_a_claim_of_quality_holds_if_its_interval_says_so(claim: str, better: tu
     assert row.ours == pytest.approx(sum(better) / 3)
     assert row.holds is holds
     assert row.open == (holds is None and claim != "")
+
+
+def test_a_claim_with_a_margin_of_its_own_is_judged_by_it() -> None:
+    found = Compared(IMAGES, {"a": _runs(77.7, 77.6, 77.5), "b": _runs(80, 80, 80)})
+    row = found.gain("a", "b", "no loss", margin=2.7)
+    assert row.what == "a - b (points: no more than 2.7 lost)"
+    assert row.holds is True
+    assert found.gain("a", "b", "no loss", margin=2.4).open
+    assert found.gain("a", "b", "no loss", margin=2.1).holds is False
+
+
+def test_a_row_names_its_trainings_and_what_only_guesses() -> None:
+    a, b = "images compression=none lr=9", "images compression=none"
+    found = Compared(IMAGES, {"a": _runs(9.8, 10.3, training=a), "b": _runs(80, 80, training=b)})
+    row = found.gain("a", "b", "no loss", note="said before")
+    assert row.trainings == (a, b)
+    assert row.note == "said before; a: no better than guessing at the end"
+    assert found.quality("a").trainings == (a,)
+    for other in (found.times_as_fast("a", "b"), found.times_fewer_floats("a", "b")):
+        assert other.trainings == (a, b)
+    text = Compared(TEXT, {"a": _runs(256), "b": _runs(20)})
+    assert text.is_guessing("a")
+    assert not text.is_guessing("b")
+
+
+def test_a_row_is_judged_by_its_numbers_whatever_a_file_says(tmp_path: Path) -> None:
+    """So that a change of the rules needs no new trainings."""
+    row = Row(what="a - b (points: no more than 1 lost)", ours=-1.34, half=0.57, more_than=-1.0, main=True)
+    file = write(Outcome(name="accordion-fig1", rows=[row]), tmp_path)
+    content = json.loads(file.read_text())
+    assert (content["verdict"], content["rows"][0]["open"]) == (NOT_CONFIRMED, True)
+    content["rows"][0] |= {"holds": False, "open": False}
+    file.write_text(json.dumps(content))
+    assert read(file).rows[0].open
+    assert read(file).verdict == NOT_CONFIRMED
 
 
 def test_of_perplexity_less_is_better() -> None:
@@ -235,7 +275,7 @@ class _Linear(Trainings):
             floats = 1010 * 50 / (2 * changes["batch_size"])
         else:
             floats = 10 + float(level) * (100 if name.endswith("rank") else 1000)
-        return [Trained(80, floats, 2.0)]
+        return [Trained(compression, 80, floats, 2.0)]
 
 
 def test_controls_send_as_many_floats_as_the_policy(tmp_path: Path) -> None:
@@ -243,7 +283,7 @@ def test_controls_send_as_many_floats_as_the_policy(tmp_path: Path) -> None:
     steps = [0.0] * 1000
 
     def trained(floats: float) -> list[Trained]:
-        return [Trained(80, floats, 2.0, sent=steps)]
+        return [Trained("a", 80, floats, 2.0, sent=steps)]
 
     ranks = Compared(IMAGES, {"low": trained(410), "high": trained(110), "p": trained(185), "more": trained(820)})
     for policy, label in (("p", "low in mid-training like p"), ("more", "fixed rank like more")):
@@ -320,7 +360,7 @@ def test_numbers_are_shown_with_what_they_mean() -> None:
     ]  # fmt: skip
 
 
-def test_the_page_has_every_name_and_reversed_results_first() -> None:
+def test_the_page_has_every_name_and_first_what_does_not_hold() -> None:
     about = {"command": "hvdcomp reproduce utility-fig9", "commit": "abc"}
     found = {
         name: Outcome(name=name, rows=[Row(what="a", published=2, ours=1, holds=holds)], about=about)
@@ -329,8 +369,9 @@ def test_the_page_has_every_name_and_reversed_results_first() -> None:
     text, rows = page(found), list(csv.DictReader(io.StringIO(rows_as_csv(found))))
     for name in artefacts():
         assert f"`{name}`" in text or f"[{name}](" in text
-    assert text.index("gravac-fig3") < text.index("utility-fig2") < text.index("accordion-table1")
-    assert text.index("## Not run yet") < text.index("accordion-table1") < text.index("## Cannot be shown here")
+    places = [text.index(name) for name in ("[gravac-fig3]", "`utility-fig2`", "`accordion-table1`")]
+    assert places == sorted(places)
+    assert text.index("## Not run yet") < text.index("`accordion-table1`") < text.index("## Cannot be shown here")
     assert {row["name"] for row in rows} == artefacts().keys()
     (sketch,) = [row for row in rows if row["name"] == "utility-fig1"]
     assert "it is a sketch" in sketch["why"]
@@ -346,8 +387,8 @@ def test_the_page_tells_what_decides_and_the_csv_all_rows() -> None:
     ]
     about = {"command": "hvdcomp reproduce utility-fig2", "commit": "abc"}
     text = page({"utility-fig2": Outcome(name="utility-fig2", rows=rows, about=about)})
-    assert " | main | 1 | 2 |" in text
-    assert " | unsure | 1 | 2 ± 3 (open) |" in text
+    assert " | main | 1 | 2 | - |" in text
+    assert " | unsure | 1 | 2 ± 3 (open) | - |" in text
     assert not any(f" | {what} | " in text for what in ("lost", "beside", "held"))
     found = {"utility-fig2": Outcome(name="utility-fig2", rows=rows[2:], about=about)}
     assert re.search(r"\(reproduction/utility-fig2.json\) \| 1 \| 1 \| 0 \|$", page(found), re.MULTILINE)
@@ -355,6 +396,40 @@ def test_the_page_tells_what_decides_and_the_csv_all_rows() -> None:
     assert [row["what"] for row in told] == ["lost", "beside", "held"]
     assert told[1]["note"] == "the control: levels=1|4"
     assert told[0]["command"] == about["command"]
+
+
+def test_the_page_counts_distinct_trainings() -> None:
+    """Three results of two comparisons are no three findings."""
+    pairs = ("images a", "images b"), ("images c|d", "images b")
+    rows = [Row(what="a", ours=-1.0, half=0.5, more_than=-1.0, trainings=pair) for pair in pairs]
+    names = {"accordion-fig1": rows[:1], "accordion-fig2": rows[:1], "accordion-table1": rows}
+    text = page({name: Outcome(name=name, rows=found) for name, found in names.items()})
+    assert "These 4 rows rest on 2 comparisons of 3 distinct trainings of 1 network." in text
+    assert re.search(r"^\| Agarwal et al. 2021, Accordion .* \| 3 \|$", text, re.MULTILINE)
+    section = text[text.index("## Not confirmed by a small training") : text.index("## Not run yet")]
+    numbers = [line.split(" | ")[-1].rstrip(" |") for line in section.splitlines() if "-1 ± 0.50 (open)" in line]
+    assert numbers == ["1", "2", "1", "1"], "in the order of the papers"
+    assert "| 2 | `images c\\|d` | `images b` |" in text
+    assert "Agarwal et al. 2022" in text
+    told = list(csv.DictReader(io.StringIO(rows_as_csv({"accordion-fig1": Outcome(name="a", rows=rows)}))))
+    assert told[0]["trainings"] == "images a; images b"
+
+
+def test_stored_rows_are_judged_by_their_labels() -> None:
+    """What is written beside a number is what it was judged by."""
+    labels = 0
+    for file in sorted((Path(__file__).parents[3] / "docs" / "reproduction").glob("*.json")):
+        for row in read(file).rows:
+            if (lost := re.search(r"no more than ([\d.]+) lost", row.what)) is None:
+                continue
+            assert row.ours is not None
+            assert row.half is not None
+            labels += 1
+            least, most = row.ours - row.half + float(lost[1]), row.ours + row.half + float(lost[1])
+            assert (row.holds, row.open) == (
+                (True, False) if least > 0 else (False, False) if most < 0 else (None, True)
+            )
+    assert labels > 30
 
 
 def test_the_page_has_each_control_once() -> None:
@@ -376,6 +451,12 @@ def test_the_page_in_docs_is_that_of_the_results_beside_it() -> None:
     docs = Path(__file__).parents[3] / "docs"
     found = {file.stem: read(file) for file in sorted((docs / "reproduction").glob("*.json"))}
     assert found.keys() <= artefacts().keys()
+    for name, outcome in found.items():
+        stored = json.loads((docs / "reproduction" / f"{name}.json").read_text())
+        assert stored["verdict"] == outcome.verdict
+        answers = [(row["holds"], row["open"]) for row in stored["rows"]]
+        assert answers == [(row.holds, row.open) for row in outcome.rows]
+        assert all(row.trainings for row in outcome.rows if row.half is not None)
     assert (docs / "reproduction.md").read_text() == page(found)
     assert (docs / "reproduction.csv").read_text() == rows_as_csv(found)
 
