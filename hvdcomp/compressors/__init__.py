@@ -8,7 +8,7 @@ from hvdcomp.compressors.bucket import BUCKET_BYTES, LEAST_BYTES, least_early_by
 from hvdcomp.compressors.casts import NoCompression
 from hvdcomp.compressors.evidence import OPTIMIZERS, lost_with
 from hvdcomp.compressors.evidence import in_words as evidence_in_words
-from hvdcomp.compressors.first import FIRST, first_to_try
+from hvdcomp.compressors.first import FIRST, RECOMMENDED, first_to_try
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.compressors.routing import Router
@@ -39,6 +39,7 @@ __all__ = [
     "LEAST_BYTES",
     "MEMORIES",
     "OPTIMIZERS",
+    "RECOMMENDED",
     "Compressor",
     "NoCompression",
     "TensorInfo",

@@ -9,6 +9,9 @@ FIRST: dict[str, tuple[str, ...]] = {
 }
 """Specs by optimizer. The first of each is the one to begin with: it did not raise the loss."""
 
+RECOMMENDED: tuple[str, ...] = tuple(dict.fromkeys(spec for specs in FIRST.values() for spec in specs))
+"""All of these specs, which `hvdcomp calibrate` and `hvdcomp profile` measure, so that every advice knows them."""
+
 
 def first_to_try() -> str:
     """The methods to try first, as a sentence."""

@@ -107,6 +107,11 @@ class Advice:
     error: float = 0.0
     least_factor: float | None = None
 
+    def beaten_by(self, spec: str) -> tuple[str, ...]:
+        """The methods of `FREE` than which a method is faster by more than the model's error."""
+        own = self.methods[spec].step_s
+        return tuple(free for free in FREE if self.methods[free].step_s / own - 1 >= self.error)
+
 
 class Adviser:
     """Answers questions about one model of a calibration.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdcomp.arrays.types import dtype_bytes
-from hvdcomp.compressors import TensorInfo
+from hvdcomp.compressors import FIRST, TensorInfo
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import SpecError
 from hvdcomp.files import parse_json, replace_text
@@ -25,6 +25,9 @@ from hvdcomp.perfmodel.shapes import MODELS, tensors_of
 
 FORMAT = "hvdcomp-calibration"
 VERSION = 1
+OTHER = "other"
+"""The optimizer's kind in a calibration, if the measured trainings (`hvdcomp.compressors.evidence`) have no such."""
+_OPTIMIZERS = (*FIRST, OTHER)
 _PRESETS = Path(__file__).with_name("presets")
 
 
@@ -42,6 +45,8 @@ class ModelFacts:
         shapes: name of the model in `hvdcomp.perfmodel.shapes`, or None.
         sources: source of the numbers, by field.
         estimated: names of fields that were estimated, as `sources` says, and not measured.
+        optimizer: kind of the training's optimizer, as in `hvdcomp.compressors.evidence`, or `OTHER`; None if the
+            numbers are not of a user's training.
     """
 
     tensors: tuple[TensorInfo, ...]
@@ -51,6 +56,7 @@ class ModelFacts:
     shapes: str | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
     estimated: tuple[str, ...] = ()
+    optimizer: str | None = None
 
 
 @dataclass(frozen=True)
@@ -279,9 +285,17 @@ def _model(fields: Fields) -> ModelFacts:
         shapes=shapes,
         sources=fields.section("sources", optional=True).texts(),
         estimated=tuple(fields.list_of_texts("estimated")),
+        optimizer=_optimizer(fields),
     )
     fields.finish()
     return facts
+
+
+def _optimizer(fields: Fields) -> str | None:
+    optimizer = fields.text("optimizer", "") or None
+    if optimizer not in (None, *_OPTIMIZERS):
+        raise fields.error(f"{optimizer!r} is not known; there are: {', '.join(_OPTIMIZERS)}", "optimizer")
+    return optimizer
 
 
 def _ready(fields: Fields) -> tuple[tuple[float, float], ...]:
@@ -345,6 +359,7 @@ def _model_as_json(facts: ModelFacts) -> dict[str, Any]:
         **({} if compute.hides == 1 else {"hides": compute.hides}),
         "bucket_bytes": facts.bucket_bytes,
         **({} if facts.early_bytes is None else {"early_bytes": facts.early_bytes}),
+        **({} if facts.optimizer is None else {"optimizer": facts.optimizer}),
         "sources": dict(facts.sources),
         "estimated": list(facts.estimated),
         "encode": {

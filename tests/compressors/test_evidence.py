@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hvdcomp.compressors import COMPRESSORS as COMPRESSOR_NAMES
 from hvdcomp.compressors import evidence
 from hvdcomp.compressors.evidence import DIVERGED, Evidence, in_words, lost_with, measured_specs
-from hvdcomp.compressors.first import FIRST
+from hvdcomp.compressors.first import FIRST, RECOMMENDED
 from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.tools.commands.advise import HARMLESS
+from hvdcomp.tools.commands.calibrate import COMPRESSORS
+from hvdcomp.tools.commands.calibrate import command as calibrate
+from hvdcomp.tools.commands.profile import command as profile
 from tests.loaded import load_benchmark
+from tests.readme import README
 
 FILE = Path(evidence.__file__).with_name("evidence.json")
 
@@ -33,6 +40,26 @@ def test_all_specs_are_spelt_as_compressors_print() -> None:
 def test_what_to_try_first_was_measured() -> None:
     for optimizer, specs in FIRST.items():
         assert all(lost_with(parse_compressor(spec), optimizer) is not None for spec in specs)
+
+
+def test_what_is_recommended_is_measured_unless_others_are_named() -> None:
+    """Else `auto` and `advise` leave out, for want of an encode time, the very methods to begin with."""
+    assert set(RECOMMENDED) == {spec for specs in FIRST.values() for spec in specs} <= set(COMPRESSORS)
+    assert len(set(COMPRESSORS)) == len(COMPRESSORS)
+    for command in (calibrate, profile):
+        (option,) = (option for option in command.params if option.name == "specs")
+        assert option.default == COMPRESSORS
+    for optimizer in FIRST:
+        lost = [lost_with(parse_compressor(spec), optimizer) for spec in COMPRESSORS if spec != "fp16"]
+        assert any(one is not None and one <= HARMLESS for one in lost), f"auto:loss=0.02 proposes none for {optimizer}"
+
+
+def test_what_the_readme_tells_to_begin_with_is_measured_and_recommended() -> None:
+    table = README.read_text(encoding="utf-8").partition("<!-- which method -->")[2].partition("\n\n")[0]
+    named = re.findall(r"`([^`]+)`", "".join(row.split("|")[2] for row in table.strip().splitlines()))
+    specs = [spec for spec in named if spec.partition(":")[0] in COMPRESSOR_NAMES]
+    assert len(specs) >= 5
+    assert set(RECOMMENDED) <= set(specs) <= set(COMPRESSORS)
 
 
 @pytest.fixture

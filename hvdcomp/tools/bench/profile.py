@@ -18,7 +18,7 @@ from hvdcomp.communicators import Communicator
 from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.exchange import Engine
 from hvdcomp.perfmodel.advice import Adviser
-from hvdcomp.perfmodel.calibration import ModelFacts
+from hvdcomp.perfmodel.calibration import OTHER, ModelFacts
 from hvdcomp.perfmodel.compute import Compute
 from hvdcomp.perfmodel.exchanges import exchange_of
 from hvdcomp.perfmodel.predict import UNCOMPRESSED, Setting
@@ -123,6 +123,7 @@ def profile(
         early_bytes=carrier.early_bytes_of(workload),
         sources={"hides": "assumed: all that can be sent during the backward pass hides behind it"},
         estimated=("hides",),
+        optimizer=watched.optimizer or OTHER,
     )
     calibrated = put_together(name, SOURCE, probe, {MODEL: facts}, readings, carrier, device)
     adviser = Adviser(calibrated.calibration)

@@ -15,18 +15,21 @@ from click.core import ParameterSource
 from rich.table import Table
 from rich.text import Text
 
-from hvdcomp.compressors import BUCKET_BYTES, Compressor, evidence_in_words, first_to_try
+from hvdcomp.compressors import BUCKET_BYTES, Compressor, evidence_in_words, first_to_try, lost_with
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import SpecError
 from hvdcomp.files import csv_of
 from hvdcomp.perfmodel import CalibrationError, Setting, load, presets
 from hvdcomp.perfmodel.advice import FREE, UNCOMPRESSED, Advice, Adviser, Method
+from hvdcomp.perfmodel.calibration import OTHER
 from hvdcomp.perfmodel.count import BATCHES, RATES, WORLD_SIZES, counts, setups
 from hvdcomp.perfmodel.rates import GBPS, parse_gbps
 from hvdcomp.perfmodel.sweep import AXES, Sweep, parse_axis, sweep
 from hvdcomp.tools.terminal import fits, make_console, make_table, print_table
 
 _PRESET = "v100-p3.8xlarge"
+HARMLESS = 0.02
+"""Largest relative loss of quality, in hvdcomp's own trainings, of a method that is recommended first."""
 _LISTED = 4  # specs in a sentence
 _LESS_NEEDED = ("kept", "dense", "latency", "compute", "limited", "network", "encode")
 """Columns that a console too narrow for all goes without, these first."""
@@ -203,6 +206,7 @@ def _report(
     linear = (compute.forward_s or 0.0) + compute.backward_s
     linear *= float(compute.share(setting.batch_size))
     bytes_per_s = adviser.bytes_per_s if setting.bytes_per_s is None else setting.bytes_per_s
+    backend = adviser.calibration.machine.get("backend")
     report: dict[str, Any] = {
         "calibration": adviser.calibration.name,
         "model": adviser.model,
@@ -222,7 +226,11 @@ def _report(
         "gain_over_free_percent": None,
         "gain_over_dense_percent": None,
         "error_percent": 100 * advice.error,
-        "to_type": lines_to_type(advice.take, adviser.calibration.machine.get("backend")),
+        "beaten": [],
+        "to_type": lines_to_type(advice.take, backend),
+        "or_type": {},
+        "optimizer": adviser.facts.optimizer,
+        "to_begin_with": [],
         "least_compression_factor": advice.least_factor,
         "notes": notes + _notes(adviser, advice),
     }
@@ -230,6 +238,11 @@ def _report(
         best, free = advice.methods[advice.winner].step_s, advice.methods[advice.free].step_s
         report["gain_over_free_percent"] = 100 * (free / best - 1)
         report["gain_over_dense_percent"] = 100 * (dense.step_s / best - 1)
+        report["beaten"] = list(advice.beaten_by(advice.winner))
+        if advice.take != advice.winner and UNCOMPRESSED in report["beaten"]:
+            report["or_type"] = lines_to_type(advice.winner, backend)
+        if adviser.facts.optimizer is not None:
+            report["to_begin_with"] = to_begin_with(adviser, advice)
     if swept is not None:
         report["sweep"] = {
             "axis": swept.axis,
@@ -239,6 +252,50 @@ def _report(
             "least_compression_factor": _rounded(swept.least_factor),
         }
     return report
+
+
+def to_begin_with(adviser: Adviser, advice: Advice) -> list[str]:
+    """The method to use first, in sentences: the fastest of those that did no harm in hvdcomp's own trainings.
+
+    Args:
+        adviser: knows the compressors, and the training's optimizer.
+        advice: the adviser's, for several ranks.
+    """
+    optimizer = None if adviser.facts.optimizer == OTHER else adviser.facts.optimizer
+    harmless = []
+    for method in advice.methods.values():
+        lost = lost_with(adviser.compressors[method.spec], optimizer)
+        if lost is not None and lost <= HARMLESS and method.spec not in FREE:
+            harmless.append(method)
+    best = min(harmless, key=lambda method: method.step_s, default=None)
+    trainings = f"with {optimizer}" if optimizer else "with SGD and with Adam"
+    methods = f"Of the methods that lost at most {HARMLESS:.0%} {trainings} in hvdcomp's own trainings,"
+    if best is None:
+        return [f"{methods} none is compared here: name some with --compressor, such as int4 or powersgd:rank=4."]
+
+    def lead_over(spec: str) -> str:
+        return f"{advice.methods[spec].step_s / best.step_s:.1f} times as fast as {_called(spec)}"
+
+    def lines(spec: str) -> list[str]:
+        return list(lines_to_type(spec, adviser.calibration.machine.get("backend")).values())
+
+    assert advice.free is not None
+    beaten, error = advice.beaten_by(best.spec), f"the model's error of {100 * advice.error:.1f}%"
+    if set(beaten) == set(FREE):
+        line = f"{methods} {best.spec} is the fastest, {lead_over(advice.free)}. Begin with:"
+        return [line, *lines(best.spec)]
+    if UNCOMPRESSED in beaten:
+        line = (
+            f"{methods} {best.spec} is the fastest: {lead_over(UNCOMPRESSED)}, but not told apart from {advice.free} "
+            f"within {error}. Try both:"
+        )
+        return [line, *lines(best.spec), *lines(advice.free)]
+    free = _called(advice.free)
+    return [f"{methods} none is faster than {free} by more than {error}: begin with {free}."]
+
+
+def _called(spec: str) -> str:
+    return "dense" if spec == UNCOMPRESSED else spec
 
 
 def _add_local_steps(report: dict[str, Any], adviser: Adviser, setting: Setting, every: int) -> None:
@@ -412,13 +469,18 @@ def _conclusions(report: dict[str, Any]) -> list[str]:
     over_free, over_dense = (1 + report[f"gain_over_{base}_percent"] / 100 for base in ("free", "dense"))
     beside_free = "" if free in (winner, UNCOMPRESSED) else f", {_as_fast(over_free)} {free}"
     lines = [f"Fastest: {winner}{'' if winner == UNCOMPRESSED else f', {_as_fast(over_dense)} dense'}{beside_free}."]
-    lead = f"Its lead over {'dense' if free == UNCOMPRESSED else free}, which is free, is"
+    lead = f"Its lead over {_called(free)}, which is free, is"
     if set(report["methods"]) <= set(FREE):
         lines.append("No compressor was compared: name some with --compressor.")
     elif winner == UNCOMPRESSED:
         lines.append("Use it: compression does not pay here.")
     elif winner == free:
         lines.append("Use it: it needs no encoding, and no compressor is faster.")
+    elif take == free and UNCOMPRESSED in report["beaten"]:
+        lines.append(
+            f"It is faster than dense by more than the model's error of {error}, but not told apart from {free}: try "
+            f"both. {free} needs no encoding."
+        )
     elif take == free:
         lines.append(f"{lead} within the model's error of {error}: use {free}.")
     else:
@@ -427,12 +489,17 @@ def _conclusions(report: dict[str, Any]) -> list[str]:
             lines.append("Its encode time is an estimate: measure it first, with hvdcomp calibrate.")
     if report["alike"]:
         lines.append(f"As fast as {take} within the model's error of {error}: {_listed(report['alike'])}.")
-    lines += [f"In your code, for {_LIBRARIES[name]}: {line}" for name, line in report["to_type"].items()]
+    for to_type in (report["to_type"], report["or_type"]):
+        lines += [f"In your code, for {_LIBRARIES[name]}: {line}" for name, line in to_type.items()]
     if take != UNCOMPRESSED:
         lines.append("The model does not predict accuracy: compare it with dense in a short training.")
-        if take not in FREE:
-            lines.append(evidence_in_words(parse_compressor(take)))
-            lines.append(_kept(parse_compressor(take), report["methods"][take]["kept_bytes_per_parameter"]))
+        if (compressed := winner if report["or_type"] else take) not in FREE:
+            lines.append(evidence_in_words(parse_compressor(compressed)))
+            kept = report["methods"][compressed]["kept_bytes_per_parameter"]
+            lines.append(_kept(parse_compressor(compressed), kept))
+    if report["to_begin_with"]:
+        lines += report["to_begin_with"]
+    elif take != UNCOMPRESSED:
         lines.append(first_to_try())
     factor = report["least_compression_factor"]
     ideal = "an ideal compressor (no encode time, fully overlapped with the backward pass)"

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hvdcomp.communicators import allow_process_sets
+from hvdcomp.compressors import RECOMMENDED
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.tools.bench.models import TIMED
@@ -30,20 +31,18 @@ if TYPE_CHECKING:
     from hvdcomp.tools.bench.calibrate import Calibrated
     from hvdcomp.tools.bench.levels import Levels
 
-COMPRESSORS = (
-    "fp16",
+_WELL_KNOWN = (
     "topk:ratio=0.01",
     "mstopk:ratio=0.01",
     "dgc:ratio=0.01",
     "randomk:ratio=0.01",
-    "efsignsgd",
     "efsignsgd:exchange=scatter",
     "signsgd",
     "qsgd:bits=4",
     "qsgd:bits=4,exchange=scatter",
-    "int8",
-    "powersgd:rank=4",
 )
+COMPRESSORS = ("fp16", *RECOMMENDED, *_WELL_KNOWN)
+"""The methods that are measured unless others are named: all that are recommended, and others to compare with."""
 DEVICES = ("auto", "cpu", "cuda")
 TWO_LEVELS = ("two_level(qsgd:bits=4)", "two_level(topk:ratio=0.01)")
 _START = (

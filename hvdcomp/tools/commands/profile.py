@@ -16,12 +16,10 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from hvdcomp.communicators import allow_process_sets
-from hvdcomp.compressors import FIRST, lost_with
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.kernels import cuda
-from hvdcomp.perfmodel.advice import FREE
-from hvdcomp.tools.commands.advise import lines_to_type, show_advice
+from hvdcomp.tools.commands.advise import show_advice
 from hvdcomp.tools.commands.calibrate import COMPRESSORS, check_writable
 from hvdcomp.tools.terminal import make_console, make_table, print_table
 from hvdcomp.tools.train import beforehand, environment
@@ -30,15 +28,11 @@ from hvdcomp.tools.train.options import SetupError
 from hvdcomp.tools.train.ranks import RunRefused
 
 if TYPE_CHECKING:
-    from hvdcomp.perfmodel import Advice, Adviser
     from hvdcomp.tools.bench.profile import Profiled
     from hvdcomp.tools.bench.watched import Watched
     from hvdcomp.tools.train.ranks import Ranks
 
 _WARM_UP = 10
-HARMLESS = 0.02
-"""Largest relative loss of quality, in hvdcomp's own trainings, of a method that is recommended first."""
-METHODS = tuple(dict.fromkeys([*COMPRESSORS, *(spec for specs in FIRST.values() for spec in specs)]))
 _START = "torchrun --nproc-per-node 2 -m hvdcomp profile train.py, or horovodrun -np 2 hvdcomp profile train.py"
 
 
@@ -59,8 +53,8 @@ _START = "torchrun --nproc-per-node 2 -m hvdcomp profile train.py, or horovodrun
     "specs",
     multiple=True,
     metavar="SPEC",
-    default=METHODS,
-    show_default=", ".join(METHODS),
+    default=COMPRESSORS,
+    show_default=", ".join(COMPRESSORS),
     help="Compressor to measure; repeatable.",
 )
 @click.option(
@@ -204,42 +198,11 @@ def _measure(watched: Watched, compressors: list[Any], seconds: float, output: P
         save(profiled.calibrated.calibration, output)
         print_profile(watched, profiled, make_console())
         adviser, setting = Adviser(profiled.calibrated.calibration), Setting(ranks.size)
-        advice = adviser.advise(setting)
-        show_advice(adviser, setting, advice)
-        for line in to_begin_with(adviser, advice, watched.optimizer):
-            click.echo(line)
+        show_advice(adviser, setting, adviser.advise(setting))
         click.echo(f"Wrote {output}. For other ranks or rates: hvdcomp advise --calibration {output} --world-size 16")
     if not go_on:
         ranks.leave(0)
         raise SystemExit(0)
-
-
-def to_begin_with(adviser: Adviser, advice: Advice, optimizer: str | None) -> list[str]:
-    """The method to use first, in sentences: the fastest of those that did no harm in hvdcomp's own trainings.
-
-    Args:
-        adviser: knows the compressors.
-        advice: the adviser's, for several ranks.
-        optimizer: as in `Watched`.
-    """
-    assert advice.free is not None
-    free = advice.methods[advice.free]
-    lost = {spec: lost_with(adviser.compressors[spec], optimizer) for spec in advice.methods}
-    harmless = [
-        method
-        for method in advice.methods.values()
-        if (loss := lost[method.spec]) is not None and loss <= HARMLESS and method.spec not in FREE
-    ]
-    best = min(harmless, key=lambda method: method.step_s, default=None)
-    trainings = f"with {optimizer}" if optimizer else "with SGD and with Adam"
-    methods = f"Of the methods that lost at most {HARMLESS:.0%} {trainings} in hvdcomp's own trainings,"
-    if best is None:
-        return [f"{methods} none was measured here: name some with --compressor, such as int4 or powersgd:rank=4."]
-    if free.step_s / best.step_s - 1 < advice.error:
-        return [f"{methods} none is faster than {free.spec} by more than the model's error: begin with {free.spec}."]
-    lead = f"{free.step_s / best.step_s:.1f} times as fast as {free.spec}"
-    line = f"{methods} {best.spec} is the fastest, {lead}. Begin with:"
-    return [line, *lines_to_type(best.spec, adviser.calibration.machine.get("backend")).values()]
 
 
 def _backend() -> str:

@@ -44,8 +44,8 @@ def command(
     """Reproduce a published table or figure, and print it beside the published values.
 
     Without a NAME, list all tables and figures, or with --quick reproduce all. The name of a paper (accordion, utility,
-    bagpipe, gravac) means all its tables and figures. The verdict is one of: does not hold here, not confirmed, in part,
-    as published, cannot be shown here.
+    bagpipe, gravac) means all its tables and figures. The verdict is one of: does not hold here, not confirmed, in
+    part, as published, cannot be shown here.
     """
     console = make_console()
     if epochs and data is None:

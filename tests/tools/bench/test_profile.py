@@ -22,7 +22,8 @@ from hvdcomp.tools.bench.profile import _dense
 from hvdcomp.tools.bench.watched import BACKWARD, EXCHANGE, FORWARD, OPTIMIZER, Watch, Watched
 from hvdcomp.tools.bench.workload import Workload
 from hvdcomp.tools.commands.advise import command as advise
-from hvdcomp.tools.commands.profile import command, to_begin_with
+from hvdcomp.tools.commands.advise import to_begin_with
+from hvdcomp.tools.commands.profile import command
 from hvdcomp.tools.train.options import SetupError, TrainingOptions
 from hvdcomp.tools.train.simulation import on_simulated_ranks
 from tests.harness import CountingCommunicator
@@ -222,14 +223,15 @@ def test_a_training_in_distributed_data_parallel_goes_on_as_if_it_had_not_been_p
     encode = {spec: EncodeTime(seconds) for spec, seconds in times.items()}
     compute = replace(facts.compute, encode=encode)
     slow = replace(calibration, noise=0.0, models={"training": replace(facts, compute=compute)})
+    assert facts.optimizer == "Adam"
     adviser = Adviser(slow)
-    advice = adviser.advise(Setting(2))
-    with_adam = to_begin_with(adviser, advice, "Adam")
+    with_adam = to_begin_with(adviser, adviser.advise(Setting(2)))
     # Gathered, or scattered where that was measured too.
     best = r"in hvdcomp's own trainings, (int8(?::exchange=scatter)?) is the fastest"
     (found,) = re.findall(f"lost at most 2% with Adam {best}", with_adam[0])
     assert f"from_spec('{found}')" in with_adam[1]
-    with_sgd = to_begin_with(adviser, advice, "SGD")
+    adviser = Adviser(replace(slow, models={"training": replace(slow.models["training"], optimizer="SGD")}))
+    with_sgd = to_begin_with(adviser, adviser.advise(Setting(2)))
     assert re.search(f"with SGD {best}", with_sgd[0]), "topk costs more than that with SGD"
 
 
