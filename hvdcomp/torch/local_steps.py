@@ -107,7 +107,9 @@ class LocalSteps(torch.optim.Optimizer):
         communicator: Ranks | None = None,
     ) -> None:
         _check(optimizer, outer_lr, outer_momentum)
-        sizes = [parameter.numel() for group in optimizer.param_groups for parameter in group["params"]]
+        # Those that the ranks exchange; the binding refuses later ones on every rank.
+        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        sizes = [parameter.numel() for parameter in self._parameters]
         self._auto = parse(every, {AutoRounds.name: AutoRounds}, "round length") if isinstance(every, str) else None
         first = every if self._auto is None else self._auto.start
         self._rounds = Rounds(first, fragments, delay, local_share)  # type: ignore[arg-type]
@@ -131,7 +133,7 @@ class LocalSteps(torch.optim.Optimizer):
         self._sent: Sent | None = None
         self._timed_from: tuple[float, int] | None = None  # seconds, and steps of the round by then
         self._anchored = False  # whether the anchors are the weights of the latest exchange
-        anchors = [parameter.detach().clone() for parameter in self._parameters()]
+        anchors = [parameter.detach().clone() for parameter in self._parameters]
         self.outer = torch.optim.SGD(
             anchors, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov and outer_momentum > 0
         )
@@ -208,7 +210,7 @@ class LocalSteps(torch.optim.Optimizer):
         if found_inf is not None and found_inf.item():
             return False
         if scale is not None:
-            gradients = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
+            gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
             torch._foreach_mul_(gradients, 1 / scale.item())
         return True
 
@@ -229,13 +231,13 @@ class LocalSteps(torch.optim.Optimizer):
     def outer_weights(self) -> Iterator[None]:
         """A context in which the model has the outer weights: those of each parameter's latest exchange, the same on
         all ranks. For evaluating and publishing the model; no step is allowed inside."""
-        own = [parameter.detach().clone() for parameter in self._parameters()]
+        own = [parameter.detach().clone() for parameter in self._parameters]
         if self._anchored:
-            put(self._parameters(), self._anchors())
+            put(self._parameters, self._anchors())
         try:
             yield
         finally:
-            put(self._parameters(), own)
+            put(self._parameters, own)
 
     def _send(self, places: list[int], background: bool) -> None:
         assert self._binding is not None
@@ -252,7 +254,7 @@ class LocalSteps(torch.optim.Optimizer):
         assert self._binding is not None
         self._sent = None
         means = self._binding.receive()
-        anchors, parameters = self._anchors(), self._parameters()
+        anchors, parameters = self._anchors(), self._parameters
         for place, mean in zip(places, means, strict=True):
             anchors[place].grad = mean
         self.outer.step()  # skips parameters without a gradient
@@ -291,7 +293,7 @@ class LocalSteps(torch.optim.Optimizer):
             binding.follow_ranks()
         if not binding.has_begun:
             if not self._anchored:  # weights may have been loaded since __init__
-                put(self._anchors(), self._parameters())
+                put(self._anchors(), self._parameters)
                 self._anchored = True
             outer = self.outer.param_groups[0]
             self._settings |= {
@@ -366,7 +368,7 @@ class LocalSteps(torch.optim.Optimizer):
         model keeps its weights. The state of the compression is left to the caller."""
         self._load(state_dict, lambda _: None)
         if self._anchored:
-            put(self._parameters(), self._anchors())
+            put(self._parameters, self._anchors())
             for moved in () if self._sent is None else self._sent.moved:
                 moved.zero_()
 
@@ -407,9 +409,6 @@ class LocalSteps(torch.optim.Optimizer):
 
     def _share_groups(self) -> None:
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
-
-    def _parameters(self) -> list[torch.Tensor]:
-        return [parameter for group in self.inner.param_groups for parameter in group["params"]]
 
     def _anchors(self) -> list[torch.Tensor]:
         anchors: list[torch.Tensor] = self.outer.param_groups[0]["params"]

@@ -168,6 +168,8 @@ class LocalStepsBinding(TorchTraining):
         return ranks.now() if isinstance(ranks, SimulatedCommunicator) else super().now()
 
     def facts(self) -> dict[str, Any]:
+        if (reason := self.reason_to_refuse()) is not None:
+            raise ConfigurationError(reason)
         return dict(self._settings)
 
     def trained(self) -> Set[str]:

@@ -476,6 +476,28 @@ def test_what_only_a_step_can_tell_is_refused_on_every_rank() -> None:
     assert "applies momentum itself" in _refused(lambda one: step(one, compression=Compression(DGC(ratio=0.1))))
 
 
+@pytest.mark.parametrize(("ranks", "error"), [((1,), RankMismatchError), ((0, 1), ConfigurationError)])
+def test_a_group_that_the_inner_optimizer_gets_before_the_first_step_is_refused_on_every_rank(
+    ranks: tuple[int, ...], error: type[Exception]
+) -> None:
+    told: dict[int, str] = {}
+
+    def step(communicator: SimulatedCommunicator) -> None:
+        model = Model()
+        inner = sgd(model)
+        optimizer = LocalSteps(inner, communicator=communicator)
+        if communicator.rank in ranks:
+            inner.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+        with optimizer.outer_weights():
+            assert model.vector.isfinite().all()
+        with pytest.raises(error) as refused:
+            advance(model, optimizer, communicator.rank, 1)
+        told[communicator.rank] = str(refused.value)
+
+    SimulatedGroup(2).run(step)
+    assert all("give the inner optimizer all groups before LocalSteps is made of it" in told[rank] for rank in (0, 1))
+
+
 def test_what_comes_too_late_is_refused() -> None:
     def work(communicator: SimulatedCommunicator) -> None:
         model = Model()

@@ -181,6 +181,14 @@ def case_ranks_that_were_told_different_things_are_refused() -> None:
         assert word in told, told
 
 
+def case_a_group_that_one_rank_adds_before_the_first_step_is_refused_on_all() -> None:
+    model, optimizer, scheduler = made()
+    if dist.get_rank() == 1:
+        optimizer.inner.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    told = raised(hvdcomp.RankMismatchError, lambda: train(model, optimizer, scheduler, own_generator()))
+    assert "all groups before LocalSteps is made" in told, told
+
+
 def case_shards_are_refused() -> None:
     model = fully_shard(small_model(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     inner = torch.optim.AdamW(model.parameters())

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from hvdcomp.errors import warn_alone
@@ -92,6 +92,8 @@ def _missing() -> tuple[str, str]:
             return f"Triton {installed} is installed, and {'.'.join(map(str, _OLDEST))} or later is needed", install
 
         from hvdcomp.kernels.cuda import language
+    except PackageNotFoundError:
+        return "Triton is not installed", install
     except ImportError as error:
         return str(error), install
     failure = "" if language.INTERPRETED or not torch.cuda.is_available() else _failure_of_loader(language.triton)

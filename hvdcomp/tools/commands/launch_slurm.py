@@ -66,7 +66,7 @@ def _setting(flag: str, help_text: str, kind: Any = str, **attributes: Any) -> C
 
 
 _SETTINGS = (
-    _setting("--name", "Name of the job: lower-case letters, digits, hyphens.", callback=checked(check_name)),
+    _setting("--name", "Name of the job: letters, digits, underscores, hyphens, dots.", callback=checked(check_name)),
     _setting("--ranks", "Processes of the job. [default: one for each task, or each GPU, of its nodes]", int),
     environment_option,
     backend_option,

@@ -32,7 +32,7 @@ HOROVOD_ON_GPUS = {"HOROVOD_ENABLE_ASYNC_COMPLETION": "1"}
 """Variables for Horovod's ranks with GPUs; a job's environment overrides them. Without this variable, Horovod's thread
 waits on the host for the GPU in each of its rounds."""
 
-DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
+_NAME = re.compile(r"[A-Za-z0-9_]([-.A-Za-z0-9_]*[A-Za-z0-9_])?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -41,7 +41,7 @@ class Job:
     """A program that runs on many ranks.
 
     Attributes:
-        name: a DNS-1123 label of at most 40 characters.
+        name: as `check_name` takes it; a scheduler may allow less.
         command: the program of each rank and its arguments; no shell interprets them.
         ranks: the number of processes; `hvd.size()` or `torch.distributed.get_world_size()` must equal it.
         environment: variables of every rank.
@@ -82,15 +82,15 @@ class Job:
 
 
 def check_name(name: str) -> None:
-    """Check a job's name.
+    """Check a job's name, which is also the beginning of file names.
 
     Raises:
-        ConfigurationError: the name is not a DNS-1123 label of at most 40 characters.
+        ConfigurationError: the name is too long, or has characters that a file name or a scheduler may not have.
     """
-    if not DNS_LABEL.fullmatch(name) or len(name) > NAME_LENGTH:
+    if not _NAME.fullmatch(name) or len(name) > NAME_LENGTH:
         raise ConfigurationError(
-            f"name: {name!r} is not a name for a job: use at most {NAME_LENGTH} lower-case letters, digits and "
-            "hyphens, with a letter or digit first and last"
+            f"name: {name!r} is not a name for a job: use at most {NAME_LENGTH} letters, digits, underscores, hyphens "
+            "and dots, without a hyphen or dot first or last"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import json
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from hvdcomp.kernels import cuda
 from hvdcomp.tools.commands import doctor
 from hvdcomp.tools.doctor import checks, gather
 from hvdcomp.tools.doctor.checks import find_problems, runs_on
@@ -382,6 +384,26 @@ def test_a_tensorflow_that_cannot_be_imported_is_shown_with_the_reason() -> None
 
 
 BROKEN = changed(bindings={"torch": HorovodBinding(error="undefined symbol: _ZN3c10")})
+
+
+def test_a_triton_that_is_not_installed_is_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+
+    def none(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(cuda, "version", none)
+    monkeypatch.setattr(cuda, "_missing", cuda._missing.__wrapped__)  # it remembers what it has found
+    assert cuda.why_not() == "Triton is not installed"
+    facts = dataclasses.replace(
+        HEALTHY,
+        torch=Torch("2.13.0", cuda="13.0", backends=("gloo",)),
+        gpus=(Gpu("H200", "9.0", "580"),),
+        device_kernels=DeviceKernels(None, cuda.why_not(), cuda.way_out()),
+    )
+    (found,) = checks.check_device_kernels(facts)
+    assert "on the host: Triton is not installed." in found.what
+    assert found.remedy.startswith("Install PyTorch")
 
 
 @pytest.mark.parametrize(("facts", "status"), [(HEALTHY, 0), (BROKEN, 1)])

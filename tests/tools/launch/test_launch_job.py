@@ -150,10 +150,12 @@ def test_ranks_may_follow_from_what_the_scheduler_is_told() -> None:
     ("values", "said"),
     [
         ({"name": ""}, "name: ''"),
-        ({"name": "Run"}, "name: 'Run' is not a name"),
-        ({"name": "a_b"}, "lower-case letters, digits and hyphens"),
-        ({"name": "-a"}, "letter or digit first and last"),
-        ({"name": "a-"}, "letter or digit first and last"),
+        ({"name": "a/b"}, "name: 'a/b' is not a name"),
+        ({"name": "a%j"}, "letters, digits, underscores, hyphens and dots"),
+        ({"name": "-a"}, "without a hyphen or dot first or last"),
+        ({"name": ".a"}, "without a hyphen or dot first or last"),
+        ({"name": "a-"}, "without a hyphen or dot first or last"),
+        ({"name": "ä"}, "name: 'ä' is not a name"),
         ({"name": "a\n"}, "name: 'a\\n'"),
         ({"name": "a" * 41}, "at most 40"),
         ({"command": ()}, "command: it is empty"),
@@ -187,6 +189,12 @@ def test_ranks_start_with_the_command_or_with_what_becomes_it() -> None:
 
 def test_the_longest_name_is_taken() -> None:
     assert Job(**{**JOB, "name": "0" + "a-" * 19 + "9"}).name.endswith("9")
+
+
+@pytest.mark.parametrize("name", ["my_run", "ResNet.50", "_", "run-1_b"])
+def test_names_need_not_be_host_names(name: str) -> None:
+    """Kubernetes alone makes host names of them."""
+    assert Job(**{**JOB, "name": name}).name == name
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,9 @@ SAVES = (*TRAIN, "--checkpoint-folder", "/checkpoints/mlp")
 @pytest.mark.parametrize(
     ("values", "said"),
     [
+        ({"name": "Run"}, "name: 'Run' is not a name for a job on Kubernetes"),
+        ({"name": "a_b"}, "lower-case letters, digits and hyphens"),
+        ({"name": "a.b"}, "letter or digit first and last"),
         ({"name": "4-ranks"}, "name: '4-ranks' must begin with a letter"),
         ({"image": ""}, "image: it is empty"),
         ({"image": "HVDCOMP"}, "image: 'HVDCOMP' is not an image's name"),

@@ -151,6 +151,12 @@ def test_what_is_not_said_of_nodes_follows_from_the_ranks(given: dict[str, Any],
     assert (options["nodes"], options["ntasks-per-node"], options["ntasks"]) == (nodes, tasks, str(given["ranks"]))
 
 
+def test_a_job_may_be_called_what_slurm_allows() -> None:
+    options = _options(batch_script(_job(name="My_run.1")))
+    assert options["job-name"] == "My_run.1"
+    assert options["output"].endswith("/My_run.1-%j.log")
+
+
 @pytest.mark.parametrize(
     ("flags", "ranks", "nodes", "tasks"),
     [

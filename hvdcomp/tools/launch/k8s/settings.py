@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Literal
 
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.tools.launch.job import DNS_LABEL, VARIABLE, Job, check_name
+from hvdcomp.tools.launch.job import NAME_LENGTH, VARIABLE, Job
 from hvdcomp.tools.launch.k8s.quantity import quantity
 from hvdcomp.tools.launch.promise import EXPECTED_SIZE
 from hvdcomp.tools.launch.rank import COMMAND
 
 HOST_NAME_LENGTH = 63
+_DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 
 _IMAGE = re.compile(
     r"(?:[a-zA-Z0-9](?:[-.a-zA-Z0-9]*[a-zA-Z0-9])?(?::[0-9]+)?/)?"  # registry, with its port
@@ -386,7 +387,11 @@ def check_job_name(name: str) -> None:
     Raises:
         ConfigurationError: it is not a name for a job, or not for a Service.
     """
-    check_name(name)
+    if not _DNS_LABEL.fullmatch(name) or len(name) > NAME_LENGTH:
+        raise ConfigurationError(
+            f"name: {name!r} is not a name for a job on Kubernetes, whose hosts are called after it: use at most "
+            f"{NAME_LENGTH} lower-case letters, digits and hyphens, with a letter or digit first and last"
+        )
     # The operator also creates a Service of this name, which must not begin with a digit (DNS-1035).
     if name[0].isdigit():
         raise ConfigurationError(f"name: {name!r} must begin with a letter: a Service has this name, too")
@@ -405,7 +410,7 @@ def check_namespace(namespace: str) -> None:
     Raises:
         ConfigurationError: it is not a DNS-1123 label.
     """
-    if not DNS_LABEL.fullmatch(namespace) or len(namespace) > 63:
+    if not _DNS_LABEL.fullmatch(namespace) or len(namespace) > 63:
         raise ConfigurationError(
             f"namespace: {namespace!r} is not a namespace: use at most 63 lower-case letters, digits and hyphens"
         )
