@@ -100,8 +100,8 @@ def page(outcomes: Mapping[str, Outcome]) -> str:
             deciding = [row for name in names for row in _deciding(outcomes[name])]
             lines += [f"{_INTRODUCED[verdict]} {_resting_on(deciding)}".strip(), ""]
             head = "| result | the paper shows | claim | published | found | comparison |"
-            lines += [head, "|---|---|---|--:|--:|--:|"]
-            lines += [line for name in names for line in _decided(artefacts()[name], outcomes[name], numbers)]
+            decided = [line for name in names for line in _decided(artefacts()[name], outcomes[name], numbers)]
+            lines += _marked(verdict, [head, "|---|---|---|--:|--:|--:|", *decided])
         elif verdict == IN_PART:
             lines += ["| result | rows that hold | do not | open |", "|---|--:|--:|--:|"]
             lines += [_summed(outcomes[name]) for name in names]
@@ -148,8 +148,12 @@ def _beside_controls(outcomes: Mapping[str, Outcome]) -> list[str]:
         f"With as many floats (within {_MOST_BESIDE} %) a policy is {counts}; in the others the interval holds 0. A "
         "control that sends more or fewer is not counted."
     )
-    table = ["<!-- made: controls -->", *head, *lines, "<!-- end of controls -->"]
-    return ["## Policies beside their controls", "", said, "", *table]
+    return ["## Policies beside their controls", "", said, "", *_marked("controls", [*head, *lines])]
+
+
+def _marked(name: str, table: Sequence[str]) -> list[str]:
+    """A table between marks: a test that limits the words of a page does not count it."""
+    return [f"<!-- made: {name} -->", *table, f"<!-- end of {name} -->"]
 
 
 def _percent(row: Row) -> int:
@@ -227,7 +231,7 @@ def _comparisons(numbers: Mapping[tuple[str, ...], int]) -> list[str]:
         return []
     lines = [_line(str(at), f"`{pair[0]}`", *(f"`{other}`" for other in pair[1:])) for pair, at in numbers.items()]
     head = ["| comparison | training | beside |", "|--:|---|---|"]
-    return ["## The comparisons", "", _OF_COMPARISONS, "", *head, *lines, ""]
+    return ["## The comparisons", "", _OF_COMPARISONS, "", *_marked("comparisons", [*head, *lines]), ""]
 
 
 def _summed(outcome: Outcome) -> str:
