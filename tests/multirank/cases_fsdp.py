@@ -97,6 +97,69 @@ def case_none_gives_what_hsdp_gives() -> None:
     torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-5, atol=1e-7)
 
 
+def divide_by(model: Any, factor: float | None) -> None:
+    """`set_gradient_divide_factor` of all modules, as torchtitan calls it."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and factor is not None:
+            module.set_gradient_divide_factor(factor)
+            # Gloo has no reduce-scatter that multiplies. (PyTorch divides twice by the factor if one rank has it all.)
+            module.set_force_sum_reduction_for_comms(dist.get_world_size() > 2)
+
+
+def case_the_users_divisor_gives_what_hsdp_gives() -> None:
+    for factor in (None, 1.0, 7.0):
+        passes: list[list[torch.Tensor]] = []
+        for ours in (True, False):
+            mesh, generator = mesh_of_ranks(), own_generator()
+            model = sharded(mesh["shard"] if ours else mesh)
+            if ours:
+                hvdcomp.fsdp.register(model, hvdcomp.Compression.from_spec("none"), mesh["replicate"])
+            divide_by(model, factor)
+            passes.append([])
+            for _ in range(4):  # adds to gradients that are exchanged already
+                plain_loss(model, *batch(generator), 0).backward()
+                passes[-1].append(torch.cat([one.grad.full_tensor().reshape(-1) for one in model.parameters()]))
+        if factor != 7.0:
+            assert torch.equal(passes[0][0], passes[1][0]), factor  # what follows is rounded otherwise
+        torch.testing.assert_close(*passes, rtol=1e-5, atol=1e-6)
+
+
+def case_residuals_follow_the_users_divisor() -> None:
+    """What was sent and what is left are together what there was, in sums over all ranks, whatever these are divided
+    by, and so in a training that goes on from a checkpoint with another divisor."""
+    ranks, mesh = dist.get_world_size(), mesh_of_ranks()
+
+    def made() -> tuple[Any, hvdcomp.Compression]:
+        torch.manual_seed(7)
+        model = fully_shard(torch.nn.Linear(64, 64, bias=False), mesh=mesh["shard"])
+        how = hvdcomp.Compression.from_spec("topk:ratio=0.1", memory="error_feedback")
+        hvdcomp.fsdp.register(model, how, mesh["replicate"])
+        return model, how
+
+    model, how = made()
+    generator, there, sent = own_generator(), torch.zeros(64), torch.zeros(64, 64)
+    for step, factor in enumerate((None, 1.0, 1.0, 7.0, 0.5)):
+        divide_by(model, factor)
+        if step == 3:
+            state = how.state_dict()
+            model, how = made()
+            divide_by(model, factor)
+            how.load_state_dict(state)
+        model.zero_grad()
+        inputs = torch.randn(8, 64, generator=generator)
+        model(inputs).sum().backward()
+        there += inputs.sum(0)
+        sent += model.weight.grad.full_tensor() * (ranks if factor is None else factor)
+    (kept,) = how.state_dict()["own"]["residuals"]["weight"]["arrays"]
+    left = model.weight.full_tensor().new_zeros(64, 64)
+    place, rows = mesh["shard"].get_local_rank(), len(kept)
+    left[place * rows : (place + 1) * rows] = kept.reshape(rows, 64) * 0.5 / 2  # of two replicas
+    for one in (there, left):
+        dist.all_reduce(one)
+    assert left.abs().max() > 1
+    torch.testing.assert_close(sent + left, there.expand(64, 64), rtol=1e-4, atol=1e-3)
+
+
 def case_everything_sent_is_the_mean_gradient() -> None:
     results = []
     for spec in ("none", "topk:ratio=1"):
