@@ -20,7 +20,7 @@ from hvdcomp.bindings.base import PRESENCE_BYTES
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.torch_distributed import UNNAMED, TorchDistributedCommunicator
 from hvdcomp.errors import ConfigurationError, RankMismatchError, listed
-from hvdcomp.exchange.agreement import gather_rows, refused_on_every_rank
+from hvdcomp.exchange.agreement import gather_rows, refused_on_every_rank, require_agreement
 from hvdcomp.kernels import cuda
 from hvdcomp.policies import changes_batch_size
 from hvdcomp.policies.request import Statistic
@@ -72,6 +72,7 @@ class FSDPBinding(TorchTraining):
             _require_one_root(model)
             check_divide_factors(model)
             _require_decisions_of_whole_gradients(setup, trained)
+        require_agreement(communicator, {}, like)  # meets an error of another rank
         _require_same_parts(trained, communicator, like)
         self._trained = list(trained.values())
         self._ranks = self._replicas.world_size * next((one.device_mesh.size() for one in self._trained), 1)
@@ -108,6 +109,7 @@ class FSDPBinding(TorchTraining):
             parameter.register_post_accumulate_grad_hook(hook)
         before_forward_passes(model, self._forget)
 
+    @torch.compiler.disable  # for a training step that is compiled as a whole
     @torch.no_grad()
     def _module_reduced(self, group: Any, shard: torch.Tensor) -> None:
         """The hook of each FSDP module, called when its gradients are reduced to this rank's shard.
@@ -133,6 +135,7 @@ class FSDPBinding(TorchTraining):
             # not left to `_gradient_ready`, as `grad` may hold means of earlier backward passes.
             shard *= self._replicas.world_size
 
+    @torch.compiler.disable  # for a training step that is compiled as a whole
     @torch.no_grad()
     def _gradient_ready(self, name: str, group: Any, parameter: torch.nn.Parameter) -> None:
         if name in self._ready and self.engine.overlap.started:
@@ -153,6 +156,7 @@ class FSDPBinding(TorchTraining):
             divisor, new_divisor = (self._ranks if one is None else one for one in (before, factor))
             self.engine.states[name].scale_residual(divisor / new_divisor, momentum=True)
 
+    @torch.compiler.disable  # for a training step that is compiled as a whole
     @torch.no_grad()
     def _exchange(self) -> None:
         self._due = False

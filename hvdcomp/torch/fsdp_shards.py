@@ -125,6 +125,7 @@ class ShardsBinding:
             raise several_meshes_error(error) from None
         before_forward_passes(model, self._forget)
 
+    @torch.compiler.disable  # for a training step that is compiled as a whole
     @torch.no_grad()
     def reduce(
         self, flat: FlatGradient, row: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, op: Any, factor: Any
@@ -196,6 +197,7 @@ class ShardsBinding:
         engine.states[name] = kept
         return mean
 
+    @torch.compiler.disable
     def _end_step(self) -> None:
         self._due = False
         self.engine.end_step()

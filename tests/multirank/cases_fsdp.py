@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable, Iterable
 from typing import Any
 from unittest import SkipTest
 
@@ -25,7 +26,9 @@ from tests.multirank.training_ddp import (
     plain_loss,
     raised,
 )
+from tests.multirank.worker import thorough
 
+Compile = functools.partial[Any]
 SPECS = ("none", "fp16", "topk:ratio=0.05", "powersgd:rank=2", "qsgd:bits=8,exchange=scatter", "efsignsgd")
 
 
@@ -233,6 +236,9 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
     hvdcomp.fsdp.register(frozen, made(), mesh["replicate"])
     assert "as optimizer, which is none" in refused(model, made(), mesh["replicate"], model)
     assert "takes a mesh" in refused(model, made(process_set=object()), mesh["replicate"])
+    of_one = made(process_set=object()) if mesh["replicate"].get_local_rank() else made()
+    told = raised(hvdcomp.RankMismatchError, lambda: hvdcomp.fsdp.register(model, of_one, mesh["replicate"]))
+    assert "rank 0: no error; rank 1: process_set is for Horovod" in told, told
     told = refused(sharded_without_root(mesh["shard"]), made(), mesh["replicate"])
     assert "0, 2, 4 and 1 more are sharded each by itself" in told, told
     if dist.get_world_size() == 4:
@@ -441,6 +447,98 @@ def case_a_head_added_later_is_refused() -> None:
             model.append(head if kept_whole else fully_shard(head, mesh=mesh["shard"]))
             told = raised(hvdcomp.ConfigurationError, functools.partial(train, model, optimizer, 1))
             assert "7.weight, 7.bias are not exchanged" in told, told
+
+
+def compiled_layers(model: Any, compile_: Compile, shard: Callable[[Any], Any]) -> Any:
+    for number in (0, 2, 4, 6):
+        model[number] = shard(compile_(model[number]))
+    return shard(model)
+
+
+def sharded_layers(model: Any, shard: Callable[[Any], Any]) -> Any:
+    for number in (0, 2, 4, 6):
+        shard(model[number])
+    return model
+
+
+def compiled_in_place(model: Any, compile_: Compile, shard: Callable[[Any], Any]) -> Any:
+    shard(sharded_layers(model, shard)).compile(**compile_.keywords)
+    return model
+
+
+COMPILED: dict[str, Callable[[Any, Compile, Callable[[Any], Any]], Any]] = {
+    "compile(fully_shard(model))": lambda model, compile_, shard: compile_(shard(sharded_layers(model, shard))),
+    "fully_shard(compile(model))": lambda model, compile_, shard: shard(compile_(sharded_layers(model, shard))),
+    "fully_shard(model).compile()": compiled_in_place,
+    "fully_shard(compile(layer))": compiled_layers,
+    "compile(step)": lambda model, compile_, shard: shard(sharded_layers(model, shard)),
+}
+
+
+def compiled_trainings(
+    register: Callable[[Any], hvdcomp.Compression], backend: str, ways: Iterable[str] = COMPILED, **options: Any
+) -> None:
+    """Asserts that a training is the same however it is compiled.
+
+    Args:
+        register: lets hvdcomp serve a model.
+        ways: from `COMPILED`.
+        options: for `fully_shard`.
+    """
+    compile_, shard = functools.partial(torch.compile, backend=backend), functools.partial(fully_shard, **options)
+    results = []
+    for way in ("not compiled", *ways):
+        torch._dynamo.reset()
+        made = COMPILED.get(way, COMPILED["compile(step)"])
+        model = made(large_model(), compile_, shard)
+        how = register(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+
+        def step(
+            inputs: torch.Tensor,
+            classes: torch.Tensor,
+            model: Any = model,
+            optimizer: torch.optim.Optimizer = optimizer,
+        ) -> None:
+            optimizer.zero_grad()
+            plain_loss(model, inputs, classes, 0).backward()
+            optimizer.step()
+
+        make_step, generator = compile_(step) if way == "compile(step)" else step, own_generator()
+        for _ in range(4):
+            make_step(*batch(generator))
+        assert_same_everywhere(weights(model))
+        assert how.ledger.steps == 4, way
+        assert any("4.weight" in name or name.startswith("4") for name in how.plan), (way, how.plan.keys())
+        results.append(weights(model))
+        if backend == "eager":
+            assert torch.equal(results[0], results[-1]), way
+        torch.testing.assert_close(results[0], results[-1], rtol=1e-3, atol=1e-4)
+
+
+def compiled_with_replicas(backend: str, ways: Iterable[str] = COMPILED) -> None:
+    mesh = mesh_of_ranks()
+
+    def register(model: Any) -> hvdcomp.Compression:
+        how = hvdcomp.Compression.from_spec("topk:ratio=0.5", bucket_bytes=400_000)
+        hvdcomp.fsdp.register(model, how, mesh["replicate"])
+        return how
+
+    compiled_trainings(register, backend, ways, mesh=mesh["shard"])
+
+
+def case_a_compiled_step_is_the_same() -> None:
+    compiled_with_replicas("eager", ["compile(step)"])
+
+
+@thorough
+def case_compiled_trainings_are_the_same() -> None:
+    compiled_with_replicas("eager")
+
+
+@thorough
+def case_trainings_compiled_by_inductor_are_the_same_but_for_rounding() -> None:
+    compiled_with_replicas("inductor")
 
 
 class Experts(torch.nn.Module):

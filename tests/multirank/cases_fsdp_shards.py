@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor.debug import CommDebugMode
 
 import hvdcomp
@@ -499,6 +499,26 @@ def case_flat_gradients_lie_as_is_assumed() -> None:
             assert start == len(row), module
 
 
+def compiled(backend: str) -> None:
+    def register(model: Any) -> hvdcomp.Compression:
+        how = made("int4", memory="error_feedback")
+        hvdcomp.fsdp.register(model, how)
+        return how
+
+    with two_nodes():
+        cases_fsdp.compiled_trainings(register, backend)
+
+
+@thorough
+def case_compiled_trainings_are_the_same() -> None:
+    compiled("eager")
+
+
+@thorough
+def case_trainings_compiled_by_inductor_are_the_same_but_for_rounding() -> None:
+    compiled("inductor")
+
+
 class Experts(torch.nn.Module):
     """Two of the same shape, and a head that is not always trained; a batch says what of these it uses."""
 
@@ -571,6 +591,27 @@ def case_a_residual_stays_with_its_parameter() -> None:
             dist.all_reduce(one)
         assert left[name].abs().max() > 1e-3, name
         torch.testing.assert_close(sent[name] + left[name], there[name], rtol=1e-4, atol=1e-3)
+    state["shared"]["layouts"]["model"][0] = ("experts.0.other", [33, WIDTH])
+    with nodes_of(ranks // 2):
+        experts(how := made("int4", **options))
+        told = raised(hvdcomp.ConfigurationError, lambda: how.load_state_dict(state))
+        assert "of module model is of other parameters" in told, told
+
+
+def case_nothing_is_added_to_a_parameter_that_is_not_known() -> None:
+    """Where a module's forward() is not called, nobody tells which of its parameters have gradients."""
+    with nodes_of(dist.get_world_size() // 2), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model = experts(made("int4", memory="error_feedback", min_numel=0))
+        model.apart = lambda inputs, used: Experts.forward(model, inputs, used)
+        register_fsdp_forward_method(model, "apart")
+        for used, factor, warned in (("01", 1, False), ("0", 1, True), ("1", 0, True), ("01", 0, True)):
+            model.zero_grad()
+            model.apart(torch.rand(8, WIDTH) * factor, used).backward()
+            assert bool(told) == warned, used
+            if not factor:  # what was left of the first step is sent with the first that has both
+                assert bool(model.experts[1].weight.grad.full_tensor().any()) == (used == "01")
+        assert "model: which parameters have gradients in this step is not known" in str(told[0].message)
 
 
 def case_what_cannot_be_is_refused_on_every_rank() -> None:
