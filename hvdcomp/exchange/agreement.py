@@ -71,7 +71,8 @@ def require_same_levels(
 
 @contextmanager
 def refused_on_every_rank(communicator: Communicator, like: Array) -> Iterator[None]:
-    """Lets any error of one rank reach those that wait for it in `require_agreement`, their next exchange.
+    """Lets any error of one rank reach those that wait for it in `require_agreement`, their next exchange. Nothing
+    inside may exchange.
 
     Raises:
         Exception: what was raised inside, if every rank met the same.

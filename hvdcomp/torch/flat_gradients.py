@@ -7,7 +7,7 @@ are. Lengths do not tell: two experts of the same shape may train in turn. So ea
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,21 +44,22 @@ class FlatGradient:
 
     Args:
         name: name of the flat gradient.
-        modules: the modules of one `fully_shard`, in its order.
+        modules: the modules of one `fully_shard`, in its order, by what their parameters' names begin with.
         ranks: that share each parameter.
 
     Attributes:
-        name, modules: as given.
+        name: as given.
+        modules: the modules.
         held: the names of the parameters that a residual has, in order: those that are trained at the start, or have
             had a gradient since then.
     """
 
-    def __init__(self, name: str, modules: Sequence[Any], ranks: int) -> None:
-        self.name, self.modules = name, modules
+    def __init__(self, name: str, modules: Mapping[str, Any], ranks: int) -> None:
+        self.name, self.modules = name, list(modules.values())
         found: dict[Any, tuple[str, torch.nn.Module, str]] = {}
         visited: set[torch.nn.Module] = set()
-        for module in modules:
-            for own_name, owner, attribute, parameter in _in_order(module, "", visited):
+        for prefix, module in modules.items():
+            for own_name, owner, attribute, parameter in _in_order(module, prefix, visited):
                 found.setdefault(parameter, (own_name, owner, attribute))
         names = plain_names([own_name for own_name, _, _ in found.values()])
         self._parameters = {

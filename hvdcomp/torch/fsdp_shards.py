@@ -434,9 +434,14 @@ def _trained(model: torch.nn.Module, ranks: int) -> dict[str, DTensor]:
 
 def _flat_gradients(model: torch.nn.Module, ranks: int) -> list[tuple[FlatGradient, Any]]:
     """The flat gradient of each `fully_shard`, by the name of the last of its modules, and its `parameter_group`."""
-    modules: Mapping[str, Any] = modules_of(model)
-    groups: dict[int, tuple[str, Any]] = {}
-    for name, module in zip(plain_names(modules), modules.values(), strict=True):
+    modules: dict[str, Any] = modules_of(model)
+    names = {module: name for name, module in zip(plain_names(modules), modules.values(), strict=True)}
+    groups, flats = {}, []
+    for module, name in names.items():
         if (group := parameter_group(module)) is not None:
             groups[id(group)] = name or "model", group
-    return [(FlatGradient(name, group.modules, ranks), group) for name, group in groups.values()]
+    for name, group in groups.values():
+        several = len(group.modules) > 1
+        parts = {(f"{names[module]}." * several).removeprefix("."): module for module in group.modules}
+        flats.append((FlatGradient(name, parts, ranks), group))
+    return flats

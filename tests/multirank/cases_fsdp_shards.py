@@ -473,30 +473,35 @@ class Nested(torch.nn.Module):
 
 def case_flat_gradients_lie_as_is_assumed() -> None:
     """What residuals are cut anew by: FSDP says nowhere in what order it has parameters."""
-    with nodes_of(1):
-        torch.manual_seed(3)
-        model = Nested(5, Nested(5, torch.nn.LayerNorm(5)))
-        fully_shard(model.inside)
-        fully_shard(model)
-        hvdcomp.fsdp.register(model, how := made("int8", min_numel=0))
-        engine, rows = how._binding.engine, {}
-        reduce = engine.reduce
+    for together in (False, True):
+        with nodes_of(1):
+            torch.manual_seed(3)
+            model: Any = Nested(5, Nested(5, torch.nn.LayerNorm(5)))
+            fully_shard(model.inside)
+            if together:
+                fully_shard([model.last, model.first])
+            fully_shard(model)
+            hvdcomp.fsdp.register(model, how := made("int8", min_numel=0, memory="error_feedback"))
+            engine, rows = how._binding.engine, {}
+            reduce = engine.reduce
 
-        def seen(name: str, *arguments: Any) -> Any:
-            rows[name] = reduce(name, *arguments)
-            return rows[name]
+            def seen(name: str, *arguments: Any, reduce: Any = reduce, rows: Any = rows) -> Any:
+                rows[name] = reduce(name, *arguments)
+                return rows[name]
 
-        engine.reduce = seen
-        model(torch.rand(4, 5)).square().sum().backward()
-        layouts = how.state_dict()["shared"]["layouts"]
-        assert layouts.keys() == rows.keys() == {"model", "inside"}
-        for module, row in rows.items():
-            start = 0
-            for name, (first, *others) in layouts[module]:
-                gradient = model.get_parameter(name if module == "model" else f"inside.{name}").grad.to_local()
-                assert torch.equal(row[start : start + gradient.numel()], gradient.reshape(-1)), (module, name)
-                start += -(-first // dist.get_world_size()) * math.prod(others)
-            assert start == len(row), module
+            engine.reduce = seen
+            model(torch.rand(4, 5)).square().sum().backward()
+            layouts = how.state_dict()["shared"]["layouts"]
+            assert layouts.keys() == rows.keys() == {"model", "inside", *["last"] * together}
+            for module, row in rows.items():
+                start = 0
+                for name, (first, *others) in layouts[module]:
+                    gradient = model.get_parameter(f"inside.{name}" if module == "inside" else name).grad.to_local()
+                    assert torch.equal(row[start : start + gradient.numel()], gradient.reshape(-1)), (module, name)
+                    start += -(-first // dist.get_world_size()) * math.prod(others)
+                assert start == len(row), module
+            if together:
+                assert [name for name, _ in layouts["last"]] == ["last.weight", "first.weight", "first.bias"]
 
 
 def compiled(backend: str) -> None:
