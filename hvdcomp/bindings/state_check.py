@@ -95,6 +95,7 @@ class _Own:
     steps: int
     loss_scale: float | None = None
     op: str | None = None
+    divided_by: Mapping[str, float | None] | None = None
 
     def __post_init__(self) -> None:
         _require_count("size", self.size, 1)
@@ -107,6 +108,9 @@ class _Own:
                 raise ValueError(f"totals: {name}={value} must be one of {', '.join(known)}, and at least 0")
         if self.loss_scale is not None and not 0 < self.loss_scale < math.inf:
             raise ValueError(f"loss_scale: {self.loss_scale} must be a finite number above 0")
+        for name, factor in (self.divided_by or {}).items():
+            if factor is not None and (not math.isfinite(factor) or factor == 0):
+                raise ValueError(f"divided_by: {name}={factor} must be a finite number other than 0")
         if self.coordinator is not None:
             _read(_OwnPolicyState, self.coordinator, "coordinator")
 

@@ -71,17 +71,27 @@ def require_same_levels(
 
 @contextmanager
 def refused_on_every_rank(communicator: Communicator, like: Array) -> Iterator[None]:
-    """Lets an error in what one rank was told reach those that wait for it in `require_agreement`.
+    """Lets any error of one rank reach those that wait for it in `require_agreement`, their next exchange. Nothing
+    inside may exchange.
 
     Raises:
-        ConfigurationError, SpecError: what was raised inside, if every rank met the same.
-        RankMismatchError: on every rank, with the message, if only some did.
+        Exception: what was raised inside, if every rank met the same.
+        RankMismatchError: on every rank, with the messages, if only some did; from what was raised on this rank.
     """
     try:
         yield
-    except (ConfigurationError, SpecError) as error:
-        require_agreement(communicator, {_REFUSED: str(error)}, like)
+    except Exception as error:
+        try:
+            require_agreement(communicator, {_REFUSED: _told(error)}, like)
+        except RankMismatchError as mismatch:
+            raise mismatch from error
         raise
+
+
+def _told(error: Exception) -> str:
+    """An error as other ranks are told of it: hvdcomp's own messages say all, and others need the kind."""
+    own = isinstance(error, ConfigurationError | SpecError | RankMismatchError)
+    return str(error) if own else f"{type(error).__name__}: {error}"
 
 
 def gather_rows(communicator: Communicator, row: bytes, like: Array, name: str) -> list[bytes]:

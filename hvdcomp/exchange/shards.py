@@ -170,7 +170,7 @@ class ShardReducer:
             return state
         warn_alone(
             f"{name}: the gradient has rows of {shape[1]} elements, and what was left to be sent has others: that is "
-            "lost. Parameters that have a gradient in some steps only are best in a module of their own"
+            "lost"
         )
         return ()
 

@@ -20,7 +20,7 @@ from hvdcomp.bindings.base import PRESENCE_BYTES
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.torch_distributed import UNNAMED, TorchDistributedCommunicator
 from hvdcomp.errors import ConfigurationError, RankMismatchError, listed
-from hvdcomp.exchange.agreement import gather_rows, refused_on_every_rank
+from hvdcomp.exchange.agreement import gather_rows, refused_on_every_rank, require_agreement
 from hvdcomp.kernels import cuda
 from hvdcomp.policies import changes_batch_size
 from hvdcomp.policies.request import Statistic
@@ -28,9 +28,11 @@ from hvdcomp.torch.parameters import unique
 from hvdcomp.torch.presence import PresenceCheck
 from hvdcomp.torch.sharded import (
     before_forward_passes,
+    check_divide_factors,
     check_settings,
     check_sharding,
     modules_of,
+    parameter_group,
     several_meshes_error,
 )
 from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining
@@ -68,9 +70,14 @@ class FSDPBinding(TorchTraining):
             trained = check_sharding(parameters.items())
             _require_replicas(trained, group)
             _require_one_root(model)
+            check_divide_factors(model)
             _require_decisions_of_whole_gradients(setup, trained)
+        require_agreement(communicator, {}, like)  # meets an error of another rank
         _require_same_parts(trained, communicator, like)
         self._trained = list(trained.values())
+        self._ranks = self._replicas.world_size * next((one.device_mesh.size() for one in self._trained), 1)
+        # What FSDP divided the gradients by that residuals are left of; None for its mean.
+        self._divided_by: dict[str, float | None] = {}
         # A rank may have no elements of a small parameter.
         self._sharded = {name: parameter for name, parameter in trained.items() if _local(parameter).numel()}
         with refused_on_every_rank(communicator, like):
@@ -86,19 +93,30 @@ class FSDPBinding(TorchTraining):
         self._ready: dict[str, torch.Tensor] = {}  # gradients of this backward pass, in the order in which they came
 
     def _register(self, model: torch.nn.Module) -> None:
+        groups: dict[torch.Tensor, Any] = {}
+        modules: Mapping[str, Any] = modules_of(model)
         try:
-            for module in modules_of(model).values():
-                module.set_all_reduce_hook(self._module_reduced)
+            for module in modules.values():
+                group = parameter_group(module)
+                module.set_all_reduce_hook(functools.partial(self._module_reduced, group))
+                for parameter in module.parameters():  # modules inside come later, and keep theirs
+                    groups[parameter] = group
         except ValueError as error:
             raise several_meshes_error(error) from None
         for name, parameter in self._sharded.items():
             # FSDP calls it after the module's hook, when `grad` is set.
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._gradient_ready, name))
+            hook = functools.partial(self._gradient_ready, name, groups[parameter])
+            parameter.register_post_accumulate_grad_hook(hook)
         before_forward_passes(model, self._forget)
 
+    @torch.compiler.disable  # for a training step that is compiled as a whole
     @torch.no_grad()
-    def _module_reduced(self, shard: torch.Tensor) -> None:
-        """The hook of each FSDP module, called when its gradients are reduced to this rank's shard."""
+    def _module_reduced(self, group: Any, shard: torch.Tensor) -> None:
+        """The hook of each FSDP module, called when its gradients are reduced to this rank's shard.
+
+        Args:
+            group: its `parameter_group`.
+        """
         cuda.let_go(shard)  # FSDP took it from another stream, and gives it back while this one may still read it
         if not self._due:
             if self._was_inner:
@@ -112,18 +130,33 @@ class FSDPBinding(TorchTraining):
             self._due = True
             # Runs after FSDP's own callback of the backward pass, which was queued before.
             torch.autograd.Variable._execution_engine.queue_callback(self._exchange)
+        if group.gradient_divide_factor is not None:
+            # FSDP divides the sum by what the user said, and a mean over replicas would divide it once more. This is
+            # not left to `_gradient_ready`, as `grad` may hold means of earlier backward passes.
+            shard *= self._replicas.world_size
 
+    @torch.compiler.disable  # for a training step that is compiled as a whole
     @torch.no_grad()
-    def _gradient_ready(self, name: str, parameter: torch.nn.Parameter) -> None:
+    def _gradient_ready(self, name: str, group: Any, parameter: torch.nn.Parameter) -> None:
         if name in self._ready and self.engine.overlap.started:
             raise ConfigurationError(
                 f"FSDP has reduced the gradient of {name} twice in a backward pass, and a part may be on its way "
                 "already; give hvdcomp.Compression overlap=False"
             )
         if name not in self._ready:
+            self._follow(name, group.gradient_divide_factor)
             self._ready[name] = _local(parameter.grad)
             self.engine.overlap.ready(name, self._ready[name])
 
+    def _follow(self, name: str, factor: float | None) -> None:
+        """Gives the residual of a parameter the scale of its gradient, if that is divided by another factor now."""
+        before = self._divided_by.setdefault(name, factor)
+        if before != factor:
+            self._divided_by[name] = factor
+            divisor, new_divisor = (self._ranks if one is None else one for one in (before, factor))
+            self.engine.states[name].scale_residual(divisor / new_divisor, momentum=True)
+
+    @torch.compiler.disable  # for a training step that is compiled as a whole
     @torch.no_grad()
     def _exchange(self) -> None:
         self._due = False
@@ -190,6 +223,15 @@ class FSDPBinding(TorchTraining):
             "or not in the model yet, when hvdcomp.fsdp.register was called: the replicas' weights would drift apart. "
             "Call it when the model has all its modules and all parameters need gradients, and freeze some after that."
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        state["own"]["divided_by"] = dict(self._divided_by)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._divided_by = dict(state["own"].get("divided_by", {}))
 
     def _added(self) -> list[str]:
         """Names of trained parameters that have come into the model since the start."""

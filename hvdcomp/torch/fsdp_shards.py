@@ -7,13 +7,13 @@ mean. So the exchange overlaps with the rest of the backward pass, as FSDP's own
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from hvdcomp import kernels
 from hvdcomp.bindings.setup import Setup
@@ -23,6 +23,7 @@ from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.bucket import GATHERED_BYTES
 from hvdcomp.compressors.gathering import Gathering
+from hvdcomp.compressors.memory import NoMemory
 from hvdcomp.errors import ConfigurationError, UnevenNodesError, warn_alone
 from hvdcomp.exchange.agreement import KERNELS, refused_on_every_rank, require_agreement
 from hvdcomp.exchange.ledger import Cost, Sent
@@ -30,13 +31,16 @@ from hvdcomp.exchange.shards import ShardReducer
 from hvdcomp.files import VERSION
 from hvdcomp.kernels import cuda
 from hvdcomp.specs.levels import Level
+from hvdcomp.torch.flat_gradients import FlatGradient
 from hvdcomp.torch.parameters import plain_names
-from hvdcomp.torch.resharding import FlatLayout, OwnedRows, resharded
+from hvdcomp.torch.resharding import FlatLayout, OwnedRows, resharded, with_plain_names
 from hvdcomp.torch.sharded import (
     before_forward_passes,
+    check_divide_factors,
     check_settings,
     check_sharding,
     modules_of,
+    parameter_group,
     several_meshes_error,
 )
 from hvdcomp.torch.training import refuse_capture
@@ -69,6 +73,7 @@ class ShardsBinding:
             _check(setup)
             _check_weights(weights)
             trained = _trained(model, communicator.world_size)
+            check_divide_factors(model)
         shapes = {
             f"parameter {name}": f"{parameter.dtype} {tuple(parameter.shape)}" for name, parameter in trained.items()
         }
@@ -100,46 +105,99 @@ class ShardsBinding:
         self._named = str(settings.compressor)
         self._method = f"{self._named}{_WITH_MEMORY}{self.engine.memory}"
         self._due = False  # whether the end of the present step is pending
-        modules = modules_of(model)
-        self._layouts = _layouts(model)
+        self._divided_by: dict[str, float | None] = {}  # what gradients in float16 were divided by, by flat gradient
+        self._flats: dict[str, FlatGradient] = {}
         try:
-            for name, module in zip(plain_names(modules), modules.values(), strict=True):
-                # FSDP uses these methods only, and its own class is private.
-                module.set_custom_reduce_scatter(_ReduceScatter(self, name or "model"))  # type: ignore[arg-type]
+            for flat, group in _flat_gradients(model, communicator.world_size):
+                self._flats[flat.name] = flat
+                gather = None
                 if weights is not None and self.engine.levels.across.size > 1:
-                    gather = WeightChanges(self.engine, weights, name or "model", settings.min_numel)
-                    module.set_custom_all_gather(gather)  # type: ignore[arg-type]
-                    gather.forget_where_loaded(module)  # type: ignore[arg-type]
+                    gather = WeightChanges(self.engine, weights, flat.name, settings.min_numel)
+                for module in flat.modules:
+                    # FSDP uses these methods only, and its own class is private.
+                    module.set_custom_reduce_scatter(_ReduceScatter(self, flat, group))
+                    if gather is not None:
+                        module.set_custom_all_gather(gather)
+                        gather.forget_where_loaded(module)
+                if not isinstance(self.engine.memory, NoMemory):
+                    flat.watch()
         except ValueError as error:
             raise several_meshes_error(error) from None
         before_forward_passes(model, self._forget)
 
+    @torch.compiler.disable  # for a training step that is compiled as a whole
     @torch.no_grad()
-    def reduce(self, name: str, row: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, op: Any) -> None:
-        """Writes this rank's row of the mean, or of the sum.
+    def reduce(
+        self, flat: FlatGradient, row: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, op: Any, factor: Any
+    ) -> None:
+        """Writes this rank's row of the mean, of the sum, or of the sum divided by a factor.
 
         Args:
-            name: name of the module.
+            flat: the flat gradient.
             row, rows, group, op: arguments of FSDP's own reduce-scatter.
+            factor: of `set_gradient_divide_factor`; None for the mean.
         """
         if not self._due:
             refuse_capture()
             self._due = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_step)
         engine, dense_bytes = self.engine, rows.numel() * rows.element_size()
-        if not engine.takes(name, rows.numel()):
-            reduce_scatter(row, rows, op=op, group=group)
-            engine.enter(name, dense_bytes, Sent(dense_bytes), rows.numel())
-            return
-        if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
-            raise ConfigurationError(
-                f"set_gradient_divide_factor lets FSDP multiply within its reduce-scatter ({op}), which hvdcomp "
-                "replaces; call set_force_sum_reduction_for_comms(True) on the same modules, and FSDP divides after it"
-            )
         ranks = engine.communicator.world_size
-        mean = engine.reduce(name, rows.view(ranks, -1), dense_bytes)
-        row.copy_(mean if op == dist.ReduceOp.AVG else mean * ranks)
+        names = flat.take_names(rows.numel() // ranks)
+        if not engine.takes(flat.name, rows.numel()):
+            reduce_scatter(row, rows, op=op, group=group)
+            engine.enter(flat.name, dense_bytes, Sent(dense_bytes), rows.numel())
+            return
+        if rows.dtype == torch.float16:
+            self._require_same_divisor(flat.name, factor)
+        mean = self._mean(flat, names, rows.view(ranks, -1), dense_bytes)
+        if op == dist.ReduceOp.SUM:
+            mean = mean * ranks
+        elif op != dist.ReduceOp.AVG:  # FSDP lets its own reduce-scatter multiply by 1 / factor
+            mean = mean * (ranks / factor)
+        row.copy_(mean)
 
+    def _require_same_divisor(self, name: str, factor: float | None) -> None:
+        """Raises ConfigurationError if FSDP divides by another factor than before.
+
+        It divides gradients in float16 in two parts, of which one comes before the exchange: the residual would have
+        another scale. Other types are divided after the exchange.
+        """
+        before, self._divided_by[name] = self._divided_by.get(name, factor), factor
+        if before != factor and self.engine.states.get(name):
+            raise ConfigurationError(
+                f"set_gradient_divide_factor({factor}) of module {name} follows {before or 'none'}: gradients in "
+                "float16 would have another scale than what is left to be sent of earlier ones. Set the factor before "
+                "the first step, or give MixedPrecisionPolicy reduce_dtype=torch.bfloat16"
+            )
+
+    def _mean(
+        self, flat: FlatGradient, names: list[str] | None, rows: torch.Tensor, dense_bytes: int
+    ) -> torch.Tensor:
+        """This rank's row of the mean. The residual in `states` has all parameters of `flat.held`.
+
+        Args:
+            names: the parameters that have gradients in this step; None if they are not known.
+        """
+        engine, name = self.engine, flat.name
+        if isinstance(engine.memory, NoMemory) or names == flat.held:
+            return engine.reduce(name, rows, dense_bytes)
+        kept = engine.states.get(name, ())
+        if names is None:
+            warn_alone(
+                f"{name}: which parameters have gradients in this step is not known, as this module's forward() was "
+                "not called. So nothing is added of what was left to be sent, and what is rounded away now is lost"
+            )
+        else:
+            kept = flat.hold(names, kept)
+        engine.states[name] = () if names is None else flat.moved(kept, flat.held, names)
+        mean = engine.reduce(name, rows, dense_bytes)
+        if names is not None:
+            kept = flat.moved(engine.states[name], names, flat.held, kept)
+        engine.states[name] = kept
+        return mean
+
+    @torch.compiler.disable
     def _end_step(self) -> None:
         self._due = False
         self.engine.end_step()
@@ -206,7 +264,15 @@ class ShardsBinding:
             "totals": dataclasses.asdict(engine.ledger.totals),
             "steps": engine.ledger.steps,
         }
+        if self._divided_by:
+            own["divided_by"] = dict(self._divided_by)
         return {"shared": shared, "own": own}
+
+    @property
+    def _layouts(self) -> dict[str, FlatLayout]:
+        """The layout of each residual; without modules whose parameters are cut along another dimension than the
+        first."""
+        return {name: layout for name, flat in self._flats.items() if (layout := flat.layout) is not None}
 
     @property
     def _shards(self) -> str:
@@ -242,20 +308,45 @@ class ShardsBinding:
                     "lost then"
                 )
             states = resharded(every, self._layouts, OwnedRows(engine.owners, engine.communicator.world_size, nodes))
+        else:
+            states = self._by_name(states, shared.get("layouts", {}))
         engine.set_level(shared["level"])
         engine.step_number = shared["step"]
         engine.states = {
             name: tuple(array.to(self._device, copy=True) for array in arrays) for name, arrays in states.items()
         }
+        self._divided_by = dict(own.get("divided_by") or {})
         engine.ledger.go_on_from(Cost(**own["totals"]), own["steps"])
+
+    def _by_name(
+        self, states: Mapping[str, tuple[torch.Tensor, ...]], layouts: Mapping[str, FlatLayout]
+    ) -> dict[str, tuple[torch.Tensor, ...]]:
+        """Residuals of the same rank with the parameters that this model's residuals have, and all that were saved.
+
+        Raises:
+            ConfigurationError: if a module or parameter is not in the model.
+        """
+        placed = {}
+        for name, arrays in states.items():
+            flat, layout = self._flats.get(name), layouts.get(name)
+            restored = None
+            if flat is not None:
+                restored = flat.restored(arrays, None if layout is None else with_plain_names(layout))
+            if restored is None:
+                raise ConfigurationError(
+                    f"what was left to be sent of module {name} is of other parameters than this model has there, or "
+                    "an earlier version of hvdcomp saved it after a step in which some had no gradients; drop it on "
+                    'all ranks: give hvdcomp.dcp.load residuals="drop"'
+                )
+            placed[name] = restored
+        return placed
 
 
 class _ReduceScatter:
     """The reduce-scatter of a module's flat gradient that FSDP calls in place of its own."""
 
-    def __init__(self, binding: ShardsBinding, name: str) -> None:
-        self._binding = binding
-        self._name = name
+    def __init__(self, binding: ShardsBinding, flat: FlatGradient, group: Any) -> None:
+        self._binding, self._flat, self._parameters = binding, flat, group
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -268,7 +359,8 @@ class _ReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        self._binding.reduce(self._name, output_tensor, input_tensor, group, op)
+        factor = self._parameters.gradient_divide_factor
+        self._binding.reduce(self._flat, output_tensor, input_tensor, group, op, factor)
 
 
 def _check(setup: Setup) -> None:
@@ -340,25 +432,16 @@ def _trained(model: torch.nn.Module, ranks: int) -> dict[str, DTensor]:
     return trained
 
 
-def _layouts(model: torch.nn.Module) -> dict[str, FlatLayout]:
-    """The layout of each module's flat gradient; without modules whose parameters are cut along another dimension than
-    the first."""
-    modules: Mapping[str, Any] = modules_of(model)
-    visited: set[torch.nn.Module] = set()
-
-    def flat(module: torch.nn.Module, name: str) -> Iterator[tuple[str, Any]]:
-        """The parameters in FSDP's order: those of child modules before the module's own."""
-        visited.add(module)
-        for inside, child in module.named_children():
-            if child not in visited and not isinstance(child, FSDPModule):
-                yield from flat(child, f"{name}{inside}.")
-        for own_name, parameter in module.named_parameters(recurse=False):
-            if parameter.requires_grad:
-                yield f"{name}{own_name}", parameter
-
-    layouts: dict[str, FlatLayout] = {}
-    for name, module in zip(plain_names(modules), modules.values(), strict=True):
-        parameters = list({parameter: own_name for own_name, parameter in flat(module, "")}.items())
-        if all(parameter.placements == (Shard(0),) for parameter, _ in parameters):
-            layouts[name or "model"] = [(own_name, list(parameter.shape)) for parameter, own_name in parameters]
-    return layouts
+def _flat_gradients(model: torch.nn.Module, ranks: int) -> list[tuple[FlatGradient, Any]]:
+    """The flat gradient of each `fully_shard`, by the name of the last of its modules, and its `parameter_group`."""
+    modules: dict[str, Any] = modules_of(model)
+    names = {module: name for name, module in zip(plain_names(modules), modules.values(), strict=True)}
+    groups, flats = {}, []
+    for module, name in names.items():
+        if (group := parameter_group(module)) is not None:
+            groups[id(group)] = name or "model", group
+    for name, group in groups.values():
+        several = len(group.modules) > 1
+        parts = {(f"{names[module]}." * several).removeprefix("."): module for module in group.modules}
+        flats.append((FlatGradient(name, parts, ranks), group))
+    return flats

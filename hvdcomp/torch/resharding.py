@@ -14,6 +14,7 @@ import torch
 
 from hvdcomp.bindings.state_check import parts_of
 from hvdcomp.errors import ConfigurationError
+from hvdcomp.torch.parameters import plain_names
 
 FlatLayout = Sequence[tuple[str, Sequence[int]]]
 """The parameters of a flat gradient, in its order: names and shapes."""
@@ -34,7 +35,7 @@ class OwnedRows(NamedTuple):
 
 def length_of(layout: FlatLayout, ranks: int) -> int:
     """Elements of a row of a flat gradient; FSDP cuts the first dimension into parts of equal length."""
-    return sum(_part(shape, ranks) for _, shape in layout)
+    return sum(part_of(shape, ranks) for _, shape in layout)
 
 
 def resharded(
@@ -58,7 +59,7 @@ def resharded(
         for name, kept in own["residuals"].items():
             (array,) = kept["arrays"]
             layout = layouts.get(name, ())
-            is_same = _as_lists(shared["layouts"].get(name, ())) == _as_lists(layout)
+            is_same = with_plain_names(shared["layouts"].get(name, ())) == with_plain_names(layout)
             if not is_same or array.shape[1] != length_of(layout, old.ranks):
                 raise ConfigurationError(
                     f"what was left to be sent of module {name} cannot be cut anew for {new.ranks} ranks: its "
@@ -72,8 +73,10 @@ def resharded(
     return {name: (residual,) for name, residual in residuals.items()}
 
 
-def _as_lists(layout: FlatLayout) -> list[tuple[str, list[int]]]:
-    return [(name, list(shape)) for name, shape in layout]
+def with_plain_names(layout: FlatLayout) -> list[tuple[str, list[int]]]:
+    """A saved layout; earlier versions saved names from wrappers."""
+    names = plain_names([name for name, _ in layout])
+    return [(name, list(shape)) for name, (_, shape) in zip(names, layout, strict=True)]
 
 
 _Cut = tuple[int, slice]  # a row and its elements
@@ -84,7 +87,7 @@ def _overlaps(layout: FlatLayout, old: OwnedRows, new: OwnedRows) -> Iterator[tu
     old_start = new_start = 0
     for _, shape in layout:
         size = torch.Size(shape).numel()
-        old_part, new_part = _part(shape, old.ranks), _part(shape, new.ranks)
+        old_part, new_part = part_of(shape, old.ranks), part_of(shape, new.ranks)
         for new_row, owner in enumerate(new.owners):
             for old_row, old_owner in enumerate(old.owners):
                 start = max(owner * new_part, old_owner * old_part)
@@ -97,7 +100,7 @@ def _overlaps(layout: FlatLayout, old: OwnedRows, new: OwnedRows) -> Iterator[tu
         old_start, new_start = old_start + old_part, new_start + new_part
 
 
-def _part(shape: Sequence[int], ranks: int) -> int:
+def part_of(shape: Sequence[int], ranks: int) -> int:
     """Elements of a parameter on each rank, padding included."""
     first, *inner = shape
     return -(-first // ranks) * torch.Size(inner).numel()

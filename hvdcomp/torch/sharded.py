@@ -19,6 +19,27 @@ def modules_of(model: torch.nn.Module) -> dict[str, FSDPModule]:
     return {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
 
 
+def parameter_group(module: FSDPModule) -> Any:
+    """FSDP's own record of the parameters that a module gathers and reduces together; None if it has none.
+
+    No public name leads to the factor of `set_gradient_divide_factor`, nor to the modules of one `fully_shard`.
+    """
+    state: Any = module._get_fsdp_state()
+    # Older versions have one group at most. Modules with several are refused (`several_meshes_error`).
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return groups[0] if groups else None
+
+
+def check_divide_factors(model: torch.nn.Module) -> None:
+    """Raises ConfigurationError if this PyTorch does not let us read the factors of `set_gradient_divide_factor`."""
+    groups = [group for module in modules_of(model).values() if (group := parameter_group(module)) is not None]
+    if not all(hasattr(group, "gradient_divide_factor") for group in groups):
+        raise ConfigurationError(
+            f"PyTorch {torch.__version__} does not tell hvdcomp by what FSDP divides gradients "
+            "(set_gradient_divide_factor); install PyTorch 2.13"
+        )
+
+
 def check_settings(setup: Setup) -> None:
     """Raises ConfigurationError for settings that do not work with FSDP."""
     if setup.process_set is not None:

@@ -167,7 +167,7 @@ class ShardedTables:
             return {key: ShardedTables.resharded([state[key] for state in states], rank, ranks) for key in first}
         if not isinstance(first, torch.Tensor) or not first.ndim:
             return first
-        ids = torch.arange(rank, sum(map(len, states)), ranks)
+        ids = torch.arange(sum(map(len, states)))[rank::ranks]
         entries = first.new_empty(len(ids), *first.shape[1:])
         for owner, state in enumerate(states):
             entries[ids % size == owner] = state[ids[ids % size == owner] // size]
@@ -175,7 +175,7 @@ class ShardedTables:
 
     def _part(self, name: str, table: Any, fill: Fill | None) -> torch.nn.Parameter:
         """The rows that this rank owns."""
-        ids = torch.arange(self.ranks.rank, table.num_embeddings, self.ranks.world_size)
+        ids = torch.arange(table.num_embeddings)[self.ranks.rank :: self.ranks.world_size]  # none of a small table
         if not table.weight.is_meta:
             return torch.nn.Parameter(table.weight.detach()[ids])
         assert fill is not None

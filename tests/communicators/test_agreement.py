@@ -96,21 +96,36 @@ def test_weights_that_differ_are_told_with_the_remedy() -> None:
     assert "those of rank 0: broadcast them." in message
 
 
-def test_what_one_rank_refuses_reaches_those_that_compare() -> None:
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [(ConfigurationError, "bad input"), (ValueError, "ValueError: bad input"), (KeyError, "KeyError: 'bad input'")],
+)
+def test_an_error_of_one_rank_reaches_those_that_compare(kind: type[Exception], said: str) -> None:
     def bind(communicator: Any) -> None:
         like = make("numpy", [0.0])
         with refused_on_every_rank(communicator, like):
             if communicator.rank in refusing:
-                raise ConfigurationError("bad input")
+                raise kind("bad input")
         require_agreement(communicator, {"seed": 0}, like)
 
-    def work(communicator: Any) -> str:
-        with pytest.raises((RankMismatchError, ConfigurationError)) as caught:
+    def work(communicator: Any) -> tuple[str, type[BaseException]]:
+        with pytest.raises((RankMismatchError, kind)) as caught:
             bind(communicator)
-        return f"{caught.typename}: {caught.value}"
+        return f"{caught.typename}: {caught.value}", type(caught.value.__cause__)
 
     refusing = {1}
-    (message,) = set(run_ranks(3, work))
-    assert message == "RankMismatchError: some ranks cannot take part. rank 0 2: no error; rank 1: bad input"
+    messages, causes = zip(*run_ranks(3, work), strict=True)
+    told = f"RankMismatchError: some ranks cannot take part. rank 0 2: no error; rank 1: {said}"
+    assert set(messages) == {told}
+    assert causes == (type(None), kind, type(None))
     refusing = {0, 1, 2}
-    assert set(run_ranks(3, work)) == {"ConfigurationError: bad input"}
+    assert set(run_ranks(3, work)) == {(f"{kind.__name__}: {kind('bad input')}", type(None))}
+
+
+def test_what_stops_a_rank_from_outside_is_not_held_back() -> None:
+    def work(communicator: Any) -> None:
+        with refused_on_every_rank(communicator, make("numpy", [0.0])):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        work(None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable, Iterable
 from typing import Any
 from unittest import SkipTest
 
@@ -25,7 +26,9 @@ from tests.multirank.training_ddp import (
     plain_loss,
     raised,
 )
+from tests.multirank.worker import thorough
 
+Compile = functools.partial[Any]
 SPECS = ("none", "fp16", "topk:ratio=0.05", "powersgd:rank=2", "qsgd:bits=8,exchange=scatter", "efsignsgd")
 
 
@@ -95,6 +98,69 @@ def case_none_gives_what_hsdp_gives() -> None:
     theirs = sharded(mesh_of_ranks())
     train(theirs, torch.optim.SGD(theirs.parameters(), lr=0.02, momentum=0.9))
     torch.testing.assert_close(weights(ours), weights(theirs), rtol=1e-5, atol=1e-7)
+
+
+def divide_by(model: Any, factor: float | None) -> None:
+    """`set_gradient_divide_factor` of all modules, as torchtitan calls it."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and factor is not None:
+            module.set_gradient_divide_factor(factor)
+            # Gloo has no reduce-scatter that multiplies. (PyTorch divides twice by the factor if one rank has it all.)
+            module.set_force_sum_reduction_for_comms(dist.get_world_size() > 2)
+
+
+def case_the_users_divisor_gives_what_hsdp_gives() -> None:
+    for factor in (None, 1.0, 7.0):
+        passes: list[list[torch.Tensor]] = []
+        for ours in (True, False):
+            mesh, generator = mesh_of_ranks(), own_generator()
+            model = sharded(mesh["shard"] if ours else mesh)
+            if ours:
+                hvdcomp.fsdp.register(model, hvdcomp.Compression.from_spec("none"), mesh["replicate"])
+            divide_by(model, factor)
+            passes.append([])
+            for _ in range(4):  # adds to gradients that are exchanged already
+                plain_loss(model, *batch(generator), 0).backward()
+                passes[-1].append(torch.cat([one.grad.full_tensor().reshape(-1) for one in model.parameters()]))
+        if factor != 7.0:
+            assert torch.equal(passes[0][0], passes[1][0]), factor  # what follows is rounded otherwise
+        torch.testing.assert_close(*passes, rtol=1e-5, atol=1e-6)
+
+
+def case_residuals_follow_the_users_divisor() -> None:
+    """What was sent and what is left are together what there was, in sums over all ranks, whatever these are divided
+    by, and so in a training that goes on from a checkpoint with another divisor."""
+    ranks, mesh = dist.get_world_size(), mesh_of_ranks()
+
+    def made() -> tuple[Any, hvdcomp.Compression]:
+        torch.manual_seed(7)
+        model = fully_shard(torch.nn.Linear(64, 64, bias=False), mesh=mesh["shard"])
+        how = hvdcomp.Compression.from_spec("topk:ratio=0.1", memory="error_feedback")
+        hvdcomp.fsdp.register(model, how, mesh["replicate"])
+        return model, how
+
+    model, how = made()
+    generator, there, sent = own_generator(), torch.zeros(64), torch.zeros(64, 64)
+    for step, factor in enumerate((None, 1.0, 1.0, 7.0, 0.5)):
+        divide_by(model, factor)
+        if step == 3:
+            state = how.state_dict()
+            model, how = made()
+            divide_by(model, factor)
+            how.load_state_dict(state)
+        model.zero_grad()
+        inputs = torch.randn(8, 64, generator=generator)
+        model(inputs).sum().backward()
+        there += inputs.sum(0)
+        sent += model.weight.grad.full_tensor() * (ranks if factor is None else factor)
+    (kept,) = how.state_dict()["own"]["residuals"]["weight"]["arrays"]
+    left = model.weight.full_tensor().new_zeros(64, 64)
+    place, rows = mesh["shard"].get_local_rank(), len(kept)
+    left[place * rows : (place + 1) * rows] = kept.reshape(rows, 64) * 0.5 / 2  # of two replicas
+    for one in (there, left):
+        dist.all_reduce(one)
+    assert left.abs().max() > 1
+    torch.testing.assert_close(sent + left, there.expand(64, 64), rtol=1e-4, atol=1e-3)
 
 
 def case_everything_sent_is_the_mean_gradient() -> None:
@@ -170,6 +236,9 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
     hvdcomp.fsdp.register(frozen, made(), mesh["replicate"])
     assert "as optimizer, which is none" in refused(model, made(), mesh["replicate"], model)
     assert "takes a mesh" in refused(model, made(process_set=object()), mesh["replicate"])
+    of_one = made(process_set=object()) if mesh["replicate"].get_local_rank() else made()
+    told = raised(hvdcomp.RankMismatchError, lambda: hvdcomp.fsdp.register(model, of_one, mesh["replicate"]))
+    assert "rank 0: no error; rank 1: process_set is for Horovod" in told, told
     told = refused(sharded_without_root(mesh["shard"]), made(), mesh["replicate"])
     assert "0, 2, 4 and 1 more are sharded each by itself" in told, told
     if dist.get_world_size() == 4:
@@ -378,6 +447,98 @@ def case_a_head_added_later_is_refused() -> None:
             model.append(head if kept_whole else fully_shard(head, mesh=mesh["shard"]))
             told = raised(hvdcomp.ConfigurationError, functools.partial(train, model, optimizer, 1))
             assert "7.weight, 7.bias are not exchanged" in told, told
+
+
+def compiled_layers(model: Any, compile_: Compile, shard: Callable[[Any], Any]) -> Any:
+    for number in (0, 2, 4, 6):
+        model[number] = shard(compile_(model[number]))
+    return shard(model)
+
+
+def sharded_layers(model: Any, shard: Callable[[Any], Any]) -> Any:
+    for number in (0, 2, 4, 6):
+        shard(model[number])
+    return model
+
+
+def compiled_in_place(model: Any, compile_: Compile, shard: Callable[[Any], Any]) -> Any:
+    shard(sharded_layers(model, shard)).compile(**compile_.keywords)
+    return model
+
+
+COMPILED: dict[str, Callable[[Any, Compile, Callable[[Any], Any]], Any]] = {
+    "compile(fully_shard(model))": lambda model, compile_, shard: compile_(shard(sharded_layers(model, shard))),
+    "fully_shard(compile(model))": lambda model, compile_, shard: shard(compile_(sharded_layers(model, shard))),
+    "fully_shard(model).compile()": compiled_in_place,
+    "fully_shard(compile(layer))": compiled_layers,
+    "compile(step)": lambda model, compile_, shard: shard(sharded_layers(model, shard)),
+}
+
+
+def compiled_trainings(
+    register: Callable[[Any], hvdcomp.Compression], backend: str, ways: Iterable[str] = COMPILED, **options: Any
+) -> None:
+    """Asserts that a training is the same however it is compiled.
+
+    Args:
+        register: lets hvdcomp serve a model.
+        ways: from `COMPILED`.
+        options: for `fully_shard`.
+    """
+    compile_, shard = functools.partial(torch.compile, backend=backend), functools.partial(fully_shard, **options)
+    results = []
+    for way in ("not compiled", *ways):
+        torch._dynamo.reset()
+        made = COMPILED.get(way, COMPILED["compile(step)"])
+        model = made(large_model(), compile_, shard)
+        how = register(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+
+        def step(
+            inputs: torch.Tensor,
+            classes: torch.Tensor,
+            model: Any = model,
+            optimizer: torch.optim.Optimizer = optimizer,
+        ) -> None:
+            optimizer.zero_grad()
+            plain_loss(model, inputs, classes, 0).backward()
+            optimizer.step()
+
+        make_step, generator = compile_(step) if way == "compile(step)" else step, own_generator()
+        for _ in range(4):
+            make_step(*batch(generator))
+        assert_same_everywhere(weights(model))
+        assert how.ledger.steps == 4, way
+        assert any("4.weight" in name or name.startswith("4") for name in how.plan), (way, how.plan.keys())
+        results.append(weights(model))
+        if backend == "eager":
+            assert torch.equal(results[0], results[-1]), way
+        torch.testing.assert_close(results[0], results[-1], rtol=1e-3, atol=1e-4)
+
+
+def compiled_with_replicas(backend: str, ways: Iterable[str] = COMPILED) -> None:
+    mesh = mesh_of_ranks()
+
+    def register(model: Any) -> hvdcomp.Compression:
+        how = hvdcomp.Compression.from_spec("topk:ratio=0.5", bucket_bytes=400_000)
+        hvdcomp.fsdp.register(model, how, mesh["replicate"])
+        return how
+
+    compiled_trainings(register, backend, ways, mesh=mesh["shard"])
+
+
+def case_a_compiled_step_is_the_same() -> None:
+    compiled_with_replicas("eager", ["compile(step)"])
+
+
+@thorough
+def case_compiled_trainings_are_the_same() -> None:
+    compiled_with_replicas("eager")
+
+
+@thorough
+def case_trainings_compiled_by_inductor_are_the_same_but_for_rounding() -> None:
+    compiled_with_replicas("inductor")
 
 
 class Experts(torch.nn.Module):

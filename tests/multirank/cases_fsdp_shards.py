@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor.debug import CommDebugMode
 
 import hvdcomp
@@ -473,30 +473,150 @@ class Nested(torch.nn.Module):
 
 def case_flat_gradients_lie_as_is_assumed() -> None:
     """What residuals are cut anew by: FSDP says nowhere in what order it has parameters."""
-    with nodes_of(1):
-        torch.manual_seed(3)
-        model = Nested(5, Nested(5, torch.nn.LayerNorm(5)))
-        fully_shard(model.inside)
-        fully_shard(model)
-        hvdcomp.fsdp.register(model, how := made("int8", min_numel=0))
-        engine, rows = how._binding.engine, {}
-        reduce = engine.reduce
+    for together in (False, True):
+        with nodes_of(1):
+            torch.manual_seed(3)
+            model: Any = Nested(5, Nested(5, torch.nn.LayerNorm(5)))
+            fully_shard(model.inside)
+            if together:
+                fully_shard([model.last, model.first])
+            fully_shard(model)
+            hvdcomp.fsdp.register(model, how := made("int8", min_numel=0, memory="error_feedback"))
+            engine, rows = how._binding.engine, {}
+            reduce = engine.reduce
 
-        def seen(name: str, *arguments: Any) -> Any:
-            rows[name] = reduce(name, *arguments)
-            return rows[name]
+            def seen(name: str, *arguments: Any, reduce: Any = reduce, rows: Any = rows) -> Any:
+                rows[name] = reduce(name, *arguments)
+                return rows[name]
 
-        engine.reduce = seen
-        model(torch.rand(4, 5)).square().sum().backward()
-        layouts = how.state_dict()["shared"]["layouts"]
-        assert layouts.keys() == rows.keys() == {"model", "inside"}
-        for module, row in rows.items():
-            start = 0
-            for name, (first, *others) in layouts[module]:
-                gradient = model.get_parameter(name if module == "model" else f"inside.{name}").grad.to_local()
-                assert torch.equal(row[start : start + gradient.numel()], gradient.reshape(-1)), (module, name)
-                start += -(-first // dist.get_world_size()) * math.prod(others)
-            assert start == len(row), module
+            engine.reduce = seen
+            model(torch.rand(4, 5)).square().sum().backward()
+            layouts = how.state_dict()["shared"]["layouts"]
+            assert layouts.keys() == rows.keys() == {"model", "inside", *["last"] * together}
+            for module, row in rows.items():
+                start = 0
+                for name, (first, *others) in layouts[module]:
+                    gradient = model.get_parameter(f"inside.{name}" if module == "inside" else name).grad.to_local()
+                    assert torch.equal(row[start : start + gradient.numel()], gradient.reshape(-1)), (module, name)
+                    start += -(-first // dist.get_world_size()) * math.prod(others)
+                assert start == len(row), module
+            if together:
+                assert [name for name, _ in layouts["last"]] == ["last.weight", "first.weight", "first.bias"]
+
+
+def compiled(backend: str) -> None:
+    def register(model: Any) -> hvdcomp.Compression:
+        how = made("int4", memory="error_feedback")
+        hvdcomp.fsdp.register(model, how)
+        return how
+
+    with two_nodes():
+        cases_fsdp.compiled_trainings(register, backend)
+
+
+@thorough
+def case_compiled_trainings_are_the_same() -> None:
+    compiled("eager")
+
+
+@thorough
+def case_trainings_compiled_by_inductor_are_the_same_but_for_rounding() -> None:
+    compiled("inductor")
+
+
+class Experts(torch.nn.Module):
+    """Two of the same shape, and a head that is not always trained; a batch says what of these it uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(WIDTH, 33, bias=False) for _ in range(2))
+        self.head = torch.nn.Linear(WIDTH, 5, bias=False).requires_grad_(False)
+
+    def forward(self, inputs: torch.Tensor, used: str) -> torch.Tensor:
+        layers = {"0": self.experts[0], "1": self.experts[1], "h": self.head}
+        return sum(layers[one](inputs).sum() for one in used)  # type: ignore[return-value]
+
+
+WIDTH = 64
+NAMES = {"0": "experts.0.weight", "1": "experts.1.weight", "h": "head.weight"}
+
+
+def experts(how: hvdcomp.Compression) -> Any:
+    model = fully_shard(Experts())
+    hvdcomp.fsdp.register(model, how)
+    return model
+
+
+def case_a_residual_stays_with_its_parameter() -> None:
+    """Whatever parameters of a module have gradients in a step, also through a checkpoint in the middle."""
+    ranks = dist.get_world_size()
+    generator = torch.Generator().manual_seed(100 + dist.get_rank())
+    options = {"memory": "error_feedback", "min_numel": 0}
+    there, sent = ({name: torch.zeros(WIDTH) for name in NAMES.values()} for _ in range(2))
+    with nodes_of(ranks // 2), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = experts(how := made("int4", **options))
+        for step, used in enumerate(("0", "1", "0", "01", "1", "save", "unfreeze", "1h", "01h", "h", "save", "0", "1")):
+            if used == "unfreeze":
+                model.head.requires_grad_(True)
+                continue
+            if used == "save":
+                state = how.state_dict()
+                trains = model.head.weight.requires_grad
+                model = experts(how := made("int4", **options))
+                model.head.requires_grad_(trains)
+                how.load_state_dict(state)
+                continue
+            model.zero_grad()
+            inputs = torch.randn(8, WIDTH, generator=generator) * (step != 1)
+            for number in range(2):  # passes, of which the second exchanges
+                model.set_requires_gradient_sync(number == 1)
+                model(inputs, used[: number + 1] if step % 2 else used).backward()
+            for name in NAMES.values():
+                gradient = model.get_parameter(name).grad
+                assert (gradient is not None) == (name in {NAMES[one] for one in used}), (step, name)
+                if gradient is not None:
+                    passes = 2 if not step % 2 or name == NAMES[used[0]] else 1
+                    there[name] += passes * inputs.sum(0) / ranks
+                    sent[name] += gradient.full_tensor().sum(0) / len(gradient)
+                    if step == 1:
+                        assert not gradient.full_tensor().any(), "what was left of the other expert"
+        left = {name: torch.zeros(WIDTH) for name in NAMES.values()}
+        (kept,), start = how.state_dict()["own"]["residuals"]["model"]["arrays"], 0
+        for name in NAMES.values():
+            shape = model.get_parameter(name).shape
+            part = -(-shape[0] // ranks) * shape[1]
+            rows = kept[:, start : start + part].reshape(-1, shape[1])
+            left[name] += rows.sum(0) / shape[0] / how._binding.engine.levels.across.size
+            start += part
+        assert start == kept.shape[1]
+    for name in NAMES.values():
+        for one in (there[name], left[name]):
+            dist.all_reduce(one)
+        assert left[name].abs().max() > 1e-3, name
+        torch.testing.assert_close(sent[name] + left[name], there[name], rtol=1e-4, atol=1e-3)
+    state["shared"]["layouts"]["model"][0] = ("experts.0.other", [33, WIDTH])
+    with nodes_of(ranks // 2):
+        experts(how := made("int4", **options))
+        told = raised(hvdcomp.ConfigurationError, lambda: how.load_state_dict(state))
+        assert "of module model is of other parameters" in told, told
+
+
+def case_nothing_is_added_to_a_parameter_that_is_not_known() -> None:
+    """Where a module's forward() is not called, nobody tells which of its parameters have gradients."""
+    with nodes_of(dist.get_world_size() // 2), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model = experts(made("int4", memory="error_feedback", min_numel=0))
+        model.apart = lambda inputs, used: Experts.forward(model, inputs, used)
+        register_fsdp_forward_method(model, "apart")
+        for used, factor, warned in (("01", 1, False), ("0", 1, True), ("1", 0, True), ("01", 0, True)):
+            model.zero_grad()
+            model.apart(torch.rand(8, WIDTH) * factor, used).backward()
+            assert bool(told) == warned, used
+            if not factor:  # what was left of the first step is sent with the first that has both
+                assert bool(model.experts[1].weight.grad.full_tensor().any()) == (used == "01")
+        assert "model: which parameters have gradients in this step is not known" in str(told[0].message)
 
 
 def case_what_cannot_be_is_refused_on_every_rank() -> None:
@@ -565,17 +685,52 @@ def case_a_backward_pass_that_raises_changes_nothing_without_a_residual() -> Non
     assert torch.equal(*results)
 
 
-def case_another_divisor_is_refused_with_the_way_out() -> None:
-    def divided(how: hvdcomp.Compression | None, forced: bool) -> torch.Tensor:
-        model, optimizer = distribute(how, sgd=True)
-        for module in (model, *model.blocks):
-            module.set_gradient_divide_factor(3.0)
-            module.set_force_sum_reduction_for_comms(forced)
-        train(model, optimizer, range(1))
-        return weights(model)
+def case_the_users_divisor_gives_what_fsdp_gives() -> None:
+    """With `force`, after the reduce-scatter; without, FSDP asks for a sum of products, which Gloo lacks."""
 
+    def divided(how: hvdcomp.Compression | None, factor: float | None, forced: bool = True, **options: Any) -> Any:
+        model, _ = distribute(how, **options)
+        for module in (model, *model.blocks):
+            if factor is not None:
+                module.set_gradient_divide_factor(factor)
+            module.set_force_sum_reduction_for_comms(forced)
+        tokens = batch(torch.Generator().manual_seed(dist.get_rank()))
+        logits = model(tokens[:, :-1]).float()
+        torch.nn.functional.cross_entropy(logits.reshape(-1, TOKENS), tokens[:, 1:].reshape(-1)).backward()
+        return torch.cat([one.grad.full_tensor().reshape(-1).double() for one in model.parameters()])
+
+    half = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)}
     with two_nodes():
-        said = raised(hvdcomp.ConfigurationError, lambda: divided(made("int8"), forced=False))
-        assert "set_force_sum_reduction_for_comms(True)" in said
-        start, theirs = weights(sharded()), divided(None, forced=True)
-        assert off(divided(made("int8"), forced=True) - start, theirs - start) < 0.1
+        for factor in (None, 1.0, 7.0):
+            theirs = divided(None, factor)
+            assert torch.equal(divided(made("none"), factor), theirs)
+            for forced in (True, False):
+                assert off(divided(made("int8", min_numel=0), factor, forced), theirs) < 0.02, (factor, forced)
+            assert off(divided(made("int8", min_numel=0), factor, **half), theirs) < 0.02, factor
+
+
+def case_residuals_do_not_depend_on_the_users_divisor() -> None:
+    options = {"memory": "error_feedback", "min_numel": 0}
+    with nodes_of(1):
+        kept = []
+        for factor in (None, 7.0):
+            model, optimizer = distribute(how := made("int4", **options))
+            for module in (model, *model.blocks):
+                if factor is not None:
+                    module.set_gradient_divide_factor(factor)
+            train(model, optimizer, range(1))
+            kept.append(how.state_dict()["own"]["residuals"]["model"]["arrays"][0])
+        assert torch.equal(*kept)
+        assert kept[0].any()
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)  # FSDP divides some of it before
+        model, optimizer = distribute(how := made("int4", **options), mp_policy=policy)
+        train(model, optimizer, range(1))
+        state = how.state_dict()
+        for again in (False, True):
+            if again:
+                model, optimizer = distribute(how := made("int4", **options), mp_policy=policy)
+                how.load_state_dict(state)
+            model.set_gradient_divide_factor(7.0)
+            step = functools.partial(train, model, optimizer, range(1, 2))
+            told = raised(hvdcomp.ConfigurationError, step)
+            assert "set_gradient_divide_factor(7.0) of module model follows none" in told, told

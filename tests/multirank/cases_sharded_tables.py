@@ -143,6 +143,13 @@ def case_what_ids_do_not_name_and_no_table_is_refused_on_every_rank() -> None:
     said = raised(RankMismatchError, lambda: ShardedTables(empty, fill=lambda _, ids: torch.zeros(len(ids), 3)))
     assert "give it one of" in said
 
+    def fill(_: str, ids: torch.Tensor) -> torch.Tensor:
+        return {"rank 0": torch.zeros(len(ids), 2)}[f"rank {dist.get_rank()}"]
+
+    said = raised(RankMismatchError, lambda: ShardedTables(empty, fill=fill))
+    assert "rank 0: no error" in said
+    assert "KeyError: 'rank 1'" in said
+
 
 class Items(torch.nn.Module):
     """One table, with a sum of rows as its output."""
@@ -169,7 +176,7 @@ def looked_up(steps: int, rows: int, lookups: int) -> list[Batch]:
 
 def case_tables_that_no_rank_has_in_whole() -> None:
     """Of 3 rows too, of which a fourth rank has none."""
-    for rows in (3, 50):
+    for rows in (1, 2, 3, 50):  # of which a rank may have none
         model = Items(rows, 2, "cpu")
         with torch.no_grad():
             model.items.weight.copy_(filled(2)("", torch.arange(rows)))
