@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -96,6 +97,22 @@ def test_tables_have_the_layout_that_c_gives_them(tmp_path: Path) -> None:
     command = [*build.find_compiler(), *build.FLAGS, "-I", str(build.SOURCES), "-fsyntax-only", str(program)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+ASKING_AHEAD = [path.name for path in build.SOURCES.glob("isa_*.c") if re.search("prefetch|ask_ahead", path.read_text())]
+
+
+@pytest.mark.parametrize("name", sorted(ASKING_AHEAD))
+def test_compiled_code_prefetches_where_the_sources_do(name: str) -> None:
+    """GCC removes calls of a function that only prefetches: it takes such a function for one without any effect."""
+    machine = platform.machine()
+    if machine not in (instructions := {"x86_64": "prefetch", "aarch64": "prfm"}):
+        pytest.skip(f"which instruction prefetches is known of {', '.join(instructions)}, not of {machine}")
+    flags = [*build.FLAGS, *build.FAST, "-DHVD_ISA=plain", "-S", "-o", "-"]
+    command = [*build.find_compiler(), *flags, str(build.SOURCES / name)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert instructions[machine] in done.stdout
 
 
 # --- What the environment chooses ---
