@@ -26,10 +26,6 @@ def dtype_bytes(dtype: str) -> int:
     return FLOATING[dtype]
 
 
-LARGEST = {"float16": 65504.0, "bfloat16": (2 - 2.0**-7) * 2.0**127}
-"""The largest finite number of each 16-bit type."""
-
-
 def wide_dtype(dtype: str) -> str:
     """The element type of computations with a floating-point type: the type itself, but at least float32."""
     return dtype if FLOATING[dtype] > 2 else "float32"

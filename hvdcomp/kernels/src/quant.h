@@ -13,7 +13,7 @@
 #include <immintrin.h>
 #endif
 
-/* A scale up to this counts as zero, as in hvdcomp/compressors/quantization.py. */
+/* A scale up to this counts as zero, as in hvdcomp/kernels/limits.py. */
 #define HVD_SMALLEST_SCALE 0x1p-96f
 
 /* `most` / scale, by way of the reciprocal, rounded to a float; 0 if the scale is zero. Of a scale above 2**126 the
