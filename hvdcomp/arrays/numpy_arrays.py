@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import CACHE_LINE, Array
 
 _UNSIGNED_32 = np.dtype("uint32")
 _PIECE = 1 << 16  # elements; intermediate results stay in a core's cache
@@ -220,6 +220,26 @@ def reciprocal_or_zero(x: Array, threshold: Array) -> Array:
 def finite_or_zero(x: Array) -> Array:
     """`x` with zeros in place of inf and NaN; may reuse the storage of x."""
     return np.where(np.isfinite(x), x, x.dtype.type(0))
+
+
+def empty_aligned(count: int, dtype: str = "float32") -> np.ndarray:
+    """A vector, not filled, that begins with a cache line."""
+    size = np.dtype(dtype).itemsize
+    room = np.empty(count + CACHE_LINE // size, dtype)
+    start = -room.ctypes.data % CACHE_LINE // size
+    return room[start : start + count]
+
+
+def aligned(x: Array) -> Array:
+    """The array in row-major order, from the begin of a cache line on: a copy, unless it lies so already.
+
+    Where an array lies decides in which order some libraries add up the products of its elements.
+    """
+    if x.flags.c_contiguous and x.ctypes.data % CACHE_LINE == 0:
+        return x
+    copy = empty_aligned(x.size, x.dtype).reshape(x.shape)
+    np.copyto(copy, x)
+    return copy
 
 
 def eigenvectors(x: Array) -> Array:

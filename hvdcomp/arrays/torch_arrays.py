@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdcomp.arrays.types import Array
+from hvdcomp.arrays.types import CACHE_LINE, Array
 
 
 def dtype_name(x: Array) -> str:
@@ -174,6 +174,12 @@ def reciprocal_or_zero(x: Array, threshold: Array) -> Array:
 
 def finite_or_zero(x: Array) -> Array:
     return torch.nan_to_num_(x, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def aligned(x: Array) -> Array:
+    if x.is_contiguous() and x.data_ptr() % CACHE_LINE == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)  # PyTorch's allocators begin with a cache line
 
 
 def eigenvectors(x: Array) -> Array:

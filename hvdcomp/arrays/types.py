@@ -26,8 +26,8 @@ def dtype_bytes(dtype: str) -> int:
     return FLOATING[dtype]
 
 
-LARGEST = {"float16": 65504.0, "bfloat16": (2 - 2.0**-7) * 2.0**127}
-"""The largest finite number of each 16-bit type."""
+CACHE_LINE = 64
+"""Bytes of a cache line, which are also those of the widest vector registers."""
 
 
 def wide_dtype(dtype: str) -> str:

@@ -18,6 +18,7 @@ from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcom
 from hvdcomp.compressors.randomness import random_words, rank_key
 from hvdcomp.errors import SpecError
 from hvdcomp.kernels import cuda
+from hvdcomp.kernels.limits import INFINITE_BITS, LARGEST_BITS
 from hvdcomp.kernels.tables import EVERYTHING
 from hvdcomp.specs.described import Rule
 
@@ -186,9 +187,9 @@ def _bfloat16_at_random(xp: ModuleType, vector: Array, nearest: Array, purpose: 
     """
     bits = xp.bitcast(xp.astype(vector, "float32"), "int32")
     magnitudes = bits & 0x7FFFFFFF
-    codes = magnitudes.clip(0, _LARGEST_BFLOAT16)
+    codes = magnitudes.clip(0, LARGEST_BITS["bfloat16"])
     codes += (_random_words(xp, vector, purpose, context) >> 16) & 0xFFFF
-    return _with_signs(xp, codes >> 16, bits, nearest, magnitudes < _INFINITE_BFLOAT16)
+    return _with_signs(xp, codes >> 16, bits, nearest, magnitudes < INFINITE_BITS["bfloat16"])
 
 
 def _half_at_random(xp: ModuleType, vector: Array, nearest: Array, purpose: str, context: Context) -> Array:
@@ -199,18 +200,15 @@ def _half_at_random(xp: ModuleType, vector: Array, nearest: Array, purpose: str,
     """
     bits = xp.bitcast(xp.astype(vector, "float32"), "int32")
     magnitudes = bits & 0x7FFFFFFF
-    clipped = magnitudes.clip(0, _LARGEST_HALF)
+    clipped = magnitudes.clip(0, LARGEST_BITS["float16"])
     above = (clipped & 0x7F800000).clip(_LEAST_HALF, 0x7F800000) - _LEAST_HALF
     factors = xp.bitcast((283 << 23) - _LEAST_HALF - above, "float32")
     codes = xp.astype(xp.bitcast(clipped, "float32") * factors, "int32")
     codes += (_random_words(xp, vector, purpose, context) >> 13) & 0x7FFFF
-    return _with_signs(xp, (codes >> 19) + (above >> 13), bits, nearest, magnitudes < _INFINITE_HALF)
+    return _with_signs(xp, (codes >> 19) + (above >> 13), bits, nearest, magnitudes < INFINITE_BITS["float16"])
 
 
-# float32 bit patterns: the largest finite 16-bit number, and the smallest number that rounds to infinity.
-_LARGEST_BFLOAT16, _INFINITE_BFLOAT16 = 0x7F7F0000, 0x7F7F8000
-_LARGEST_HALF, _INFINITE_HALF = 0x477FE000, 0x477FF000  # 65504 and 65520
-_LEAST_HALF = 0x38800000  # 2**-14, the smallest normal float16
+_LEAST_HALF = 0x38800000  # bits of 2**-14, the smallest normal float16, as float32
 
 
 def _random_words(xp: ModuleType, vector: Array, purpose: str, context: Context) -> Array:

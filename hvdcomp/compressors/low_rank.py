@@ -18,11 +18,9 @@ from hvdcomp.compressors.low_rank_bucket import LowRankBucket
 from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome, TensorInfo
 from hvdcomp.compressors.randomness import drawn, shared_generator
 from hvdcomp.errors import SpecError
+from hvdcomp.kernels.limits import SMALLEST_NORM
 from hvdcomp.specs.described import Rule, Truth
 from hvdcomp.specs.levels import Level
-
-# A column with a smaller norm than this counts as zero, so that dividing by it stays within float32.
-_SMALLEST = 2.0**-110
 
 # A column that keeps less than this share of its norm after projection was a combination of the columns before it; the
 # remainder is rounding error without a meaningful direction.
@@ -193,7 +191,7 @@ def nonzero_columns(xp: ModuleType, new: Array, old: Array) -> Array:
     A zero gradient empties columns, and from zeros the power iteration would never start again.
     """
     norms = wide_norms(xp, new)
-    return xp.where((norms > _SMALLEST) & (norms < 1 / _SMALLEST), new, old)
+    return xp.where((norms > SMALLEST_NORM) & (norms < 1 / SMALLEST_NORM), new, old)
 
 
 def wide_norms(xp: ModuleType, matrix: Array) -> Array:
@@ -208,7 +206,7 @@ def orthogonalize(xp: ModuleType, matrix: Array) -> Array:
     one whose norm overflows.
     """
     # Columns are normalised first, so that no later square overflows or vanishes.
-    columns = matrix * xp.reciprocal_or_zero(wide_norms(xp, matrix), _SMALLEST)
+    columns = matrix * xp.reciprocal_or_zero(wide_norms(xp, matrix), SMALLEST_NORM)
     done = [columns[:, :1]]
     for _ in range(matrix.shape[1] - 1):
         unit, columns = done[-1], columns[:, 1:]

@@ -53,7 +53,7 @@ class ATOMO(Compressor):
     reference: ClassVar[str] = "Wang et al. 2018, arXiv:1806.04090"
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
-        matrix = as_matrix(xp, x)
+        matrix = xp.aligned(as_matrix(xp, x))  # as the last bits of a product may depend on where its factors lie
         tall = matrix.shape[0] > matrix.shape[1]
         short, long = atoms(xp, matrix.T if tall else matrix)
         offset = rank_generator(context, "atomo").random()

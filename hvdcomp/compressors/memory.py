@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Annotated, ClassVar
 
-from hvdcomp.arrays.types import LARGEST, Array
+from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.protocol import SparseVector
+from hvdcomp.kernels.limits import LARGEST
 from hvdcomp.specs.described import Described, Rule, Share
 
 State = tuple[Array, ...]

@@ -17,9 +17,7 @@ from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.packing import pack, packed_bytes, pad, unpack
 from hvdcomp.compressors.protocol import Context
 from hvdcomp.compressors.randomness import random_words, rank_key
-
-SMALLEST_SCALE = 2.0**-96
-"""Scales up to this count as zero, so that dividing by a scale stays within float32."""
+from hvdcomp.kernels.limits import SMALLEST_SCALE
 
 _UNIT = 2.0**23  # one code step while rounding: values in steps / _UNIT, plus 23 random bits
 

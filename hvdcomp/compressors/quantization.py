@@ -19,7 +19,6 @@ from hvdcomp.compressors.base import Compressor, Count, most_level_for
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload
 from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.multiples import (
-    SMALLEST_SCALE,
     Multiples,
     encode_multiples,
     encode_multiples_of_bucket,
@@ -30,6 +29,7 @@ from hvdcomp.compressors.packing import outcome_like, pack, packed_bytes, pad, u
 from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context
 from hvdcomp.compressors.randomness import random_words, rank_key, uniform
 from hvdcomp.errors import ConfigurationError
+from hvdcomp.kernels.limits import SMALLEST_SCALE
 from hvdcomp.specs.described import between, is_number
 from hvdcomp.specs.levels import Level
 

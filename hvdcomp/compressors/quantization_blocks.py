@@ -16,7 +16,6 @@ from hvdcomp.compressors.base import Count
 from hvdcomp.compressors.bucket import Bucket
 from hvdcomp.compressors.gathering import Gathering, Rounding
 from hvdcomp.compressors.multiples import (
-    SMALLEST_SCALE,
     Multiples,
     MultiplesLayout,
     encode_multiples,
@@ -27,6 +26,7 @@ from hvdcomp.compressors.multiples import (
 from hvdcomp.compressors.packing import pack, pad
 from hvdcomp.compressors.protocol import Context
 from hvdcomp.compressors.randomness import random_words, rank_key
+from hvdcomp.kernels.limits import SMALLEST_SCALE
 from hvdcomp.specs.described import Rule
 
 _TO_WHOLE = 1.5 * 2.0**23

@@ -14,42 +14,18 @@ from hvdcomp.arrays.magnitudes import elements_of_sample, sample_stride
 from hvdcomp.compressors import sparse_payload
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, gathered
 from hvdcomp.compressors.protocol import AllGather
-from hvdcomp.kernels.tables import NARROW
-
-LARGEST, BISECT, SAMPLED, FITTED = range(4)
-"""Searches for a threshold: the k-th largest magnitude; bisection from mean to largest; steps from a sample's; stages
-of a fitted distribution."""
-
-_CHOICE = np.dtype(
-    [
-        *((name, "i8") for name in ("first_task", "tasks", "most", "need", "sample", "sampled", "reaching", "stride")),
-        ("first", "f4"),
-        ("later", "f4"),
-        ("floor", "u4"),
-        ("whole", "i4"),
-    ],
-    align=True,
+from hvdcomp.kernels.tables import (
+    CANDIDATES,
+    CHOICE,
+    FITTED,
+    KTH_LARGEST,
+    NARROW,
+    SAMPLED,
+    SLACK,
+    SparseStruct,
 )
-_CANDIDATES = np.dtype(
-    [
-        *((name, "i8") for name in ("place", "room", "stored", "reached")),
-        ("sum", "f8"),
-        ("largest", "u4"),
-        ("unused", "i4"),
-    ],
-    align=True,
-)
-_SLACK = 16  # HVD_SLACK
+
 _CANDIDATES_PER_NEEDED = 8  # about 2.3 are expected; a task with more is searched as a whole
-
-
-class _Sparse(ctypes.Structure):
-    """`hvd_sparse` of `src/sparse.h`."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("choices", "candidates", "values", "places", "sample")),
-        *((name, ctypes.c_int32) for name in ("method", "rounds", "type", "unused")),
-    ]
 
 
 class SparsePlaces:
@@ -98,7 +74,7 @@ class Selection:
         bucket: the bucket, with `count` set in its table.
 
     Attributes:
-        method: `LARGEST`, `BISECT`, `SAMPLED` or `FITTED`.
+        method: `KTH_LARGEST`, `BISECT`, `SAMPLED` or `FITTED`.
         rounds: rounds of the search.
         type: element type of the values in the payload, a number of `NARROW`.
         masks: whether an element's momentum is cleared when the element is sent.
@@ -117,7 +93,7 @@ class Selection:
         sizes, counts = bucket.segments["size"], bucket.segments["count"]
         self.most = np.minimum(room * counts, sizes)
         self.limited = room > 1
-        self.need = counts if method == LARGEST else np.minimum(self.most + 1, sizes)
+        self.need = counts if method == KTH_LARGEST else np.minimum(self.most + 1, sizes)
         self.stride = self.sampled = self.reaching = np.zeros_like(sizes)
         self.first = self.later = np.zeros(len(sizes), np.float32)
         if method == FITTED:
@@ -139,24 +115,24 @@ class _Layout:
         self.places = SparsePlaces(bucket, values)
         selection = Selection(bucket, self.places.type, method, room, rounds)
         segments, tasks = bucket.segments, bucket.table.tasks
-        self._choices = np.zeros(len(segments), _CHOICE)
+        self._choices = np.zeros(len(segments), CHOICE)
         choices = self._choices
         choices["first_task"] = np.searchsorted(tasks["segment"], np.arange(len(segments)))
         choices["tasks"] = np.bincount(tasks["segment"], minlength=len(segments))
         for name in ("most", "need", "stride", "sampled", "reaching", "first", "later"):
             choices[name] = getattr(selection, name)
         choices["sample"] = np.cumsum(selection.sampled) - selection.sampled
-        self._candidates = np.zeros(len(tasks), _CANDIDATES)
+        self._candidates = np.zeros(len(tasks), CANDIDATES)
         shares = (selection.need / segments["size"])[tasks["segment"]] * tasks["length"]
         rooms = np.minimum(tasks["length"], (_CANDIDATES_PER_NEEDED * shares).astype(np.int64) + 1024)
         self._candidates["room"] = rooms
-        self._candidates["place"] = np.cumsum(rooms + _SLACK) - (rooms + _SLACK)
-        pool = int((rooms + _SLACK).sum())
+        self._candidates["place"] = np.cumsum(rooms + SLACK) - (rooms + SLACK)
+        pool = int((rooms + SLACK).sum())
         self._values, self._places = np.empty(pool, np.float32), np.empty(pool, np.uint16)
         self._sample = np.empty(int(selection.sampled.sum()), np.float32)
         arrays: tuple[np.ndarray, ...] = (choices, self._candidates, self._values, self._places, self._sample)
         addresses = [array.ctypes.data for array in arrays]
-        self._sparse = _Sparse(*addresses, method, rounds, self.places.type, 0)
+        self._sparse = SparseStruct(*addresses, method, rounds, self.places.type, 0)
         self.passed = ctypes.addressof(self._sparse)
 
 
@@ -184,7 +160,7 @@ def aggregate_by_magnitude(
     Args:
         bucket: the bucket.
         values: "same" or "fp16", as in `sparse_payload`.
-        method: `LARGEST`, `BISECT`, `SAMPLED` or `FITTED`.
+        method: `KTH_LARGEST`, `BISECT`, `SAMPLED` or `FITTED`.
         room: a threshold is good if k to `room` k elements reach it.
         rounds: rounds of the search.
     """

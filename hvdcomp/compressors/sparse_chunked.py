@@ -17,6 +17,7 @@ from hvdcomp.compressors.packing import groups, pack, unpack
 from hvdcomp.compressors.protocol import Aggregation, AllGather, Context, Outcome, SparseVector
 from hvdcomp.compressors.signs import representable
 from hvdcomp.compressors.sparse_chunked_bucket import VALUES, aggregate_chunks
+from hvdcomp.kernels.tables import CHUNK_PIECE
 from hvdcomp.specs.described import Rule, between
 from hvdcomp.specs.levels import Level
 
@@ -60,7 +61,7 @@ class ChunkedTopK(Compressor):
         458768
     """
 
-    chunk: Annotated[int, between(2, 1 << 16)] = 4096
+    chunk: Annotated[int, between(2, CHUNK_PIECE)] = 4096
     k: Count = 64
     values: _Values = "2bit"
 
@@ -97,7 +98,7 @@ class ChunkedTopK(Compressor):
         return Outcome(xp.reshape(mean, x.shape), sent)
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
-        return aggregate_chunks(bucket, self.chunk, VALUES.index(self.values))
+        return aggregate_chunks(bucket, self.chunk, VALUES[self.values])
 
     def count(self, size: int) -> int:
         """Number of elements sent of a tensor of `size` elements."""

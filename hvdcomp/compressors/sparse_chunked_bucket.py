@@ -8,11 +8,10 @@ from hvdcomp.compressors.bucket import Bucket, BucketAggregation, gathered
 from hvdcomp.compressors.low_rank_bucket import Tasks
 from hvdcomp.compressors.packing import packed_bytes
 from hvdcomp.compressors.protocol import AllGather
+from hvdcomp.kernels.tables import CHUNK_PIECE, FOUR_MEANS, IN_FLOAT, IN_HALF
 
-VALUES = ("2bit", "fp16", "float32")
-"""Encodings of values, in the order of `isa_sparse_chunked.c`."""
-
-_PIECE = 1 << 16  # elements of a task; MOST in `isa_sparse_chunked.c`
+VALUES = {"2bit": FOUR_MEANS, "fp16": IN_HALF, "float32": IN_FLOAT}
+"""Encodings of values, as numbers for kernels."""
 
 
 class _Layout:
@@ -23,9 +22,9 @@ class _Layout:
         pairs = list(zip(bucket.compressors, sizes, strict=True))
         counts = np.array([method.count(size) for method, size in pairs])
         bits = np.array([method.place_bits(size) for method, size in pairs])
-        values = np.full_like(counts, 16) if encoding == 0 else counts * (2 if encoding == 1 else 4)
+        values = np.full_like(counts, 16) if encoding == FOUR_MEANS else counts * (2 if encoding == IN_HALF else 4)
         codes = packed_bytes(np.minimum(bits, 8), counts) + packed_bytes(np.maximum(bits - 8, 0), counts)
-        codes += packed_bytes(2, counts) if encoding == 0 else 0
+        codes += packed_bytes(2, counts) if encoding == FOUR_MEANS else 0
         segments = bucket.segments
         segments["count"], segments["found"] = counts, np.cumsum(counts) - counts
         segments["sent_of_chunk"] = [compressor.k for compressor in bucket.compressors]
@@ -35,7 +34,7 @@ class _Layout:
         self.scratch = [bucket.zeros(int(counts.sum()), dtype) for dtype in ("float32", "int16")]
         self.passed: tuple[int, ...] = chunk, encoding
         if bucket.device is None:
-            self._tasks = Tasks([(-(-size // chunk), max(1, _PIECE // chunk)) for size in sizes])
+            self._tasks = Tasks([(-(-size // chunk), max(1, CHUNK_PIECE // chunk)) for size in sizes])
             self.passed = *self._tasks.passed, chunk, encoding
 
 
@@ -45,7 +44,7 @@ def aggregate_chunks(bucket: Bucket, chunk: int, encoding: int) -> BucketAggrega
     Args:
         bucket: the bucket.
         chunk: number of elements in a chunk.
-        encoding: the values' encoding, an index of `VALUES`.
+        encoding: the values' encoding, of `VALUES`.
     """
     if bucket.layout is None:
         bucket.layout = _Layout(bucket, chunk, encoding)

@@ -17,13 +17,13 @@ from typing import Annotated
 
 from hvdcomp.arrays.types import Array, dtype_bytes, wide_dtype
 from hvdcomp.compressors.protocol import Context, SparseVector
+from hvdcomp.kernels.limits import LARGEST
 from hvdcomp.specs.described import Rule
 from hvdcomp.specs.levels import Level
 
 _MEANINGS = "'same' (as in the gradient) or 'fp16' (half precision)"
 How = Annotated[str, Rule(lambda how: how in ("same", "fp16"), _MEANINGS)]
-LARGEST_HALF = 65504.0
-_LARGEST_COMMON = 65280.0  # the largest number in both float16 and bfloat16; 65504 is 65536 in bfloat16
+_LARGEST_COMMON = 65280.0  # the largest number in both float16 and bfloat16; of float16 is 65536 in bfloat16
 _BLOCK = 1 << 16  # elements that 16 bits can index
 
 
@@ -51,7 +51,7 @@ def most_elements(budget: float, size: int, bytes_of_value: float) -> int:
     return min(size, max(1, in_blocks, whole))
 
 
-def round_values(xp: ModuleType, values: Array, how: str, bound: float = LARGEST_HALF) -> Array:
+def round_values(xp: ModuleType, values: Array, how: str, bound: float = LARGEST["float16"]) -> Array:
     """The values as encoded. With "fp16", magnitudes are clipped to `bound`; the excess is not sent."""
     if how == "same":
         return values

@@ -9,7 +9,8 @@ import numpy as np
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.protocol import AllReduce
 from hvdcomp.compressors.randomness import rotations
-from hvdcomp.compressors.sparse_payload import LARGEST_HALF, carried_dtype, elements_kept
+from hvdcomp.compressors.sparse_payload import carried_dtype, elements_kept
+from hvdcomp.kernels.limits import LARGEST
 
 
 class _Layout:
@@ -70,9 +71,9 @@ def aggregate_at_random(bucket: Bucket, values: str, unbiased: bool) -> BucketAg
     layout, context = bucket.layout, bucket.context
     bound = 0.0
     if values == "fp16":
-        bound = LARGEST_HALF / (2 * context.world_size)
+        bound = LARGEST["float16"] / (2 * context.world_size)
     elif half:  # the memory, if any, keeps the excess
-        bound = math.inf if unbiased else LARGEST_HALF
+        bound = math.inf if unbiased else LARGEST["float16"]
     keys = bucket.draw_keys(shared=True)
     bucket.segments["shift"] = rotations(keys, bucket.segments["size"])
     payload, sent = layout.payload, layout.sent

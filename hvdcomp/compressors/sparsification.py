@@ -14,9 +14,11 @@ from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.protocol import Aggregation, AllGather, AllReduce, Context, Outcome, SparseVector
 from hvdcomp.compressors.randomness import distinct_indices, shared_key
-from hvdcomp.compressors.sparse_bucket import LARGEST, aggregate_by_magnitude
-from hvdcomp.compressors.sparse_payload import LARGEST_HALF, elements_kept
+from hvdcomp.compressors.sparse_bucket import aggregate_by_magnitude
+from hvdcomp.compressors.sparse_payload import elements_kept
 from hvdcomp.compressors.sparse_random import aggregate_at_random
+from hvdcomp.kernels.limits import LARGEST
+from hvdcomp.kernels.tables import KTH_LARGEST
 from hvdcomp.specs.described import SHARE, Rule, Truth
 from hvdcomp.specs.levels import Level
 
@@ -115,7 +117,7 @@ class TopK(Sparsifier):
         return Magnitudes(xp, vector, k).top(k)
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
-        return aggregate_by_magnitude(bucket, self.values, LARGEST)
+        return aggregate_by_magnitude(bucket, self.values, KTH_LARGEST)
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ class RandomK(ByRatio):
         values = xp.take(vector, indices)
         if self.unbiased:
             values *= size / count
-        bound = LARGEST_HALF / (2 * context.world_size)
+        bound = LARGEST["float16"] / (2 * context.world_size)
         sent = sparse_payload.round_values(xp, values, self.values, bound)
         if self.unbiased and self.values == "fp16":  # clipped, it would be biased, as mostly nothing is kept
             sent = xp.where(abs(values) > bound, math.inf, sent)

@@ -9,7 +9,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from hvdcomp.arrays import numpy_arrays
-from hvdcomp.arrays.types import LARGEST, Array, wide_dtype
+from hvdcomp.arrays.types import Array, wide_dtype
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.each_tensor import numbers_may_overflow
@@ -22,6 +22,7 @@ from hvdcomp.exchange.energies import Energies, of_arrays, of_errors
 from hvdcomp.exchange.fusion import part_bytes
 from hvdcomp.exchange.ledger import Cost, Part
 from hvdcomp.exchange.tensor_state import TensorState
+from hvdcomp.kernels.limits import LARGEST
 
 
 class ArrayStep:

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvdcomp.arrays.types import number_of_elements
+from hvdcomp.arrays import numpy_arrays
+from hvdcomp.arrays.types import CACHE_LINE, number_of_elements
 
-ALIGNMENT = 16  # float32 elements: a cache line
+ALIGNMENT = CACHE_LINE // 4  # float32 elements
 
 
 class Recycled:
@@ -28,7 +29,7 @@ class Recycled:
         self._dtype = dtype
         width = np.dtype(dtype).itemsize
         sizes = [number_of_elements(shape) for shape in shapes]
-        line = 4 * ALIGNMENT // width
+        line = CACHE_LINE // width
         ends = np.cumsum([-(-size // line) * line for size in sizes]).tolist()
         starts = [0, *ends[:-1]]
         self._parts = [
@@ -44,16 +45,8 @@ class Recycled:
         Nobody else uses their storage.
         """
         free = [storage for storage, whole in self._used if whole() is None]
-        storage = free[0] if free else aligned(self._count, self._dtype)
+        storage = free[0] if free else numpy_arrays.empty_aligned(self._count, self._dtype)
         # An array over a memoryview: the others keep this one alive, and not the storage behind it.
         whole = np.frombuffer(storage.data, self._dtype)
         self._used = [entry for entry in self._used if entry[1]() is not None] + [(storage, weakref.ref(whole))]
         return [whole[place].reshape(shape) for place, shape in self._parts], storage.ctypes.data + self._offsets
-
-
-def aligned(count: int, dtype: str = "float32") -> np.ndarray:
-    """A vector, not filled, that begins with a cache line."""
-    size, line = np.dtype(dtype).itemsize, 4 * ALIGNMENT
-    room = np.empty(count + line // size, dtype)
-    start = -room.ctypes.data % line // size
-    return room[start : start + count]

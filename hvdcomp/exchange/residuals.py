@@ -22,10 +22,11 @@ from typing import Any
 import numpy as np
 
 from hvdcomp.arrays import numpy_arrays
-from hvdcomp.arrays.types import LARGEST, Array
+from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.bucket import Bucket
 from hvdcomp.compressors.memory import Memory, NoMemory, without
-from hvdcomp.exchange.recycled import ALIGNMENT, aligned
+from hvdcomp.exchange.recycled import ALIGNMENT
+from hvdcomp.kernels.limits import LARGEST
 from hvdcomp.kernels.tables import EVERYTHING, FACTORS, NARROW, NOT_NEGATIVE, NOTHING, PRODUCT, product
 
 _PLACE = np.dtype([("buffer", "i8"), ("start", "i8"), ("address", "u8")])
@@ -269,7 +270,7 @@ class Residuals(FlatStorage):
                 self._allocate(kind, half, np.arange(len(self._sizes)))
 
     def _buffer(self, count: int, dtype: str) -> np.ndarray:
-        return aligned(count, dtype)
+        return numpy_arrays.empty_aligned(count, dtype)
 
     def _address(self, buffer: np.ndarray) -> int:
         return buffer.ctypes.data

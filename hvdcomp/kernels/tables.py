@@ -1,6 +1,7 @@
 """The description of a bucket for kernels: a table of its tensors and of the threads' tasks.
 
-The fields are those of `src/bucket.h`, in the same order.
+The fields and numbers are those of `src/bucket.h` and `src/sparse.h`, in the same order.
+`tests/kernels/test_kernels_build.py` compares them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 FACTORS = np.dtype([("p", "u8"), ("q", "u8"), ("rank", "i8"), ("columns", "i8")], align=True)
 """A matrix P Q', by the addresses of its factors, stored column by column."""
 
-_UNIONS = (
+UNIONS = (
     ("values", "codes", "signs", "p_factor", "blocks"),
     ("indices", "scales", "exponents", "row_votes", "q_factor", "ends", "chosen"),
     ("block_counts", "sent_of_chunk", "columns", "shift", "votes", "taken"),
@@ -26,7 +27,7 @@ _UNIONS = (
 def _with_unions(dtype: np.dtype) -> np.dtype:
     """A type whose fields that are the first of a union have the others beside them."""
     fields = dict(dtype.fields or {})
-    fields |= {name: fields[names[0]] for names in _UNIONS for name in names}
+    fields |= {name: fields[names[0]] for names in UNIONS for name in names}
     formats, offsets = zip(*(field[:2] for field in fields.values()), strict=True)
     return np.dtype(
         {"names": list(fields), "formats": formats, "offsets": offsets, "itemsize": dtype.itemsize}, align=True
@@ -39,7 +40,7 @@ SEGMENT = _with_unions(
             ("size", "i8"),
             *((name, "u8") for name in ("gradient", "result", "source", "kept", "x", "velocity", "next_velocity")),
             ("count", "i8"),
-            *((names[0], "i8") for names in _UNIONS),
+            *((names[0], "i8") for names in UNIONS),
             ("key", "u8"),
             *((name, "f4") for name in ("above", "below", "sent_above", "sent_below")),
             ("rule", "i4"),
@@ -69,6 +70,52 @@ NOTHING, NOT_NEGATIVE, POSITIVE, PRODUCT, EVERYTHING = range(5)
 NARROW = {"float32": 0, "float16": 1, "bfloat16": 2}
 """The kernels' numbers of element types, of gradients, payloads and residuals."""
 
+KTH_LARGEST, BISECT, SAMPLED, FITTED = range(4)
+"""Searches of a sparsifier for a threshold: the k-th largest magnitude; bisection from mean to largest; steps from a
+sample's; stages of a fitted distribution."""
+
+CHOICE = np.dtype(
+    [
+        *((name, "i8") for name in ("first_task", "tasks", "most", "need", "sample", "sampled", "reaching", "stride")),
+        ("first", "f4"),
+        ("later", "f4"),
+        ("floor", "u4"),
+        ("whole", "i4"),
+    ],
+    align=True,
+)
+"""A tensor whose sent elements are chosen by magnitude."""
+
+CANDIDATES = np.dtype(
+    [
+        *((name, "i8") for name in ("place", "room", "stored", "reached")),
+        ("sum", "f8"),
+        ("largest", "u4"),
+        ("unused", "i4"),
+    ],
+    align=True,
+)
+"""The candidates of a task for such a choice."""
+
+SLACK = 16
+"""Elements that kernels may write behind the last candidate of a task."""
+
+
+class SparseStruct(ctypes.Structure):
+    """What kernels of sparsifiers need besides the bucket."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("choices", "candidates", "values", "places", "sample")),
+        *((name, ctypes.c_int32) for name in ("method", "rounds", "type", "unused")),
+    ]
+
+
+FOUR_MEANS, IN_HALF, IN_FLOAT = range(3)
+"""Forms of the values that chunked top-k sends."""
+
+CHUNK_PIECE = 1 << 16
+"""Elements of a task of chunked top-k, which has whole chunks, or of a chunk, at most."""
+
 _NONE = np.zeros(0, np.float32)
 _PIECE = 1 << 16  # elements of a task: a multiple of HVD_BLOCK
 
@@ -91,7 +138,7 @@ def product(factors: np.ndarray, size: int) -> np.ndarray:
     return total
 
 
-class _BucketStruct(ctypes.Structure):
+class BucketStruct(ctypes.Structure):
     _fields_ = [
         ("segments", ctypes.c_void_p),
         ("tasks", ctypes.c_void_p),
@@ -132,7 +179,7 @@ class Table:
             self.tasks["segment"], self.tasks["start"] = np.array(pieces, np.int64).T
         sizes_of_tasks = self.segments["size"][self.tasks["segment"]]
         self.tasks["length"] = np.minimum(sizes_of_tasks - self.tasks["start"], piece)
-        self.bucket = _BucketStruct(
+        self.bucket = BucketStruct(
             self.segments.ctypes.data, self.tasks.ctypes.data, len(self.segments), len(self.tasks), 1.0, 1.0, 0.0
         )
         self.address = ctypes.addressof(self.bucket)

@@ -324,6 +324,23 @@ def test_spoil_any_layout() -> None:
 
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 @pytest.mark.parametrize("dtype", FLOATS)
+def test_aligned_begins_with_a_cache_line_in_row_major_order(backend: str, dtype: str) -> None:
+    storage = make(backend, np.arange(80.0), dtype)
+    xp = arrays_for(storage)
+    for begin in range(32):
+        for turned in (False, True):
+            x = xp.reshape(storage[begin : begin + 12], (3, 4))
+            x = x.T if turned else x
+            found = xp.aligned(x)
+            assert (found.ctypes.data if backend == "numpy" else found.data_ptr()) % 64 == 0
+            assert found.flags.c_contiguous if backend == "numpy" else found.is_contiguous()
+            assert xp.dtype_name(found) == dtype
+            np.testing.assert_array_equal(as_numpy(found), as_numpy(x))
+            assert xp.aligned(found) is found
+
+
+@pytest.mark.parametrize("backend", EVERY_BACKEND)
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_like_original_takes_type_shape_and_layout(backend: str, dtype: str) -> None:
     values = np.arange(120.0).reshape(2, 3, 4, 5)
     for axes in [(0, 1, 2, 3), (0, 2, 3, 1), (3, 2, 1, 0)]:  # the second is channels_last, the third column-major

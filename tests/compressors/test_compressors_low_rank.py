@@ -29,12 +29,14 @@ from tests.harness import (
     SpyFeedback,
     as_numpy,
     assert_same_on_all_ranks,
+    bits,
     infos,
     make,
     run_engines,
     set_to,
     states_of,
 )
+from tests.lockstep import run_lockstep
 
 ALTERNATING = PowerSGD(rank=2, alternating=True)
 THRICE = PowerSGD(rank=2, iterations=3)
@@ -266,6 +268,21 @@ def test_what_iterations_cost_decides_what_goes_dense() -> None:
     assert PowerSGD(16, alternating=True).route(tensor) == PowerSGD(16, alternating=True)
     assert ATOMO(15).route(tensor) == ATOMO(15)
     assert ATOMO(16).route(tensor) == NoCompression()
+
+
+@pytest.mark.parametrize(("backend", "dtype"), BACKENDS_AND_DTYPES)
+@pytest.mark.parametrize("shape", [(5, 21), (7, 100), (144, 64)])
+def test_atomo_gives_the_same_bits_wherever_a_gradient_lies(backend: str, dtype: str, shape: tuple[int, ...]) -> None:
+    values = np.random.default_rng(0).standard_normal(shape)
+    size = values.size
+    storage = make(backend, np.zeros(size + 256), dtype)
+    xp, found = arrays_for(storage), set()
+    for begin in [*range(32), *range(32, 257, 25)]:
+        gradient = xp.reshape(storage[begin : begin + size], shape)
+        gradient[...] = make(backend, values, dtype)
+        exchanged = run_lockstep(ATOMO(rank=2), [gradient])
+        found.add((bits(exchanged.outcomes[0].mean), *exchanged.payloads()))
+    assert len(found) == 1
 
 
 # Bytes, rounds, memory ---------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -11,16 +12,18 @@ import sys
 import sysconfig
 import venv
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from hvdcomp import kernels
+from hvdcomp.arrays import numpy_arrays
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.kernels import build, signatures, tables
+from hvdcomp.kernels import build, limits, signatures, tables
 from tests.kernel_calls import ROOT, python
 
 
@@ -72,30 +75,103 @@ def test_a_line_that_is_no_kernel_is_refused(monkeypatch: pytest.MonkeyPatch, tm
         signatures.signatures.__wrapped__()
 
 
+def in_c(tmp_path: Path, headers: Sequence[str], checks: Sequence[str]) -> str:
+    """The compiler's complaints about expressions over the headers that are not true in C."""
+    program = tmp_path / "checks.c"
+    lines = [f'#include "{header}"' for header in headers]
+    lines += [f'_Static_assert({check}, "{check}");' for check in checks]
+    program.write_text("\n".join(["#include <stddef.h>", *lines, ""]))
+    flags = [*build.FLAGS, "-DHVD_ISA=plain", "-I", str(build.SOURCES), "-fsyntax-only"]
+    done = subprocess.run([*build.find_compiler(), *flags, str(program)], capture_output=True, text=True, check=False)
+    return done.stderr if done.returncode else ""
+
+
+def checks_of_layout(struct: str, layout: Any) -> list[str]:
+    """The size of a C structure and the places and sizes of its fields, from a NumPy type or a ctypes structure."""
+    if isinstance(layout, np.dtype):
+        size = layout.itemsize
+        fields = {name: (field[1], field[0].itemsize) for name, field in (layout.fields or {}).items()}
+    else:
+        size = ctypes.sizeof(layout)
+        places = ((name, getattr(layout, name)) for name, _ in layout._fields_)
+        fields = {name: (place.offset, place.size) for name, place in places}
+    checks = [f"sizeof({struct}) == {size}"]
+    for name, (place, length) in fields.items():
+        checks += [f"offsetof({struct}, {name}) == {place}", f"sizeof((({struct} *)0)->{name}) == {length}"]
+    return checks
+
+
+STRUCTS = {
+    "hvd_product": tables.FACTORS,
+    "hvd_segment": tables.SEGMENT,
+    "hvd_task": tables.TASK,
+    "hvd_bucket": tables.BucketStruct,
+    "hvd_choice": tables.CHOICE,
+    "hvd_candidates": tables.CANDIDATES,
+    "hvd_sparse": tables.SparseStruct,
+}
+
+
 def test_tables_have_the_layout_that_c_gives_them(tmp_path: Path) -> None:
-    bucket = tables._BucketStruct
-    layouts = {
-        "hvd_segment": (
-            tables.SEGMENT.itemsize,
-            {name: tables.SEGMENT.fields[name][1] for name in tables.SEGMENT.names},
-        ),
-        "hvd_task": (tables.TASK.itemsize, {name: tables.TASK.fields[name][1] for name in tables.TASK.names}),
-        "hvd_bucket": (ctypes.sizeof(bucket), {name: getattr(bucket, name).offset for name, _ in bucket._fields_}),
+    checks = [check for struct, layout in STRUCTS.items() for check in checks_of_layout(struct, layout)]
+    assert in_c(tmp_path, ["bucket.h", "sparse.h"], checks) == ""
+    declared = [re.findall(r"^} (\w+);", (build.SOURCES / name).read_text(), re.M) for name in ("bucket.h", "sparse.h")]
+    assert {name for names in declared for name in names} == set(STRUCTS)
+
+
+def test_numbers_are_those_of_the_headers(tmp_path: Path) -> None:
+    enumerated = (
+        *("NOTHING", "NOT_NEGATIVE", "POSITIVE", "PRODUCT", "EVERYTHING"),
+        *("KTH_LARGEST", "BISECT", "SAMPLED", "FITTED", "FOUR_MEANS", "IN_HALF", "IN_FLOAT", "SLACK", "CHUNK_PIECE"),
+    )
+    numbers = {name: getattr(tables, name) for name in enumerated}
+    types = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BFLOAT16"}
+    numbers |= {types[dtype]: number for dtype, number in tables.NARROW.items()}
+    checks = [f"HVD_{name} == {number}" for name, number in numbers.items()]
+    checks.append(f"{tables._PIECE} % HVD_BLOCK == 0")
+    assert in_c(tmp_path, ["bucket.h", "sparse.h"], checks) == ""
+
+
+def test_limits_are_those_of_the_headers(tmp_path: Path) -> None:
+    of_headers = {
+        "SMALLEST_SCALE": limits.SMALLEST_SCALE,
+        "SMALLEST_NORM": limits.SMALLEST_NORM,
+        "LARGEST_HALF": limits.LARGEST["float16"],
+        "LARGEST_BFLOAT16": limits.LARGEST["bfloat16"],
     }
-    checks = [
-        check
-        for struct, (size, fields) in layouts.items()
-        for check in (
-            f"sizeof({struct}) == {size}",
-            *(f"offsetof({struct}, {name}) == {offset}" for name, offset in fields.items()),
-        )
-    ]
-    program = tmp_path / "layout.c"
-    asserted = "".join(f'_Static_assert({check}, "{check}");\n' for check in checks)
-    program.write_text(f'#include <stddef.h>\n#include "bucket.h"\n{asserted}')
-    command = [*build.find_compiler(), *build.FLAGS, "-I", str(build.SOURCES), "-fsyntax-only", str(program)]
+    checks = [f"HVD_{name} == {value.hex()}" for name, value in of_headers.items()]
+    assert in_c(tmp_path, ["quant.h", "lowrank.h", "half.h"], checks) == ""
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("float16", 0x7BFF), ("bfloat16", 0x7F7F)])
+def test_limits_of_16_bits(dtype: str, bits: int) -> None:
+    largest = np.uint32([limits.LARGEST_BITS[dtype]]).view(np.float32)
+    infinite = np.uint32([limits.INFINITE_BITS[dtype] - 1, limits.INFINITE_BITS[dtype]]).view(np.float32)
+    assert largest == limits.LARGEST[dtype]
+
+    def narrowed(x: np.ndarray) -> list[int]:
+        with np.errstate(over="ignore"):
+            patterns = numpy_arrays.to_bfloat16_bits(x) if dtype == "bfloat16" else x.astype(np.float16).view(np.int16)
+        return patterns.view(np.uint16).tolist()
+
+    assert narrowed(largest) == [bits]
+    assert narrowed(infinite) == [bits, bits + 1]
+
+
+PREFETCHING = [path.name for path in build.SOURCES.glob("*.c") if re.search("prefetch|ask_ahead", path.read_text())]
+
+
+@pytest.mark.parametrize("name", sorted(PREFETCHING))
+def test_compiled_code_prefetches_where_the_sources_do(name: str) -> None:
+    """GCC removes calls of a function that only prefetches: it takes such a function for one without any effect."""
+    machine = platform.machine()
+    if machine not in (instructions := {"x86_64": "prefetch", "aarch64": "prfm"}):
+        pytest.skip(f"which instruction prefetches is known of {', '.join(instructions)}, not of {machine}")
+    flags = [*build.FLAGS, *build.FAST, "-DHVD_ISA=plain", "-S", "-o", "-"]
+    command = [*build.find_compiler(), *flags, str(build.SOURCES / name)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert instructions[machine] in done.stdout
 
 
 # --- What the environment chooses ---

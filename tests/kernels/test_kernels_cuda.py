@@ -19,7 +19,7 @@ from hvdcomp.compressors.memory import MomentumCorrection
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.exchange.look import Look
-from hvdcomp.kernels import cuda
+from hvdcomp.kernels import cuda, tables
 from tests.cuda_kernels import SPECS, launches
 from tests.exchange import test_buckets
 from tests.exchange.test_buckets import Recorded, assert_close, gradients, run
@@ -36,6 +36,17 @@ SHAPES = {"matrix": (6, 8), "long": (3, 3_001), "vector": (77,), "odd": (5, 7, 3
 @pytest.fixture(autouse=True)
 def _shapes(in_interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_buckets, "SHAPES", SHAPES)
+
+
+def test_fields_of_the_table_have_the_names_of_the_segment() -> None:
+    from hvdcomp.kernels.cuda import x
+
+    unions = {names[0]: names for names in tables.UNIONS}
+    for place, field in enumerate(x.FIELDS):
+        for name in unions.pop(field, (field,)):
+            assert getattr(x, name.upper()).value == place
+    assert not unions
+
 
 
 def off(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from hvdcomp.compressors.bucket import Bucket
 from hvdcomp.compressors.memory import Memory, NoMemory
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import Context, TensorInfo
-from hvdcomp.compressors.sparse_bucket import BISECT, LARGEST, Selection, SparsePlaces
+from hvdcomp.compressors.sparse_bucket import Selection, SparsePlaces
 from hvdcomp.kernels import cuda
 from tests.harness import as_numpy
 from tests.interpreted import needs_triton
@@ -28,6 +28,7 @@ from hvdcomp.arrays import torch_arrays  # noqa: E402
 from hvdcomp.kernels.cuda import x as table  # noqa: E402
 from hvdcomp.kernels.cuda.device import PIECE, DeviceKernels  # noqa: E402
 from hvdcomp.kernels.cuda.language import tl  # noqa: E402
+from hvdcomp.kernels.tables import BISECT, KTH_LARGEST  # noqa: E402
 from tests.cuda_kernels import SPECS, kernels_in_source  # noqa: E402
 from tests.gpu.ranks import Ranks  # noqa: E402
 
@@ -332,7 +333,7 @@ def test_what_is_measured_at_the_end_of_the_largest_tensor(long: Any) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("method", [LARGEST, BISECT])
+@pytest.mark.parametrize("method", [KTH_LARGEST, BISECT])
 def test_the_largest_elements_at_the_end_of_the_largest_tensor(
     method: int, long: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 """Half precision and bfloat16. The 16-bit numbers of each tensor begin at `values` (numbers) of the payload."""
 
+from hvdcomp.kernels import limits
 from hvdcomp.kernels.cuda.language import tl, triton
 from hvdcomp.kernels.cuda.x import (
     BFLOAT16,
@@ -26,6 +27,12 @@ from hvdcomp.kernels.cuda.x import (
     word,
 )
 
+# Bits as float32: of the largest finite number, and of the smallest one that rounds to infinity.
+LARGEST_HALF_BITS = tl.constexpr(limits.LARGEST_BITS["float16"])
+INFINITE_HALF_BITS = tl.constexpr(limits.INFINITE_BITS["float16"])
+LARGEST_BFLOAT16_BITS = tl.constexpr(limits.LARGEST_BITS["bfloat16"])
+INFINITE_BFLOAT16_BITS = tl.constexpr(limits.INFINITE_BITS["bfloat16"])
+
 
 @triton.jit
 def _to_wire_at_random(x, i, key, TYPE: tl.constexpr):
@@ -33,15 +40,15 @@ def _to_wire_at_random(x, i, key, TYPE: tl.constexpr):
     exact = magnitude(x).to(tl.uint32)
     sign = (x.to(tl.uint32, bitcast=True) >> 16) & 0x8000
     if TYPE == HALF:
-        most = tl.minimum(exact, 0x477FE000)  # 65504
+        most = tl.minimum(exact, LARGEST_HALF_BITS)
         above = tl.maximum(most & INFINITE, 0x38800000) - 0x38800000
         factor = ((283 << 23) - 0x38800000 - above).to(tl.float32, bitcast=True)
         distances = (most.to(tl.float32, bitcast=True) * factor).to(tl.int32).to(tl.uint32)
         code = ((distances + (word(i, key) >> 13)) >> 19) + (above >> 13)
-        finite = exact < 0x477FF000  # 65520
+        finite = exact < INFINITE_HALF_BITS
     else:
-        code = (tl.minimum(exact, 0x7F7F0000) + (word(i, key) >> 16)) >> 16
-        finite = exact < 0x7F7F8000
+        code = (tl.minimum(exact, LARGEST_BFLOAT16_BITS) + (word(i, key) >> 16)) >> 16
+        finite = exact < INFINITE_BFLOAT16_BITS
     return tl.where(finite, (sign | code).to(tl.int32), to_bits(x, TYPE))
 
 

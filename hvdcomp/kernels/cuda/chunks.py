@@ -7,6 +7,7 @@ chunk, on a tensor's means, or on a group of codes that are packed together.
 
 import numpy as np
 
+from hvdcomp.kernels import tables
 from hvdcomp.kernels.cuda.codes import GROUP, bytes_of, field_of, packed_bytes, packed_code
 from hvdcomp.kernels.cuda.language import tl, triton
 from hvdcomp.kernels.cuda.sparse_select import MOST_BITS, bits_of
@@ -33,8 +34,8 @@ from hvdcomp.kernels.cuda.x import (
     size_of,
 )
 
-FOUR_MEANS = tl.constexpr(0)  # how values travel
-IN_HALF = tl.constexpr(1)
+FOUR_MEANS = tl.constexpr(tables.FOUR_MEANS)
+IN_HALF = tl.constexpr(tables.IN_HALF)
 
 
 @triton.jit
@@ -279,7 +280,7 @@ def _encode(on, chunk, how, masks, values, places, payload):
         chunks_choose, chunks.shape[0], on.rows, tensors, on.flag, *on.arguments_of_x(), chunks, values, places, chunk,
         BLOCK=on.block, **on.constants_of_x(),
     )  # fmt: skip
-    if how == FOUR_MEANS.value:
+    if how == tables.FOUR_MEANS:
         on.tensors(chunks_means, values, bins, payload, BLOCK=on.block // 2)
     on.launch(
         chunks_pack, groups.shape[0], on.rows, tensors, groups, values, places, bins, payload, chunk,

@@ -4,9 +4,11 @@ They are packed as `hvdcomp/compressors/packing.py` says. Floats of 8 bits are m
 numbers, as in `src/float8.h`: devices below compute capability 8.9 have no such floats.
 """
 
+from hvdcomp.kernels import limits
 from hvdcomp.kernels.cuda.language import tl, triton
 from hvdcomp.kernels.cuda.x import INFINITE, magnitude, pointer, word
 
+SMALLEST_SCALE = tl.constexpr(limits.SMALLEST_SCALE)
 GROUP = tl.constexpr(512)  # codes that are packed together
 
 
@@ -29,9 +31,9 @@ def _small_unit(mantissa):
 
 @triton.jit
 def reciprocal_of(scale):
-    """The reciprocal of a scale, or 0 for a scale that counts as zero: 2**-96 and below."""
+    """The reciprocal of a scale, or 0 for a scale that counts as zero."""
     unit = scale * 0 + 1.0
-    return tl.where(scale > 1.262177448353618888658e-29, tl.div_rn(unit, tl.where(scale > 0, scale, 1.0)), 0.0)
+    return tl.where(scale > SMALLEST_SCALE, tl.div_rn(unit, tl.where(scale > 0, scale, 1.0)), 0.0)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from hvdcomp.kernels.cuda.x import (
     GRADIENT,
     NARROWED,
     NEXT_VELOCITY,
+    NOTHING,
     RESULT,
     ROUNDED,
     SENT_RULE,
@@ -227,7 +228,7 @@ def settle(
     fails = tl.load(pointer(found_inf, tl.float32)) != 0
     if KEEPS == 1:
         if start == 0:
-            rule = tl.where(fails, 0, entry(table, segments, segment, SENT_RULE)).to(tl.float32)
+            rule = tl.where(fails, NOTHING, entry(table, segments, segment, SENT_RULE)).to(tl.float32)
             tl.store(floats(table, segments, segment, X_SENT), rule)
     if KEEPS > 1:
         _round_left(table, segments, segment, start, end, fails, KEEPS, BLOCK)

@@ -9,11 +9,12 @@ precision, which the other implementations of the method use.
 
 import numpy as np
 
+from hvdcomp.kernels import limits
 from hvdcomp.kernels.cuda.language import tl, triton
 from hvdcomp.kernels.cuda.x import COLUMNS, COUNT, INFINITE, P_FACTOR, Q_FACTOR, entry, magnitude, pointer, size_of
 
-SMALLEST = tl.constexpr(7.703719777548943e-34)  # 2**-110: a column of a smaller norm is zero
-LARGEST = tl.constexpr(1.298074214633707e33)  # 2**110: a column of a larger norm is not kept
+SMALLEST = tl.constexpr(limits.SMALLEST_NORM)
+LARGEST = tl.constexpr(1 / limits.SMALLEST_NORM)  # a column of a larger norm is not kept
 DEPENDENT = tl.constexpr(1e-10)  # a smaller squared remainder of a column is rounding error
 NOISE = tl.constexpr(5.684341886080802e-14)  # 2**-44: so is one with an error of a few percent in double precision
 

@@ -26,6 +26,7 @@ from hvdcomp.kernels.cuda.x import (
     report,
     size_of,
 )
+from hvdcomp.kernels.tables import POSITIVE
 
 
 @triton.jit
@@ -222,7 +223,7 @@ def votes_keep(table, segments, tasks, flag, payload, PIECE: tl.constexpr, BLOCK
 
 
 def _encode_two_values(on, rule, payload):
-    strictly = rule == 2
+    strictly = rule == POSITIVE
     sums, counts = on.scratch("sums", 2 * on.tasks, "float64"), on.scratch("counts", on.tasks, "int32")
     on.pieces(two_values_encode, payload, sums, counts, x=True, STRICTLY=strictly)
     on.tensors(two_values, payload, sums, counts, STRICTLY=strictly, BLOCK=1024)
@@ -238,7 +239,7 @@ def _encode_votes(on, zero_is_positive, payload, votes, rows):
 KERNELS = {
     "two_values_encode": _encode_two_values,
     "two_values_decode": lambda on, rule, first, ranks, row: on.pieces(
-        two_values_decode, first, ranks, row, 1 / ranks, STRICTLY=rule == 2
+        two_values_decode, first, ranks, row, 1 / ranks, STRICTLY=rule == POSITIVE
     ),
     "votes_encode": _encode_votes,
     "votes_decode": lambda on, first, ranks, row: on.pieces(votes_decode, first, ranks, row),

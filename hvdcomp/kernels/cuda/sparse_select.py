@@ -11,6 +11,7 @@ The magnitudes that k and that `most` + 1 elements reach answer that for all thr
 in the search itself (`decide`).
 """
 
+from hvdcomp.kernels import tables
 from hvdcomp.kernels.cuda.language import tl, triton
 from hvdcomp.kernels.cuda.x import (
     COUNT,
@@ -26,6 +27,10 @@ from hvdcomp.kernels.cuda.x import (
     report,
     size_of,
 )
+
+BISECT = tl.constexpr(tables.BISECT)
+FROM_SAMPLE = tl.constexpr(tables.SAMPLED)
+KTH_LARGEST = tl.constexpr(tables.KTH_LARGEST)
 
 # Rows of `sparse._choices`, with one number for each tensor.
 NEED = tl.constexpr(0)
@@ -133,24 +138,24 @@ def note_candidates(
         x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, FROM)
         bits = tl.where(inside, bits_of(x), 0)
         most = tl.maximum(most, bits)
-        if METHOD == 1:
+        if METHOD == BISECT:
             magnitudes += tl.where(inside, tl.abs(x), 0.0).to(tl.float64)
         if floor > 0:
             candidates = (bits >= floor).to(tl.int32)
             at = piece_places + noted + tl.cumsum(candidates, 0) - candidates
             tl.store(at, (i - start).to(tl.int16), mask=candidates != 0)
             noted += tl.sum(candidates, 0)
-            if METHOD == 2:
+            if METHOD == FROM_SAMPLE:
                 sampled += tl.where(i % stride == 0, candidates, 0)
     report(flag, most)
     tl.store(pointer(counts, tl.int32) + task, noted)
     tensor_state = pointer(state, tl.int32) + segment * STATE
     tl.atomic_add(tensor_state + NOTED, noted, sem="relaxed")
-    if METHOD == 2:
+    if METHOD == FROM_SAMPLE:
         tl.atomic_add(tensor_state + SAMPLED, tl.sum(sampled, 0), sem="relaxed")
-    if METHOD != 0:
+    if METHOD != KTH_LARGEST:
         tl.store(pointer(largest, tl.int32) + task, tl.max(most, 0))
-    if METHOD == 1:
+    if METHOD == BISECT:
         tl.store(pointer(sums, tl.float64) + task, tl.sum(magnitudes, 0))
 
 
@@ -158,7 +163,7 @@ def note_candidates(
 def _misled(choices, segments, state, segment, METHOD: tl.constexpr):
     """1 if all elements must be looked at, because the candidates do not answer everything, else 0."""
     few = load_state(state, segment, NOTED) < entry(choices, segments, segment, NEED)
-    if METHOD == 2:
+    if METHOD == FROM_SAMPLE:
         few = few | (load_state(state, segment, SAMPLED) < entry(choices, segments, segment, REACHING))
     return (few | (load_state(state, segment, FLOOR) == 0)).to(tl.int32)
 
@@ -291,7 +296,7 @@ def decide(table, segments, choices, state, histograms, sums, largest, rounds, M
     lowest = least
     highest = least + 1
     whole = _misled(choices, segments, state, segment, METHOD)
-    if METHOD != 0:
+    if METHOD != KTH_LARGEST:
         first = entry(table, segments, segment, FIRST_TASK)
         tasks = entry(table, segments, segment, TASKS).to(tl.int32)
         most = tl.zeros((SPAN,), tl.int32)
@@ -299,7 +304,7 @@ def decide(table, segments, choices, state, histograms, sums, largest, rounds, M
         for block in range(0, tasks, SPAN):
             number = block + tl.arange(0, SPAN)
             most = tl.maximum(most, tl.load(pointer(largest, tl.int32) + first + number, mask=number < tasks, other=0))
-            if METHOD == 1:
+            if METHOD == BISECT:
                 total += tl.load(pointer(sums, tl.float64) + first + number, mask=number < tasks, other=0.0)
         top = tl.max(most, 0)
         peak = top.to(tl.float32, bitcast=True).to(tl.float64)
@@ -309,7 +314,7 @@ def decide(table, segments, choices, state, histograms, sums, largest, rounds, M
         low = tl.zeros((), tl.float64)
         high = low + float("inf")
         goes_on = tl.full((), 1, tl.int32)
-        if METHOD == 1:
+        if METHOD == BISECT:
             mean = tl.sum(total, 0) / size.to(tl.float64)
             lower = tl.zeros((), tl.float64)
             upper = lower + 1.0

@@ -4,6 +4,7 @@ A table has an int64 row for each field of `FIELDS`, with a number for each tens
 address. Kernels get arrays as addresses too. A program works on one piece of a tensor, or on one tensor.
 """
 
+from hvdcomp.kernels import limits, tables
 from hvdcomp.kernels.cuda.language import tl, triton
 
 FIELDS = (
@@ -57,10 +58,19 @@ TOTAL = tl.constexpr(19)
 NARROWED = tl.constexpr(20)
 ROUNDED = tl.constexpr(21)
 
-FLOAT = tl.constexpr(0)  # element types of gradients, as of `NARROW` in `kernels.tables`; SOURCED: a source instead
-HALF = tl.constexpr(1)
-BFLOAT16 = tl.constexpr(2)
-SOURCED = tl.constexpr(3)
+# Element types of gradients; SOURCED: a source instead.
+FLOAT = tl.constexpr(tables.NARROW["float32"])
+HALF = tl.constexpr(tables.NARROW["float16"])
+BFLOAT16 = tl.constexpr(tables.NARROW["bfloat16"])
+SOURCED = tl.constexpr(len(tables.NARROW))
+
+# Rules by which x was sent. No kernel on a device has the rule PRODUCT.
+NOTHING = tl.constexpr(tables.NOTHING)
+NOT_NEGATIVE = tl.constexpr(tables.NOT_NEGATIVE)
+EVERYTHING = tl.constexpr(tables.EVERYTHING)
+
+LARGEST_HALF = tl.constexpr(limits.LARGEST["float16"])
+LARGEST_BFLOAT16 = tl.constexpr(limits.LARGEST["bfloat16"])
 
 INFINITE = tl.constexpr(0x7F800000)  # the magnitude bits of inf; those of NaN are higher
 NAN_BITS = tl.constexpr(0x7FC00000)
@@ -129,9 +139,9 @@ def is_address(address, i):
 def unsent(x, rule, sent, inside):
     """x less what was sent of it by a rule, zero beyond a tensor's end. sent: the rule, and the values sent above and
     below."""
-    upper = (x > 0) | ((x == 0) & (rule == 1))
+    upper = (x > 0) | ((x == 0) & (rule == NOT_NEGATIVE))
     left = x - tl.where(upper, tl.load(sent + 1), tl.load(sent + 2))
-    return tl.where(inside & (rule != 4), tl.where(rule == 0, x, left), 0.0)
+    return tl.where(inside & (rule != EVERYTHING), tl.where(rule == NOTHING, x, left), 0.0)
 
 
 @triton.jit
@@ -157,7 +167,7 @@ def from_bits(bits, TYPE: tl.constexpr):
 @triton.jit
 def held(x, TYPE: tl.constexpr):
     """The numbers, clipped to the largest magnitude of a type."""
-    bound = 65504.0 if TYPE == HALF else 3.3895313892515355e38
+    bound = LARGEST_HALF if TYPE == HALF else LARGEST_BFLOAT16
     return tl.where(x > bound, bound, tl.where(x < -bound, -bound, x))
 
 

@@ -11,6 +11,7 @@
 /* An element type of gradients and of payloads, numbered as by `NARROW` of hvdcomp/kernels/tables.py. */
 enum { HVD_FLOAT, HVD_HALF, HVD_BFLOAT16 };
 
+/* The largest finite numbers, as in hvdcomp/kernels/limits.py. */
 #define HVD_LARGEST_HALF 65504.0f
 #define HVD_LARGEST_BFLOAT16 0x1.fep127f
 

@@ -15,16 +15,18 @@ struct job {
 /* Rounds the magnitude at random: 19 random bits, in units of 2**-19 of the distance between neighbours, are added to
  * it and may carry. Becomes infinite only if rounding to nearest does, too. */
 static void to_halves_at_random(const float *restrict x, int64_t start, int64_t length, uint64_t key, uint16_t *out) {
+    /* Half a distance above the largest number, numbers round to infinity. */
+    const uint32_t most = hvd_bits(HVD_LARGEST_HALF), infinite = most + (1u << 12);
     uint32_t weyl = hvd_weyl(start, key);
     for (int64_t i = 0; i < length; i++, weyl += HVD_WEYL) {
         const uint32_t magnitude = hvd_bits(x[i]) & 0x7fffffffu, sign = hvd_bits(x[i]) >> 16 & 0x8000u;
-        const uint32_t held = magnitude < 0x477fe000u ? magnitude : 0x477fe000u; /* 65504 */
+        const uint32_t held = magnitude < most ? magnitude : most;
         const uint32_t power = held & HVD_INFINITE, least = 0x38800000u; /* 2**-14 */
         const uint32_t above = (power > least ? power : least) - least;
         const float distances = hvd_of_bits(held) * hvd_of_bits((283u << 23) - least - above);
         const uint32_t code = ((uint32_t)(int32_t)distances + (hvd_word(weyl, key) >> 13)) >> 19;
         const uint32_t not_finite = magnitude > HVD_INFINITE ? 0x7e00u : 0x7c00u;
-        out[i] = (uint16_t)(sign | (magnitude < 0x477ff000u ? code + (above >> 13) : not_finite)); /* 65520 */
+        out[i] = (uint16_t)(sign | (magnitude < infinite ? code + (above >> 13) : not_finite));
     }
 }
 
@@ -32,13 +34,15 @@ static void to_halves_at_random(const float *restrict x, int64_t start, int64_t 
 static void to_bfloat16s_at_random(
     const float *restrict x, int64_t start, int64_t length, uint64_t key, uint16_t *out
 ) {
+    /* Half a distance above the largest number, numbers round to infinity. */
+    const uint32_t most = hvd_bits(HVD_LARGEST_BFLOAT16), infinite = most + (1u << 15);
     uint32_t weyl = hvd_weyl(start, key);
     for (int64_t i = 0; i < length; i++, weyl += HVD_WEYL) {
         const uint32_t magnitude = hvd_bits(x[i]) & 0x7fffffffu, sign = hvd_bits(x[i]) >> 16 & 0x8000u;
-        const uint32_t held = magnitude < 0x7f7f0000u ? magnitude : 0x7f7f0000u;
+        const uint32_t held = magnitude < most ? magnitude : most;
         const uint32_t code = (held + (hvd_word(weyl, key) >> 16)) >> 16;
         const uint32_t not_finite = magnitude > HVD_INFINITE ? magnitude >> 16 | 0x40u : 0x7f80u;
-        out[i] = (uint16_t)(sign | (magnitude < 0x7f7f8000u ? code : not_finite));
+        out[i] = (uint16_t)(sign | (magnitude < infinite ? code : not_finite));
     }
 }
 

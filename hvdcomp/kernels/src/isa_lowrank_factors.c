@@ -3,8 +3,7 @@
 
 #include "lowrank.h"
 
-#define SMALLEST 0x1p-110f /* a column of a smaller norm is zero, so that dividing by it stays within float32 */
-#define DEPENDENT 1e-5f    /* a relative remainder up to this is rounding error of a dependent column */
+#define DEPENDENT 1e-5f /* a relative remainder up to this is rounding error of a dependent column */
 
 /* The 2-norm of a column. Squares neither overflow nor vanish in double precision. */
 static float wide_norm(const float *column, int64_t length) {
@@ -30,7 +29,7 @@ HVD_INLINE void take_off(int columns, const float *unit, int64_t length, float *
 
 void HVD_NAME(orthogonalize)(const float *columns, int64_t count, int64_t length, float *unit) {
     for (int64_t k = 0; k < count; k++) {
-        const float norm = wide_norm(columns + k * length, length), scale = norm > SMALLEST ? 1 / norm : 0;
+        const float norm = wide_norm(columns + k * length, length), scale = norm > HVD_SMALLEST_NORM ? 1 / norm : 0;
         for (int64_t i = 0; i < length; i++) unit[k * length + i] = columns[k * length + i] * scale;
     }
     for (int64_t k = 1; k < count; k++) {
@@ -58,7 +57,7 @@ static void choose(void *context, int64_t number) {
     for (int64_t k = 0; k < s->count; k++) {
         const int64_t start = (choice->of_rows ? s->p_factor : s->q_factor) + k * length;
         const float norm = wide_norm(choice->fresh + start, length);
-        const float *from = norm > SMALLEST && norm < 1 / SMALLEST ? choice->fresh : choice->old;
+        const float *from = norm > HVD_SMALLEST_NORM && norm < 1 / HVD_SMALLEST_NORM ? choice->fresh : choice->old;
         memcpy(choice->next + start, from + start, (size_t)length * sizeof *from);
     }
 }

@@ -13,9 +13,6 @@
 #include "packing.h"
 #include "put.h"
 
-enum { FOUR_MEANS, HALF, FLOAT }; /* forms of values, as in hvdcomp/compressors/sparse_chunked.py */
-
-#define MOST (1 << 16) /* elements of a task: `_PIECE` in sparse_chunked_bucket.py, or one chunk */
 #define CANDIDATES 1024
 
 struct job {
@@ -62,7 +59,7 @@ static void pack(
     const int64_t length = hvd_shorter(HVD_GROUP, size - start);
     hvd_pack(group->low, to.low, size, start, length, to.bits < 8 ? to.bits : 8, unpacks);
     if (to.bits > 8) hvd_pack(group->high, to.high, size, start, length, to.bits - 8, unpacks);
-    if (job->how == FOUR_MEANS) hvd_pack(group->bins, to.bins, size, start, length, 2, unpacks);
+    if (job->how == HVD_FOUR_MEANS) hvd_pack(group->bins, to.bins, size, start, length, 2, unpacks);
 }
 
 /* The `count` largest of a chunk in index order, the first among equal ones. Once few elements, but at least `count`,
@@ -196,19 +193,19 @@ static void pack_tensor(void *context, int64_t number) {
     uint8_t *wire = job->wire + s->values;
     const int how = job->how;
     float *x = s->x, *velocity = job->masking ? s->next_velocity : NULL;
-    if (how == FOUR_MEANS) {
+    if (how == HVD_FOUR_MEANS) {
         four = four_of(values, s->count);
         memcpy(wire, four.means, sizeof four.means);
-    } else if (how == FLOAT) memcpy(wire, values, (size_t)s->count * sizeof *values);
+    } else if (how == HVD_IN_FLOAT) memcpy(wire, values, (size_t)s->count * sizeof *values);
     for (int64_t i = 0, count = s->count; i < count; i++) {
         const int64_t index = next_start(&walk) + places[i], at = i % HVD_GROUP;
         float sent = values[i];
         group.low[at] = (uint8_t)places[i];
         group.high[at] = (uint8_t)(places[i] >> 8);
-        if (how == FOUR_MEANS) {
+        if (how == HVD_FOUR_MEANS) {
             group.bins[at] = (uint8_t)bin_of(&four, sent);
             sent = four.means[group.bins[at]];
-        } else if (how == HALF) {
+        } else if (how == HVD_IN_HALF) {
             const uint16_t half = hvd_to_half(hvd_within_half(sent));
             memcpy(wire + 2 * i, &half, sizeof half);
             sent = hvd_from_half(half);
@@ -245,14 +242,14 @@ static uint32_t add_rank(
     struct group group;
     struct walk walk = {job->chunk, k, 0, k};
     float means[4];
-    if (job->how == FOUR_MEANS) memcpy(means, values, sizeof means);
+    if (job->how == HVD_FOUR_MEANS) memcpy(means, values, sizeof means);
     for (int64_t i = first; i < end; i++) {
         const int64_t at = i % HVD_GROUP;
         if (i == first || at == 0) pack(job, codes, &group, s->count, i - at, 1);
         const int place = codes.bits > 8 ? group.low[at] | group.high[at] << 8 : group.low[at];
         float value;
-        if (job->how == FOUR_MEANS) value = means[group.bins[at]];
-        else if (job->how == FLOAT) memcpy(&value, values + 4 * i, sizeof value);
+        if (job->how == HVD_FOUR_MEANS) value = means[group.bins[at]];
+        else if (job->how == HVD_IN_FLOAT) memcpy(&value, values + 4 * i, sizeof value);
         else {
             uint16_t half;
             memcpy(&half, values + 2 * i, sizeof half);
@@ -271,7 +268,7 @@ static void decode_piece(void *context, int64_t number) {
     const hvd_segment *s = job->bucket->segments + task->segment;
     const int64_t start = task->start * job->chunk, length = hvd_shorter(task->length * job->chunk, s->size - start);
     const float share = (float)(1.0 / (double)job->ranks);
-    float room[MOST]; /* for means that are rounded to 16 bits */
+    float room[HVD_CHUNK_PIECE]; /* for means that are rounded to 16 bits */
     float *result = s->narrow ? room : s->result + start;
     uint32_t largest = 0;
     memset(result, 0, (size_t)length * sizeof *result);

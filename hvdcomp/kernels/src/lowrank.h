@@ -5,6 +5,9 @@
 #include "isa.h"
 #include "lanes.h"
 
+/* A column with a norm up to this counts as zero, as in hvdcomp/kernels/limits.py. */
+#define HVD_SMALLEST_NORM 0x1p-110f
+
 /* The products of some rows with some columns, both of `length` elements, to out[row * 4 + column].
  *
  * rows, columns: at most 2 and 4; known when this is compiled, as in every function here that is always inline.

@@ -4,6 +4,7 @@
 
 #include "bucket.h"
 #include "isa.h"
+#include "lanes.h"
 #include "packing.h"
 #include "randomness.h"
 #include "stream.h"
@@ -12,7 +13,7 @@
 #include <immintrin.h>
 #endif
 
-/* A scale up to this counts as zero, as in hvdcomp/compressors/quantization.py. */
+/* A scale up to this counts as zero, as in hvdcomp/kernels/limits.py. */
 #define HVD_SMALLEST_SCALE 0x1p-96f
 
 /* `most` / scale, by way of the reciprocal, rounded to a float; 0 if the scale is zero. Of a scale above 2**126 the
@@ -55,8 +56,9 @@ static inline double hvd_sum_of_squares(const float *x, int64_t length) {
     return lanes[0];
 }
 
-/* Prefetches a group of gradients that is read one block later, while numbers are rounded. */
-static inline void hvd_ask_ahead(const hvd_segment *s, int64_t start) {
+/* Prefetches a group of gradients that is read one block later, while numbers are rounded. Always inline: GCC removes
+ * calls of a function that only prefetches, as it writes nothing. */
+HVD_INLINE void hvd_ask_ahead(const hvd_segment *s, int64_t start) {
     const int64_t size = s->narrow && !s->source ? sizeof(uint16_t) : sizeof(float);
     const char *next = (const char *)(s->source ? s->source : s->gradient) + (start + HVD_BLOCK) * size;
     const int64_t length = hvd_shorter(HVD_GROUP, s->size - start - HVD_BLOCK) * size;

@@ -1,4 +1,4 @@
-/* Structures of the kernels of sparsifiers, as in `hvdcomp/compressors/sparse_bucket.py`.
+/* Structures of the kernels of sparsifiers, as in `hvdcomp/kernels/tables.py`.
  *
  * Magnitudes are compared by their bits: those of a larger magnitude are the larger integer.
  *
@@ -16,10 +16,10 @@
 
 /* Methods of finding the threshold. */
 enum {
-    HVD_LARGEST, /* the k-th largest magnitude */
-    HVD_BISECT,  /* between the mean and the largest magnitude */
-    HVD_SAMPLED, /* from a sample, in steps */
-    HVD_FITTED   /* from the mean excess over the threshold before, in stages */
+    HVD_KTH_LARGEST, /* the k-th largest magnitude */
+    HVD_BISECT,      /* between the mean and the largest magnitude */
+    HVD_SAMPLED,     /* from a sample, in steps */
+    HVD_FITTED       /* from the mean excess over the threshold before, in stages */
 };
 
 /* A tensor. */
@@ -60,6 +60,11 @@ typedef struct {
 } hvd_sparse;
 
 #define HVD_SLACK 16 /* elements that may be written behind the last one collected */
+
+/* Forms of the values that chunked top-k sends. */
+enum { HVD_FOUR_MEANS, HVD_IN_HALF, HVD_IN_FLOAT };
+
+#define HVD_CHUNK_PIECE (1 << 16) /* elements of a task of chunked top-k at most: whole chunks, or one */
 
 static inline uint32_t hvd_magnitude(float value) { return hvd_bits(value) & 0x7fffffffu; }
 

@@ -291,7 +291,7 @@ static inline struct hvd_chosen hvd_choose(struct hvd_view *view) {
         hvd_take_all(view);
         return any;
     }
-    if (view->sparse->method == HVD_LARGEST) return hvd_choose_largest(view);
+    if (view->sparse->method == HVD_KTH_LARGEST) return hvd_choose_largest(view);
     if (view->reached < view->choice->need) hvd_take_all(view);
     struct hvd_bracket bracket = {0, INFINITY, 0, 0};
     if (view->sparse->method == HVD_BISECT) hvd_bisect(view, &bracket);

@@ -1,0 +1,27 @@
+"""Limits of the arithmetic: the same in array functions, and in kernels in C and in Triton.
+
+Array functions and kernels in Triton take them from here. The C headers name them, too, and
+`tests/kernels/test_kernels_build.py` compares.
+"""
+
+import struct
+
+SMALLEST_SCALE = 2.0**-96
+"""Scales up to this count as zero, so that dividing by a scale stays within float32."""
+
+SMALLEST_NORM = 2.0**-110
+"""A column of PowerSGD with a norm up to this counts as zero, so that dividing by the norm stays within float32."""
+
+LARGEST = {"float16": 65504.0, "bfloat16": (2 - 2.0**-7) * 2.0**127}
+"""The largest finite number of each 16-bit type."""
+
+_MANTISSA_BITS = {"float16": 10, "bfloat16": 7}
+_MANTISSA_BITS_OF_FLOAT32 = 23
+
+LARGEST_BITS = {dtype: struct.unpack("<I", struct.pack("<f", largest))[0] for dtype, largest in LARGEST.items()}
+"""The bits of `LARGEST` as float32."""
+
+INFINITE_BITS = {
+    dtype: bits + (1 << (_MANTISSA_BITS_OF_FLOAT32 - _MANTISSA_BITS[dtype] - 1)) for dtype, bits in LARGEST_BITS.items()
+}
+"""The bits, as float32, of the smallest number that rounds to infinity: half a distance above `LARGEST`."""
