@@ -157,10 +157,14 @@ def _describe(name: str, variable: tf.Variable) -> TensorInfo:
     return TensorInfo(name, matrix_of(shape), dtype, in_framework=shape)
 
 
+def is_readable(variable: tf.Variable) -> bool:
+    """Whether Python can read a variable. Variables of TensorFlow 1 can be read by their session only."""
+    return hasattr(variable, "numpy") and not tf.is_symbolic_tensor(getattr(variable, "handle", variable))
+
+
 def _checksum(variable: tf.Variable) -> int:
-    """The sum of the elements' bit patterns as integers; 0 in a session of TensorFlow 1."""
-    # Variables of a session can be read by that session only.
-    if not hasattr(variable, "numpy") or tf.is_symbolic_tensor(getattr(variable, "handle", variable)):
+    """The sum of the elements' bit patterns as integers; 0 if it cannot be read."""
+    if not is_readable(variable):
         return 0
     values = np.ascontiguousarray(variable.numpy())
     return int(values.view(f"u{values.itemsize}").sum(dtype=np.uint64))
