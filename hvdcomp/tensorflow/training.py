@@ -9,7 +9,6 @@ import numpy as np
 import tensorflow as tf
 
 from hvdcomp.arrays.types import Array
-from hvdcomp.bindings.adam import kind_of, name_of_adam
 from hvdcomp.bindings.base import Binding
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.ranks import Ranks
@@ -83,11 +82,9 @@ class TensorFlowTraining(Binding):
             means[name][...] -= term
         self._terms = {}
 
-    def adam(self) -> str | None:
-        return name_of_adam(self._optimizer)
-
-    def kind_of_optimizer(self) -> str | None:
-        return kind_of(self._optimizer)
+    @property
+    def optimizer(self) -> Any:
+        return self._optimizer
 
     def warm_up(self) -> str | None:
         optimizer = self._optimizer
