@@ -1,20 +1,41 @@
-"""Adam in all frameworks: the settings of `CompressedAdam`, and the methods that harm other Adams.
+"""Adam in all frameworks: the settings of `CompressedAdam`, and the methods that harm other optimizers.
 
-With error feedback, residuals enter the second moment, squared.
+Errors of compression enter Adam's second moment squared, and so do residuals. Other optimizers have such a moment too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
 from typing import Any
 
-from hvdcomp.compressors.evidence import lost_with
-from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.bindings.training import Training
+from hvdcomp.compressors import Compressor
+from hvdcomp.compressors.evidence import MUON, lost_with
+from hvdcomp.compressors.harm import Measured, harm_with
+from hvdcomp.compressors.quantization_blocks import Int4
 from hvdcomp.errors import ConfigurationError, warn_alone
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.specs.described import is_number, is_whole
 
 _KINDS = ("AdamW", "Adam", "NAdam", "Nadam", "RAdam", "Adamax")  # of PyTorch and of Keras
 _COMPRESSED_ADAM = "CompressedAdam"
+_SECOND_MOMENTS = {
+    "exp_avg_var",  # of AdaBelief
+    "exp_inf",  # of Adamax
+    "row_var",  # of PyTorch's Adafactor
+    "square_avg",  # of RMSprop
+    "rms",  # of an older Keras's RMSprop
+    "state2",  # of the Adams of bitsandbytes
+    "vmean",  # of Adam-mini
+    "v_mean",
+}
+"""What else than `exp_avg_sq` and `v` optimizers call a mean of squared gradients."""
+_WAY_OUT = Int4()
+_MEASURED = {
+    "Adam": ("a small GPT under AdamW", ", or hvdcomp's CompressedAdam with efsignsgd"),
+    MUON: ("a small GPT in 100 steps under Muon (one seed)", ""),
+}
+"""The training in which a method was measured, and another way out beside `_WAY_OUT`; both in words."""
 
 
 def name_of_adam(optimizer: Any) -> str | None:
@@ -72,33 +93,81 @@ def check_freezing(freeze_after: Any, floor: Any, refreshes_per_gap: Any) -> Non
         )
 
 
-def warn_of_harm(adam: str | None, engine: Engine) -> None:
-    """Warns on rank 0 if the engine's compressor harms the optimizer.
+class HarmWarning:
+    """Warns on rank 0, once, if the user's optimizer is known to learn badly with a compressor.
+
+    A known class is judged in the first step. Any other optimizer is judged by what it keeps of each parameter, so as
+    soon as it has made a step.
 
     Args:
-        adam: the result of `name_of_adam`.
-        engine: the engine.
+        training: the training of this rank.
     """
-    if adam is None or engine.communicator.rank != 0:
-        return
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._done = training.communicator.rank != 0
+
+    def look(self) -> None:
+        """To be called when a step begins; costs nothing once the optimizer is judged."""
+        optimizer = None if self._done else self._training.optimizer
+        if optimizer is None:
+            return
+        name = type(optimizer).__name__
+        learns, measured_with = "", "Adam"
+        if adam := name_of_adam(optimizer):
+            learns = f"{adam} learns"
+        elif _is_muon(optimizer):
+            learns, measured_with = f"{name} learns", MUON
+        elif kind_of(optimizer) is None:
+            kept = _kept_by(optimizer)
+            if not kept:
+                return  # it has made no step
+            if _keeps_second_moment(kept):
+                learns = f"{name} keeps a second moment of gradients, as AdamW does, which learns"
+        self._done = True
+        harmful = _harmful(self._training.engine, measured_with) if learns else {}
+        if harmful:
+            warn_alone(_in_words(learns, harmful, measured_with))
+
+
+def _is_muon(optimizer: Any) -> bool:
+    return any("muon" in kind.__name__.lower() for kind in type(optimizer).__mro__)
+
+
+def _kept_by(optimizer: Any) -> set[str]:
+    """The names of what an optimizer keeps of its parameters; empty before its first step."""
+    if isinstance(state := getattr(optimizer, "state", None), Mapping):  # of PyTorch
+        return {str(name) for kept in state.values() if isinstance(kept, Mapping) for name in kept}
+    if hasattr(optimizer, "get_slot_names"):  # of an older Keras
+        return set(optimizer.get_slot_names())
+    # Name of the optimizer, if it was built in a step / name of what is kept / name of the model's variable.
+    own = f"{getattr(optimizer, 'name', '')}/"
+    names = (variable.name.removeprefix(own).split("/") for variable in getattr(optimizer, "variables", ()))
+    return {parts[0] for parts in names if len(parts) > 1}
+
+
+def _keeps_second_moment(kept: Set[str]) -> bool:
+    """Whether one of these names is that of a mean of squared gradients, in the libraries of PyTorch and of Keras."""
+    found = any("exp_avg_sq" in name for name in kept) or not kept.isdisjoint(_SECOND_MOMENTS)
+    return found or {"m", "v"} <= kept or {"r", "c"} <= kept
+
+
+def _harmful(engine: Engine, optimizer: str) -> dict[Compressor, Measured]:
+    """The methods of the engine's compressor that harm the optimizer, with the trainings that show it."""
     leaves = dict.fromkeys(engine.compressor.leaves())
-    harmful = [leaf for leaf in leaves if leaf.harms_adam and engine.planner.memory_for(leaf).keeps]
-    if harmful:
-        warn_alone(harm_in_words(adam, ", ".join(map(str, harmful))))
+    found = {leaf: harm_with(leaf, optimizer, engine.planner.memory_for(leaf).keeps > 0) for leaf in leaves}
+    return {leaf: measured for leaf, measured in found.items() if measured is not None}
 
 
-def _lost(spec: str) -> str:
-    """The measured loss of a method under a stock Adam."""
-    lost = lost_with(parse_compressor(spec), "Adam")
+def _in_words(learns: str, harmful: Mapping[Compressor, Measured], measured_with: str) -> str:
+    """The warning about methods that harm an optimizer."""
+    rows = dict.fromkeys(harmful.values())
+    losses = ", ".join(f"{100 * row.lost:.0f} % higher with {row.spec}" for row in rows)
+    lost = lost_with(_WAY_OUT, measured_with)
     assert lost is not None
-    return f"{100 * lost:.0f} %"
-
-
-def harm_in_words(adam: str, methods: str) -> str:
-    """The warning about methods that harm an Adam."""
+    training, also = _MEASURED[measured_with]
     return (
-        f"{adam} learns badly with error feedback of {methods}: what was held back enters its second moment, squared. "
-        f"In a small GPT the validation loss was {_lost('topk:ratio=0.01')} (topk) and {_lost('efsignsgd')} "
-        f"(efsignsgd) above that of uncompressed gradients, and {_lost('int4')} with int4, which sends 7 times fewer "
-        "bytes. Take int4, or hvdcomp's CompressedAdam (docs/adam.md), with which efsignsgd does no harm"
+        f"{learns} badly with {', '.join(map(str, harmful))}. Compared with uncompressed gradients, the validation "
+        f"loss of {training} was {losses}, and {100 * lost:.0f} % higher with {_WAY_OUT}, which sends 7 times fewer "
+        f"bytes. Take {_WAY_OUT}{also} (docs/adam.md)"
     )

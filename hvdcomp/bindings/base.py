@@ -13,6 +13,7 @@ from typing import Any
 
 from hvdcomp.arrays.types import Array
 from hvdcomp.bindings import checkpoint, elastic
+from hvdcomp.bindings.adam import HarmWarning
 from hvdcomp.bindings.decisions import BatchInForce, make_coordinator
 from hvdcomp.bindings.first_steps import FirstSteps
 from hvdcomp.bindings.setup import Setup
@@ -94,6 +95,7 @@ class Binding(Training):
         if self._level is not None:
             self.engine.set_level(self._level)
         self._waste = WasteWarning(self.engine)
+        self._harm = HarmWarning(self)
         self.coordinator, error = make_coordinator(self)
         self._batch = None if self.coordinator is None else BatchInForce(self, self.coordinator)
         self._first_steps = FirstSteps(self, error)
@@ -182,6 +184,7 @@ class Binding(Training):
         self.engine.begin()
         self.units.choose_momenta()
         self._waste.look()
+        self._harm.look()
         scale = self.loss_scale()  # read once, because the host waits for an accelerator
         self._refused = self.reason_to_refuse() or reason_to_refuse_scale(scale)
         digest = self.engine.planner.digest

@@ -8,6 +8,7 @@ from typing import Any, cast
 from hvdcomp.adaptation.channel import Broadcaster, CommunicatorBroadcaster
 from hvdcomp.adaptation.coordinator import Coordinator
 from hvdcomp.adaptation.decision_log import DecisionLog, LogFiles
+from hvdcomp.bindings.adam import kind_of
 from hvdcomp.bindings.training import Training
 from hvdcomp.communicators import rank_so_far
 from hvdcomp.errors import ConfigurationError
@@ -94,7 +95,7 @@ def _candidates(policy: Any, training: Training) -> Candidates | None:
         criteria = None
         if policy.loss:
             warm_up = training.warm_up()
-            criteria = Criteria(policy.loss, training.kind_of_optimizer(), () if warm_up is None else (warm_up,))
+            criteria = Criteria(policy.loss, kind_of(training.optimizer), () if warm_up is None else (warm_up,))
         return candidates_of(training.engine, policy.calibration, model, batch, overlaps, policy.compressors, criteria)
     except CalibrationError as error:
         raise ConfigurationError(_cannot_use(policy.calibration, error)) from None

@@ -10,7 +10,6 @@ from typing import Any
 import numpy
 
 from hvdcomp import kernels
-from hvdcomp.bindings.adam import warn_of_harm
 from hvdcomp.bindings.training import Training
 from hvdcomp.compressors import needs_nodes
 from hvdcomp.errors import ConfigurationError
@@ -78,7 +77,6 @@ class FirstSteps:
                 training.engine.levels.find()  # fails now and not when a policy chooses two levels
             if training.coordinator is not None:
                 training.coordinator.start_log()
-            warn_of_harm(training.adam(), training.engine)
         self._settings_agreed, self._weights_agreed = True, weights_due
 
     def _facts(self) -> dict[str, Any]:

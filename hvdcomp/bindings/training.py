@@ -96,12 +96,9 @@ class Training(ABC):
     def momentum_of_optimizer(self) -> str | None:
         """The first momentum in the optimizer's settings, as text; None without one."""
 
-    def adam(self) -> str | None:
-        """The class name of the optimizer if it is an Adam; else None."""
-        return None
-
-    def kind_of_optimizer(self) -> str | None:
-        """The optimizer's kind in the measured trainings; None if it is another or unknown."""
+    @property
+    def optimizer(self) -> Any:
+        """The user's optimizer; None if it is unknown."""
         return None
 
     def warm_up(self) -> str | None:

@@ -74,7 +74,6 @@ class Compressor(Described):
             larger than the largest element of x in `terngrad`, `globalqsgd`, `natural`, `int8`, `int4` and `fp8`.
         sent_is_own: whether C(x) follows from this rank's x alone. It does not if ranks compress each other's chunks;
             a step then does not show how much of x this rank's compressor alone would have kept.
-        harms_adam: whether the method with error feedback is known to let Adam learn badly (docs/adam.md).
         in_units: whether the result is in the gradient's units, so that momentum can be computed from it.
         nested: whether compressing C(x) of a softer level at a harder level gives C(x) of the harder level. This holds
             for methods that keep elements of x.
@@ -94,7 +93,6 @@ class Compressor(Described):
     lossless: ClassVar[bool] = False
     variance: ClassVar[float] = 0.0
     sent_is_own: ClassVar[bool] = True
-    harms_adam: ClassVar[bool] = False
     in_units: ClassVar[bool] = True
     nested: ClassVar[bool] = False
     period: ClassVar[int] = 1

@@ -137,7 +137,6 @@ class OneBit(Gathering):
     examples: ClassVar[tuple[str, ...]] = ("onebit", "onebit:per_row=True")
     sends: ClassVar[str] = "one bit an element, two means (a pair for each row if per_row)"
     biased: ClassVar[bool] = True
-    harms_adam: ClassVar[bool] = True
     reference: ClassVar[str] = "Seide et al. 2014, 1-bit stochastic gradient descent, Interspeech"
 
     def __post_init__(self) -> None:
@@ -200,7 +199,6 @@ class EFSignSGD(Gathering):
     examples: ClassVar[tuple[str, ...]] = ("efsignsgd",)
     sends: ClassVar[str] = "one bit an element, the mean magnitude"
     biased: ClassVar[bool] = True
-    harms_adam: ClassVar[bool] = True
     reference: ClassVar[str] = "Karimireddy et al. 2019, arXiv:1901.09847"
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:

@@ -70,7 +70,6 @@ class ChunkedTopK(Compressor):
     level_name: ClassVar[str | None] = "k"
     sends: ClassVar[str] = "of each chunk k places and k values in a few bits, four means with values=2bit"
     biased: ClassVar[bool] = True
-    harms_adam: ClassVar[bool] = True
     reference: ClassVar[str] = "Sarfi et al. 2025, arXiv:2508.15706"
 
     def __post_init__(self) -> None:

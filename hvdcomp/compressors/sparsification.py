@@ -36,7 +36,6 @@ class WithRatio(Compressor):
     ]
 
     level_name: ClassVar[str | None] = "ratio"
-    harms_adam: ClassVar[bool] = True
 
     def level_for_elements(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         Compressor.level_for(self, compression_factor, shape)

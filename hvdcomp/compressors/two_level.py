@@ -97,7 +97,6 @@ class TwoLevel(Compressor):
 
     biased = _of_compressor("biased")
     variance = _of_compressor("variance")
-    harms_adam = _of_compressor("harms_adam")
     in_units = _of_compressor("in_units")
     level_name = _of_compressor("level_name")
     period = _of_compressor("period")

@@ -17,7 +17,7 @@ as they become ready.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +41,7 @@ from hvdcomp.tensorflow.compressed_adam import CompressedAdam
 from hvdcomp.tensorflow.names import by_name
 from hvdcomp.tensorflow.optimizer import ScaledRate
 from hvdcomp.tensorflow.placement import device_of
-from hvdcomp.tensorflow.training import TensorFlowTraining
+from hvdcomp.tensorflow.training import TensorFlowTraining, is_readable
 
 
 @dataclass
@@ -170,16 +170,31 @@ class TensorFlowBinding(TensorFlowTraining):
         with graph.as_default():
             if casting:
                 compressed = set(names.values())
-                begun = _begun(lambda _: self._begin_casts(compressed))
+                begun = self._begun(lambda _: self._begin_casts(compressed))
                 return _Traced(call.gradients, names, begun, {})
             self.refuse_predivision(1.0 / call.prescale_factor)
             # The number of steps is read in the graph, where this step is certainly not counted yet.
-            begun = _begun(self._begin, self._optimizer.iterations if freezes else 0)
+            begun = self._begun(self._begin, self._optimizer.iterations if freezes else 0)
             with tf.control_dependencies([begun]):
                 ordered = list(names.values())
                 put = in_graph if self._on_device is None else self._on_device.in_graph
                 results = put(as_callback(lambda *arrays: self._step(ordered, arrays)), gradients, "hvdcomp_step")
         return _Traced(call.gradients, names, begun, dict(zip(names, results, strict=True)))
+
+    def _begun(self, begin: Callable[[Any], int], number: Any = 0) -> tf.Tensor:
+        """The operation that begins a step, in the graph that is being made; what begins it is given a number.
+
+        The operation compares weights, and TensorFlow does not see that Python reads them. TensorFlow keeps the order
+        of the program only between operations that name the same variable. Therefore each variable is read twice in
+        the graph. The operation waits for the first reads, and so for earlier changes of the weights. The second reads
+        wait for the operation, and later changes wait for them, such as the weight decay of Keras.
+        """
+        variables = [variable for variable in self._variables.values() if is_readable(variable)]
+        with tf.control_dependencies(_reads(variables)), tf.device("CPU:0"):  # its result need not go to a GPU
+            begun = tf.py_function(as_callback(begin), [tf.identity(number)], tf.int64, name="hvdcomp_begin")
+        with tf.control_dependencies([begun]):
+            _reads(variables)
+        return begun
 
     def _name(self, variable: tf.Variable) -> str:
         name = self._names.get(variable.ref())
@@ -292,10 +307,11 @@ def _known_variables(variables: Any, tensor: tf.Tensor | None) -> dict[str, tf.V
     return by_name(gradients_call(tensor).variables)
 
 
-def _begun(begin: Callable[[Any], int], number: Any = 0) -> tf.Tensor:
-    """The operation that begins a step, in the graph that is being made; what begins it is given a number."""
-    with tf.device("CPU:0"):  # its result need not go to a GPU
-        return tf.py_function(as_callback(begin), [tf.identity(number)], tf.int64, name="hvdcomp_begin")
+def _reads(variables: Iterable[tf.Variable]) -> list[tf.Tensor]:
+    """Operations that read variables; they copy nothing."""
+    return [
+        tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype.base_dtype) for variable in variables
+    ]
 
 
 def _graph_of_call() -> Any:

@@ -9,7 +9,6 @@ import numpy as np
 import tensorflow as tf
 
 from hvdcomp.arrays.types import Array
-from hvdcomp.bindings.adam import kind_of, name_of_adam
 from hvdcomp.bindings.base import Binding
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.ranks import Ranks
@@ -83,11 +82,9 @@ class TensorFlowTraining(Binding):
             means[name][...] -= term
         self._terms = {}
 
-    def adam(self) -> str | None:
-        return name_of_adam(self._optimizer)
-
-    def kind_of_optimizer(self) -> str | None:
-        return kind_of(self._optimizer)
+    @property
+    def optimizer(self) -> Any:
+        return self._optimizer
 
     def warm_up(self) -> str | None:
         optimizer = self._optimizer
@@ -157,10 +154,14 @@ def _describe(name: str, variable: tf.Variable) -> TensorInfo:
     return TensorInfo(name, matrix_of(shape), dtype, in_framework=shape)
 
 
+def is_readable(variable: tf.Variable) -> bool:
+    """Whether Python can read a variable. Variables of TensorFlow 1 can be read by their session only."""
+    return hasattr(variable, "numpy") and not tf.is_symbolic_tensor(getattr(variable, "handle", variable))
+
+
 def _checksum(variable: tf.Variable) -> int:
-    """The sum of the elements' bit patterns as integers; 0 in a session of TensorFlow 1."""
-    # Variables of a session can be read by that session only.
-    if not hasattr(variable, "numpy") or tf.is_symbolic_tensor(getattr(variable, "handle", variable)):
+    """The sum of the elements' bit patterns as integers; 0 if it cannot be read."""
+    if not is_readable(variable):
         return 0
     values = np.ascontiguousarray(variable.numpy())
     return int(values.view(f"u{values.itemsize}").sum(dtype=np.uint64))

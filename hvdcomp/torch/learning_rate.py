@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from hvdcomp.errors import ConfigurationError
+
 
 class ScaledSteps:
     """Makes an optimizer step at a multiple of its learning rates.
@@ -55,5 +57,19 @@ class ScaledSteps:
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
-    """The learning rate of each parameter group."""
+    """The learning rate of each parameter group.
+
+    Raises:
+        ConfigurationError: for an optimizer that chooses its rate itself, as Adafactor of transformers does by default.
+    """
+    if not has_rates(optimizer):
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} has lr=None, so it chooses its learning rate itself, and nothing can follow "
+            "that: give it a learning rate (Adafactor of transformers: relative_step=False, lr=1e-3)"
+        )
     return tuple(float(group["lr"]) for group in optimizer.param_groups)
+
+
+def has_rates(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the user has set the optimizer's learning rates."""
+    return all(group["lr"] is not None for group in optimizer.param_groups)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from hvdcomp.bindings.adam import kind_of, name_of_adam
 from hvdcomp.bindings.base import Binding
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.ranks import Ranks
@@ -16,7 +15,7 @@ from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.policies.decisions import BatchSize
 from hvdcomp.torch.compressed_adam import CompressedAdam, LocalMomenta, Momentum
-from hvdcomp.torch.learning_rate import ScaledSteps, rates_of
+from hvdcomp.torch.learning_rate import ScaledSteps, has_rates, rates_of
 from hvdcomp.torch.packing import packed, unpacked
 from hvdcomp.torch.parameters import with_plain_names
 
@@ -159,7 +158,8 @@ class TorchTraining(Binding):
         if self._scaled is not None:
             return self._scaled.rates
         follows = self.coordinator is not None and self.coordinator.follows_rates
-        return rates_of(self._known_optimizer()) if follows or self._optimizer is not None else ()
+        known = self._optimizer is not None and has_rates(self._optimizer)
+        return rates_of(self._known_optimizer()) if follows or known else ()
 
     def follow_batch_size(self, batch_size: BatchSize) -> None:
         self._scaled_steps().factor = batch_size.learning_rate_factor
@@ -168,11 +168,9 @@ class TorchTraining(Binding):
         scaler = self.setup.grad_scaler
         return None if scaler is None else float(scaler.get_scale())
 
-    def adam(self) -> str | None:
-        return name_of_adam(self._optimizer)
-
-    def kind_of_optimizer(self) -> str | None:
-        return kind_of(self._optimizer)
+    @property
+    def optimizer(self) -> Any:
+        return self._optimizer
 
     def warm_up(self) -> str | None:
         optimizer = self._optimizer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Set
 from typing import Any
 
@@ -45,12 +46,15 @@ def train(compressor: Any, optimizer: Callable[[], Any]) -> list[tuple[list[np.n
     def work(communicator: SimulatedCommunicator) -> tuple[list[np.ndarray], Any, Any]:
         variables = [tf.Variable(start_of(shape), name=name) for name, shape in (("matrix", SHAPE), ("vector", (7,)))]
         one, ours = optimizer(), Compression(compressor, variables=variables)
-        one.build(variables)
+        if hasattr(one, "build"):  # else it is of an older Keras
+            one.build(variables)
         exchange = serve_simulated(ours, variables, communicator, one)
         shapes = [tf.TensorSpec(variable.shape, variable.dtype) for variable in variables]
-        update = tf.function(
-            lambda means: one.apply_gradients(zip(means, variables, strict=True)), input_signature=[shapes]
-        )
+
+        @tf.function(input_signature=[shapes])
+        def update(means: list[Any]) -> None:
+            one.apply_gradients(zip(means, variables, strict=True))
+
         for step in range(STEPS):
             means = exchange([gradient_of(communicator.rank, step, tuple(one.shape)) for one in variables])
             update([tf.convert_to_tensor(mean) for mean in means])
@@ -155,3 +159,22 @@ def test_its_settings_are_kept() -> None:
 def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         CompressedAdam(freeze_after=5, **options)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        (lambda: tf_keras.optimizers.AdamW(RATE, jit_compile=False), "AdamW learns badly with topk:ratio=0.05. "),
+        (lambda: tf_keras.optimizers.Adafactor(RATE, jit_compile=False), "Adafactor keeps a second moment"),
+        (lambda: tf_keras.optimizers.legacy.RMSprop(RATE), "RMSprop keeps a second moment"),
+        (lambda: tf_keras.optimizers.Lion(RATE, jit_compile=False), None),
+        (lambda: tf_keras.optimizers.SGD(RATE, momentum=0.9, jit_compile=False), None),
+    ],
+)
+def test_what_an_optimizer_learns_badly_with_is_warned_of(optimizer: Callable[[], Any], said: str | None) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(TopK(0.05), optimizer)
+    messages = [str(one.message) for one in caught if " badly with " in str(one.message)]
+    assert len(messages) == (said is not None)
+    assert all(str(said) in message for message in messages)

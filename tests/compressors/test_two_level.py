@@ -68,8 +68,7 @@ def test_it_is_what_was_stated(spec: str, nodes: int, ranks_per_node: int, backe
 def test_optimizers_are_told_of_the_compressor_within(spec: str) -> None:
     inner = parse_compressor(spec)
     outer = TwoLevel(inner)
-    assert (outer.in_units, outer.harms_adam) == (inner.in_units, inner.harms_adam)
-    assert spec == "int4" or not outer.in_units or outer.harms_adam
+    assert outer.in_units == inner.in_units == (spec != "signsgd")
 
 
 SHAPES = {"a": (3, 5), "b": (40, 30), "c": (1,), "d": (257,), "e": (2, 3, 4)}

@@ -116,6 +116,22 @@ def case_a_state_for_other_ranks() -> None:
     assert np.array_equal(twice, 2 * kept["arrays"][0])
 
 
+def case_weights_are_compared_as_they_are_between_steps() -> None:
+    """Operations that change weights beside the optimizer's update need no gradient, and could run at any time."""
+
+    class DecayingFirst(TapeTraining):
+        def gradients(self, tape: tf.GradientTape, loss: tf.Tensor) -> list[Any]:
+            for variable in self.variables:
+                variable.assign_sub(1e-4 * variable)
+            return super().gradients(tape, loss)
+
+    for spec in ("topk:ratio=0.05", "fp16"):
+        for _ in range(2):
+            decaying = tf_keras.optimizers.AdamW(1e-3, weight_decay=0.1, jit_compile=False)
+            for training in (TapeTraining(spec, optimizer=decaying), DecayingFirst(spec)):
+                assert_same_everywhere(training.run(3).weights)
+
+
 @thorough
 def case_groups() -> None:
     reference = TapeTraining("topk:ratio=0.05").run(8).weights

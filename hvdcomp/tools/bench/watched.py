@@ -48,7 +48,10 @@ class Watched:
 
 
 class Watch:
-    """Times the steps of the first optimizer that makes one.
+    """Times the steps of the first optimizer that makes one after a backward pass.
+
+    A step without a backward pass is none of the training's: `hvd.broadcast_optimizer_state` makes one, with gradients
+    of zero, to create the state of the optimizer, which may not be the one that trains.
 
     Args:
         steps: number of timed steps, after `warm_up` steps.
@@ -56,6 +59,7 @@ class Watch:
 
     Attributes:
         seen: number of steps so far.
+        before_backward: number of optimizer steps before the first backward pass.
         done: whether `then` was called.
         ended: None; see `hvdcomp.tools.bench.watched_keras.KerasWatch`.
 
@@ -70,6 +74,7 @@ class Watch:
     def __init__(self, steps: int, warm_up: int, then: Callable[[Watched], None]) -> None:
         self._steps, self._warm_up, self._then = steps, warm_up, then
         self.seen = 0
+        self.before_backward = 0
         self.done = False
         self.ended: BaseException | None = None
         self._handles: list[Any] = []
@@ -113,9 +118,11 @@ class Watch:
 
     def _before_backward(self, tensors: Any) -> None:
         first = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors), None)
-        if self._optimizer is None or not isinstance(first, torch.Tensor) or not first.requires_grad:
+        if not isinstance(first, torch.Tensor) or not first.requires_grad:
             return
         self._passes += 1
+        if self._optimizer is None:
+            return
         self._marks = {"begin": mark(first.device)}
         engine: Any = torch.autograd.Variable._execution_engine
 
@@ -133,7 +140,10 @@ class Watch:
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         if self._optimizer is None:
-            self._look_at(optimizer)
+            if self._passes:
+                self._look_at(optimizer)
+            else:
+                self.before_backward += 1
             return
         if optimizer is not self._optimizer:
             self._other_optimizers.add(type(optimizer).__name__)
@@ -166,6 +176,7 @@ class Watch:
         for name, parameter in self._parameters.items():
             hook = partial(self._gradient_computed, name)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        self._passes = 0
         self._last = mark(self._device)
 
     def _gradient_computed(self, name: str, _: torch.Tensor) -> None:

@@ -144,6 +144,12 @@ def command(
         for watch in watches:
             watch.stop()
     if not any(watch.done for watch in watches):
+        if watches[0].before_backward >= _WARM_UP + steps and not any(watch.seen for watch in watches):
+            raise click.ClickException(
+                f"{program} made {watches[0].before_backward} optimizer steps without a call of loss.backward(), by "
+                "which hvdcomp profile finds the backward pass: compute the gradients by loss.backward(), and not by "
+                "torch.autograd.grad or torch.func"
+            )
         raise click.ClickException(
             f"{program} ended after {max(watch.seen for watch in watches)} optimizer steps; {_WARM_UP} + {steps} are "
             "needed: train longer, or use fewer --steps"

@@ -67,10 +67,12 @@ class _SlowSGD(torch.optim.Optimizer):
             parameter -= 0.1 * parameter.grad
 
 
-def _train(steps: int, passes: int = 1, other: bool = False) -> list[torch.Tensor]:
+def _train(steps: int, passes: int = 1, other: bool = False, unwrapped: bool = False) -> list[torch.Tensor]:
     """A training whose parts take known times; its weights in the end."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), _SlowModule(), torch.nn.Linear(8, 2))
+    if unwrapped:
+        _create_state(_SlowSGD(model.parameters()))
     optimizer = _SlowSGD(model.parameters())
     beside = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
     for _ in range(steps):
@@ -82,6 +84,13 @@ def _train(steps: int, passes: int = 1, other: bool = False) -> list[torch.Tenso
         if other:
             beside.step()
     return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def _create_state(optimizer: torch.optim.Optimizer) -> None:
+    """As `hvd.broadcast_optimizer_state` does."""
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
 
 
 def _watched(**training: Any) -> tuple[Watched, list[torch.Tensor]]:
@@ -126,6 +135,14 @@ def test_of_several_backward_passes_the_last_one_counts_and_other_optimizers_are
     assert (watched.parts[:, BACKWARD] == 2 * PART_S).all()
 
 
+def test_a_step_that_only_creates_an_optimizers_state_is_none_of_the_training() -> None:
+    watched, _ = _watched(unwrapped=True)
+    names = [tensor.name for tensor in watched.workload.tensors()]
+    assert names == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert (watched.parts[:, BACKWARD] == 2 * PART_S).all()
+    assert watched.more_optimizers == ()
+
+
 def test_gradients_are_sent_and_counted_in_their_own_types() -> None:
     linear = (torch.nn.Linear(8, 8).bfloat16(), torch.nn.Linear(8, 2))
     workload = Workload(torch.nn.Sequential(*linear), torch.Tensor)
@@ -148,6 +165,7 @@ def test_sharded_parameters_are_refused() -> None:
     weight = torch.nn.Parameter(torch.zeros(2))
     weight.device_mesh = "as a DTensor has"  # type: ignore[attr-defined]
     optimizer = torch.optim.SGD([weight], lr=0.1)
+    weight.sum().backward()
     try:
         with pytest.raises(SetupError, match="the parameters are sharded"):
             optimizer.step()
@@ -177,15 +195,21 @@ for training in range(2):  # the first is profiled
     dist.barrier()
 dist.destroy_process_group()
 """
+# As Horovod's examples do: they broadcast before they wrap the optimizer, or after.
 _HOROVOD = """
+import sys
 import horovod.torch as hvd
 import torch
 
 hvd.init()
-torch.manual_seed(0)
+torch.manual_seed(hvd.rank())
 model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+named = list(model.named_parameters())
+optimizer = hvd.DistributedOptimizer(optimizer, named) if sys.argv[1] == "wrap-first" else optimizer
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+optimizer = optimizer if sys.argv[1] == "wrap-first" else hvd.DistributedOptimizer(optimizer, named)
 while True:  # the profile ends it
     optimizer.zero_grad()
     torch.nn.functional.cross_entropy(model(torch.randn(8, 64)), torch.randint(10, (8,))).backward()
@@ -237,11 +261,15 @@ def test_a_training_in_distributed_data_parallel_goes_on_as_if_it_had_not_been_p
 
 @pytest.mark.thorough
 @pytest.mark.skipif(not available("gloo"), reason="Horovod is not installed")
-def test_a_training_in_horovod_is_ended_with_advice(tmp_path: Path) -> None:
-    done = _profile(tmp_path, "gloo", _HOROVOD, "")
+@pytest.mark.parametrize("order", ["broadcast-first", "wrap-first"])
+def test_a_training_in_horovod_is_ended_with_advice(tmp_path: Path, order: str) -> None:
+    done = _profile(tmp_path, "gloo", _HOROVOD, order)
     assert done.returncode == 0, done.stdout
     assert "Fastest: " in done.stdout
     assert "Wrote " in done.stdout
+    assert "Left out" not in done.stdout, "all parameters belong to one optimizer"
+    facts = json.loads((tmp_path / "profile.json").read_text())["models"]["training"]
+    assert {tensor["name"]: tensor["shape"] for tensor in facts["tensors"]}["0.weight"] == [128, 64]
 
 
 # In both, weights and data are random: what counts is that they stay the same.
@@ -352,9 +380,14 @@ weight = torch.nn.Parameter(torch.ones(2))
 if sys.argv[1] == "sharded":
     weight.device_mesh = "as a DTensor has"
 optimizer = torch.optim.SGD([weight], lr=0.1)
-for _ in range(12):
-    weight.sum().backward()
+for step in range(16):
+    if sys.argv[1] == "functional":
+        (weight.grad,) = torch.autograd.grad(weight.sum(), [weight])
+    else:
+        weight.sum().backward()
     optimizer.step()
+    if sys.argv[1] == "short" and step == 11:
+        break
 """
 
 
@@ -368,7 +401,8 @@ def test_a_training_that_cannot_be_profiled_ends_with_the_reason_and_is_watched_
     backward = torch.autograd.backward
     monkeypatch.syspath_prepend(tmp_path)
     for words, said in (
-        ([str(script), "plain"], "ended after 11 optimizer steps; 10 + 5 are needed: train longer"),
+        ([str(script), "short"], "ended after 11 optimizer steps; 10 + 5 are needed: train longer"),
+        ([str(script), "functional"], "made 16 optimizer steps without a call of loss.backward()"),
         (["--", "python", str(script), "sharded"], "the parameters are sharded"),
         (["--", "python3", "-m", "train_module", "sharded"], "the parameters are sharded"),
     ):
