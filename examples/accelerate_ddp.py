@@ -37,7 +37,7 @@ accelerator.register_save_state_pre_hook(
     lambda models, weights, place: torch.save(compression.state_dict(), Path(place, own_file))
 )
 accelerator.register_load_state_pre_hook(
-    lambda models, place: compression.load_state_dict(torch.load(Path(place, own_file), weights_only=False))
+    lambda models, place: compression.load_state_dict(torch.load(Path(place, own_file), weights_only=True))
 )
 epochs_done = max((int(saved.name.split("-")[1]) for saved in folder.glob("epoch-*")), default=0)
 if epochs_done:

@@ -27,7 +27,7 @@ parts = {"model": model, "optimizer": optimizer, "compression": compression}
 saved = torch.tensor(max((int(file.stem.split("-")[1]) for file in folder.glob(f"rank{rank}-*.pt")), default=0))
 dist.all_reduce(saved, op=dist.ReduceOp.MIN)  # the latest step that all ranks have
 if saved:
-    state = torch.load(folder / f"rank{rank}-{saved}.pt", weights_only=False)
+    state = torch.load(folder / f"rank{rank}-{saved}.pt", weights_only=True)
     for name, part in parts.items():
         part.load_state_dict(state[name])
 

@@ -45,7 +45,7 @@ class CompressedDDPStrategy(DDPStrategy):
 
     def load_checkpoint(self, checkpoint_path, weights_only=None):
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            self.compression.load_state_dict(torch.load(self._own(checkpoint_path), weights_only=False))
+            self.compression.load_state_dict(torch.load(self._own(checkpoint_path), weights_only=True))
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def remove_checkpoint(self, filepath):

@@ -31,7 +31,7 @@ class Compressed(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step:
-            self.compression.load_state_dict(torch.load(self._own(args, state), weights_only=False))
+            self.compression.load_state_dict(torch.load(self._own(args, state), weights_only=True))
         hvdcomp.ddp.register(self.trainer.model_wrapped, self.compression, self.trainer.optimizer.optimizer)
 
     def on_save(self, args, state, control, **kwargs):

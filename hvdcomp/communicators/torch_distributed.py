@@ -184,23 +184,41 @@ def _takes_cpu(group: dist.ProcessGroup) -> bool:
 def _group_beside(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
     """A new process group of the same ranks. If these are not all, only they make it."""
     ranks = dist.get_process_group_ranks(group)
-    some = len(ranks) < dist.get_world_size()
-    if some:
-        _have_as_many_groups(group)
-    return dist.new_group(ranks, backend=backend, use_local_synchronization=some, **_waits_like(group))
+    alike = {"backend": backend, **_waits_like(group)}
+    if len(ranks) == dist.get_world_size():
+        return dist.new_group(ranks, **alike)
+    world = dist.distributed_c10d._world
+    before = world.group_count
+    try:
+        world.group_count = _agree_on_a_name(group)
+        return dist.new_group(ranks, use_local_synchronization=True, **alike)
+    finally:
+        # From PyTorch 2.14 on such a group counts too. Other ranks do not make it, and groups of all ranks have the
+        # count in their names: with different counts, the ranks would wait for each other under different names.
+        world.group_count = before
 
 
-def _have_as_many_groups(group: dist.ProcessGroup) -> None:
-    """Gives the ranks of a group equal numbers of groups, by groups of one rank.
+_next_count = 2**32  # of groups that only some ranks make: PyTorch's own counts stay below
 
-    torch.distributed has them in the name of a group that only its members make. Ranks with different numbers, as where
-    some are in one more group of the user's, would wait for each other under different names.
+
+def _agree_on_a_name(group: dist.ProcessGroup) -> int:
+    """Lets the ranks of a group agree on what torch.distributed puts into the name of a group that only they make.
+
+    It is the number of groups that a rank is in up to PyTorch 2.13, and later a count, which is returned. Where some
+    ranks are in one more group of the user's, the others make groups of one rank.
     """
-    own = len(dist.distributed_c10d._world.pg_names)
-    numbers = [own] * dist.get_world_size(group)
-    dist.all_gather_object(numbers, own, group)
-    for _ in range(own, max(numbers)):
+    global _next_count
+    world = dist.distributed_c10d._world
+    own = len(world.pg_names), _next_count
+    every = [own] * dist.get_world_size(group)
+    dist.all_gather_object(every, own, group)
+    numbers, counts = zip(*every, strict=True)
+    world.group_count = max(counts)
+    for _ in range(own[0], max(numbers)):
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    agreed = max(counts) + max(numbers) - min(numbers)  # no rank has got further by its groups of one rank
+    _next_count = agreed + 1
+    return agreed
 
 
 def _waits_like(group: dist.ProcessGroup) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def train(
 
 
 def weights(folder: Path, rank: int) -> dict[str, Any]:
-    return torch.load(folder / f"rank{rank}-100.pt", weights_only=False)["model"]
+    return torch.load(folder / f"rank{rank}-100.pt", weights_only=True)["model"]
 
 
 def assert_same_weights(*folders: Path) -> None:
@@ -51,6 +51,13 @@ def stop_after_40(whole: Path, stopped: Path) -> None:
     stopped.mkdir()
     for name in ("rank0-40", "rank1-40", "rank1-50"):
         shutil.copy(whole / f"{name}.pt", stopped)
+
+
+@pytest.mark.parametrize("program", sorted(EXAMPLES.glob("*.py")), ids=lambda program: program.name)
+def test_it_reads_its_checkpoints_as_data(program: Path) -> None:
+    """As SECURITY.md tells users: without `weights_only`, a file that somebody gave them can run a program."""
+    loads = re.findall(r"torch\.load\(.*", program.read_text(encoding="utf-8"))
+    assert [line for line in loads if "weights_only=True" not in line] == []
 
 
 def test_the_gallery_has_every_program_and_a_test_starts_it() -> None:
@@ -118,7 +125,7 @@ def test_fsdp_trains_and_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytes
     assert losses[-1] < 1
     for folder in (whole, stopped):
         dcp_to_torch_save(folder / "100", folder / "weights.pt")
-    ours, theirs = (torch.load(folder / "weights.pt", weights_only=False)["model"] for folder in (whole, stopped))
+    ours, theirs = (torch.load(folder / "weights.pt", weights_only=True)["model"] for folder in (whole, stopped))
     assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
 
 

@@ -60,6 +60,22 @@ def case_a_group_of_some_ranks_gets_another_beside_it_however_many_its_ranks_hav
         assert total == [2.0, 4.0][dist.get_rank() % 2]
 
 
+def case_a_group_of_all_ranks_can_follow_one_that_some_ranks_have_made() -> None:
+    """PyTorch 2.14 counts both kinds, and names groups of all ranks by the count."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    first = dist.new_group([0])
+    if rank == 0:
+        ours = TorchDistributedCommunicator(first)
+        for _ in range(3):
+            ours.beside()
+    counts = [0] * size
+    dist.all_gather_object(counts, dist.distributed_c10d._world.group_count)
+    assert len(set(counts)) == 1, "they would wait for each other in the next group"
+    everyone = TorchDistributedCommunicator(dist.new_group())
+    total = everyone.wait(everyone.start_allreduce(torch.tensor([1.0]), "sum", "any"))
+    assert total == size
+
+
 def case_nodes_that_do_not_fit_are_refused_by_all_ranks() -> None:
     check_refusals(TorchDistributedCommunicator, dist.get_rank(), dist.get_world_size(), raised)
 

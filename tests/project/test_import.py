@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import os
 import resource
 import statistics
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
 import hvdcomp
-from tests.package_index import fresh_environment, pip_with_index, source_of_package
+from tests.package_index import environment_on_top, fresh_environment, pip_with_index, source_of_package
 
 ROOT = Path(__file__).parents[2]
 FRAMEWORKS = ["torch", "tensorflow", "tf_keras", "keras", "horovod", "mpi4py"]
@@ -86,6 +88,43 @@ def test_the_help_of_each_command_needs_no_framework(command: str) -> None:
     assert f"hvdcomp {command} [OPTIONS]" in run(
         *hidden(f"from hvdcomp.tools.cli import main; main(['{command}', '--help'], prog_name='hvdcomp')")
     )
+
+
+@pytest.mark.parametrize("clone", ["hvdcomp", "another"])
+def test_an_editable_installation_is_found_before_the_folder_of_the_clone(tmp_path: Path, clone: str) -> None:
+    """A script beside a clone named hvdcomp has the clone's folder, which is no package, first in its path."""
+    source = source_of_package(tmp_path / "work" / clone)
+    build = f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("hvdcomp-*.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    script = tmp_path / "work" / "train.py"
+    script.write_text(
+        f"import site, importlib.util\nsite.addsitedir({str(tmp_path / 'site')!r})\n"
+        "print(importlib.util.find_spec('hvdcomp').origin)\n"
+    )
+    found = subprocess.run([sys.executable, "-S", str(script)], capture_output=True, text=True, env=environment)
+    assert found.stdout.strip() == str(source / "hvdcomp" / "__init__.py"), found.stderr
+
+
+@pytest.mark.thorough
+def test_pip_installs_a_clone_that_scripts_beside_it_can_import(tmp_path: Path) -> None:
+    python = environment_on_top(tmp_path / "venv")
+    source = source_of_package(tmp_path / "work" / "hvdcomp")
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    # Python 3.10 and 3.11 bring an old setuptools, in place of the running environment's.
+    subprocess.run([*pip, "uninstall", "--yes", "setuptools"], check=True, timeout=300, env=environment)
+    words = ["install", "--no-deps", "--no-build-isolation", "--editable", str(source)]
+    subprocess.run([*pip, *words], check=True, timeout=300, env=environment)
+    script = source.parent / "train.py"
+    script.write_text("import hvdcomp\nprint(hvdcomp.Compression, hvdcomp.__file__)\n")
+    expected = f"<class 'hvdcomp.compression.Compression'> {source / 'hvdcomp' / '__init__.py'}"
+    for words in ([str(script)], ["-c", script.read_text()]):
+        done = subprocess.run([str(python), *words], cwd=source.parent, capture_output=True, text=True, env=environment)
+        assert done.stdout.strip() == expected, done.stderr
 
 
 @pytest.mark.thorough

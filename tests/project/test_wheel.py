@@ -5,9 +5,7 @@ Versions are those of constraints.txt, which docs/installation.md says were test
 
 from __future__ import annotations
 
-import os
 import platform
-import re
 import subprocess
 from pathlib import Path
 
@@ -145,27 +143,3 @@ def test_beside_tensorflow_alone(tmp_path: Path, wheel: Path) -> None:
     program.write_text(_TAPE + _ON_THREADS.replace("GRADIENT", _BY["tensorflow"]))
     _trained(_said(python, program))
     assert "Horovod is not installed. -> hvdcomp build-horovod" in _said(python, "-m", "hvdcomp", "doctor", code=1)
-
-
-def test_the_first_block_of_the_readme_is_all_that_a_first_result_takes(tmp_path: Path, wheel: Path) -> None:
-    """In an empty folder, with a home of its own and nothing installed. The wheel stands for a package index's."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"^(?: {4}.*\n)+", readme, re.MULTILINE)[:1]
-    commands = block.replace("hvdcomp[", f"{wheel}[", 1).replace("torchrun ", "torchrun --standalone ")
-    python = fresh_environment(tmp_path / "venv")
-    pip_with_index(python, tmp_path / "reached")
-    home = tmp_path / "home"
-    home.mkdir()
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    variables |= {
-        "HOME": str(home),
-        "PATH": f"{python.parent}:{os.environ['PATH']}",
-        "PIP_CONSTRAINT": str(ROOT / "constraints.txt"),
-    }
-    done = subprocess.run(
-        ["bash", "-e"], input=commands, cwd=home, env=variables, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (accuracy,) = re.findall(r"accuracy +([\d.]+)%", done.stdout.rpartition("finished")[2])
-    assert float(accuracy) > 95
-    assert "the same on every rank" in done.stdout

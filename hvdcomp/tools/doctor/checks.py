@@ -4,12 +4,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from hvdcomp.tools.doctor.facts import Facts
 from hvdcomp.tools.doctor.infiniband_checks import check_infiniband
 from hvdcomp.tools.doctor.problem import Problem
 from hvdcomp.tools.doctor.torch_checks import check_interfaces, check_torch_nccl, check_torch_variables
 from hvdcomp.tools.horovod_build.environment import release
+
+
+def check_package(facts: Facts) -> Iterator[Problem]:
+    """Whether every script imports the installed hvdcomp. A finder of an editable installation is asked last, after
+    folders named hvdcomp that are no packages."""
+    package = facts.package
+    if package is None or package.is_on_path:
+        return
+    root = Path(package.root)
+    remedy = f"Install it once more, which adds the clone to Python's path: pip install -e {root}"
+    if package.is_empty:
+        cause = "In this folder `import hvdcomp` finds a folder of that name, instead of the package."
+        yield Problem(True, cause, remedy)
+    elif root.name == "hvdcomp":
+        cause = f"Scripts in {root.parent} find the folder hvdcomp beside them, instead of the package."
+        yield Problem(False, cause, remedy)
 
 
 def check_frameworks(facts: Facts) -> Iterator[Problem]:
@@ -268,7 +285,7 @@ def check_async_completion(facts: Facts) -> Iterator[Problem]:
 
 def check_kernels(facts: Facts) -> Iterator[Problem]:
     kernels = facts.kernels
-    if kernels is None:
+    if kernels is None or (facts.package is not None and facts.package.is_empty):
         return
     if kernels.error:
         yield Problem(True, f"hvdcomp's kernels: {kernels.error}.", "Correct or unset the variable.")
@@ -304,6 +321,7 @@ def check_build_tools(facts: Facts) -> Iterator[Problem]:
 
 
 CHECKS: tuple[Callable[[Facts], Iterator[Problem]], ...] = (
+    check_package,
     check_frameworks,
     check_horovod,
     check_launch,

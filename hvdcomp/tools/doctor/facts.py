@@ -91,6 +91,21 @@ class InfiniBand:
     error: str | None = None
 
 
+@dataclass(frozen=True)
+class Package:
+    """What `import hvdcomp` finds in the current folder.
+
+    Attributes:
+        root: the folder that holds the installed package; of an editable installation, the clone.
+        is_empty: whether it finds a folder of that name that is no package, instead of the installed one.
+        is_on_path: whether `root` is in Python's path; else a finder of an editable installation leads to it.
+    """
+
+    root: str
+    is_empty: bool = False
+    is_on_path: bool = True
+
+
 # Each launcher's variables for size and rank. A launcher comes before those that may have started it.
 _LAUNCHERS = (
     ("HOROVOD_SIZE", "HOROVOD_RANK"),
@@ -123,6 +138,7 @@ class Facts:
     root: bool = False
     scripts_on_path: bool = True
     packages: Mapping[str, str] = field(default_factory=dict)
+    package: Package | None = None
     torch: Torch | None = None
     tensorflow: TensorFlow | None = None
     horovod: str | None = None

@@ -25,6 +25,7 @@ from hvdcomp.tools.doctor.facts import (
     HorovodBinding,
     InfiniBand,
     Kernels,
+    Package,
     Started,
     TensorFlow,
     Torch,
@@ -146,6 +147,14 @@ mpi4py.rc.initialize = False
 from mpi4py import MPI
 found = {"library": MPI.Get_library_version().split(chr(10))[0].strip(chr(0))}
 """
+# "" in the path is the current folder, in which a script's own folder would stand.
+_PACKAGE = """
+import sys
+from importlib.machinery import PathFinder
+import hvdcomp
+spec = PathFinder.find_spec("hvdcomp", [folder for folder in sys.path if folder])
+found = {"is_empty": hvdcomp.__file__ is None, "is_on_path": spec is not None and spec.origin is not None}
+"""
 _KERNELS = """
 from hvdcomp import kernels
 from hvdcomp.errors import ConfigurationError
@@ -202,6 +211,11 @@ def ask_python(program: str, timeout: float) -> dict[str, Any]:
             return answer
     lines = [line.strip() for line in output.splitlines() if line.strip(" -*")]
     return {"error": lines[-1] if lines else f"the process ended with status {process.returncode}"}
+
+
+def _package() -> Package | None:
+    answer = ask_python(_PACKAGE, _IMPORT_TIMEOUT)
+    return None if "error" in answer else Package(str(Path(__file__).parents[3]), **answer)
 
 
 def _torch() -> Torch | None:
@@ -261,6 +275,7 @@ def gather() -> Facts:
         root=os.geteuid() == 0,
         scripts_on_path=f"{sys.prefix}/bin" in os.environ.get("PATH", "").split(os.pathsep),
         packages={name: version for name, version in packages.items() if version},
+        package=_package(),
         torch=torch,
         tensorflow=tensorflow,
         horovod=horovod,

@@ -8,16 +8,19 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from hvdcomp.kernels.cuda import compiled_ahead
 from hvdcomp.tools.bench import kernels_ahead
 from hvdcomp.tools.doctor import checks
+from hvdcomp.tools.horovod_build.environment import TENSORFLOW_DISTRIBUTIONS, installed_version
 from hvdcomp.tools.launch.job import HOROVOD_ON_GPUS
 
 if sys.version_info >= (3, 11):
@@ -242,6 +245,20 @@ def test_the_gpu_image_has_a_pytorch_with_code_for_v100() -> None:
     assert torch is not None
     assert (int(torch[1]), int(torch[2])) < (2, 15)
     assert GPU["TORCH_BUILD"] == "cu126"
+
+
+def test_cudnn_and_nccl_are_those_with_code_for_v100_and_tensorflow_takes_them() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = dict(line.split("==") for line in lines if line.startswith("nvidia-"))
+    assert pinned.keys() == {"nvidia-cudnn-cu12", "nvidia-nccl-cu12"}
+    assert Version(pinned["nvidia-cudnn-cu12"]) < Version("9.11")
+    try:
+        distribution = next(filter(installed_version, TENSORFLOW_DISTRIBUTIONS))
+    except StopIteration:
+        pytest.skip("TensorFlow is not installed, which says what it requires")
+    wanted = {one.name: one.specifier for one in map(Requirement, metadata.requires(distribution) or ())}
+    for name, version in pinned.items():
+        assert version in wanted[name]
 
 
 def test_the_doctor_advises_the_cudnn_that_is_pinned() -> None:

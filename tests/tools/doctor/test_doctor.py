@@ -13,11 +13,22 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+import hvdcomp
 from hvdcomp.kernels import cuda
 from hvdcomp.tools.commands import doctor
 from hvdcomp.tools.doctor import checks, gather
 from hvdcomp.tools.doctor.checks import find_problems, runs_on
-from hvdcomp.tools.doctor.facts import DeviceKernels, Facts, Gpu, HorovodBinding, Kernels, Started, TensorFlow, Torch
+from hvdcomp.tools.doctor.facts import (
+    DeviceKernels,
+    Facts,
+    Gpu,
+    HorovodBinding,
+    Kernels,
+    Package,
+    Started,
+    TensorFlow,
+    Torch,
+)
 from hvdcomp.tools.doctor.gather import ask_python
 from hvdcomp.tools.horovod_build.environment import CudaToolkit, Mpi, installed_version
 
@@ -68,6 +79,21 @@ def test_a_healthy_environment_has_no_problem() -> None:
 @pytest.mark.parametrize(
     ("facts", "what", "remedy", "stops"),
     [
+        (
+            changed(
+                package=Package("/work/other", is_empty=True, is_on_path=False),
+                kernels=Kernels(error="cannot import name 'kernels'"),  # of the empty package
+            ),
+            "In this folder `import hvdcomp` finds a folder of that name",
+            "pip install -e /work/other",
+            True,
+        ),
+        (
+            changed(package=Package("/work/hvdcomp", is_on_path=False)),
+            "Scripts in /work find the folder hvdcomp beside them",
+            "pip install -e /work/hvdcomp",
+            False,
+        ),
         (changed(torch=None, tensorflow=None), "Neither PyTorch nor TensorFlow", "pip install 'hvdcomp[torch]'", True),
         (changed(torch=Torch("2.13.0", error="libcudart.so: cannot open")), "libcudart.so", "Reinstall PyTorch", True),
         (
@@ -269,6 +295,8 @@ def test_a_problem_is_named_with_its_remedy(facts: Facts, what: str, remedy: str
         changed(**ON_V100, variables={**TORCHRUN, "NCCL_SOCKET_IFNAME": "^ib"}),
         changed(variables={"OPAL_PREFIX": "/env", "MASTER_ADDR": "first", "MASTER_PORT": "1"}),  # a batch script's
         changed(toolkit=TOOLKIT),  # torch is for CPU
+        changed(package=Package("/work/hvdcomp")),
+        changed(package=Package("/work/other", is_on_path=False)),
         changed(**ON_V100),
         changed(**ON_V100, variables={**HEALTHY.variables, "HOROVOD_ENABLE_ASYNC_COMPLETION": "0"}),
         changed(bindings=ON_V100["bindings"], variables={"OPAL_PREFIX": "/env"}),  # no GPU here
@@ -445,3 +473,30 @@ def test_a_report_is_markdown_without_the_name_of_the_user(monkeypatch: pytest.M
     assert problems.startswith("- ")
     done = CliRunner().invoke(doctor.command, ["--json", "--report"])
     assert (done.exit_code, "give one of them" in done.output) == (2, True)
+
+
+_FINDER = """
+import os, sys
+from importlib.util import spec_from_file_location
+
+sys.path[1:] = [folder for folder in sys.path[1:] if not os.path.exists(f"{{folder}}/hvdcomp")]
+
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "hvdcomp":
+            return spec_from_file_location(name, "{root}/hvdcomp/__init__.py")
+
+sys.meta_path.append(Finder)
+"""
+
+
+def test_a_folder_that_hides_the_package_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a finder, as setuptools makes one for an editable installation whose folder it does not add to the path."""
+    by_finder = _FINDER.format(root=Path(hvdcomp.__file__).parents[1]) + gather._PACKAGE
+    monkeypatch.chdir(tmp_path)
+    assert ask_python(gather._PACKAGE, 60) == {"is_empty": False, "is_on_path": True}
+    assert ask_python(by_finder, 60) == {"is_empty": False, "is_on_path": False}
+    (tmp_path / "hvdcomp" / "hvdcomp").mkdir(parents=True)
+    assert ask_python(gather._PACKAGE, 60) == {"is_empty": False, "is_on_path": True}
+    assert ask_python(by_finder, 60) == {"is_empty": True, "is_on_path": False}
