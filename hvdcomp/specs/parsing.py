@@ -15,6 +15,7 @@ from hvdcomp.specs.suggestions import did_you_mean
 Kind = TypeVar("Kind", bound=Described)
 
 _QUOTED_OR_ONE = re.compile(r'"(?:[^"\\]|\\.)*"|.', re.DOTALL)
+_NAME_AND_SIGN = re.compile(r"(?:hvdcomp\.)?(\w*)\s*(.?)", re.DOTALL)
 _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
@@ -31,6 +32,7 @@ def parse(spec: str, kinds: Mapping[str, type[Kind]], noun: str) -> Kind:
     """
     name, _, settings = text_of(spec, noun, next(iter(kinds.values())).examples[0]).partition(":")
     if name not in kinds:
+        _refuse_other_notations(name, spec, kinds, noun)
         guess = did_you_mean(name, kinds)
         raise SpecError(f"unknown {noun} {name!r} in {spec!r}{guess}; there are: {', '.join(kinds)}")
     kind = kinds[name]
@@ -49,6 +51,17 @@ def parse(spec: str, kinds: Mapping[str, type[Kind]], noun: str) -> Kind:
     if missing:
         raise SpecError(f"{spec!r} does not set {', '.join(missing)}; {_usage(kind, fields)}")
     return kind(**values)
+
+
+def _refuse_other_notations(name: str, spec: str, kinds: Mapping[str, type[Kind]], noun: str) -> None:
+    """Raises SpecError for a name that something other than a colon follows: `powersgd=4`, `TopK(ratio=0.01)`."""
+    word, sign = _NAME_AND_SIGN.match(name).groups()  # type: ignore[union-attr]  # it matches any text
+    classes = {kind.__name__: known for known, kind in kinds.items()}
+    known = word if word in kinds else classes.get(word) if sign == "(" else None
+    if sign and known is not None:
+        raise SpecError(
+            f"{spec!r} is not how a {noun} is written: its settings follow a colon, as in {kinds[known].examples[0]!r}"
+        )
 
 
 def text_of(spec: object, noun: str, example: str) -> str:
@@ -119,8 +132,21 @@ def convert(text: str, kind: Any, where: str) -> Any:
     try:
         return kind(text)
     except ValueError:
-        expected = "a whole number" if kind is int else "a number"
+        expected = "a whole number" if kind is int else f"a number{_of_percent(text)}"
         raise SpecError(f"{where}: expected {expected}") from None
+
+
+def _of_percent(text: str) -> str:
+    """The number that a percentage is meant for, in words; empty for other texts.
+
+    >>> _of_percent("1 %")
+    ', such as 0.01 for 1 %'
+    """
+    share, percent, _ = text.rpartition("%")
+    try:
+        return f", such as {float(share) / 100:g} for {float(share):g} %" if percent else ""
+    except ValueError:
+        return ""
 
 
 def _texts(text: str, where: str) -> tuple[str, ...]:
