@@ -295,7 +295,7 @@ def test_a_router_of_names_says_where_nobody_has_named_the_tensors(names: list[s
     router = parse_compressor('{"embed.*": "topk:ratio=0.1", "*": "none"}')
     with pytest.raises(SpecError, match=r"have numbers alone \(such as .*named_parameters=model.named_parameters"):
         require_matches(router, names)
-    with pytest.raises(SpecError, match="nearest are '0.weight'"):
+    with pytest.raises(SpecError, match=r"nearest are '0\.weight'"):
         require_matches(router, ["0.weight", "1.weight"])
 
 
