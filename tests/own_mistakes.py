@@ -52,6 +52,14 @@ class InPlaceInPrepare(Mine):
         return ()
 
 
+@dataclass(frozen=True)
+class Unwritten(Compressor):
+    says = "aggregate is not written yet; it is a generator: yield AllReduce(array)"
+
+    name = "mine"
+    biased = True
+
+
 class NoYield(Mine):
     says = "has no yield, and returns an Outcome at once; yield AllReduce(array)"
 
@@ -191,8 +199,8 @@ class OnRank1InStep2(Mine):
 
 
 BEFORE_STEPS = (
-    NoYield, Nothing, Pair, FlatMean, ShortSent, OddSparse, ByElements, ByRank, ByStep, WithNumpy, Unwrapped, OnePart,
-    Misspelt, AnotherState, OneArray,
+    Unwritten, NoYield, Nothing, Pair, FlatMean, ShortSent, OddSparse, ByElements, ByRank, ByStep, WithNumpy, Unwrapped,
+    OnePart, Misspelt, AnotherState, OneArray,
 )  # fmt: skip
 """Mistakes that are found before ranks wait for each other."""
 

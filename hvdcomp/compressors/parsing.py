@@ -11,6 +11,10 @@ from hvdcomp.compressors.routing import ANY, CONDITION, ByDimensions, ByName, By
 from hvdcomp.compressors.two_level import TwoLevel
 from hvdcomp.errors import SpecError
 from hvdcomp.specs.parsing import convert, parse, text_of
+from hvdcomp.specs.plugins import Plugins
+
+COMPRESSOR_PLUGINS = Plugins("compressor", "hvdcomp.compressors", (Compressor,), COMPRESSORS)
+"""Compressors of other packages."""
 
 _STARTS_OF_JSON = ("{", "[", '"')
 _RULES = """write a compressor for each pattern of names, such as {"embed.*": "topk:ratio=0.001", "*": "none"}"""
@@ -32,7 +36,7 @@ def parse_compressor(spec: str) -> Compressor:
     if text.startswith(TwoLevel.name):
         return TwoLevel(parse_compressor(_within(text)))
     if not text.startswith(_STARTS_OF_JSON):
-        return parse(spec, COMPRESSORS, "compressor")
+        return parse(spec, COMPRESSORS, "compressor", COMPRESSOR_PLUGINS)
     try:
         rules = json.loads(spec, object_pairs_hook=tuple)
     except json.JSONDecodeError as error:

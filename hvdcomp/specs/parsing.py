@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from hvdcomp.errors import SpecError
 from hvdcomp.specs.described import Described
+from hvdcomp.specs.plugins import Plugins
 from hvdcomp.specs.suggestions import did_you_mean
 
 Kind = TypeVar("Kind", bound=Described)
@@ -19,23 +20,24 @@ _NAME_AND_SIGN = re.compile(r"(?:hvdcomp\.)?(\w*)\s*(.?)", re.DOTALL)
 _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
-def parse(spec: str, kinds: Mapping[str, type[Kind]], noun: str) -> Kind:
+def parse(spec: str, kinds: Mapping[str, type[Kind]], noun: str, plugins: Plugins | None = None) -> Kind:
     """The object that a spec string describes.
 
     Args:
         spec: a name, followed by a colon and settings.
         kinds: classes by name.
         noun: the word for the classes in errors, such as "compressor".
+        plugins: classes of other packages.
 
     Raises:
         SpecError: for an unknown name or setting, a missing setting, or a value of the wrong kind; lists what exists.
     """
     name, _, settings = text_of(spec, noun, next(iter(kinds.values())).examples[0]).partition(":")
-    if name not in kinds:
+    kind: type[Kind] | None = kinds.get(name) if plugins is None else plugins.find(name)
+    if kind is None:
         _refuse_other_notations(name, spec, kinds, noun)
-        guess = did_you_mean(name, kinds)
-        raise SpecError(f"unknown {noun} {name!r} in {spec!r}{guess}; there are: {', '.join(kinds)}")
-    kind = kinds[name]
+        guess, own = did_you_mean(name, kinds), "" if plugins is None else f"; {plugins.ways()}"
+        raise SpecError(f"unknown {noun} {name!r} in {spec!r}{guess}; there are: {', '.join(kinds)}{own}")
     types = typing.get_type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
@@ -107,7 +109,7 @@ def _usage(kind: type[Described], fields: Mapping[str, dataclasses.Field]) -> st
     if not fields:
         return f"{kind.name} has no settings: write {kind.name!r}"
     defaults = [f"{key}={field.default}" for key, field in fields.items() if field.default is not dataclasses.MISSING]
-    words = f"write {kind.examples[0]!r}"
+    words = f"write {next(iter(getattr(kind, 'examples', ())), f'{kind.name}:...')!r}"
     return f"{words}, for example; by default {', '.join(defaults)}" if defaults else f"{words}, for example"
 
 
