@@ -340,6 +340,23 @@ def like_originals(arrays: Sequence[Array], originals: Sequence[Array]) -> list[
     ]
 
 
+def protected(x: Array) -> Array:
+    """A view of `x` that refuses changes in place, where the framework has such views; else `x` itself."""
+    view = np.asarray(x).view()
+    view.flags.writeable = False
+    return view
+
+
+def changes(x: Array) -> int | None:
+    """How often `x` was changed in place; None where nobody counts."""
+    return None
+
+
+def share_storage(x: Array, y: Array) -> bool:
+    """Whether the arrays may have elements in common."""
+    return np.may_share_memory(x, y)
+
+
 def stream(x: Array) -> Any:
     """The present stream of operations on `x`; None if there are no streams."""
     return None

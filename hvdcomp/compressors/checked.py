@@ -208,19 +208,10 @@ def _apart(xp: ModuleType, answer: Any, request: Request) -> Any:
 
 
 def _without_sharing(array: Array, others: tuple[Array, ...]) -> Array:
-    if any(_share_storage(array, other) for other in others):
-        xp = arrays_for(array)
+    xp = arrays_for(array)
+    if any(arrays_for(other) is xp and xp.share_storage(array, other) for other in others):
         return xp.reshape(xp.concatenate([xp.flatten(array)]), tuple(array.shape))
     return array
-
-
-def _share_storage(one: Array, other: Array) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, np.ndarray):
-        return np.may_share_memory(one, other)
-    storage = getattr(one, "untyped_storage", None)
-    return storage is not None and storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _check_request(call: _Call, request: Any) -> None:
@@ -280,19 +271,16 @@ class _Call:
     def __init__(self, method: Any, function: str, x: Array, name: str) -> None:
         self.x = x
         self._method, self._function, self._name = method, function, name
-        self._version = None if isinstance(x, np.ndarray | np.generic) else _version(x)
+        self._xp = None if isinstance(x, shapes.ShapeArray) else arrays_for(x)
+        self._changes = None if self._xp is None else self._xp.changes(x)
 
     def protected(self) -> Array:
-        """x, read-only in NumPy."""
-        if not isinstance(self.x, np.ndarray | np.generic):
-            return self.x
-        view = np.asarray(self.x).view()
-        view.flags.writeable = False
-        return view
+        """x, which refuses changes in place where its framework can do so."""
+        return self.x if self._xp is None else self._xp.protected(self.x)
 
     def require_unchanged(self) -> None:
-        """Raises ConfigurationError if PyTorch has counted a change of x."""
-        if self._version is not None and _version(self.x) != self._version:
+        """Raises ConfigurationError if the framework has counted a change of x."""
+        if self._xp is not None and self._xp.changes(self.x) != self._changes:
             raise self.error(_CHANGES)
 
     def failed(self, error: Exception) -> ConfigurationError:
@@ -305,7 +293,7 @@ class _Call:
         if isinstance(self.x, shapes.ShapeArray):
             counted = (
                 " on an array that has a shape and no elements, with which hvdcomp counts bytes before there are "
-                "gradients: use functions of xp in place of NumPy's or PyTorch's, and no elements in Python"
+                "gradients: use functions of xp in place of those of a framework, and no elements in Python"
             )
         return self.error(f"raised {type(error).__name__}: {error}{counted}")
 
@@ -321,15 +309,6 @@ _CHANGES = (
     "changes x in place, which error feedback still needs: make a new array, such as y = x * 2 in place of x *= 2, or "
     "work on a copy, x + 0"
 )
-
-
-def _version(x: Array) -> int | None:
-    """How often PyTorch has changed an array; None where nobody counts."""
-    try:
-        version: int | None = getattr(x, "_version", None)
-    except RuntimeError:  # in inference mode
-        return None
-    return version
 
 
 def _arrays_of(request: Any) -> Any:
