@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -146,6 +146,13 @@ class Compression:
         )
 
     __repr__ = shown
+
+    def __iter__(self) -> Iterator[Any]:
+        """Raises ConfigurationError: Horovod iterates over what it is given in the place of `named_parameters`."""
+        raise ConfigurationError(
+            "hvdcomp.Compression was given where a list is expected, such as named_parameters: name the argument, "
+            "hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)"
+        )
 
     @property
     def level(self) -> Level | None:

@@ -59,8 +59,9 @@ def register(
     """
     if mesh is not None and getattr(mesh, "ndim", None) != 1:
         raise ConfigurationError(
-            f"hvdcomp.fsdp.register was given {mesh!r} as mesh; give it the dimension of the replicas, such as "
-            "mesh['replicate'] of init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))"
+            f"hvdcomp.fsdp.register was given a {type(mesh).__name__} as mesh; give it the dimension of the replicas, "
+            "such as mesh['replicate'] of init_device_mesh(..., mesh_dim_names=('replicate', 'shard')), or none: "
+            "hvdcomp.fsdp.register(model, compression, optimizer=optimizer)"
         )
     if not modules_of(model):
         raise ConfigurationError(

@@ -10,10 +10,12 @@ from typing import Any
 
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.bucket import GATHERED_BYTES
+from hvdcomp.compressors.checked import require_named
 from hvdcomp.compressors.contraction import require_bounded_residuals, require_bounded_turns
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.routing import require_matches
+from hvdcomp.compressors.two_level import within
 from hvdcomp.errors import SpecError
 from hvdcomp.policies import LevelSchedule, Policy
 from hvdcomp.specs.described import is_whole
@@ -138,6 +140,8 @@ def check(
             f"{compressor!r} is not a compressor; give one, such as hvdcomp.TopK(ratio=0.01), or use "
             "hvdcomp.Compression.from_spec('topk:ratio=0.01')"
         )
+    for leaf in compressor.leaves():
+        require_named(within(leaf))
     if memory is not None and not isinstance(memory, Memory):
         raise SpecError(
             f"{memory!r} is not a memory; give hvdcomp.ErrorFeedback() or hvdcomp.NoMemory(), or use "

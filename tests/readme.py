@@ -1,4 +1,4 @@
-"""The Python of README.md, block by block, for tests that run it."""
+"""The Python of README.md, or of another page, block by block, for tests that run it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ README = Path(__file__).parents[1] / "README.md"
 _TRAINING = re.compile(r"^\.\.\.  # train as before.*$", re.MULTILINE)
 
 
-def blocks() -> list[str]:
+def blocks(page: Path = README) -> list[str]:
     """All blocks marked as Python, in order."""
-    return re.findall(r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-def block_with(text: str) -> str:
+def block_with(text: str, page: Path = README) -> str:
     """The only block that contains the text."""
-    (block,) = [block for block in blocks() if text in block]
+    (block,) = [block for block in blocks(page) if text in block]
     return block
 
 

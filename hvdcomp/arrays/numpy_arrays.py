@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from hvdcomp.arrays.types import CACHE_LINE, Array
+from hvdcomp.errors import ConfigurationError
 
 _UNSIGNED_32 = np.dtype("uint32")
 _PIECE = 1 << 16  # elements; intermediate results stay in a core's cache
@@ -40,11 +41,28 @@ def astype(x: Array, dtype: str) -> Array:
     """`x` with another element type; `x` itself if it has that type already.
 
     Conversion to integers drops the fraction; the result for NaN and for numbers that do not fit is not specified.
+
+    Raises:
+        ConfigurationError: for bfloat16 without the package ml_dtypes, which brings it to NumPy.
     """
+    if dtype == "bfloat16":
+        _require_bfloat16()
     if "int" not in dtype:
         return x.astype(dtype, copy=False)
     with np.errstate(invalid="ignore"):
         return x.astype(dtype, copy=False)
+
+
+@functools.cache
+def _require_bfloat16() -> None:
+    """Makes bfloat16 a type of NumPy, as TensorFlow does when it is imported."""
+    try:
+        import ml_dtypes  # noqa: F401
+    except ImportError:
+        raise ConfigurationError(
+            "NumPy has no bfloat16 without the package ml_dtypes: pip install ml_dtypes, or use float16 or float32 "
+            "(for residuals error_feedback:dtype=fp16)"
+        ) from None
 
 
 def flatten(x: Array) -> Array:
@@ -340,6 +358,23 @@ def like_originals(arrays: Sequence[Array], originals: Sequence[Array]) -> list[
     return [
         x if x is original else like_original(x, original) for x, original in zip(arrays, originals, strict=True)
     ]
+
+
+def protected(x: Array) -> Array:
+    """A view of `x` that refuses changes in place, where the framework has such views; else `x` itself."""
+    view = np.asarray(x).view()
+    view.flags.writeable = False
+    return view
+
+
+def changes(x: Array) -> int | None:
+    """How often `x` was changed in place; None where nobody counts."""
+    return None
+
+
+def share_storage(x: Array, y: Array) -> bool:
+    """Whether the arrays may have elements in common."""
+    return np.may_share_memory(x, y)
 
 
 def stream(x: Array) -> Any:

@@ -268,6 +268,18 @@ def like_originals(arrays: Sequence[Array], originals: Sequence[Array]) -> list[
     ]
 
 
+def protected(x: Array) -> Array:
+    return x
+
+
+def changes(x: Array) -> int | None:
+    return None if x.is_inference() else x._version
+
+
+def share_storage(x: Array, y: Array) -> bool:
+    return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+
+
 def stream(x: Array) -> Any:
     return torch.cuda.current_stream(x.device) if x.is_cuda else None
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hvdcomp.adaptation.decision_log import LogFiles
+from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.ledger import Ledger
@@ -63,7 +64,8 @@ class Setup:
 def require_compression(value: Any, function: str) -> None:
     """Raises ConfigurationError if the value given to a function is no `hvdcomp.Compression`."""
     if not hasattr(value, "serve"):
+        given = repr(value) if isinstance(value, str | Compressor) else f"a {type(value).__name__}"
         raise ConfigurationError(
-            f"{function} was given {value!r} as compression; give it hvdcomp.Compression(hvdcomp.TopK(ratio=0.01)), or "
+            f"{function} was given {given} as compression; give it hvdcomp.Compression(hvdcomp.TopK(ratio=0.01)), or "
             "hvdcomp.Compression.from_spec('topk:ratio=0.01')"
         )

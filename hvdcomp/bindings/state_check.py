@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from hvdcomp.adaptation.coordinator import Coordinator
-from hvdcomp.arrays import arrays_for, numpy_arrays, shapes
+from hvdcomp.arrays import arrays_for, shapes
 from hvdcomp.arrays.types import FLOATING, Array, dtype_bytes, wide_dtype
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.parsing import parse_compressor, parse_memory
@@ -287,7 +287,8 @@ def _check_shapes(arrays: Sequence[Array], tensor: TensorInfo, where: str) -> No
 def _check_residual(kept: Mapping[str, Any], tensor: TensorInfo) -> None:
     where = f"the residual of {tensor.name}"
     memory, arrays = parse_memory(kept["memory"]), _listed(kept["arrays"], where)
-    needed = len(memory.prepare(numpy_arrays, np.zeros(0, np.float32), ()))
+    # On shapes, as NumPy knows a residual's bfloat16 only where ml_dtypes was imported.
+    needed = len(memory.prepare(shapes, shapes.ShapeArray(tensor.shape, wide_dtype(tensor.dtype)), ()))
     if len(arrays) != needed:
         raise ValueError(f"{where} has {len(arrays)} arrays, and {memory} keeps {needed}")
     _check_shapes(arrays, tensor, where)

@@ -14,6 +14,7 @@ from types import MethodType, ModuleType
 from typing import Annotated, Any, ClassVar
 
 from hvdcomp.arrays.types import Array, number_of_elements
+from hvdcomp.compressors import checked
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.memory import ErrorFeedback, Memory, NoMemory
 from hvdcomp.compressors.protocol import Aggregation, Context, SparseVector, TensorInfo, run_alone
@@ -147,7 +148,7 @@ class Compressor(Described):
         self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context
     ) -> Array | SparseVector:
         """C(x) as if this rank were the only one; arguments as in `aggregate`."""
-        return run_alone(self.aggregate(xp, x, state, context))[0].sent
+        return run_alone(checked.aggregate(self, xp, x, state, context))[0].sent
 
     def preview_bucket(self, bucket: Bucket) -> None:
         """Runs a bucket's step that has begun as if this rank were the only one, so that its results are C(x)."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from hvdcomp.arrays import arrays_for, numpy_arrays
 from hvdcomp.arrays.types import Array
+from hvdcomp.compressors import checked
 from hvdcomp.compressors.bucket import Bucket
 from hvdcomp.compressors.protocol import (
     Aggregation,
@@ -104,12 +105,12 @@ class _TensorByTensor:
             context = dataclasses.replace(bucket.context, name=tensor.name)
             xp = framework if tensor.size > LARGE else numpy_arrays
             x, *state = (xp.from_numpy(array, like=bucket.like) for array in (x, *kept))
-            arguments.append((compressor, xp, x, compressor.prepare(xp, x, tuple(state), context), context))
+            arguments.append((compressor, xp, x, checked.prepare(compressor, xp, x, tuple(state), context), context))
         return arguments
 
     def start(self) -> None:
         """Makes the generators of the tensors."""
-        self._generators = [compressor.aggregate(*arguments) for compressor, *arguments in self.arguments()]
+        self._generators = [checked.aggregate(*arguments) for arguments in self.arguments()]
         self._bucket.handed = np.zeros((len(self._generators), 2), np.int64)
 
     def advance(self, answers: Mapping[int, Any]) -> dict[int, Request]:

@@ -11,6 +11,13 @@ from hvdcomp.compressors.routing import ANY, CONDITION, ByDimensions, ByName, By
 from hvdcomp.compressors.two_level import TwoLevel
 from hvdcomp.errors import SpecError
 from hvdcomp.specs.parsing import convert, parse, text_of
+from hvdcomp.specs.plugins import Plugins
+
+COMPRESSOR_PLUGINS = Plugins("compressor", "hvdcomp.compressors", (Compressor,), COMPRESSORS)
+"""Compressors of other packages."""
+
+_STARTS_OF_JSON = ("{", "[", '"')
+_RULES = """write a compressor for each pattern of names, such as {"embed.*": "topk:ratio=0.001", "*": "none"}"""
 
 
 def parse_compressor(spec: str) -> Compressor:
@@ -28,12 +35,18 @@ def parse_compressor(spec: str) -> Compressor:
     text = text_of(spec, "compressor", "topk:ratio=0.01")
     if text.startswith(TwoLevel.name):
         return TwoLevel(parse_compressor(_within(text)))
-    if not text.startswith("{"):
-        return parse(spec, COMPRESSORS, "compressor")
+    if not text.startswith(_STARTS_OF_JSON):
+        return parse(spec, COMPRESSORS, "compressor", COMPRESSOR_PLUGINS)
     try:
-        return _router(json.loads(spec, object_pairs_hook=tuple))
+        rules = json.loads(spec, object_pairs_hook=tuple)
     except json.JSONDecodeError as error:
-        raise SpecError(f"{spec!r} is not a JSON object: {error}") from None
+        raise SpecError(f"{spec!r} is not a JSON object: {error}; {_RULES}") from None
+    except RecursionError:  # deeper than routers may be nested
+        raise nested_too_deep() from None
+    if not text.startswith("{"):
+        raise SpecError(f"{spec!r} names no tensors; {_RULES}, or one compressor without brackets and quotes")
+    try:
+        return _router(rules)
     except RecursionError:  # deeper than routers may be nested
         raise nested_too_deep() from None
 

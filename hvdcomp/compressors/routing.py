@@ -26,6 +26,7 @@ from hvdcomp.specs.levels import Level
 MOST_NESTED = 32  # depth of nested routers, as most methods recurse through all
 ANY = "*"  # the pattern that matches every name
 _PATTERNS_SHOWN, _NAMES_SHOWN = 3, 3  # in an error
+_NUMBERED = re.compile(r"(allreduce\.noname\.)?\d+(\.\d+)*")  # the names of parameters that nobody named
 CONDITION = re.compile(r"(numel|ndim)\s*<\s*(\d+)")  # a rule's condition, in place of a pattern
 
 
@@ -311,6 +312,11 @@ def require_matches(compressor: Compressor, names: Collection[str]) -> None:
         return
     shown = [f"{pattern!r} (nearest are {', '.join(_nearest(pattern, names))})" for pattern in wrong[:_PATTERNS_SHOWN]]
     more = f" and {len(wrong) - len(shown)} more" if len(wrong) > len(shown) else ""
+    if all(map(_NUMBERED.fullmatch, names)):
+        raise SpecError(
+            f"{compressor} goes by the names of tensors, and these have numbers alone (such as {next(iter(names))!r}): "
+            "give hvdcomp.Compression named_parameters=model.named_parameters()"
+        )
     raise SpecError(
         f"of {len(names)} tensors none has a name that matches {', '.join(shown)}{more}. A pattern is a whole name, "
         "with * for any text; correct it, or leave its rule out"

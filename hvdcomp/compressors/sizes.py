@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from hvdcomp.arrays import shapes
 from hvdcomp.arrays.types import number_of_elements
+from hvdcomp.compressors import checked
 from hvdcomp.compressors.protocol import AllReduce, Context, Group, ReduceScatter, Request, run_alone
 
 
@@ -56,14 +57,14 @@ def payloads_of_step(
         return ()
     x = shapes.ShapeArray(shape, dtype)
     context = Context("", step, seed=0, rank=0, world_size=ranks)  # sizes are the same on all ranks
-    generator = compressor.aggregate(shapes, x, compressor.prepare(shapes, x, (), context), context)
+    generator = checked.aggregate(compressor, shapes, x, checked.prepare(compressor, shapes, x, (), context), context)
     return tuple(map(payload_of, run_alone(generator)[1]))
 
 
 def state_elements(compressor: Any, shape: tuple[int, ...]) -> int:
     """Number of elements that the method itself keeps of a float32 tensor from step to step."""
     x, context = shapes.ShapeArray(shape, "float32"), Context("", 0, seed=0, rank=0, world_size=1)
-    return sum(number_of_elements(array.shape) for array in compressor.prepare(shapes, x, (), context))
+    return sum(number_of_elements(array.shape) for array in checked.prepare(compressor, shapes, x, (), context))
 
 
 def payload_of(request: Request) -> SentPayload:

@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from hvdcomp.arrays.types import Array, number_of_elements, wide_dtype
+from hvdcomp.compressors import checked
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.packing import cut, outcome_like, pad
@@ -146,7 +147,7 @@ class TwoLevel(Compressor):
         if places.node.size == 1:
             wide = xp.astype(x, wide_dtype(xp.dtype_name(x)))  # as of larger nodes
             among = dataclasses.replace(context, node_places=None)
-            return (yield from self.compressor.aggregate(xp, wide, state, among))
+            return (yield from checked.aggregate(self.compressor, xp, wide, state, among))
         if self.compressor.of_matrices:
             return (yield from self._whole(xp, x, state, context, places))
         return (yield from self._shards(xp, x, context, places))
@@ -159,7 +160,7 @@ class TwoLevel(Compressor):
         whole = pad(xp, vector, ranks * length)
         mean = yield ReduceScatter(xp.reshape(whole, (ranks, length)), group="node")
         shard = dataclasses.replace(between(context, places), name=f"{context.name}@{own}")
-        outcome = yield from across(self.compressor.aggregate(xp, mean, (), shard), places.across.size)
+        outcome = yield from across(checked.aggregate(self.compressor, xp, mean, (), shard), places.across.size)
         result = xp.astype(xp.flatten(outcome.mean), xp.dtype_name(vector))
         shards = yield AllGather((result,), group="node")
         before, own_part, after = whole[: own * length], whole[own * length :][:length], whole[(own + 1) * length :]
@@ -182,13 +183,15 @@ class TwoLevel(Compressor):
         lost = xp.zeros(mean.shape, like=mean)
         if own == places.owner:
             matrix = xp.reshape(mean, x.shape)
-            outcome = yield from across(self.compressor.aggregate(xp, matrix, state, among), places.across.size)
+            inside = checked.aggregate(self.compressor, xp, matrix, state, among)
+            outcome = yield from across(inside, places.across.size)
             lost = _lost(xp, mean, outcome)
             parts = [xp.astype(xp.flatten(array), dtype) for array in (outcome.mean, *outcome.state)]
         else:
             stand_in = xp.zeros(STAND_IN, like=mean)
-            start = self.compressor.prepare(xp, stand_in, (), among)
-            yield from across(self.compressor.aggregate(xp, stand_in, start, among), places.across.size)
+            start = checked.prepare(self.compressor, xp, stand_in, (), among)
+            inside = checked.aggregate(self.compressor, xp, stand_in, start, among)
+            yield from across(inside, places.across.size)
             parts = [xp.zeros((number_of_elements(tuple(array.shape)),), like=mean) for array in (x, *state)]
         answer = yield AllReduce(xp.concatenate(parts), "sum", group="node")
         result, *kept = cut(xp, answer, [tuple(array.shape) for array in (x, *state)])

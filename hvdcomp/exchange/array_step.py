@@ -10,7 +10,7 @@ from typing import Any
 
 from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.types import Array, wide_dtype
-from hvdcomp.compressors import Compressor
+from hvdcomp.compressors import Compressor, checked
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.each_tensor import numbers_may_overflow
 from hvdcomp.compressors.memory import Memory, NoMemory
@@ -141,8 +141,8 @@ class ArrayStep:
         if xp.dtype_name(source) != dtype:
             source = xp.astype(source.clip(-LARGEST[dtype], LARGEST[dtype]), dtype)
         kept = self._states[name].kept_for(compressor)
-        self._started[name] = compressor.prepare(xp, source, kept, context)
-        self._generators[name] = compressor.aggregate(xp, source, self._started[name], context)
+        self._started[name] = checked.prepare(compressor, xp, source, kept, context)
+        self._generators[name] = checked.aggregate(compressor, xp, source, self._started[name], context)
         self._costs[name].floats_sent = compressor.payload_floats(tuple(source.shape))
 
     def advance(self, answers: Sequence[Any]) -> list[Request]:

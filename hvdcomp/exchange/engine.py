@@ -19,9 +19,11 @@ from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array
 from hvdcomp.communicators import Communicator
 from hvdcomp.compressors import Compressor
+from hvdcomp.compressors.checked import require_sound
 from hvdcomp.compressors.choice import MIN_NDIM, MIN_NUMEL, Plan
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import Context, TensorInfo
+from hvdcomp.compressors.two_level import within
 from hvdcomp.exchange.array_step import ArrayStep, Step
 from hvdcomp.exchange.bucket_step import BucketStep, Sums
 from hvdcomp.exchange.buckets import Buckets, in_parts
@@ -99,6 +101,8 @@ class Engine:
         self.communicator = communicator
         self.planner = Planner(tensors, compressor, memory, min_numel, min_ndim)
         self.tensors = self.planner.tensors
+        for name, method in self.planner.plan.items():
+            require_sound(within(method), self.tensors[name], max(0, communicator.rank), communicator.world_size)
         self.memory = self.planner.memory
         self.seed = seed
         self.bytes_beside = bytes_beside

@@ -11,7 +11,7 @@ import numpy as np
 
 from hvdcomp.arrays import arrays_for, numpy_arrays
 from hvdcomp.arrays.types import Array
-from hvdcomp.compressors import Compressor
+from hvdcomp.compressors import Compressor, checked
 from hvdcomp.compressors.memory import Memory, NoMemory
 from hvdcomp.compressors.protocol import Context, TensorInfo
 from hvdcomp.exchange.residuals import FlatStorage
@@ -149,7 +149,7 @@ class TensorState:
 
     def prepare(self, xp: ModuleType, x: Array, compressor: Compressor, context: Context) -> tuple[Array, ...]:
         """The arrays that a compressor starts from."""
-        return compressor.prepare(xp, x, self.kept_for(compressor), context)
+        return checked.prepare(compressor, xp, x, self.kept_for(compressor), context)
 
     def prepare_on_host(
         self, xp: ModuleType, tensor: TensorInfo, compressor: Compressor, context: Context

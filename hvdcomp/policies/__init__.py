@@ -15,6 +15,7 @@ from hvdcomp.policies.removed import refuse_removed
 from hvdcomp.policies.schedules import LevelSchedule
 from hvdcomp.specs.levels import DENSE
 from hvdcomp.specs.parsing import parse
+from hvdcomp.specs.plugins import Plugins
 from hvdcomp.specs.registry import classes_by_name
 
 POLICIES: dict[str, type[LevelSchedule] | type[Policy[Any]]] = {
@@ -22,6 +23,10 @@ POLICIES: dict[str, type[LevelSchedule] | type[Policy[Any]]] = {
     **classes_by_name(__name__, Policy),
 }
 """Schedules, which every rank follows by itself, and policies, which rank 0 decides, by their name in a spec string."""
+
+
+POLICY_PLUGINS = Plugins("policy", "hvdcomp.policies", (LevelSchedule, Policy), POLICIES)
+"""Policies and schedules of other packages."""
 
 
 def changes_batch_size(policy: LevelSchedule | Policy[Any] | None) -> bool:
@@ -40,12 +45,13 @@ def parse_policy(spec: str) -> LevelSchedule | Policy[Any]:
     """
     if isinstance(spec, str):
         refuse_removed(spec)
-    return parse(spec, POLICIES, "policy")
+    return parse(spec, POLICIES, "policy", POLICY_PLUGINS)
 
 
 __all__ = [
     "DENSE",
     "POLICIES",
+    "POLICY_PLUGINS",
     "LevelSchedule",
     "Policy",
     "changes_batch_size",

@@ -10,30 +10,34 @@ from typing import Any, TypeVar
 
 from hvdcomp.errors import SpecError
 from hvdcomp.specs.described import Described
+from hvdcomp.specs.plugins import Plugins
 from hvdcomp.specs.suggestions import did_you_mean
 
 Kind = TypeVar("Kind", bound=Described)
 
 _QUOTED_OR_ONE = re.compile(r'"(?:[^"\\]|\\.)*"|.', re.DOTALL)
+_NAME_AND_SIGN = re.compile(r"(?:hvdcomp\.)?(\w*)\s*(.?)", re.DOTALL)
 _TRUTH = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 
 
-def parse(spec: str, kinds: Mapping[str, type[Kind]], noun: str) -> Kind:
+def parse(spec: str, kinds: Mapping[str, type[Kind]], noun: str, plugins: Plugins | None = None) -> Kind:
     """The object that a spec string describes.
 
     Args:
         spec: a name, followed by a colon and settings.
         kinds: classes by name.
         noun: the word for the classes in errors, such as "compressor".
+        plugins: classes of other packages.
 
     Raises:
         SpecError: for an unknown name or setting, a missing setting, or a value of the wrong kind; lists what exists.
     """
     name, _, settings = text_of(spec, noun, next(iter(kinds.values())).examples[0]).partition(":")
-    if name not in kinds:
-        guess = did_you_mean(name, kinds)
-        raise SpecError(f"unknown {noun} {name!r} in {spec!r}{guess}; there are: {', '.join(kinds)}")
-    kind = kinds[name]
+    kind: type[Kind] | None = kinds.get(name) if plugins is None else plugins.find(name)
+    if kind is None:
+        _refuse_other_notations(name, spec, kinds, noun)
+        guess, own = did_you_mean(name, kinds), "" if plugins is None else f"; {plugins.ways()}"
+        raise SpecError(f"unknown {noun} {name!r} in {spec!r}{guess}; there are: {', '.join(kinds)}{own}")
     types = typing.get_type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
@@ -49,6 +53,17 @@ def parse(spec: str, kinds: Mapping[str, type[Kind]], noun: str) -> Kind:
     if missing:
         raise SpecError(f"{spec!r} does not set {', '.join(missing)}; {_usage(kind, fields)}")
     return kind(**values)
+
+
+def _refuse_other_notations(name: str, spec: str, kinds: Mapping[str, type[Kind]], noun: str) -> None:
+    """Raises SpecError for a name that something other than a colon follows: `powersgd=4`, `TopK(ratio=0.01)`."""
+    word, sign = _NAME_AND_SIGN.match(name).groups()  # type: ignore[union-attr]  # it matches any text
+    classes = {kind.__name__: known for known, kind in kinds.items()}
+    known = word if word in kinds else classes.get(word) if sign == "(" else None
+    if sign and known is not None:
+        raise SpecError(
+            f"{spec!r} is not how a {noun} is written: its settings follow a colon, as in {kinds[known].examples[0]!r}"
+        )
 
 
 def text_of(spec: object, noun: str, example: str) -> str:
@@ -94,7 +109,7 @@ def _usage(kind: type[Described], fields: Mapping[str, dataclasses.Field]) -> st
     if not fields:
         return f"{kind.name} has no settings: write {kind.name!r}"
     defaults = [f"{key}={field.default}" for key, field in fields.items() if field.default is not dataclasses.MISSING]
-    words = f"write {kind.examples[0]!r}"
+    words = f"write {next(iter(getattr(kind, 'examples', ())), f'{kind.name}:...')!r}"
     return f"{words}, for example; by default {', '.join(defaults)}" if defaults else f"{words}, for example"
 
 
@@ -119,8 +134,21 @@ def convert(text: str, kind: Any, where: str) -> Any:
     try:
         return kind(text)
     except ValueError:
-        expected = "a whole number" if kind is int else "a number"
+        expected = "a whole number" if kind is int else f"a number{_of_percent(text)}"
         raise SpecError(f"{where}: expected {expected}") from None
+
+
+def _of_percent(text: str) -> str:
+    """The number that a percentage is meant for, in words; empty for other texts.
+
+    >>> _of_percent("1 %")
+    ', such as 0.01 for 1 %'
+    """
+    share, percent, _ = text.rpartition("%")
+    try:
+        return f", such as {float(share) / 100:g} for {float(share):g} %" if percent else ""
+    except ValueError:
+        return ""
 
 
 def _texts(text: str, where: str) -> tuple[str, ...]:

@@ -357,6 +357,23 @@ def test_like_original_takes_type_shape_and_layout(backend: str, dtype: str) -> 
         np.testing.assert_array_equal(as_numpy(result), values)
 
 
+@pytest.mark.parametrize("backend", INSTALLED)
+def test_a_change_in_place_is_refused_or_counted(backend: str) -> None:
+    x = make(backend, np.ones((2, 3)), "float32")
+    xp = arrays_for(x)
+    given, before = xp.protected(x), xp.changes(x)
+    assert xp.share_storage(given, x)
+    assert xp.share_storage(xp.flatten(x), x)
+    assert not xp.share_storage(given + 0, x)
+    assert xp.changes(x) == before
+    if backend == "numpy":
+        with pytest.raises(ValueError, match="read-only"):
+            given += 1
+    else:
+        given += 1
+        assert xp.changes(x) != before
+
+
 @pytest.mark.parametrize("backend", EVERY_BACKEND)
 def test_marks_measure_time(backend: str) -> None:
     like = make(backend, [1.0])

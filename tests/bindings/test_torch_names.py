@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+import hvdcomp
 from hvdcomp import ConfigurationError
+from hvdcomp.bindings.setup import require_compression
 from hvdcomp.torch.parameters import plain_names, unique, with_plain_names
 
 
@@ -43,3 +47,16 @@ def test_a_state_with_names_of_a_wrapper_is_read() -> None:
     assert with_plain_names(state("_orig_mod.")) == state("") == with_plain_names(state("module."))
     plain = state("")
     assert with_plain_names(plain) is plain
+
+
+def test_a_compression_in_the_place_of_named_parameters_is_refused() -> None:
+    """Horovod makes a list of its second argument."""
+    with pytest.raises(ConfigurationError, match=r"name the argument, .*compression=compression\)"):
+        list(hvdcomp.Compression(hvdcomp.FP16()))
+
+
+@pytest.mark.parametrize(("given", "said"), [("fp16", "'fp16'"), (hvdcomp.FP16(), "FP16("), (print, "a builtin_f")])
+def test_what_is_no_compression_is_refused_in_one_line(given: object, said: str) -> None:
+    with pytest.raises(ConfigurationError, match="was given " + re.escape(said)) as caught:
+        require_compression(given, "register")
+    assert "hvdcomp.Compression.from_spec(" in str(caught.value)

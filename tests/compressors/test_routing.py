@@ -269,6 +269,9 @@ def test_rules_of_a_spec_are_tried_in_order(spec: str, router: Compressor) -> No
     [
         ('{"a": "fp16"', "is not a JSON object"),
         ("{a: fp16}", "is not a JSON object"),
+        ('{"fp16"}', r'is not a JSON object.*; write a compressor for each pattern of names, such as \{"embed'),
+        ('["fp16"]', "names no tensors; write a compressor for each pattern"),
+        ('"fp16"', "names no tensors.*, or one compressor without brackets and quotes"),
         ("{}", "no patterns"),
         ('{"a": 3}', "3 is neither"),
         ('{"a": ["fp16"]}', "neither"),
@@ -285,6 +288,15 @@ def test_rules_of_a_spec_are_tried_in_order(spec: str, router: Compressor) -> No
 def test_bad_specs_are_refused(spec: str, named: str) -> None:
     with pytest.raises(SpecError, match=named):
         parse_compressor(spec)
+
+
+@pytest.mark.parametrize("names", [["0.0", "0.1"], ["allreduce.noname.0", "allreduce.noname.1"]])
+def test_a_router_of_names_says_where_nobody_has_named_the_tensors(names: list[str]) -> None:
+    router = parse_compressor('{"embed.*": "topk:ratio=0.1", "*": "none"}')
+    with pytest.raises(SpecError, match=r"have numbers alone \(such as .*named_parameters=model.named_parameters"):
+        require_matches(router, names)
+    with pytest.raises(SpecError, match=r"nearest are '0\.weight'"):
+        require_matches(router, ["0.weight", "1.weight"])
 
 
 # Levels ------------------------------------------------------------------------------------------------------------

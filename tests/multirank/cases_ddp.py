@@ -43,6 +43,7 @@ from tests.multirank.training_ddp import (
     train,
 )
 from tests.multirank.worker import thorough
+from tests.own_mistakes import BEFORE_STEPS, IN_STEPS
 from tests.readme import block_with, run
 
 SPECS = ("none", "fp16", "topk:ratio=0.05", "powersgd:rank=2", "qsgd:bits=8,exchange=scatter")
@@ -906,3 +907,16 @@ def case_an_error_of_a_policy_reaches_all_ranks() -> None:
         message = raised(hvdcomp.ConfigurationError, lambda: train(distributed, optimizer, steps=6))
     assert "the policy accordion" in message
     assert "failed on rank 0: ArithmeticError('a bug')" in message
+
+
+def case_mistakes_in_own_compressors_are_named_on_every_rank() -> None:
+    for kind in (*BEFORE_STEPS, *IN_STEPS):
+        said = "nothing"
+        try:
+            model = DistributedDataParallel(torch.nn.Linear(6, 4, bias=False))
+            hvdcomp.ddp.register(model, hvdcomp.Compression(kind(), min_numel=0))
+            model(torch.randn(3, 6)).sum().backward()
+        except (hvdcomp.ConfigurationError, hvdcomp.RankMismatchError) as error:
+            said = str(error)
+        assert kind.says in said, (kind, said)
+        assert "mine, tensor 'weight' of shape [4, 6]: " in said

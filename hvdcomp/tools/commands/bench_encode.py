@@ -22,6 +22,7 @@ from hvdcomp.tools.bench.encode.facts import facts
 from hvdcomp.tools.bench.encode.gradients import FRAMEWORKS, PEER_FRAMEWORK
 from hvdcomp.tools.bench.encode.measurement import Measurement, MeasurementError, Request, measure
 from hvdcomp.tools.bench.encode.peers import PEERS
+from hvdcomp.tools.commands.plugins import plugin_option
 from hvdcomp.tools.terminal import make_console, make_table, print_table
 
 _EXTRAS = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
@@ -114,6 +115,7 @@ def _threads(_context: click.Context, _option: click.Parameter, value: str) -> t
     type=click.Path(dir_okay=False, path_type=Path),
     help="JSON file for all rows, rewritten after each row.",
 )
+@plugin_option
 @click.option(
     "--before",
     "earlier_file",

@@ -15,6 +15,7 @@ from hvdcomp.tools.bench.models import split_model
 from hvdcomp.tools.bench.places import Hosts, parse_hosts
 from hvdcomp.tools.bench.steps import Options
 from hvdcomp.tools.bench.trainings import OVERLAPS
+from hvdcomp.tools.commands.plugins import plugin_option
 from hvdcomp.tools.terminal import make_console, make_table, print_table
 
 _STEPS = "steps-measured"  # name of the output files, without the suffix
@@ -60,6 +61,7 @@ def _list(_context: click.Context, _option: click.Parameter, value: str) -> tupl
     show_default=True,
     help="Compressor to measure beside dense and the library's own fp16; repeatable.",
 )
+@plugin_option
 @click.option(
     "--backend",
     type=click.Choice(list(STOCK)),

@@ -10,6 +10,7 @@ import click
 from rich.text import Text
 
 from hvdcomp.adaptation.decision_log import DecisionLogError
+from hvdcomp.tools.commands.plugins import plugin_option
 from hvdcomp.tools.report.replay import ABSENT, Difference, Replay, replay
 from hvdcomp.tools.terminal import make_console
 
@@ -25,6 +26,7 @@ class CannotReplay(click.ClickException):
 
 @click.command()
 @click.argument("log", metavar="DECISIONS.JSONL", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@plugin_option
 @click.option("--json", "as_json", is_flag=True, help="Print the result as a JSON object.")
 @click.pass_context
 def command(ctx: click.Context, log: Path, as_json: bool) -> None:

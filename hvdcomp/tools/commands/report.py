@@ -8,6 +8,7 @@ import click
 from rich.table import Table
 from rich.text import Text
 
+from hvdcomp.tools.commands.plugins import plugin_option
 from hvdcomp.tools.report.headline import headline
 from hvdcomp.tools.report.runs import RunError, find_runs
 from hvdcomp.tools.report.series import series_cells
@@ -40,6 +41,7 @@ from hvdcomp.tools.terminal import make_console, make_table, print_table
     help="File of steps measured in turns, written by python -m hvdcomp.tools.bench.compare_worker. Its step times "
     "replace those of the trainings, with predictions for slower networks. Repeatable, for links of different --rate.",
 )
+@plugin_option
 @click.option("--open", "open_page", is_flag=True, help="Open the page in a browser.")
 def command(
     runs: tuple[Path, ...], output: Path, baseline: str | None, turns_files: tuple[Path, ...], open_page: bool

@@ -10,6 +10,7 @@ import click
 
 from hvdcomp.communicators import rank_so_far
 from hvdcomp.errors import ConfigurationError, RankMismatchError, SpecError
+from hvdcomp.tools.commands.plugins import plugin_option
 from hvdcomp.tools.launch.promise import EXIT_SAVED
 from hvdcomp.tools.train import beforehand, environment
 from hvdcomp.tools.train.backends import choose, reach
@@ -278,6 +279,7 @@ _START = (
 @_option("--text-size", "Size of the training text: bytes of text, characters of stdlib-text.", type=int)
 @_option("--text-unit", "Token of stdlib-text.", type=click.Choice(["char", "word"]))
 @_option("--sequence-length", "Tokens in a sequence of text.", type=int)
+@plugin_option
 @click.option("--progress/--no-progress", default=True, help="Show the progress.")
 @click.pass_context
 def command(context: click.Context, **options: Any) -> None:

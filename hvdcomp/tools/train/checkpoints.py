@@ -14,20 +14,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 import re
 import shutil
 import signal
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
-from hvdcomp.errors import ConfigurationError
+from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.files import parse_json, write_file
-from hvdcomp.tools.train.learner import Learner
+from hvdcomp.tools.train.learner import Learner, UnreadableError
 from hvdcomp.tools.train.options import SetupError, TrainingOptions
 from hvdcomp.tools.train.ranks import Ranks
 
@@ -56,18 +56,6 @@ KEPT = ("step", "epoch", "taken", "losses", "times", "epochs")
 """Fields of a run that a checkpoint stores unchanged."""
 
 _POSITION = {*KEPT, "augmenting", "resumed_at", "seconds", "epoch_seconds", "sizes"}  # all fields of a run's position
-
-# Errors of reading a file that is damaged, malicious or of another program.
-_UNREADABLE = (
-    OSError,
-    RuntimeError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    EOFError,
-    pickle.UnpicklingError,
-)
 
 Result = TypeVar("Result")
 
@@ -278,15 +266,24 @@ class Checkpoints:
         """Loads the checkpoint that was found into the learner. Call it on every rank.
 
         Raises:
-            RunRefused: on every rank, if any rank cannot read it.
+            RunRefused: on every rank, if any rank cannot read or load it.
         """
         place = self._place(self._saved)
 
         def restored() -> bool:
             try:
                 learner.restore(place, self.sources, self._ranks.size)
-            except _UNREADABLE as error:
-                raise SetupError(f"{place} cannot be read: {error!r}; remove it, or name another folder") from None
+            except UnreadableError as error:
+                raise SetupError(f"{place} cannot be read: {error}; remove it, or name another folder") from None
+            except (SetupError, SpecError, ConfigurationError):
+                raise
+            except Exception as error:  # one rank alone must not end here
+                traceback.print_exc()
+                raise SetupError(
+                    f"{place} could be read, and loading it failed: {error!r} (the traceback is above). Keep it: this "
+                    "is an error in hvdcomp or in the framework. Continue with the versions that wrote it, or name "
+                    "another --checkpoint-folder to start anew"
+                ) from None
             return True
 
         self._ranks.together(restored)

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 import hvdcomp
 from hvdcomp.compression import Compression
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.tools.train.learner import Arrays
-from hvdcomp.tools.train.torch_learner import OWN, TorchLearner, as_array, loss_of, write_content
+from hvdcomp.tools.train.learner import Arrays, UnreadableError, reading
+from hvdcomp.tools.train.torch_learner import OWN, OWN_ENTRIES, TorchLearner, as_array, loss_of, write_content
 
 
 class FSDPLearner(TorchLearner):
@@ -66,11 +66,15 @@ class FSDPLearner(TorchLearner):
     def restore(self, folder: Path, sources: Sequence[int], ranks: int) -> None:
         assert self._compression is not None
         model, optimizer = get_state_dict(self._model, self._optimizer)
-        with _as_os_error():
+        with reading(), _as_os_error():
             dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+        try:
             hvdcomp.dcp.load(self._compression, folder, residuals=self._options.residuals)
+        except CheckpointException as error:  # reading has failed, on some rank
+            raise UnreadableError(_cause_of(error)) from error
         set_state_dict(self._model, self._optimizer, model_state_dict=model, optim_state_dict=optimizer)
-        self._load_own(self._read(folder / OWN.format(sources[0])), of_this_rank=sources[0] == self._rank)
+        own = self._read(folder / OWN.format(sources[0]), *OWN_ENTRIES)
+        self._load_own(own, of_this_rank=sources[0] == self._rank)
 
 
 @contextmanager
@@ -79,5 +83,10 @@ def _as_os_error() -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        raise OSError(f"{cause!r} on rank {rank}") from cause
+        raise OSError(_cause_of(error)) from error
+
+
+def _cause_of(error: CheckpointException) -> str:
+    """The first rank's error, and the rank."""
+    rank, (cause, _) = next(iter(error.failures.items()))
+    return f"{cause!r} on rank {rank}"

@@ -23,7 +23,7 @@ from hvdcomp.compression import Compression
 from hvdcomp.tensorflow import CompressedAdam, CompressionState, saved_state
 from hvdcomp.tools.train import environment
 from hvdcomp.tools.train.dataset import DataSet
-from hvdcomp.tools.train.learner import Arrays, Learner
+from hvdcomp.tools.train.learner import Arrays, Learner, reading
 from hvdcomp.tools.train.models_tensorflow import build_model
 from hvdcomp.tools.train.options import TrainingOptions
 from hvdcomp.tools.train.ranks import Ranks
@@ -130,10 +130,11 @@ class KerasLearner(Learner):
     def restore(self, folder: Path, sources: Sequence[int], ranks: int) -> None:
         assert self._compression is not None
         paths = [str(folder / f"rank-{source}") for source in sources]
-        read = self._checkpoint().read(paths[0])
-        read.assert_existing_objects_matched()
-        read.expect_partial()  # the compression's state is read below
-        states = (saved_state(path) for path in paths)
+        with reading(tf.errors.OpError, AssertionError):
+            read = self._checkpoint().read(paths[0])
+            read.assert_existing_objects_matched()
+            read.expect_partial()  # the compression's state is read below
+        states = map(_read_state, paths)
         state = hvdcomp.state_for(states, self._rank, ranks, self._options.residuals)
         self._compression.load_state_dict(state)
 
@@ -167,6 +168,11 @@ class KerasLearner(Learner):
         logits = self._model(inputs, training=False)
         right = tf.argmax(logits, axis=-1) == targets
         return _loss(logits, targets), tf.reduce_sum(tf.cast(right, tf.int64))
+
+
+def _read_state(path: str) -> dict[str, Any]:
+    with reading(tf.errors.OpError):
+        return saved_state(path)
 
 
 def _loss(logits: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:

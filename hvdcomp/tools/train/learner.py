@@ -6,9 +6,10 @@ implement the rest. Arguments and results are NumPy arrays.
 
 from __future__ import annotations
 
+import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,38 @@ from hvdcomp.tools.train.options import TrainingOptions
 from hvdcomp.tools.train.ranks import Ranks
 
 Arrays = dict[str, np.ndarray]
+
+# Errors of reading a file that is damaged, malicious or of another program.
+_UNREADABLE: tuple[type[Exception], ...] = (
+    OSError,
+    RuntimeError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    EOFError,
+    pickle.UnpicklingError,
+)
+
+
+class UnreadableError(Exception):
+    """A file of a checkpoint cannot be read, or `Learner.save` did not write it."""
+
+
+@contextmanager
+def reading(*others: type[Exception]) -> Iterator[None]:
+    """A context that only reads files of a checkpoint. Errors outside of it are no fault of the files.
+
+    Args:
+        others: more errors that a file may cause.
+
+    Raises:
+        UnreadableError: in place of an error that a file may cause.
+    """
+    try:
+        yield
+    except _UNREADABLE + others as error:
+        raise UnreadableError(repr(error)) from error
 
 
 class Learner(ABC):
@@ -124,5 +157,6 @@ class Learner(ABC):
             ranks: the present number of ranks.
 
         Raises:
+            UnreadableError: a file is damaged, or of another program.
             ConfigurationError: the files are those of another model or compression.
         """

@@ -25,7 +25,7 @@ from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.files import write_file
 from hvdcomp.tools.train import environment
 from hvdcomp.tools.train.dataset import DataSet
-from hvdcomp.tools.train.learner import Arrays, Learner
+from hvdcomp.tools.train.learner import Arrays, Learner, reading
 from hvdcomp.tools.train.models_torch import build_model, hidden_matrices
 from hvdcomp.tools.train.muon import MuonWithAdamW, require_muon
 from hvdcomp.tools.train.options import TrainingOptions
@@ -33,6 +33,7 @@ from hvdcomp.tools.train.ranks import Ranks
 from hvdcomp.torch import CompressedAdam, LocalSteps, RowExchange
 
 _SHARED, OWN = "model.pt", "rank-{}.pt"  # the files of a checkpoint
+OWN_ENTRIES = ("buffers", "random", "cuda_random")  # of `_own_state`
 
 
 class TorchLearner(Learner):
@@ -230,8 +231,9 @@ class TorchLearner(Learner):
     def restore(self, folder: Path, sources: Sequence[int], ranks: int) -> None:
         assert self._compression is not None
         first, *other_sources = sources
-        rank_content = self._read(folder / OWN.format(first))
-        shared = rank_content if self._steps_alone else self._read(folder / _SHARED)
+        of_rank, of_all, alone = (*OWN_ENTRIES, "compression"), ("model", "optimizer"), self._steps_alone
+        rank_content = self._read(folder / OWN.format(first), *of_rank, *(of_all if alone else ()))
+        shared = rank_content if alone else self._read(folder / _SHARED, *of_all)
         if isinstance(self._optimizer, LocalSteps) and first != self._rank:
             self._model.load_state_dict(shared["model"])
             self._optimizer.join(shared["optimizer"])
@@ -241,7 +243,9 @@ class TorchLearner(Learner):
         if self._rows is not None and rank_content["rows"] is not None:
             totals, steps = rank_content["rows"]
             self._rows.ledger.go_on_from(replace(self._rows.ledger.totals, **totals), steps)
-        other_states = (self._read(folder / OWN.format(source))["compression"] for source in other_sources)
+        other_states = (
+            self._read(folder / OWN.format(source), "compression")["compression"] for source in other_sources
+        )
         states = itertools.chain([rank_content["compression"]], other_states)
         state = hvdcomp.state_for(states, self._rank, ranks, self._options.residuals)
         self._compression.load_state_dict(state, optimizer=self._optimizer)
@@ -262,8 +266,13 @@ class TorchLearner(Learner):
             if state["cuda_random"] is not None and self._device.type == "cuda":
                 torch.cuda.set_rng_state(state["cuda_random"].cpu())
 
-    def _read(self, file: Path) -> dict[str, Any]:
-        return dict(torch.load(file, map_location=self._device, weights_only=True))
+    def _read(self, file: Path, *entries: str) -> dict[str, Any]:
+        """The content of a file, which must have these entries."""
+        with reading():
+            content = dict(torch.load(file, map_location=self._device, weights_only=True))
+            if missing := [entry for entry in entries if entry not in content]:
+                raise KeyError(*missing)
+            return content
 
     def _shared_state(self) -> dict[str, Any]:
         """The weights and the optimizer's state."""

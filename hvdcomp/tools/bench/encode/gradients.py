@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from hvdcomp.arrays import numpy_arrays
 from hvdcomp.compressors import TensorInfo
 
 PEER_FRAMEWORK = "torch"
@@ -84,9 +85,7 @@ class NumpyGradients(Gradients):
     """Gradients in NumPy, whose operations cannot be counted."""
 
     def __init__(self, tensors: Sequence[TensorInfo], threads: int, device: str) -> None:
-        if tensors[0].dtype == "bfloat16":
-            import ml_dtypes  # noqa: F401  # registers bfloat16 as a type of NumPy
-        self._flat, self._target = _values(tensors).astype(tensors[0].dtype, copy=False)
+        self._flat, self._target = numpy_arrays.astype(_values(tensors), tensors[0].dtype)
         self._originals = _parts(self._flat, tensors)
         self.arrays = {name: original.copy() for name, original in self._originals.items()}
 

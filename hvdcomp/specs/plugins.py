@@ -1,0 +1,151 @@
+"""Classes of other packages, found by the name in a spec string when it is asked for; nothing is imported before.
+
+A package offers a class by an entry point, whose name is the class's. A module that a user names, by `hvdcomp ...
+--plugin MODULE` or in the variable HVDCOMP_PLUGINS, offers the classes that are defined in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from types import ModuleType
+from typing import Any
+
+from hvdcomp.errors import SpecError, warn_alone
+
+VARIABLE = "HVDCOMP_PLUGINS"
+"""The environment variable with the names of modules, separated by commas. Child processes inherit it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Plugins:
+    """The classes of other packages of one kind.
+
+    Args:
+        noun: the word for the classes in errors, such as "compressor".
+        group: the group of entry points.
+        bases: classes one of which they derive from.
+        known: hvdcomp's own classes by name.
+    """
+
+    noun: str
+    group: str
+    bases: tuple[type, ...]
+    known: Mapping[str, type]
+
+    def find(self, name: str) -> type[Any] | None:
+        """The class of this name, hvdcomp's own or another; None if there is none.
+
+        Raises:
+            SpecError: if a plugin cannot be imported, or is not as it must be, or if two have the name.
+        """
+        named = {module: self.of_module(module).get(name) for module in named_modules()}
+        found = {f"the module {module!r}": kind for module, kind in named.items() if kind is not None}
+        points = _entry_points(self.group).get(name, ())
+        if name in self.known:
+            for point in points:
+                warn_alone(
+                    f"{_package_of(point)} offers a {self.noun} {name!r}, and hvdcomp has one of this name, which is "
+                    "used; the other one needs another name"
+                )
+            return self.known[name]
+        for point in points:
+            found[_package_of(point)] = self._loaded(point, name)
+        if len({id(kind) for kind in found.values()}) > 1:
+            raise SpecError(f"the {self.noun} {name!r} is offered by {' and by '.join(found)}; rename or remove one")
+        return next(iter(found.values()), None)
+
+    def of_module(self, name: str) -> dict[str, type]:
+        """The classes that a module defines, by name.
+
+        Raises:
+            SpecError: if the module cannot be imported, or a class has the name of one of hvdcomp's.
+        """
+        kinds: dict[str, type] = {}
+        for kind in vars(imported(name)).values():
+            own = inspect.isclass(kind) and f"{kind.__module__}.".startswith(f"{name}.")
+            if own and issubclass(kind, self.bases) and isinstance(vars(kind).get("name"), str):
+                self._require_new(kind, f"the module {name!r}")
+                kinds[kind.name] = kind
+        return kinds
+
+    def _loaded(self, point: metadata.EntryPoint, name: str) -> type:
+        where = f"the {self.noun} {name!r} of {_package_of(point)} ({point.value})"
+        try:
+            kind = point.load()
+        except Exception as error:
+            raise SpecError(
+                f"{where} cannot be imported: {type(error).__name__}: {error}; mend or remove that package"
+            ) from error
+        if not (inspect.isclass(kind) and issubclass(kind, self.bases)):
+            bases = " or ".join(f"{base.__module__}.{base.__qualname__}" for base in self.bases)
+            raise SpecError(f"{where} is not a subclass of {bases}")
+        if getattr(kind, "name", None) != name:
+            raise SpecError(
+                f"{where} has name = {getattr(kind, 'name', None)!r} in its class; the entry point must have the same"
+            )
+        return kind
+
+    def _require_new(self, kind: type[Any], where: str) -> None:
+        if kind.name in self.known and self.known[kind.name] is not kind:
+            raise SpecError(
+                f"{where} has a {self.noun} {kind.__qualname__} with the name {kind.name!r}, which is that of one of "
+                "hvdcomp's; give it another name"
+            )
+
+    def ways(self) -> str:
+        """For an error of an unknown name: how a class of the user's own is found."""
+        return f"a {self.noun} of your own needs --plugin MODULE, or {VARIABLE}=MODULE in the environment"
+
+
+def named_modules() -> list[str]:
+    """The modules that the user has named."""
+    return list(dict.fromkeys(part.strip() for part in os.environ.get(VARIABLE, "").split(",") if part.strip()))
+
+
+def name_modules(names: tuple[str, ...]) -> None:
+    """Names more modules, in this process and those that it starts. They are also looked for in the present folder."""
+    os.environ[VARIABLE] = ",".join(dict.fromkeys([*named_modules(), *names]))
+    if names and os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())  # which `python -m` has, and a command in a folder of programs has not
+
+
+def imported(name: str) -> ModuleType:
+    """The module of this name.
+
+    Raises:
+        SpecError: if it cannot be imported.
+    """
+    if name in sys.modules:
+        return sys.modules[name]
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        advice = "it must be in the present folder, on PYTHONPATH or installed, on every host"
+        if name.endswith(".py") or os.sep in name:
+            advice = f"name a module, such as {os.path.basename(name).removesuffix('.py')}, and not a file"
+        elif not (isinstance(error, ModuleNotFoundError) and error.name == name):
+            advice = "mend it, or leave it out"
+        raise SpecError(
+            f"the plugin {name!r} cannot be imported: {type(error).__name__}: {error}; {advice}"
+        ) from error
+
+
+@functools.cache
+def _entry_points(group: str) -> Mapping[str, tuple[metadata.EntryPoint, ...]]:
+    """The entry points of a group by name, without importing what they name."""
+    points: dict[str, tuple[metadata.EntryPoint, ...]] = {}
+    for point in metadata.entry_points(group=group):
+        points[point.name] = (*points.get(point.name, ()), point)
+    return points
+
+
+def _package_of(point: metadata.EntryPoint) -> str:
+    return "a package" if point.dist is None else f"the package {point.dist.name}"
