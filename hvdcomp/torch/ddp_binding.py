@@ -1,7 +1,9 @@
 """The binding of `torch.nn.parallel.DistributedDataParallel`, as its communication hook.
 
 DDP calls the hook with each of its buckets, in the same order on all ranks, when all gradients of the bucket are ready,
-and gets a future for each. A step goes one of two ways, the same on all ranks:
+and gets a future for each. A step ends when all trained parameters have come, not with the bucket that DDP calls the
+last: in the first pass of a static graph it calls each the first and none the last. A step goes one of two ways, the
+same on all ranks:
 
 - cast: if the plan only casts all gradients to one element type, and a policy has nothing to decide or to measure in
   the step, each bucket is allreduced in place during the backward pass.
@@ -107,6 +109,7 @@ class DDPBinding(TorchTraining):
         self._wire: torch.dtype | None = None  # element type of a step that casts
         self._wire_of: tuple[Plan | None, torch.dtype | None] = (None, None)  # the latest plan and its element type
         self._checks_presence = True
+        self._awaited: set[str] = set()  # tensors of the step whose buckets have not come; none between two steps
         self._kept: set[str] | None = None  # tensors of a step without an exchange; None in other steps
         self._step: list[_TakenBucket] = []
         self._pending: dict[str, torch.Tensor] = {}
@@ -133,14 +136,16 @@ class DDPBinding(TorchTraining):
         Returns:
             A future of the means, in the bucket's storage.
         """
-        if bucket.index() == 0:
+        names = [self._names[parameter] for parameter in bucket.parameters()]
+        if self._awaited.isdisjoint(names):
             self._kept = None if self.exchanges else set()
             if self._kept is None:
                 self.begin()
-        names = [self._names[parameter] for parameter in bucket.parameters()]
+            self._awaited = set(self._names.values())
+        self._awaited.difference_update(names)
         buffer = bucket.buffer()
         if self._kept is not None:
-            return self._keep(buffer, bucket.is_last(), self._kept | set(names))
+            return self._keep(buffer, self._kept | set(names))
         gradients = {} if buffer.is_sparse else dict(zip(names, bucket.gradients(), strict=True))
         whole = self._wire is not None or buffer.is_sparse
         if whole:
@@ -158,14 +163,14 @@ class DDPBinding(TorchTraining):
                 if self._uses is None:  # else gradients that no rank has are to stay as they are
                     self.add_momentum(name, gradient)
                     self.engine.overlap.ready(name, gradient)
-        if bucket.is_last():
+        if not self._awaited:
             self._end()
         return future
 
-    def _keep(self, buffer: torch.Tensor, is_last: bool, names: set[str]) -> torch.futures.Future[torch.Tensor]:
+    def _keep(self, buffer: torch.Tensor, names: set[str]) -> torch.futures.Future[torch.Tensor]:
         """Keeps this rank's own gradients; `names` are those of the step so far."""
         self._kept = names
-        if is_last:
+        if not self._awaited:
             self.engine.enter_alone(names)
         future = _future(buffer)
         future.set_result(buffer)
