@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from hvdcomp.bindings.frameworks import not_compiled
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.torch_distributed import UNNAMED, TorchDistributedCommunicator
 from hvdcomp.compressors.bucket import LEAST_BYTES
@@ -282,6 +283,7 @@ class DDPBinding(TorchTraining):
         return self._unaveraged.reason_to_refuse()
 
 
+@not_compiled
 def compressed_hook(binding, bucket):
     """The hook that DDP calls; without annotations, because DDP would compare them with types, and they are strings."""
     return binding.reduce(bucket)
