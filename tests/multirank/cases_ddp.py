@@ -239,8 +239,10 @@ def case_a_static_graph_in_several_buckets() -> None:
             assert_same_everywhere(weights(model))
             assert ours is None or ours.ledger.steps == 6
             results.append(weights(model))
-        assert torch.equal(results[0], results[1])
-        torch.testing.assert_close(results[0], results[2], rtol=1e-2, atol=2e-3)  # bfloat16 rounds elsewhere
+        if dist.get_world_size() == 2:  # sums over more ranks have an order
+            assert torch.equal(results[0], results[1])
+        for other in results[1:]:
+            torch.testing.assert_close(results[0], other, rtol=1e-2, atol=2e-3)  # bfloat16 rounds elsewhere
 
 
 def case_gradients_of_several_passes_are_exchanged_once() -> None:
