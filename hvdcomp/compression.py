@@ -305,6 +305,7 @@ class Compression:
         return object.__hash__(self)
 
     @HorovodMethod
+    @frameworks.not_compiled
     @frameworks.left_as_written
     def compress(self, tensor: Any) -> tuple[Any, Any]:
         """Called by Horovod for each ready gradient; returns the tensor that Horovod allreduces, and a context."""
@@ -314,6 +315,7 @@ class Compression:
         return self._binding.compress(tensor)
 
     @HorovodMethod
+    @frameworks.not_compiled
     @frameworks.left_as_written
     def decompress(self, tensor: Any, ctx: Any) -> Any:
         """Called by Horovod for each gradient after all were compressed; returns the aggregated gradient."""

@@ -7,6 +7,8 @@ works where only one framework is installed.
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
@@ -200,6 +202,24 @@ def _require_scaler(value: Any, name: str | None) -> None:
             f"grad_scaler={value!r} does not scale a loss; give "
             f"{' or '.join(framework.SCALER for framework in frameworks)}, or leave it out"
         )
+
+
+def not_compiled(function: Function) -> Function:
+    """Lets PyTorch's compiler run a function, and all that it calls, as written, if a whole training step is compiled.
+
+    On CPUs hooks of the backward pass run in the thread that is compiled, and Dynamo would trace them. It knows a
+    function that it is to leave alone by `torch.compiler.disable`, which needs PyTorch and takes seconds to load.
+    """
+    called = function
+
+    @functools.wraps(function)
+    def run(*arguments: Any, **options: Any) -> Any:
+        nonlocal called
+        if called is function and "torch._dynamo" in sys.modules:
+            called = sys.modules["torch._dynamo"].disable(function)
+        return called(*arguments, **options)
+
+    return cast(Function, run)
 
 
 def left_as_written(function: Function) -> Function:

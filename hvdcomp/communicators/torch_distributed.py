@@ -54,6 +54,9 @@ class TorchDistributedCommunicator(Ranks):
     Args:
         group: the process group; None for all ranks.
 
+    Attributes:
+        group: the process group.
+
     Raises:
         ConfigurationError: if torch.distributed was not started, or this process is not in the group.
 
@@ -74,15 +77,15 @@ class TorchDistributedCommunicator(Ranks):
             )
         world = dist.group.WORLD
         assert world is not None
-        self._group = world if group is None else group
-        self.rank, self.world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self.group = world if group is None else group
+        self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise ConfigurationError(
                 f"rank {dist.get_rank()} is not in the process group that it was given; give each rank a group that "
                 "it is in"
             )
-        self._root = dist.get_global_rank(self._group, 0)
-        self._host_group = self._group if _takes_cpu(self._group) else _group_beside(self._group, "gloo")
+        self._root = dist.get_global_rank(self.group, 0)
+        self._host_group = self.group if _takes_cpu(self.group) else _group_beside(self.group, "gloo")
 
     def anew(self) -> TorchDistributedCommunicator:
         raise ConfigurationError(
@@ -95,7 +98,7 @@ class TorchDistributedCommunicator(Ranks):
 
     def beside(self) -> TorchDistributedCommunicator:
         """A communicator with a process group of its own, because the collectives of one group wait for each other."""
-        return TorchDistributedCommunicator(_group_beside(self._group, _backend(self._group)))
+        return TorchDistributedCommunicator(_group_beside(self.group, _backend(self.group)))
 
     def start_allreduce(self, array: torch.Tensor, op: str, name: str) -> Started:
         work = dist.all_reduce(array, op=_OPS[op], group=self._group_for(array), async_op=True)
@@ -146,7 +149,7 @@ class TorchDistributedCommunicator(Ranks):
             )
 
     def make_groups(self, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Communicator]:
-        alike: dict[str, Any] = {"backend": _backend(self._group), **_waits_like(self._group)}
+        alike: dict[str, Any] = {"backend": _backend(self.group), **_waits_like(self.group)}
         handles = {members: dist.new_group(list(members), **alike) for members in groups}
         return {members: TorchDistributedCommunicator(handles[members]) for members in groups if self.rank in members}
 
@@ -158,7 +161,7 @@ class TorchDistributedCommunicator(Ranks):
         return zlib.crc32(socket.gethostname().encode()) >> 1, 0
 
     def _group_for(self, array: torch.Tensor) -> dist.ProcessGroup:
-        return self._host_group if array.device.type == "cpu" else self._group
+        return self._host_group if array.device.type == "cpu" else self.group
 
     def _finish(self, op: str) -> Callable[[torch.Tensor], torch.Tensor]:
         """The function that finishes a result; it divides sums for means, which Gloo does not have."""

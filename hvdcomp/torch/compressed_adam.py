@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from hvdcomp.bindings.adam import check_freezing, is_refresh
+from hvdcomp.bindings.frameworks import not_compiled
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.specs.described import is_whole
@@ -278,6 +279,7 @@ class CompressedAdam(torch.optim.AdamW):
 
     # A step.
 
+    @not_compiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """As in `torch.optim.AdamW`."""

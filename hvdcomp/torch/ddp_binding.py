@@ -1,7 +1,9 @@
 """The binding of `torch.nn.parallel.DistributedDataParallel`, as its communication hook.
 
 DDP calls the hook with each of its buckets, in the same order on all ranks, when all gradients of the bucket are ready,
-and gets a future for each. A step goes one of two ways, the same on all ranks:
+and gets a future for each. A step ends when all trained parameters have come, not with the bucket that DDP calls the
+last: in the first pass of a static graph it calls each the first and none the last. A step goes one of two ways, the
+same on all ranks:
 
 - cast: if the plan only casts all gradients to one element type, and a policy has nothing to decide or to measure in
   the step, each bucket is allreduced in place during the backward pass.
@@ -19,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from hvdcomp.bindings.frameworks import not_compiled
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.communicators.torch_distributed import UNNAMED, TorchDistributedCommunicator
 from hvdcomp.compressors.bucket import LEAST_BYTES
@@ -27,6 +30,7 @@ from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import refused_on_every_rank
 from hvdcomp.torch import half_precision
 from hvdcomp.torch.compressed_adam import CompressedAdam
+from hvdcomp.torch.group_beside import GroupBeside
 from hvdcomp.torch.parameters import by_name, plain_names, unique
 from hvdcomp.torch.presence import PresenceCheck
 from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining
@@ -51,7 +55,6 @@ class _TakenBucket(NamedTuple):
         gradients: views of the buffer by name; empty if the gradient is sparse.
         future: future of the means.
         whole: whether the bucket is allreduced in place.
-        late: whether that begins when the engine has ended its step.
     """
 
     names: Sequence[str]
@@ -59,7 +62,6 @@ class _TakenBucket(NamedTuple):
     gradients: Mapping[str, torch.Tensor]
     future: torch.futures.Future[torch.Tensor]
     whole: bool
-    late: bool
 
 
 class DDPBinding(TorchTraining):
@@ -78,20 +80,25 @@ class DDPBinding(TorchTraining):
     absence = WITHOUT_HOROVOD
 
     def __init__(self, setup: Setup, model: DistributedDataParallel) -> None:
-        communicator = TorchDistributedCommunicator(model.process_group)
+        self._of_model = communicator = TorchDistributedCommunicator(model.process_group)
+        trained = _trained(model)
+        # torch.distributed matches collectives by their order. On the host a rank starts the engine's as soon as it
+        # knows that all ranks make the step, so these have a group of their own. What all ranks start at the same point
+        # stays in the model's, where it also meets a rank that makes no step: whole buckets, and the presence check. On
+        # a device all is in the model's, and the presence check waits for its result instead of polling it, so that all
+        # ranks start a bucket between the same two collectives. The device has work for longer.
+        on_device = any(parameter.is_cuda for parameter in trained.values())
+        self._beside = None if on_device else GroupBeside.of(communicator, self)
+        if self._beside is not None:
+            communicator = self._beside.ranks
         with refused_on_every_rank(communicator, torch.empty(0)):
             _check(setup, model)
-            trained = _trained(model)
             parameters = trained if setup.parameters is None else _by_users_names(setup, trained)
             names = unique(
                 model.module.named_parameters() if setup.parameters is None else _named_parameters(setup).items()
             )
             finds_unused = model.find_unused_parameters and not model.static_graph
-            # torch.distributed matches collectives by their order, and on a device a backward pass may have its own, as
-            # with SyncBatchNorm: all ranks must start a bucket between the same two. So the presence check waits for
-            # its result instead of polling it. The device has work for longer.
-            on_device = any(parameter.is_cuda for parameter in trained.values())
-            self._presence_check = PresenceCheck(communicator, waits=on_device)
+            self._presence_check = PresenceCheck(self._of_model, waits=on_device)
             self.overlaps = not finds_unused
             super().__init__(setup, parameters, communicator, setup.optimizer, names)
             self._unaveraged = Unaveraged(model, trained.values(), _ignored(model), setup.optimizer, _DRIFTING)
@@ -107,6 +114,7 @@ class DDPBinding(TorchTraining):
         self._wire: torch.dtype | None = None  # element type of a step that casts
         self._wire_of: tuple[Plan | None, torch.dtype | None] = (None, None)  # the latest plan and its element type
         self._checks_presence = True
+        self._awaited: set[str] = set()  # tensors of the step whose buckets have not come; none between two steps
         self._kept: set[str] | None = None  # tensors of a step without an exchange; None in other steps
         self._step: list[_TakenBucket] = []
         self._pending: dict[str, torch.Tensor] = {}
@@ -133,23 +141,22 @@ class DDPBinding(TorchTraining):
         Returns:
             A future of the means, in the bucket's storage.
         """
-        if bucket.index() == 0:
+        names = [self._names[parameter] for parameter in bucket.parameters()]
+        if self._awaited.isdisjoint(names):
             self._kept = None if self.exchanges else set()
             if self._kept is None:
                 self.begin()
-        names = [self._names[parameter] for parameter in bucket.parameters()]
+            self._awaited = set(self._names.values())
+        self._awaited.difference_update(names)
         buffer = bucket.buffer()
         if self._kept is not None:
-            return self._keep(buffer, bucket.is_last(), self._kept | set(names))
+            return self._keep(buffer, self._kept | set(names))
         gradients = {} if buffer.is_sparse else dict(zip(names, bucket.gradients(), strict=True))
         whole = self._wire is not None or buffer.is_sparse
         if whole:
             self.observe("local", gradients)  # now, before means overwrite them
-        # Ranks that do not wait for the presence check start the engine's buckets at different times, some before this
-        # one and others after it, and torch.distributed matches collectives by their order.
-        late = whole and self._wire is None and bool(self.engine.overlap.era) and not self._presence_check.waits
-        future = self._reduce_whole(buffer) if whole and not late else _future(buffer)
-        self._step.append(_TakenBucket(names, buffer, gradients, future, whole, late))
+        future = self._reduce_whole(buffer) if whole else _future(buffer)
+        self._step.append(_TakenBucket(names, buffer, gradients, future, whole))
         if not whole:
             for name, gradient in gradients.items():
                 if name in self._unused:
@@ -158,14 +165,16 @@ class DDPBinding(TorchTraining):
                 if self._uses is None:  # else gradients that no rank has are to stay as they are
                     self.add_momentum(name, gradient)
                     self.engine.overlap.ready(name, gradient)
-        if bucket.is_last():
+        if not self._awaited:
             self._end()
+            if self._beside is not None:
+                self._beside.under_way = False
         return future
 
-    def _keep(self, buffer: torch.Tensor, is_last: bool, names: set[str]) -> torch.futures.Future[torch.Tensor]:
+    def _keep(self, buffer: torch.Tensor, names: set[str]) -> torch.futures.Future[torch.Tensor]:
         """Keeps this rank's own gradients; `names` are those of the step so far."""
         self._kept = names
-        if is_last:
+        if not self._awaited:
             self.engine.enter_alone(names)
         future = _future(buffer)
         future.set_result(buffer)
@@ -175,6 +184,8 @@ class DDPBinding(TorchTraining):
         """`Binding.begin`, and the choice between casts and the engine."""
         self._step.clear()
         self._pending.clear()
+        if self._beside is not None:
+            self._beside.under_way = True
         super().begin()
         self._wire = self._wire_of_plan() if self.engine.passthrough and not self.needs_engine else None
         # A training that only casts in all steps needs no presence check, which would cost a latency.
@@ -196,10 +207,10 @@ class DDPBinding(TorchTraining):
         """Starts the allreduce of a bucket, cast if the plan says so."""
         if buffer.is_sparse or self._wire in (None, buffer.dtype):
             mean = buffer.div_(self.communicator.world_size)  # before the sum, for the same bits as DDP without a hook
-            started = self.communicator.start_allreduce(mean, "sum", UNNAMED)
+            started = self._of_model.start_allreduce(mean, "sum", UNNAMED)
             return started.work.get_future().then(lambda _: mean)
         # Divided after the sum, as in the engine and Horovod: before it, small numbers would lose bits on every rank.
-        started = self.communicator.start_allreduce(half_precision.narrow(buffer, self._wire), "mean", UNNAMED)
+        started = self._of_model.start_allreduce(half_precision.narrow(buffer, self._wire), "mean", UNNAMED)
         return started.work.get_future().then(lambda _: half_precision.widen(started.finish(started.result), buffer))
 
     @torch.no_grad()
@@ -217,9 +228,6 @@ class DDPBinding(TorchTraining):
             for name, gradient in pending.items():
                 self.add_momentum(name, gradient)
         self.run_in_place(pending)
-        late = [(bucket, self._reduce_whole(bucket.buffer)) for bucket in self._step if bucket.late]
-        for bucket, means in late:
-            bucket.future.set_result(means.wait())
         for bucket in self._step:
             if not bucket.whole:
                 bucket.future.set_result(bucket.buffer)
@@ -277,6 +285,7 @@ class DDPBinding(TorchTraining):
         return self._unaveraged.reason_to_refuse()
 
 
+@not_compiled
 def compressed_hook(binding, bucket):
     """The hook that DDP calls; without annotations, because DDP would compare them with types, and they are strings."""
     return binding.reduce(bucket)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hvdcomp.bindings.frameworks import not_compiled
 from hvdcomp.bindings.setup import UsedCompression, require_compression
 from hvdcomp.communicators.ranks import Ranks
 from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
@@ -176,6 +177,7 @@ class LocalSteps(torch.optim.Optimizer):
     def in_sync(self) -> bool:
         return self._steps == 0
 
+    @not_compiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """A step of the inner optimizer; every `every`-th step ends with an exchange, in which all ranks wait.
 
@@ -214,6 +216,7 @@ class LocalSteps(torch.optim.Optimizer):
             torch._foreach_mul_(gradients, 1 / scale.item())
         return True
 
+    @not_compiled
     def exchange(self) -> None:
         """Exchanges all parameters now, as at the end of a training, so that all ranks have the same weights; to be
         called on every rank. A fragment under way is applied first. Nothing happens if the ranks are `in_sync`."""

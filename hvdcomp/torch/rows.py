@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from hvdcomp.bindings.frameworks import not_compiled
 from hvdcomp.communicators import Communicator
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import WEIGHTS, refused_on_every_rank, require_agreement
@@ -92,6 +93,7 @@ class RowExchange:
         self.ahead: Any = None
         self.ledger = self.means.ledger
 
+    @not_compiled
     @torch.no_grad()
     def exchange(self) -> None:
         """Exchanges the gradients; to be called on every rank in each step, after the backward passes, and before

@@ -15,6 +15,7 @@ _SETTINGS = ((2, "torchrun"), (4, "torchrun"))
 _MODULES = {
     "cases_torch_distributed": _SETTINGS,
     "cases_ddp": _SETTINGS,
+    "cases_ddp_compiled": _SETTINGS,
     "cases_ddp_policies": _SETTINGS,
     "cases_ddp_torch_hooks": _SETTINGS,
     "cases_fsdp": _SETTINGS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -10,24 +11,28 @@ import linecache
 import sys
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 from unittest import SkipTest, mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import hvdcomp
 from hvdcomp import TwoLevel
 from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
 from hvdcomp.compressors import EXAMPLES
+from hvdcomp.exchange.ledger import Ledger
 from hvdcomp.torch import CompressedAdam
+from hvdcomp.torch.group_beside import GroupBeside
 from hvdcomp.torch.packing import packed, unpacked
 from tests.multirank.collectives import nodes_of
 from tests.multirank.everywhere import assert_metrics
@@ -198,6 +203,49 @@ def case_static_graph() -> None:
     assert torch.equal(*results)
 
 
+class Checkpointed(torch.nn.Module):
+    """Of two element types, with rows that may be sparse, a layer that is made again in the backward pass, and one that
+    is never used."""
+
+    def __init__(self, sparse: bool, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.words = torch.nn.Embedding(50, 64, sparse=sparse)
+        self.middle, self.norm = torch.nn.Linear(64, 256, dtype=torch.bfloat16), torch.nn.LayerNorm(256)
+        self.out, self.never = torch.nn.Linear(256, 50), torch.nn.Linear(3, 3)
+        self.reentrant = reentrant
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.out(checkpoint(self.in_the_middle, self.words(words), use_reentrant=self.reentrant))
+
+    def in_the_middle(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.middle(inputs.bfloat16()).float())
+
+
+def case_a_static_graph_in_several_buckets() -> None:
+    """In whose first pass DDP says of every bucket that it is the first and not the last."""
+    for sparse, reentrant in ((False, True), (True, False)):
+        results = []
+        for how in (None, "none", "topk:ratio=1"):
+            model = Checkpointed(sparse, reentrant)
+            distributed, optimizer, ours = distribute(model, how, momentum=0, static_graph=True, bucket_cap_mb=0.05)
+            generator = own_generator()
+            for step in range(6):
+                optimizer.zero_grad()
+                for last in (False, True) if step > 2 else (True,):  # PyTorch 2.13 fails in a first pass in no_sync()
+                    words = torch.randint(0, 50, (32,), generator=generator)
+                    with contextlib.nullcontext() if last else distributed.no_sync():
+                        torch.nn.functional.cross_entropy(distributed(words), (words + 1) % 50).backward()
+                optimizer.step()
+            assert_same_everywhere(weights(model))
+            assert ours is None or ours.ledger.steps == 6
+            results.append(weights(model))
+        if dist.get_world_size() == 2:  # sums over more ranks have an order
+            assert torch.equal(results[0], results[1])
+        for other in results[1:]:
+            torch.testing.assert_close(results[0], other, rtol=1e-2, atol=2e-3)  # bfloat16 rounds elsewhere
+
+
 def case_gradients_of_several_passes_are_exchanged_once() -> None:
     results = []
     for how in (None, "topk:ratio=1", "none"):
@@ -308,9 +356,134 @@ def case_sparse_gradients_are_reduced_as_they_are() -> None:
     torch.testing.assert_close(results[0], results[2], rtol=1e-5, atol=1e-7)
 
 
+@contextlib.contextmanager
+def only_rank_0_starts_early() -> Iterator[None]:
+    """On rank 0 the ranks' answers are there at once, so that buckets start as soon as they can; on the others not
+    before the end of the backward pass."""
+
+    def is_done(communicator: TorchDistributedCommunicator, started: Any) -> bool:
+        if dist.get_rank():
+            return False
+        communicator.wait(started)
+        return True
+
+    with mock.patch.object(TorchDistributedCommunicator, "is_done", is_done):
+        yield
+
+
+def started_early(module: torch.nn.Module, how: hvdcomp.Compression) -> list[int]:
+    """The number of buckets that have started when the gradient of a module's output is there, in each step."""
+    early: list[int] = []
+
+    def note(gradient: torch.Tensor) -> None:
+        early.append(len(how._binding.engine.overlap.started))
+
+    module.register_forward_hook(lambda module, given, output: output.register_hook(note) and None)
+    return early
+
+
+class Towers(torch.nn.Module):
+    """Two models as one, of which a forward pass uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = torch.nn.ModuleList([large_model(), large_model()])
+
+    def forward(self, inputs: torch.Tensor, number: int) -> torch.Tensor:
+        return self.towers[number](inputs)
+
+
+def case_a_model_begins_its_step_in_the_middle_of_another() -> None:
+    """In one backward pass: that of the second tower, of the other model, of the first tower."""
+    results = []
+    for overlap in ("auto", False):
+        towers, other = Towers(), large_model()
+        made = [hvdcomp.Compression.from_spec("topk:ratio=0.05", overlap=overlap) for _ in range(2)]
+        both = [distribute(one, how) for one, how in zip((towers, other), made, strict=True)]
+        early = started_early(other[-1], made[0])
+        generator = own_generator()
+        with only_rank_0_starts_early():
+            for _ in range(6):
+                inputs, classes = batch(generator)
+                for _, optimizer, _ in both:
+                    optimizer.zero_grad()
+                middle = both[1][0]
+                outputs = both[0][0](inputs, 0), middle(inputs), both[0][0](inputs, 1)
+                sum(torch.nn.functional.cross_entropy(one, classes) for one in outputs).backward()
+                for _, optimizer, _ in both:
+                    optimizer.step()
+        assert any(early) == (overlap == "auto" and dist.get_rank() == 0), early
+        for model in (towers, other):
+            assert_same_everywhere(weights(model))
+            results.append(weights(model))
+    assert torch.equal(results[0], results[2])
+    assert torch.equal(results[1], results[3])
+
+
+class Averaged(torch.autograd.Function):
+    """Gives in the backward pass the mean of all ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        mean = gradient / dist.get_world_size()
+        dist.all_reduce(mean)
+        return mean
+
+
+def case_a_layer_has_collectives_of_its_own_in_the_backward_pass() -> None:
+    results = []
+    for overlap in ("auto", False):
+        model = large_model()
+        how = hvdcomp.Compression.from_spec("topk:ratio=0.05", overlap=overlap)
+        distributed, optimizer, _ = distribute(model, how)
+        early = started_early(model[1], how)
+        model[1].register_forward_hook(lambda module, given, output: Averaged.apply(output))
+        with only_rank_0_starts_early():
+            train(distributed, optimizer)
+        assert any(early) == (overlap == "auto" and dist.get_rank() == 0), early
+        assert_same_everywhere(weights(model))
+        results.append(weights(model))
+    assert torch.equal(*results)
+
+
+def case_the_group_of_a_model_that_is_dropped_is_used_again() -> None:
+    kept: list[Any] = []
+
+    def dropped() -> GroupBeside:
+        group = kept.pop()[2]._binding._beside
+        gc.collect()
+        return group
+
+    def registered() -> GroupBeside:
+        kept.append(distribute(large_model(), "topk:ratio=0.05"))
+        return kept[-1][2]._binding._beside
+
+    first, second = registered(), registered()
+    assert first is not second
+    train(*kept[-1][:2], steps=5)
+    groups = len(dist.distributed_c10d._world.pg_names)
+    assert dropped() is second
+    second = registered()
+    assert len(dist.distributed_c10d._world.pg_names) == groups
+    if dist.get_rank() == 0:
+        dropped()
+    assert registered() not in (first, second)  # which another rank still uses
+    kept.clear()
+    gc.collect()
+    for _ in range(3):
+        last = registered()
+        train(*kept[-1][:2], steps=1)
+    with mock.patch.object(Ledger, "record_timed", side_effect=ArithmeticError("a bug")):
+        raised(ArithmeticError, lambda: train(*kept[-1][:2], steps=1))
+    assert dropped() is last
+    assert registered() is not last  # of which some rank may have started more collectives than another
+
+
 def case_sparse_gradients_do_not_meet_buckets_that_start_early() -> None:
-    """On rank 0 the ranks' answers are there at once, so that buckets start before the sparse gradient comes; on the
-    others not before the end of the backward pass."""
 
     class Words(torch.nn.Module):
         def __init__(self) -> None:
@@ -322,25 +495,13 @@ def case_sparse_gradients_do_not_meet_buckets_that_start_early() -> None:
         def forward(self, words: torch.Tensor) -> torch.Tensor:
             return self.layers(self.words(words))
 
-    def is_done(communicator: TorchDistributedCommunicator, started: Any) -> bool:
-        if dist.get_rank():
-            return False
-        communicator.wait(started)
-        return True
-
     results = []
     for overlap in ("auto", False):
         model = Words()
         how = hvdcomp.Compression.from_spec("topk:ratio=0.05", overlap=overlap)
         distributed, optimizer, _ = distribute(model, how)
-        generator, early = own_generator(), []
-        model.words.register_forward_hook(
-            lambda module, given, output, how=how, early=early: output.register_hook(
-                lambda gradient: early.append(len(how._binding.engine.overlap.started))
-            )
-            and None
-        )
-        with mock.patch.object(TorchDistributedCommunicator, "is_done", is_done):
+        generator, early = own_generator(), started_early(model.words, how)
+        with only_rank_0_starts_early():
             for _ in range(6):
                 words = torch.randint(0, 100, (32,), generator=generator)
                 optimizer.zero_grad()
@@ -577,6 +738,17 @@ def case_a_pattern_that_matches_no_tensor() -> None:
     train(distributed, optimizer, steps=1)
     assert how is not None
     assert not how.levels
+
+
+def case_a_rank_that_makes_no_more_steps_is_noticed() -> None:
+    """By the others' next step, while that rank is in a collective of its own."""
+    distributed, optimizer, _ = distribute(large_model(), "topk:ratio=0.05")
+    train(distributed, optimizer, steps=5)
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1, dtype=torch.int64))
+    else:
+        with pytest.raises(hvdcomp.ConfigurationError, match=r"took part in this step: the others were in another"):
+            train(distributed, optimizer, steps=1)
 
 
 def case_join_is_refused() -> None:

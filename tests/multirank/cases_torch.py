@@ -591,6 +591,32 @@ def compressed_adam(
     )
 
 
+@thorough
+def case_a_compiled_step() -> None:
+    """Dynamo traces Horovod's hooks, and would trace ours."""
+    for spec in ("none", "topk:ratio=0.05"):
+        results = []
+        for compiles in (True, False):
+            torch._dynamo.reset()
+            model = small_model()
+            optimizer = distribute(model, how := compression(spec, model))
+
+            def step(
+                inputs: torch.Tensor, classes: torch.Tensor, model: Any = model, optimizer: Any = optimizer
+            ) -> None:
+                optimizer.zero_grad()
+                torch.nn.functional.cross_entropy(model(inputs), classes).backward()
+                optimizer.step()
+
+            called, generator = torch.compile(step, backend="eager") if compiles else step, own_generator()
+            for _ in range(6):
+                called(*batch(generator))
+            assert_same_everywhere(weights(model))
+            assert how.ledger.steps == 6
+            results.append(weights(model))
+        assert torch.equal(*results), spec
+
+
 def case_momenta_that_are_sent_whole_change_nothing() -> None:
     for options, passes in (({}, 1), ({"op": hvd.Sum}, 1), ({"backward_passes_per_step": 2}, 2)):
         results = []

@@ -86,4 +86,4 @@ def case_groups_of_our_own_wait_as_long_as_the_given_one() -> None:
     everyone = tuple(range(dist.get_world_size()))
     for made in (ours.beside(), ours.make_groups([everyone])[everyone]):
         assert isinstance(made, TorchDistributedCommunicator)
-        assert _timeout(made._group) == waits
+        assert _timeout(made.group) == waits
