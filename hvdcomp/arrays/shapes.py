@@ -92,7 +92,7 @@ class ShapeArray:
     __hash__ = None  # type: ignore[assignment]
 
 
-floor = finite_or_zero = sort = eigenvectors = add_at = reciprocal_or_zero = ShapeArray.itself
+aligned = floor = finite_or_zero = sort = eigenvectors = add_at = reciprocal_or_zero = ShapeArray.itself
 
 
 def waits(x: ShapeArray) -> bool:
