@@ -419,7 +419,7 @@ def _trained(model: torch.nn.Module, ranks: int) -> dict[str, DTensor]:
     """
     if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
         raise ConfigurationError(
-            f"PyTorch {torch.__version__} has no FSDPModule.set_custom_reduce_scatter; install PyTorch 2.13"
+            f"PyTorch {torch.__version__} has no FSDPModule.set_custom_reduce_scatter; install PyTorch 2.13 or later"
         )
     trained = check_sharding(model.named_parameters())
     for name, parameter in trained.items():

@@ -36,7 +36,7 @@ def check_divide_factors(model: torch.nn.Module) -> None:
     if not all(hasattr(group, "gradient_divide_factor") for group in groups):
         raise ConfigurationError(
             f"PyTorch {torch.__version__} does not tell hvdcomp by what FSDP divides gradients "
-            "(set_gradient_divide_factor); install PyTorch 2.13"
+            "(set_gradient_divide_factor); install PyTorch 2.13 or later"
         )
 
 
