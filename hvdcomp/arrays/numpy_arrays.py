@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from hvdcomp.arrays.types import CACHE_LINE, Array
+from hvdcomp.arrays.alignment import CACHE_LINE, empty_aligned
+from hvdcomp.arrays.types import Array
 from hvdcomp.errors import ConfigurationError
 
 _UNSIGNED_32 = np.dtype("uint32")
@@ -238,14 +239,6 @@ def reciprocal_or_zero(x: Array, threshold: Array) -> Array:
 def finite_or_zero(x: Array) -> Array:
     """`x` with zeros in place of inf and NaN; may reuse the storage of x."""
     return np.where(np.isfinite(x), x, x.dtype.type(0))
-
-
-def empty_aligned(count: int, dtype: str = "float32") -> np.ndarray:
-    """A vector, not filled, that begins with a cache line."""
-    size = np.dtype(dtype).itemsize
-    room = np.empty(count + CACHE_LINE // size, dtype)
-    start = -room.ctypes.data % CACHE_LINE // size
-    return room[start : start + count]
 
 
 def aligned(x: Array) -> Array:

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hvdcomp.arrays.types import CACHE_LINE, Array
+from hvdcomp.arrays.alignment import CACHE_LINE
+from hvdcomp.arrays.types import Array
 
 
 def dtype_name(x: Array) -> str:

@@ -26,10 +26,6 @@ def dtype_bytes(dtype: str) -> int:
     return FLOATING[dtype]
 
 
-CACHE_LINE = 64
-"""Bytes of a cache line, which are also those of the widest vector registers."""
-
-
 def wide_dtype(dtype: str) -> str:
     """The element type of computations with a floating-point type: the type itself, but at least float32."""
     return dtype if FLOATING[dtype] > 2 else "float32"

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hvdcomp.arrays import numpy_arrays
-from hvdcomp.arrays.types import CACHE_LINE, number_of_elements
+from hvdcomp.arrays.alignment import CACHE_LINE, empty_aligned
+from hvdcomp.arrays.types import number_of_elements
 
 ALIGNMENT = CACHE_LINE // 4  # float32 elements
 
@@ -45,7 +45,7 @@ class Recycled:
         Nobody else uses their storage.
         """
         free = [storage for storage, whole in self._used if whole() is None]
-        storage = free[0] if free else numpy_arrays.empty_aligned(self._count, self._dtype)
+        storage = free[0] if free else empty_aligned(self._count, self._dtype)
         # An array over a memoryview: the others keep this one alive, and not the storage behind it.
         whole = np.frombuffer(storage.data, self._dtype)
         self._used = [entry for entry in self._used if entry[1]() is not None] + [(storage, weakref.ref(whole))]

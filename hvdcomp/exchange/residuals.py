@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from hvdcomp.arrays import numpy_arrays
+from hvdcomp.arrays.alignment import empty_aligned
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.bucket import Bucket
 from hvdcomp.compressors.memory import Memory, NoMemory, without
@@ -270,7 +271,7 @@ class Residuals(FlatStorage):
                 self._allocate(kind, half, np.arange(len(self._sizes)))
 
     def _buffer(self, count: int, dtype: str) -> np.ndarray:
-        return numpy_arrays.empty_aligned(count, dtype)
+        return empty_aligned(count, dtype)
 
     def _address(self, buffer: np.ndarray) -> int:
         return buffer.ctypes.data

@@ -1,0 +1,16 @@
+"""Memory that begins with a cache line."""
+
+from __future__ import annotations
+
+import numpy as np
+
+CACHE_LINE = 64
+"""Bytes of a cache line, which are also those of the widest vector registers."""
+
+
+def empty_aligned(count: int, dtype: str = "float32") -> np.ndarray:
+    """A vector, not filled, that begins with a cache line."""
+    size = np.dtype(dtype).itemsize
+    room = np.empty(count + CACHE_LINE // size, dtype)
+    start = -room.ctypes.data % CACHE_LINE // size
+    return room[start : start + count]
