@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from hvdcomp.adaptation.decision_log import LogFiles
-from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.ledger import Ledger
@@ -64,7 +63,9 @@ class Setup:
 def require_compression(value: Any, function: str) -> None:
     """Raises ConfigurationError if the value given to a function is no `hvdcomp.Compression`."""
     if not hasattr(value, "serve"):
-        given = repr(value) if isinstance(value, str | Compressor) else f"a {type(value).__name__}"
+        given = repr(value)
+        if "\n" in given:  # of an optimizer or a model, given in the wrong place
+            given = f"an object of class {type(value).__name__}"
         raise ConfigurationError(
             f"{function} was given {given} as compression; give it hvdcomp.Compression(hvdcomp.TopK(ratio=0.01)), or "
             "hvdcomp.Compression.from_spec('topk:ratio=0.01')"

@@ -221,6 +221,9 @@ class Overflows(Compressor):
     sends = "all elements"
     biased = True
 
+    def prepare(self, xp: Any, x: Array, state: tuple[Array, ...], context: Context) -> tuple[Array, ...]:
+        return state or ((xp.zeros(x.shape, like=x),) if self.what == "state" else ())
+
     def aggregate(self, xp: Any, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         sent = xp.astype(x, "float16") if self.what == "cast" else x
         answer = yield AllReduce(sent, {"cast": "max", "sum": "sum"}.get(self.what, "mean"))

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from hvdcomp import PowerSGD, RandomK
+from hvdcomp import ConfigurationError, PowerSGD, RandomK
 from hvdcomp.arrays import numpy_arrays, shapes
 from hvdcomp.arrays.magnitudes import Magnitudes
 from hvdcomp.arrays.shapes import ShapeArray
@@ -96,7 +96,7 @@ class Looking(Compressor):
 
 
 def test_a_size_that_depends_on_the_gradient_is_refused() -> None:
-    with pytest.raises(TypeError, match="counted before there are any"):
+    with pytest.raises(ConfigurationError, match="counted before there are any"):
         Looking().payload_bytes((4,))
 
 
