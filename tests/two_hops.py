@@ -27,7 +27,7 @@ def stated(
     for node, place, to in np.ndindex(nodes, places, nodes):
         context = Context(f"{name}@{place}#{to}", step, 0, node, nodes)
         parts = method.encode(numpy_arrays, x[node, place, to], context)
-        sent[node, place, to] = method.decode(numpy_arrays, parts, (length,)).reshape(-1)
+        sent[node, place, to] = method.decoded(numpy_arrays, parts, (length,), context)
     rows = []
     for node in range(nodes):
         sent[node, :, node] = x[node, :, node]  # what stays is not rounded

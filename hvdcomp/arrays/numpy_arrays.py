@@ -285,24 +285,56 @@ def floor(x: Array) -> Array:
     return np.floor(x, out=x)
 
 
-def row_norms(x: Array) -> Array:
-    """2-norms (r, 1) of the rows of a matrix; sums are float64, so that squares neither overflow nor vanish.
+def row_dots(x: Array, y: Array) -> Array:
+    """Dot products (r, 1), float64, of the rows of two matrices; products of float32 numbers are exact.
 
-    The order of additions is that of `hvd_sum_of_squares` (quant.h): every 16th square, and then these sums by halves.
+    The order of additions is that of `hvd_sum_of_squares` (quant.h): every 16th product, and then these sums by halves.
     Another order might round a norm halfway between two numbers of the element type to the other one.
     """
     rows, length = x.shape
     whole = length // 16
-    with np.errstate(over="ignore"):
-        squares = x.astype(np.float64)
-        squares *= squares
+    with np.errstate(over="ignore", invalid="ignore"):
+        products = x.astype(np.float64)
+        products *= products if x is y else y
         # A third of the time of a reduce.
-        lanes = np.einsum("rwl->lr", squares[:, : 16 * whole].reshape(rows, whole, 16))
+        lanes = np.einsum("rwl->lr", products[:, : 16 * whole].reshape(rows, whole, 16))
         if length % 16:
-            lanes[: length % 16] += squares[:, 16 * whole :].T
+            lanes[: length % 16] += products[:, 16 * whole :].T
         for half in (8, 4, 2, 1):
             lanes = lanes[:half] + lanes[half:]
-        return np.sqrt(lanes.T).astype(x.dtype)
+        return lanes.T
+
+
+def row_norms(x: Array) -> Array:
+    """2-norms (r, 1) of the rows of a matrix; sums are float64, so that squares neither overflow nor vanish."""
+    with np.errstate(over="ignore"):
+        return np.sqrt(row_dots(x, x)).astype(x.dtype)
+
+
+def hadamard(x: Array) -> Array:
+    """Each row of a matrix (r, n), float32, times the Walsh-Hadamard matrix of n rows, without the factor 1 / sqrt(n);
+    n is a power of two.
+
+    Sums and differences are of neighbours first, then of elements two apart, four apart and so on: in this order the
+    kernels give the same bits.
+    """
+    rows, length = x.shape
+    result = np.empty_like(x)
+    step = max(1, _PIECE // length)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, rows, step):
+            piece = np.ascontiguousarray(x[start : start + step].T)  # additions of whole rows are the fastest
+            other = np.empty_like(piece)
+            apart = 1
+            while apart < length:
+                shape = length // (2 * apart), 2, apart, piece.shape[1]
+                old, new = piece.reshape(shape), other.reshape(shape)
+                np.add(old[:, 0], old[:, 1], out=new[:, 0])
+                np.subtract(old[:, 0], old[:, 1], out=new[:, 1])
+                piece, other = other, piece
+                apart *= 2
+            result[start : start + step] = piece.T
+    return result
 
 
 def row_largest(x: Array) -> Array:

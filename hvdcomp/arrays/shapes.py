@@ -92,7 +92,7 @@ class ShapeArray:
     __hash__ = None  # type: ignore[assignment]
 
 
-aligned = floor = finite_or_zero = sort = eigenvectors = add_at = reciprocal_or_zero = ShapeArray.itself
+aligned = floor = finite_or_zero = hadamard = sort = eigenvectors = add_at = reciprocal_or_zero = ShapeArray.itself
 
 
 def waits(x: ShapeArray) -> bool:
@@ -182,3 +182,7 @@ def row_norms(x: ShapeArray) -> ShapeArray:
 
 
 row_largest = row_norms
+
+
+def row_dots(x: ShapeArray, y: ShapeArray) -> ShapeArray:
+    return ShapeArray((x.shape[0], 1), "float64")

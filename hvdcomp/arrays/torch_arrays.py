@@ -210,6 +210,19 @@ def row_norms(x: Array) -> Array:
     return torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float64).to(x.dtype)
 
 
+def row_dots(x: Array, y: Array) -> Array:
+    return (x.double() * y.double()).sum(1, keepdim=True)
+
+
+def hadamard(x: Array) -> Array:
+    apart = 1
+    while apart < x.shape[1]:
+        pairs = x.reshape(x.shape[0], -1, 2, apart)
+        x = torch.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], 2).flatten(1)
+        apart *= 2
+    return x
+
+
 def row_largest(x: Array) -> Array:
     return x.abs().amax(1, keepdim=True)
 

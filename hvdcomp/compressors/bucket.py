@@ -104,6 +104,7 @@ class Bucket:
             If not, gradients are float32.
         xp: the array functions of payloads: NumPy's on the host.
         context: the context of the step; its name is empty.
+        suffix: text that is appended to the tensors' names for random numbers.
         like: an array of the framework on the gradients' device; set if the method has no bucket form.
         states: the method's states: `BucketStates`, fitted by `prepare`, or None if it keeps nothing. For a method
             without a bucket form, a tuple of NumPy arrays for each tensor, which a step replaces; an empty tuple if
@@ -127,6 +128,7 @@ class Bucket:
     xp: ModuleType = numpy_arrays
     widens: bool = False
     context: Context = field(init=False)
+    suffix: str = field(default="", init=False)
     like: Array | None = None
     states: Any = None
     table: Table = field(init=False)
@@ -137,7 +139,7 @@ class Bucket:
     rows: PayloadRows | None = None
     kernels: Any = field(init=False, repr=False)
     factor: Array | None = field(default=None, init=False, repr=False)
-    _keys: Any = field(default=None, init=False, repr=False)
+    _keys: dict[str, np.ndarray] = field(default_factory=dict, init=False, repr=False)  # by the suffix
 
     def __post_init__(self) -> None:
         sizes = [tensor.size for tensor in self.tensors]
@@ -190,21 +192,22 @@ class Bucket:
         Args:
             shared: whether all ranks draw the same numbers.
         """
-        if self._keys is None:
-            names = [tensor.name for tensor in self.tensors]
-            self._keys = tensor_keys(names, self.context.seed, self.compressors[0].name)
-        keys = step_keys(self._keys, self.context.step, None if shared else self.context.rank)
+        if self.suffix not in self._keys:
+            names = [tensor.name + self.suffix for tensor in self.tensors]
+            self._keys[self.suffix] = tensor_keys(names, self.context.seed, self.compressors[0].name)
+        keys = step_keys(self._keys[self.suffix], self.context.step, None if shared else self.context.rank)
         self.segments["key"] = keys
         return keys
 
-    def begin(self, context: Context, factor: Array | None = None) -> None:
+    def begin(self, context: Context, factor: Array | None = None, suffix: str = "") -> None:
         """Begins a step; to be called before its first kernel.
 
         Args:
             context: the context of the step.
             factor: the factor of the gradients; None for 1.
+            suffix: as in the attributes.
         """
-        self.context = context
+        self.context, self.suffix = context, suffix
         self.factor = factor
         self.found_inf = False
         self.segments["source"] = 0

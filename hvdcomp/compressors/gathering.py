@@ -54,7 +54,8 @@ class Gathering(Compressor):
         raise NotImplementedError
 
     def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
-        """The decoded elements, float32, in their order, in any shape and in fresh storage.
+        """The decoded elements, float32, in their order, in any shape and in fresh storage; or numbers from which
+        `restore` makes them.
 
         Args:
             xp: array functions.
@@ -62,6 +63,17 @@ class Gathering(Compressor):
             shape: shape of the encoded tensor.
         """
         raise NotImplementedError
+
+    def restore(self, xp: ModuleType, decoded: Array, shape: tuple[int, ...], context: Context) -> Array:
+        """The elements, as of `decode`, of what `decode` returned, or of the mean of what it returned for each rank.
+
+        A linear function: a method whose payloads are averaged before its last step has that step here.
+        """
+        return decoded
+
+    def decoded(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...], context: Context) -> Array:
+        """The elements of one payload, a vector; `context` is that of `encode`."""
+        return xp.flatten(self.restore(xp, self.decode(xp, parts, shape), shape, context))
 
     def scatters(self, ranks: int) -> bool:
         """Whether this number of ranks scatters."""
@@ -120,7 +132,9 @@ class Gathering(Compressor):
             return (yield from self._scatter(xp, x, context))
         ranks = yield AllGather(self.encode(xp, x, context))
         shape = tuple(x.shape)
-        return average_decoded(xp, x, ranks, lambda *parts: self.decode(xp, parts, shape), context)
+        mean, sent = average_decoded(ranks, lambda *parts: self.decode(xp, parts, shape), context)
+        own = self.restore(xp, sent, shape, context)
+        return outcome_like(xp, x, own if mean is sent else self.restore(xp, mean, shape, context), own)
 
     def reduce_scatter(
         self, xp: ModuleType, chunks: Sequence[Array], context: Context
@@ -135,25 +149,25 @@ class Gathering(Compressor):
         Returns:
             The mean (length,), and the payload of each chunk.
         """
-        ranks, own, length = context.world_size, context.rank, chunks[0].shape[0]
-        encoded = [
-            self.encode(xp, chunk, dataclasses.replace(context, name=f"{context.name}#{place}"))
-            for place, chunk in enumerate(chunks)
-        ]
+        ranks, own, shape = context.world_size, context.rank, tuple(chunks[0].shape)
+        encoded = [self.encode(xp, chunk, _of_chunk(context, place)) for place, chunk in enumerate(chunks)]
         received = yield AllToAll(tuple(_stacked(xp, parts) for parts in zip(*encoded, strict=True)))
         mean = chunks[own]
         for rank, parts in enumerate(received):
             if rank != own:
-                mean = mean + self._decoded(xp, parts, length)
+                mean = mean + self.decoded(xp, parts, shape, _of_chunk(context, own))
         return mean * (1 / ranks), encoded
 
     def counted(
-        self, xp: ModuleType, chunks: Sequence[Array], encoded: Sequence[Sequence[Array]], own: int
+        self, xp: ModuleType, chunks: Sequence[Array], encoded: Sequence[Sequence[Array]], context: Context
     ) -> list[Array]:
         """This rank's contribution to the mean of each chunk in `reduce_scatter`: decoded, or x of its own chunk."""
         pairs = enumerate(zip(chunks, encoded, strict=True))
         return [
-            chunk if place == own else self._decoded(xp, parts, chunk.shape[0]) for place, (chunk, parts) in pairs
+            chunk
+            if place == context.rank
+            else self.decoded(xp, parts, tuple(chunk.shape), _of_chunk(context, place))
+            for place, (chunk, parts) in pairs
         ]
 
     def _scatter(self, xp: ModuleType, x: Array, context: Context) -> Aggregation:
@@ -172,16 +186,18 @@ class Gathering(Compressor):
         mean, encoded = yield from self.reduce_scatter(xp, chunks, context)
         largest = xp.reshape(xp.row_largest(xp.reshape(mean, (1, length))), (1,))
         mean = mean * (1 + 0 * (largest * residual_bound(length, ranks)))  # times 1, or NaN
-        encoded_mean = self.encode(xp, mean, dataclasses.replace(context, name=f"{context.name}#mean"))
-        gathered = yield AllGather(encoded_mean)
-        means = [self._decoded(xp, parts, length) for parts in gathered]
-        sent = self.counted(xp, chunks, encoded, own)
+        of_mean = _of_chunk(context, "mean")
+        gathered = yield AllGather(self.encode(xp, mean, of_mean))
+        means = [self.decoded(xp, parts, (length,), of_mean) for parts in gathered]
+        sent = self.counted(xp, chunks, encoded, context)
         sent[own] = chunks[own] - (mean - means[own]) * ranks
         size = number_of_elements(tuple(x.shape))
         return outcome_like(xp, x, xp.concatenate(means)[:size], xp.concatenate(sent)[:size])
 
-    def _decoded(self, xp: ModuleType, parts: Sequence[Array], length: int) -> Array:
-        return xp.flatten(self.decode(xp, parts, (length,)))
+
+def _of_chunk(context: Context, chunk: int | str) -> Context:
+    """The context of one of a tensor's chunks."""
+    return dataclasses.replace(context, name=f"{context.name}#{chunk}")
 
 
 def _stacked(xp: ModuleType, parts: Sequence[Array]) -> Array:

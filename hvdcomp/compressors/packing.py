@@ -98,16 +98,17 @@ def cut(xp: ModuleType, vector: Array, shapes: Iterable[tuple[int, ...]]) -> lis
 
 
 def average_decoded(
-    xp: ModuleType, x: Array, ranks: Sequence[tuple[Array, ...]], decode: Callable[..., Array], context: Context
-) -> Outcome:
-    """Decodes every rank's parts, one rank at a time and in rank order, and averages them.
+    ranks: Sequence[tuple[Array, ...]], decode: Callable[..., Array], context: Context
+) -> tuple[Array, Array]:
+    """Decodes every rank's parts, one rank at a time and in rank order.
 
     Args:
-        xp: array functions.
-        x: the array that this rank compressed.
         ranks: the parts of each rank, an `AllGather`'s answer.
-        decode: function from one rank's parts to a fresh array with as many elements as `x`.
+        decode: function from one rank's parts to a fresh array.
         context: the tensor's context.
+
+    Returns:
+        The mean, and what this rank's parts decode to; the same array if there is one rank.
     """
     total = sent = decode(*ranks[0])
     for rank, parts in enumerate(ranks[1:], start=1):
@@ -120,7 +121,7 @@ def average_decoded(
             total += values
     if len(ranks) > 1:
         total *= 1 / len(ranks)
-    return outcome_like(xp, x, total, sent)
+    return total, sent
 
 
 def outcome_like(xp: ModuleType, x: Array, mean: Array, sent: Array) -> Outcome:

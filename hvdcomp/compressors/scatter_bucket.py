@@ -21,6 +21,7 @@ from hvdcomp.kernels import cuda
 from hvdcomp.kernels.tables import PRODUCT
 
 _ADDRESSES = ("gradient", "result", "source", "kept", "x", "velocity", "next_velocity")
+_OF_MEANS = "#mean"  # their random numbers are others than those of the chunks
 _OF_KEPT = ("above", "below", "rule", "kept_type")
 
 
@@ -108,7 +109,6 @@ class _Pieces:
         pieces: the pieces, each with the rank that averages it.
         memory: memory of the bucket of pieces.
         rows: rows of its payload.
-        suffix: text appended to the pieces' names.
 
     Attributes:
         bucket: the bucket of pieces.
@@ -121,12 +121,11 @@ class _Pieces:
         pieces: Sequence[tuple[int, _Piece]],
         memory: Memory,
         rows: PayloadRows | None = None,
-        suffix: str = "",
     ) -> None:
         self.elements = sum(piece.length for _, piece in pieces)
         self._members = np.array([piece.tensor for _, piece in pieces], np.int64)
         self._starts = np.array([piece.start for _, piece in pieces], np.uint64)
-        names = [f"{whole.tensors[piece.tensor].name}#{owner}{suffix}" for owner, piece in pieces]
+        names = [f"{whole.tensors[piece.tensor].name}#{owner}" for owner, piece in pieces]
         tensors = [TensorInfo(name, (piece.length,)) for name, (_, piece) in zip(names, pieces, strict=True)]
         compressors = [whole.compressors[piece.tensor] for _, piece in pieces]
         self.bucket = Bucket(tensors, compressors, memory, whole.device, whole.xp, rows=rows)
@@ -169,6 +168,7 @@ class _OtherChunks(_Pieces):
         first, second = payloads[:2]
         if address_of(second) - address_of(first) != first.shape[0]:  # other requests of the round lie between them
             first = whole.xp.concatenate(payloads)
+        self.bucket.suffix = _OF_MEANS
         self.bucket.segments["result"] = self.addresses(whole, "result")
         return method.decode_bucket(self.bucket, first, 1, 0)
 
@@ -236,7 +236,7 @@ class _OwnChunk:
         if not self.elements:
             return
         means = self.means
-        means.begin(whole.context)
+        means.begin(whole.context, suffix=_OF_MEANS)
         means.segments["kept"] = 0
         means.segments["gradient"] = address_of(self._mean) + self._offsets
         means.segments["x"] = address_of(self._x) + self._offsets if means.keeps else 0
@@ -247,6 +247,7 @@ class _OwnChunk:
         """Decodes the payload of the mean to the results."""
         if not self.elements:
             return False
+        self._codes.bucket.suffix = _OF_MEANS
         self._codes.bucket.segments["result"] = self._codes.addresses(whole, "result")
         return method.decode_bucket(self._codes.bucket, payloads[whole.context.rank], 1, 0)
 
@@ -286,7 +287,7 @@ class _Layout:
         self.rows = _rows_of(method, self.others.bucket, rows)
         rows = PayloadRows(np.zeros(len(own_pieces), np.int64), 1, self.rows.shape[1])
         memory = ErrorFeedback() if bucket.keeps else NoMemory()
-        self.own.means = _Pieces(bucket, own_pieces, memory, rows, "#mean").bucket
+        self.own.means = _Pieces(bucket, own_pieces, memory, rows).bucket
         self.sent = _rows_of(method, self.own.means, rows)[0]
         self.zeros = np.zeros(int(sizes.max()) if bucket.device is None else 0, np.float32)
 

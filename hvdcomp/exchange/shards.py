@@ -57,7 +57,7 @@ def reduce_scatter(
     mean, encoded = yield from across(method.reduce_scatter(xp, chunks, shard), nodes)
     if isinstance(memory, NoMemory):
         return mean, ()
-    counted = method.counted(xp, chunks, encoded, own)
+    counted = method.counted(xp, chunks, encoded, shard)
     sent = xp.concatenate([counted[node] for node in other_nodes])
     return mean, memory.update(xp, x, xp.reshape(sent, given.shape), kept)
 

@@ -93,7 +93,7 @@ class WeightChanges:
             change *= (row != self._last).any()  # passes between two updates have the same weights
             answers, sent = self._answers(method.encode(xp, change, context))
             for place, parts in enumerate(answers):
-                decoded = method.decode(xp, parts, tuple(row.shape)).reshape(-1)
+                decoded = method.decoded(xp, parts, tuple(row.shape), context)
                 self._gathered[place] = (finite(self._gathered[place], wide) + decoded).to(row.dtype)
         else:
             return self._gathered, Sent()

@@ -380,3 +380,18 @@ def test_marks_measure_time(backend: str) -> None:
     xp = arrays_for(like)
     first, second = xp.mark(like), xp.mark(like)
     assert 0 <= xp.seconds_between(first, second) < 1
+
+
+def test_hadamard_and_dots_are_of_each_row() -> None:
+    rng = np.random.default_rng(0)
+    for size in (1, 2, 64, 1024):
+        x, y = rng.standard_normal((2, 3, size)).astype(np.float32)
+        matrix = np.ones((1, 1))
+        while len(matrix) < size:
+            matrix = np.kron([[1, 1], [1, -1]], matrix)
+        for backend in INSTALLED:
+            array, xp = make(backend, x), arrays_for(make(backend, x))
+            np.testing.assert_allclose(as_numpy(xp.hadamard(array)), x @ matrix, rtol=1e-4, atol=1e-4)
+            dots = as_numpy(xp.row_dots(array, make(backend, y)))
+            assert dots.dtype == np.float64
+            np.testing.assert_allclose(dots[:, 0], np.sum(x.astype(float) * y, 1), rtol=1e-12)
