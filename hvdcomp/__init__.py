@@ -33,6 +33,7 @@ from hvdcomp.compressors.quantization import TernGrad as TernGrad
 from hvdcomp.compressors.quantization_blocks import FP8 as FP8
 from hvdcomp.compressors.quantization_blocks import Int4 as Int4
 from hvdcomp.compressors.quantization_blocks import Int8 as Int8
+from hvdcomp.compressors.quantization_rotated import EDEN as EDEN
 from hvdcomp.compressors.routing import ByDimensions as ByDimensions
 from hvdcomp.compressors.routing import ByName as ByName
 from hvdcomp.compressors.routing import BySize as BySize

@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 from hvdcomp.torch.weight_changes import WeightChanges  # noqa: E402
 
 RANKS, LENGTH, STEPS = 3, 301, 6
-METHODS = ["int8", "int4", "int4:rounding=stochastic", "fp8", "bf16"]
+METHODS = ["int8", "int4", "int4:rounding=stochastic", "fp8", "bf16", "eden:bits=4"]
 
 
 def weights(rank: int, step: int) -> np.ndarray:
@@ -52,8 +52,9 @@ def test_it_is_what_was_stated(spec: str) -> None:
     for step in range(STEPS):
         for rank in range(RANKS if step else 0):
             change = weights(rank, step) - stated[rank]
-            parts = method.encode(numpy_arrays, change, Context("w weights", step, 0, rank, RANKS))
-            stated[rank] += method.decode(numpy_arrays, parts, (LENGTH,)).reshape(-1)
+            context = Context("w weights", step, 0, rank, RANKS)
+            parts = method.encode(numpy_arrays, change, context)
+            stated[rank] += method.decoded(numpy_arrays, parts, (LENGTH,), context)
         for result in results:
             np.testing.assert_array_equal(result[step][0].numpy(), stated)
             sent = method.payload_bytes((LENGTH,)) if step else 4 * LENGTH

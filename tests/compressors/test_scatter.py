@@ -29,6 +29,7 @@ from tests.lockstep import Exchanged, run_lockstep
 
 METHODS = [
     "qsgd:bits=4,bucket=64", "qsgd:bits=1,bucket=3", "terngrad", "natural", "onebit", "efsignsgd", "int4:block=12",
+    "eden", "eden:bits=1,block=512",
     "fp8:rounding=stochastic", "bf16", "bf16:rounding=stochastic", "fp16", "fp16:rounding=stochastic,exchange=scatter",
 ]  # fmt: skip
 
@@ -54,7 +55,7 @@ def stated(method: Gathering, xs: Sequence[np.ndarray], step: int = 0) -> tuple[
 
     def lossy(x: np.ndarray, rank: int, name: str) -> np.ndarray:
         context = Context(f"w#{name}", step, 0, rank, ranks)
-        return method.decode(numpy_arrays, method.encode(numpy_arrays, x, context), x.shape).reshape(-1)
+        return method.decoded(numpy_arrays, method.encode(numpy_arrays, x, context), x.shape, context)
 
     result = np.zeros((ranks, length), np.float32)
     left = np.zeros_like(whole)
@@ -104,7 +105,7 @@ def stated_of_bucket(
 
     def lossy(x: np.ndarray, rank: int, name: str) -> np.ndarray:
         context = Context(name, step, 0, rank, ranks)
-        return method.decode(numpy_arrays, method.encode(numpy_arrays, x, context), x.shape).reshape(-1)
+        return method.decoded(numpy_arrays, method.encode(numpy_arrays, x, context), x.shape, context)
 
     for owner, piece in _pieces([xs[0][name].size for name in names], method.unit, ranks):
         name, part = names[piece.tensor], slice(piece.start, piece.start + piece.length)

@@ -22,7 +22,7 @@ from tests.two_hops import stated
 LENGTH = 301  # of whole blocks and a rest
 METHODS = [
     "int8", "int4", "int4:block=100", "fp8", "bf16", "fp16", "int4:rounding=stochastic", "qsgd:bits=4", "natural",
-    "terngrad", "onebit", "efsignsgd",
+    "eden", "terngrad", "onebit", "efsignsgd",
 ]  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hvdcomp import FP8, QSGD, Compressor, GlobalQSGD, Int4, Int8, Natural, TernGrad, kernels
+from hvdcomp import EDEN, FP8, QSGD, Compressor, GlobalQSGD, Int4, Int8, Natural, TernGrad, kernels
 from tests.harness import fewer_examples, some_of
 from tests.kernel_buckets import assert_as_by_themselves, run_buckets
 from tests.kernel_calls import instruction_set  # noqa: F401
@@ -66,6 +66,12 @@ MAKERS: dict[str, Callable[[int, int], list[Compressor]]] = {
     "terngrad": lambda seed, count: [TernGrad()] * count,
     "terngrad without clipping": lambda seed, count: [TernGrad(clip=0)] * count,
     "natural": lambda seed, count: [Natural()] * count,
+    **{
+        f"eden of {block}": lambda seed, count, block=block: [
+            EDEN(bits=int(bits), block=block) for bits in np.random.default_rng(seed).integers(1, 5, count)
+        ]
+        for block in (512, 1024)
+    },
     "globalqsgd": lambda seed, count: [
         GlobalQSGD(bits=int(bits)) for bits in np.random.default_rng(seed).integers(3, 17, count)
     ],
