@@ -35,7 +35,7 @@ from tests.harness import previews_of
 
 SPECS = (
     "none", "fp16", "bf16", "signsgd", "efsignsgd", "onebit", "qsgd:bits=4", "terngrad", "natural", "globalqsgd",
-    "int8", "int4", "fp8",
+    "int8", "int4", "fp8", "eden",
     "topk:ratio=0.01", "topk:ratio=0.01,values=fp16", "mstopk:ratio=0.01",
     "redsync:ratio=0.01", "dgc:ratio=0.01", "powersgd:rank=4", "powersgd:rank=4,alternating=True",
     "randomk:ratio=0.01", "randomk:ratio=0.01,unbiased=True,values=fp16",
@@ -47,7 +47,7 @@ COMPILED = (
     "fp8:rounding=stochastic", "fp8:format=e5m2", "fp8:rounding=stochastic,format=e5m2,block=100",
     "arctopk:ratio=0.2,sketch=32", "chunkedtopk:chunk=65536,k=3000,values=fp16", "efsignsgd:exchange=scatter",
     "fp16:exchange=scatter,rounding=stochastic", "bf16:exchange=scatter,rounding=stochastic",
-    "qsgd:bits=1", "qsgd:bits=7", "terngrad:clip=0", "two_level(int4)",
+    "qsgd:bits=1", "qsgd:bits=7", "terngrad:clip=0", "two_level(int4)", "eden:bits=1", "eden:bits=3,block=512",
     "randomk:ratio=0.01,unbiased=True", "randomk:ratio=0.01,values=fp16",
 )  # fmt: skip
 

@@ -58,7 +58,7 @@ EXACT = (
     "fp16:rounding=stochastic,exchange=gather", "bf16:rounding=stochastic",
     "topkc:ratio=0.1,chunk=5000", "chunkedtopk:chunk=300,k=20", "chunkedtopk", "chunkedtopk:chunk=200,k=3,values=fp16",
     "chunkedtopk:chunk=9000,k=100,values=float32", "fp8", "fp8:block=100", "fp8:format=e5m2",
-    "fp8:format=e5m2,rounding=stochastic",
+    "fp8:format=e5m2,rounding=stochastic", "eden", "eden:bits=1,block=512", "eden:bits=3", "eden:bits=4",
 )  # fmt: skip
 
 

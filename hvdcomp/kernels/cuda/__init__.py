@@ -36,6 +36,7 @@ METHODS = {
     "int8",
     "int4",
     "fp8",
+    "eden",
     "topk",
     "mstopk",
     "redsync",

@@ -23,6 +23,7 @@ from hvdcomp.kernels.cuda import (
     quant,
     quant_more,
     random,
+    rotated,
     signs,
     sparse,
     sparse_decode,
@@ -40,7 +41,9 @@ _BLOCK = 1024  # elements that a program works on at a time
 _FLAGS = 64  # in a tensor; few steps need more than one
 _LAUNCHERS: dict[str, Callable[..., Any]] = {
     name: launcher
-    for module in (dense, casts, signs, quant, quant_more, sparse, sparse_decode, chunks, random, lowrank, together)
+    for module in (
+        dense, casts, signs, quant, quant_more, rotated, sparse, sparse_decode, chunks, random, lowrank, together
+    )
     for name, launcher in module.KERNELS.items()
 }
 _interpreter = threading.Lock()  # Triton's interpreter serves one thread at a time

@@ -1,0 +1,173 @@
+"""EDEN: blocks of elements, rotated at random, as one of few levels each, as in `src/isa_quant_rotated.c`.
+
+Butterflies are in the same order as there, so that rotations have the same bits. They need no `tl.dot`, which gives
+zeros in float16 on devices of compute capability 7.0.
+"""
+
+from hvdcomp.kernels.cuda.codes import SMALLEST_SCALE, packed_code
+from hvdcomp.kernels.cuda.language import tl, triton
+from hvdcomp.kernels.cuda.x import (
+    CODES,
+    COUNT,
+    KEY,
+    RESULT,
+    SCALES,
+    SOURCED,
+    X,
+    entry,
+    floats,
+    left_of,
+    magnitude,
+    make_x,
+    no_sum,
+    payload_of,
+    piece,
+    pointer,
+    report,
+    size_of,
+    word,
+)
+
+_ROW = tl.constexpr(8)  # places for the levels of a number of bits
+_BORDERS = tl.constexpr(40)  # the place of the first border
+
+
+@triton.jit
+def _butterflies(x, APART: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums and differences of elements APART from each other."""
+    pairs = tl.permute(tl.reshape(x, (BLOCK // (2 * APART), 2, APART)), (0, 2, 1))
+    a, b = tl.split(pairs)
+    return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (BLOCK,))
+
+
+@triton.jit
+def _rotate(x, LOG: tl.constexpr):
+    """The Walsh-Hadamard transform of a block of 2**LOG elements."""
+    for stage in tl.static_range(0, LOG):
+        x = _butterflies(x, 1 << stage, 1 << LOG)
+    return x
+
+
+@triton.jit
+def _flip(x, i, key):
+    """Elements i of a tensor times their random signs."""
+    sign = (word(i // 32, key) >> (i % 32).to(tl.uint32)) << 31
+    return (x.to(tl.uint32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _value(code, levels, bits, scale):
+    """The numbers of codes, before they are rotated back."""
+    level = tl.load(levels + bits * _ROW + (code >> 1))
+    signed = (level.to(tl.int32, bitcast=True) ^ (code << 31)).to(tl.float32, bitcast=True)
+    return signed * scale
+
+
+@triton.jit
+def _pack_plane(code, bits, shift, place, first, padded, payload, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Packs a plane of a block's codes, if they have one of this width; returns the next plane's shift and begin."""
+    if bits & WIDTH != 0:
+        fields: tl.constexpr = 8 // WIDTH
+        row: tl.constexpr = 64 * WIDTH  # bytes of a group of 512 codes
+        parts = tl.reshape((code >> shift) & ((1 << WIDTH) - 1), (BLOCK // 512, fields, row))
+        packed = tl.sum(parts << (tl.arange(0, fields) * WIDTH)[None, :, None], 1)
+        byte = first // 8 * WIDTH + tl.arange(0, BLOCK // 8 * WIDTH)
+        tl.store(pointer(payload + place, tl.uint8) + byte, tl.reshape(packed, (BLOCK // 8 * WIDTH,)).to(tl.uint8))
+        shift += WIDTH
+        place += padded // 8 * WIDTH
+    return shift, place
+
+
+@triton.jit
+def eden_encode(
+    table, segments, tasks, flag, factor, decay, momentum, payload, levels,
+    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
+    PIECE: tl.constexpr, BLOCK: tl.constexpr, LOG: tl.constexpr,
+):  # fmt: skip
+    """Makes x, its codes and the scales of blocks; if KEEPS, subtracts from x what was sent.
+
+    levels: as in `hvdcomp/compressors/quantization_rotated.py`.
+    """
+    segment, start, end = piece(table, segments, tasks, PIECE)
+    bits = entry(table, segments, segment, COUNT).to(tl.int32)
+    key = entry(table, segments, segment, KEY)
+    scales = pointer(payload + entry(table, segments, segment, SCALES), tl.float32)
+    levels = pointer(levels, tl.float32)
+    padded = (size_of(table, segments, segment) + BLOCK - 1) // BLOCK * BLOCK
+    largest = tl.zeros((BLOCK,), tl.int32)
+    for block in range(start, end, BLOCK):
+        i = block + tl.arange(0, BLOCK)
+        inside = i < end
+        x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, FROM)
+        largest = tl.maximum(largest, magnitude(x))
+        wide = x.to(tl.float64)
+        squares = tl.sum(wide * wide, 0)
+        norm = tl.sqrt(squares).to(tl.float32)
+        z = _rotate(_flip(x, i, key), LOG)
+        absolute = magnitude(z).to(tl.float32, bitcast=True)
+        code = (z < 0).to(tl.int32)
+        level = absolute * 0 + tl.load(levels + bits * _ROW)
+        for above in range(1, 1 << (bits - 1)):
+            larger = absolute > norm * tl.load(levels + _BORDERS + bits * _ROW + above - 1)
+            level = tl.where(larger, tl.load(levels + bits * _ROW + above), level)
+            code += 2 * larger.to(tl.int32)
+        product = tl.sum(absolute.to(tl.float64) * level.to(tl.float64), 0)
+        inverse = tl.where(product > 0, 1 / tl.where(product > 0, product, 1.0), 0.0)
+        # Times 1, or NaN where the product is infinite.
+        scale = (squares * inverse * (1 + 0 * product)).to(tl.float32)
+        scale = tl.where(norm <= SMALLEST_SCALE, 0.0, scale)
+        tl.store(scales + block // BLOCK, scale)
+        shift = tl.zeros((), tl.int32)
+        place = entry(table, segments, segment, CODES)
+        shift, place = _pack_plane(code, bits, shift, place, block, padded, payload, 4, BLOCK)
+        shift, place = _pack_plane(code, bits, shift, place, block, padded, payload, 2, BLOCK)
+        shift, place = _pack_plane(code, bits, shift, place, block, padded, payload, 1, BLOCK)
+        if KEEPS:
+            sent = _flip(_rotate(_value(code, levels, bits, scale), LOG), i, key)
+            kept = floats(table, segments, segment, X) + i
+            if FROM == SOURCED:
+                x = tl.load(kept, mask=inside, other=0.0)
+            tl.store(kept, left_of(x, sent), mask=inside)
+    report(flag, largest)
+
+
+@triton.jit
+def eden_decode(
+    table, segments, tasks, flag, payloads, ranks, row: tl.int64, share, levels,
+    PIECE: tl.constexpr, BLOCK: tl.constexpr, LOG: tl.constexpr,
+):  # fmt: skip
+    """The mean of the ranks' blocks, in rank order, rotated back once."""
+    segment, start, end = piece(table, segments, tasks, PIECE)
+    bits = entry(table, segments, segment, COUNT).to(tl.int32)
+    key = entry(table, segments, segment, KEY)
+    place = entry(table, segments, segment, CODES)
+    scales_at = entry(table, segments, segment, SCALES)
+    result = floats(table, segments, segment, RESULT)
+    levels = pointer(levels, tl.float32)
+    padded = (size_of(table, segments, segment) + BLOCK - 1) // BLOCK * BLOCK
+    largest = tl.zeros((BLOCK,), tl.int32)
+    for block in range(start, end, BLOCK):
+        i = block + tl.arange(0, BLOCK)
+        total = no_sum(BLOCK)
+        for rank in range(0, ranks):
+            payload = payload_of(payloads, rank, row)
+            code = packed_code(payload, place, padded, bits, i, i >= 0)
+            scale = tl.load(pointer(payload + scales_at, tl.float32) + block // BLOCK)
+            total += _value(code, levels, bits, scale)
+        total = _flip(_rotate(total * share, LOG), i, key)
+        inside = i < end
+        largest = tl.maximum(largest, tl.where(inside, magnitude(total), 0))
+        tl.store(result + i, total, mask=inside)
+    report(flag, largest)
+
+
+def _encode(on, levels, block, payload):
+    on.pieces(eden_encode, payload, levels, x=True, BLOCK=block, LOG=block.bit_length() - 1)
+
+
+def _decode(on, levels, block, first, ranks, row):
+    on.pieces(eden_decode, first, ranks, row, 1 / ranks, levels, BLOCK=block, LOG=block.bit_length() - 1)
+
+
+KERNELS = {"eden_encode": _encode, "eden_decode": _decode}
+"""Launchers by kernel name."""
