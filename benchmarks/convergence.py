@@ -205,6 +205,7 @@ METHODS = (
     *_methods("qsgd:bits=4", "qsgd:bits=2", "qsgd:bits=4,exchange=scatter", changes=_BEFORE_NOISE),
     *_methods("terngrad", "natural", "globalqsgd:bits=8", "globalqsgd:bits=4"),
     *_methods("int8", "int4", "int4:rounding=stochastic", "fp8", "fp8:format=e5m2"),
+    *_methods("eden", "eden:bits=1", "eden:exchange=scatter"),
     *_methods("powersgd:rank=4", "powersgd:rank=2", "powersgd:rank=1"),
     *_methods("powersgd:rank=4,alternating=True", "powersgd:rank=1,alternating=True"),
     *_methods("atomo:rank=4", "atomo:rank=2", changes=_BEFORE_NOISE),
@@ -644,7 +645,7 @@ _FAMILIES = {
     "sparse": ("topk", "randomk", "mstopk", "redsync", "sidco", "dgc", "stc", "topkc", "arctopk", "chunkedtopk"),
     "signs": ("signsgd", "onebit", "efsignsgd"),
     "low rank": ("powersgd", "atomo"),
-    "quantized": ("qsgd", "terngrad", "natural", "globalqsgd", "int8", "int4", "fp8"),
+    "quantized": ("qsgd", "terngrad", "natural", "globalqsgd", "int8", "int4", "fp8", "eden"),
     "cast": ("fp16", "bf16"),
 }
 _COLOURS = dict(zip(_FAMILIES, ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#888888"), strict=True))

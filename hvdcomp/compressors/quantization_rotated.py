@@ -61,7 +61,7 @@ class EDEN(Gathering):
     block: Annotated[int, _BLOCK] = 1024
 
     name: ClassVar[str] = "eden"
-    examples: ClassVar[tuple[str, ...]] = ("eden", "eden:bits=1", "eden:bits=3,block=512")
+    examples: ClassVar[tuple[str, ...]] = ("eden", "eden:bits=1", "eden:block=512")
     level_name: ClassVar[str | None] = "bits"
     sends: ClassVar[str] = "bits for each element, a scale for each block"
     reference: ClassVar[str] = "Vargaftik et al. 2022, arXiv:2108.08842; Vargaftik et al. 2021, arXiv:2105.08339"

@@ -42,7 +42,7 @@ DECODED = {
     "bf16": "bfloat16_decode", "fp16:exchange=gather": "half_decode",
     "efsignsgd": "two_values_decode", "onebit": "two_values_decode",
     "signsgd": "votes_decode", "qsgd:bits=4": "multiples_decode", "qsgd:bits=7": "multiples_decode",
-    "fp8": "float8_decode", "natural": "natural_decode",
+    "fp8": "float8_decode", "natural": "natural_decode", "eden": "eden_decode",
     "topk:ratio=0.02": "sparse_decode", "chunkedtopk:chunk=50,k=5": "chunks_decode",
 }  # fmt: skip
 
@@ -70,7 +70,7 @@ def test_payloads_of_more_than_two_gigabytes(spec: str, far_apart: Any, monkeypa
     def moved(self: Any, name: str, *arguments: Any, **options: Any) -> Any:
         if name in DECODED.values():
             seen.add(name)
-            place = next(place for place, one in enumerate(arguments) if isinstance(one, torch.Tensor))
+            place = max(place for place, one in enumerate(arguments) if isinstance(one, torch.Tensor))
             first, ranks, row, *rest = arguments[place:]
             assert ranks == RANKS
             size = first.numel() * first.element_size()
@@ -104,6 +104,7 @@ FROM_PLACES = {
     "find_scales": {"payload": 1}, "terngrad_scale": {"payload": 1}, "codes_encode": {"payload": 1},
     "codes_decode": {"payloads": 1}, "plane_decode": {"payloads": 1},
     "natural_encode": {"payload": 1}, "natural_decode": {"payloads": 1},
+    "eden_encode": {"payload": 1}, "eden_decode": {"payloads": 1},
     "global_encode": {"digits": 4}, "global_decode": {"digits": 4},
     "pack_chosen": {"payload": 1}, "sparse_decode": {"payload": 1},
     "chunks_choose": {"values": 4, "places": 2}, "chunks_means": {"values": 4, "bins": 1, "payload": 1},

@@ -237,7 +237,8 @@ HVD_INLINE void put_values(
         hvd_vector value = hvd_all(levels[0]);
         if (HVD_WIDTH >= LEVELS && count > 2) value = taken(table, code >> 1);
         else
-            for (int above = 1; above < count; above++) value = choose(code >= 2 * above, hvd_all(levels[above]), value);
+            for (int above = 1; above < count; above++)
+                value = choose(code >= 2 * above, hvd_all(levels[above]), value);
         value = (hvd_vector)((places)value ^ code << 31) * scale;
         if (add) value += hvd_load(sum + i);
         hvd_store(sum + i, value);
