@@ -193,8 +193,17 @@ def _tensors(model: str, data: str) -> tuple[TensorInfo, ...]:
 
 def bytes_of_step(workload: Workload, row: Row) -> tuple[int, int]:
     """Bytes of a rank and step at the row's fixed level, and uncompressed."""
-    model, data, ranks = (workload.options[name] for name in ("model", "data", "simulate_ranks"))
-    return _payload_bytes(model, data, ranks, row.spec), _payload_bytes(model, data, ranks, "none")
+    return payload_bytes(workload.options, row.spec), payload_bytes(workload.options, "none")
+
+
+def payload_bytes(options: Mapping[str, Any], spec: str) -> int:
+    """Bytes that a rank sends in a step of a training.
+
+    Args:
+        options: of `hvdcomp train`.
+        spec: the compressor.
+    """
+    return _payload_bytes(options["model"], options["data"], options["simulate_ranks"], spec)
 
 
 @cache
@@ -220,9 +229,7 @@ def training_bytes(workload: Workload, row: Row, measured: Mapping[float, float]
         measured: by level, the bytes of whole trainings, of two levels or more.
     """
     levels = sorted(measured)
-    first, last = (
-        bytes_of_step(workload, Row("fixed", row.compressor, level))[0] for level in (levels[0], levels[-1])
-    )
+    first, last = (bytes_of_step(workload, Row("fixed", row.compressor, level))[0] for level in (levels[0], levels[-1]))
     slope = (measured[levels[-1]] - measured[levels[0]]) / (last - first)
     return measured[levels[0]] + slope * (bytes_of_step(workload, row)[0] - first)
 
