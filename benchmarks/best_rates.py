@@ -157,22 +157,23 @@ def grid_of(workload: str, spec: str, runs: Path, start: int) -> Grid:
         quality = RateRun(workload, SEARCHED, runs, spec, doublings).quality
         if quality is not None:
             trained[doublings] = quality
+
+    def untrained(*places: int) -> tuple[int, ...]:
+        return tuple(place for place in places if place not in trained and abs(place) <= FARTHEST)
+
     if not trained:
-        return Grid({}, start, (start - 1, start, start + 1))
+        return Grid({}, start, untrained(start - 1, start, start + 1))
     finished = {doublings: quality for doublings, quality in trained.items() if not math.isnan(quality)}
     if not finished:  # too high, all of them
         lower = min(trained) - 1
-        return Grid(dict.fromkeys(trained, math.inf), lower, (lower,) if lower >= -FARTHEST else ())
+        return Grid(dict.fromkeys(trained, math.inf), lower, untrained(lower))
     better = max if is_accuracy(workload) else min
     best = better(finished, key=lambda doublings: finished[doublings])
     lost = {
         doublings: math.inf if math.isnan(quality) else lost_beside(workload, quality, finished[best])
         for doublings, quality in trained.items()
     }
-    following = tuple(
-        doublings for doublings in (best - 1, best + 1) if doublings not in trained and abs(doublings) <= FARTHEST
-    )
-    return Grid(lost, best, following)
+    return Grid(lost, best, untrained(best - 1, best + 1))
 
 
 def lost_beside(workload: str, quality: float, reference: float) -> float:

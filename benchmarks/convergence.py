@@ -118,9 +118,7 @@ WORKLOADS = {
         {**_LONG, "local_steps": 30}, "loss=1.6", beside="gpt-long", only=("none", "int4", "chunkedtopk")
     ),
     "gpt-alone": Workload(_LONG, "loss=1.6", beside="gpt-long", only=("none",), ranks=1),
-    "gpt-alone-rounds": Workload(
-        {**_LONG, "local_steps": 30}, "loss=1.6", beside="gpt-long", only=("none",), ranks=1
-    ),
+    "gpt-alone-rounds": Workload({**_LONG, "local_steps": 30}, "loss=1.6", beside="gpt-long", only=("none",), ranks=1),
     "lstm": Workload(
         {
             "model": "lstm",
@@ -261,10 +259,7 @@ class MethodRun(Run):
             "quality": last[metric],
             "steps_to_target": None if reached is None else reached["step"],
             "bytes_to_target": None if reached is None else reached["bytes_sent"],
-            **{
-                f"waits_{link}": None if on_links is None else on_links[link] - on_links[NO_TIME]
-                for link in LINKS
-            },
+            **{f"waits_{link}": None if on_links is None else on_links[link] - on_links[NO_TIME] for link in LINKS},
         }
 
 

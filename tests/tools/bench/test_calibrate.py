@@ -292,9 +292,7 @@ def test_the_engine_waits_for_the_cycle_once_a_round_and_float16_is_added_up_slo
     ("node", "across", "inside", "why_not"),
     [(2, 3, 2, ""), (1, 4, None, "each node has one rank"), (4, 1, None, "all ranks are on one node")],
 )
-def test_levels_are_several_nodes_of_several_ranks(
-    node: int, across: int, inside: int | None, why_not: str
-) -> None:
+def test_levels_are_several_nodes_of_several_ranks(node: int, across: int, inside: int | None, why_not: str) -> None:
     sizes = {"node": node, "across": across}
     ranks: Any = SimpleNamespace(part=lambda group: SimpleNamespace(world_size=sizes[group]))
     found = find_levels(ranks)
@@ -550,9 +548,7 @@ def test_one_rank_is_told_how_to_start() -> None:
         ("mlp", "two_level(qsgd:bits=4)", "x.json", ("two_level(qsgd:bits=4)", "each node has one rank")),
     ],
 )
-def test_what_cannot_work_is_refused(
-    model: str, spec: str, file: str, words: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_what_cannot_work_is_refused(model: str, spec: str, file: str, words: tuple[str, ...], tmp_path: Path) -> None:
     pytest.importorskip("torch")
     flat = Levels(Mock(), why_not="each node has one rank")
     with pytest.raises((SetupError, SpecError)) as refused:

@@ -1,0 +1,139 @@
+"""The benchmark of best learning rates: its search ends between two worse rates, and its page compares at these."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from hvdcomp.tools.train.options import TrainingOptions
+from tests.loaded import load_file
+
+
+@pytest.fixture
+def benchmark_file() -> ModuleType:
+    return load_file("benchmarks/best_rates.py", "benchmark_best_rates")
+
+
+Loss = Callable[[Any], float | None]
+
+
+def _written(run: Any, loss: float | None) -> None:
+    """A run's summary and its last evaluation, as `hvdcomp train` leaves them; None for one that diverged."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    options = {**TrainingOptions(**run.options).resolved().as_json(), "backend": "simulated"}
+    status = "diverged" if loss is None else "finished"
+    factor = {"none": 1.0, "eden:bits=1": 23.5}.get(run.spec, 13.0)
+    summary = {"status": status, "options": options, "bytes_sent": 1e6 / factor, "compression_factor": factor}
+    (run.folder / "summary.json").write_text(json.dumps(summary))
+    (run.folder / "evaluations.jsonl").write_text(json.dumps({"accuracy": loss, "loss": loss}) + "\n")
+    (run.folder / "run.json").write_text(json.dumps({"commit": "abc", "seconds": 1.0, "error": None}))
+
+
+def _trainer(loss: Loss, order: list[Any]) -> Callable[[Sequence[Any]], list[Any]]:
+    def train(todo: Sequence[Any]) -> list[Any]:
+        for run in todo:
+            assert run.record is None, "nothing is trained twice"
+            _written(run, loss(run))
+        order.extend(todo)
+        return []
+
+    return train
+
+
+@pytest.mark.thorough
+def test_every_method_can_be_trained(benchmark_file: ModuleType, tmp_path: Path) -> None:
+    for workload in benchmark_file.WORKLOADS:
+        methods = benchmark_file.methods_of(workload)
+        assert methods[0] == "none"
+        for spec in methods:
+            TrainingOptions(**benchmark_file.RateRun(workload, 0, tmp_path, spec, 1).options).resolved()
+        for spec in benchmark_file.PAIRS:
+            for rival in benchmark_file.rivals_of(workload, spec):
+                sent, others = (
+                    benchmark_file.payload_bytes(benchmark_file.WORKLOADS[workload], s) for s in (spec, rival)
+                )
+                assert rival == "terngrad" or others >= sent, "the rival sends no less"
+
+
+@pytest.mark.parametrize("best", [-5, 0, 4])
+def test_the_search_ends_between_two_worse_rates(benchmark_file: ModuleType, tmp_path: Path, best: int) -> None:
+    order: list[Any] = []
+
+    def loss(run: Any) -> float | None:
+        at = best if run.spec == "none" else best + 2
+        return None if run.doublings > at + 1 else 2.0 + abs(run.doublings - at)
+
+    methods = ["none", "eden"]
+    assert not benchmark_file.search("gpt", methods, tmp_path, _trainer(loss, order))
+    start = benchmark_file.grid_of("gpt", "none", tmp_path, 0)
+    assert (start.best, start.next) == (best, ())
+    assert {best - 1, best, best + 1} <= set(start.lost)
+    assert start.lost[best + 1] == pytest.approx(50)
+    eden = benchmark_file.grid_of("gpt", "eden", tmp_path, best)
+    assert eden.best == best + 2
+    assert min(run.doublings for run in order if run.spec == "eden") == best - 1, "it begins around that of dense"
+
+
+def test_the_search_ends_where_every_rate_diverges(benchmark_file: ModuleType, tmp_path: Path) -> None:
+    order: list[Any] = []
+    loss: Loss = lambda run: None if run.spec == "eden" or run.doublings > -2 else 2.0  # noqa: E731
+    benchmark_file.search("gpt", ["eden"], tmp_path, _trainer(loss, order))
+    tried = {run.doublings for run in order if run.spec == "eden"}
+    assert min(tried) == -benchmark_file.FARTHEST
+    assert benchmark_file.grid_of("gpt", "eden", tmp_path, 0).next == ()
+
+
+def test_the_page_compares_each_at_its_own_best_rate(benchmark_file: ModuleType, tmp_path: Path) -> None:
+    runs, file, order = tmp_path / "runs", tmp_path / "page.md", []
+    best = {"none": 1, "eden": 2}
+
+    def loss(run: Any) -> float | None:
+        chance = 0.01 * (run.seed - 102)
+        worse = {"none": 0.0, "eden": 0.01, "terngrad": 0.2}.get(run.spec, 0.1)
+        return (2.0 + chance) * (1 + worse) * 1.005 ** abs(run.doublings - best.get(run.spec, 1))
+
+    train, seeds = _trainer(loss, order), (101, 102, 103)
+    methods = benchmark_file.methods_of("gpt")
+    benchmark_file.search("gpt", methods, runs, train)
+    train(benchmark_file.at_best_rates("gpt", methods, runs, seeds))
+    rest = benchmark_file.at_rate_of_dense("gpt", methods, runs, seeds)
+    train([run for run in rest if run.record is None])
+    words = ["--page-only", "--seeds", "101,102,103", "--runs", str(runs), "--table", str(file)]
+    done = CliRunner().invoke(benchmark_file.main, words)
+    assert done.exit_code == 0, done.output
+    page = file.read_text()
+    assert "at commit `abc`" in page
+    assert "| `none` | 1.0 | 0.004 | 2.0000 ± 0.0248 |" in page
+    row = "| `eden` | 13.0 | 0.008 | 2.0200 ± 0.0251 | +1.00 ± 0.00 | +1.50 ± 0.00 | 0.004 to 0.016 |"
+    assert row in page, [line for line in page.splitlines() if line.startswith("| `eden`")]
+    better = [line for line in page.splitlines() if line.startswith("| `eden` | `terngrad`")]
+    assert better == ["| `eden` | `terngrad` | 100% | -15.83 ± 0.00 | **better** |"]
+    assert "gpt,eden:bits=1,4,23.5" in file.with_suffix(".csv").read_text()
+
+
+def test_the_verdict_is_by_the_interval(benchmark_file: ModuleType) -> None:
+    assert benchmark_file.verdict([-1.0, -1.1, -0.9]) == "**better**"
+    assert benchmark_file.verdict([1.0, 1.1, 0.9]) == "worse"
+    assert benchmark_file.verdict([-1.0, 1.1, 0.2]) == "no difference shown"
+    assert benchmark_file.verdict([-1.0]) == "one seed says nothing"
+
+
+def test_accuracy_is_lost_in_points(benchmark_file: ModuleType) -> None:
+    assert benchmark_file.lost_beside("mnist1d", 88.0, 90.0) == 2.0
+    assert benchmark_file.lost_beside("gpt", 2.2, 2.0) == pytest.approx(10)
+    assert math.isnan(benchmark_file.lost_beside("gpt", math.nan, 2.0))
+
+
+def test_the_seed_of_the_search_is_not_reported(benchmark_file: ModuleType, tmp_path: Path) -> None:
+    done = CliRunner().invoke(benchmark_file.main, ["--page-only", "--runs", str(tmp_path), "--seeds", "0,1"])
+    assert done.exit_code == 2
+    assert "seed 0 is that of the search" in done.output
+    done = CliRunner().invoke(benchmark_file.main, ["--page-only", "--runs", str(tmp_path)])
+    assert "there is no finished method in" in done.output
