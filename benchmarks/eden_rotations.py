@@ -1,5 +1,5 @@
-"""The error of the mean of ranks that send EDEN's levels: with one rotation for all ranks, as hvdcomp has it, and with
-a rotation of each rank's own.
+"""The error of the mean of ranks that send EDEN's levels, in two tables: with one rotation for all ranks, as hvdcomp
+has it, and with a rotation of each rank's own; and scattered, by the bits of chunks and of means.
 
     python benchmarks/eden_rotations.py
 
@@ -11,15 +11,20 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 
 import click
 import numpy as np
 
 from hvdcomp import EDEN
 from hvdcomp.arrays import numpy_arrays
-from hvdcomp.compressors.protocol import Context
+from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
+from hvdcomp.compressors.protocol import Context, TensorInfo
+from hvdcomp.exchange.engine import Engine
 
 BLOCKS = 60
+SCATTERED = ((1, 1), (1, 2), (2, 1), (1, 3), (2, 2), (2, 3), (3, 2), (2, 4), (3, 3), (4, 2))
+"""Bits of chunks, and bits of means."""
 
 
 def gradients(ranks: int, shared: float, seed: int) -> np.ndarray:
@@ -39,8 +44,22 @@ def error(method: EDEN, x: np.ndarray, one_for_all: bool) -> float:
             context = dataclasses.replace(context, name=f"w{rank}")
         parts = method.encode(numpy_arrays, gradient, context)
         total += method.decoded(numpy_arrays, parts, gradient.shape, context)
+    return _percent(total / len(x), x)
+
+
+def scattered_error(method: EDEN, x: np.ndarray) -> float:
+    """The same of the scattered exchange."""
+
+    def work(communicator: InProcessCommunicator) -> np.ndarray:
+        engine = Engine(communicator, [TensorInfo("w", x[0].shape)], method, min_numel=0, min_ndim=0)
+        return np.asarray(engine.step({"w": x[communicator.rank]})["w"])
+
+    return _percent(run_ranks(len(x), work)[0], x)
+
+
+def _percent(result: np.ndarray, x: np.ndarray) -> float:
     mean = x.mean(0)
-    return 100 * float(np.sum((total / len(x) - mean) ** 2) / np.sum(mean**2))
+    return 100 * float(np.sum((result - mean) ** 2) / np.sum(mean**2))
 
 
 @click.command(help=__doc__)
@@ -50,7 +69,18 @@ def main() -> None:
     for shared, ranks in itertools.product((0.0, 0.1, 0.5, 0.9), (4, 16, 64)):
         x = gradients(ranks, shared, ranks)
         cells = [error(EDEN(bits=bits), x, one) for bits in (1, 2) for one in (True, False)]
-        print(f"| {shared:.0%} | {ranks} | " + " | ".join(f"{cell:.1f} %" for cell in cells) + " |", flush=True)
+        _print_row(shared, ranks, cells)
+    print("\nScattered, bits of chunks + bits of means:\n")
+    print("| shared energy | ranks | " + " | ".join(f"{bits} + {back}" for bits, back in SCATTERED) + " |")
+    print("|--:|--:|" + "--:|" * len(SCATTERED))
+    for shared, ranks in itertools.product((0.0, 0.1, 0.5, 0.9), (4, 16, 64)):
+        x = gradients(ranks, shared, ranks)
+        methods = [EDEN(bits=bits, back=back, exchange="scatter") for bits, back in SCATTERED]
+        _print_row(shared, ranks, [scattered_error(method, x) for method in methods])
+
+
+def _print_row(shared: float, ranks: int, errors: Sequence[float]) -> None:
+    print(f"| {shared:.0%} | {ranks} | " + " | ".join(f"{error:.1f} %" for error in errors) + " |", flush=True)
 
 
 if __name__ == "__main__":

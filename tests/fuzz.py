@@ -18,6 +18,7 @@ from hvdcomp import ByDimensions, ByName, BySize, Compressor, ErrorFeedback, Mom
 from hvdcomp.arrays.types import Array
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.compressors import COMPRESSORS
+from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.low_rank import PowerSGD, matrix_shape
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.parsing import parse_compressor
@@ -37,6 +38,7 @@ _SETTINGS: dict[str, Callable[[random.Random], Any]] = {
     "values": lambda rng: rng.choice(["same", "fp16"]),
     "rank": lambda rng: rng.randint(1, 6),
     "bits": lambda rng: rng.randint(1, 16),
+    "back": lambda rng: rng.choice([None, rng.randint(1, 4)]),
     **dict.fromkeys(("bucket", "block"), lambda rng: rng.choice([1, 3, 16, 512, 4096])),
     "rounds": lambda rng: rng.randint(1, 30),
     "stages": lambda rng: rng.randint(1, 5),
@@ -239,11 +241,13 @@ def _check_bytes(engine: Engine, step: int) -> None:
             side = matrix_shape(tensor.shape)[step % 2]
             promised = 2 * promised * side // sum(matrix_shape(tensor.shape))
         allowed = {promised}
-        if compressor.payloads_sent(ranks) != 1:
+        if isinstance(compressor, Gathering) and compressor.scatters(ranks):
             scattered = True
             # Of a bucket, whose chunks are cut as one, without what fills up the chunks of a tensor by itself.
-            alone = compressor.payload_bytes(tensor.shape, dtype=tensor.dtype)
-            allowed.add(int(alone * compressor.payloads_sent(ranks)))
+            alone, of_mean = (
+                one.payload_bytes(tensor.shape, dtype=tensor.dtype) for one in (compressor, compressor.of_means)
+            )
+            allowed.add(int(alone + of_mean / ranks))
         assert cost.tensors[name].bytes_sent in allowed, f"{name}: {cost.tensors[name].bytes_sent}, not {allowed}"
     if scattered:  # chunks are as long as the longest
         return

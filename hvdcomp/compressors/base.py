@@ -196,17 +196,16 @@ class Compressor(Described):
 
     def payloads(self, shape: tuple[int, ...], dtype: str = "float32", ranks: int = 1) -> tuple[SentPayload, ...]:
         """The payloads that `payload_bytes` adds up: one for each collective of a step, in order."""
-        return payloads_of(self, tuple(shape), dtype, ranks if self.payloads_sent(ranks) != 1 else 1)
+        return payloads_of(self, tuple(shape), dtype, ranks if self.scatters(ranks) else 1)
 
-    def payloads_sent(self, ranks: int) -> float:
-        """How many times its payload's bytes a rank sends in a step: 1, or more if chunks are scattered."""
-        return 1
+    def scatters(self, ranks: int) -> bool:
+        """Whether each of this number of ranks averages one chunk of a tensor for all ranks (`gathering`)."""
+        return False
 
     def bytes_in_bucket(self, tensor: TensorInfo, context: Context) -> tuple[float, float]:
         """Bytes that a rank hands to collectives for a tensor of a bucket in a step: in all, and within its node."""
         payloads = payloads_of_step(self, tensor.shape, tensor.dtype, context.step % self.period)
-        sent = sum(payload.bytes for payload in payloads)
-        return sent * self.payloads_sent(context.world_size), 0
+        return sum(payload.bytes for payload in payloads), 0
 
     def payload_floats(self, shape: tuple[int, ...], level: Level | None = None) -> float:
         """The payload in the papers' unit: values sent, counted as 32-bit floats, without indices."""

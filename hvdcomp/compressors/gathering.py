@@ -18,7 +18,16 @@ from hvdcomp.arrays.types import Array, number_of_elements
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload, gathered
 from hvdcomp.compressors.packing import average_decoded, outcome_like, pad
-from hvdcomp.compressors.protocol import Aggregation, AllGather, AllToAll, Context, Request, SparseVector, run_alone
+from hvdcomp.compressors.protocol import (
+    Aggregation,
+    AllGather,
+    AllToAll,
+    Context,
+    Request,
+    SparseVector,
+    TensorInfo,
+    run_alone,
+)
 from hvdcomp.compressors.scatter_bucket import aggregate_chunks, residual_bound
 from hvdcomp.specs.described import Rule
 
@@ -75,8 +84,17 @@ class Gathering(Compressor):
         """The elements of one payload, a vector; `context` is that of `encode`."""
         return xp.flatten(self.restore(xp, self.decode(xp, parts, shape), shape, context))
 
+    @property
+    def of_means(self) -> Gathering:
+        """The compressor with which the mean of a chunk is compressed again: this one, or one that differs from it only
+        in its level, with the same chunks."""
+        return self
+
+    def with_exchange(self, exchange: str) -> Gathering:
+        """The same method with another `exchange`."""
+        return dataclasses.replace(self, exchange=exchange)
+
     def scatters(self, ranks: int) -> bool:
-        """Whether this number of ranks scatters."""
         return ranks > 1 and (self.exchange == "scatter" or (self.exchange == "auto" and ranks >= LEAST_RANKS))
 
     form: ClassVar[str] = "encode_bucket"
@@ -124,8 +142,11 @@ class Gathering(Compressor):
     def preview_bucket(self, bucket: Bucket) -> None:
         run_alone(self._gather_bucket(bucket))
 
-    def payloads_sent(self, ranks: int) -> float:
-        return 1 + 1 / ranks if self.scatters(ranks) else 1
+    def bytes_in_bucket(self, tensor: TensorInfo, context: Context) -> tuple[float, float]:
+        sent, in_node = super().bytes_in_bucket(tensor, context)
+        if self.scatters(context.world_size):
+            sent += self.of_means.payload_bytes(tensor.shape, dtype=tensor.dtype) / context.world_size
+        return sent, in_node
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         if self.scatters(context.world_size):
@@ -186,9 +207,9 @@ class Gathering(Compressor):
         mean, encoded = yield from self.reduce_scatter(xp, chunks, context)
         largest = xp.reshape(xp.row_largest(xp.reshape(mean, (1, length))), (1,))
         mean = mean * (1 + 0 * (largest * residual_bound(length, ranks)))  # times 1, or NaN
-        of_mean = _of_chunk(context, "mean")
-        gathered = yield AllGather(self.encode(xp, mean, of_mean))
-        means = [self.decoded(xp, parts, (length,), of_mean) for parts in gathered]
+        method, of_mean = self.of_means, _of_chunk(context, "mean")
+        gathered = yield AllGather(method.encode(xp, mean, of_mean))
+        means = [method.decoded(xp, parts, (length,), of_mean) for parts in gathered]
         sent = self.counted(xp, chunks, encoded, context)
         sent[own] = chunks[own] - (mean - means[own]) * ranks
         size = number_of_elements(tuple(x.shape))

@@ -7,6 +7,7 @@ known before the gradient is, and no error feedback is needed.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -21,8 +22,9 @@ from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.packing import pack, packed_bytes, pad, unpack
 from hvdcomp.compressors.protocol import Context
 from hvdcomp.compressors.randomness import random_words, shared_key
+from hvdcomp.errors import SpecError
 from hvdcomp.kernels.limits import SMALLEST_SCALE
-from hvdcomp.specs.described import Rule, between, is_whole
+from hvdcomp.specs.described import Rule, between, is_whole, or_none
 from hvdcomp.specs.levels import Level
 
 LEVELS = {
@@ -36,6 +38,7 @@ LEVELS = {
 ERRORS = {1: 0.571, 2: 0.133, 3: 0.036, 4: 0.0095}
 """The expectation of |x - C(x)|^2 / |x|^2, by bits, for normal x; for any x of many elements it is near that."""
 
+_BITS = between(1, 4)
 _BLOCK = Rule(lambda value: is_whole(value, 1) and value in (512, 1024), "512 or 1024")
 
 
@@ -51,14 +54,18 @@ class EDEN(Gathering):
     Attributes:
         bits: bits of a level, 1 to 4. The squared error is 57, 13, 3.6 and 0.95 % of |x|^2.
         block: elements that are rotated together, 512 or 1024. The last block of a tensor is padded with zeros.
+        back: bits of a level of the means that the scattered exchange compresses again, 1 to 4. By default one more
+            than `bits`, at most 4: the error of means is not averaged over ranks, so for the same bytes a bit more for
+            means lowers the error of the result more than a bit more for chunks.
 
     Example:
         >>> EDEN(bits=2).payload_bytes((1024, 1024))
         266240
     """
 
-    bits: Annotated[int, between(1, 4)] = 2
+    bits: Annotated[int, _BITS] = 2
     block: Annotated[int, _BLOCK] = 1024
+    back: Annotated[int | None, or_none(_BITS)] = None
 
     name: ClassVar[str] = "eden"
     examples: ClassVar[tuple[str, ...]] = ("eden", "eden:bits=1", "eden:block=512")
@@ -66,10 +73,27 @@ class EDEN(Gathering):
     sends: ClassVar[str] = "bits for each element, a scale for each block"
     reference: ClassVar[str] = "Vargaftik et al. 2022, arXiv:2108.08842; Vargaftik et al. 2021, arXiv:2105.08339"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.back is not None and self.exchange == "gather":
+            raise SpecError(
+                f"eden: back={self.back} with exchange=gather is not allowed: only scattered means are compressed "
+                "again; set exchange=scatter, or leave out back"
+            )
+
     @property
     def unit(self) -> int:  # type: ignore[override]
         """A block."""
         return self.block
+
+    @property
+    def of_means(self) -> EDEN:
+        bits = min(self.bits + 1, max(LEVELS)) if self.back is None else self.back
+        return self if bits == self.bits else dataclasses.replace(self, bits=bits)
+
+    def with_exchange(self, exchange: str) -> EDEN:
+        """Without `back`, if gathered."""
+        return dataclasses.replace(self, exchange=exchange, back=None if exchange == "gather" else self.back)
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
         """The packed levels and the scales. A block whose norm is at most 2**-96 is sent as zeros.

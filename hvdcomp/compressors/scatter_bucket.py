@@ -30,10 +30,14 @@ class CodesBuckets(Protocol):
 
     Attributes:
         unit: chunks begin at multiples of this number of elements of a tensor.
+        of_means: the method of the chunks' means: it encodes and decodes buckets as this one does, at another level.
     """
 
     @property
     def unit(self) -> int: ...
+
+    @property
+    def of_means(self) -> CodesBuckets: ...
 
     def payload(self, bucket: Bucket) -> Payload:
         """Storage of the bucket's payload."""
@@ -61,7 +65,7 @@ def aggregate_chunks(method: CodesBuckets, bucket: Bucket) -> BucketAggregation:
     own_chunk.encode_mean(method, bucket, layout.zeros)
     gathered = yield AllGather((layout.sent,))
     payloads = [payload for (payload,) in gathered]
-    decoded = [chunk.decode(method, bucket, payloads) for chunk in (own_chunk, other_chunks)]
+    decoded = [chunks.decode(method, bucket, payloads) for chunks in layout.decoders]
     found_inf = any_found_inf(found_inf, *decoded)
     own_chunk.keep(bucket)
     if bucket.widens and bucket.device is None:  # on a device, `each_tensor.step_of` does it
@@ -85,12 +89,12 @@ def payloads_of_chunks(members: Sequence[tuple[TensorInfo, Any]], ranks: int) ->
         members: each tensor of the bucket with its compressor.
         ranks: number of ranks, 2 or more.
     """
-    chunks = [0] * ranks
+    chunks, means = [0] * ranks, [0] * ranks
     for owner, piece in _pieces([tensor.size for tensor, _ in members], members[0][1].unit, ranks):
         _, compressor = members[piece.tensor]
         chunks[owner] += compressor.payload_bytes((piece.length,))  # as if gathered
-    longest = max(chunks)
-    return SentPayload("alltoall", ranks * longest), SentPayload("allgather", longest)
+        means[owner] += compressor.of_means.payload_bytes((piece.length,))
+    return SentPayload("alltoall", ranks * max(chunks)), SentPayload("allgather", max(means))
 
 
 class _Piece(NamedTuple):
@@ -109,6 +113,7 @@ class _Pieces:
         pieces: the pieces, each with the rank that averages it.
         memory: memory of the bucket of pieces.
         rows: rows of its payload.
+        compressors: the compressor of each tensor of the whole bucket; by default the whole bucket's.
 
     Attributes:
         bucket: the bucket of pieces.
@@ -121,14 +126,15 @@ class _Pieces:
         pieces: Sequence[tuple[int, _Piece]],
         memory: Memory,
         rows: PayloadRows | None = None,
+        compressors: Sequence[Any] | None = None,
     ) -> None:
         self.elements = sum(piece.length for _, piece in pieces)
         self._members = np.array([piece.tensor for _, piece in pieces], np.int64)
         self._starts = np.array([piece.start for _, piece in pieces], np.uint64)
         names = [f"{whole.tensors[piece.tensor].name}#{owner}" for owner, piece in pieces]
         tensors = [TensorInfo(name, (piece.length,)) for name, (_, piece) in zip(names, pieces, strict=True)]
-        compressors = [whole.compressors[piece.tensor] for _, piece in pieces]
-        self.bucket = Bucket(tensors, compressors, memory, whole.device, whole.xp, rows=rows)
+        of_pieces = [(compressors or whole.compressors)[piece.tensor] for _, piece in pieces]
+        self.bucket = Bucket(tensors, of_pieces, memory, whole.device, whole.xp, rows=rows)
         self.bucket.context = whole.context
 
     def enter(self, whole: Bucket) -> None:
@@ -148,6 +154,15 @@ class _Pieces:
         width = 2 if name == "kept" and whole.memory.rounds_to else 4
         return np.where(tensors == 0, tensors, tensors + np.uint64(width) * self._starts)
 
+    def decode_means(self, method: CodesBuckets, whole: Bucket, payloads: Sequence[Array]) -> bool | Array:
+        """Decodes payloads of means to the results: those of all ranks, of whose rows the bucket uses its own."""
+        first, second = payloads[:2]
+        if address_of(second) - address_of(first) != first.shape[0]:  # other requests of the round lie between them
+            first = whole.xp.concatenate(payloads)
+        self.bucket.suffix = _OF_MEANS
+        self.bucket.segments["result"] = self.addresses(whole, "result")
+        return method.decode_bucket(self.bucket, first, 1, 0)
+
 
 class _OtherChunks(_Pieces):
     """The chunks of the other ranks."""
@@ -163,14 +178,16 @@ class _OtherChunks(_Pieces):
 
     def decode(self, method: CodesBuckets, whole: Bucket, payloads: Sequence[Array]) -> bool | Array:
         """Decodes the other ranks' payloads of means to the results."""
-        if not self.elements:
-            return False
-        first, second = payloads[:2]
-        if address_of(second) - address_of(first) != first.shape[0]:  # other requests of the round lie between them
-            first = whole.xp.concatenate(payloads)
-        self.bucket.suffix = _OF_MEANS
-        self.bucket.segments["result"] = self.addresses(whole, "result")
-        return method.decode_bucket(self.bucket, first, 1, 0)
+        return self.decode_means(method, whole, payloads) if self.elements else False
+
+
+class _AllChunks(_Pieces):
+    """The chunks of all ranks, laid out as payloads of means, for means that are compressed at another level."""
+
+    def decode(self, method: CodesBuckets, whole: Bucket, payloads: Sequence[Array]) -> bool | Array:
+        """Decodes all payloads of means to the results."""
+        self.bucket.begin(whole.context)
+        return self.decode_means(method, whole, payloads)
 
 
 class _OwnChunk:
@@ -268,6 +285,7 @@ class _Layout:
     Attributes:
         own: the chunk that this rank averages.
         others: the chunks that the other ranks average.
+        decoders: the chunks that decode the payloads of means: `own` and `others`, if means have the same layout.
         rows: a payload for each rank, uint8 (ranks, length); this rank's own row is unused.
         sent: the payload of the mean, uint8 (length,).
         zeros: on the host, as many zeros as the longest piece has elements.
@@ -285,9 +303,17 @@ class _Layout:
         rows = PayloadRows(owners, ranks, self.own.payload_bytes(method))
         self.others = _OtherChunks(bucket, other_pieces, bucket.memory, rows)
         self.rows = _rows_of(method, self.others.bucket, rows)
-        rows = PayloadRows(np.zeros(len(own_pieces), np.int64), 1, self.rows.shape[1])
+        self.decoders: Sequence[_OwnChunk | _OtherChunks | _AllChunks] = self.own, self.others
+        length, of_means = self.rows.shape[1], [compressor.of_means for compressor in bucket.compressors]
+        if any(one is not other for one, other in zip(of_means, bucket.compressors, strict=True)):
+            rows = PayloadRows(np.array([owner for owner, _ in pieces], np.int64), ranks, 0)
+            means = _AllChunks(bucket, pieces, NoMemory(), rows, of_means)
+            length = _rows_of(method, means.bucket, rows).shape[1]
+            means.bucket.layout.payload = None  # it only decodes, and the storage is as large as what a rank receives
+            self.decoders = (means,)
+        rows = PayloadRows(np.zeros(len(own_pieces), np.int64), 1, length)
         memory = ErrorFeedback() if bucket.keeps else NoMemory()
-        self.own.means = _Pieces(bucket, own_pieces, memory, rows).bucket
+        self.own.means = _Pieces(bucket, own_pieces, memory, rows, of_means).bucket
         self.sent = _rows_of(method, self.own.means, rows)[0]
         self.zeros = np.zeros(int(sizes.max()) if bucket.device is None else 0, np.float32)
 

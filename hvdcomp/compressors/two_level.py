@@ -110,7 +110,7 @@ class TwoLevel(Compressor):
     default_memory = _of_compressor("default_memory")
     name_patterns = _of_compressor("name_patterns")
     payload_floats = _of_compressor("payload_floats")  # of all ranks of a node together
-    payloads_sent = _of_compressor("payloads_sent")
+    scatters = _of_compressor("scatters")
     prepare = _of_compressor("prepare")
     has_bucket_form = _of_compressor("has_bucket_form")
 

@@ -210,7 +210,7 @@ class Buckets:
     def _gathered_of(self, name: str, compressor: Compressor) -> float:
         """Bytes that one rank gathers of a tensor's payloads; 0 where it gathers shares of them, scattered or in two
         levels: that is little, and which rank has which share depends on the whole bucket."""
-        if self._most_gathered is None or needs_nodes(compressor) or compressor.payloads_sent(self._ranks) != 1:
+        if self._most_gathered is None or needs_nodes(compressor) or compressor.scatters(self._ranks):
             return 0.0
         tensor = self._tensors[name]
         payloads = compressor.payloads(tensor.shape, tensor.dtype, self._ranks)

@@ -196,7 +196,7 @@ class Adviser:
     def _equivalent_ranks(self, spec: str, ranks: int) -> int:
         """A small number of ranks with the same exchange; the exchange of few methods depends on the number."""
         compressor = self.compressors[spec]
-        if any(leaf.payloads_sent(ranks) != 1 for leaf in compressor.leaves()):
+        if any(leaf.scatters(ranks) for leaf in compressor.leaves()):
             return ranks
         if not needs_nodes(compressor):
             return 1

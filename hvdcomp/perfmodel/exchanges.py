@@ -17,7 +17,6 @@ import numpy as np
 from hvdcomp.arrays.types import dtype_bytes, wide_dtype
 from hvdcomp.compressors import Compressor, TensorInfo
 from hvdcomp.compressors.choice import MIN_NDIM, MIN_NUMEL, Chooser, Plan
-from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.protocol import Group
 from hvdcomp.compressors.scatter_bucket import payloads_of_chunks
 from hvdcomp.compressors.sizes import SentPayload, state_elements
@@ -113,7 +112,8 @@ class Exchange:
 
         For gathered payloads it is the number of ranks. For scattered ones it is 2 - 1 / ranks: the other ranks'
         payloads of a chunk, and the means of all chunks. The encoded bytes are equal: scattered, a rank encodes the
-        other ranks' chunks and the mean of its own. In two levels, nodes replace ranks.
+        other ranks' chunks and the mean of its own. Means count as many bytes as chunks, whatever their level, as the
+        times follow from the elements. In two levels, nodes replace ranks.
 
         Args:
             ranks: number of ranks of the exchange; any if nothing is scattered.
@@ -122,17 +122,15 @@ class Exchange:
         encoded: Array = 0.0
         decoded: Array = 0.0
         for among, senders in (("all", ranks), ("across", np.ceil(ranks / self.ranks_per_node))):
-            gathered, received = (
-                sum(
-                    collective.bytes
-                    for collectives in self.rounds
-                    for collective in collectives
-                    if (collective.kind, collective.among) == (kind, among)
-                )
-                for kind in ("allgather", "alltoall")
-            )
-            encoded = encoded + gathered + received * (1 - 1 / senders)
-            decoded = decoded + gathered * senders + received * (1 - 1 / senders)
+            received = 0.0
+            for collectives in self.rounds:
+                sizes = {collective.kind: collective.bytes for collective in collectives if collective.among == among}
+                gathered = 0.0 if received else sizes.get("allgather", 0.0)  # after an alltoall, they are means
+                received += sizes.get("alltoall", 0.0)
+                encoded = encoded + gathered
+                decoded = decoded + gathered * senders
+            encoded = encoded + received
+            decoded = decoded + received * (2 - 1 / senders)
         return np.where(encoded > 0, decoded / np.where(encoded > 0, encoded, 1), ranks)
 
 
@@ -209,8 +207,7 @@ def _rounds_of(members: Iterable[tuple[TensorInfo, Compressor]], ranks: int, ran
         if isinstance(compressor, TwoLevel) and ranks_per_node == 1:
             compressor = compressor.compressor
         in_bucket = compressor.has_bucket_form and tensor.dtype in compressor.bucket_dtypes
-        scattered = isinstance(compressor, Gathering) and compressor.scatters(ranks)
-        if isinstance(compressor, TwoLevel) or (scattered and in_bucket):
+        if isinstance(compressor, TwoLevel) or (in_bucket and compressor.scatters(ranks)):
             kind = (compressor.bucket_family, tensor.dtype) if in_bucket else tensor.name
             buckets.setdefault(kind, []).append((tensor, compressor))
         else:

@@ -35,7 +35,7 @@ def in_each_way(compressor: Compressor) -> tuple[Compressor, ...]:
     """
     if not _is_decoded_by_ranks(compressor):
         return (compressor,)
-    return tuple(dataclasses.replace(compressor, exchange=way) for way in WAYS)
+    return tuple(compressor.with_exchange(way) for way in WAYS)
 
 
 def _is_decoded_by_ranks(compressor: Compressor) -> TypeGuard[Gathering]:
@@ -98,7 +98,7 @@ def encode_time_of(
     if own is not None or not _is_decoded_by_ranks(compressor):
         return own
     for way in (*WAYS, "auto"):
-        spec = str(dataclasses.replace(compressor, exchange=way))
+        spec = str(compressor.with_exchange(way))
         if spec in known:
             source = "estimated from that of the same method exchanged in another way, by the payloads that are decoded"
             return dataclasses.replace(known[spec], source=source, estimated=True)

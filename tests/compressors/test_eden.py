@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
 import pytest
 
-from hvdcomp import EDEN, SpecError
+from hvdcomp import EDEN, ByName, SpecError, kernels
 from hvdcomp.arrays import numpy_arrays
+from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.communicators.loopback import LoopbackCommunicator
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import Context, TensorInfo
 from hvdcomp.compressors.quantization_rotated import ERRORS, LEVELS
 from hvdcomp.compressors.randomness import random_words, shared_key
+from hvdcomp.compressors.scatter_bucket import payloads_of_chunks
 from hvdcomp.exchange.engine import Engine
-from tests.harness import INSTALLED, as_numpy, make
+from hvdcomp.exchange.ledger import StepCost
+from hvdcomp.perfmodel.compute import EncodeTime
+from hvdcomp.perfmodel.ways import encode_time_of, in_each_way
+from tests.compressors.test_scatter import stated_of_bucket
+from tests.exchange.test_shards import run as run_sharded
+from tests.harness import INSTALLED, CountingCommunicator, as_numpy, infos, make
 from tests.lockstep import run_lockstep
 
 
@@ -138,3 +146,171 @@ def test_sums_that_overflow_do_not_count() -> None:
 def test_what_is_not_allowed_is_said(spec: str) -> None:
     with pytest.raises(SpecError, match="is not allowed; it must be"):
         parse_compressor(spec)
+
+
+# Scattered, with other bits for the means.
+
+BACKS = ["bits=1", "bits=2", "bits=4", "bits=1,back=3", "bits=2,back=2", "bits=3,back=1,block=512"]
+
+
+def scattering(settings: str) -> EDEN:
+    method = parse_compressor(f"eden:{settings},exchange=scatter")
+    assert isinstance(method, EDEN)
+    return method
+
+
+@pytest.mark.parametrize(
+    ("settings", "of_levels"),
+    [("bits=2", {1: 2, 2: 3, 3: 4, 4: 4}), ("bits=2,back=3", dict.fromkeys(range(1, 5), 3)), ("bits=3,back=3", {3: 3})],
+)
+def test_the_bits_of_means(settings: str, of_levels: dict[int, int]) -> None:
+    """By default one more than those of the level, whatever that is; else they stay when the level changes."""
+    method = scattering(settings)
+    assert parse_compressor(str(method)) == eval(repr(method), {"EDEN": EDEN}) == method
+    for bits, expected in of_levels.items():
+        at_level = method.at_level(bits)
+        assert isinstance(at_level, EDEN)
+        assert (at_level.bits, at_level.of_means.bits) == (bits, expected)
+        assert (at_level.of_means is at_level) == (bits == expected)
+
+
+def test_means_have_bits_only_if_they_are_scattered() -> None:
+    said = r"back=\d with exchange=gather is not allowed: .*; set exchange=scatter, or leave out back"
+    for spec in ("eden:back=3", "eden:bits=1,back=1,exchange=gather"):
+        with pytest.raises(SpecError, match=said):
+            parse_compressor(spec)
+    with pytest.raises(SpecError, match="back=5 is not allowed; it must be a whole number from 1 to 4"):
+        scattering("back=5")
+    in_each = [str(way) for way in in_each_way(parse_compressor("eden:bits=1,back=4,exchange=auto"))]
+    assert in_each == ["eden:bits=1", "eden:bits=1,back=4,exchange=scatter"]
+    time = EncodeTime(1.0)
+    assert encode_time_of(scattering("bits=1,back=4"), {"eden:bits=1": time}) is not None
+
+
+def stated_scattered(method: EDEN, xs: list[np.ndarray], step: int) -> np.ndarray:
+    """The result of ranks with vectors of whole blocks for each: chunk by chunk, as `stated`."""
+    ranks, length = len(xs), len(xs[0]) // len(xs)
+    back = dataclasses.replace(method, bits=method.back or min(method.bits + 1, 4))
+    result = []
+    for owner in range(ranks):
+        chunks = [x[owner * length : (owner + 1) * length].astype(np.float64) for x in xs]
+        sent = [stated(method, chunk, Context(f"w#{owner}", step, 0, rank, ranks)) for rank, chunk in enumerate(chunks)]
+        sent[owner] = chunks[owner]
+        result.append(stated(back, np.mean(sent, 0), Context("w#mean", step, 0, owner, ranks)))
+    return np.concatenate(result)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("settings", BACKS)
+def test_means_are_compressed_with_their_own_bits(settings: str, ranks: int) -> None:
+    method, blocks = scattering(settings), 2
+    size = ranks * blocks * method.block
+    xs = [np.random.default_rng([ranks, rank]).standard_normal(size).astype(np.float32) for rank in range(ranks)]
+    expected = stated_scattered(method, xs, step=3)
+    for backend in INSTALLED:
+        done = run_lockstep(method, [make(backend, x) for x in xs], step=3)
+        assert len({as_numpy(outcome.mean).tobytes() for outcome in done.outcomes}) == 1
+        # A last bit of a mean may turn the level of an element, and so move all of its block.
+        close = np.isclose(as_numpy(done.outcomes[0].mean), expected, rtol=1e-4, atol=1e-5)
+        assert close.mean() > 0.9
+        block_bytes = [4 + bits * method.block // 8 for bits in (method.bits, method.of_means.bits)]
+        assert done.bytes_sent() == ranks * blocks * block_bytes[0] + blocks * block_bytes[1]
+        assert done.bytes_sent() == method.payload_bytes((size,), ranks=ranks)
+
+
+SHAPES = {"a": (4, 1024), "b": (3, 1024), "c": (1, 1024), "d": (8, 1024)}  # of whole blocks
+LEVELS_OF_STEPS = [1, 1, 3, 4, None, 2]
+
+
+def gradients(rank: int, step: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng([rank, step])
+    return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def train(settings: str, ranks: int) -> list[list[tuple[dict[str, np.ndarray], StepCost, list[int]]]]:
+    """Of each rank and step: the results, the costs, and the bytes of its alltoall and its allgather of means."""
+
+    def work(communicator: InProcessCommunicator) -> list[tuple[dict[str, np.ndarray], StepCost, list[int]]]:
+        counting = CountingCommunicator(communicator)
+        engine = Engine(counting, infos(SHAPES), scattering(settings), min_numel=0, min_ndim=0)
+        steps = []
+        for step, level in enumerate(LEVELS_OF_STEPS):
+            engine.set_level(level)
+            engine.begin()
+            counting.started.clear()
+            results = {name: x.copy() for name, x in engine.step(gradients(communicator.rank, step)).items()}
+            assert engine.ledger.last is not None
+            steps.append((results, engine.ledger.last, [size for *_, size in counting.started if size > 8]))
+        assert len(engine.buckets.now) == 1
+        return steps
+
+    return run_ranks(ranks, work)
+
+
+@pytest.mark.skipif(not kernels.available(), reason="needs the compiled kernels")
+@pytest.mark.parametrize("ranks", [2, 4, 16])
+@pytest.mark.parametrize("settings", ["bits=1", "bits=2,back=1", "bits=1,back=4"])
+def test_in_a_bucket_all_ranks_get_the_same_and_every_byte_counts(settings: str, ranks: int) -> None:
+    """When levels change, too. With two ranks the means are exact, and the results have the bits of the array form."""
+    runs = train(settings, ranks)
+    for step, level in enumerate(LEVELS_OF_STEPS):
+        method = scattering(settings).at_level(level)
+        assert isinstance(method, EDEN)
+        assert len({b"".join(x.tobytes() for x in run[step][0].values()) for run in runs}) == 1
+        chunk, of_mean = (4 + 128 * bits for bits in (method.bits, method.of_means.bits))
+        blocks = 16 // ranks  # of a chunk, whose bytes are rounded up to a multiple of 8
+        for run in runs:
+            _, cost, sizes = run[step]
+            assert sizes == [ranks * -(-blocks * chunk // 8) * 8, -(-blocks * of_mean // 8) * 8]
+            for name, (rows, _) in SHAPES.items():
+                assert cost.tensors[name].bytes_sent == int(rows * (chunk + of_mean / ranks))
+        members = [(TensorInfo(name, shape), method) for name, shape in SHAPES.items()]
+        assert [sent.bytes for sent in payloads_of_chunks(members, ranks)] == [16 * chunk, blocks * of_mean]
+        if ranks == 2:
+            expected, _ = stated_of_bucket(method, [gradients(rank, step) for rank in range(ranks)], step, SHAPES)
+            for name, x in expected.items():
+                np.testing.assert_array_equal(runs[0][step][0][name].reshape(-1), x)
+
+
+@pytest.mark.skipif(not kernels.available(), reason="needs the compiled kernels")
+def test_tensors_of_a_bucket_may_have_means_of_other_bits() -> None:
+    """Of four bits, which are as many as those of the chunks, or of three."""
+    methods = {name: scattering("bits=4" if name in ("a", "c") else "bits=2") for name in SHAPES}
+
+    def work(communicator: InProcessCommunicator) -> dict[str, np.ndarray]:
+        engine = Engine(communicator, infos(SHAPES), ByName(list(methods.items())), min_numel=0, min_ndim=0)
+        results = engine.step(gradients(communicator.rank, 0))
+        assert len(engine.buckets.now) == 1
+        return results
+
+    found = run_ranks(2, work)
+    for name, method in methods.items():
+        expected, _ = stated_of_bucket(method, [gradients(rank, 0) for rank in range(2)], 0, SHAPES)
+        for results in found:
+            np.testing.assert_array_equal(results[name].reshape(-1), expected[name])
+
+
+def test_a_bit_for_means_is_worth_more_than_a_bit_for_chunks() -> None:
+    """Most where ranks agree in part; docs/compressors.md has the table."""
+    common = np.random.default_rng(0).standard_normal(1 << 16)
+    own = np.random.default_rng(1).standard_normal((16, 1 << 16))
+    for shared, least in ((0.0, 0.97), (0.1, 1.5), (0.5, 2.0)):
+        xs = list((math.sqrt(shared) * common + math.sqrt(1 - shared) * own).astype(np.float32))
+        mean = np.mean(xs, 0, dtype=np.float64)
+        there, back = (
+            np.sum((run_lockstep(scattering(settings), xs).outcomes[0].mean - mean) ** 2)
+            for settings in ("bits=2,back=1", "bits=1,back=2")
+        )
+        assert there / back > least, shared
+
+
+@pytest.mark.parametrize("in_kernels", [True, False])
+def test_a_sharded_training_has_no_means_that_travel_back(in_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rank adds up there stays with it: `back` changes nothing."""
+    monkeypatch.setattr(kernels, "available", lambda: in_kernels)
+    for backend in INSTALLED:
+        specs = "eden:bits=1", "eden:bits=1,back=4,exchange=scatter"
+        plain, other = (run_sharded(spec, 2, 2, backend=backend) for spec in specs)
+        for (rows, _, ledger), (of_other, _, other_ledger) in zip(plain, other, strict=True):
+            np.testing.assert_array_equal(rows, of_other)
+            assert ledger.totals.bytes_sent == other_ledger.totals.bytes_sent

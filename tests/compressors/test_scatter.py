@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,7 +53,7 @@ def stated(method: Gathering, xs: Sequence[np.ndarray], step: int = 0) -> tuple[
     for rank, x in enumerate(xs):
         whole[rank].reshape(-1)[:size] = x.reshape(-1)
 
-    def lossy(x: np.ndarray, rank: int, name: str) -> np.ndarray:
+    def lossy(x: np.ndarray, rank: int, name: str, method: Gathering = method) -> np.ndarray:
         context = Context(f"w#{name}", step, 0, rank, ranks)
         return method.decoded(numpy_arrays, method.encode(numpy_arrays, x, context), x.shape, context)
 
@@ -67,7 +67,7 @@ def stated(method: Gathering, xs: Sequence[np.ndarray], step: int = 0) -> tuple[
                 left[rank, owner] = whole[rank, owner] - seen
                 total += seen
         mean = total * np.float32(1 / ranks)
-        result[owner] = lossy(mean, owner, "mean")
+        result[owner] = lossy(mean, owner, "mean", method.of_means)
         left[owner, owner] = (mean - result[owner]) * ranks
     shape = xs[0].shape
     return result.reshape(-1)[:size].reshape(shape), [one.reshape(-1)[:size].reshape(shape) for one in left]
@@ -96,14 +96,14 @@ SHAPES = {"long": (70, 101), "bias": (5,), "matrix": (64, 32), "one": (1,), "odd
 
 
 def stated_of_bucket(
-    method: Gathering, xs: Sequence[dict[str, np.ndarray]], step: int
+    method: Gathering, xs: Sequence[dict[str, np.ndarray]], step: int, shapes: Iterable[str] = SHAPES
 ) -> tuple[dict[str, np.ndarray], list[dict[str, np.ndarray]]]:
     """The same of a bucket, which is cut elsewhere: piece by piece."""
-    ranks, names = len(xs), sorted(SHAPES)
+    ranks, names = len(xs), sorted(shapes)
     result = {name: np.zeros(x.size, np.float32) for name, x in xs[0].items()}
     left = [{name: np.zeros(x.size, np.float32) for name, x in one.items()} for one in xs]
 
-    def lossy(x: np.ndarray, rank: int, name: str) -> np.ndarray:
+    def lossy(x: np.ndarray, rank: int, name: str, method: Gathering = method) -> np.ndarray:
         context = Context(name, step, 0, rank, ranks)
         return method.decoded(numpy_arrays, method.encode(numpy_arrays, x, context), x.shape, context)
 
@@ -117,7 +117,7 @@ def stated_of_bucket(
                 left[rank][name][part] = of_ranks[rank] - seen
                 total += seen
         mean = total * np.float32(1 / ranks)
-        result[name][part] = lossy(mean, owner, f"{name}#{owner}#mean")
+        result[name][part] = lossy(mean, owner, f"{name}#{owner}#mean", method.of_means)
         left[owner][name][part] = (mean - result[name][part]) * ranks
     return result, left
 

@@ -75,7 +75,7 @@ SHAPES = {"a": (3, 5), "b": (40, 30), "c": (1,), "d": (257,), "e": (2, 3, 4)}
 
 
 @pytest.mark.skipif(not kernels.available(), reason="needs the compiled kernels")
-@pytest.mark.parametrize("spec", [*METHODS, "efsignsgd:exchange=scatter"])
+@pytest.mark.parametrize("spec", [*METHODS, "efsignsgd:exchange=scatter", "eden:bits=1,back=3,exchange=scatter"])
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 2), (3, 2), (2, 3), (1, 3), (3, 1)])
 def test_a_bucket_is_dealt_out_as_one_vector(spec: str, nodes: int, ranks_per_node: int) -> None:
     """What the ranks that hold a shard make of it is what they would make of its pieces as tensors of their own."""

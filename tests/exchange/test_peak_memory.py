@@ -72,6 +72,20 @@ def test_what_is_scattered_takes_three_payloads_at_most() -> None:
 
 
 @needs_kernels
+def test_means_of_more_bits_keep_no_storage_for_what_is_only_decoded() -> None:
+    """Of the payloads of means, a rank keeps storage of the one that it sends."""
+    for ranks in (4, 16):
+        kept = []
+        for back in (1, 3):
+            tracemalloc.start()
+            engine, _ = stepping(f"eden:bits=1,back={back},exchange=scatter", ranks, 1, None)
+            kept.append(tracemalloc.get_traced_memory()[0])
+            tracemalloc.stop()
+            del engine
+        assert kept[1] - kept[0] < 3 / 8 * SHAPE[0] * SHAPE[1] / ranks + 50_000, ranks
+
+
+@needs_kernels
 @pytest.mark.parametrize("spec", ["topk:ratio=0.05", "int4", "efsignsgd"])
 def test_gathered_in_parts_they_take_what_is_allowed(spec: str) -> None:
     """Or a tensor's, where these are more."""

@@ -173,12 +173,13 @@ CUT: Tensors = {"matrix": ((30, 13), "normal"), "one": ((), "normal"), "ties": (
 @pytest.mark.parametrize(
     ("spec", "size"),
     [
-        ("fp16:exchange=scatter", 3), ("int8:exchange=scatter", 2),
+        ("fp16:exchange=scatter", 3), ("int8:exchange=scatter", 2), ("eden:bits=1,back=3,exchange=scatter", 2),
         *(
             pytest.param(f"{one}exchange=scatter", size, marks=pytest.mark.thorough)
             for one in (
                 "bf16:rounding=stochastic,", "int4:block=12,", "fp8:rounding=stochastic,", "natural:",
-                "qsgd:bits=4,bucket=64,", "qsgd:bits=1,bucket=3,", "terngrad:",
+                "qsgd:bits=4,bucket=64,", "qsgd:bits=1,bucket=3,", "terngrad:", "eden:",
+                "eden:bits=4,back=1,block=512,",
             )
             for size in (2, 3, 5)
         ),

@@ -68,7 +68,8 @@ def case_weights_are_identical_without_a_tf_function() -> None:
 @thorough
 def case_every_method_keeps_weights_identical() -> None:
     routed = '{"second*": "topk:ratio=0.05", "numel<1100": "qsgd:bits=8", "*": "powersgd:rank=1"}'
-    scattered = [f"{spec}exchange=scatter" for spec in ("qsgd:bits=4,", "efsignsgd:", "fp16:rounding=stochastic,")]
+    methods = "qsgd:bits=4,", "efsignsgd:", "fp16:rounding=stochastic,", "eden:bits=1,back=3,"
+    scattered = [f"{method}exchange=scatter" for method in methods]
     for spec in [*EXAMPLES, *scattered, routed]:
         momentum = 0.0 if spec.startswith("dgc") else 0.9  # which has its own
         training = TapeTraining(spec, optimizer=sgd(0.005, momentum=momentum))

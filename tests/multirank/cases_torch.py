@@ -80,7 +80,8 @@ def case_the_readme_trains() -> None:
 
 def case_every_method_keeps_weights_identical() -> None:
     routed = '{"*5*": "topk:ratio=0.05", "numel<2000": "qsgd:bits=8", "*": "powersgd:rank=1"}'
-    scattered = [f"{spec}exchange=scatter" for spec in ("qsgd:bits=4,", "efsignsgd:", "fp16:rounding=stochastic,")]
+    methods = "qsgd:bits=4,", "efsignsgd:", "fp16:rounding=stochastic,", "eden:bits=1,back=3,"
+    scattered = [f"{method}exchange=scatter" for method in methods]
     for spec in [*EXAMPLES, *scattered, routed]:
         model = small_model()
         start = weights(model)

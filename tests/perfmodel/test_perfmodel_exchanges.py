@@ -85,7 +85,8 @@ def test_the_rounds_are_those_of_the_engine(spec: str, dtype: str) -> None:
 SCATTERED = [
     *(f"{spec}{',' if ':' in spec else ':'}exchange=scatter"
       for spec in ("qsgd:bits=4,bucket=64", "qsgd:bits=1,bucket=3", "terngrad", "natural", "onebit", "efsignsgd",
-                   "int8", "int4:block=24", "fp8:format=e5m2,block=100", "fp16", "bf16:rounding=stochastic")),
+                   "int8", "int4:block=24", "fp8:format=e5m2,block=100", "fp16", "bf16:rounding=stochastic",
+                   "eden:bits=1,back=4,block=512")),
     "qsgd:bits=4,bucket=32,exchange=auto",
     '{"embed*": "topk:ratio=0.1", "numel<800": "none", "*": "natural:exchange=scatter"}',
 ]  # fmt: skip
@@ -134,6 +135,17 @@ def test_bytes_and_decoding_of_scattered_payloads_do_not_grow_with_the_ranks(ran
     # Chunks are of whole units, and all as long as the longest.
     assert payload <= alltoall < 1.05 * payload
     assert means.bytes == pytest.approx(alltoall / ranks)
+
+
+def test_means_of_more_bits_count_in_bytes_and_not_in_decoding() -> None:
+    """The time to decode a block hardly depends on its bits."""
+    ranks, tensors = 16, tensors_of("resnet50")
+    alike, finer = (
+        exchange_of(parse_compressor(f"eden:bits=1,back={back},exchange=scatter"), tensors, ranks) for back in (1, 3)
+    )
+    assert finer.rounds[0] == alike.rounds[0]
+    assert finer.rounds[1][0].bytes == pytest.approx(alike.rounds[1][0].bytes * (4 + 3 * 128) / (4 + 128))
+    assert float(finer.decoded(ranks)) == pytest.approx(float(alike.decoded(ranks))) == pytest.approx(2 - 1 / ranks)
 
 
 def test_of_a_mixture_what_is_gathered_is_decoded_as_often_as_there_are_ranks() -> None:
