@@ -56,6 +56,19 @@ def _flip(x, i, key):
 
 
 @triton.jit
+def _halves(x, LENGTH: tl.constexpr, APART: tl.constexpr):
+    """Sums of the elements i and i + APART of each 2 * APART elements, of LENGTH in all."""
+    a, b = tl.split(tl.permute(tl.reshape(x, (LENGTH // (2 * APART), 2, APART)), (0, 2, 1)))
+    return tl.reshape(a + b, (LENGTH // 2,))
+
+
+@triton.jit
+def _sums_of_eight(x, BLOCK: tl.constexpr):
+    """Sums of eight elements each, 64 apart, of each 512."""
+    return _halves(_halves(_halves(x, BLOCK, 256), BLOCK // 2, 128), BLOCK // 4, 64)
+
+
+@triton.jit
 def _value(code, levels, bits, scale):
     """The numbers of codes, before they are rotated back."""
     level = tl.load(levels + bits * _ROW + (code >> 1))
@@ -111,7 +124,7 @@ def eden_encode(
             larger = absolute > norm * tl.load(levels + _BORDERS + bits * _ROW + above - 1)
             level = tl.where(larger, tl.load(levels + bits * _ROW + above), level)
             code += 2 * larger.to(tl.int32)
-        product = tl.sum(absolute.to(tl.float64) * level.to(tl.float64), 0)
+        product = tl.sum(_sums_of_eight(absolute * level, BLOCK).to(tl.float64), 0)
         inverse = tl.where(product > 0, 1 / tl.where(product > 0, product, 1.0), 0.0)
         # Times 1, or NaN where the product is infinite.
         scale = (squares * inverse * (1 + 0 * product)).to(tl.float32)

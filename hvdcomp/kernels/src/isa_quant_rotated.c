@@ -11,7 +11,7 @@
 #include "quant.h"
 
 typedef hvd_bits_vector places;
-typedef uint32_t words __attribute__((vector_size(4 * HVD_WIDTH)));
+typedef uint32_t unsigned_places __attribute__((vector_size(4 * HVD_WIDTH)));
 
 struct job {
     const hvd_bucket *bucket;
@@ -23,30 +23,31 @@ struct job {
     int32_t large;      /* whether results are written past the caches */
 };
 
-#define LEVELS 8 /* places for the levels of a number of bits */
+#define LONGEST 1024 /* block */
+#define AT_ONCE 8    /* vectors that are rotated together */
+#define LEVELS 8     /* places for the levels of a number of bits */
 
 /* The levels of a number of bits, and the borders between them. */
 static inline const float *levels_of(const struct job *job, int64_t bits) { return job->levels + LEVELS * bits; }
 
 static inline const float *borders_of(const struct job *job, int64_t bits) { return job->levels + LEVELS * (5 + bits); }
 
-/* The signs of elements from number `first` on of 32 that share a random word. */
-HVD_INLINE places signs_of(uint32_t word, uint32_t first) {
-    words place;
+/* Times the signs of elements from number `first` on of 32 that share a random word. */
+HVD_INLINE hvd_vector with_signs(hvd_vector x, uint32_t word, uint32_t first) {
+#if defined __AVX512F__
+    const __m512i bits = (__m512i)x;
+    return (hvd_vector)_mm512_mask_xor_epi32(bits, (__mmask16)(word >> first), bits, _mm512_set1_epi32(INT32_MIN));
+#else
+    unsigned_places place;
     for (uint32_t i = 0; i < HVD_WIDTH; i++) place[i] = first + i;
-    return (places)((word >> place) << 31);
+    return (hvd_vector)((places)x ^ (places)((word >> place) << 31));
+#endif
 }
 
-/* The random word of 32 elements of a tensor from `start` on. */
-static inline uint32_t word_of(int64_t start, uint64_t key) { return hvd_word(hvd_weyl(start / 32, key), key); }
-
-/* Times the signs of a tensor's elements from `start` on, a multiple of 32. */
-static void flip(float *x, int64_t start, int64_t length, uint64_t key) {
-    for (int64_t i = 0; i < length; i += 32) {
-        const uint32_t word = word_of(start + i, key);
-        for (uint32_t j = 0; j < 32; j += HVD_WIDTH)
-            hvd_store(x + i + j, (hvd_vector)((places)hvd_load(x + i + j) ^ signs_of(word, j)));
-    }
+/* The random words of a tensor's elements from `start` on, each the signs of 32 elements. */
+static void draw_words(int64_t start, int64_t length, uint64_t key, uint32_t *restrict out) {
+    uint32_t weyl = hvd_weyl(start / 32, key);
+    for (int64_t i = 0; i < length / 32; i++, weyl += HVD_WEYL) out[i] = hvd_word(weyl, key);
 }
 
 /* The elements of a vector at places that are known when this is compiled, or of a table. */
@@ -60,28 +61,19 @@ HVD_INLINE hvd_vector taken(hvd_vector v, places from) {
 #endif
 }
 
-/* Sums and differences of elements `apart` from each other, all in one vector. */
+/* Sums and differences of elements `apart` from each other, all in one vector. Products with 1 and -1 are exact, so
+ * that a fused operation gives the same. */
 HVD_INLINE hvd_vector butterfly_within(hvd_vector v, int apart) {
-    places other, sign;
-    for (int i = 0; i < HVD_WIDTH; i++) other[i] = i ^ apart, sign[i] = i & apart ? INT32_MIN : 0;
-    return taken(v, other) + (hvd_vector)((places)v ^ sign);
-}
-
-/* One to three stages of butterflies at once: of elements `apart`, 2 `apart` and 4 `apart` from each other. */
-HVD_INLINE void butterflies(float *x, int64_t length, int64_t apart, int stages) {
-    const int count = 1 << stages;
-    for (int64_t start = 0; start < length; start += count * apart)
-        for (int64_t i = start; i < start + apart; i += HVD_WIDTH) {
-            hvd_vector v[8];
-            for (int k = 0; k < count; k++) v[k] = hvd_load(x + i + k * apart);
-            for (int half = 1; half < count; half *= 2)
-                for (int k = 0; k < count; k++)
-                    if (!(k & half)) {
-                        const hvd_vector a = v[k], b = v[k + half];
-                        v[k] = a + b, v[k + half] = a - b;
-                    }
-            for (int k = 0; k < count; k++) hvd_store(x + i + k * apart, v[k]);
-        }
+    places other;
+    hvd_vector sign;
+    for (int i = 0; i < HVD_WIDTH; i++) other[i] = i ^ apart, sign[i] = i & apart ? -1 : 1;
+#if defined __AVX512F__
+    return (hvd_vector)_mm512_fmadd_ps((__m512)v, (__m512)sign, (__m512)taken(v, other));
+#elif defined __AVX2__
+    return (hvd_vector)_mm256_fmadd_ps((__m256)v, (__m256)sign, (__m256)taken(v, other));
+#else
+    return taken(v, other) + v * sign;
+#endif
 }
 
 /* All butterflies within a vector: those of the nearest elements. */
@@ -91,20 +83,6 @@ HVD_INLINE hvd_vector butterflies_within(hvd_vector v) {
     if (HVD_WIDTH > 4) v = butterfly_within(v, 4);
     if (HVD_WIDTH > 8) v = butterfly_within(v, 8);
     return v;
-}
-
-/* The Walsh-Hadamard transform of `length` elements, a power of two of at least 512, after that within vectors. In the
- * order of `hadamard` in hvdcomp/arrays/numpy_arrays.py. */
-static void rotate_vectors(float *x, int64_t length) {
-    int64_t apart = HVD_WIDTH;
-    for (; 8 * apart <= length; apart *= 8) butterflies(x, length, apart, 3);
-    if (4 * apart == length) butterflies(x, length, apart, 2);
-    if (2 * apart == length) butterflies(x, length, apart, 1);
-}
-
-static void rotate(float *x, int64_t length) {
-    for (int64_t i = 0; i < length; i += HVD_WIDTH) hvd_store(x + i, butterflies_within(hvd_load(x + i)));
-    rotate_vectors(x, length);
 }
 
 /* Sums in double precision of a vector's lanes. */
@@ -142,23 +120,77 @@ static inline double sum_of_lanes(const sums_vector sums[HVD_PARTS]) {
     return lanes[0];
 }
 
-/* `flip` and then `rotate` of a block x, to z; returns the sum of squares of x. */
-static double flip_and_rotate(const float *x, int64_t start, int64_t length, uint64_t key, float *restrict z) {
+/* Butterflies among vectors, of which there are a power of two. */
+HVD_INLINE void butterflies_among(hvd_vector *v, int count) {
+    for (int half = 1; half < count; half *= 2)
+        for (int k = 0; k < count; k++)
+            if (!(k & half)) {
+                const hvd_vector a = v[k], b = v[k + half];
+                v[k] = a + b, v[k + half] = a - b;
+            }
+}
+
+/* Butterflies of elements `apart` from each other, 2 `apart` and so on, of `count` vectors at a time; in the end times
+ * the signs of `words`, unless that is NULL. */
+HVD_INLINE void butterflies(float *x, int64_t length, int64_t apart, int count, const uint32_t *words) {
+    for (int64_t start = 0; start < length; start += count * apart)
+        for (int64_t i = start; i < start + apart; i += HVD_WIDTH) {
+            hvd_vector v[AT_ONCE];
+            for (int k = 0; k < count; k++) v[k] = hvd_load(x + i + k * apart);
+            butterflies_among(v, count);
+            for (int k = 0; k < count; k++) {
+                const int64_t place = i + k * apart;
+                hvd_store(x + place, words ? with_signs(v[k], words[place / 32], place % 32) : v[k]);
+            }
+        }
+}
+
+/* The rest of a Walsh-Hadamard transform, from elements `apart` from each other on. */
+HVD_INLINE void rotate_rest(float *x, int64_t length, int64_t apart, const uint32_t *words) {
+    for (; AT_ONCE * apart < length; apart *= AT_ONCE) butterflies(x, length, apart, AT_ONCE, NULL);
+    if (2 * apart == length) butterflies(x, length, apart, 2, words);
+    else if (4 * apart == length) butterflies(x, length, apart, 4, words);
+    else butterflies(x, length, apart, AT_ONCE, words);
+}
+
+/* The Walsh-Hadamard transform of a block, and then times the signs of `words`. In the order of `hadamard` in
+ * hvdcomp/arrays/numpy_arrays.py. */
+static void rotate_and_flip(float *x, int64_t length, const uint32_t *words) {
+    for (int64_t i = 0; i < length; i += AT_ONCE * HVD_WIDTH) {
+        hvd_vector v[AT_ONCE];
+        for (int k = 0; k < AT_ONCE; k++) v[k] = butterflies_within(hvd_load(x + i + k * HVD_WIDTH));
+        butterflies_among(v, AT_ONCE);
+        for (int k = 0; k < AT_ONCE; k++) hvd_store(x + i + k * HVD_WIDTH, v[k]);
+    }
+    rotate_rest(x, length, AT_ONCE * HVD_WIDTH, words);
+}
+
+/* A block x times the signs of `words`, and then its Walsh-Hadamard transform, to z; returns the sum of squares of x.
+ *
+ * ahead: what is prefetched meanwhile, `step` bytes for each 32 elements.
+ */
+static double flip_and_rotate(
+    const float *restrict x, int64_t length, const uint32_t *words, float *restrict z, const char *ahead, int64_t step
+) {
     sums_vector sums[HVD_PARTS];
     memset(sums, 0, sizeof sums);
-    for (int64_t i = 0; i < length; i += 32) {
-        const uint32_t word = word_of(start + i, key);
-        for (uint32_t j = 0; j < 32; j += HVD_WIDTH) {
-            const hvd_vector value = hvd_load(x + i + j);
-            add_products(sums + j / HVD_WIDTH % HVD_PARTS, value, value);
-            hvd_store(z + i + j, butterflies_within((hvd_vector)((places)value ^ signs_of(word, j))));
+    for (int64_t i = 0; i < length; i += AT_ONCE * HVD_WIDTH) {
+        hvd_vector v[AT_ONCE];
+        for (int k = 0; k < AT_ONCE; k++) {
+            const int64_t place = i + k * HVD_WIDTH;
+            const hvd_vector value = hvd_load(x + place);
+            add_products(sums + k % HVD_PARTS, value, value);
+            v[k] = butterflies_within(with_signs(value, words[place / 32], place % 32));
         }
+        butterflies_among(v, AT_ONCE);
+        for (int k = 0; k < AT_ONCE; k++) hvd_store(z + i + k * HVD_WIDTH, v[k]);
+        for (int64_t j = 0; j < AT_ONCE * HVD_WIDTH / 32 * step; j += 64) __builtin_prefetch(ahead + i / 32 * step + j);
     }
-    rotate_vectors(z, length);
+    rotate_rest(z, length, AT_ONCE * HVD_WIDTH, NULL);
     return sum_of_lanes(sums);
 }
 
-HVD_INLINE places load_codes(const uint8_t *codes) {
+HVD_INLINE places load_bytes(const uint8_t *codes) {
 #if defined __AVX512F__
     return (places)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i_u *)codes));
 #elif defined __AVX2__
@@ -170,7 +202,7 @@ HVD_INLINE places load_codes(const uint8_t *codes) {
 #endif
 }
 
-HVD_INLINE void store_codes(uint8_t *codes, places vector) {
+HVD_INLINE void store_bytes(uint8_t *codes, places vector) {
 #if defined __AVX512F__
     _mm_storeu_si128((__m128i_u *)codes, _mm512_cvtepi32_epi8((__m512i)vector));
 #elif defined __AVX2__
@@ -182,90 +214,187 @@ HVD_INLINE void store_codes(uint8_t *codes, places vector) {
 #endif
 }
 
+#define TOGETHER 8 /* vectors of codes, of elements `FAR` apart: those that share bytes when packed (packing.h) */
+#define FAR (HVD_GROUP / TOGETHER)
+
+/* Where the codes of `count` bits of a tensor are, of so many elements in whole blocks. */
+struct codes {
+    uint8_t *packed;
+    int64_t size;
+    int bits;
+};
+
+/* What comes behind a plane of `width` bits. */
+HVD_INLINE struct codes next_plane(struct codes codes, int width) {
+    codes.packed += codes.size * width / 8;
+    return codes;
+}
+
+/* The bytes of a plane that hold the codes of elements start + k * FAR, for k up to TOGETHER: byte b has those with
+ * b = k % width. */
+HVD_INLINE uint8_t *bytes_of(struct codes codes, int64_t start, int width, int b) {
+    return codes.packed + start / HVD_GROUP * HVD_GROUP * width / 8 + start % HVD_GROUP + b * FAR;
+}
+
+HVD_INLINE struct codes put_plane(
+    struct codes to, int64_t start, const places codes[TOGETHER], int width, int shift
+) {
+    if (!(to.bits & width)) return to;
+    for (int b = 0; b < width; b++) {
+        places word = codes[b] >> shift & ((1 << width) - 1);
+        for (int k = b + width; k < TOGETHER; k += width)
+            word |= (codes[k] >> shift & ((1 << width) - 1)) << k / width * width;
+        store_bytes(bytes_of(to, start, width, b), word);
+    }
+    return next_plane(to, width);
+}
+
+/* Writes the codes of elements start, start + FAR, ... */
+HVD_INLINE void put_codes(struct codes to, int64_t start, const places codes[TOGETHER]) {
+    to = put_plane(to, start, codes, 4, 0);
+    to = put_plane(to, start, codes, 2, 0);
+    put_plane(to, start, codes, 1, to.bits - 1);
+}
+
+/* Adds a plane's bits to codes that are clear from bit `shift` on. */
+HVD_INLINE struct codes get_plane(struct codes from, int64_t start, places codes[TOGETHER], int width, int shift) {
+    if (!(from.bits & width)) return from;
+    for (int b = 0; b < width; b++) {
+        const places word = load_bytes(bytes_of(from, start, width, b));
+        for (int k = b; k < TOGETHER; k += width)
+            codes[k] |= (word >> k / width * width & ((1 << width) - 1)) << shift;
+    }
+    return next_plane(from, width);
+}
+
+/* Reads what `put_codes` writes. */
+HVD_INLINE void get_codes(struct codes from, int64_t start, places codes[TOGETHER]) {
+    for (int k = 0; k < TOGETHER; k++) codes[k] = (places){0};
+    from = get_plane(from, start, codes, 4, 0);
+    from = get_plane(from, start, codes, 2, 0);
+    get_plane(from, start, codes, 1, from.bits - 1);
+}
+
 HVD_INLINE hvd_vector choose(places condition, hvd_vector yes, hvd_vector no) {
     return (hvd_vector)(((places)yes & condition) | ((places)no & ~condition));
 }
 
-/* Codes of a block with `count` levels, whose rms is given; returns the product of its magnitudes and their levels. */
+/* Where a magnitude is above a border: the level becomes `higher`, and the code the next one. */
+HVD_INLINE void raise_level(hvd_vector magnitude, float border, float higher, hvd_vector *level, places *code) {
+#if defined __AVX512F__
+    const __mmask16 above = _mm512_cmp_ps_mask((__m512)magnitude, _mm512_set1_ps(border), _CMP_GT_OQ);
+    *level = (hvd_vector)_mm512_mask_mov_ps((__m512)*level, above, _mm512_set1_ps(higher));
+    *code = (places)_mm512_mask_add_epi32((__m512i)*code, above, (__m512i)*code, _mm512_set1_epi32(2));
+#else
+    const places above = magnitude > hvd_all(border);
+    *level = choose(above, hvd_all(higher), *level);
+    *code -= above + above;
+#endif
+}
+
+/* Codes of a block whose rms is given; returns the product of its magnitudes and their levels. Eight products are added
+ * up as floats: to convert all would take longer than the rest. `_dots` in
+ * hvdcomp/compressors/quantization_rotated.py does the same. */
 HVD_INLINE double encode_levels(
-    const float *restrict z, int64_t length, const float *levels, const float *borders, int count, float rms,
-    uint8_t *restrict codes
+    const float *restrict z, int64_t length, const float *levels, const float *borders, float rms, struct codes to,
+    int64_t start
 ) {
     sums_vector sums[HVD_PARTS];
     memset(sums, 0, sizeof sums);
-    for (int64_t i = 0; i < length; i += HVD_LANES)
-        for (int part = 0; part < HVD_PARTS; part++) {
-            const hvd_vector value = hvd_load(z + i + part * HVD_WIDTH);
-            const hvd_vector magnitude = (hvd_vector)((places)value & INT32_MAX);
-            hvd_vector level = hvd_all(levels[0]);
-            places code = (places)(value < 0) & 1;
-            for (int above = 1; above < count; above++) {
-                const places larger = magnitude > hvd_all(rms * borders[above - 1]);
-                level = choose(larger, hvd_all(levels[above]), level);
-                code -= larger + larger;
+    for (int64_t group = 0; group < length; group += HVD_GROUP)
+        for (int64_t i = group; i < group + FAR; i += HVD_WIDTH) {
+            hvd_vector products[TOGETHER];
+            places codes[TOGETHER];
+            for (int k = 0; k < TOGETHER; k++) {
+                const hvd_vector value = hvd_load(z + i + k * FAR);
+                const hvd_vector magnitude = (hvd_vector)((places)value & INT32_MAX);
+                hvd_vector level = hvd_all(levels[0]);
+                codes[k] = (places)(value < 0) & 1;
+                for (int above = 1; above < 1 << (to.bits - 1); above++)
+                    raise_level(magnitude, rms * borders[above - 1], levels[above], &level, codes + k);
+                products[k] = magnitude * level;
             }
-            store_codes(codes + i + part * HVD_WIDTH, code);
-            add_products(sums + part, magnitude, level);
+            put_codes(to, start + i, codes);
+            for (int half = TOGETHER / 2; half; half /= 2)
+                for (int k = 0; k < half; k++) products[k] += products[k + half];
+            add_products(sums + i / HVD_WIDTH % HVD_PARTS, products[0], hvd_all(1));
         }
     return sum_of_lanes(sums);
 }
 
 /* Codes of a rotated block of which the sum of squares is given as it was before; returns its scale. */
-static float encode(const struct job *job, const float *z, int bits, double squares, uint8_t *codes) {
-    const float rms = (float)sqrt(squares), *levels = levels_of(job, bits), *borders = borders_of(job, bits);
+static float encode(const struct job *job, const float *z, struct codes to, int64_t start, double squares) {
+    const float rms = (float)sqrt(squares), *levels = levels_of(job, to.bits), *borders = borders_of(job, to.bits);
     double product;
-    switch (bits) {
-    case 1: product = encode_levels(z, job->block, levels, borders, 1, rms, codes); break;
-    case 2: product = encode_levels(z, job->block, levels, borders, 2, rms, codes); break;
-    case 3: product = encode_levels(z, job->block, levels, borders, 4, rms, codes); break;
-    default: product = encode_levels(z, job->block, levels, borders, 8, rms, codes);
+    switch (to.bits) { /* so that the compiler knows the number */
+    case 1: to.bits = 1, product = encode_levels(z, job->block, levels, borders, rms, to, start); break;
+    case 2: to.bits = 2, product = encode_levels(z, job->block, levels, borders, rms, to, start); break;
+    case 3: to.bits = 3, product = encode_levels(z, job->block, levels, borders, rms, to, start); break;
+    default: to.bits = 4, product = encode_levels(z, job->block, levels, borders, rms, to, start);
     }
     if (rms <= HVD_SMALLEST_SCALE) return 0;
     return (float)(squares * (product > 0 ? 1 / product : 0) * (1 + 0 * product)); /* NaN if the product is infinite */
 }
 
-/* Adds the values of a block's codes with `count` levels, or sets them. */
+/* Whether a vector has room for the value of each code of some bits. Of eight places, all have it for magnitudes. */
+HVD_INLINE int holds_values(int bits) { return HVD_WIDTH >= LEVELS && HVD_WIDTH >= 1 << bits; }
+
+/* The values of codes or, if a vector does not hold them, the magnitudes of levels; over and over. */
+HVD_INLINE hvd_vector table_of(int bits, const float *levels, float scale) {
+    const int count = 1 << (bits - 1);
+    hvd_vector table;
+    for (int i = 0; i < HVD_WIDTH; i++)
+        if (holds_values(bits)) table[i] = levels[i / 2 % count] * (i & 1 ? -scale : scale);
+        else table[i] = levels[i % count] * scale;
+    return table;
+}
+
+HVD_INLINE hvd_vector values_of(places codes, int bits, hvd_vector table, const float *levels, float scale) {
+    if (holds_values(bits)) return taken(table, codes);
+    hvd_vector magnitude = hvd_all(table[0]);
+    if (HVD_WIDTH >= LEVELS) magnitude = taken(table, codes >> 1);
+    else
+        for (int level = 1; level < 1 << (bits - 1); level++)
+            magnitude = choose(codes >= 2 * level, hvd_all(levels[level] * scale), magnitude);
+    return (hvd_vector)((places)magnitude ^ codes << 31);
+}
+
+/* Adds the values of a block's codes, or sets them. */
 HVD_INLINE void put_values(
-    float *restrict sum, const uint8_t *restrict codes, int64_t length, const float *levels, int count, float scale,
-    int add
+    float *restrict sum, struct codes from, int64_t start, int64_t length, const float *levels, float scale, int add
 ) {
-    hvd_vector table = {0};
-    if (HVD_WIDTH >= LEVELS)
-        for (int level = 0; level < LEVELS; level++) table[level] = levels[level];
-    for (int64_t i = 0; i < length; i += HVD_WIDTH) {
-        const places code = load_codes(codes + i);
-        hvd_vector value = hvd_all(levels[0]);
-        if (HVD_WIDTH >= LEVELS && count > 2) value = taken(table, code >> 1);
-        else
-            for (int above = 1; above < count; above++)
-                value = choose(code >= 2 * above, hvd_all(levels[above]), value);
-        value = (hvd_vector)((places)value ^ code << 31) * scale;
-        if (add) value += hvd_load(sum + i);
-        hvd_store(sum + i, value);
+    const hvd_vector table = table_of(from.bits, levels, scale);
+    for (int64_t group = 0; group < length; group += HVD_GROUP)
+        for (int64_t i = group; i < group + FAR; i += HVD_WIDTH) {
+            places codes[TOGETHER];
+            get_codes(from, start + i, codes);
+            for (int k = 0; k < TOGETHER; k++) {
+                hvd_vector value = values_of(codes[k], from.bits, table, levels, scale);
+                if (add) value += hvd_load(sum + i + k * FAR);
+                hvd_store(sum + i + k * FAR, value);
+            }
+        }
+}
+
+static void values(const struct job *job, float *sum, struct codes from, int64_t start, float scale, int add) {
+    const float *levels = levels_of(job, from.bits);
+    const int64_t length = job->block;
+    switch (2 * from.bits + add) { /* as in `encode` */
+    case 2: from.bits = 1, put_values(sum, from, start, length, levels, scale, 0); break;
+    case 3: from.bits = 1, put_values(sum, from, start, length, levels, scale, 1); break;
+    case 4: from.bits = 2, put_values(sum, from, start, length, levels, scale, 0); break;
+    case 5: from.bits = 2, put_values(sum, from, start, length, levels, scale, 1); break;
+    case 6: from.bits = 3, put_values(sum, from, start, length, levels, scale, 0); break;
+    case 7: from.bits = 3, put_values(sum, from, start, length, levels, scale, 1); break;
+    case 8: from.bits = 4, put_values(sum, from, start, length, levels, scale, 0); break;
+    default: from.bits = 4, put_values(sum, from, start, length, levels, scale, 1);
     }
 }
 
-static void values(const struct job *job, float *sum, const uint8_t *codes, int bits, float scale, int add) {
-    const float *levels = levels_of(job, bits);
-    const int64_t length = job->block;
-    if (bits == 1 && add) put_values(sum, codes, length, levels, 1, scale, 1);
-    else if (bits == 1) put_values(sum, codes, length, levels, 1, scale, 0);
-    else if (bits == 2 && add) put_values(sum, codes, length, levels, 2, scale, 1);
-    else if (bits == 2) put_values(sum, codes, length, levels, 2, scale, 0);
-    else if (bits == 3 && add) put_values(sum, codes, length, levels, 4, scale, 1);
-    else if (bits == 3) put_values(sum, codes, length, levels, 4, scale, 0);
-    else if (add) put_values(sum, codes, length, levels, 8, scale, 1);
-    else put_values(sum, codes, length, levels, 8, scale, 0);
-}
-
-/* Packs the codes of a part of a tensor, or unpacks them if `unpacking`: `length` codes, of whole blocks. */
-static void pack(
-    const struct job *job, const hvd_segment *s, uint8_t *codes, uint8_t *payload, int64_t start, int64_t length,
-    int unpacking
-) {
-    const int64_t size = (s->size + job->block - 1) / job->block * job->block;
-    for (int64_t group = 0; group < length; group += HVD_GROUP)
-        hvd_pack(codes + group, payload + s->codes, size, start + group, HVD_GROUP, (int)s->count, unpacking);
+/* The codes of a tensor in a payload. */
+static inline struct codes codes_of(const struct job *job, const hvd_segment *s, uint8_t *payload) {
+    const int64_t blocks = (s->size + job->block - 1) / job->block;
+    return (struct codes){payload + s->codes, blocks * job->block, (int)s->count};
 }
 
 /* The end of a part of a tensor that begins at `start` and belongs to a piece. */
@@ -279,14 +408,13 @@ static void encode_piece(void *context, int64_t number) {
     hvd_task *task = job->bucket->tasks + number;
     const hvd_segment *s = job->bucket->segments + task->segment;
     float *scales = (float *)(void *)(job->payload + s->scales);
-    uint8_t codes[HVD_BLOCK];
-    float room[HVD_BLOCK], z[HVD_BLOCK], padded[HVD_BLOCK];
-    uint32_t largest = 0;
+    const struct codes codes = codes_of(job, s, job->payload);
+    float room[HVD_BLOCK], z[LONGEST], padded[LONGEST];
+    uint32_t words[LONGEST / 32], largest = 0;
     for (int64_t start = task->start, end; start < task->start + task->length; start = end) {
         end = end_of(task, start);
         const float *x = hvd_x_once(job->bucket, s, start, end - start, room, &largest);
-        int64_t done = 0; /* at last as many as whole blocks have */
-        for (; done < end - start; done += block) {
+        for (int64_t done = 0; done < end - start; done += block) {
             const int64_t length = hvd_shorter(block, end - start - done);
             const float *given = x + done;
             if (length < block) {
@@ -294,17 +422,16 @@ static void encode_piece(void *context, int64_t number) {
                 memset(padded + length, 0, (size_t)(block - length) * sizeof *padded);
                 given = padded;
             }
-            for (int64_t ahead = 0; ahead < length; ahead += HVD_GROUP) hvd_ask_ahead(s, start + done + ahead);
-            const double squares = flip_and_rotate(given, start + done, block, s->key, z);
-            const float scale = encode(job, z, (int)s->count, squares, codes + done);
+            draw_words(start + done, block, s->key, words);
+            const char *ahead = hvd_ahead(s, start + done);
+            const double squares = flip_and_rotate(given, block, words, z, ahead, 32 * hvd_width_ahead(s));
+            const float scale = encode(job, z, codes, start + done, squares);
             scales[(start + done) / block] = scale;
             if (!job->bucket->keeps) continue;
-            values(job, z, codes + done, (int)s->count, scale, 0);
-            rotate(z, block);
-            flip(z, start + done, block, s->key);
+            values(job, z, codes, start + done, scale, 0);
+            rotate_and_flip(z, block, words);
             for (int64_t i = 0; i < length; i++) s->x[start + done + i] = hvd_left(s->x[start + done + i], z[i]);
         }
-        pack(job, s, codes, job->payload, start, done, 0);
     }
     task->counts[0] = largest >= HVD_INFINITE;
 }
@@ -321,23 +448,24 @@ static void decode_piece(void *context, int64_t number) {
     const float share = (float)(1.0 / (double)job->ranks);
     hvd_task *task = job->bucket->tasks + number;
     const hvd_segment *s = job->bucket->segments + task->segment;
-    uint8_t codes[HVD_BLOCK];
     float sum[HVD_BLOCK];
-    uint32_t largest = 0;
+    uint32_t words[LONGEST / 32], largest = 0;
     for (int64_t start = task->start, end; start < task->start + task->length; start = end) {
         end = end_of(task, start);
         const int64_t length = (end - start + block - 1) / block * block;
         for (int64_t rank = 0; rank < job->ranks; rank++) {
             uint8_t *payload = (uint8_t *)job->payloads + rank * job->row;
             const float *scales = (const float *)(const void *)(payload + s->scales) + start / block;
-            pack(job, s, codes, payload, start, length, 1);
+            const struct codes codes = codes_of(job, s, payload);
             for (int64_t done = 0; done < length; done += block)
-                values(job, sum + done, codes + done, (int)s->count, scales[done / block], rank > 0);
+                values(job, sum + done, codes, start + done, scales[done / block], rank > 0);
         }
         if (job->ranks > 1)
             for (int64_t i = 0; i < length; i++) sum[i] *= share;
-        for (int64_t done = 0; done < length; done += block) rotate(sum + done, block);
-        flip(sum, start, length, s->key);
+        for (int64_t done = 0; done < length; done += block) {
+            draw_words(start + done, block, s->key, words);
+            rotate_and_flip(sum + done, block, words);
+        }
         largest = hvd_largest_bits(sum, end - start, largest);
         largest = hvd_put(job->bucket, s, start, end - start, sum, job->large, largest);
     }

@@ -56,12 +56,21 @@ static inline double hvd_sum_of_squares(const float *x, int64_t length) {
     return lanes[0];
 }
 
+/* Bytes of an element of what x is made of. */
+static inline int64_t hvd_width_ahead(const hvd_segment *s) {
+    return s->narrow && !s->source ? sizeof(uint16_t) : sizeof(float);
+}
+
+/* The address of what is read one block later. */
+static inline const char *hvd_ahead(const hvd_segment *s, int64_t start) {
+    return (const char *)(s->source ? s->source : s->gradient) + (start + HVD_BLOCK) * hvd_width_ahead(s);
+}
+
 /* Prefetches a group of gradients that is read one block later, while numbers are rounded. Always inline: GCC removes
  * calls of a function that only prefetches, as it writes nothing. */
 HVD_INLINE void hvd_ask_ahead(const hvd_segment *s, int64_t start) {
-    const int64_t size = s->narrow && !s->source ? sizeof(uint16_t) : sizeof(float);
-    const char *next = (const char *)(s->source ? s->source : s->gradient) + (start + HVD_BLOCK) * size;
-    const int64_t length = hvd_shorter(HVD_GROUP, s->size - start - HVD_BLOCK) * size;
+    const char *next = hvd_ahead(s, start);
+    const int64_t length = hvd_shorter(HVD_GROUP, s->size - start - HVD_BLOCK) * hvd_width_ahead(s);
     for (int64_t i = 0; i < length; i += 64) __builtin_prefetch(next + i);
 }
 
