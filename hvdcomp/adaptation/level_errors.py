@@ -1,4 +1,8 @@
-"""Measures the errors of compressing a mean gradient, at levels around each tensor's own level."""
+"""The errors of compressing a mean gradient, at levels around each tensor's own level.
+
+If a method's error is known beforehand (`Compressor.known_error`), the error follows from the norm of the mean. For all
+other methods it is measured: the mean is compressed at every level.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +24,9 @@ _LEVEL_DIGITS, _ERROR_DIGITS = 4, 6
 
 
 class LevelErrors:
-    """Error and bytes of several levels of each tensor.
+    """Error and bytes of several levels of each tensor, by the tensor's own method.
 
-    Every tensor is compressed by its own method. Nothing is sent, and no state changes.
+    Nothing is sent, and no state changes.
 
     Args:
         plans: the plans, with the tensors whose level is decided.
@@ -35,7 +39,8 @@ class LevelErrors:
         self._around: tuple[float, ...] = ()
         # For `_around`, made once, because previews are fastest for compressors that they have seen.
         self._levels: list[dict[str, Level]] = []
-        self._compressors: list[dict[str, Compressor]] = []
+        self._known: list[dict[str, float]] = []  # errors of the tensors for which they are known
+        self._compressors: list[dict[str, Compressor]] = []  # of all other tensors
         self._bytes: dict[str, dict[Level, int]] = {}
         self._own_bytes: dict[str, int] = {}  # all tensors, those without a level included
         self._dense_bytes = 0
@@ -50,57 +55,80 @@ class LevelErrors:
         self._look_around(request.around)
         period = request.period
         steps = max(1, period.last or period.steps) if period else 1
-        means = {name: sums[name] / steps for name in self._bytes if name in sums}
-        errors: dict[str, dict[Level, float]] = {name: {} for name in means}
-        units, norm = _root_mean_squares(means) if request.scaled else (dict.fromkeys(means, 1.0), None)
-        if means:
-            xp, context = arrays_for(next(iter(means.values()))), self._engine.context("")
-            for levels, compressors in zip(self._levels, self._compressors, strict=True):
-                xs = {name: means[name] for name in levels if name in means}
-                lost = self._plans.previews.lost_alone(xp, xs, compressors, context).numbers()
-                for name, energy in lost.items():
-                    # Rounding may make a sum of differences negative. Non-finite energies become NaN.
-                    error = math.sqrt(max(0.0, energy)) if math.isfinite(energy) else math.nan
-                    errors[name][levels[name]] = _rounded(error / units[name])
+        names = [name for name in self._bytes if name in sums]
+        norms = _norms({name: sums[name] for name in names}, steps) if request.scaled or any(self._known) else {}
+        units, norm = _root_mean_squares(norms, sums) if request.scaled else (dict.fromkeys(names, 1.0), None)
+        measured = {name for compressors in self._compressors for name in compressors}
+        means = {name: sums[name] / steps for name in names if name in measured}
+        errors: dict[str, dict[Level, float]] = {name: {} for name in names}
+        for levels, known, compressors in zip(self._levels, self._known, self._compressors, strict=True):
+            energies = {name: share * norms[name] * norms[name] for name, share in known.items() if name in norms}
+            energies |= self._lost({name: means[name] for name in compressors if name in means}, compressors)
+            for name, energy in energies.items():
+                # Rounding may make a sum of differences negative. Non-finite energies become NaN.
+                error = math.sqrt(max(0.0, energy)) if math.isfinite(energy) else math.nan
+                errors[name][levels[name]] = _rounded(error / units[name])
         return LevelTable(
             errors,
-            {name: self._bytes[name] for name in means},
-            {name: self._levels[0][name] for name in means},
-            other_bytes=sum(sent for name, sent in self._own_bytes.items() if name not in means),
+            {name: self._bytes[name] for name in names},
+            {name: self._levels[0][name] for name in names},
+            other_bytes=sum(sent for name, sent in self._own_bytes.items() if name not in errors),
             dense_bytes=self._dense_bytes,
             norm=norm,
         )
+
+    def _lost(self, xs: Mapping[str, Array], compressors: Mapping[str, Compressor]) -> dict[str, float]:
+        """||x - C(x)||^2 of each array, by name, as measured."""
+        if not xs:
+            return {}
+        xp, context = arrays_for(next(iter(xs.values()))), self._engine.context("")
+        return self._plans.previews.lost_alone(xp, xs, compressors, context).numbers()
 
     def _look_around(self, around: tuple[float, ...]) -> None:
         """Makes the compressors of all levels, each level of a tensor once, and its own level first."""
         if around == self._around:
             return
-        self._around, self._levels, self._compressors, self._bytes = around, [], [], {}
+        self._around, self._levels, self._known, self._compressors, self._bytes = around, [], [], [], {}
         self._dense_bytes = sum(tensor.size * dtype_bytes(tensor.dtype) for tensor in self._engine.tensors.values())
         own = self._plans.own()
         self._own_bytes = {name: bytes_of(self._engine, name, compressor) for name, compressor in own.items()}
         for levels in levels_around(self._engine, self._names, around):
+            known: dict[str, float] = {}
             compressors: dict[str, Compressor] = {}
             for name, level in levels.items():
                 tensor = self._engine.tensors[name]
                 method = self._engine.compressor.method_for(tensor)
-                compressors[name] = self._engine.planner.choose(method.at_level(level), tensor)
-                self._bytes.setdefault(name, {})[level] = bytes_of(self._engine, name, compressors[name])
+                compressor = self._engine.planner.choose(method.at_level(level), tensor)
+                self._bytes.setdefault(name, {})[level] = bytes_of(self._engine, name, compressor)
+                if compressor.known_error is None:
+                    compressors[name] = compressor
+                else:
+                    known[name] = compressor.known_error
             self._levels.append(levels)
+            self._known.append(known)
             self._compressors.append(compressors)
 
 
-def _root_mean_squares(means: Mapping[str, Array]) -> tuple[dict[str, float], float]:
+def _norms(sums: Mapping[str, Array], steps: int) -> dict[str, float]:
+    """The 2-norm of each tensor's mean over the steps; NaN if it is not finite, or too large for single precision.
+    Waits for the device."""
+    if not sums:
+        return {}
+    vector = arrays_for(next(iter(sums.values()))).norms(list(sums.values()))
+    norms = zip(sums, vector.tolist(), strict=True)
+    return {name: norm / steps if math.isfinite(norm) else math.nan for name, norm in norms}
+
+
+def _root_mean_squares(norms: Mapping[str, float], like: Mapping[str, Array]) -> tuple[dict[str, float], float]:
     """The root mean square of each tensor's elements, and the sum of the tensors' 2-norms in these units.
 
-    It is 1 for a tensor of zeros, whose errors are 0 in any unit, and NaN where a norm is not finite, which single
-    precision may exceed.
+    It is 1 for a tensor of zeros, whose errors are 0 in any unit, and NaN if the norm is NaN.
+
+    Args:
+        norms: 2-norm of each tensor.
+        like: an array of each tensor's shape.
     """
-    if not means:
-        return {}, 0.0
-    vector = arrays_for(next(iter(means.values()))).norms(list(means.values()))
-    norms = {name: norm if math.isfinite(norm) else math.nan for name, norm in zip(means, vector.tolist(), strict=True)}
-    units = {name: norm / math.sqrt(number_of_elements(means[name].shape)) or 1.0 for name, norm in norms.items()}
+    units = {name: norm / math.sqrt(number_of_elements(like[name].shape)) or 1.0 for name, norm in norms.items()}
     return units, _rounded(math.fsum(norm / units[name] for name, norm in norms.items()))
 
 

@@ -72,7 +72,10 @@ class Compressor(Described):
         lossless: whether the receivers get the gradient itself.
         variance: for an unbiased method whose error can be larger than x itself, a bound of E|x - C(x)|^2 / |x|^2 that
             holds for any tensor. 0 for all others: biased methods leave out a part of x, and no element's error is
-            larger than the largest element of x in `terngrad`, `globalqsgd`, `natural`, `int8`, `int4` and `fp8`.
+            larger than the largest element of x in `terngrad`, `globalqsgd`, `natural`, `int8`, `int4` and `fp8`. The
+            expected error of `eden` is smaller than x (`known_error`).
+        known_error: the expectation of |x - C(x)|^2 / |x|^2, if it is about the same for every x of many elements, so
+            that policies need not compress x to learn it; None for all others.
         sent_is_own: whether C(x) follows from this rank's x alone. It does not if ranks compress each other's chunks;
             a step then does not show how much of x this rank's compressor alone would have kept.
         in_units: whether the result is in the gradient's units, so that momentum can be computed from it.
@@ -93,6 +96,7 @@ class Compressor(Described):
     biased: ClassVar[bool] = False
     lossless: ClassVar[bool] = False
     variance: ClassVar[float] = 0.0
+    known_error: ClassVar[float | None] = None
     sent_is_own: ClassVar[bool] = True
     in_units: ClassVar[bool] = True
     nested: ClassVar[bool] = False

@@ -95,6 +95,11 @@ class EDEN(Gathering):
         """Without `back`, if gathered."""
         return dataclasses.replace(self, exchange=exchange, back=None if exchange == "gather" else self.back)
 
+    @property
+    def known_error(self) -> float:  # type: ignore[override]
+        """The entry of `ERRORS` for `bits`."""
+        return ERRORS[self.bits]
+
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
         """The packed levels and the scales. A block whose norm is at most 2**-96 is sent as zeros.
 

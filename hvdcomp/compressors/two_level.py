@@ -98,6 +98,7 @@ class TwoLevel(Compressor):
 
     biased = _of_compressor("biased")
     variance = _of_compressor("variance")
+    known_error = _of_compressor("known_error")
     in_units = _of_compressor("in_units")
     level_name = _of_compressor("level_name")
     period = _of_compressor("period")

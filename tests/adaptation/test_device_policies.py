@@ -138,8 +138,8 @@ def looked(spec: str, memory: Memory, device: bool, in_place: bool, of_results: 
             pytest.param(spec, memory, in_place, of_results, 2, marks=pytest.mark.thorough)
             for spec in (
                 "none", "fp16", "bf16", "signsgd", "efsignsgd", "onebit", "qsgd:bits=4", "terngrad", "natural",
-                "globalqsgd", "int4", "fp8", "topk:ratio=0.1", "topk:ratio=0.3,values=fp16", "randomk:ratio=0.3",
-                "powersgd:rank=2",
+                "globalqsgd", "int4", "fp8", "eden", "topk:ratio=0.1", "topk:ratio=0.3,values=fp16",
+                "randomk:ratio=0.3", "powersgd:rank=2",
             )
             for memory, in_place, of_results in (
                 (NoMemory(), True, True),
@@ -201,6 +201,7 @@ def test_powersgd_goes_on_from_what_it_kept_when_its_rank_changes(device: bool) 
                 ("topk:ratio=0.1", "lgreco:interval=2,alpha=1.1"),
                 ("powersgd:rank=2", "lgreco:interval=4,last=2,alpha=1.2"),
                 ("topk:ratio=0.1", "budget:factor=4,interval=4,last=2"),
+                ("eden", "lgreco:interval=4,last=2,alpha=1.5"),
                 ("topk:ratio=0.1", "gravac:min=2,max=64,window=3,omega=0,epsilon=0.5,smoothing=0.3"),
                 ("topk:ratio=0.1", f"{RAW},min=2,max=64,window=3,omega=0,epsilon=0.5,smoothing=0.3"),
                 ("powersgd:rank=2", f"{RAW},min=2,max=64,window=3,omega=0,epsilon=0.1,smoothing=0.3"),

@@ -115,6 +115,7 @@ def test_in_a_step_of_buckets_nothing_waits(spec: str, memory: Memory, monkeypat
     ("randomk:ratio=0.1", "adaqs:start=64,fall=0.01,interval=1"),
     ("topk:ratio=0.1", "lgreco:interval=3,last=2"),
     ("topk:ratio=0.1", "budget:error=0.5,interval=3,last=2"),
+    ("eden", "budget:factor=12,interval=3,last=2"),
     ("topk:ratio=0.1", "gravac:min=2,max=64,window=3,omega=0,epsilon=0.5"),
     ("topk:ratio=0.1", "gravac:min=2,max=64,window=3,omega=0,epsilon=0.5,factor=elements,gain=raw"),
     ("qsgd:bits=4", "gravac:min=4,max=16,window=3,omega=0,epsilon=0.5"),

@@ -14,9 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdcomp import SpecError
+from hvdcomp import EDEN, SpecError
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
+from hvdcomp.compressors.quantization_rotated import ERRORS as KNOWN
 from hvdcomp.errors import ConfigurationError
+from hvdcomp.perfmodel.shapes import tensors_of
 from hvdcomp.policies import parse_policy
 from hvdcomp.policies.budget import Budget, bytes_within
 from hvdcomp.policies.decisions import Levels
@@ -47,6 +49,55 @@ def test_the_choice_is_that_of_trying_all(errors: Table, sizes: Table, share: fl
         total[parts <= PARTS].min(), abs=1e-9
     )
     assert sum(sizes[name][level] for name, level in found.items()) <= limit * (1 + 1e-12)
+
+
+def least_error_of_mixtures(sent: Table, errors: Table, limit: float) -> float:
+    """The least total error within a limit of bytes if any part of a tensor could be sent at any level: errors and
+    bytes lie on straight lines between those of neighbouring levels, and the steepest lines are followed first."""
+    lines = [
+        ((errors[name][less] - errors[name][more]) / (sent[name][more] - sent[name][less]), name, more)
+        for name, levels in sent.items()
+        for less, more in itertools.pairwise(sorted(levels))
+    ]
+    error = sum(errors[name][min(levels)] for name, levels in sent.items())
+    left = limit - sum(levels[min(levels)] for levels in sent.values())
+    for slope, name, more in sorted(lines, reverse=True):
+        used = min(left, sent[name][more] - sent[name][more - 1])
+        error, left = error - slope * used, left - used
+    return error
+
+
+@pytest.mark.parametrize(("model", "short", "gain"), [("gpt", 0.0075, 0.017), ("resnet50", 0.006, 0.014)])
+def test_a_fraction_of_a_bit_would_save_little(model: str, short: float, gain: float) -> None:
+    """As docs/policy-budget.md says. If some blocks of a tensor had one bit more than the others, its squared error
+    would lie on the straight line between two levels, and its error, the root of that, not below a straight line."""
+    if model == "gpt":
+        torch_models = pytest.importorskip("hvdcomp.tools.train.models_torch", reason="needs torch")
+        network = torch_models.build_model("gpt", channels=1, size=64, classes=256)
+        shapes = [tuple(parameter.shape) for parameter in network.parameters()]
+    else:
+        shapes = [tensor.shape for tensor in tensors_of(model)]
+    dense_bytes = sum(4 * math.prod(shape) for shape in shapes)
+    matrices = {f"{place}": shape for place, shape in enumerate(shapes) if len(shape) > 1}
+    sent = {name: {bits: EDEN(bits).payload_bytes(shape) for bits in KNOWN} for name, shape in matrices.items()}
+    errors = {
+        name: {bits: math.sqrt(share * math.prod(shape)) for bits, share in KNOWN.items()}
+        for name, shape in matrices.items()
+    }
+    other_bytes = sum(4 * math.prod(shape) for shape in shapes if len(shape) == 1)
+    least_bytes = other_bytes + sum(levels[1] for levels in sent.values())
+    table = LevelTable(errors, sent, dict.fromkeys(sent, 2), other_bytes, dense_bytes)
+    shortest, gains = 0.0, []
+    for factor in np.arange(8, min(31, dense_bytes / least_bytes), 0.5):
+        policy = Budget(factor=float(factor))
+        levels = policy.choose(table, Statistics(1, level_table=table), policy.initial_state(list(sent)))
+        used = sum(sent[name][level] for name, level in levels.items())
+        error = sum(errors[name][level] for name, level in levels.items())
+        shortest = max(shortest, 1 - (used + other_bytes) / (dense_bytes / factor))
+        gains.append(1 - least_error_of_mixtures(sent, errors, used) / error)
+    assert 0.9 * short < shortest < short
+    assert 0.9 * gain < max(gains) < gain
+    assert np.median(gains) < 0.004
 
 
 ERRORS = {"a": {4: 8.0, 2: 10.0, 8: 4.0}, "b": {4: 0.5, 2: 1.0, 8: 0.25}}

@@ -236,8 +236,8 @@ def test_it_looks_at_the_last_gradients_of_the_interval() -> None:
 # Measuring ------------------------------------------------------------------------------------------------------------
 
 
-def engine_of(spec: str, memory: Any = None) -> Engine:
-    return Engine(LoopbackCommunicator(), infos(SHAPES), parse_compressor(spec), memory, min_numel=16)
+def engine_of(spec: str, memory: Any = None, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Engine:
+    return Engine(LoopbackCommunicator(), infos(shapes), parse_compressor(spec), memory, min_numel=16)
 
 
 def measured(
