@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 
 from hvdcomp import (  # noqa: E402
     DGC,
+    EDEN,
     QSGD,
     Accordion,
     ByName,
@@ -35,6 +36,7 @@ from hvdcomp import (  # noqa: E402
 )
 from hvdcomp.bindings.adam import kind_of, refreshes_among  # noqa: E402
 from hvdcomp.communicators import SimulatedCommunicator, SimulatedGroup  # noqa: E402
+from hvdcomp.compressors import evidence, harm  # noqa: E402
 from hvdcomp.torch import CompressedAdam, serve_simulated  # noqa: E402
 from hvdcomp.torch.learning_rate import ScaledSteps  # noqa: E402
 
@@ -572,6 +574,25 @@ def test_what_an_optimizer_is_known_to_learn_badly_with_is_warned_of(
         assert str(said) in str(one.message)
         assert one.filename == __file__
         assert linecache.getline(one.filename, one.lineno).strip() == "exchange()", "the line of the program"
+
+
+@pytest.mark.parametrize(("of_one_bit", "warns"), [(None, False), (0.049, False), (0.051, True)])
+def test_a_method_is_judged_once_its_trainings_are_measured(
+    of_one_bit: float | None, warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_eden = {} if of_one_bit is None else {"eden": 0.002, "eden:bits=1": of_one_bit}
+    measured = evidence.Evidence("Adam", "gpt", "loss", {"int4": 0.003, **of_eden})
+    monkeypatch.setattr(evidence, "evidence", lambda: (measured,))
+    harm._settings.cache_clear()
+    try:
+        caught = warnings_of(torch.optim.AdamW, EDEN(bits=1), steps=1)
+        assert len(caught) == warns
+        assert all("AdamW learns badly with eden:bits=1. " in str(one.message) for one in caught)
+        assert warnings_of(torch.optim.AdamW, EDEN(), steps=1) == []
+        assert warnings_of(torch.optim.AdamW, EDEN(bits=3), steps=1) == [], "a setting that was not measured"
+    finally:
+        monkeypatch.undo()
+        harm._settings.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import hvdcomp
+from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.perfmodel import (
     Adviser,
@@ -560,8 +561,9 @@ def test_all_presets_know_the_methods_and_models_of_today(preset: str) -> None:
     assert {"bert-large", "vit-l-16", "gpt2", "roberta-base"} < set(known.models)
     for model in known.models:
         adviser = Adviser(known, model)
-        gathered = ("bf16", "int8", "int4", "fp8")
-        for spec in (*gathered, *(f"{name}:exchange=scatter" for name in gathered[1:])):
+        gathered = ("bf16", "int8", "int4", "fp8", "eden", "eden:bits=1")
+        scattered = [str(replace(parse_compressor(spec), exchange="scatter")) for spec in gathered[1:]]
+        for spec in (*gathered, *scattered):
             for one in (spec, f"two_level({spec})"):
                 assert (encode := adviser.encode[one]) is not None, one
                 assert encode.estimated
@@ -571,6 +573,7 @@ def test_ratios_of_a_cpu_give_what_is_not_published_of_a_gpu() -> None:
     for name, measured_beside in {
         "presets.json": {**dict.fromkeys(("int8", "int4", "fp8"), "qsgd:bits=2"), "bf16": "signsgd"},
         "presets-sparsifiers.json": {"topkc:ratio=0.01": "mstopk:ratio=0.01"},
+        "presets-rotated.json": dict.fromkeys(("eden", "eden:bits=1"), "qsgd:bits=2"),
     }.items():
         stored = json.loads((DOCS / "encode" / name).read_text())
         cpu = {one["method"]: one["cpu_ms"] for one in stored["measurements"]}

@@ -7,6 +7,7 @@ import json
 import re
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ from hvdcomp.compressors.evidence import DIVERGED, Evidence
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.perfmodel import Adviser, Criteria, Setting, load, propose
+from hvdcomp.perfmodel.calibration import OTHER
 from hvdcomp.perfmodel.proposals import MOST, REACH
 from hvdcomp.policies import parse_policy
 from hvdcomp.policies.request import Candidates
+from hvdcomp.tools.commands.advise import to_begin_with
 from hvdcomp.tools.commands.bench import command as bench
 from tests.harness import infos
 
@@ -114,6 +117,41 @@ def test_on_a_slow_network_the_fastest_that_evidence_allows_are_proposed(tmp_pat
     for name in compressed:
         assert found.candidates[name].seconds == float(adviser.step_s(name, Setting(2)))
         assert found.candidates[name].rest == name
+
+
+@pytest.mark.parametrize(
+    ("of_one_bit", "optimizer", "proposed_spec"),
+    [
+        (0.013, "SGD", "eden:bits=1"),
+        (0.013, "Adam", "eden:bits=1"),
+        (0.013, None, "eden:bits=1"),
+        (0.021, "Adam", "eden"),  # another level of the same method
+        (0.021, None, "eden"),
+        (0.3, "SGD", "eden:bits=1"),  # only harmful with Adam
+    ],
+)
+def test_a_method_is_proposed_and_advised_once_its_trainings_are_measured(
+    of_one_bit: float, optimizer: str | None, proposed_spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new = (
+        Evidence("SGD", "images", "accuracy", {"eden": -0.001, "eden:bits=1": 0.004}),
+        Evidence("Adam", "text", "loss", {"eden": 0.002, "eden:bits=1": of_one_bit}),
+    )
+    content = calibration(2e7, {**ENCODE_S, "powersgd:rank=4": 1.0, "eden": 0.001, "eden:bits=1": 0.001})
+    monkeypatch.setattr(evidence, "evidence", lambda: TRAININGS)
+    found, _ = proposed(tmp_path, content, Criteria(0.02, optimizer))
+    assert not {"eden", "eden:bits=1"} & set(found.candidates), "nothing is known of them yet"
+    monkeypatch.setattr(evidence, "evidence", lambda: (*TRAININGS, *new))
+    found, said = proposed(tmp_path, content, Criteria(0.02, optimizer))
+    assert {"eden", "eden:bits=1"} & set(found.candidates) == {proposed_spec}
+    assert whole(found)[0] == proposed_spec
+    assert said == []
+    adviser = Adviser(load(tmp_path / "cluster.json"))
+    adviser.facts = replace(adviser.facts, optimizer=optimizer or OTHER)
+    line, *to_type = to_begin_with(adviser, adviser.advise(Setting(2)))
+    assert f", {proposed_spec}" in line
+    assert "is the fastest, " in line
+    assert any(f"from_spec('{proposed_spec}" in one for one in to_type)
 
 
 @needs_trainings

@@ -40,6 +40,8 @@ _WELL_KNOWN = (
     "signsgd",
     "qsgd:bits=4",
     "qsgd:bits=4,exchange=scatter",
+    "eden",
+    "eden:bits=1",
 )
 COMPRESSORS = ("fp16", *RECOMMENDED, *_WELL_KNOWN)
 """The methods that are measured unless others are named: all that are recommended, and others to compare with."""
