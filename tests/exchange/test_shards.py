@@ -207,11 +207,12 @@ def test_no_infinity_stays_in_a_residual(spec: str, on_device: bool, request: py
     assert all(np.isfinite(kept).all() for _, kept in results)
 
 
-def test_a_level_holds_from_the_next_step_on() -> None:
+@pytest.mark.parametrize(("spec", "levels"), [("qsgd:bits=8", (8, 2)), ("eden:bits=4", (4, 1))])
+def test_a_level_holds_from_the_next_step_on(spec: str, levels: tuple[int, int]) -> None:
     def work(communicator: InProcessCommunicator) -> list[int]:
-        own = reducer(communicator, "qsgd:bits=8", None, make("numpy", []))
+        own = reducer(communicator, spec, None, make("numpy", []))
         given, sent = gradient(communicator.rank, 2), []
-        for bits in (8, 2):
+        for bits in levels:
             own.set_level(bits)
             own.takes("w", given.size)
             own.reduce("w", given, given.nbytes)
