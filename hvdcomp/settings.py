@@ -11,7 +11,7 @@ from typing import Any
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.bucket import GATHERED_BYTES
 from hvdcomp.compressors.checked import require_named
-from hvdcomp.compressors.contraction import require_bounded_residuals, require_bounded_turns
+from hvdcomp.compressors.contraction import require_bounded_noise, require_bounded_residuals, require_bounded_turns
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.routing import require_matches
@@ -67,12 +67,13 @@ class Settings:
         for compressor in self.compressors:
             require_matches(compressor, names)
 
-    def require_momenta(self, warm_up: str, local_steps: int) -> None:
+    def require_momenta(self, warm_up: str, local_steps: int, b1: float) -> None:
         """Raises SpecError if the ranks cannot send momenta instead of gradients after a warm-up.
 
         Args:
             warm_up: spec of the warm-up's compressor.
             local_steps: number of steps between exchanges.
+            b1: decay of the momentum in a step.
         """
         if local_steps > 1 and isinstance(self.policy, Policy):
             raise SpecError(
@@ -88,6 +89,12 @@ class Settings:
                 )
         if self.memory is None:
             require_bounded_turns(methods)
+        others = [leaf for method in methods[1:] for leaf in method.leaves()]
+        for leaf in self.compressor.leaves():
+            # Error feedback, once begun by a method that takes turns with this one, goes on.
+            defaults = [method.default_memory for method in (leaf, *others)]
+            if all(memory.keeps == 0 for memory in (defaults if self.memory is None else [self.memory])):
+                require_bounded_noise(leaf, b1, local_steps)
         self.require_all_turns(local_steps, f"local_steps={local_steps} of CompressedAdam")
 
     def require_all_turns(self, every: int | None, option: str) -> None:

@@ -1,4 +1,4 @@
-"""Refuses pairs of compressor and memory whose residuals would grow without end.
+"""Refuses pairs of compressor and memory whose residuals, or whose noise in momenta, would grow without end.
 
 Error feedback is for contractions: the residual must have less energy than x, E|x - C(x)|^2 < |x|^2 (Karimireddy et
 al. 2019, arXiv:1901.09847, assumption A). If not, each step has more to send than the one before. The error of some
@@ -53,6 +53,29 @@ def require_bounded_turns(compressors: Iterable[Compressor]) -> None:
                     "sent, so that residuals would grow without end. Leave out one of the two, or raise the level of "
                     f"{method.name} until that number is below 1"
                 )
+
+
+def require_bounded_noise(method: Compressor, b1: float, local_steps: int) -> None:
+    """Raises SpecError if the noise of momenta that are sent without error feedback would grow without end.
+
+    A momentum keeps a share a of the noise of the exchange before, and that share is compressed again. So noise of the
+    energy E becomes noise of the energy a^2 (1 + known_error) E in the next exchange, and new noise is added to it.
+
+    Args:
+        method: the method, used without a memory. A method whose error is not known is allowed.
+        b1: decay of the momentum in a step; a with an exchange in every step.
+        local_steps: number of steps between exchanges; a is the mean of b1, b1^2, ... over these steps.
+    """
+    if method.known_error is None:
+        return
+    kept = sum(b1**step for step in range(1, local_steps + 1)) / local_steps
+    if kept**2 * (1 + method.known_error) >= 1:
+        raise SpecError(
+            f"{method} does not go with CompressedAdam without error feedback: an exchange adds noise of "
+            f"{method.known_error:.0%} of the momentum's energy, and the momentum keeps it (beta1={b1:g}), so that it "
+            'would grow without end. Give memory=error_feedback, or warm_up="int4", whose error feedback goes on, or '
+            f"raise the level of {method.name}"
+        )
 
 
 def can_take_turns(compressors: Iterable[Compressor]) -> bool:

@@ -144,7 +144,8 @@ class TensorFlowBinding(TensorFlowTraining):
         if self._optimizer is None:
             self._optimizer = call.optimizer
             if isinstance(self._optimizer, CompressedAdam):
-                self.setup.compression.settings.require_momenta(self._optimizer.compressor_before, 1)
+                b1 = float(self._optimizer.beta_1)
+                self.setup.compression.settings.require_momenta(self._optimizer.compressor_before, 1, b1)
         if self._grad_scaler is None:
             self._grad_scaler = call.loss_scale_optimizer
         names = {

@@ -48,7 +48,8 @@ class TensorFlowTraining(Binding):
         self._scaled: ScaledRate | None = None
         self._terms: dict[str, Array] = {}  # momenta added to the gradients of this step
         if isinstance(self._optimizer, CompressedAdam):
-            setup.compression.settings.require_momenta(self._optimizer.compressor_before, 1)
+            b1 = float(self._optimizer.beta_1)
+            setup.compression.settings.require_momenta(self._optimizer.compressor_before, 1, b1)
         tensors = [_describe(name, variable) for name, variable in variables.items()]
         super().__init__(setup, tensors, communicator, np.zeros((0,), np.float32))
 

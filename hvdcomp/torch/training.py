@@ -75,7 +75,8 @@ class TorchTraining(Binding):
         self._optimizer = optimizer
         self._scaled: ScaledSteps | None = None
         if isinstance(optimizer, CompressedAdam):
-            setup.compression.settings.require_momenta(optimizer.compressor_before, optimizer.local_steps)
+            b1 = max(float(group["betas"][0]) for group in optimizer.param_groups)
+            setup.compression.settings.require_momenta(optimizer.compressor_before, optimizer.local_steps, b1)
             if optimizer.local_steps > 1:
                 self._require_local_steps(setup, optimizer)
         self.early_bytes = early_bytes(self.early_bytes, self._parameters.values())

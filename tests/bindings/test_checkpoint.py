@@ -111,6 +111,7 @@ def test_a_training_goes_on_from_any_step_as_if_never_stopped(spec: str, text: s
                 [ErrorFeedback(decay=0.5), MomentumCorrection(momentum=0.5, clip=3.0), NoMemory(), None],
                 ["topk:ratio=0.1", "powersgd:rank=2,alternating=true", "qsgd:bits=4"],
             ),
+            [(None, "eden"), (ErrorFeedback(decay=0.5), "eden")],
             itertools.product([ErrorFeedback(decay=0.5)], ["two_level(topk:ratio=0.1)", "two_level(powersgd:rank=2)"]),
         )
     ),
@@ -122,7 +123,7 @@ def test_an_engine_without_a_policy_goes_on_with_its_level_and_what_other_memori
     """The level is set in the middle; then a dense step, after which warm starts are kept and residuals gone."""
     two_levels = spec.startswith("two_level")
     method = spec.removeprefix("two_level(").partition(":")[0]
-    levels = {2: {"topk": 0.5, "powersgd": 1, "qsgd": 2}[method], 5: "dense", 6: None}
+    levels = {2: {"topk": 0.5, "powersgd": 1, "qsgd": 2, "eden": 1}[method], 5: "dense", 6: None}
 
     def engine_of(communicator: InProcessCommunicator) -> Engine:
         return Engine(communicator, infos(SHAPES), parse_compressor(spec), memory=memory, min_numel=16, seed=4)

@@ -7,6 +7,7 @@ import functools
 import linecache
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from hvdcomp import (  # noqa: E402
     TernGrad,
     TopK,
     TwoLevel,
+    settings,
 )
 from hvdcomp.bindings.adam import kind_of, refreshes_among  # noqa: E402
 from hvdcomp.communicators import SimulatedCommunicator, SimulatedGroup  # noqa: E402
@@ -314,7 +316,7 @@ def test_what_never_had_a_gradient_stays_as_it_is_under_any_method() -> None:
         return CompressedAdam(parameters, **{**SETTINGS, "weight_decay": 0.0}, freeze_after=FREEZE_AFTER)
 
     start = Model().matrix.detach().numpy()
-    for compressor in (EFSignSGD(), Int8(), TopK(0.05)):
+    for compressor in (EFSignSGD(), Int8(), EDEN(), TopK(0.05)):
         weights = train(lambda one=compressor: Compression(one), adam, change=without_rows)[0][0]["matrix"]
         assert np.array_equal(weights[:5], start[:5])
         assert (weights[5:] != start[5:]).all()
@@ -394,6 +396,38 @@ def test_methods_that_make_no_momentum_are_refused(compressor: Any, message: str
 
     with pytest.raises((SpecError, ConfigurationError), match=message):
         train(lambda: Compression(compressor), adam)
+
+
+NOISY = [  # bits of EDEN, beta1, local steps, compressor of the warm-up, memory, and whether noise grows without end
+    (1, 0.9, 1, "none", None, True),
+    (1, 0.9, 1, "int8", None, True),
+    (1, 0.9, 1, "int4", NoMemory(), True),
+    (1, 0.9, 2, "none", None, True),
+    (1, 0.9, 4, "none", None, False),
+    (1, 0.6, 1, "none", None, False),
+    (1, 0.9, 1, "int4", None, False),  # whose error feedback goes on
+    (1, 0.9, 1, "none", ErrorFeedback(), False),
+    (2, 0.9, 1, "none", None, False),
+    (4, 0.9, 1, "none", None, False),
+]
+
+
+@pytest.mark.parametrize(("bits", "b1", "local_steps", "warm_up", "memory", "grows"), NOISY)
+def test_noise_that_would_grow_without_end_in_momenta_is_refused(
+    bits: int, b1: float, local_steps: int, warm_up: str, memory: Any, grows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def norm_of(compressor: Any, steps: int) -> float:
+        """Of the first moment of the matrix."""
+        given = {**SETTINGS, "betas": (b1, 0.95), "freeze_after": FREEZE_AFTER, "local_steps": local_steps}
+        adam = functools.partial(CompressedAdam, **given, warm_up=warm_up)
+        _, optimizer, _ = train(lambda: Compression(compressor, memory=memory), adam, steps=steps)[0]
+        return float(optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"].norm())
+
+    said = rf"eden:bits=1 does not go with .* noise of 57% of .* .beta1={b1}.* memory=error_feedback, or warm_up=\"int4"
+    with pytest.raises(SpecError, match=said) if grows else nullcontext():
+        norm_of(EDEN(bits), 1)
+    monkeypatch.setattr(settings, "require_bounded_noise", lambda *_: None)
+    assert (norm_of(EDEN(bits), 60) > 4 * norm_of(NoCompression(), 60)) == grows
 
 
 def stated_with_local_steps(

@@ -14,7 +14,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 tf = pytest.importorskip("tensorflow")
 tf_keras = pytest.importorskip("tf_keras")
 
-from hvdcomp import Compression, ConfigurationError, EFSignSGD, TopK  # noqa: E402
+from hvdcomp import EDEN, Compression, ConfigurationError, EFSignSGD, SpecError, TopK  # noqa: E402
 from hvdcomp.bindings.adam import refreshes_among  # noqa: E402
 from hvdcomp.communicators import SimulatedCommunicator, SimulatedGroup  # noqa: E402
 from hvdcomp.tensorflow import CompressedAdam, serve_simulated  # noqa: E402
@@ -114,6 +114,15 @@ def test_refreshes_are_the_algorithm(compressor: Any, c: Any) -> None:
     dense, whole = 4 * (np.prod(SHAPE) + 7), FREEZE_AFTER + len(DUE)
     sent = done[0][2].ledger.totals.bytes_sent - whole * dense
     assert 0 <= sent < (STEPS - whole) * dense * 0.25
+
+
+def test_noise_that_would_grow_without_end_in_momenta_is_refused() -> None:
+    """`tests.bindings.test_compressed_adam` shows that it grows."""
+    with pytest.raises(SpecError, match="eden:bits=1 does not go with CompressedAdam without error feedback"):
+        train(EDEN(bits=1), refreshing)
+    for optimizer in (refreshing, lambda: refreshing(warm_up="int4")):
+        done = train(EDEN(bits=2), optimizer)
+        assert done[0][0][0].tobytes() == done[1][0][0].tobytes()
 
 
 def test_with_a_refresh_in_every_step_and_nothing_lost_it_is_adamw() -> None:

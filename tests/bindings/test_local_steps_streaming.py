@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hvdcomp import QSGD, Compression, ConfigurationError, TopK, state_for  # noqa: E402
+from hvdcomp import Compression, ConfigurationError, TopK, state_for  # noqa: E402
 from hvdcomp.communicators import SimulatedCommunicator, SimulatedGroup  # noqa: E402
 from hvdcomp.torch import LocalSteps  # noqa: E402
 from hvdcomp.torch.local_steps_rounds import Rounds, grouped  # noqa: E402
@@ -127,13 +127,12 @@ def test_fragments_are_of_about_equal_size() -> None:
 
 
 def made(model: Model, communicator: SimulatedCommunicator, method: str) -> LocalSteps:
-    compressor = TopK(ratio=0.05) if method == "topk" else QSGD(bits=4)
-    compression = Compression(compressor, min_numel=0, min_ndim=0)
+    compression = Compression.from_spec(method, min_numel=0, min_ndim=0)
     given = {"fragments": 2, "delay": 2, "local_share": 0.5, "communicator": communicator}
     return LocalSteps(adamw(model), 6, compression=compression, **given)
 
 
-@pytest.mark.parametrize("method", ["topk", "qsgd"])
+@pytest.mark.parametrize("method", ["topk:ratio=0.05", "qsgd:bits=4", "eden"])
 def test_it_goes_on_bit_for_bit_from_any_step_of_a_round(method: str) -> None:
     """Also with an exchange under way, whose random choices and residuals are those of the step that sent it."""
 
@@ -175,7 +174,7 @@ def test_it_goes_on_bit_for_bit_from_any_step_of_a_round(method: str) -> None:
 def test_with_an_exchange_under_way_rounds_must_be_as_they_were() -> None:
     def work(communicator: SimulatedCommunicator) -> None:
         model = Model()
-        optimizer = made(model, communicator, "topk")
+        optimizer = made(model, communicator, "topk:ratio=0.05")
         advance(model, optimizer, 0, 4)
         with pytest.raises(ConfigurationError, match="give it the same"):
             LocalSteps(sgd(Model()), 7, delay=2, communicator=communicator).load_state_dict(optimizer.state_dict())
@@ -206,7 +205,7 @@ def test_bytes_are_those_of_the_fragments_and_every_step_has_the_whole_model() -
 def test_exchange_applies_what_is_under_way_and_leaves_all_ranks_with_the_same_weights() -> None:
     def work(communicator: SimulatedCommunicator) -> Any:
         model = Model()
-        optimizer = made(model, communicator, "topk")
+        optimizer = made(model, communicator, "topk:ratio=0.05")
         advance(model, optimizer, communicator.rank, 4)
         assert optimizer.state_dict()["local_steps"]["sent"] is not None
         assert not optimizer.in_sync
@@ -227,7 +226,7 @@ def test_exchange_applies_what_is_under_way_and_leaves_all_ranks_with_the_same_w
 def test_what_is_not_finite_stops_all_ranks_when_it_is_to_be_applied() -> None:
     def work(communicator: SimulatedCommunicator) -> tuple[str, bool]:
         model = Model()
-        optimizer = made(model, communicator, "topk")
+        optimizer = made(model, communicator, "topk:ratio=0.05")
         advance(model, optimizer, communicator.rank, 8)
         before = copy.deepcopy(optimizer.state_dict()["local_steps"])
         if communicator.rank == 1:

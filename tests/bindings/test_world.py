@@ -30,6 +30,7 @@ METHODS = {
     "two_level(topk:ratio=0.1)": None,
     "powersgd:rank=2": None,
     "int8": ErrorFeedback(),
+    "eden": ErrorFeedback(),
 }
 SHAPES = {"linear": (12, 20), "conv": (4, 3, 3, 3), "vector": (17,)}
 # How exactly a number of each element type is kept; the sum over ranks is taken in float32 at least.

@@ -45,6 +45,13 @@ _KINDS = {
         *(*_GPT, "--steps", "9", "--optimizer", "compressed-adam", "--freeze-after", "4", "--local-steps", "3"),
         *("--lr", "1e-4", "--freeze-compression", "powersgd:rank=2", "--compression", "efsignsgd"),
     ],
+    "rotated_momenta": [
+        *(*_GPT, "--steps", "9", "--optimizer", "compressed-adam", "--freeze-after", "4", "--local-steps", "3"),
+        *("--freeze-compression", "int4", "--compression", "eden:bits=1"),
+    ],
+    "rotated_local_steps": [
+        *(*_GPT, "--steps", "9", "--optimizer", "adamw", "--local-steps", "3", "--compression", "eden"),
+    ],
     "local_steps_and_an_outer_one": [
         *(*_GPT, "--steps", "9", "--optimizer", "adamw", "--local-steps", "3", "--compression", "topk:ratio=0.02"),
         *("--backward-passes-per-step", "2", "--clip-norm", "0.5"),
