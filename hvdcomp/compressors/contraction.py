@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from hvdcomp.compressors.base import Compressor
+from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.memory import Memory
+from hvdcomp.compressors.two_level import within
 from hvdcomp.errors import SpecError
 
 
@@ -60,6 +62,7 @@ def require_bounded_noise(method: Compressor, b1: float, local_steps: int) -> No
 
     A momentum keeps a share a of the noise of the exchange before, and that share is compressed again. So noise of the
     energy E becomes noise of the energy a^2 (1 + known_error) E in the next exchange, and new noise is added to it.
+    Scattered means are compressed a second time.
 
     Args:
         method: the method, used without a memory. A method whose error is not known is allowed.
@@ -68,13 +71,16 @@ def require_bounded_noise(method: Compressor, b1: float, local_steps: int) -> No
     """
     if method.known_error is None:
         return
-    kept = sum(b1**step for step in range(1, local_steps + 1)) / local_steps
-    if kept**2 * (1 + method.known_error) >= 1:
+    kept = b1 * (1 - b1**local_steps) / (1 - b1) / local_steps
+    noise, inside = method.known_error, within(method)
+    if isinstance(inside, Gathering) and inside.exchange != "gather":
+        noise = (1 + noise) * (1 + (inside.of_means.known_error or 0.0)) - 1
+    if kept**2 * (1 + noise) >= 1:
         raise SpecError(
             f"{method} does not go with CompressedAdam without error feedback: an exchange adds noise of "
-            f"{method.known_error:.0%} of the momentum's energy, and the momentum keeps it (beta1={b1:g}), so that it "
-            'would grow without end. Give memory=error_feedback, or warm_up="int4", whose error feedback goes on, or '
-            f"raise the level of {method.name}"
+            f"{noise:.0%} of the momentum's energy, and the momentum keeps it (beta1={b1:g}), so that it would grow "
+            'without end. Give memory=error_feedback, or warm_up="int4", whose error feedback goes on, or raise the '
+            f"level of {method.name}"
         )
 
 

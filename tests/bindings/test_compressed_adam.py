@@ -398,23 +398,25 @@ def test_methods_that_make_no_momentum_are_refused(compressor: Any, message: str
         train(lambda: Compression(compressor), adam)
 
 
-NOISY = [  # bits of EDEN, beta1, local steps, compressor of the warm-up, memory, and whether noise grows without end
-    (1, 0.9, 1, "none", None, True),
-    (1, 0.9, 1, "int8", None, True),
-    (1, 0.9, 1, "int4", NoMemory(), True),
-    (1, 0.9, 2, "none", None, True),
-    (1, 0.9, 4, "none", None, False),
-    (1, 0.6, 1, "none", None, False),
-    (1, 0.9, 1, "int4", None, False),  # whose error feedback goes on
-    (1, 0.9, 1, "none", ErrorFeedback(), False),
-    (2, 0.9, 1, "none", None, False),
-    (4, 0.9, 1, "none", None, False),
+NOISY = [  # method, beta1, local steps, compressor of the warm-up, memory, and whether noise grows without end
+    (EDEN(bits=1), 0.9, 1, "none", None, True),
+    (EDEN(bits=1), 0.9, 1, "int8", None, True),
+    (EDEN(bits=1), 0.9, 1, "int4", NoMemory(), True),
+    (EDEN(bits=1), 0.9, 2, "none", None, True),
+    (EDEN(bits=1), 0.9, 4, "none", None, False),
+    (EDEN(bits=1), 0.6, 1, "none", None, False),
+    (EDEN(bits=1), 0.9, 1, "int4", None, False),  # whose error feedback goes on
+    (EDEN(bits=1), 0.9, 1, "none", ErrorFeedback(), False),
+    (EDEN(bits=2), 0.9, 1, "none", None, False),
+    (EDEN(bits=2, exchange="scatter"), 0.9, 1, "none", None, False),
+    (EDEN(bits=2, exchange="scatter", back=1), 0.9, 1, "none", None, True),
+    (EDEN(bits=4), 0.9, 1, "none", None, False),
 ]
 
 
-@pytest.mark.parametrize(("bits", "b1", "local_steps", "warm_up", "memory", "grows"), NOISY)
+@pytest.mark.parametrize(("method", "b1", "local_steps", "warm_up", "memory", "grows"), NOISY)
 def test_noise_that_would_grow_without_end_in_momenta_is_refused(
-    bits: int, b1: float, local_steps: int, warm_up: str, memory: Any, grows: bool, monkeypatch: pytest.MonkeyPatch
+    method: EDEN, b1: float, local_steps: int, warm_up: str, memory: Any, grows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def norm_of(compressor: Any, steps: int) -> float:
         """Of the first moment of the matrix."""
@@ -423,11 +425,12 @@ def test_noise_that_would_grow_without_end_in_momenta_is_refused(
         _, optimizer, _ = train(lambda: Compression(compressor, memory=memory), adam, steps=steps)[0]
         return float(optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"].norm())
 
-    said = rf"eden:bits=1 does not go with .* noise of 57% of .* .beta1={b1}.* memory=error_feedback, or warm_up=\"int4"
+    share = "57%" if method.exchange == "gather" else "78%"
+    said = f"{method} does not go with .* noise of {share} of .* .beta1={b1}.* memory=error_feedback, or warm_up="
     with pytest.raises(SpecError, match=said) if grows else nullcontext():
-        norm_of(EDEN(bits), 1)
+        norm_of(method, 1)
     monkeypatch.setattr(settings, "require_bounded_noise", lambda *_: None)
-    assert (norm_of(EDEN(bits), 60) > 4 * norm_of(NoCompression(), 60)) == grows
+    assert (norm_of(method, 60) > 4 * norm_of(NoCompression(), 60)) == grows
 
 
 def stated_with_local_steps(
