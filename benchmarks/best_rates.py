@@ -5,9 +5,10 @@
     python benchmarks/best_rates.py --workload gpt --only eden --only none
     python benchmarks/best_rates.py --page-only                 # only the page, from the existing trainings
 
-The search of a method trains one seed with rates that differ by factors of two, and goes on until the best rate is
-between two others. It begins around the best rate of dense training, whose own search comes first. The best rate is
-then trained with other seeds, which the search has not seen; so is the best rate of dense training. Each training is a
+The search of a method trains three seeds with rates that differ by factors of two, and goes on until the best rate is
+between two others. Three, because the highest rates are near the edge: one seed may train well where the next does not.
+The search begins around the best rate of dense training, whose own search comes first. The best rate is then trained
+with other seeds, which the search has not seen; so is the best rate of dense training. Each training is a
 separate process, is kept below --runs, and is not repeated; trainings.csv there has the figures of all.
 """
 
@@ -31,8 +32,8 @@ from hvdcomp.files import csv_of, replace_files
 from hvdcomp.tools.reproduce.trainings import Run, keep_records, kept_records, train_missing
 from hvdcomp.tools.terminal import make_console
 
-SEARCHED = 0
-"""The seed of the search."""
+SEARCHED = (0, 1, 2)
+"""The seeds of the search."""
 FARTHEST = 8
 """Factors of two, from the workload's own rate, at which a search ends without a best rate inside the grid."""
 FORGIVING = 1.0
@@ -62,6 +63,11 @@ PAIRS = {"eden": ("terngrad", "powersgd"), "eden:bits=1": ("powersgd",)}
 
 def is_accuracy(workload: str) -> bool:
     return WORKLOADS[workload]["data"] not in convergence.TEXT_DATA
+
+
+def rate_of(workload: str, doublings: int) -> float:
+    rate: float = WORKLOADS[workload]["lr"] * 2.0**doublings
+    return rate
 
 
 def rivals_of(workload: str, spec: str) -> list[str]:
@@ -98,7 +104,7 @@ class RateRun(Run):
 
     @property
     def rate(self) -> float:
-        return WORKLOADS[self.workload]["lr"] * 2.0**self.doublings
+        return rate_of(self.workload, self.doublings)
 
     @property
     def label(self) -> str:
@@ -132,11 +138,11 @@ class RateRun(Run):
 
 @dataclass(frozen=True)
 class Grid:
-    """The rates of a method that were trained with the seed of the search.
+    """The rates of a method that were trained with the seeds of the search, by the means over these.
 
     Attributes:
-        lost: by doublings, what the training lost beside the best: percent of the loss, or points of accuracy; infinite
-            if it diverged.
+        lost: by doublings, what the trainings lost beside the best: percent of the loss, or points of accuracy;
+            infinite if one diverged.
         best: the doublings of the best rate.
         next: the doublings to train next; empty if the best rate is between two others.
     """
@@ -144,6 +150,11 @@ class Grid:
     lost: Mapping[int, float]
     best: int
     next: tuple[int, ...]
+
+
+def searched(workload: str, spec: str, runs: Path, doublings: int) -> list[RateRun]:
+    """The trainings of a rate in the search."""
+    return [RateRun(workload, seed, runs, spec, doublings) for seed in SEARCHED]
 
 
 def grid_of(workload: str, spec: str, runs: Path, start: int) -> Grid:
@@ -154,9 +165,10 @@ def grid_of(workload: str, spec: str, runs: Path, start: int) -> Grid:
     """
     trained = {}
     for doublings in range(-FARTHEST, FARTHEST + 1):
-        quality = RateRun(workload, SEARCHED, runs, spec, doublings).quality
-        if quality is not None:
-            trained[doublings] = quality
+        qualities = [run.quality for run in searched(workload, spec, runs, doublings)]
+        known = [quality for quality in qualities if quality is not None]
+        if len(known) == len(SEARCHED):
+            trained[doublings] = statistics.mean(known)
 
     def untrained(*places: int) -> tuple[int, ...]:
         return tuple(place for place in places if place not in trained and abs(place) <= FARTHEST)
@@ -194,9 +206,10 @@ def search(
         start = grid_of(workload, DENSE, runs, 0).best
         while True:
             todo = [
-                RateRun(workload, SEARCHED, runs, spec, doublings)
+                run
                 for spec in methods
                 for doublings in grid_of(workload, spec, runs, start).next
+                for run in searched(workload, spec, runs, doublings)
             ]
             todo = [run for run in todo if run not in failed]
             if not todo:
@@ -281,11 +294,7 @@ def outcomes_of(workload: str, runs: Path, seeds: Sequence[int]) -> dict[str, Ou
         own = row_of(workload, spec, grid.best, runs, seeds)
         if own is None or grid.next:
             continue
-        rates = [
-            RateRun(workload, SEARCHED, runs, spec, doublings).rate
-            for doublings, lost in grid.lost.items()
-            if lost <= FORGIVING
-        ]
+        rates = [rate_of(workload, doublings) for doublings, lost in grid.lost.items() if lost <= FORGIVING]
         found[spec] = Outcome(own, row_of(workload, spec, start, runs, seeds), (min(rates), max(rates)))
     return found if DENSE in found else {}
 
@@ -298,7 +307,7 @@ def section_of(workload: str, outcomes: Mapping[str, Outcome]) -> list[str]:
     lines = [
         f"## {workload}",
         "",
-        f"{options}; seeds {', '.join(map(str, sorted(dense.qualities)))}.",
+        f"{options}; seeds {_in_words(sorted(dense.qualities))}.",
         "",
         f"| method | times fewer bytes | best rate | {quality} | lost beside dense ({unit}) "
         f"| lost at dense's best rate | good rates |",
@@ -309,7 +318,7 @@ def section_of(workload: str, outcomes: Mapping[str, Outcome]) -> list[str]:
         cells = [
             f"`{spec}`",
             f"{own.factor:.1f}",
-            f"{RateRun(workload, SEARCHED, Path(), spec, own.doublings).rate:g}",
+            f"{rate_of(workload, own.doublings):g}",
             own.shown,
             "" if spec == DENSE else with_interval(own.lost_beside(dense), "+.2f"),
             "" if spec == DENSE or same is None else with_interval(same.lost_beside(dense), "+.2f"),
@@ -333,6 +342,10 @@ def section_of(workload: str, outcomes: Mapping[str, Outcome]) -> list[str]:
             f"| {verdict(lost)} |"
         )
     return [*lines, ""]
+
+
+def _in_words(seeds: Sequence[int]) -> str:
+    return ", ".join(map(str, seeds))
 
 
 def verdict(lost: Sequence[float]) -> str:
@@ -363,7 +376,7 @@ def record_of(workload: str, spec: str, outcome: Outcome, dense: Row) -> dict[st
         "method": spec,
         "ranks": WORKLOADS[workload]["simulate_ranks"],
         "factor": own.factor,
-        "rate": RateRun(workload, SEARCHED, Path(), spec, own.doublings).rate,
+        "rate": rate_of(workload, own.doublings),
         "lowest_good_rate": outcome.good[0],
         "highest_good_rate": outcome.good[1],
         "seeds": len(own.qualities),
@@ -393,11 +406,11 @@ def write_page(file: Path, runs: Path, seeds: Sequence[int]) -> bool:
         "",
         f"""Made by `{" ".join(words)}`, at commit {shown}.
 Each training is one of `hvdcomp train` on [simulated ranks](simulated-ranks.md). Of rates that differ by factors of
-two, each method has the one that is best for seed {SEARCHED}, with a worse rate on either side of it; the figures are
-of other seeds. **Lost** is the mean of the differences seed by seed, at each one's own best rate, with its 95 %
-interval (Student's t). **Good rates** are those that lose at most {FORGIVING:g} % of the loss, or points of accuracy,
-beside the best rate, for seed {SEARCHED}. `powersgd` has the lowest rank that sends at least as many bytes as the
-method that it is compared with. The CSV file beside this page has the same figures.""",
+two, each method has the one that is best for seeds {_in_words(SEARCHED)}, with a worse rate on either side of it; the
+figures are of other seeds. **Lost** is the mean of the differences seed by seed, at each one's own best rate, with its
+95 % interval (Student's t). **Good rates** are those that lose at most {FORGIVING:g} % of the loss, or points of
+accuracy, beside the best rate, for the seeds of the search. `powersgd` has the lowest rank that sends at least as many
+bytes as the method that it is compared with. The CSV file beside this page has the same figures.""",
         "",
         findings_of(file),
         "",
@@ -451,8 +464,8 @@ def main(
     page_only: bool,
 ) -> None:
     """Trains methods at their best learning rates on simulated ranks, and writes the page of all trainings."""
-    if SEARCHED in seeds:
-        raise click.BadParameter(f"seed {SEARCHED} is that of the search; give others", param_hint="--seeds")
+    if seen := sorted(set(SEARCHED) & set(seeds)):
+        raise click.BadParameter(f"the search sees {_in_words(seen)}; give others, from 101 on", param_hint="--seeds")
     console = make_console(soft_wrap=True)
     chosen = {
         name: [spec for spec in methods_of(name) if not only or parse_compressor(spec).name in only]
@@ -465,7 +478,7 @@ def main(
         return failed
 
     if dry_run:
-        train([run for name in chosen for run in (RateRun(name, SEARCHED, runs, DENSE, at) for at in (-1, 0, 1))])
+        train([run for name in chosen for at in (-1, 0, 1) for run in searched(name, DENSE, runs, at)])
         return
     failed: list[Run] = []
     if not page_only:
