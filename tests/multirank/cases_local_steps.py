@@ -50,7 +50,8 @@ def differ(model: Any) -> bool:
 
 
 def case_weights_are_the_same_after_each_exchange_and_differ_in_between() -> None:
-    for spec in ("none", "fp16", "topk:ratio=0.05", "powersgd:rank=2", "int4", "efsignsgd:exchange=scatter"):
+    signs = "efsignsgd:exchange=scatter", "chunkedtopk:chunk=8,k=1,values=sign"
+    for spec in ("none", "fp16", "topk:ratio=0.05", "powersgd:rank=2", "int4", *signs):
         model, optimizer, scheduler = made(spec)
         start, generator = weights(model), own_generator()
         for step in range(1, 10):
