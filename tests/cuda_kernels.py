@@ -40,6 +40,7 @@ SPECS = (
     "redsync:ratio=0.01", "dgc:ratio=0.01", "powersgd:rank=4", "powersgd:rank=4,alternating=True",
     "randomk:ratio=0.01", "randomk:ratio=0.01,unbiased=True,values=fp16",
     "topkc:ratio=0.05", "arctopk:ratio=0.2,sketch=2", "chunkedtopk", "chunkedtopk:chunk=128,k=4,values=float32",
+    "chunkedtopk:chunk=8,k=1,values=sign",
 )  # fmt: skip
 
 COMPILED = (

@@ -280,6 +280,26 @@ def representable(xp: ModuleType, scale: Array, like: Array) -> Array:
     return xp.astype(xp.astype(scale, xp.dtype_name(like)), "float32")
 
 
+def to_signs(xp: ModuleType, values: Array, like: Array) -> tuple[Array, Array]:
+    """The packed signs of values (count,), with zero as positive, and their mean magnitude, float32 (1,).
+
+    In float64 no sum overflows, and all frameworks get the same float32 result.
+    """
+    count = values.shape[0]
+    magnitudes = xp.reshape(abs(xp.astype(values, "float64")), (1, count))
+    mean = xp.flatten(magnitudes.sum(1, keepdims=True)) * (1 / count)
+    return pack(xp, xp.astype(values >= 0, "uint8"), 1), representable(xp, mean, like)
+
+
+def from_signs(xp: ModuleType, signs: Array, magnitude: Array, count: int) -> Array:
+    """The values, float32 (count,), of what `to_signs` returned."""
+    values = xp.astype(unpack(xp, signs, 1, count), "float32")
+    values *= 2
+    values -= 1
+    values *= magnitude
+    return values
+
+
 def balance(xp: ModuleType, positive: Array, votes: Array) -> Array:
     """Votes for + minus votes for -, int8 (rows, columns), of at most 127 ranks; reuses the storage of `positive`.
 

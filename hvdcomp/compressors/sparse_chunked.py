@@ -15,13 +15,13 @@ from hvdcomp.compressors.base import Compressor, Count, most_level_for
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.packing import groups, pack, unpack
 from hvdcomp.compressors.protocol import Aggregation, AllGather, Context, Outcome, SparseVector
-from hvdcomp.compressors.signs import representable
+from hvdcomp.compressors.signs import from_signs, representable, to_signs
 from hvdcomp.compressors.sparse_chunked_bucket import VALUES, aggregate_chunks
-from hvdcomp.kernels.tables import CHUNK_PIECE
+from hvdcomp.kernels.tables import CHUNK_PIECE, CODE_BITS
 from hvdcomp.specs.described import Rule, between
 from hvdcomp.specs.levels import Level
 
-_MEANINGS = "'2bit' (one of four means), 'fp16' (half precision) or 'float32'"
+_MEANINGS = "'2bit' (one of four means), 'sign' (a sign), 'fp16' (half precision) or 'float32'"
 _Values = Annotated[str, Rule(lambda values: values in VALUES, _MEANINGS)]
 _BOUNDS = (-2.25, -0.75, 0.75)  # between the four bins, in standard deviations from the mean
 
@@ -47,11 +47,17 @@ class ChunkedTopK(Compressor):
     The paper compresses the change of 30 local steps, with a residual decay of 0.95
     (`memory=error_feedback:decay=0.95`).
 
+    With `values=sign` a value is sent as its sign, and decoded as plus or minus the mean magnitude of the tensor's sent
+    values; zero counts as positive. The largest of each 8 elements takes 4 bits, 3 of them for its place. The mean
+    magnitude is a float64 sum, multiplied by 1 / number in float64, and rounded to float32, or to the gradient's type
+    if that has 16 bits. NumPy, PyTorch and kernels may add in another order; the error of a float64 sum hardly ever
+    changes the float32 result. Ranks never differ, because all of them decode with the magnitude that was sent.
+
     Attributes:
         chunk: number of elements in a chunk.
         k: number of elements sent of each chunk, at most `chunk`.
-        values: encoding of values: "2bit", as one of four means; "fp16" or "float32". The memory keeps the rounding
-            error.
+        values: encoding of values: "2bit", as one of four means; "sign", as a sign and the tensor's mean magnitude;
+            "fp16" or "float32". The memory keeps the rounding error.
 
     Raises:
         SpecError: if k is more than `chunk`.
@@ -59,6 +65,8 @@ class ChunkedTopK(Compressor):
     Example:
         >>> ChunkedTopK().payload_bytes((4096, 4096))  # 64 * 14 bits of each of 4096 chunks, and four means
         458768
+        >>> ChunkedTopK(chunk=8, k=1, values="sign").payload_bytes((4096, 4096))  # 4 bits of each 8, and a magnitude
+        1048580
     """
 
     chunk: Annotated[int, between(2, CHUNK_PIECE)] = 4096
@@ -66,9 +74,15 @@ class ChunkedTopK(Compressor):
     values: _Values = "2bit"
 
     name: ClassVar[str] = "chunkedtopk"
-    examples: ClassVar[tuple[str, ...]] = ("chunkedtopk", "chunkedtopk:chunk=128,k=4,values=float32")
+    examples: ClassVar[tuple[str, ...]] = (
+        "chunkedtopk",
+        "chunkedtopk:chunk=128,k=4,values=float32",
+        "chunkedtopk:chunk=8,k=1,values=sign",
+    )
     level_name: ClassVar[str | None] = "k"
-    sends: ClassVar[str] = "of each chunk k places and k values in a few bits, four means with values=2bit"
+    sends: ClassVar[str] = (
+        "of each chunk k places and k values in a few bits; four means with values=2bit, one magnitude with values=sign"
+    )
     biased: ClassVar[bool] = True
     reference: ClassVar[str] = "Sarfi et al. 2025, arXiv:2508.15706"
 
@@ -78,8 +92,8 @@ class ChunkedTopK(Compressor):
 
     @property
     def nested(self) -> bool:  # type: ignore[override]
-        """False with 2 bits, as the means depend on the choice of elements."""
-        return self.values != "2bit"
+        """False with 2 bits or a sign, as means depend on the choice of elements."""
+        return VALUES[self.values] not in CODE_BITS
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         vector = xp.flatten(x)
@@ -143,20 +157,24 @@ class ChunkedTopK(Compressor):
         """The encoded values (count,)."""
         if self.values == "2bit":
             return _to_bins(xp, values, like)
+        if self.values == "sign":
+            return to_signs(xp, values, like)
         if self.values == "fp16":
             return (sparse_payload.round_values(xp, values, "fp16"),)
         return (xp.astype(values, "float32"),)
 
     def _decode(self, xp: ModuleType, parts: Sequence[Array], size: int) -> Array:
         """The decoded values (count,)."""
-        if self.values != "2bit":
+        if len(parts) == 1:  # they are sent themselves
             return parts[0]
         packed, means = parts
+        if self.values == "sign":
+            return from_signs(xp, packed, means, self.count(size))
         return xp.take(means, xp.astype(unpack(xp, packed, 2, self.count(size)), "int32"))
 
     def payload_floats(self, shape: tuple[int, ...], level: Level | None = None) -> float:
         count = self.at_level(level).count(number_of_elements(shape))  # type: ignore[attr-defined]
-        return 4 + count / 16 if self.values == "2bit" else count
+        return {"2bit": 4 + count / 16, "sign": 1 + count / 32}.get(self.values, count)
 
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         super().level_for(compression_factor, shape)  # refuses a factor below 1

@@ -8,10 +8,13 @@ from hvdcomp.compressors.bucket import Bucket, BucketAggregation, gathered
 from hvdcomp.compressors.low_rank_bucket import Tasks
 from hvdcomp.compressors.packing import packed_bytes
 from hvdcomp.compressors.protocol import AllGather
-from hvdcomp.kernels.tables import CHUNK_PIECE, FOUR_MEANS, IN_FLOAT, IN_HALF
+from hvdcomp.kernels.tables import CHUNK_PIECE, CODE_BITS, FOUR_MEANS, IN_FLOAT, IN_HALF, IN_SIGN
 
-VALUES = {"2bit": FOUR_MEANS, "fp16": IN_HALF, "float32": IN_FLOAT}
+VALUES = {"2bit": FOUR_MEANS, "sign": IN_SIGN, "fp16": IN_HALF, "float32": IN_FLOAT}
 """Encodings of values, as numbers for kernels."""
+
+_SHARED_BYTES = {FOUR_MEANS: 16, IN_SIGN: 4}  # of a tensor's means
+_VALUE_BYTES = {IN_HALF: 2, IN_FLOAT: 4}
 
 
 class _Layout:
@@ -22,9 +25,9 @@ class _Layout:
         pairs = list(zip(bucket.compressors, sizes, strict=True))
         counts = np.array([method.count(size) for method, size in pairs])
         bits = np.array([method.place_bits(size) for method, size in pairs])
-        values = np.full_like(counts, 16) if encoding == FOUR_MEANS else counts * (2 if encoding == IN_HALF else 4)
+        values = counts * _VALUE_BYTES.get(encoding, 0) + _SHARED_BYTES.get(encoding, 0)
         codes = packed_bytes(np.minimum(bits, 8), counts) + packed_bytes(np.maximum(bits - 8, 0), counts)
-        codes += packed_bytes(2, counts) if encoding == FOUR_MEANS else 0
+        codes += packed_bytes(CODE_BITS.get(encoding, 0), counts)
         segments = bucket.segments
         segments["count"], segments["found"] = counts, np.cumsum(counts) - counts
         segments["sent_of_chunk"] = [compressor.k for compressor in bucket.compressors]

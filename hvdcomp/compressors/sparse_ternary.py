@@ -9,9 +9,8 @@ from typing import ClassVar
 from hvdcomp.arrays.magnitudes import Magnitudes
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors import sparse_payload
-from hvdcomp.compressors.packing import pack, unpack
 from hvdcomp.compressors.protocol import Aggregation, AllGather, Context, Outcome, SparseVector
-from hvdcomp.compressors.signs import representable
+from hvdcomp.compressors.signs import from_signs, to_signs
 from hvdcomp.compressors.sparse_payload import elements_kept
 from hvdcomp.compressors.sparsification import ByRatio
 from hvdcomp.specs.levels import Level
@@ -42,22 +41,11 @@ class SparseTernary(ByRatio):
         vector = xp.flatten(x)
         count = elements_kept(self.ratio, vector.shape[0])
         (values, *places), chosen = sparse_payload.encode(xp, vector, Magnitudes(xp, vector, count).top(count), "same")
-        # In float64 no sum overflows, and all frameworks get the same float32 result.
-        magnitudes = xp.reshape(abs(xp.astype(values, "float64")), (1, count))
-        mean_magnitude = representable(xp, xp.flatten(magnitudes.sum(1, keepdims=True)) * (1 / count), x)
-        signs = pack(xp, xp.astype(values >= 0, "uint8"), 1)
-
-        def decode(signs: Array, magnitude: Array) -> Array:
-            ternary = xp.astype(unpack(xp, signs, 1, count), "float32")
-            ternary *= 2
-            ternary -= 1
-            ternary *= magnitude
-            return ternary
-
-        ranks = yield AllGather((signs, mean_magnitude, *places))
-        decoded = ((decode(signs, magnitude), *places) for signs, magnitude, *places in ranks)
+        encoded = to_signs(xp, values, x)
+        ranks = yield AllGather((*encoded, *places))
+        decoded = ((from_signs(xp, signs, magnitude, count), *places) for signs, magnitude, *places in ranks)
         mean = sparse_payload.mean_of_sparse(xp, decoded, vector, context)
-        sent = xp.astype(decode(signs, mean_magnitude), xp.dtype_name(x))
+        sent = xp.astype(from_signs(xp, *encoded, count), xp.dtype_name(x))
         return Outcome(xp.reshape(mean, x.shape), SparseVector(chosen.indices, sent))
 
     def payload_floats(self, shape: tuple[int, ...], level: Level | None = None) -> float:

@@ -110,8 +110,11 @@ class SparseStruct(ctypes.Structure):
     ]
 
 
-FOUR_MEANS, IN_HALF, IN_FLOAT = range(3)
+FOUR_MEANS, IN_HALF, IN_FLOAT, IN_SIGN = range(4)
 """Forms of the values that chunked top-k sends."""
+
+CODE_BITS = {FOUR_MEANS: 2, IN_SIGN: 1}
+"""Bits of a value's code: the number of its mean, or its sign."""
 
 CHUNK_PIECE = 1 << 16
 """Elements of a task of chunked top-k, which has whole chunks, or of a chunk, at most."""

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from hvdcomp.torch.compressed_adam import CompressedAdam as CompressedAdam
     from hvdcomp.torch.local_steps import LocalSteps as LocalSteps
     from hvdcomp.torch.look_ahead import LookAhead as LookAhead
+    from hvdcomp.torch.muon import MuonWithAdamW as MuonWithAdamW
+    from hvdcomp.torch.muon import hidden_matrices as hidden_matrices
     from hvdcomp.torch.row_wise_adagrad import RowWiseAdagrad as RowWiseAdagrad
     from hvdcomp.torch.rows import RowExchange as RowExchange
     from hvdcomp.torch.sharded_tables import ShardedTables as ShardedTables
@@ -31,6 +33,10 @@ def __getattr__(name: str) -> Any:
         from hvdcomp.torch.look_ahead import LookAhead
 
         return LookAhead
+    if name == "MuonWithAdamW":
+        from hvdcomp.torch.muon import MuonWithAdamW
+
+        return MuonWithAdamW
     if name == "RowExchange":
         from hvdcomp.torch.rows import RowExchange
 
@@ -43,6 +49,10 @@ def __getattr__(name: str) -> Any:
         from hvdcomp.torch.sharded_tables import ShardedTables
 
         return ShardedTables
+    if name == "hidden_matrices":
+        from hvdcomp.torch.muon import hidden_matrices
+
+        return hidden_matrices
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

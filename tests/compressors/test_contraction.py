@@ -24,8 +24,8 @@ EXPLODES = [
 STAYS = [
     "randomk:ratio=0.1", "randomk:ratio=0.55,unbiased=true", "qsgd:bits=5", "qsgd:bits=4,bucket=64", "qsgd:bits=8",
     "terngrad", "terngrad:clip=0", "natural", "globalqsgd:bits=2", "globalqsgd:bits=8", "int4",
-    "int4:block=4096,rounding=stochastic", "fp8:rounding=stochastic,format=e5m2", "chunkedtopk", "eden",
-    "eden:bits=1",
+    "int4:block=4096,rounding=stochastic", "fp8:rounding=stochastic,format=e5m2", "chunkedtopk",
+    "chunkedtopk:chunk=8,k=1,values=sign", "eden", "eden:bits=1",
 ]  # fmt: skip
 
 

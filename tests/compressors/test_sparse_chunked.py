@@ -29,6 +29,7 @@ from tests.lockstep import run_lockstep
 
 TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2, "float32": 1e-6, "float64": 1e-6}
 SHAPES = [(16, 16), (7, 9), (1,), (5, 4, 3)]
+VALUES = ["2bit", "sign", "fp16", "float32"]
 
 
 def four_means(values: np.ndarray) -> np.ndarray:
@@ -47,13 +48,19 @@ def chunked(x: np.ndarray, chunk: int, k: int, values: str) -> np.ndarray:
         count = math.ceil(k * len(part) / chunk)
         kept += list(start + np.argsort(-np.abs(part), kind="stable")[:count])
     result = np.zeros_like(vector)
-    result[kept] = four_means(vector[kept]) if values == "2bit" else vector[kept]
+    if values == "2bit":
+        result[kept] = four_means(vector[kept])
+    elif values == "sign":
+        result[kept] = np.where(vector[kept] >= 0, 1, -1) * np.abs(vector[kept]).mean()
+    else:
+        result[kept] = vector[kept]
     return result.reshape(x.shape)
 
 
 @pytest.mark.parametrize("spec", [
     "chunkedtopk", "chunkedtopk:chunk=64,k=9", "chunkedtopk:chunk=100,k=7,values=float32",
-    "chunkedtopk:chunk=30,k=10,values=fp16",
+    "chunkedtopk:chunk=30,k=10,values=fp16", "chunkedtopk:chunk=8,k=1,values=sign",
+    "chunkedtopk:chunk=33,k=4,values=sign",
 ])  # fmt: skip
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize(("backend", "dtype"), BACKENDS_AND_DTYPES)
@@ -91,6 +98,19 @@ def test_an_example_by_hand(backend: str) -> None:
     np.testing.assert_array_equal(densify(outcome.sent, (2, 5)), expected)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_example_of_signs_by_hand(backend: str) -> None:
+    """The largest of each chunk of four are -3, 5, the first of equal ones, and a zero, which counts as positive."""
+    x = make(backend, [1.0, -3.0, 2.0, 0.0, 4.0, 5.0, -1.0, 0.5, 0.0, 0.0, 0.0, 0.0, -8.0])
+    method = ChunkedTopK(chunk=4, k=1, values="sign")
+    (outcome,) = run_lockstep(method, [x]).outcomes
+    mean = as_numpy(outcome.mean)
+    np.testing.assert_array_equal(mean[[1, 5, 12]], [-4, 4, -4])
+    assert mean[8:12].sum() == 4
+    assert np.count_nonzero(mean) == 4
+    np.testing.assert_array_equal(densify(outcome.sent, (13,)), mean)
+
+
 def test_bins_end_where_the_paper_has_them() -> None:
     """Sigma is 10.07: bins end at -22.6, -7.6 and 7.6. There is none for what is far above the mean alone."""
     values = np.array([-40.0] * 2 + [-20.0] * 3 + [-2.0, 2.0] * 40 + [20.0] * 3 + [40.0] * 2, np.float32)
@@ -107,6 +127,9 @@ def test_bins_end_where_the_paper_has_them() -> None:
     (256, 8, "2bit", 1 << 20, 4096 * 8 * 10 // 8 + 16),
     (1 << 16, 1000, "float32", 1 << 17, 2 * 1000 * 6),
     (2, 1, "float32", 64, 32 * 4 + 4),
+    *((2**bits, 1, "sign", 2**bits * 4096, 4096 * (bits + 1) // 8 + 4) for bits in range(1, 17)),
+    (8, 1, "sign", 8 * 4096 + 3, 4097 * 2 // 8 + 1 + 2 * (4097 // 8 + 1) + 4),
+    (64, 3, "sign", 100, 3 + 2 + 1 + 4),  # three of 64 elements and two of 36: planes of 4 and 2 bits, and signs
 ])  # fmt: skip
 def test_places_values_and_four_means_are_all_that_travels(
     chunk: int, k: int, values: str, size: int, expected: int
@@ -125,6 +148,7 @@ def test_as_many_times_fewer_bits_as_published() -> None:
     assert 4 * 4096**2 / (method.payload_bytes(shape) - 4 * 4) == published
     assert 4 * 4096**2 / method.payload_bytes(shape) == pytest.approx(published, rel=1e-4)
     assert method.payload_floats(shape) == 4 + 4096 * 64 * 2 / 32
+    assert ChunkedTopK(8, 1, "sign").payload_floats(shape) == 1 + 4096 * 512 / 32
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -163,15 +187,23 @@ def test_the_largest_numbers_do_not_overflow(backend: str) -> None:
 def test_it_is_a_contraction(numbers: list[int], chunk: int, data: st.DataObject) -> None:
     """|x - C(x)| < |x|, for any x but 0: also for two values that cancel each other, and outliers."""
     x = np.array(numbers, np.float32)
-    for values in ("2bit", "fp16", "float32"):
+    for values in VALUES:
         method = ChunkedTopK(chunk, data.draw(st.integers(1, chunk)), values)
         (outcome,) = run_lockstep(method, [x]).outcomes
         left = x.astype(float) - densify(outcome.sent, x.shape)
         assert np.sum(left**2) < np.sum(x.astype(float) ** 2) or not x.any()
 
 
+@pytest.mark.parametrize(("chunk", "normal", "student"), [(4, 46, 55), (8, 60, 59), (16, 73, 64), (64, 89, 76)])
+def test_errors_of_signs_are_those_of_the_page(chunk: int, normal: int, student: int) -> None:
+    rng = np.random.default_rng(0)
+    for x, percent in ((rng.standard_normal(1 << 20), normal), (rng.standard_t(3, 1 << 20), student)):
+        (outcome,) = run_lockstep(ChunkedTopK(chunk, 1, "sign"), [x.astype(np.float32)]).outcomes
+        assert 100 * np.sum((x - outcome.mean) ** 2) / np.sum(x**2) == pytest.approx(percent, abs=1.5)
+
+
 @pytest.mark.skipif(len(INSTALLED) < 2, reason="needs PyTorch")
-@pytest.mark.parametrize("values", ["2bit", "fp16", "float32"])
+@pytest.mark.parametrize("values", VALUES)
 def test_pytorch_sends_the_bytes_that_numpy_sends(values: str) -> None:
     method = ChunkedTopK(chunk=1000, k=30, values=values)
     for seed in range(20):
@@ -181,7 +213,7 @@ def test_pytorch_sends_the_bytes_that_numpy_sends(values: str) -> None:
         assert bits(ours.outcomes[0].mean) == bits(theirs.outcomes[0].mean)
 
 
-@given(st.integers(1, 10**6), st.floats(1, 1e5), st.sampled_from(["2bit", "fp16", "float32"]))
+@given(st.integers(1, 10**6), st.floats(1, 1e5), st.sampled_from(VALUES))
 def test_level_is_within_the_budget_and_wastes_little(size: int, factor: float, values: str) -> None:
     method = ChunkedTopK(values=values)
     level = method.level_for(factor, (size,))
@@ -205,6 +237,8 @@ def test_description() -> None:
     assert method.at_level(16) == ChunkedTopK(k=16)
     assert ChunkedTopK(values="fp16").nested
     assert not method.nested
+    assert not ChunkedTopK(values="sign").nested
+    assert parse_compressor("chunkedtopk:chunk=8,k=1,values=sign") == ChunkedTopK(8, 1, "sign")
     for settings, message in (
         ({"k": 0}, "k=0 is not allowed"),
         ({"chunk": 10, "k": 11}, "k=11 is not allowed; it must be at most chunk, .* 10"),

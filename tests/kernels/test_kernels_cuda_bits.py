@@ -57,7 +57,9 @@ EXACT = (
     "globalqsgd:bits=5", "int8:rounding=stochastic,block=5000", "int4", "int4:block=7", "int4:rounding=stochastic",
     "fp16:rounding=stochastic,exchange=gather", "bf16:rounding=stochastic",
     "topkc:ratio=0.1,chunk=5000", "chunkedtopk:chunk=300,k=20", "chunkedtopk", "chunkedtopk:chunk=200,k=3,values=fp16",
-    "chunkedtopk:chunk=9000,k=100,values=float32", "fp8", "fp8:block=100", "fp8:format=e5m2",
+    "chunkedtopk:chunk=9000,k=100,values=float32", "chunkedtopk:chunk=8,k=1,values=sign",
+    "chunkedtopk:chunk=64,k=5,values=sign", "chunkedtopk:chunk=50,k=1",
+    "chunkedtopk:chunk=1000,k=10,values=sign", "fp8", "fp8:block=100", "fp8:format=e5m2",
     "fp8:format=e5m2,rounding=stochastic", "eden", "eden:bits=1,block=512", "eden:bits=3", "eden:bits=4",
 )  # fmt: skip
 

@@ -44,6 +44,7 @@ DECODED = {
     "signsgd": "votes_decode", "qsgd:bits=4": "multiples_decode", "qsgd:bits=7": "multiples_decode",
     "fp8": "float8_decode", "natural": "natural_decode", "eden": "eden_decode",
     "topk:ratio=0.02": "sparse_decode", "chunkedtopk:chunk=50,k=5": "chunks_decode",
+    "chunkedtopk:chunk=8,k=1,values=sign": "chunks_decode",
 }  # fmt: skip
 
 
@@ -107,7 +108,9 @@ FROM_PLACES = {
     "eden_encode": {"payload": 1}, "eden_decode": {"payloads": 1},
     "global_encode": {"digits": 4}, "global_decode": {"digits": 4},
     "pack_chosen": {"payload": 1}, "sparse_decode": {"payload": 1},
-    "chunks_choose": {"values": 4, "places": 2}, "chunks_means": {"values": 4, "bins": 1, "payload": 1},
+    "chunks_choose": {"values": 4, "places": 2}, "chunks_choose_short": {"values": 4, "places": 2},
+    "chunks_means": {"values": 4, "bins": 1, "payload": 1},
+    "chunks_signs": {"values": 4, "signs": 1}, "chunks_magnitude": {"payload": 1},
     "chunks_pack": {"values": 4, "places": 2, "bins": 1, "payload": 1}, "chunks_decode": {"payloads": 1},
     "random_take": {"wire": 4, "sent": 4}, "random_put": {"mean": 4}, "random_keep": {"sent": 4},
     "multiply": {"unit": 4, "partial": 4}, "add_tiles": {"product": 4, "partial": 4},

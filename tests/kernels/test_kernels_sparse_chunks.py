@@ -28,6 +28,7 @@ FORMS = (
     ARCTopK(0.3), ARCTopK(0.1, sketch=1), ARCTopK(0.5, sketch=19),
     ChunkedTopK(), ChunkedTopK(2, 1), ChunkedTopK(100, 7, "fp16"), ChunkedTopK(65_536, 3000, "float32"),
     ChunkedTopK(300, 300), ChunkedTopK(513, 200, "float32"), ChunkedTopK(255, 3),
+    ChunkedTopK(8, 1, "sign"), ChunkedTopK(64, 1, "sign"), ChunkedTopK(4, 3, "sign"), ChunkedTopK(5000, 77, "sign"),
 )  # fmt: skip
 
 
@@ -59,7 +60,8 @@ def test_a_bucket_does_what_its_tensors_do_by_themselves(
         assert_as_by_themselves(methods, xs, steps, 3, sources)
 
 
-@pytest.mark.parametrize("method", [TopKC(0.1, chunk=30), ChunkedTopK(300, 30), ChunkedTopK(5000, 500)])
+@pytest.mark.parametrize("method", [TopKC(0.1, chunk=30), ChunkedTopK(300, 30), ChunkedTopK(5000, 500),
+                                    ChunkedTopK(10, 1)])  # fmt: skip
 @pytest.mark.parametrize("value", [0.0, -0.0, 0.1])
 def test_of_equal_ones_the_first_are_sent(method: Any, value: float) -> None:
     """And zeros keep their signs in what is left, and have none in the mean, as in NumPy."""
@@ -73,7 +75,19 @@ def test_of_equal_ones_the_first_are_sent(method: Any, value: float) -> None:
     assert step.x[0].tobytes() == np.where(sent, x - (x + 0), x).tobytes()
 
 
-@pytest.mark.parametrize("method", [TopKC(0.1), ARCTopK(0.1), ChunkedTopK(), ChunkedTopK(values="fp16")], ids=str)
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_a_chunk_of_zeros_sends_its_first_as_plus_the_mean_magnitude(zero: float) -> None:
+    x = np.full(30, np.float32(zero))
+    x[3] = -2
+    (step,) = run_buckets([ChunkedTopK(8, 1, "sign")], [[x]], keeps=True)
+    sent = np.zeros_like(x)
+    sent[[3, 8, 16, 24]] = [-0.5, 0.5, 0.5, 0.5]
+    np.testing.assert_array_equal(step.means[0], sent)
+    np.testing.assert_array_equal(step.x[0], x - sent)
+
+
+@pytest.mark.parametrize("method", [TopKC(0.1), ARCTopK(0.1), ChunkedTopK(), ChunkedTopK(values="fp16"),
+                                    ChunkedTopK(8, 1, "sign")], ids=str)  # fmt: skip
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan, -np.nan])
 def test_what_is_not_finite_is_found_and_does_no_harm(method: Any, bad: float) -> None:
     for place in (0, 4095, 4096, 69_999):

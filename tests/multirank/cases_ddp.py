@@ -31,7 +31,7 @@ from hvdcomp import TwoLevel
 from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
 from hvdcomp.compressors import EXAMPLES
 from hvdcomp.exchange.ledger import Ledger
-from hvdcomp.torch import CompressedAdam
+from hvdcomp.torch import CompressedAdam, MuonWithAdamW
 from hvdcomp.torch.group_beside import GroupBeside
 from hvdcomp.torch.packing import packed, unpacked
 from tests.multirank.collectives import nodes_of
@@ -960,6 +960,22 @@ def case_wrappers_change_neither_routing_nor_weights_nor_checkpoints() -> None:
     for way, wrap in WRAPPERS.items():
         assert torch.equal(trained(wrap), expected), way
     assert torch.equal(trained(WRAPPERS["nothing"], WRAPPERS["torch.compile"]), expected)
+
+
+def case_muon_keeps_weights_identical() -> None:
+    if not hasattr(torch.optim, "Muon"):
+        raise SkipTest("this PyTorch has no Muon")
+    for spec in ("none", "powersgd:rank=2"):
+        model = large_model()
+        distributed = DistributedDataParallel(model, bucket_cap_mb=1.5)
+        optimizer = MuonWithAdamW(distributed, 1e-3)
+        assert optimizer.param_groups[0]["param_names"] == ["0.weight", "2.weight", "4.weight"]
+        ours = hvdcomp.Compression.from_spec(spec)
+        hvdcomp.ddp.register(distributed, ours, optimizer)
+        train(distributed, optimizer, steps=4)
+        assert_same_everywhere(weights(model))
+        assert not torch.equal(weights(model), weights(large_model()))
+        assert ours.ledger.steps == 4
 
 
 def case_local_steps_end_with_equal_weights() -> None:

@@ -22,20 +22,22 @@ from tests.multirank.training import (
 
 SPECS = ["none", "topk:ratio=0.05", "powersgd:rank=2"]
 OPTIMIZERS = [
-    lambda parameters: torch.optim.SGD(parameters, lr=0.05),
-    lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-4),
-    lambda parameters: torch.optim.Adam(parameters, lr=0.01),
-    lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
-    lambda parameters: torch.optim.RMSprop(parameters, lr=0.01),
-    lambda parameters: torch.optim.Adagrad(parameters, lr=0.01),
+    lambda model: torch.optim.SGD(model.parameters(), lr=0.05),
+    lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-4),
+    lambda model: torch.optim.Adam(model.parameters(), lr=0.01),
+    lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+    lambda model: torch.optim.RMSprop(model.parameters(), lr=0.01),
+    lambda model: torch.optim.Adagrad(model.parameters(), lr=0.01),
 ]
+if hasattr(torch.optim, "Muon"):
+    OPTIMIZERS.append(lambda model: hvdcomp.torch.MuonWithAdamW(model, lr=0.01))
 
 
 def case_every_optimizer_and_broadcast_of_its_state() -> None:
     for make in OPTIMIZERS:
         model = small_model()
         optimizer = hvd.DistributedOptimizer(
-            make(model.parameters()),
+            make(model),
             named_parameters=model.named_parameters(),
             compression=compression("topk:ratio=0.05", model),
         )

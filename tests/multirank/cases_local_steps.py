@@ -19,6 +19,7 @@ from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
 from hvdcomp.torch import LocalSteps
 from tests.multirank.models import batch, small_model, weights
 from tests.multirank.training_ddp import assert_same_everywhere, gathered, own_generator, plain_loss, raised
+from tests.readme import block_with, run
 
 PAGE = Path(__file__).parents[2] / "docs" / "local-steps.md"
 EVERY = 3
@@ -49,7 +50,8 @@ def differ(model: Any) -> bool:
 
 
 def case_weights_are_the_same_after_each_exchange_and_differ_in_between() -> None:
-    for spec in ("none", "fp16", "topk:ratio=0.05", "powersgd:rank=2", "int4", "efsignsgd:exchange=scatter"):
+    signs = "efsignsgd:exchange=scatter", "chunkedtopk:chunk=8,k=1,values=sign"
+    for spec in ("none", "fp16", "topk:ratio=0.05", "powersgd:rank=2", "int4", *signs):
         model, optimizer, scheduler = made(spec)
         start, generator = weights(model), own_generator()
         for step in range(1, 10):
@@ -193,6 +195,37 @@ def case_shards_are_refused() -> None:
     model = fully_shard(small_model(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     inner = torch.optim.AdamW(model.parameters())
     assert "hvdcomp.fsdp.register" in raised(hvdcomp.ConfigurationError, lambda: LocalSteps(inner))
+
+
+def case_muon_of_the_page_of_adam_steps_alone_and_goes_on_bit_for_bit() -> None:
+    if not hasattr(torch.optim, "Muon"):
+        raise SkipTest("this PyTorch has no Muon")
+    block = block_with("MuonWithAdamW", PAGE.with_name("adam.md"))
+
+    def made_by_the_page() -> tuple[torch.nn.Module, LocalSteps, Any]:
+        model = small_model()
+        optimizer = run(block, hvdcomp=hvdcomp, model=model)["optimizer"]
+        return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+
+    results = []
+    for stop in (12, 6):
+        parts, generator = made_by_the_page(), own_generator()
+        for step in range(1, stop + 1):
+            train(*parts, generator)
+            assert parts[1].in_sync == (not differ(parts[0])) == (step % 4 == 0)
+        if stop < 12:
+            states = copy.deepcopy([one.state_dict() for one in parts])
+            parts = made_by_the_page()
+            for one, state in zip(parts, states, strict=True):
+                one.load_state_dict(state)
+            train(*parts, generator, 12 - stop)
+        assert_same_everywhere(weights(parts[0]))
+        results.append(weights(parts[0]))
+    assert torch.equal(*results)
+    assert not torch.equal(results[0], weights(small_model()))
+    names = [name for group in parts[1].param_groups for name in group["param_names"]]
+    assert names == ["5.weight", "1.weight", "1.bias", "5.bias", "7.weight", "7.bias"]
+    assert parts[1].compression.state_dict()["shared"]["tensors"].keys() == set(names)
 
 
 def case_the_page_trains() -> None:

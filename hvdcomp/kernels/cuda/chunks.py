@@ -1,8 +1,9 @@
 """Encoding of the largest elements of each chunk of neighbours, and decoding of their mean over ranks.
 
 A full chunk sends `sent_of_chunk` elements, a tensor `count`. `src/isa_sparse_chunked.c` describes the payload. Before
-they are packed, the values and places of a tensor begin at `found` of arrays for all tensors. A program works on a
-chunk, on a tensor's means, or on a group of codes that are packed together.
+they are packed, the values and places of a tensor begin at `found` of arrays for all tensors. A program works on a run
+of chunks, which is one chunk if chunks are not short; on a tensor's means, or a part of its values; or on a group of
+codes that are packed together.
 """
 
 import numpy as np
@@ -36,28 +37,72 @@ from hvdcomp.kernels.cuda.x import (
 
 FOUR_MEANS = tl.constexpr(tables.FOUR_MEANS)
 IN_HALF = tl.constexpr(tables.IN_HALF)
+IN_SIGN = tl.constexpr(tables.IN_SIGN)
+
+SHORT = 256
+"""Most elements of chunks of which a program has a run."""
 
 
 @triton.jit
-def _chunk(table, segments, chunks, chunk):
-    """This program's tensor; begin and end of its chunk; first and number of the sent elements of the chunk."""
-    chunk_entry = pointer(chunks, tl.int64) + 2 * tl.program_id(0)
-    segment = tl.load(chunk_entry)
-    number = tl.load(chunk_entry + 1)
+def _run(table, segments, runs, run, chunk):
+    """This program's tensor; begin and end of its run of chunks; first and number of the sent elements of the run. run:
+    number of chunks."""
+    run_entry = pointer(runs, tl.int64) + 2 * tl.program_id(0)
+    segment = tl.load(run_entry)
+    number = tl.load(run_entry + 1)
     k = entry(table, segments, segment, SENT_OF_CHUNK)
     start = number * chunk
-    end = tl.minimum(start + chunk, size_of(table, segments, segment))
-    count = (k * (end - start) + chunk - 1) // chunk
+    end = tl.minimum(start + run * chunk, size_of(table, segments, segment))
+    count = (end - start) // chunk * k + ((end - start) % chunk * k + chunk - 1) // chunk
     return segment, start.to(tl.int32), end.to(tl.int32), (number * k).to(tl.int32), count.to(tl.int32)
 
 
 @triton.jit
+def chunks_choose_short(
+    table, segments, flag, factor, decay, momentum, runs, run, chunk, values, places,
+    KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """`chunks_choose` for a run of chunks of at most WIDTH elements, ROWS chunks at a time."""
+    segment, start, end, first, _ = _run(table, segments, runs, run, chunk)
+    k = entry(table, segments, segment, SENT_OF_CHUNK).to(tl.int32)
+    at = entry(table, segments, segment, FOUND) + first
+    largest = tl.zeros((ROWS, WIDTH), tl.int32)
+    for block in range(start, end, ROWS * chunk):
+        begin = block + tl.arange(0, ROWS)[:, None] * chunk
+        i = begin + tl.arange(0, WIDTH)[None, :]
+        inside = i < tl.minimum(begin + chunk, end)
+        x = make_x(table, segments, segment, i, inside, factor, decay, momentum, KEEPS, MOMENTUM, NESTEROV, FROM)
+        largest = tl.maximum(largest, magnitude(x))
+        bits = tl.where(inside, bits_of(x), -1)
+        length = tl.maximum(tl.minimum(end - begin, chunk), 0)
+        count = (k * length + chunk - 1) // chunk
+        low = length * 0  # in each chunk at least `count` elements reach low; fewer, `above`, reach high
+        high = low + MOST_BITS + 1
+        above = low
+        for _ in range(31):  # until high is low + 1, for magnitudes of 31 bits
+            middle = low + (high - low) // 2
+            reaching = tl.expand_dims(tl.sum((bits >= middle).to(tl.int32), 1), 1)
+            above = tl.where(reaching < count, reaching, above)
+            high = tl.where(reaching < count, middle, high)
+            low = tl.where(reaching < count, low, middle)
+        ties = (bits == low).to(tl.int32)
+        sends = (bits > low) | ((ties != 0) & (tl.cumsum(ties, 1) <= count - above))
+        sends = sends & inside
+        sent_counts = sends.to(tl.int32)
+        to = at + (begin - start) // chunk * k + tl.cumsum(sent_counts, 1) - sent_counts
+        tl.store(pointer(values, tl.float32) + to, x, mask=sends)
+        tl.store(pointer(places, tl.int16) + to, (i - begin).to(tl.int16), mask=sends)
+    report(flag, tl.max(largest, 1))
+
+
+@triton.jit
 def chunks_choose(
-    table, segments, flag, factor, decay, momentum, chunks, values, places, chunk,
+    table, segments, flag, factor, decay, momentum, runs, run, chunk, values, places,
     KEEPS: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, FROM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Makes x of a chunk; stores its largest elements in index order, the first among equal ones."""
-    segment, start, end, first, count = _chunk(table, segments, chunks, chunk)
+    """Makes x of a run of one chunk; stores its largest elements in index order, the first among equal ones."""
+    segment, start, end, first, count = _run(table, segments, runs, run, chunk)
     largest = tl.zeros((BLOCK,), tl.int32)
     for block in range(start, end, BLOCK):
         i = block + tl.arange(0, BLOCK)
@@ -136,6 +181,47 @@ def chunks_means(table, segments, values, bins, payload, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def chunks_signs(table, segments, parts, values, signs, sums, PIECE: tl.constexpr, BLOCK: tl.constexpr):
+    """The signs of a part of a tensor's values, 1 for plus, and the sum of their magnitudes."""
+    part = pointer(parts, tl.int64) + 2 * tl.program_id(0)
+    segment = tl.load(part)
+    start = tl.load(part + 1).to(tl.int32)
+    end = tl.minimum(start + PIECE, entry(table, segments, segment, COUNT).to(tl.int32))
+    at = entry(table, segments, segment, FOUND)
+    total = tl.zeros((BLOCK,), tl.float64)
+    for block in range(start, end, BLOCK):
+        i = block + tl.arange(0, BLOCK)
+        value = tl.load(pointer(values, tl.float32) + at + i, mask=i < end, other=0.0)
+        tl.store(pointer(signs, tl.uint8) + at + i, (value >= 0).to(tl.uint8), mask=i < end)
+        total += tl.abs(value).to(tl.float64)
+    tl.store(pointer(sums, tl.float64) + tl.program_id(0), tl.sum(total, 0))
+
+
+@triton.jit
+def chunks_magnitude(table, segments, ends, sums, payload, BLOCK: tl.constexpr):
+    """The mean magnitude of a tensor's values. ends: the number of parts up to each tensor's begin and end."""
+    segment = tl.program_id(0)
+    start = tl.load(pointer(ends, tl.int64) + segment)
+    end = tl.load(pointer(ends, tl.int64) + segment + 1)
+    total = tl.zeros((BLOCK,), tl.float64)
+    for block in range(start, end, BLOCK):
+        i = block + tl.arange(0, BLOCK)
+        total += tl.load(pointer(sums, tl.float64) + i, mask=i < end, other=0.0)
+    mean = tl.sum(total, 0) * (1 / entry(table, segments, segment, COUNT).to(tl.float64))
+    tl.store(pointer(payload + entry(table, segments, segment, VALUES), tl.float32), mean.to(tl.float32))
+
+
+@triton.jit
+def _mean_of(wire, code, valid, HOW: tl.constexpr):
+    """The value that a code stands for: one of four means, or a sign with the mean magnitude."""
+    if HOW == FOUR_MEANS:
+        return tl.load(pointer(wire, tl.float32) + code, mask=valid, other=0.0)
+    else:  # noqa: RET505 - Triton compiles one branch of the two
+        mean = tl.load(pointer(wire, tl.float32))
+        return tl.where(code != 0, mean, mean * -1.0)  # -x is 0 - x to Triton, which is no -0.0
+
+
+@triton.jit
 def place_bits(table, segments, segment, chunk):
     """Bits of a place in a chunk."""
     most = tl.minimum(chunk, size_of(table, segments, segment)) - 1
@@ -167,7 +253,7 @@ def _pack_plane(codes, CODE: tl.constexpr, count, start, shift, place, bits, pay
 @triton.jit
 def chunks_pack(
     table, segments, groups, values, places, bins, payload, chunk,
-    HOW: tl.constexpr, MASKING: tl.constexpr, KEEPS: tl.constexpr,
+    HOW: tl.constexpr, CODE_BITS: tl.constexpr, MASKING: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
     """Packs a group of values and places, and subtracts the sent values from x. MASKING: ends the momentum of these
     elements."""
@@ -180,9 +266,9 @@ def chunks_pack(
     valid = i < count
     value = tl.load(pointer(values, tl.float32) + at + i, mask=valid, other=0.0)
     wire = payload + entry(table, segments, segment, VALUES)
-    if HOW == FOUR_MEANS:
+    if CODE_BITS > 0:
         bin = tl.load(pointer(bins, tl.uint8) + at + i, mask=valid, other=0).to(tl.int32)
-        value = tl.load(pointer(wire, tl.float32) + bin)
+        value = _mean_of(wire, bin, valid, HOW)
     elif HOW == IN_HALF:
         half = held(value, HALF).to(tl.float16)
         tl.store(pointer(wire, tl.float16) + i, half, mask=valid)
@@ -207,17 +293,18 @@ def chunks_pack(
     shift, to = _pack_plane(codes, tl.int16, count, start, shift, to, bits, payload, 4)
     shift, to = _pack_plane(codes, tl.int16, count, start, shift, to, bits, payload, 2)
     shift, to = _pack_plane(codes, tl.int16, count, start, shift, to, bits, payload, 1)
-    if HOW == FOUR_MEANS:
-        _pack_plane(bins + at, tl.uint8, count, start, shift * 0, to, 2, payload, 2)
+    if CODE_BITS > 0:
+        _pack_plane(bins + at, tl.uint8, count, start, shift * 0, to, CODE_BITS, payload, CODE_BITS)
 
 
 @triton.jit
 def chunks_decode(
-    table, segments, flag, chunks, payloads, ranks, row: tl.int64, share, chunk,
-    HOW: tl.constexpr, SENT: tl.constexpr, BLOCK: tl.constexpr,
+    table, segments, flag, runs, run, chunk, payloads, ranks, row: tl.int64, share,
+    HOW: tl.constexpr, CODE_BITS: tl.constexpr, SENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The mean of a chunk over ranks, added in rank order. SENT: elements of a rank that are added at a time."""
-    segment, start, end, first, sent_of_chunk = _chunk(table, segments, chunks, chunk)
+    """The mean of a run of chunks over ranks, added in rank order. SENT: elements of a rank added at a time."""
+    segment, start, end, first, sent = _run(table, segments, runs, run, chunk)
+    k = entry(table, segments, segment, SENT_OF_CHUNK).to(tl.int32)
     count = entry(table, segments, segment, COUNT).to(tl.int32)
     result = floats(table, segments, segment, RESULT)
     for block in range(start, end, BLOCK):
@@ -232,19 +319,18 @@ def chunks_decode(
         tl.debug_barrier()  # what other threads of this program wrote is read next
         payload = payload_of(payloads, rank, row)
         wire = payload + entry(table, segments, segment, VALUES)
-        for block in range(0, sent_of_chunk, SENT):
-            valid = block + tl.arange(0, SENT) < sent_of_chunk
+        for block in range(0, sent, SENT):
+            valid = block + tl.arange(0, SENT) < sent
             i = first + block + tl.arange(0, SENT)
             place = packed_code(payload, low, count, tl.minimum(bits, 8), i, valid)
             place |= packed_code(payload, high, count, tl.maximum(bits - 8, 0), i, valid) << 8
-            if HOW == FOUR_MEANS:
-                bin = packed_code(payload, bins_at, count, 2, i, valid)
-                value = tl.load(pointer(wire, tl.float32) + bin, mask=valid, other=0.0)
+            if CODE_BITS > 0:
+                value = _mean_of(wire, packed_code(payload, bins_at, count, CODE_BITS, i, valid), valid, HOW)
             elif HOW == IN_HALF:
                 value = tl.load(pointer(wire, tl.float16) + i, mask=valid, other=0.0).to(tl.float32)
             else:
                 value = tl.load(pointer(wire, tl.float32) + i, mask=valid, other=0.0)
-            to = result + start + place
+            to = result + i // k * chunk + place
             total = tl.load(to, mask=valid, other=0.0) + value * share
             tl.store(to, total, mask=valid)
             largest = tl.maximum(largest, tl.where(valid, magnitude(total), 0))
@@ -268,32 +354,52 @@ def _parts(on, name, counts, step):
     return on.static(name, make)
 
 
-def _chunks(on, chunk):
-    return _parts(on, "chunks", -(-on.segments["size"] // chunk), 1)
+def _runs(on, chunk):
+    """The runs of chunks, and the number of chunks in a run."""
+    run = on.piece // chunk if chunk <= SHORT else 1
+    return _parts(on, "runs", -(-on.segments["size"] // chunk), run), run
 
 
 def _encode(on, chunk, how, masks, values, places, payload):
-    chunks, tensors = _chunks(on, chunk), len(on.segments)
+    runs, run = _runs(on, chunk)
     groups = _parts(on, "groups", on.segments["count"], GROUP.value)
     bins = on.scratch("bins", values.shape[0], "uint8")
+    kernel, constants = chunks_choose, {"BLOCK": on.block}
+    if chunk <= SHORT:
+        width = triton.next_power_of_2(chunk)
+        kernel, constants = chunks_choose_short, {"ROWS": on.block // width, "WIDTH": width}
     on.launch(
-        chunks_choose, chunks.shape[0], on.rows, tensors, on.flag, *on.arguments_of_x(), chunks, values, places, chunk,
-        BLOCK=on.block, **on.constants_of_x(),
+        kernel, runs.shape[0], on.rows, len(on.segments), on.flag, *on.arguments_of_x(), runs, run, chunk,
+        values, places, **constants, **on.constants_of_x(),
     )  # fmt: skip
     if how == tables.FOUR_MEANS:
         on.tensors(chunks_means, values, bins, payload, BLOCK=on.block // 2)
+    elif how == tables.IN_SIGN:
+        _find_magnitudes(on, values, bins, payload)
     on.launch(
-        chunks_pack, groups.shape[0], on.rows, tensors, groups, values, places, bins, payload, chunk,
-        HOW=how, MASKING=bool(masks), KEEPS=on.keeps > 0,
+        chunks_pack, groups.shape[0], on.rows, len(on.segments), groups, values, places, bins, payload, chunk,
+        HOW=how, CODE_BITS=tables.CODE_BITS.get(how, 0), MASKING=bool(masks), KEEPS=on.keeps > 0,
     )  # fmt: skip
 
 
-def _decode(on, chunk, how, first, ranks, row):
-    chunks = _chunks(on, chunk)
-    sent = min(on.block, triton.next_power_of_2(int(on.segments["sent_of_chunk"].max())))
+def _find_magnitudes(on, values, signs, payload):
+    counts = on.segments["count"]
+    parts = _parts(on, "parts", counts, on.piece)
+    ends = on.static("ends of parts", lambda: np.append(0, np.cumsum(-(-counts // on.piece))))
+    sums = on.scratch("sums", parts.shape[0], "float64")
     on.launch(
-        chunks_decode, chunks.shape[0], on.rows, len(on.segments), on.flag, chunks, first, ranks, row, 1 / ranks, chunk,
-        HOW=how, SENT=sent, BLOCK=on.block,
+        chunks_signs, parts.shape[0], on.rows, len(on.segments), parts, values, signs, sums,
+        PIECE=on.piece, BLOCK=on.block,
+    )  # fmt: skip
+    on.tensors(chunks_magnitude, ends, sums, payload, BLOCK=on.block)
+
+
+def _decode(on, chunk, how, first, ranks, row):
+    runs, run = _runs(on, chunk)
+    sent = min(on.block // 2, triton.next_power_of_2(run * int(on.segments["sent_of_chunk"].max())))
+    on.launch(
+        chunks_decode, runs.shape[0], on.rows, len(on.segments), on.flag, runs, run, chunk, first, ranks, row,
+        1 / ranks, HOW=how, CODE_BITS=tables.CODE_BITS.get(how, 0), SENT=sent, BLOCK=on.block,
     )  # fmt: skip
 
 

@@ -1,9 +1,10 @@
 /* The largest elements of each chunk of neighbours: encoding of x, and the mean over ranks.
  *
  * A full chunk sends `sent_of_chunk` elements, a tensor `count`. In the payload the tensor's values, or four means of
- * them, begin at `values`. Their packed places in their chunks begin at `indices`: first the low eight bits, then the
- * higher bits. The packed number of each value's mean follows. Before they are packed, values and places begin at
- * `found` of arrays for all tensors. Tasks are of whole chunks: start and length count chunks. */
+ * them, or their mean magnitude, begin at `values`. Their packed places in their chunks begin at `indices`: first the
+ * low eight bits, then the higher bits. The packed number of each value's mean follows, or its sign. Before they are
+ * packed, values and places begin at `found` of arrays for all tensors. Tasks are of whole chunks: start and length
+ * count chunks. */
 #include <math.h>
 
 #include "collect.h"
@@ -14,6 +15,7 @@
 #include "put.h"
 
 #define CANDIDATES 1024
+#define FEW 64 /* elements that are compared one by one to find the largest */
 
 struct job {
     const hvd_bucket *bucket;
@@ -30,7 +32,7 @@ struct job {
 /* Addresses of a tensor's packed codes. */
 struct codes {
     uint8_t *low, *high, *bins;
-    int bits; /* of a place */
+    int bits, of_bins; /* of a place; of the number of a mean */
 };
 
 static int64_t packed_bytes(int64_t count, int bits) {
@@ -41,7 +43,8 @@ static int64_t packed_bytes(int64_t count, int bits) {
 }
 
 static struct codes codes_of(const struct job *job, const hvd_segment *s, uint8_t *payload) {
-    struct codes found = {.low = payload + s->indices, .bits = 1};
+    const int of_bins = job->how == HVD_FOUR_MEANS ? 2 : job->how == HVD_IN_SIGN ? 1 : 0;
+    struct codes found = {.low = payload + s->indices, .bits = 1, .of_bins = of_bins};
     while ((hvd_shorter(job->chunk, s->size) - 1) >> found.bits) found.bits++;
     found.high = found.low + packed_bytes(s->count, found.bits < 8 ? found.bits : 8);
     found.bins = found.high + (found.bits > 8 ? packed_bytes(s->count, found.bits - 8) : 0);
@@ -53,13 +56,11 @@ struct group {
     uint8_t low[HVD_GROUP + 8], high[HVD_GROUP + 8], bins[HVD_GROUP + 8];
 };
 
-static void pack(
-    const struct job *job, struct codes to, struct group *group, int64_t size, int64_t start, int unpacks
-) {
+static void pack(struct codes to, struct group *group, int64_t size, int64_t start, int unpacks) {
     const int64_t length = hvd_shorter(HVD_GROUP, size - start);
     hvd_pack(group->low, to.low, size, start, length, to.bits < 8 ? to.bits : 8, unpacks);
     if (to.bits > 8) hvd_pack(group->high, to.high, size, start, length, to.bits - 8, unpacks);
-    if (job->how == HVD_FOUR_MEANS) hvd_pack(group->bins, to.bins, size, start, length, 2, unpacks);
+    hvd_pack(group->bins, to.bins, size, start, length, to.of_bins, unpacks);
 }
 
 /* The `count` largest of a chunk in index order, the first among equal ones. Once few elements, but at least `count`,
@@ -102,18 +103,40 @@ static uint32_t choose(
     return low;
 }
 
+/* `choose` of one element. */
+static void choose_one(const float *x, int64_t length, float *value, uint16_t *place) {
+    uint32_t largest = hvd_magnitude(x[0]);
+    int64_t at = 0;
+    for (int64_t i = 1; i < length; i++) {
+        const uint32_t magnitude = hvd_magnitude(x[i]);
+        at = magnitude > largest ? i : at;
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    *value = x[at];
+    *place = (uint16_t)at;
+}
+
 static void choose_piece(void *context, int64_t number) {
     const struct job *job = context;
     hvd_task *task = job->tasks + number;
     const hvd_segment *s = job->bucket->segments + task->segment;
     const int64_t chunk = job->chunk, k = s->sent_of_chunk;
     const int64_t end = hvd_shorter((task->start + task->length) * chunk, s->size);
-    int64_t place = s->found + task->start * k;
+    const int64_t step = chunk < HVD_BLOCK ? HVD_BLOCK / chunk * chunk : chunk; /* whole chunks in cache */
+    int64_t place = s->found + task->start * k, made = task->start * chunk;     /* made: where x ends so far */
     uint32_t largest = 0, least = 0;
-    for (int64_t start = task->start * chunk; start < end; start += chunk) {
+    for (int64_t start = made; start < end; start += chunk) {
         const int64_t length = hvd_shorter(chunk, end - start), count = (k * length + chunk - 1) / chunk;
-        for (int64_t done = 0; done < length; done += HVD_BLOCK)
-            hvd_x(job->bucket, s, start + done, hvd_shorter(HVD_BLOCK, length - done), &largest);
+        if (start == made) {
+            made = hvd_shorter(start + step, end);
+            for (int64_t i = start; i < made; i += HVD_BLOCK)
+                hvd_x(job->bucket, s, i, hvd_shorter(HVD_BLOCK, made - i), &largest);
+        }
+        if (count == 1 && length <= FEW) {
+            choose_one(hvd_made(s, start), length, job->values + place, job->places + place);
+            place++;
+            continue;
+        }
         /* Slightly below the last chunk's least sent magnitude, or half the largest: most chunks have enough above. */
         const uint32_t near = least ? least : largest, less = least ? 1u << 21 : 1u << 23;
         const uint32_t guess = near > less ? near - less : 0;
@@ -123,15 +146,15 @@ static void choose_piece(void *context, int64_t number) {
     task->counts[0] = largest >= HVD_INFINITE;
 }
 
-/* The four means of a tensor's values. `_to_bins` in Python computes the same. */
-struct four {
-    double mean, bounds[3];
-    float means[4];
+/* The means that stand for a tensor's values. `_to_bins` and `to_signs` in Python compute the same. */
+struct means {
+    double centre, bounds[3];
+    float of[4];
 };
 
-static int bin_of(const struct four *four, float value) {
-    const double centred = value - four->mean;
-    return (centred >= four->bounds[0]) + (centred >= four->bounds[1]) + (centred >= four->bounds[2]);
+static int bin_of(const struct means *means, float value) {
+    const double centred = value - means->centre;
+    return (centred >= means->bounds[0]) + (centred >= means->bounds[1]) + (centred >= means->bounds[2]);
 }
 
 #define LANES 8
@@ -142,15 +165,24 @@ static double sum_of(const double *lanes) {
     return sum;
 }
 
-static struct four four_of(const float *values, int64_t count) {
+static struct means signed_of(float magnitude) { return (struct means){.of = {-magnitude, magnitude}}; }
+
+static float mean_magnitude(const float *values, int64_t count) {
+    double sum[LANES] = {0};
+    for (int64_t i = 0; i < count; i += LANES)
+        for (int lane = 0; lane < LANES && i + lane < count; lane++) sum[lane] += __builtin_fabsf(values[i + lane]);
+    return (float)(sum_of(sum) * (1 / (double)count));
+}
+
+static struct means four_of(const float *values, int64_t count) {
     double sum[LANES] = {0}, squares[LANES] = {0}, sums[4][LANES] = {{0}}, numbers[4][LANES] = {{0}};
-    struct four found;
+    struct means found;
     for (int64_t i = 0; i < count; i += LANES)
         for (int lane = 0; lane < LANES && i + lane < count; lane++) sum[lane] += values[i + lane];
-    found.mean = sum_of(sum) / (double)count;
+    found.centre = sum_of(sum) / (double)count;
     for (int64_t i = 0; i < count; i += LANES)
         for (int lane = 0; lane < LANES && i + lane < count; lane++) {
-            const double centred = values[i + lane] - found.mean;
+            const double centred = values[i + lane] - found.centre;
             squares[lane] += centred * centred;
         }
     const double sigma = sqrt(sum_of(squares)) / sqrt((double)count);
@@ -162,7 +194,7 @@ static struct four four_of(const float *values, int64_t count) {
     }
     for (int i = 0; i < 4; i++) {
         const double number = sum_of(numbers[i]);
-        found.means[i] = number > 0 ? (float)(sum_of(sums[i]) * (1 / number)) : 0;
+        found.of[i] = number > 0 ? (float)(sum_of(sums[i]) * (1 / number)) : 0;
     }
     return found;
 }
@@ -188,23 +220,26 @@ static void pack_tensor(void *context, int64_t number) {
     const uint16_t *places = job->places + s->found;
     const struct codes codes = codes_of(job, s, job->wire);
     struct group group = {0};
-    struct four four = {0};
+    struct means means = {0};
     struct walk walk = {job->chunk, s->sent_of_chunk, 0, s->sent_of_chunk};
     uint8_t *wire = job->wire + s->values;
     const int how = job->how;
     float *x = s->x, *velocity = job->masking ? s->next_velocity : NULL;
     if (how == HVD_FOUR_MEANS) {
-        four = four_of(values, s->count);
-        memcpy(wire, four.means, sizeof four.means);
+        means = four_of(values, s->count);
+        memcpy(wire, means.of, sizeof means.of);
+    } else if (how == HVD_IN_SIGN) {
+        means = signed_of(mean_magnitude(values, s->count));
+        memcpy(wire, means.of + 1, sizeof(float));
     } else if (how == HVD_IN_FLOAT) memcpy(wire, values, (size_t)s->count * sizeof *values);
     for (int64_t i = 0, count = s->count; i < count; i++) {
         const int64_t index = next_start(&walk) + places[i], at = i % HVD_GROUP;
         float sent = values[i];
         group.low[at] = (uint8_t)places[i];
         group.high[at] = (uint8_t)(places[i] >> 8);
-        if (how == HVD_FOUR_MEANS) {
-            group.bins[at] = (uint8_t)bin_of(&four, sent);
-            sent = four.means[group.bins[at]];
+        if (codes.of_bins) {
+            group.bins[at] = (uint8_t)(how == HVD_IN_SIGN ? sent >= 0 : bin_of(&means, sent));
+            sent = means.of[group.bins[at]];
         } else if (how == HVD_IN_HALF) {
             const uint16_t half = hvd_to_half(hvd_within_half(sent));
             memcpy(wire + 2 * i, &half, sizeof half);
@@ -216,7 +251,7 @@ static void pack_tensor(void *context, int64_t number) {
         memset(group.low + at + 1, 0, 7);
         memset(group.high + at + 1, 0, 7);
         memset(group.bins + at + 1, 0, 7);
-        pack(job, codes, &group, count, i - at, 0);
+        pack(codes, &group, count, i - at, 0);
     }
 }
 
@@ -241,14 +276,19 @@ static uint32_t add_rank(
     const uint8_t *values = payload + s->values;
     struct group group;
     struct walk walk = {job->chunk, k, 0, k};
-    float means[4];
-    if (job->how == HVD_FOUR_MEANS) memcpy(means, values, sizeof means);
+    struct means means = {0};
+    if (job->how == HVD_FOUR_MEANS) memcpy(means.of, values, sizeof means.of);
+    else if (job->how == HVD_IN_SIGN) {
+        float magnitude;
+        memcpy(&magnitude, values, sizeof magnitude);
+        means = signed_of(magnitude);
+    }
     for (int64_t i = first; i < end; i++) {
         const int64_t at = i % HVD_GROUP;
-        if (i == first || at == 0) pack(job, codes, &group, s->count, i - at, 1);
+        if (i == first || at == 0) pack(codes, &group, s->count, i - at, 1);
         const int place = codes.bits > 8 ? group.low[at] | group.high[at] << 8 : group.low[at];
         float value;
-        if (job->how == HVD_FOUR_MEANS) value = means[group.bins[at]];
+        if (codes.of_bins) value = means.of[group.bins[at]];
         else if (job->how == HVD_IN_FLOAT) memcpy(&value, values + 4 * i, sizeof value);
         else {
             uint16_t half;

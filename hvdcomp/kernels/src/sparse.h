@@ -62,7 +62,7 @@ typedef struct {
 #define HVD_SLACK 16 /* elements that may be written behind the last one collected */
 
 /* Forms of the values that chunked top-k sends. */
-enum { HVD_FOUR_MEANS, HVD_IN_HALF, HVD_IN_FLOAT };
+enum { HVD_FOUR_MEANS, HVD_IN_HALF, HVD_IN_FLOAT, HVD_IN_SIGN };
 
 #define HVD_CHUNK_PIECE (1 << 16) /* elements of a task of chunked top-k at most: whole chunks, or one */
 

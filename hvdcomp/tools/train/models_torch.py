@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 
+import hvdcomp
 from hvdcomp.tools.train.models import (
     DLRM_SIZE,
     GPT_SIZES,
@@ -45,14 +46,8 @@ def build_model(name: str, *, channels: int, size: int, classes: int) -> nn.Modu
 
 
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The matrices of linear and LSTM layers, without the head that gives the logits.
-
-    Kernels of convolutions and embeddings are excluded. The head of a GPT is its embedding.
-    """
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear | nn.LSTM)]
-    if not isinstance(model, GPT):
-        del layers[-1]
-    return [parameter for layer in layers for parameter in layer.parameters() if parameter.dim() == 2]
+    """The matrices that Muon trains. The head of a GPT is its embedding."""
+    return list(hvdcomp.torch.hidden_matrices(model, head=() if isinstance(model, GPT) else None).values())
 
 
 def mlp(inputs: int, classes: int) -> nn.Sequential:

@@ -27,10 +27,9 @@ from hvdcomp.tools.train import environment
 from hvdcomp.tools.train.dataset import DataSet
 from hvdcomp.tools.train.learner import Arrays, Learner, reading
 from hvdcomp.tools.train.models_torch import build_model, hidden_matrices
-from hvdcomp.tools.train.muon import MuonWithAdamW, require_muon
-from hvdcomp.tools.train.options import TrainingOptions
+from hvdcomp.tools.train.options import SetupError, TrainingOptions
 from hvdcomp.tools.train.ranks import Ranks
-from hvdcomp.torch import CompressedAdam, LocalSteps, RowExchange
+from hvdcomp.torch import CompressedAdam, LocalSteps, MuonWithAdamW, RowExchange
 
 _SHARED, OWN = "model.pt", "rank-{}.pt"  # the files of a checkpoint
 OWN_ENTRIES = ("buffers", "random", "cuda_random")  # of `_own_state`
@@ -40,8 +39,10 @@ class TorchLearner(Learner):
     """See `Learner`. On a GPU if there is one; each rank of a host uses another GPU."""
 
     def __init__(self, options: TrainingOptions, data: DataSet, ranks: Ranks) -> None:
-        if options.optimizer == "muon":
-            require_muon()
+        if options.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
+            raise SetupError(
+                f"--optimizer muon needs PyTorch 2.9 or later, and this is {torch.__version__}; use --optimizer adamw"
+            )
         self._options = options
         self._rank = ranks.rank
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -84,8 +85,8 @@ class TorchLearner(Learner):
         if options.optimizer == "muon":
             hidden = hidden_matrices(model)
             groups[0]["params"] = [matrix for matrix in matrices if matrix not in {*hidden}]
-            by_adamw = [{**group, "betas": options.betas} for group in groups]
-            return MuonWithAdamW([{"params": hidden, "weight_decay": decay, "use_muon": True}, *by_adamw], lr=0.0)
+            groups.insert(0, {"params": hidden, "weight_decay": decay, "use_muon": True})
+            return MuonWithAdamW(groups, lr=0.0, adamw={"betas": options.betas})
         return CompressedAdam(
             groups,
             lr=0.0,

@@ -1,8 +1,7 @@
-"""`hvdcomp train --optimizer muon`: PyTorch's two optimizers in one. Real ranks: `test_train_simulated`."""
+"""`hvdcomp train --optimizer muon`, whose optimizer is tested in `test_muon`. Real ranks: `test_train_simulated`."""
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +18,9 @@ if not hasattr(torch.optim, "Muon"):
 
 from hvdcomp.tools.train.frameworks import build_model  # noqa: E402
 from hvdcomp.tools.train.models_torch import hidden_matrices  # noqa: E402
-from hvdcomp.tools.train.muon import MuonWithAdamW  # noqa: E402
 from hvdcomp.tools.train.options import MODELS, MUON_MODELS, TrainingOptions  # noqa: E402
 from hvdcomp.tools.train.torch_learner import TorchLearner  # noqa: E402
+from hvdcomp.torch import MuonWithAdamW  # noqa: E402
 
 _LAYERS = ("attention", "projection", "expansion", "contraction")
 _HIDDEN = {
@@ -85,49 +84,6 @@ def test_its_weights_are_those_of_the_two_optimizers_bit_for_bit(name: str) -> N
         _step(ours, [one], step)
         _step(theirs, two, step)
     _check_same(ours, theirs)
-
-
-@pytest.mark.parametrize("way", ["state_dict", "copy"])
-def test_it_goes_on_from_what_was_saved(way: str) -> None:
-    whole, begun = _built("mlp"), _built("mlp")
-    one, other = _optimizer_of_a_run("mlp", whole), _optimizer_of_a_run("mlp", begun)
-    for step in range(len(_RATES)):
-        _step(whole, [one], step)
-        if step == 2 and way == "state_dict":
-            saved, begun = other.state_dict(), copy.deepcopy(begun)
-            other = _optimizer_of_a_run("mlp", begun)
-            other.load_state_dict(saved)
-        elif step == 2:
-            begun, other = copy.deepcopy((begun, other))
-        _step(begun, [other], step)
-    _check_same(whole, begun)
-
-
-def test_a_group_may_be_added() -> None:
-    whole, begun = _built("mlp"), _built("mlp")
-    groups = [{"params": [begun[1].weight], "use_muon": True}, {"params": [begun[1].bias], "betas": (0.9, 0.95)}]
-    optimizer = MuonWithAdamW(groups)
-    optimizer.add_param_group({"params": [begun[3].weight], "use_muon": True})
-    optimizer.add_param_group({"params": [begun[3].bias]})
-    _step(begun, [optimizer], 0)
-    changed = [not torch.equal(new, old) for new, old in zip(begun.parameters(), whole.parameters(), strict=True)]
-    assert changed == [True] * 4 + [False] * 2
-    assert [*optimizer.state[begun[3].weight]] == ["momentum_buffer"]
-    assert "exp_avg_sq" in optimizer.state[begun[3].bias]
-
-
-def test_a_closure_gives_the_loss() -> None:
-    model = _built("mlp")
-    optimizer = MuonWithAdamW([{"params": hidden_matrices(model), "use_muon": True}])
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = model(torch.ones(2, 1, 8, 8)).square().sum()
-        loss.backward()
-        return loss.item()
-
-    first, second = (optimizer.step(closure) for _ in range(2))
-    assert 0 < second < first
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,0 +1,191 @@
+"""`MuonWithAdamW`: Muon for the hidden matrices of a model and AdamW for all other parameters, in one optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvdcomp.bindings.frameworks import not_compiled
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.torch.parameters import unique
+
+_WITH_MATRICES = (nn.Linear, nn.RNNBase, nn.MultiheadAttention)
+_WAYS = (
+    'give it the model itself, or groups such as [{"params": matrices, "use_muon": True}, {"params": others}], with '
+    "matrices of hvdcomp.torch.hidden_matrices(model) or of your own choice"
+)
+
+
+def hidden_matrices(model: nn.Module, head: nn.Module | Iterable[nn.Module] | None = None) -> dict[str, nn.Parameter]:
+    """The hidden matrices of a model, for Muon: the two-dimensional parameters of its layers of the kinds `Linear`,
+    `LSTM` (`GRU`, `RNN`) and `MultiheadAttention`, but for the head.
+
+    The other parameters are for AdamW: the head, embeddings, also those whose weight is a linear layer's too, kernels
+    of convolutions, norms, biases, and parameters of modules of other kinds.
+
+    Args:
+        model: a model, which may be wrapped in DistributedDataParallel or torch.compile.
+        head: the layer that gives the model's outputs, or several, or `()` if no layer of its own gives them, as in a
+            GPT that multiplies by its embedding's weight. Default: the linear layer that was defined last.
+
+    Returns:
+        The matrices by name, in the model's order; empty if there are none.
+
+    Raises:
+        ConfigurationError: if `head` is no layer of the model.
+
+    Example:
+        >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 4), nn.Linear(4, 9))
+        >>> list(hidden_matrices(model))
+        ['1.weight', '3.weight']
+        >>> list(hidden_matrices(model, head=()))
+        ['1.weight', '3.weight', '4.weight']
+    """
+    modules = list(model.modules())
+    if head is None:
+        head = [module for module in modules if isinstance(module, nn.Linear)][-1:]
+    heads: list[Any] = [head] if isinstance(head, nn.Module | str) else list(head)  # a name is refused
+    if strangers := [one for one in heads if one not in modules]:
+        raise ConfigurationError(
+            f"head={strangers[0]!r} is no layer of this {type(model).__name__}; give the layer that gives its outputs, "
+            "such as head=model.head, or head=() if no layer of its own gives them"
+        )
+    layers = [module for module in modules if isinstance(module, _WITH_MATRICES)]
+    not_hidden = heads + [module for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    excluded = {parameter for module in not_hidden for parameter in module.parameters()}
+    own = (parameter for layer in layers for parameter in layer.parameters(recurse=False))
+    hidden = {parameter for parameter in own if parameter.ndim == 2} - excluded
+    return {name: parameter for name, parameter in unique(model.named_parameters()).items() if parameter in hidden}
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """`torch.optim.Muon` for the hidden matrices of a model, and `torch.optim.AdamW` for its other parameters.
+
+        optimizer = hvdcomp.torch.MuonWithAdamW(model, lr=8e-3)
+
+    It is a single optimizer, because Horovod, `LocalSteps`, schedulers, a GradScaler and checkpoints expect one.
+    PyTorch's two optimizers share its parameter groups and its state, so the weights are theirs bit for bit. Muon's
+    steps are made as large as AdamW's (`adjust_lr_fn="match_rms_adamw"`; Liu et al. 2025, arXiv:2502.16982, section
+    2.2), so that both use the same learning rate.
+
+    `hidden_matrices` says which parameters of a model go to Muon. To choose them yourself, give groups:
+
+        optimizer = hvdcomp.torch.MuonWithAdamW(
+            [{"params": matrices, "use_muon": True}, {"params": others, "weight_decay": 0.0}], lr=8e-3
+        )
+
+    Args:
+        params: a model, whose parameters it sorts into two groups with names; or parameter groups, of which those with
+            `use_muon=True` go to Muon. A group has options of its optimizer.
+        lr: the learning rate of groups without their own.
+        head: of a model, as in `hidden_matrices`.
+        muon, adamw: options of `torch.optim.Muon` and of `torch.optim.AdamW` for groups without their own, such as
+            `adamw={"betas": (0.9, 0.95), "lr": 2e-3}`. Defaults: those of PyTorch, but for `adjust_lr_fn`.
+
+    Raises:
+        ConfigurationError: in a PyTorch older than 2.9, which has no Muon; without a hidden matrix; if a parameter of
+            Muon is no matrix; or for a state of other groups.
+        TypeError: for an option that PyTorch's optimizer does not have.
+    """
+
+    def __init__(
+        self,
+        params: nn.Module | Iterable[Any],
+        lr: float = 1e-3,
+        *,
+        head: nn.Module | Iterable[nn.Module] | None = None,
+        muon: Mapping[str, Any] | None = None,
+        adamw: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not hasattr(torch.optim, "Muon"):
+            raise ConfigurationError(
+                f"MuonWithAdamW needs PyTorch 2.9 or later, and this is {torch.__version__}; use torch.optim.AdamW"
+            )
+        if isinstance(params, nn.Module):
+            params = _sorted_groups(params, head)
+        elif head is not None:
+            raise ConfigurationError("MuonWithAdamW: head= is for a model, and it was given groups; leave it out")
+        # By whether a group uses Muon.
+        self._options = {True: {"adjust_lr_fn": "match_rms_adamw", **(muon or {})}, False: dict(adamw or {})}
+        super().__init__(params, {"lr": lr, "use_muon": False})
+        if not any(group["use_muon"] for group in self.param_groups):
+            raise ConfigurationError(f"MuonWithAdamW was not told which parameters are hidden matrices; {_WAYS}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_options": self._options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in `torch.optim.Optimizer`. If the optimizer was made of a model, the parameters need names too."""
+        for option, default in self._options[bool(param_group.get("use_muon"))].items():
+            param_group.setdefault(option, default)
+        super().add_param_group(param_group)
+        self._share()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in `torch.optim.Optimizer`; the state must be of groups that use the same optimizers."""
+        own, loaded = (
+            [bool(group.get("use_muon")) for group in groups]
+            for groups in (self.param_groups, state_dict["param_groups"])
+        )
+        if own != loaded:
+            raise ConfigurationError(
+                f"the state is of groups with use_muon={loaded}, and this optimizer has groups with use_muon={own}; "
+                "give the state of a MuonWithAdamW with the same groups"
+            )
+        super().load_state_dict(state_dict)
+
+    def _share(self) -> None:
+        """Creates PyTorch's two optimizers, with the present groups and the present state."""
+        self._parts: list[torch.optim.Optimizer] = []
+        for uses_muon, options in self._options.items():
+            groups = [group for group in self.param_groups if bool(group["use_muon"]) == uses_muon]
+            if groups:
+                if uses_muon:
+                    _require_matrices(groups)
+                part = (torch.optim.Muon if uses_muon else torch.optim.AdamW)(groups, **options)
+                part.state = self.state
+                self._parts.append(part)
+
+    @not_compiled
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """As in `torch.optim.Optimizer`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self._parts:
+            part.step()
+        return loss
+
+
+def _sorted_groups(model: nn.Module, head: nn.Module | Iterable[nn.Module] | None) -> list[dict[str, Any]]:
+    """The group of a model's hidden matrices, and that of its other parameters if there are any."""
+    hidden = hidden_matrices(model, head)
+    if not hidden:
+        raise ConfigurationError(
+            f"MuonWithAdamW found no hidden matrix in this {type(model).__name__}: no linear, recurrent or attention "
+            "layer beside the head. Give head=() if its last linear layer is no head, give groups of your own choice, "
+            "or use torch.optim.AdamW"
+        )
+    others = [pair for pair in unique(model.named_parameters()).items() if pair[0] not in hidden]
+    groups = [{"params": list(hidden.items()), "use_muon": True}, {"params": others, "use_muon": False}]
+    return [group for group in groups if group["params"]]
+
+
+def _require_matrices(groups: Iterable[dict[str, Any]]) -> None:
+    """Raises ConfigurationError if a parameter of groups for Muon is no matrix."""
+    for group in groups:
+        for place, parameter in enumerate(group["params"]):
+            if parameter.ndim != 2:
+                name = group["param_names"][place] if "param_names" in group else f"parameter {place} of its group"
+                raise ConfigurationError(
+                    f"MuonWithAdamW: {name} has the shape {tuple(parameter.shape)}, and Muon is for matrices; put it "
+                    "into a group without use_muon, which goes to AdamW"
+                )
