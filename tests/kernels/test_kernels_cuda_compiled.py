@@ -105,6 +105,7 @@ for spec, name, bits, *first in (
     ("qsgd:bits=7", "multiples_decode", 7, 512),
     ("fp8", "float8_decode", 8, 128, 3),
     ("natural", "natural_decode", 0),
+    ("eden", "eden_decode", 2, numbers, 1024),
     ("chunkedtopk:chunk=50,k=5", "chunks_decode", 0, 50, 0),
     ("topk:ratio=0.1", "sparse_decode", 0),
 ):
