@@ -48,7 +48,7 @@ class Evidence:
 
 _WITH_MUON = Evidence(
     optimizer=MUON,
-    training="100 steps of gpt, one seed (docs/adam.md)",
+    training="100 steps of gpt, one seed (docs/muon.md)",
     metric="loss",
     lost={"int4": 0.004, "terngrad": 0.029, "powersgd:rank=4": 0.037, "efsignsgd": 0.119, "topk:ratio=0.01": 0.185},
 )

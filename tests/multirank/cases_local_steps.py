@@ -197,10 +197,10 @@ def case_shards_are_refused() -> None:
     assert "hvdcomp.fsdp.register" in raised(hvdcomp.ConfigurationError, lambda: LocalSteps(inner))
 
 
-def case_muon_of_the_page_of_adam_steps_alone_and_goes_on_bit_for_bit() -> None:
+def case_muon_of_its_page_steps_alone_and_goes_on_bit_for_bit() -> None:
     if not hasattr(torch.optim, "Muon"):
         raise SkipTest("this PyTorch has no Muon")
-    block = block_with("MuonWithAdamW", PAGE.with_name("adam.md"))
+    block = block_with("MuonWithAdamW", PAGE.with_name("muon.md"))
 
     def made_by_the_page() -> tuple[torch.nn.Module, LocalSteps, Any]:
         model = small_model()
