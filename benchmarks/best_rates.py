@@ -25,11 +25,19 @@ from typing import Any
 import click
 import convergence
 from equal_bytes import payload_bytes
-from pages import MEASURED, commits_of, end_if_failed, findings_of, mean_and_interval, parse_seeds, with_interval
+from pages import (
+    commits_of,
+    end_if_failed,
+    findings_of,
+    mean_and_interval,
+    options_of_trainings,
+    verdict,
+    with_interval,
+)
 
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.files import csv_of, replace_files
-from hvdcomp.tools.reproduce.trainings import Run, keep_records, kept_records, train_missing
+from hvdcomp.tools.reproduce.trainings import Run, keep_records, seeds_there, train_missing
 from hvdcomp.tools.terminal import make_console
 
 SEARCHED = (0, 1, 2)
@@ -263,11 +271,14 @@ class Row:
 
 def row_of(workload: str, spec: str, doublings: int, runs: Path, seeds: Iterable[int]) -> Row | None:
     """The trainings that are there; None if there are none."""
-    there = [run for seed in seeds if (run := RateRun(workload, seed, runs, spec, doublings)).record is not None]
-    if not there:
-        return None
-    factor = statistics.mean(run.record["factor"] for run in there if run.record is not None)
-    return Row(workload, spec, doublings, factor, {run.seed: run.quality or 0.0 for run in there})
+    factors, qualities = [], {}
+    for seed in seeds:
+        run = RateRun(workload, seed, runs, spec, doublings)
+        record, quality = run.record, run.quality
+        if record is not None and quality is not None:
+            factors.append(record["factor"])
+            qualities[seed] = quality
+    return Row(workload, spec, doublings, statistics.mean(factors), qualities) if factors else None
 
 
 @dataclass(frozen=True)
@@ -339,23 +350,13 @@ def section_of(workload: str, outcomes: Mapping[str, Outcome]) -> list[str]:
         lost = own.lost_beside(other)
         lines.append(
             f"| `{spec}` | `{rival}` | {own.factor / other.factor:.0%} | {with_interval(lost, '+.2f')} "
-            f"| {verdict(lost)} |"
+            f"| {verdict([-difference for difference in lost])} |"
         )
     return [*lines, ""]
 
 
 def _in_words(seeds: Sequence[int]) -> str:
     return ", ".join(map(str, seeds))
-
-
-def verdict(lost: Sequence[float]) -> str:
-    """Whether zero is outside the 95 % interval of the mean of paired differences."""
-    if len(lost) < 2:
-        return "one seed says nothing"
-    mean, half = mean_and_interval(lost)
-    if abs(mean) <= half:
-        return "no difference shown"
-    return "**better**" if mean < 0 else "worse"
 
 
 def record_of(workload: str, spec: str, outcome: Outcome, dense: Row) -> dict[str, Any]:
@@ -431,28 +432,19 @@ bytes as the method that it is compared with. The CSV file beside this page has 
 
 def trained(runs: Path) -> list[RateRun]:
     """All trainings of workloads and methods that are in a folder or in its file of records."""
-    seeds = {int(folder.name.removeprefix("seed")) for folder in runs.glob("*/*/seed*")}
-    seeds |= {seed for _, _, seed in kept_records(runs)}
+    seeds = seeds_there(runs)
     return [
         RateRun(workload, seed, runs, spec, doublings)
         for workload in WORKLOADS
         for spec in methods_of(workload)
         for doublings in range(-FARTHEST, FARTHEST + 1)
-        for seed in sorted(seeds)
+        for seed in seeds
     ]
 
 
 @click.command()
-@click.option(
-    "--workload", "workloads", multiple=True, type=click.Choice(list(WORKLOADS)), help="Repeatable; default: all."
-)
+@options_of_trainings(WORKLOADS, "best-rates", seeds="101,102,103,104,105")
 @click.option("--only", multiple=True, metavar="NAME", help="Name of a compressor; repeatable; default: all.")
-@click.option("--seeds", default="101,102,103,104,105", show_default=True, callback=parse_seeds, metavar="SEED,...")
-@click.option("--workers", type=click.IntRange(1), help="Parallel trainings; default: the number of cores.")
-@click.option("--runs", type=click.Path(path_type=Path), default=MEASURED / "best-rates", show_default=True)
-@click.option("--table", type=click.Path(path_type=Path), default=Path("docs/best-rates.md"), show_default=True)
-@click.option("--dry-run", is_flag=True, help="List the first trainings, and end.")
-@click.option("--page-only", is_flag=True, help="Train nothing; write the page.")
 def main(
     workloads: tuple[str, ...],
     only: tuple[str, ...],
@@ -472,14 +464,14 @@ def main(
         for name in workloads or WORKLOADS
     }
 
-    def train(todo: Sequence[RateRun]) -> list[Run]:
-        failed = train_missing(todo, console, workers=workers, dry_run=dry_run)
-        keep_records(trained(runs), runs)
-        return failed
-
     if dry_run:
-        train([run for name in chosen for at in (-1, 0, 1) for run in searched(name, DENSE, runs, at)])
+        first = [run for name in chosen for at in (-1, 0, 1) for run in searched(name, DENSE, runs, at)]
+        train_missing(first, console, dry_run=True)
         return
+
+    def train(todo: Sequence[RateRun]) -> list[Run]:
+        return train_missing(todo, console, workers=workers)
+
     failed: list[Run] = []
     if not page_only:
         for name, specs in chosen.items():

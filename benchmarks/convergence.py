@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from pages import MEASURED, commits_of, end_if_failed, mean_and_interval, parse_seeds, with_interval
+from pages import commits_of, end_if_failed, mean_and_interval, options_of_trainings, with_interval
 
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.files import csv_of, replace_files, replace_text, with_block
@@ -742,12 +742,8 @@ def _check(runs: Sequence[MethodRun]) -> None:
 
 
 @click.command()
-@click.option("--workload", "workloads", multiple=True, type=click.Choice(list(WORKLOADS)), help="Which; default: all.")
+@options_of_trainings(WORKLOADS, "convergence", seeds="0,1,2")
 @click.option("--only", multiple=True, metavar="PATTERN", help="Which specs: a pattern, or a compressor; default: all.")
-@click.option("--seeds", default="0,1,2", show_default=True, callback=parse_seeds, metavar="SEED,...")
-@click.option("--workers", type=click.IntRange(1), help="Runs at a time; default: as many as there are cores.")
-@click.option("--runs", type=click.Path(path_type=Path), default=MEASURED / "convergence", show_default=True)
-@click.option("--table", type=click.Path(path_type=Path), default=Path("docs/convergence.md"), show_default=True)
 @click.option(
     "--compute-ms",
     multiple=True,
@@ -757,8 +753,6 @@ def _check(runs: Sequence[MethodRun]) -> None:
 )
 @click.option("--evidence", type=click.Path(path_type=Path), help="A file for what `auto` goes by.")
 @click.option("--times", is_flag=True, help="Time some steps of each method, in place of training.")
-@click.option("--dry-run", is_flag=True, help="List what would be trained, and end.")
-@click.option("--page-only", is_flag=True, help="Train nothing; write the page.")
 def main(
     workloads: tuple[str, ...],
     only: tuple[str, ...],

@@ -4,7 +4,7 @@ has it, and with a rotation of each rank's own; and scattered, by the bits of ch
     python benchmarks/eden_rotations.py
 
 A rank's gradient is normal, and shares a part of its energy with those of all others. Errors are |error of the
-mean|^2 / |mean|^2, in percent. It takes seconds.
+mean|^2 / |mean|^2, in percent. It takes about a minute.
 """
 
 from __future__ import annotations

@@ -23,7 +23,15 @@ from typing import Any
 
 import click
 import convergence
-from pages import MEASURED, commits_of, end_if_failed, findings_of, mean_and_interval, parse_seeds, with_interval
+from pages import (
+    commits_of,
+    end_if_failed,
+    findings_of,
+    mean_and_interval,
+    options_of_trainings,
+    verdict,
+    with_interval,
+)
 
 from hvdcomp.communicators.loopback import LoopbackCommunicator
 from hvdcomp.compressors.parsing import parse_compressor
@@ -370,16 +378,6 @@ class Pair:
         return [100 * (1 - first / second) for first, second in pairs]
 
     @property
-    def verdict(self) -> str:
-        """By the 95 % interval of the mean of paired differences: whether zero is outside."""
-        if len(self.gains) < 2:
-            return "one seed says nothing"
-        mean, half = mean_and_interval(self.gains)
-        if abs(mean) <= half:
-            return "no difference shown"
-        return "**better**" if mean > 0 else "worse"
-
-    @property
     def share(self) -> float:
         """Bytes of the control over those of the policy."""
         return self.control.megabytes / self.policy.megabytes
@@ -400,7 +398,7 @@ class Pair:
             "seeds": len(self.gains),
             "gain": mean,
             "half_interval": None if half is None or math.isnan(half) else half,
-            "verdict": self.verdict.strip("*"),
+            "verdict": verdict(self.gains).strip("*"),
         }
 
 
@@ -456,7 +454,7 @@ def section_of(name: str, pairs: Sequence[Pair], seeds: Iterable[int]) -> list[s
             _shown(pair.policy, workload), control, f"{pair.share:.1%}", _shown(pair.control, workload),
             ", ".join(f"{round(share, 2) + 0.0:.0%}" for share in pair.shares_of_gap),  # no -0%
             with_interval(pair.gains, "+.2f"),
-            pair.verdict,
+            verdict(pair.gains),
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return [*lines, ""]
@@ -473,8 +471,9 @@ def summary_of(pairs: Sequence[Pair]) -> list[str]:
     ]
     groups = sorted({(pair.policy.row.kind, pair.policy.row.compressor) for pair in fixed})
     for kind, compressor in groups:
-        verdicts = [p.verdict for p in fixed if (p.policy.row.kind, p.policy.row.compressor) == (kind, compressor)]
-        counts = [sum(word in verdict for verdict in verdicts) for word in ("better", "no difference", "worse")]
+        own = [pair for pair in fixed if (pair.policy.row.kind, pair.policy.row.compressor) == (kind, compressor)]
+        verdicts = [verdict(pair.gains) for pair in own]
+        counts = [sum(word in one for one in verdicts) for word in ("better", "no difference", "worse")]
         lines.append(f"| {kind} | {compressor} | {' | '.join(map(str, counts))} |")
     return [*lines, ""]
 
@@ -605,17 +604,9 @@ def planned(
 
 
 @click.command()
-@click.option(
-    "--workload", "workloads", multiple=True, type=click.Choice(list(WORKLOADS)), help="Repeatable; default: all."
-)
+@options_of_trainings(WORKLOADS, "equal-bytes", seeds="0,1,2,3,4")
 @click.option("--only", multiple=True, type=click.Choice(POLICIES), help="Policy; repeatable; default: all.")
 @click.option("--compressor", "compressors", multiple=True, type=click.Choice(list(LEVEL_NAMES)), help="Default: all.")
-@click.option("--seeds", default="0,1,2,3,4", show_default=True, callback=parse_seeds, metavar="SEED,...")
-@click.option("--workers", type=click.IntRange(1), help="Parallel runs; default: the number of cores.")
-@click.option("--runs", type=click.Path(path_type=Path), default=MEASURED / "equal-bytes", show_default=True)
-@click.option("--table", type=click.Path(path_type=Path), default=Path("docs/equal-bytes.md"), show_default=True)
-@click.option("--dry-run", is_flag=True, help="List the first runs, and end.")
-@click.option("--page-only", is_flag=True, help="Train nothing; write the page.")
 def main(
     workloads: tuple[str, ...],
     only: tuple[str, ...],

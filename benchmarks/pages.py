@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,16 @@ def with_interval(values: Sequence[float], form: str) -> str:
         return "-"
     mean, half = mean_and_interval(values)
     return format(mean, form) + ("" if math.isnan(half) else f" ± {format(half, form.lstrip('+'))}")
+
+
+def verdict(gains: Sequence[float]) -> str:
+    """By the 95 % interval of the mean of paired differences: whether zero is outside."""
+    if len(gains) < 2:
+        return "one seed says nothing"
+    mean, half = mean_and_interval(gains)
+    if abs(mean) <= half:
+        return "no difference shown"
+    return "**better**" if mean > 0 else "worse"
 
 
 def commits_of(runs: Iterable[Run]) -> str:
@@ -63,3 +73,38 @@ def parse_seeds(context: click.Context, parameter: click.Parameter, value: str) 
     if min(seeds) < 0:
         raise click.BadParameter(f"{value!r} is not a list of seeds; give whole numbers of at least 0, such as 0,1,2")
     return seeds
+
+
+def options_of_trainings(
+    workloads: Iterable[str], name: str, seeds: str
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator that adds the options of all benchmarks that train workloads over seeds and write a page.
+
+    Args:
+        workloads: names of the workloads.
+        name: of the folder of trainings below `MEASURED`, and of the page below docs.
+        seeds: the default of --seeds.
+    """
+    path = click.Path(path_type=Path)
+    options = (
+        click.option(
+            "--workload",
+            "workloads",
+            multiple=True,
+            type=click.Choice(list(workloads)),
+            help="Repeatable; default: all.",
+        ),
+        click.option("--seeds", default=seeds, show_default=True, callback=parse_seeds, metavar="SEED,..."),
+        click.option("--workers", type=click.IntRange(1), help="Parallel trainings; default: the number of cores."),
+        click.option("--runs", type=path, default=MEASURED / name, show_default=True),
+        click.option("--table", type=path, default=Path(f"docs/{name}.md"), show_default=True),
+        click.option("--dry-run", is_flag=True, help="List the first trainings, and end."),
+        click.option("--page-only", is_flag=True, help="Train nothing; write the page."),
+    )
+
+    def add(command: Callable[..., None]) -> Callable[..., None]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add

@@ -129,8 +129,8 @@ def test_the_page_compares_each_at_its_own_best_rate(benchmark_file: ModuleType,
 
 
 def test_the_verdict_is_by_the_interval(benchmark_file: ModuleType) -> None:
-    assert benchmark_file.verdict([-1.0, -1.1, -0.9]) == "**better**"
-    assert benchmark_file.verdict([1.0, 1.1, 0.9]) == "worse"
+    assert benchmark_file.verdict([1.0, 1.1, 0.9]) == "**better**"
+    assert benchmark_file.verdict([-1.0, -1.1, -0.9]) == "worse"
     assert benchmark_file.verdict([-1.0, 1.1, 0.2]) == "no difference shown"
     assert benchmark_file.verdict([-1.0]) == "one seed says nothing"
 
