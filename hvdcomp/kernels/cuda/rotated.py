@@ -33,10 +33,15 @@ _BORDERS = tl.constexpr(40)  # the place of the first border
 
 
 @triton.jit
+def _pairs(x, APART: tl.constexpr, LENGTH: tl.constexpr):
+    """Of LENGTH elements, those at i and at i + APART of each 2 * APART."""
+    return tl.split(tl.permute(tl.reshape(x, (LENGTH // (2 * APART), 2, APART)), (0, 2, 1)))
+
+
+@triton.jit
 def _butterflies(x, APART: tl.constexpr, BLOCK: tl.constexpr):
     """Sums and differences of elements APART from each other."""
-    pairs = tl.permute(tl.reshape(x, (BLOCK // (2 * APART), 2, APART)), (0, 2, 1))
-    a, b = tl.split(pairs)
+    a, b = _pairs(x, APART, BLOCK)
     return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (BLOCK,))
 
 
@@ -56,16 +61,16 @@ def _flip(x, i, key):
 
 
 @triton.jit
-def _halves(x, LENGTH: tl.constexpr, APART: tl.constexpr):
-    """Sums of the elements i and i + APART of each 2 * APART elements, of LENGTH in all."""
-    a, b = tl.split(tl.permute(tl.reshape(x, (LENGTH // (2 * APART), 2, APART)), (0, 2, 1)))
+def _sums(x, APART: tl.constexpr, LENGTH: tl.constexpr):
+    """Sums of elements APART from each other."""
+    a, b = _pairs(x, APART, LENGTH)
     return tl.reshape(a + b, (LENGTH // 2,))
 
 
 @triton.jit
 def _sums_of_eight(x, BLOCK: tl.constexpr):
     """Sums of eight elements each, 64 apart, of each 512."""
-    return _halves(_halves(_halves(x, BLOCK, 256), BLOCK // 2, 128), BLOCK // 4, 64)
+    return _sums(_sums(_sums(x, 256, BLOCK), 128, BLOCK // 2), 64, BLOCK // 4)
 
 
 @triton.jit
