@@ -111,13 +111,10 @@ HVD_INLINE void add_products(sums_vector *sums, hvd_vector x, hvd_vector y) {
 #endif
 }
 
-/* The sum of lanes, as `row_dots` in hvdcomp/arrays/numpy_arrays.py has it. */
-static inline double sum_of_lanes(const sums_vector sums[HVD_PARTS]) {
+static inline double sum_of(const sums_vector sums[HVD_PARTS]) {
     double lanes[HVD_LANES];
     memcpy(lanes, sums, sizeof lanes);
-    for (int half = HVD_LANES / 2; half; half /= 2)
-        for (int lane = 0; lane < half; lane++) lanes[lane] += lanes[lane + half];
-    return lanes[0];
+    return hvd_sum_of_lanes(lanes);
 }
 
 /* Butterflies among vectors, of which there are a power of two. */
@@ -187,7 +184,7 @@ static double flip_and_rotate(
         for (int64_t j = 0; j < AT_ONCE * HVD_WIDTH / 32 * step; j += 64) __builtin_prefetch(ahead + i / 32 * step + j);
     }
     rotate_rest(z, length, AT_ONCE * HVD_WIDTH, NULL);
-    return sum_of_lanes(sums);
+    return sum_of(sums);
 }
 
 HVD_INLINE places load_bytes(const uint8_t *codes) {
@@ -319,7 +316,7 @@ HVD_INLINE double encode_levels(
                 for (int k = 0; k < half; k++) products[k] += products[k + half];
             add_products(sums + i / HVD_WIDTH % HVD_PARTS, products[0], hvd_all(1));
         }
-    return sum_of_lanes(sums);
+    return sum_of(sums);
 }
 
 /* Codes of a rotated block of which the sum of squares is given as it was before; returns its scale. */

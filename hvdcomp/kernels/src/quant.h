@@ -24,9 +24,16 @@ static inline float hvd_factor(float scale, float most) {
     return (float)((1 / (double)scale + last - last) * (double)most);
 }
 
+/* The sum of lanes, which it overwrites, in the order of `row_dots` in hvdcomp/arrays/numpy_arrays.py. */
+HVD_INLINE double hvd_sum_of_lanes(double lanes[HVD_LANES]) {
+    for (int half = HVD_LANES / 2; half; half /= 2)
+        for (int lane = 0; lane < half; lane++) lanes[lane] += lanes[lane + half];
+    return lanes[0];
+}
+
 /* Squares of floats are exact in double precision, so that a fused operation gives the same. */
 static inline double hvd_sum_of_squares(const float *x, int64_t length) {
-    double lanes[16] = {0};
+    double lanes[HVD_LANES] = {0};
     int64_t i = 0;
 #if defined __AVX512F__
     __m512d low = _mm512_setzero_pd(), high = low;
@@ -51,9 +58,7 @@ static inline double hvd_sum_of_squares(const float *x, int64_t length) {
         for (int lane = 0; lane < 16; lane++) lanes[lane] += (double)x[i + lane] * (double)x[i + lane];
 #endif
     for (int lane = 0; i < length; i++, lane++) lanes[lane] += (double)x[i] * (double)x[i];
-    for (int half = 8; half; half /= 2)
-        for (int lane = 0; lane < half; lane++) lanes[lane] += lanes[lane + half];
-    return lanes[0];
+    return hvd_sum_of_lanes(lanes);
 }
 
 /* Bytes of an element of what x is made of. */
