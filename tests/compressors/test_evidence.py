@@ -27,7 +27,7 @@ FILE = Path(evidence.__file__).with_name("evidence.json")
 def test_the_file_is_made_of_the_trainings() -> None:
     """If not: `python benchmarks/convergence.py --page-only --evidence hvdcomp/compressors/evidence.json`."""
     benchmark: Any = load_benchmark("convergence")
-    runs = benchmark.MEASURED / "convergence"
+    runs = load_benchmark("pages").MEASURED / "convergence"
     tables = benchmark.tables_of(runs, benchmark.seeds_there(runs), {})
     assert json.loads(FILE.read_text()) == benchmark.evidence_of(tables)
 
