@@ -23,10 +23,10 @@ WITHOUT_HOROVOD = ["pip install -e '.[torch,train]'", "hvdcomp demo"]
 TRAININGS = {
     "SGD with momentum": ("mnist1d", "lstm"),
     "SGD, if `terngrad` sends too much": ("mnist1d", "lstm"),
-    "Adam or AdamW, as most transformers are": ("gpt",),
+    "Adam or AdamW, as for most transformers": ("gpt",),
     "Adam or AdamW, to be safe": ("gpt",),
-    "Adam or AdamW, if that sends too much": ("gpt-frozen",),
-    "the same, with four [local steps](docs/local-steps.md)": ("gpt-local",),
+    "Adam or AdamW, if `int4` sends too much": ("gpt-frozen",),
+    "Adam or AdamW, if `efsignsgd` sends too much": ("gpt-local",),
 }
 
 
