@@ -430,6 +430,42 @@ class LocalSteps(torch.optim.Optimizer):
             for moved in () if self._sent is None else self._sent.moved:
                 moved.zero_()
 
+    def change_ranks(self, group: dist.ProcessGroup) -> None:
+        """Continues with other ranks of torch.distributed, from the next step on. To be called between two steps, also
+        within a round, on every rank of the new group, and on no other.
+
+            group = torch.distributed.new_group([0, 1, 3])  # without rank 2
+            if torch.distributed.get_rank() != 2:
+                optimizer.change_ranks(group)
+
+        A rank that has made steps keeps its weights, its moments and its residuals, which are multiplied so that they
+        keep their weight in the mean. A rank that has not is new: it begins with the outer weights and momentum, with
+        the moments of the group's first rank, and with as many steps into the round. What a rank that is left out has
+        done since its latest exchanges is lost. An exchange under way is sent again in the new group.
+
+        Args:
+            group: the process group; its first rank must have made a step.
+
+        Raises:
+            ConfigurationError: on every rank, if the group's first rank has not made a step.
+        """
+        if self._binding is None:
+            self._begin()  # raises
+        assert self._binding is not None
+        self._binding.change_ranks(group)
+        own = self.state_dict()
+        own.get(OWN, {}).pop("compression", None)  # the binding exchanges it in the next step
+        message = [own if dist.get_rank(group) == 0 else None]
+        dist.broadcast_object_list(message, dist.get_global_rank(group, 0), group)
+        common: Any = message[0]
+        if OWN not in common:
+            raise ConfigurationError(
+                "the first rank of the group that LocalSteps.change_ranks was given has not made a step, so nobody "
+                "knows the weights of the others; give a group whose first rank has"
+            )
+        if OWN not in own:
+            self.join(common)
+
     @torch.no_grad()
     def _load(self, state_dict: Mapping[str, Any], load_compression: Callable[[dict[str, Any]], None]) -> None:
         own = state_dict.get(OWN)

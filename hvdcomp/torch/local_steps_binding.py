@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hvdcomp.bindings.base import PRESENCE_BYTES
 from hvdcomp.bindings.elastic import may_change
@@ -65,7 +66,7 @@ class LocalStepsBinding(TorchTraining):
             _check(setup, every, communicator)
             self._stepped = _named(setup, inner.param_groups)
             self._anchors = dict(zip(self._stepped, anchors, strict=True))
-            own = {name: local_part(parameter) for name, parameter in self._stepped.items()}
+            own: dict[str, Any] = {name: local_part(parameter) for name, parameter in self._stepped.items()}
             super().__init__(setup, own, communicator, setup.optimizer)
 
     def compare(self) -> None:
@@ -82,6 +83,15 @@ class LocalStepsBinding(TorchTraining):
     def meet(self, communicator: Ranks) -> None:
         self._under_way: UnderWay | None = None  # an exchange with former ranks is lost
         super().meet(communicator)
+
+    def change_ranks(self, group: dist.ProcessGroup) -> None:
+        """Goes on with the ranks of another process group from the next step on."""
+        if not isinstance(self.communicator, TorchDistributedCommunicator):
+            raise ConfigurationError(
+                "LocalSteps.change_ranks is for ranks of torch.distributed; elastic Horovod changes its ranks by itself"
+            )
+        self.communicator.move_to(group)
+        self.ranks_may_change = True
 
     @property
     def is_sending(self) -> bool:

@@ -1,4 +1,4 @@
-"""`LocalSteps` of parameters that FSDP2 shards: each rank exchanges its shards with the same shards of other replicas."""
+"""`LocalSteps` of parameters that FSDP2 shards: each rank exchanges with the ranks that have the same shards."""
 
 from __future__ import annotations
 

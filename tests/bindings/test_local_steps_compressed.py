@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hvdcomp import ChunkedTopK, Compression, Compressor, NoCompression  # noqa: E402
+from hvdcomp import ChunkedTopK, Compressor, NoCompression  # noqa: E402
 from hvdcomp.communicators import SimulatedCommunicator, SimulatedGroup  # noqa: E402
 from hvdcomp.torch import LocalSteps, MuonWithAdamW  # noqa: E402
 from tests.bindings.test_local_steps import (  # noqa: E402
@@ -112,7 +112,9 @@ def test_what_was_sent_and_what_is_kept_are_all_steps(inner: Any, every: int) ->
     results = trained(inner, every)
     weights = [model.values() for model, _, _ in results]
     for name in DIMENSIONS:
-        kept = [optimizer.compression.state_dict()["own"]["residuals"][name]["arrays"][0] for _, optimizer, _ in results]
+        kept = [
+            optimizer.compression.state_dict()["own"]["residuals"][name]["arrays"][0] for _, optimizer, _ in results
+        ]
         steps = [gone[name] for _, _, gone in results]
         sent = start_of(name) - weights[0][name].astype(np.float64)
         remaining = [gone - np.asarray(rest).reshape(gone.shape) for gone, rest in zip(steps, kept, strict=True)]

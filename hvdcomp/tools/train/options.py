@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hvdcomp.compressors import with_small
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.compressors.routing import with_small
 from hvdcomp.perfmodel import parse_rate
 from hvdcomp.policies import Policy, parse_policy
 from hvdcomp.tools.train.target import Target
