@@ -51,6 +51,7 @@ class Binding(Training):
 
     Attributes:
         presence: this rank's contribution to the presence check of the present step.
+        ranks_may_change: whether the ranks agree on a state in their first step, as some of them may be new.
         units: the units of gradients.
     """
 
@@ -62,6 +63,7 @@ class Binding(Training):
         self._tensors = list(tensors)
         self._carried: Mapping[str, Any] | None = None  # the state from before the ranks changed
         self._rolled_back: Mapping[str, Any] | None = None
+        self.ranks_may_change = elastic.may_change()
         self._first_state: Mapping[str, Any] = {}  # in which this rank began, if its weights go back to that time
         self._level: Level | None = None  # set by the user, since the latest roll-back
         if setup.compression.settings.overlap is True and not self.overlaps:
@@ -149,7 +151,7 @@ class Binding(Training):
             self.meet(communicator)
 
     def meet_elastic_ranks(self) -> None:
-        if self._met or (self._carried is None and not elastic.may_change()):
+        if self._met or (self._carried is None and not self.ranks_may_change):
             return
         self._met = True
         carried, self._carried = self._carried, None

@@ -84,14 +84,26 @@ class TorchDistributedCommunicator(Ranks):
                 f"rank {dist.get_rank()} is not in the process group that it was given; give each rank a group that "
                 "it is in"
             )
+        self._next: dist.ProcessGroup | None = None
         self._root = dist.get_global_rank(self.group, 0)
         self._host_group = self.group if _takes_cpu(self.group) else _group_beside(self.group, "gloo")
 
+    def move_to(self, group: dist.ProcessGroup) -> None:
+        """Makes this communicator stale; `anew` gives that of the ranks of another process group."""
+        self._next = group
+
+    @property
+    def is_stale(self) -> bool:
+        return self._next is not None
+
     def anew(self) -> TorchDistributedCommunicator:
-        raise ConfigurationError(
-            "roll_back is for elastic Horovod: the ranks of torch.distributed end together, so start them again, and "
-            "give load_state_dict() the state of a checkpoint before the first step"
-        )
+        if self._next is None:
+            raise ConfigurationError(
+                "roll_back is for ranks that change. Those of torch.distributed end together unless "
+                "LocalSteps.change_ranks gave them another group, so start them again, and give load_state_dict() the "
+                "state of a checkpoint before the first step"
+            )
+        return TorchDistributedCommunicator(self._next)
 
     def gather_bytes(self, own: np.ndarray, name: str) -> torch.Tensor:
         return self.wait(self.start_allgather(torch.from_numpy(own), name))

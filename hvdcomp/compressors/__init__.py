@@ -11,7 +11,7 @@ from hvdcomp.compressors.evidence import in_words as evidence_in_words
 from hvdcomp.compressors.first import FIRST, RECOMMENDED, first_to_try
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import TensorInfo
-from hvdcomp.compressors.routing import Router
+from hvdcomp.compressors.routing import Router, with_small
 from hvdcomp.compressors.two_level import TwoLevel, needs_nodes
 from hvdcomp.specs.registry import classes_by_name
 
@@ -48,4 +48,5 @@ __all__ = [
     "least_early_bytes",
     "lost_with",
     "needs_nodes",
+    "with_small",
 ]

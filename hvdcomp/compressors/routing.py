@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NoReturn
 
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.base import Compressor, Count
+from hvdcomp.compressors.choice import MIN_NDIM, MIN_NUMEL
 from hvdcomp.compressors.protocol import Aggregation, Context, TensorInfo
 from hvdcomp.errors import SpecError
 from hvdcomp.specs.levels import Level
@@ -291,6 +292,22 @@ class ByDimensions(_ByThreshold):
 
     def compared(self, tensor: TensorInfo) -> int:
         return len(tensor.own_shape)
+
+
+def with_small(compressor: Compressor, small: Compressor) -> Router:
+    """A router that gives small tensors, such as biases, a compressor of their own. They are those that a `Compression`
+    sends dense by default, so give it `min_numel=0, min_ndim=0` too.
+
+    Args:
+        compressor: of all other tensors.
+        small: of tensors with fewer than `MIN_NUMEL` elements or `MIN_NDIM` dimensions.
+
+    Example:
+        >>> from hvdcomp import EFSignSGD, Int8
+        >>> print(with_small(EFSignSGD(), small=Int8()))
+        {"numel<1024": "int8", "*": {"ndim<2": "int8", "*": "efsignsgd"}}
+    """
+    return BySize(MIN_NUMEL, small, ByDimensions(MIN_NDIM, small, compressor))
 
 
 def require_matches(compressor: Compressor, names: Collection[str]) -> None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.casts import NoCompression
 from hvdcomp.compressors.memory import ErrorFeedback
+from hvdcomp.compressors.quantization_blocks import Int8
+from hvdcomp.compressors.routing import with_small
+from hvdcomp.compressors.signs import EFSignSGD
 from hvdcomp.compressors.sparse_chunked import ChunkedTopK
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.specs.described import is_number
@@ -28,6 +31,10 @@ from hvdcomp.torch.learning_rate import rates_of
 from hvdcomp.torch.local_steps_auto import AutoRounds, RoundLength
 from hvdcomp.torch.local_steps_binding import NO_NEW_GROUP, LocalStepsBinding
 from hvdcomp.torch.local_steps_rounds import Rounds, Sent, grouped
+from hvdcomp.torch.local_steps_shards import local_part, replicas_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 OWN = "local_steps"  # key of this optimizer's part of a state
 
@@ -62,7 +69,8 @@ class LocalSteps(torch.optim.Optimizer):
 
     Args:
         optimizer: the inner optimizer, of any kind; with its own clipping and learning rate.
-        every: number of steps between exchanges; 30 to 500 were published. With "auto", or such as
+        every: number of steps between exchanges; 30 to 500 were published. With 1, the ranks exchange each step of the
+            weights in place of its gradient, and their weights are equal after every step. With "auto", or such as
             "auto:share=0.05,start=10", rank 0 decides after each exchange, by the rule of
             `hvdcomp.torch.local_steps_auto.AutoRounds`; neither with `fragments`, a delay nor a local share.
         compression: the compression of this optimizer only. Default: none, in float32. Rules by name and checkpoints
@@ -76,6 +84,8 @@ class LocalSteps(torch.optim.Optimizer):
             With 1 and 0 it averages the ranks' weights.
         communicator: the communicator of the ranks that exchange. Default: all ranks of torch.distributed, or if that
             was not started, of Horovod.
+        mesh: of parameters that are sharded by FSDP2, the dimension of the replicas, `mesh["replicate"]`. Each replica
+            makes steps by itself, and the ranks with the same shards exchange them.
 
     Attributes:
         inner, outer: the two optimizers.
@@ -106,11 +116,16 @@ class LocalSteps(torch.optim.Optimizer):
         outer_momentum: float = 0.9,
         nesterov: bool = True,
         communicator: Ranks | None = None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         _check(optimizer, outer_lr, outer_momentum)
         # Those that the ranks exchange; the binding refuses later ones on every rank.
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        sizes = [parameter.numel() for parameter in self._parameters]
+        if mesh is None:
+            _require_whole(self._parameters)
+        else:
+            communicator = replicas_of(self._parameters, mesh, communicator)
+        sizes = [own.numel() for own in self._own()]
         self._auto = parse(every, {AutoRounds.name: AutoRounds}, "round length") if isinstance(every, str) else None
         first = every if self._auto is None else self._auto.start
         self._rounds = Rounds(first, fragments, delay, local_share)  # type: ignore[arg-type]
@@ -134,7 +149,7 @@ class LocalSteps(torch.optim.Optimizer):
         self._sent: Sent | None = None
         self._timed_from: tuple[float, int] | None = None  # seconds, and steps of the round by then
         self._anchored = False  # whether the anchors are the weights of the latest exchange
-        anchors = [parameter.detach().clone() for parameter in self._parameters]
+        anchors = [own.clone() for own in self._own()]
         self.outer = torch.optim.SGD(
             anchors, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov and outer_momentum > 0
         )
@@ -168,6 +183,41 @@ class LocalSteps(torch.optim.Optimizer):
         """
         sparse = _compression_of(ChunkedTopK(), memory=ErrorFeedback(decay=0.95), named_parameters=named_parameters)
         return cls(optimizer, every, **{"outer_lr": 1.0, "outer_momentum": 0.0, **options}, compression=sparse)
+
+    @classmethod
+    def compressed(
+        cls,
+        optimizer: torch.optim.Optimizer,
+        every: int = 4,
+        compressor: Compressor | None = None,
+        named_parameters: Any = None,
+        **options: Any,
+    ) -> LocalSteps:
+        """Steps of the weights, compressed with error feedback (docs/compressed-steps.md): the ranks send how far their
+        weights have moved since the latest exchange, and all continue from the mean of what was sent.
+
+            optimizer = hvdcomp.torch.MuonWithAdamW(model, lr=16e-3)
+            optimizer = hvdcomp.torch.LocalSteps.compressed(optimizer, every=4)
+
+        The outer optimizer is SGD at rate 1 without momentum. Tensors with fewer than 1,024 elements or two dimensions
+        are sent as `Int8`. What is not sent is kept, in units of weights, for the next exchange.
+
+        Args:
+            optimizer: the inner optimizer; best with Muon inside, as `MuonWithAdamW`.
+            every: number of steps between exchanges. With 1 all ranks have the same weights after every step.
+            compressor: of all other tensors. Default: `EFSignSGD()`.
+            named_parameters: as in `Compression`.
+            options: as in the class, without `compression`.
+        """
+        compressor = EFSignSGD() if compressor is None else compressor
+        compression = _compression_of(
+            compressor if compressor.lossless else with_small(compressor, small=Int8()),
+            memory=ErrorFeedback(),
+            named_parameters=named_parameters,
+            min_numel=0,
+            min_ndim=0,
+        )
+        return cls(optimizer, every, **{"outer_lr": 1.0, "outer_momentum": 0.0, **options}, compression=compression)
 
     @property
     def every(self) -> int:
@@ -212,7 +262,7 @@ class LocalSteps(torch.optim.Optimizer):
         if found_inf is not None and found_inf.item():
             return False
         if scale is not None:
-            gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+            gradients = [local_part(one.grad) for one in self._parameters if one.grad is not None]
             torch._foreach_mul_(gradients, 1 / scale.item())
         return True
 
@@ -234,13 +284,13 @@ class LocalSteps(torch.optim.Optimizer):
     def outer_weights(self) -> Iterator[None]:
         """A context in which the model has the outer weights: those of each parameter's latest exchange, the same on
         all ranks. For evaluating and publishing the model; no step is allowed inside."""
-        own = [parameter.detach().clone() for parameter in self._parameters]
+        before = [own.clone() for own in self._own()]
         if self._anchored:
-            put(self._parameters, self._anchors())
+            put(self._own(), self._anchors())
         try:
             yield
         finally:
-            put(self._parameters, own)
+            put(self._own(), before)
 
     def _send(self, places: list[int], background: bool) -> None:
         assert self._binding is not None
@@ -257,7 +307,12 @@ class LocalSteps(torch.optim.Optimizer):
         assert self._binding is not None
         self._sent = None
         means = self._binding.receive()
-        anchors, parameters = self._anchors(), self._parameters
+        anchors, parameters = self._anchors(), self._own()
+        outer = self.outer.param_groups[0]
+        if self._binding.is_exact_alone and (outer["lr"], outer["momentum"]) == (1, 0):
+            # The mean is this rank's own way, and the anchor minus that would differ from its weights by a rounding.
+            put((anchors[place] for place in places), (parameters[place] for place in places))
+            return
         for place, mean in zip(places, means, strict=True):
             anchors[place].grad = mean
         self.outer.step()  # skips parameters without a gradient
@@ -296,7 +351,7 @@ class LocalSteps(torch.optim.Optimizer):
             binding.follow_ranks()
         if not binding.has_begun:
             if not self._anchored:  # weights may have been loaded since __init__
-                put(self._anchors(), self._parameters)
+                put(self._anchors(), self._own())
                 self._anchored = True
             outer = self.outer.param_groups[0]
             self._settings |= {
@@ -371,9 +426,45 @@ class LocalSteps(torch.optim.Optimizer):
         model keeps its weights. The state of the compression is left to the caller."""
         self._load(state_dict, lambda _: None)
         if self._anchored:
-            put(self._parameters, self._anchors())
+            put(self._own(), self._anchors())
             for moved in () if self._sent is None else self._sent.moved:
                 moved.zero_()
+
+    def change_ranks(self, group: dist.ProcessGroup) -> None:
+        """Continues with other ranks of torch.distributed, from the next step on. To be called between two steps, also
+        within a round, on every rank of the new group, and on no other.
+
+            group = torch.distributed.new_group([0, 1, 3])  # without rank 2
+            if torch.distributed.get_rank() != 2:
+                optimizer.change_ranks(group)
+
+        A rank that has made steps keeps its weights, its moments and its residuals, which are multiplied so that they
+        keep their weight in the mean. A rank that has not is new: it begins with the outer weights and momentum, with
+        the moments of the group's first rank, and with as many steps into the round. What a rank that is left out has
+        done since its latest exchanges is lost. An exchange under way is sent again in the new group.
+
+        Args:
+            group: the process group; its first rank must have made a step.
+
+        Raises:
+            ConfigurationError: on every rank, if the group's first rank has not made a step.
+        """
+        if self._binding is None:
+            self._begin()  # raises
+        assert self._binding is not None
+        self._binding.change_ranks(group)
+        own = self.state_dict()
+        own.get(OWN, {}).pop("compression", None)  # the binding exchanges it in the next step
+        message = [own if dist.get_rank(group) == 0 else None]
+        dist.broadcast_object_list(message, dist.get_global_rank(group, 0), group)
+        common: Any = message[0]
+        if OWN not in common:
+            raise ConfigurationError(
+                "the first rank of the group that LocalSteps.change_ranks was given has not made a step, so nobody "
+                "knows the weights of the others; give a group whose first rank has"
+            )
+        if OWN not in own:
+            self.join(common)
 
     @torch.no_grad()
     def _load(self, state_dict: Mapping[str, Any], load_compression: Callable[[dict[str, Any]], None]) -> None:
@@ -413,6 +504,10 @@ class LocalSteps(torch.optim.Optimizer):
     def _share_groups(self) -> None:
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
+    def _own(self) -> list[torch.Tensor]:
+        """This rank's part of each parameter: the parameter itself, or its shard."""
+        return [local_part(parameter) for parameter in self._parameters]
+
     def _anchors(self) -> list[torch.Tensor]:
         anchors: list[torch.Tensor] = self.outer.param_groups[0]["params"]
         return anchors
@@ -436,15 +531,20 @@ def _check(optimizer: Any, rate: Any, momentum: Any) -> None:
             f"LocalSteps was given a {type(optimizer).__name__} that exchanges by itself; give it the optimizer of one "
             "rank alone, such as torch.optim.AdamW(model.parameters())"
         )
-    if any(hasattr(parameter, "device_mesh") for group in optimizer.param_groups for parameter in group["params"]):
-        raise ConfigurationError(
-            "LocalSteps exchanges whole parameters, and these are sharded (FSDP, tensor parallelism); exchange the "
-            "gradients between the replicas instead, with hvdcomp.fsdp.register"
-        )
     if not (is_number(rate) and rate > 0):
         raise ConfigurationError(f"LocalSteps: outer_lr={rate!r} is not possible; give a number above 0, such as 0.7")
     if not (is_number(momentum) and 0 <= momentum < 1):
         raise ConfigurationError(f"LocalSteps: outer_momentum={momentum!r} is not possible; give 0, or a share below 1")
+
+
+def _require_whole(parameters: Iterable[torch.Tensor]) -> None:
+    """Raises ConfigurationError if a parameter is sharded."""
+    if any(hasattr(parameter, "device_mesh") for parameter in parameters):
+        raise ConfigurationError(
+            "these parameters are sharded (FSDP, tensor parallelism), and LocalSteps was not told which ranks have the "
+            "same shards: call fully_shard(model, mesh=mesh['shard']), and give LocalSteps mesh=mesh['replicate'] of "
+            "the same mesh"
+        )
 
 
 def _compression_of(compressor: Compressor, **options: Any) -> UsedCompression:

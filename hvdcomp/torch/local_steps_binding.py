@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hvdcomp.bindings.base import PRESENCE_BYTES
 from hvdcomp.bindings.elastic import may_change
@@ -26,6 +27,7 @@ from hvdcomp.exchange.agreement import refused_on_every_rank
 from hvdcomp.exchange.engine import Engine, UnderWay
 from hvdcomp.policies import Policy
 from hvdcomp.torch.local_steps_auto import sketch
+from hvdcomp.torch.local_steps_shards import local_part
 from hvdcomp.torch.parameters import by_name, plain_names
 from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining, checksums_of
 
@@ -62,9 +64,10 @@ class LocalStepsBinding(TorchTraining):
         # In an elastic job, new ranks make it while the other ranks train.
         with nullcontext() if may_change() else refused_on_every_rank(communicator, torch.empty(0)):
             _check(setup, every, communicator)
-            parameters = _named(setup, inner.param_groups)
-            self._anchors = dict(zip(parameters, anchors, strict=True))
-            super().__init__(setup, parameters, communicator, setup.optimizer)
+            self._stepped = _named(setup, inner.param_groups)
+            self._anchors = dict(zip(self._stepped, anchors, strict=True))
+            own: dict[str, Any] = {name: local_part(parameter) for name, parameter in self._stepped.items()}
+            super().__init__(setup, own, communicator, setup.optimizer)
 
     def compare(self) -> None:
         """Compares settings and weights in the first local step, and the first after a change of the ranks; waits for
@@ -81,17 +84,31 @@ class LocalStepsBinding(TorchTraining):
         self._under_way: UnderWay | None = None  # an exchange with former ranks is lost
         super().meet(communicator)
 
+    def change_ranks(self, group: dist.ProcessGroup) -> None:
+        """Goes on with the ranks of another process group from the next step on."""
+        if not isinstance(self.communicator, TorchDistributedCommunicator):
+            raise ConfigurationError(
+                "LocalSteps.change_ranks is for ranks of torch.distributed; elastic Horovod changes its ranks by itself"
+            )
+        self.communicator.move_to(group)
+        self.ranks_may_change = True
+
     @property
     def is_sending(self) -> bool:
         """Whether an exchange is under way."""
         return self._under_way is not None
 
+    @property
+    def is_exact_alone(self) -> bool:
+        """Whether this is the only rank, and nothing is lost in what it sends."""
+        return self.communicator.world_size == 1 and all(method.lossless for method in self.engine.plan.values())
+
     @torch.no_grad()
     def moved(self, places: Sequence[int]) -> list[torch.Tensor]:
         """This rank's pseudo-gradients of the parameters at these places."""
-        parameters = list(self._parameters.values())
+        parameters = list(self._stepped.values())
         anchors = list(self._anchors.values())
-        return [anchors[place] - parameters[place].detach() for place in places]
+        return [anchors[place] - local_part(parameters[place]) for place in places]
 
     @torch.no_grad()
     def agree(self, decided: int, moved: Sequence[torch.Tensor]) -> tuple[int, float]:
@@ -152,7 +169,7 @@ class LocalStepsBinding(TorchTraining):
         return [means[name] for name in self._sent]
 
     def _describe_not_finite(self) -> str:
-        bad = [name for name, parameter in self._parameters.items() if not torch.isfinite(parameter.detach()).all()]
+        bad = [name for name, one in self._stepped.items() if not torch.isfinite(local_part(one)).all()]
         where = f"on this rank in {', '.join(bad[:3])}" if bad else "on another rank, whose message names the tensors"
         return (
             f"LocalSteps: weights are inf or NaN after the local steps, {where}. Nothing of them was exchanged: outer "

@@ -21,6 +21,8 @@ _MODULES = {
     "cases_fsdp": _SETTINGS,
     "cases_fsdp_shards": _SETTINGS,
     "cases_local_steps": _SETTINGS,
+    "cases_local_steps_changed": _SETTINGS[1:],
+    "cases_local_steps_shards": _SETTINGS,
     "cases_local_steps_streaming": _SETTINGS,
     "cases_rows": _SETTINGS,
     "cases_look_ahead": _SETTINGS,

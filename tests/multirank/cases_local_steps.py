@@ -11,7 +11,6 @@ from unittest import SkipTest, mock
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import hvdcomp
@@ -189,12 +188,6 @@ def case_a_group_that_one_rank_adds_before_the_first_step_is_refused_on_all() ->
         optimizer.inner.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
     told = raised(hvdcomp.RankMismatchError, lambda: train(model, optimizer, scheduler, own_generator()))
     assert "all groups before LocalSteps is made" in told, told
-
-
-def case_shards_are_refused() -> None:
-    model = fully_shard(small_model(), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    inner = torch.optim.AdamW(model.parameters())
-    assert "hvdcomp.fsdp.register" in raised(hvdcomp.ConfigurationError, lambda: LocalSteps(inner))
 
 
 def case_muon_of_its_page_steps_alone_and_goes_on_bit_for_bit() -> None:

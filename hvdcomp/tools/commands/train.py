@@ -102,6 +102,11 @@ _START = (
 )
 @_option("--compression", "Compressor of the gradients, such as topk:ratio=0.01.", metavar="SPEC")
 @_option(
+    "--small-tensors",
+    "Compressor of tensors with fewer than 1,024 elements or two dimensions, such as int8.",
+    metavar="SPEC",
+)
+@_option(
     "--memory",
     "Memory for what is not sent: none, error_feedback, or error_feedback:dtype=bf16 of 2 bytes a parameter.",
     metavar="SPEC",
@@ -169,9 +174,9 @@ _START = (
 @_option("--freeze-compression", "compressed-adam: compressor of the gradients before freezing.", metavar="SPEC")
 @_option(
     "--local-steps",
-    "PyTorch: local steps of each rank between exchanges, with an outer Nesterov step as in DiLoCo; with "
-    "compressed-adam only after freezing, without an outer step. auto: as many as the times of steps and exchanges and "
-    "the drift of the ranks ask for.",
+    "PyTorch: number of steps that each rank makes by itself between two exchanges. An outer Nesterov step follows, as "
+    "in DiLoCo. With compressed-adam local steps begin after freezing, without an outer step. auto: the number follows "
+    "from the times of steps and exchanges and from the drift of the ranks.",
     type=str,
     metavar="K|auto",
     callback=_steps_or_rule,
@@ -184,7 +189,14 @@ _START = (
 )
 @_option("--delay", "Local steps: steps that ranks go on while a group travels.", type=int, metavar="STEPS")
 @_option("--local-share", "Local steps: share of its own weights that a rank then keeps.", type=float, metavar="SHARE")
-@_option("--outer-lr", "Learning rate of the outer step.", type=float, metavar="LR", shown="0.7")
+@_option(
+    "--outer-lr",
+    "Learning rate of the outer step. With --outer-lr 1 --outer-momentum 0 and no --local-steps, the ranks exchange "
+    "each step of the weights in place of its gradient.",
+    type=float,
+    metavar="LR",
+    shown="0.7",
+)
 @_option("--outer-momentum", "Momentum of the outer step.", type=float, metavar="M", shown="0.9")
 @_option(
     "--refreshes-per-gap",

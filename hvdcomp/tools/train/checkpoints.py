@@ -49,7 +49,7 @@ _BEFORE = {
     **{"optimizer": "sgd", "schedule": "step", "betas": [0.9, 0.95], "validation_samples": 0},
     **{"freeze_after": None, "freeze_compression": "int4", "local_steps": 1, "refreshes_per_gap": None},
     **{"outer_lr": None, "outer_momentum": None, "fragments": 1, "delay": 0, "local_share": 0.0, "fsdp": False},
-    **{"table_rows": 20_000, "backend": "horovod", "fsdp_weights": None},
+    **{"table_rows": 20_000, "backend": "horovod", "fsdp_weights": None, "small_tensors": "none"},
 }
 
 KEPT = ("step", "epoch", "taken", "losses", "times", "epochs")

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hvdcomp.compressors import with_small
+from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.perfmodel import parse_rate
 from hvdcomp.policies import Policy, parse_policy
 from hvdcomp.tools.train.target import Target
@@ -91,6 +93,7 @@ class TrainingOptions:
     data: str = "digits"
     data_dir: Path | None = None
     compression: str = "none"
+    small_tensors: str = "none"  # compressor of tensors that are too small for `compression`
     memory: str | None = None
     policy: str | None = None
     overlap: str = "auto"
@@ -358,8 +361,9 @@ class TrainingOptions:
 
     @property
     def steps_alone(self) -> bool:
-        """Whether each rank makes steps by itself."""
-        return not isinstance(self.local_steps, int) or self.local_steps > 1
+        """Whether each rank makes steps by itself. With one local step it does if an outer step follows."""
+        has_outer = self.optimizer != "compressed-adam" and (self.outer_lr, self.outer_momentum) != (None, None)
+        return not isinstance(self.local_steps, int) or self.local_steps > 1 or has_outer
 
     @property
     def common_every(self) -> int | None:
@@ -385,7 +389,7 @@ class TrainingOptions:
             yield self.steps is not None, f"{shown}: give --steps N too, after which the ranks exchange once more"
         else:
             yield (
-                self.steps is not None and self.steps % every == 0,
+                every == 1 or (self.steps is not None and self.steps % every == 0),
                 f"{shown}: give --steps N too, a multiple of {every}, after which all ranks have the same weights",
             )
             yield (
@@ -416,10 +420,9 @@ class TrainingOptions:
             yield 0 <= self.local_share < 1, f"--local-share {self.local_share}: from 0 up to, not including, 1"
 
     def _checks_of_outer_step(self) -> Iterator[tuple[bool, str]]:
-        has_outer = self.steps_alone and self.optimizer != "compressed-adam"
         for name, value in (("--outer-lr", self.outer_lr), ("--outer-momentum", self.outer_momentum)):
             shown = f"{name} {value}"
-            yield value is None or has_outer, f"{shown} needs --local-steps, without compressed-adam"
+            yield value is None or self.optimizer != "compressed-adam", f"{shown}: compressed-adam has no outer step"
             yield value is None or 0 <= value <= 1, f"{shown}: from 0 to 1"
 
     def _checks_of_refreshes(self) -> list[tuple[bool, str]]:
@@ -481,7 +484,7 @@ class TrainingOptions:
                 f"{', '.join(TRANSFORMERS)}",
             ),
             (
-                self.optimizer in ("sgd", "adamw") and self.local_steps == 1,
+                self.optimizer in ("sgd", "adamw") and not self.steps_alone,
                 f"--fsdp does not go with --optimizer {self.optimizer} and --local-steps {self.local_steps}: each rank "
                 "has shards only; take --optimizer sgd or adamw, and no local steps",
             ),
@@ -556,11 +559,16 @@ class TrainingOptions:
         """The arguments of `hvdcomp.Compression.from_spec`, without those of the data and the framework.
 
         Raises:
-            SpecError: for an invalid policy.
+            SpecError: for an invalid policy, or with `small_tensors` for an invalid compressor.
         """
         decides = self.policy is not None and isinstance(parse_policy(self.policy), Policy)
+        spec, routed = self.compression, {}
+        if self.small_tensors != TrainingOptions.small_tensors:
+            spec = str(with_small(parse_compressor(spec), parse_compressor(self.small_tensors)))
+            routed = {"min_numel": 0, "min_ndim": 0}
         return {
-            "spec": self.compression,
+            **routed,
+            "spec": spec,
             "memory": self.memory,
             "policy": self.policy,
             "decision_log": self.output / DECISIONS if decides and self.output is not None else None,

@@ -119,7 +119,8 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
         ({"local_steps": 4, "steps": 9, "fragments": 5}, "--fragments 5: from 1 to --local-steps 4"),
         ({"local_steps": 4, "steps": 9, "fragments": 2, "delay": 2}, "--delay 2: from 0 to 1 steps"),
         ({"local_steps": 4, "steps": 9, "local_share": 1.0}, "--local-share 1.0: from 0 up to, not including, 1"),
-        ({"outer_lr": 0.5}, "--outer-lr 0.5 needs --local-steps"),
+        ({"outer_lr": 0.5, "optimizer": "compressed-adam"}, "--outer-lr 0.5: compressed-adam has no outer step"),
+        ({"outer_lr": 0.5, "framework": "tensorflow"}, "--local-steps 1: only --framework torch has it"),
         ({"local_steps": 2, "steps": 4, "outer_momentum": 1.5}, "--outer-momentum 1.5: from 0 to 1"),
         ({"local_steps": 2}, "--local-steps 2: give --steps N too, a multiple of 2"),
         ({"optimizer": "compressed-adam", "local_steps": 2}, "--local-steps 2: give --steps N too, a multiple of 2"),
@@ -277,7 +278,7 @@ def test_a_checkpoint_is_of_the_options_by_which_it_was_made() -> None:
         "image_size", "label_noise", "local_share", "local_steps", "lr", "memory", "milestones", "model",
         "momentum", "nesterov", "optimizer", "outer_lr", "outer_momentum", "output", "policy",
         "refreshes_per_gap", "samples", "schedule", "seed",
-        "sequence_length",
+        "sequence_length", "small_tensors",
         "table_rows", "text_size", "text_unit", "validation_samples", "warm_up", "weight_decay",
     }  # fmt: skip
 
