@@ -221,6 +221,29 @@ def case_muon_of_its_page_steps_alone_and_goes_on_bit_for_bit() -> None:
     assert parts[1].compression.state_dict()["shared"]["tensors"].keys() == set(names)
 
 
+def case_compressed_steps_are_as_their_page_says() -> None:
+    """In DistributedDataParallel with its all-reduce turned off, an exchange after every step, and signs of chunks."""
+    if not hasattr(torch.optim, "Muon"):
+        raise SkipTest("this PyTorch has no Muon")
+    page = PAGE.with_name("compressed-steps.md")
+    model: Any = DistributedDataParallel(small_model())
+    run(block_with("noop_hook", page), model=model)
+    made_by_page = run(block_with("every=4)\n", page), hvdcomp=hvdcomp, model=model.module)
+    compressed = run(block_with("one_of_eight", page), hvdcomp=hvdcomp, optimizer=made_by_page["optimizer"].inner)
+    for optimizer in (made_by_page["optimizer"], compressed["optimizer"]):
+        generator = own_generator()
+        for step in range(1, 10):
+            inputs, classes = batch(generator)
+            optimizer.zero_grad()
+            plain_loss(model, inputs, classes, step).backward()
+            optimizer.step()
+            assert optimizer.in_sync == (not differ(model.module)) == (step % 4 == 0)
+        optimizer.exchange()
+        assert_same_everywhere(weights(model.module))
+        totals = optimizer.compression.ledger.totals
+        assert 90 * totals.bytes_sent < totals.dense_bytes
+
+
 def case_the_page_trains() -> None:
     program, *_ = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     variables: dict[str, Any] = {}
