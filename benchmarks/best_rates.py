@@ -5,11 +5,12 @@
     python benchmarks/best_rates.py --workload gpt --only eden --only none
     python benchmarks/best_rates.py --page-only                 # only the page, from the existing trainings
 
-The search of a method trains three seeds with rates that differ by factors of two, and goes on until the best rate is
-between two others. Three, because the highest rates are near the edge: one seed may train well where the next does not.
-The search begins around the best rate of dense training, whose own search comes first. The best rate is then trained
-with other seeds, which the search has not seen; so is the best rate of dense training. Each training is a
-separate process, is kept below --runs, and is not repeated; trainings.csv there has the figures of all.
+The search of a method trains rates that differ by factors of two, and continues until the best rate is between two
+others. It trains each rate with one seed, and the rates that are close to the best with two more: near the highest
+rates that work, one seed may train well and the next one badly. The search begins around the best rate of dense
+training, whose own search comes first. The best rate is then trained with other seeds, which the search has not seen;
+so is the best rate of dense training. Each training is a separate process, is kept below --runs, and is not repeated;
+trainings.csv there has the figures of all.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ from hvdcomp.tools.reproduce.trainings import Run, keep_records, seeds_there, tr
 from hvdcomp.tools.terminal import make_console
 
 SEARCHED = (0, 1, 2)
-"""The seeds of the search."""
+"""The seeds of the search. Rates that are not close to the best are trained with the first seed only."""
+CLOSE = 5.0
+"""Percent of the loss, or points of accuracy, by which a rate that is close to the best is worse at most."""
 FARTHEST = 8
 """Factors of two, from the workload's own rate, at which a search ends without a best rate inside the grid."""
 FORGIVING = 1.0
@@ -146,23 +149,18 @@ class RateRun(Run):
 
 @dataclass(frozen=True)
 class Grid:
-    """The rates of a method that were trained with the seeds of the search, by the means over these.
+    """The rates of a method that the search has trained, by the means over their seeds.
 
     Attributes:
         lost: by doublings, what the trainings lost beside the best: percent of the loss, or points of accuracy;
             infinite if one diverged.
         best: the doublings of the best rate.
-        next: the doublings to train next; empty if the best rate is between two others.
+        next: the trainings that come next; empty if the best rate is between two others.
     """
 
     lost: Mapping[int, float]
     best: int
-    next: tuple[int, ...]
-
-
-def searched(workload: str, spec: str, runs: Path, doublings: int) -> list[RateRun]:
-    """The trainings of a rate in the search."""
-    return [RateRun(workload, seed, runs, spec, doublings) for seed in SEARCHED]
+    next: tuple[RateRun, ...]
 
 
 def grid_of(workload: str, spec: str, runs: Path, start: int) -> Grid:
@@ -171,29 +169,31 @@ def grid_of(workload: str, spec: str, runs: Path, start: int) -> Grid:
     Args:
         start: the doublings around which it begins.
     """
+
+    def untrained(places: Iterable[int], seeds: Sequence[int]) -> tuple[RateRun, ...]:
+        every = (RateRun(workload, seed, runs, spec, at) for at in places if abs(at) <= FARTHEST for seed in seeds)
+        return tuple(run for run in every if run.quality is None)
+
     trained = {}
-    for doublings in range(-FARTHEST, FARTHEST + 1):
-        qualities = [run.quality for run in searched(workload, spec, runs, doublings)]
-        known = [quality for quality in qualities if quality is not None]
-        if len(known) == len(SEARCHED):
-            trained[doublings] = statistics.mean(known)
-
-    def untrained(*places: int) -> tuple[int, ...]:
-        return tuple(place for place in places if place not in trained and abs(place) <= FARTHEST)
-
+    for at in range(-FARTHEST, FARTHEST + 1):
+        qualities = [RateRun(workload, seed, runs, spec, at).quality for seed in SEARCHED]
+        if (first := qualities[0]) is not None:
+            known = [quality for quality in qualities if quality is not None]
+            trained[at] = statistics.mean(known) if len(known) == len(SEARCHED) else first
     if not trained:
-        return Grid({}, start, untrained(start - 1, start, start + 1))
-    finished = {doublings: quality for doublings, quality in trained.items() if not math.isnan(quality)}
+        return Grid({}, start, untrained((start - 1, start, start + 1), SEARCHED[:1]))
+    finished = [quality for quality in trained.values() if not math.isnan(quality)]
     if not finished:  # too high, all of them
         lower = min(trained) - 1
-        return Grid(dict.fromkeys(trained, math.inf), lower, untrained(lower))
-    better = max if is_accuracy(workload) else min
-    best = better(finished, key=lambda doublings: finished[doublings])
+        return Grid(dict.fromkeys(trained, math.inf), lower, untrained([lower], SEARCHED[:1]))
+    best_quality = (max if is_accuracy(workload) else min)(finished)
     lost = {
-        doublings: math.inf if math.isnan(quality) else lost_beside(workload, quality, finished[best])
-        for doublings, quality in trained.items()
+        at: math.inf if math.isnan(quality) else lost_beside(workload, quality, best_quality)
+        for at, quality in trained.items()
     }
-    return Grid(lost, best, untrained(best - 1, best + 1))
+    best = min(lost, key=lambda at: lost[at])
+    close = [at for at in lost if lost[at] <= CLOSE]
+    return Grid(lost, best, untrained((best - 1, best + 1), SEARCHED[:1]) or untrained(close, SEARCHED))
 
 
 def lost_beside(workload: str, quality: float, reference: float) -> float:
@@ -213,12 +213,7 @@ def search(
     for methods in ([DENSE], specs):
         start = grid_of(workload, DENSE, runs, 0).best
         while True:
-            todo = [
-                run
-                for spec in methods
-                for doublings in grid_of(workload, spec, runs, start).next
-                for run in searched(workload, spec, runs, doublings)
-            ]
+            todo = [run for spec in methods for run in grid_of(workload, spec, runs, start).next]
             todo = [run for run in todo if run not in failed]
             if not todo:
                 break
@@ -465,7 +460,7 @@ def main(
     }
 
     if dry_run:
-        first = [run for name in chosen for at in (-1, 0, 1) for run in searched(name, DENSE, runs, at)]
+        first = [run for name in chosen for run in grid_of(name, DENSE, runs, 0).next]
         train_missing(first, console, dry_run=True)
         return
 
