@@ -150,7 +150,7 @@ class Compression:
     def __iter__(self) -> Iterator[Any]:
         """Raises ConfigurationError: Horovod iterates over what it is given in the place of `named_parameters`."""
         raise ConfigurationError(
-            "hvdcomp.Compression was given where a list is expected, such as named_parameters: name the argument, "
+            "hvdcomp.Compression was given in place of a list, such as named_parameters. Name the argument: "
             "hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)"
         )
 
@@ -194,7 +194,10 @@ class Compression:
                 or if a policy sets the levels.
         """
         if self.settings.policy is not None:
-            raise SpecError(f"the policy {self.settings.policy} sets the levels; leave them to it, or give no policy")
+            raise SpecError(
+                f"the policy {self.settings.policy} sets the levels, so set_level cannot set them; do not call "
+                "set_level, or leave out the policy"
+            )
         require_bounded_residuals(self.settings.compressor.at_level(level), self.settings.memory)
         self._level = level
         if self._binding is not None:
@@ -240,14 +243,15 @@ class Compression:
             ConfigurationError: if the state is damaged, or of another model, compressor or policy; or after a step.
         """
         if self._binding is not None and self._binding.has_begun:
-            raise ConfigurationError("load_state_dict has to be called before the first step")
+            raise ConfigurationError("load_state_dict was called after the first step; call it before the first step")
         self._restored = restored = checked(state)
         if restored and self._binding is not None:
             self._binding.load_state_dict(restored)
         elif restored and not self._bind(optimizer) and changes_batch_size(self.settings.policy):
             raise ConfigurationError(
-                f"the policy {self.settings.policy} changes the batch size: give load_state_dict the optimizer too, "
-                "compression.load_state_dict(state, optimizer=optimizer) with what hvd.DistributedOptimizer returned"
+                f"the policy {self.settings.policy} changes the batch size, so load_state_dict needs the optimizer "
+                "too: give it what hvd.DistributedOptimizer returned, as in compression.load_state_dict(state, "
+                "optimizer=optimizer)"
             )
 
     # Methods for elastic Horovod, whose ranks change during a training.
@@ -279,8 +283,8 @@ class Compression:
             optimizer = self._optimizer if optimizer is None else optimizer
             if optimizer is None or not self._bind(optimizer):
                 raise ConfigurationError(
-                    f"the policy {self.settings.policy} changes the batch size: give the elastic state the optimizer "
-                    "too, hvd.elastic.TorchState(model=model, optimizer=optimizer, compression=compression)"
+                    f"the policy {self.settings.policy} changes the batch size, so the elastic state needs the "
+                    "optimizer too: hvd.elastic.TorchState(model=model, optimizer=optimizer, compression=compression)"
                 )
         elif self._binding.is_stale:
             self._binding.follow_ranks()
@@ -294,8 +298,9 @@ class Compression:
         """
         if self._binding is not None:
             raise ConfigurationError(
-                "this hvdcomp.Compression is at work in a training, and cannot be copied or pickled any more: do so "
-                "before the first step, or make a new one from state_dict(). For elastic states there is hvdcomp.track"
+                "this hvdcomp.Compression is already used in a training, so it can no longer be copied or pickled. "
+                "Copy it before the first step, or make a new one and give it the state_dict() of this one. In an "
+                "elastic state, use hvdcomp.track"
             )
         return self.__dict__ | {"_parameters": None}
 
@@ -324,7 +329,9 @@ class Compression:
     def serve(self, make_binding: Callable[[Setup], Any], optimizer: Any = None) -> Any:
         """Makes and returns the binding of one training. Raises ConfigurationError if there is one already."""
         if self._binding is not None:
-            raise ConfigurationError("this hvdcomp.Compression serves a training already; make one for each model")
+            raise ConfigurationError(
+                "this hvdcomp.Compression is already used in a training; make a separate one for each model"
+            )
         binding = make_binding(Setup(self, self._parameters, self._process_set, self._grad_scaler, optimizer))
         self._binding = binding  # also if a state is refused, as the framework keeps the hooks that it was given
         restored, self._restored = self._restored, None

@@ -64,8 +64,8 @@ def load(
     count = sum(name.startswith(f"{key}.{_name('')}") for name in names)
     if not count:
         raise ConfigurationError(
-            f"the checkpoint {str(saved)!r} has no states of ranks under the key {key!r}; give "
-            f"torch.distributed.checkpoint.save {{{key!r}: hvdcomp.dcp.by_rank(compression)}} on every rank"
+            f"the checkpoint {str(saved)!r} has no states of hvdcomp.Compression under the key {key!r}; when you save, "
+            f"give torch.distributed.checkpoint.save {{{key!r}: hvdcomp.dcp.by_rank(compression)}} on every rank"
         )
     needed = [rank] if count == ranks else list(range(rank, count, ranks)) or [0]
     states = _read(reader, key, needed)
@@ -78,8 +78,9 @@ def load(
         for state in filter(None, states):
             if state["own"]["size"] != count:
                 raise ConfigurationError(
-                    f"the checkpoint {str(saved)!r} was saved by {count} ranks in groups of {state['own']['size']} "
-                    f"that exchange; go on with {count} ranks, this run has {ranks}"
+                    f"the checkpoint {str(saved)!r} was saved by {count} ranks, which exchanged in groups of "
+                    f"{state['own']['size']}, and this run has {ranks} ranks. Such a checkpoint can be loaded only "
+                    f"with the same number of ranks: start {count} ranks"
                 )
         states = [state_for(states, rank, ranks)]
     compression.load_state_dict(states[0], optimizer)

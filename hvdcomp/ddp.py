@@ -37,7 +37,7 @@ def register(model: DistributedDataParallel, compression: UsedCompression, optim
     model = getattr(model, "_orig_mod", model)  # under torch.compile
     if not isinstance(model, DistributedDataParallel):
         raise ConfigurationError(
-            f"hvdcomp.ddp.register was given a {type(model).__name__}; give it what "
+            f"hvdcomp.ddp.register was given a {type(model).__name__} as model; give it what "
             "torch.nn.parallel.DistributedDataParallel(model) returned"
         )
     require_compression(compression, "hvdcomp.ddp.register")

@@ -59,14 +59,15 @@ def register(
     """
     if mesh is not None and getattr(mesh, "ndim", None) != 1:
         raise ConfigurationError(
-            f"hvdcomp.fsdp.register was given a {type(mesh).__name__} as mesh; give it the dimension of the replicas, "
-            "such as mesh['replicate'] of init_device_mesh(..., mesh_dim_names=('replicate', 'shard')), or none: "
+            f"hvdcomp.fsdp.register was given a {type(mesh).__name__} as mesh, which is not a mesh of one dimension. "
+            "If the model has replicas, give it the dimension of the replicas, such as mesh['replicate'] of "
+            "init_device_mesh(..., mesh_dim_names=('replicate', 'shard')). Otherwise leave mesh out: "
             "hvdcomp.fsdp.register(model, compression, optimizer=optimizer)"
         )
     if not modules_of(model):
         raise ConfigurationError(
-            f"hvdcomp.fsdp.register was given a {type(model).__name__} without shards; call "
-            "torch.distributed.fsdp.fully_shard(model) first, with replicas fully_shard(model, mesh=mesh['shard'])"
+            f"hvdcomp.fsdp.register was given a {type(model).__name__} that is not sharded. First call "
+            "torch.distributed.fsdp.fully_shard(model), or with replicas fully_shard(model, mesh=mesh['shard'])"
         )
     require_compression(compression, "hvdcomp.fsdp.register")
     require_optimizer(optimizer, "hvdcomp.fsdp.register", "torch")
@@ -75,8 +76,8 @@ def register(
         return
     if weights is not None:
         raise ConfigurationError(
-            "weights is for models sharded over all ranks, and hvdcomp.fsdp.register was given the mesh of replicas, "
-            "between which no weights are sent; leave it out"
+            "hvdcomp.fsdp.register was given both weights and the mesh of replicas, but weights is only for models "
+            "that are sharded over all ranks: replicas exchange no weights. Leave weights out"
         )
     group = mesh.get_group()
     compression.serve(lambda setup: FSDPBinding(setup, model, group), optimizer)
