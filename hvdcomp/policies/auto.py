@@ -94,7 +94,7 @@ class Auto(Policy[AutoState]):
     window: Annotated[int, at_least(3)] = 5
     every: Annotated[int, at_least(5)] = 20
     margin: _Excess = 0.25
-    budget: Annotated[float, number(lambda share: 0 < share < 1, "a share of the time, above 0, below 1")] = 0.01
+    budget: Annotated[float, number(lambda share: 0 < share < 1, "a share of the time, above 0 and below 1")] = 0.01
     drift: _Excess = 0.15
 
     name: ClassVar[str] = "auto"
@@ -110,7 +110,8 @@ class Auto(Policy[AutoState]):
         if isinstance(self.compressors, list | tuple):
             object.__setattr__(self, "compressors", tuple(map(str, self.compressors)))  # the dataclass is frozen
         super().__post_init__()
-        self.require(self.lag == 1, "lag", "1: it looks at whole steps, and one that waits for a decision is none")
+        waits = "1, because auto measures whole steps, and a step that waits for a decision takes longer"
+        self.require(self.lag == 1, "lag", waits)
 
     def request(self, state: AutoState) -> Request:
         next_read = Statistic.STEP_TIMES if state.candidates else Statistic.CANDIDATES
