@@ -66,14 +66,17 @@ class RowExchange:
         settings = _settings_of(reduce_dense)
         if "process_set" not in settings:
             raise ConfigurationError(
-                f"RowExchange.serve was given a {type(distributed).__name__}; give it, once, what "
-                "hvd.DistributedGradientTape or hvd.DistributedOptimizer returns"
+                f"RowExchange.serve was given a {type(distributed).__name__}; give it what hvd.DistributedGradientTape "
+                "or hvd.DistributedOptimizer returns, and only once"
             )
         if settings["op"] not in (hvd.Average, hvd.Sum):
-            raise ConfigurationError("RowExchange works with op=hvd.Average and op=hvd.Sum, not hvd.Adasum")
+            raise ConfigurationError(
+                "RowExchange works only with op=hvd.Average and op=hvd.Sum, not with op=hvd.Adasum"
+            )
         if getattr(distributed, "_agg_helper", None) is not None:
             raise ConfigurationError(
-                "RowExchange works with backward_passes_per_step=1: Horovod adds up several passes in whole tables"
+                "RowExchange works only with backward_passes_per_step=1, because Horovod adds up several passes in "
+                "whole tables"
             )
         if self._ranks is None:
             self._ranks = HorovodTensorFlowCommunicator(settings["process_set"])
@@ -107,8 +110,8 @@ class RowExchange:
         }
         if self._tables not in ({}, tables):
             raise ConfigurationError(
-                f"RowExchange serves {', '.join(self._tables)}, and was called for {', '.join(tables)}; give each tape "
-                "or optimizer a RowExchange of its own"
+                f"RowExchange exchanges {', '.join(self._tables)}, but was called for {', '.join(tables)}; give each "
+                "tape or optimizer its own RowExchange"
             )
         self._tables = tables
         assert self._ranks is not None

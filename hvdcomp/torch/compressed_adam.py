@@ -168,23 +168,24 @@ class CompressedAdam(torch.optim.AdamW):
             for option in ("maximize", "amsgrad"):
                 if group.get(option):
                     raise ConfigurationError(
-                        f"CompressedAdam: {option}=True is not possible, as its frozen steps would not follow it; "
-                        "leave it out, of a state of torch.optim.AdamW too"
+                        f"CompressedAdam: {option}=True is not allowed, because its frozen steps would ignore it; "
+                        "leave it out, also in a state of torch.optim.AdamW"
                     )
             if not is_whole(group["local_steps"], 1):
                 raise ConfigurationError(
-                    f"CompressedAdam: local_steps={group['local_steps']!r} is not possible; give the number of steps "
-                    "from one exchange to the next, 1 for an exchange in each"
+                    f"CompressedAdam: local_steps={group['local_steps']!r} is not allowed; give the number of steps "
+                    "from one exchange to the next, or 1 to exchange in every step"
                 )
             if group["local_steps"] > 1 and group["refreshes_per_gap"] is not None:
                 raise ConfigurationError(
-                    f"CompressedAdam: refreshes_per_gap={group['refreshes_per_gap']} does not go with local_steps="
-                    f"{group['local_steps']}, whose exchanges have no gradient of all ranks; leave one of the two out"
+                    f"CompressedAdam: refreshes_per_gap={group['refreshes_per_gap']} does not work with "
+                    f"local_steps={group['local_steps']}, because ranks do not exchange gradients after local steps; "
+                    "leave out one of the two"
                 )
         if len(lengths := {group["local_steps"] for group in self.param_groups}) > 1:
             raise ConfigurationError(
-                f"CompressedAdam: local_steps={sorted(lengths)} of its parameter groups; all groups exchange in the "
-                "same steps, so give them the same number"
+                f"CompressedAdam: its parameter groups have local_steps={sorted(lengths)}, but all groups exchange in "
+                "the same steps; give all groups the same number"
             )
 
     def _complete_states(self, parameters: Iterable[torch.Tensor]) -> None:

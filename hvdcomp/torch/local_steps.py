@@ -132,8 +132,8 @@ class LocalSteps(torch.optim.Optimizer):
         self._rounds.check(len(sizes))
         if self._auto is not None and not self._rounds.end_in_sync:
             raise ConfigurationError(
-                f"LocalSteps: every={every!r} does not go with fragments, delay or local_share, where no round ends "
-                "with the same weights on all ranks; give a number of steps, or leave them out"
+                f"LocalSteps: every={every!r} does not work with fragments, delay or local_share, because then no "
+                "round ends with the same weights on all ranks; give every a number of steps, or leave these three out"
             )
         self._length = None if self._auto is None else RoundLength(self._auto.start)
         self._fragments = grouped(sizes, fragments)
@@ -344,8 +344,8 @@ class LocalSteps(torch.optim.Optimizer):
         binding = self._binding
         if binding is None:
             raise ConfigurationError(
-                "this LocalSteps was copied or unpickled, and exchanges with nobody; make a new one of the inner "
-                "optimizer, and give it the state_dict() of the old one"
+                "this LocalSteps was copied or unpickled, so it cannot exchange with other ranks; make a new one of "
+                "the inner optimizer, and give it the state_dict() of the old one"
             )
         if binding.is_stale:
             binding.follow_ranks()
@@ -412,7 +412,9 @@ class LocalSteps(torch.optim.Optimizer):
             ConfigurationError: after a step, or for a state of other tensors or another compressor.
         """
         if self._binding is not None and self._binding.has_begun:
-            raise ConfigurationError("LocalSteps: load_state_dict has to be called before the first step")
+            raise ConfigurationError(
+                "LocalSteps: load_state_dict was called after the first step; call it before the first step"
+            )
         self._load(state_dict, self.compression.load_state_dict)
 
     def roll_back(self, state_dict: Mapping[str, Any]) -> None:
@@ -460,8 +462,8 @@ class LocalSteps(torch.optim.Optimizer):
         common: Any = message[0]
         if OWN not in common:
             raise ConfigurationError(
-                "the first rank of the group that LocalSteps.change_ranks was given has not made a step, so nobody "
-                "knows the weights of the others; give a group whose first rank has"
+                "the first rank of the group that was given to LocalSteps.change_ranks has not made a step, so it "
+                "cannot give the other ranks the weights of the training; give a group whose first rank has made a step"
             )
         if OWN not in own:
             self.join(common)
@@ -475,13 +477,13 @@ class LocalSteps(torch.optim.Optimizer):
             )
             if shapes != saved_shapes:
                 raise ConfigurationError(
-                    f"the state is of parameters of shapes {saved_shapes}, and this optimizer has {shapes}; give the "
+                    f"the state has parameters of shapes {saved_shapes}, but this optimizer has {shapes}; give the "
                     "state of a LocalSteps with the same model and parameter groups"
                 )
             if own.get("sent") is not None and own["rounds"] != self._rounds._asdict():
                 raise ConfigurationError(
-                    f"an exchange was under way when the state was saved, with {own['rounds']}, and this optimizer has "
-                    f"{self._rounds._asdict()}; give it the same"
+                    f"the state was saved while an exchange was under way, with {own['rounds']}, but this optimizer "
+                    f"has {self._rounds._asdict()}; give it the same settings"
                 )
         load_compression({} if own is None else own.get("compression", {}))
         self.inner.load_state_dict({name: entry for name, entry in state_dict.items() if name != OWN})
@@ -528,20 +530,22 @@ def _check(optimizer: Any, rate: Any, momentum: Any) -> None:
         )
     if isinstance(optimizer, CompressedAdam | LocalSteps) or hasattr(optimizer, "_requires_update"):  # Horovod's
         raise ConfigurationError(
-            f"LocalSteps was given a {type(optimizer).__name__} that exchanges by itself; give it the optimizer of one "
-            "rank alone, such as torch.optim.AdamW(model.parameters())"
+            f"LocalSteps was given a {type(optimizer).__name__}, which exchanges gradients by itself; give it an "
+            "optimizer that works on one rank alone, such as torch.optim.AdamW(model.parameters())"
         )
     if not (is_number(rate) and rate > 0):
-        raise ConfigurationError(f"LocalSteps: outer_lr={rate!r} is not possible; give a number above 0, such as 0.7")
+        raise ConfigurationError(f"LocalSteps: outer_lr={rate!r} is not allowed; give a number above 0, such as 0.7")
     if not (is_number(momentum) and 0 <= momentum < 1):
-        raise ConfigurationError(f"LocalSteps: outer_momentum={momentum!r} is not possible; give 0, or a share below 1")
+        raise ConfigurationError(
+            f"LocalSteps: outer_momentum={momentum!r} is not allowed; give a number of at least 0 and below 1"
+        )
 
 
 def _require_whole(parameters: Iterable[torch.Tensor]) -> None:
     """Raises ConfigurationError if a parameter is sharded."""
     if any(hasattr(parameter, "device_mesh") for parameter in parameters):
         raise ConfigurationError(
-            "these parameters are sharded (FSDP, tensor parallelism), and LocalSteps was not told which ranks have the "
+            "the parameters are sharded (FSDP, tensor parallelism), but LocalSteps does not know which ranks have the "
             "same shards: call fully_shard(model, mesh=mesh['shard']), and give LocalSteps mesh=mesh['replicate'] of "
             "the same mesh"
         )

@@ -147,11 +147,11 @@ class LookAhead:
             yield window[0].batch
             if self._window is not window:
                 raise ConfigurationError(
-                    "LookAhead was iterated over anew, or sharded tables got a loaded state; go on with the latest "
-                    "iteration only"
+                    "LookAhead was iterated over again, or a state was loaded into sharded tables, so this iteration "
+                    "cannot continue; use only the latest iteration"
                 )
             if not self._stepped:
-                raise ConfigurationError("LookAhead.step() was left out; call it once for each batch")
+                raise ConfigurationError("LookAhead.step() was not called for a batch; call it once for each batch")
             window.popleft()
         self.flush()
 
@@ -160,7 +160,9 @@ class LookAhead:
         """Exchanges and updates the rows that the next batch needs, starts the exchange of the others, and removes the
         gradients of the tables; to be called on every rank, once for each batch, after its backward passes."""
         if self._stepped:
-            raise ConfigurationError("LookAhead.step() belongs to a batch; call it once for each")
+            raise ConfigurationError(
+                "LookAhead.step() was called twice for a batch, or without a batch; call it once for each batch"
+            )
         self._require_latest()
         batch, ranks = self._window[0], self.rows.ranks
         rows, refused = self._take_gradients(batch)
@@ -201,7 +203,7 @@ class LookAhead:
 
     def _require_latest(self) -> None:
         if self.rows.ahead is not self:
-            raise ConfigurationError("another LookAhead was made of these tables; go on with the latest only")
+            raise ConfigurationError("another LookAhead was made of these tables; use only the latest one")
 
     def _read(self, batches: Iterator[Any]) -> None:
         """Puts the next batch, or the end, into the window."""
@@ -219,14 +221,14 @@ class LookAhead:
     def _keys_of(self, ids: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The keys of the ids, unique and in order."""
         if set(ids) != set(self.rows.tables):
-            raise ConfigurationError(f"`ids` named {', '.join(ids)}; it is to name {', '.join(self.rows.tables)}")
+            raise ConfigurationError(f"`ids` named {', '.join(ids)}, but it must name {', '.join(self.rows.tables)}")
         parts = []
         for start, (name, table) in zip(self._starts.tolist(), self.rows.tables.items(), strict=False):
             looked_up = ids[name].detach().reshape(-1).long()
             if len(looked_up) and not 0 <= int(looked_up.min()) <= int(looked_up.max()) < table.num_embeddings:
                 raise ConfigurationError(
-                    f"`ids` named row {int(looked_up.min())} to {int(looked_up.max())} of {name}, which has 0 to "
-                    f"{table.num_embeddings - 1}"
+                    f"`ids` named rows from {int(looked_up.min())} to {int(looked_up.max())} of {name}, which has only "
+                    f"rows 0 to {table.num_embeddings - 1}"
                 )
             looked_up = looked_up.unique()
             if table.padding_idx is not None and not self._exchange.caches:
@@ -429,31 +431,35 @@ class _WholeTables:
 
 def _check(rows: Any, optimizer: Any, batches: Any) -> None:
     if isinstance(rows, RowExchange) and rows.ratio is not None:
-        raise ConfigurationError(f"LookAhead sends all rows, and the RowExchange has ratio={rows.ratio}; leave it out")
+        raise ConfigurationError(
+            f"LookAhead sends all rows, but the RowExchange has ratio={rows.ratio}; leave ratio out"
+        )
     for name, table in rows.tables.items():
         if not table.sparse or table.weight.device.type != "cpu":
             raise ConfigurationError(
-                f"LookAhead serves tables with sparse=True in the host's memory, and {name} has sparse={table.sparse} "
-                f"on {table.weight.device}; exchange it with RowExchange.exchange"
+                f"LookAhead needs tables with sparse=True in the host's memory, but {name} has sparse={table.sparse} "
+                f"and is on {table.weight.device}; exchange it with RowExchange.exchange"
             )
     rule = _RULES.get(type(optimizer))
     if rule is None:
         raise ConfigurationError(
-            f"LookAhead was given a {type(optimizer).__name__}, by which a row may change while it has no gradient; "
-            "give it torch.optim.SGD, torch.optim.Adagrad or hvdcomp.torch.RowWiseAdagrad"
+            f"LookAhead was given a {type(optimizer).__name__}, which may change a row that has no gradient; give it "
+            "torch.optim.SGD, torch.optim.Adagrad or hvdcomp.torch.RowWiseAdagrad"
         )
     parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if parameters != {id(table.weight) for table in rows.tables.values()}:
         raise ConfigurationError(
-            f"LookAhead was given an optimizer of other parameters than the tables; give it {', '.join(rows.tables)}, "
-            "and the layers an optimizer of their own"
+            "LookAhead was given an optimizer whose parameters are not exactly the tables; give it an optimizer of "
+            f"{', '.join(rows.tables)}, and use a separate optimizer for the layers"
         )
     for group in optimizer.param_groups:
         for option, allowed in rule.items():
             if not allowed(group[option]):
                 raise ConfigurationError(
-                    f"LookAhead: {option}={group[option]} of {type(optimizer).__name__} is not possible, as a row "
-                    "would change otherwise than by its gradients; leave it out"
+                    f"LookAhead: {option}={group[option]} of {type(optimizer).__name__} is not allowed, because it "
+                    "changes a row by more than the row's gradients; leave it out"
                 )
     if not is_whole(batches, 1):
-        raise ConfigurationError(f"LookAhead: batches={batches!r} is not possible; give how many are read ahead")
+        raise ConfigurationError(
+            f"LookAhead: batches={batches!r} is not allowed; give the number of batches to read ahead"
+        )

@@ -80,7 +80,9 @@ class RowExchange:
         with refused_on_every_rank(self.ranks, _ON_HOST):
             wire = wire_name(wire_dtype)
             if ratio is not None and not 0 < ratio <= 1:
-                raise ConfigurationError(f"RowExchange: ratio={ratio!r} is not possible; give it a share from 0 to 1")
+                raise ConfigurationError(
+                    f"RowExchange: ratio={ratio!r} is not allowed; give a number above 0 and at most 1"
+                )
             self.tables: dict[str, Any] = tables_of(model, tables, "RowExchange")
         weights = {name: table.weight for name, table in self.tables.items()}
         shapes = {name: EmbeddingTable(name_of(weight.dtype), *weight.shape) for name, weight in weights.items()}
@@ -137,7 +139,8 @@ class RowExchange:
         """
         if unknown := state.keys() - self.tables.keys():
             raise ConfigurationError(
-                f"RowExchange was given a state of {', '.join(sorted(unknown))}; it serves {', '.join(self.tables)}"
+                f"RowExchange was given a state of {', '.join(sorted(unknown))}, but it exchanges "
+                f"{', '.join(self.tables)}"
             )
         device = {name: table.weight.device for name, table in self.tables.items()}
         self._kept = {
@@ -151,7 +154,7 @@ class RowExchange:
         weights = {name: table.weight for name, table in self.tables.items()}
         sums = zip(weights, checksums_of(weights, list(weights)), strict=True)
         facts = {f"{WEIGHTS}{name}": f"{number:x}" for name, number in sums}
-        remedy = "the same random seed, or the same checkpoint, on every rank"
+        remedy = "use the same random seed, or load the same checkpoint, on every rank"
         require_agreement(self.ranks, facts, _ON_HOST, remedy)
 
 
@@ -159,8 +162,8 @@ def tables_of(model: Any, names: Iterable[str] | None, user: str) -> dict[str, A
     """The modules of the tables, by the names of their weights; `user` is named in errors."""
     if isinstance(model, DistributedDataParallel):
         raise ConfigurationError(
-            f"{user} was given a model in DistributedDataParallel, which exchanges its tables already; give it the "
-            "model before"
+            f"{user} was given a model in DistributedDataParallel, which exchanges its tables already; give {user} the "
+            "model before you put it in DistributedDataParallel"
         )
     embeddings = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, EMBEDDINGS)}
     if names is None:
@@ -172,16 +175,20 @@ def tables_of(model: Any, names: Iterable[str] | None, user: str) -> dict[str, A
     table_names = list(names)
     missing = [name for name in table_names if name not in embeddings]
     if missing or not table_names:
-        given = f"{', '.join(missing)}, which is no weight of an embedding" if missing else "no table with sparse=True"
-        raise ConfigurationError(f"{user} was given {given}; the model has {', '.join(embeddings) or 'none'}")
+        given = "no table with sparse=True"
+        if missing:
+            given = f"{', '.join(missing)}, which is not the weight of an embedding"
+        raise ConfigurationError(
+            f"{user} was given {given}; the weights of embeddings in this model are: {', '.join(embeddings) or 'none'}"
+        )
     for name in table_names:
         if embeddings[name].max_norm is not None:
             raise ConfigurationError(
-                f"{name} has max_norm={embeddings[name].max_norm}, by which each rank scales the rows that it looks "
-                "up, so that weights would differ between the ranks; leave max_norm out"
+                f"{name} has max_norm={embeddings[name].max_norm}, so each rank scales the rows that it looks up, and "
+                "the ranks' weights would become different; leave max_norm out"
             )
         if hasattr(embeddings[name].weight, "device_mesh"):
-            raise ConfigurationError(f"{name} is sharded, and {user} serves tables that each rank has in whole")
+            raise ConfigurationError(f"{name} is sharded, but {user} needs tables that are whole on each rank")
     of_weight = {id(embeddings[name].weight): name for name in reversed(table_names)}  # tables may share one
     return {name: embeddings[name] for name in table_names if of_weight[id(embeddings[name].weight)] == name}
 
