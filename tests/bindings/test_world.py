@@ -273,7 +273,7 @@ def test_what_cannot_be_taken_over_is_refused_by_name() -> None:
         ([states[0], changed(states[1], size=2)], 0, 1, "number of ranks: 3 and 2"),
         ([states[0], changed(states[1], loss_scale=2.0)], 0, 1, "loss scale: None and 2.0"),
         ([states[0], changed(states[1], residuals=momentum)], 0, 1, f"of linear comes from .* on rank 1, .*{way_out}"),
-        (states, 3, 3, "rank 3 of 3 ranks: .* below 3"),
+        (states, 3, 3, "rank 3 of 3 ranks .* below 3"),
         (states, -1, 3, "rank -1 of 3 ranks"),
     ):
         with pytest.raises(ConfigurationError, match=message):
