@@ -28,7 +28,7 @@ from hvdcomp.specs.levels import Level
 
 
 class Compression:
-    """Goes into `compression=` of `hvd.DistributedOptimizer`.
+    """The object that you give to `compression=` of `hvd.DistributedOptimizer`, or to `hvdcomp.ddp.register`.
 
         compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
         optimizer = hvd.DistributedOptimizer(
@@ -38,26 +38,28 @@ class Compression:
     Args:
         compressor: the compressor, the same on every rank.
         named_parameters: PyTorch: pairs of name and parameter as given to Horovod, or a function that returns them.
-            State is kept by these names. Default: those of Horovod's optimizer.
+            State is kept by these names. Default: the names in Horovod's optimizer.
         variables: TensorFlow: all trained variables, `model.trainable_variables`, or a function that returns them.
-            State is kept by their names. Default: those of the first step.
-        optimizer: TensorFlow: the Keras optimizer, for policies that follow its learning rate; needed with tapes only.
-        memory: the memory of elements that were not sent. Default: `ErrorFeedback()` for biased compressors, none for
-            unbiased ones and casts. `NoMemory()` turns error feedback off.
+            State is kept by their names. Default: the variables of the first step.
+        optimizer: TensorFlow: the Keras optimizer, for policies that follow its learning rate. Only tapes need it.
+        memory: the memory, which keeps what was not sent. Default: `ErrorFeedback()` for biased compressors, and no
+            memory for unbiased compressors and casts. `NoMemory()` turns error feedback off.
         policy: a policy that decides when, and how hard, to compress, such as `Accordion(low=4, high=1)`; rank 0
             decides for all ranks. Or a schedule of levels, such as `WarmUp(levels=(0.25, 0.05), epochs=1)`. Default:
             always the compressor's own level.
         steps_per_epoch: optimizer steps per epoch, `len(loader)`, for policies that count epochs.
         seed: seed of the compressors' random numbers.
-        min_numel, min_ndim: tensors with fewer elements or dimensions (biases, norm layers) are sent dense, fused.
+        min_numel, min_ndim: tensors with fewer elements or dimensions (biases, norm layers) are sent uncompressed,
+            together.
         overlap: PyTorch: whether gradients are compressed and sent during the backward pass (`True`), or at its end
-            (`False`); `"auto"`: early, if possible. It changes at most the last bits of sums.
-        bucket_bytes: least bytes of gradients in a bucket, with overlap; a smaller model is one bucket. Default: the
-            best size by the calibration of the policy `Auto`, or else 25 MiB, and on a CUDA device at least a quarter
-            of all.
-        gathered_bytes: the most bytes of gathered payloads, of all ranks, that lie in a rank's memory at a time; None
-            for any number. Where a step gathers more, it goes in parts, in collectives of their own, at the end of the
-            backward pass, whatever `overlap` is. A single tensor may have more. Results are the same, bit for bit.
+            (`False`). With `"auto"` they are sent during the backward pass if possible. The setting changes at most
+            the last bits of sums.
+        bucket_bytes: the least bytes of gradients in a bucket, with overlap. A smaller model is one bucket. Default:
+            the best size by the calibration of the policy `Auto`. Without this policy 25 MiB, and on a CUDA device at
+            least a quarter of all gradients.
+        gathered_bytes: the most bytes of gathered payloads of all ranks that a rank keeps in memory at a time; None for
+            no limit. A step that gathers more exchanges in several parts, at the end of the backward pass, whatever
+            `overlap` is. A single tensor may exceed the limit. Results are the same, bit for bit.
         process_set: the Horovod process set of the optimizer, if it is not the global one.
         decision_log: file to which rank 0 adds each decision of the policy with its statistics, for `hvdcomp replay`
             and `hvdcomp report`. Default: none.
@@ -190,7 +192,7 @@ class Compression:
         between the same two steps.
 
         Raises:
-            SpecError: if the compressor has no level or does not allow this one, if residuals would grow without end,
+            SpecError: if the compressor has no level or does not allow this one, if residuals would grow without limit,
                 or if a policy sets the levels.
         """
         if self.settings.policy is not None:
@@ -207,8 +209,9 @@ class Compression:
     def accumulation(self) -> int:
         """The factor of the next step's batch size relative to the start; 1 without a policy of the batch size.
 
-        With such a policy every rank reads it before each step, multiplies the number of backward passes by it, and
-        divides their losses by it. Horovod's `backward_passes_per_step` and the learning rate follow.
+        With such a policy, read it on every rank before each step. Make this many times the usual number of backward
+        passes, and divide their losses by it. hvdcomp adapts Horovod's `backward_passes_per_step` and the learning
+        rate.
         """
         return 1 if self._binding is None else self._binding.accumulation
 
@@ -223,16 +226,16 @@ class Compression:
     def state_dict(self) -> dict[str, Any]:
         """The state of the training's compression, for a checkpoint between two steps.
 
-        It has the policy, levels and warm starts, which are the same on all ranks, and residuals, which are not.
-        Every rank must therefore save it, with `torch.save` to its own file or by `hvdcomp.dcp`.
+        The policy, the levels and the warm starts are the same on all ranks, but the residuals are not. Every rank must
+        therefore save the state, with `torch.save` to its own file or with `hvdcomp.dcp`.
         """
         return (self._restored or {}) if self._binding is None else self._binding.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], optimizer: Any = None) -> None:
-        """Restores a state of `state_dict` before the first step; to be called on every rank.
+        """Restores a state of `state_dict` before the first step. Call it on every rank.
 
-        Each rank loads the state that it saved, or every rank that of rank 0. In the second case, and with another
-        number of ranks, residuals start at zero, with a warning.
+        Each rank loads the state that it saved, or all ranks load the state of rank 0. If all ranks load the state of
+        rank 0, or the number of ranks has changed, residuals start at zero, with a warning.
 
         Args:
             state: the state.

@@ -24,9 +24,9 @@ __all__ = ["by_rank", "load"]
 
 
 def by_rank(compression: Compression) -> dict[str, bytes]:
-    """The state of this rank under a name of its own; to be called on every rank.
+    """The state of this rank, under a name that only this rank uses. Call it on every rank.
 
-    Of values with the same name, `torch.distributed.checkpoint` would keep only one rank's.
+    If all ranks used the same name, `torch.distributed.checkpoint` would keep the state of only one rank.
 
     Returns:
         An entry for the argument of `torch.distributed.checkpoint.save` or `async_save`. Later steps do not change it.
@@ -41,10 +41,10 @@ def load(
     optimizer: Any = None,
     residuals: str = "keep",
 ) -> None:
-    """Restores the states of `by_rank` before the first step; to be called on every rank.
+    """Restores the states of `by_rank` before the first step. Call it on every rank.
 
-    With another number of ranks, each rank takes over its share of the old ranks' residuals, as in `hvdcomp.state_for`;
-    for FSDP's shards it reads the states of all old ranks, one by one.
+    With another number of ranks, each rank gets its share of the old ranks' residuals, as in `hvdcomp.state_for`. With
+    FSDP's shards, each rank reads the states of all old ranks, one by one.
 
     Args:
         compression: the compression.

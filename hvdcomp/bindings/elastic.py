@@ -149,11 +149,11 @@ def _change_in_words(ranks: Sequence[Survivor]) -> str:
 
 
 def track(state: Any, compression: Any) -> Any:
-    """Lets an elastic state of Horovod also commit, restore and synchronise a `hvdcomp.Compression`.
+    """Makes an elastic state of Horovod also commit, restore and synchronize an `hvdcomp.Compression`.
 
         state = hvdcomp.track(hvd.elastic.TensorFlowKerasState(model, optimizer, batch=0), compression)
 
-    It is not needed with PyTorch's `hvd.elastic.TorchState(..., compression=compression)`.
+    In PyTorch you do not need it: write `hvd.elastic.TorchState(..., compression=compression)`.
 
     Args:
         state: an elastic state of Horovod.

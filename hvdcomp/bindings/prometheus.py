@@ -102,13 +102,13 @@ class MetricsServer:
 
 
 def serve_metrics(compression: UsedCompression, port: int, address: str = "127.0.0.1") -> MetricsServer:
-    """Serves the costs of a training to Prometheus at `http://HOST:PORT/metrics`; to be called once, on rank 0.
+    """Serves the costs of a training to Prometheus at `http://HOST:PORT/metrics`. Call it once, on rank 0.
 
         if hvd.rank() == 0:
             hvdcomp.serve_metrics(compression, 9400)
 
-    The port has no access control; by default only this host can reach it. Steps do no extra work, and no device is
-    waited for.
+    The port has no access control. By default only this host can reach it. Steps do no extra work, and do not wait for
+    a device.
 
     Args:
         compression: the compression of the training.

@@ -23,18 +23,18 @@ _WAY_OUT = 'or drop the residuals (gradients that were not sent yet): residuals=
 
 
 def state_for(states: Iterable[Mapping[str, Any]], rank: int, ranks: int, residuals: str = "keep") -> dict[str, Any]:
-    """The state of one rank, from those that another number of ranks saved; for `Compression.load_state_dict`.
+    """Makes the state of one rank for `Compression.load_state_dict` from states that another number of ranks saved.
 
         files = [f"checkpoint-{old}.pt" for old in range(old_ranks)]
         mine = files[hvd.rank() :: hvd.size()] or files[:1]
         state = hvdcomp.state_for((torch.load(file) for file in mine), hvd.rank(), hvd.size())
 
-    The mean of the residuals over all ranks does not change (with op=hvd.Sum, their sum). Warm starts, levels, steps
-    and the policy go on. With the same number of ranks the result is the rank's own state, unchanged.
+    The mean of the residuals over all ranks does not change (with op=hvd.Sum, their sum does not change). Warm starts,
+    levels, steps and the policy continue. With the same number of ranks the result is the rank's own state, unchanged.
 
     Args:
-        states: the old ranks' results of `Compression.state_dict`, in any order: of all ranks, or of those that this
-            rank needs, as above. They are read one by one, and no more than needed.
+        states: what `Compression.state_dict` returned on the old ranks, in any order. Give the states of all old ranks,
+            or only the states that this rank needs, as above. They are read one by one, and only as far as needed.
         rank, ranks: this rank and the number of ranks of the new training, counted among the ranks that exchange if
             there is a process set or FSDP.
         residuals: "keep" the old ranks' residuals, or "drop" them on all ranks alike.
@@ -43,7 +43,7 @@ def state_for(states: Iterable[Mapping[str, Any]], rank: int, ranks: int, residu
         The state, which may share arrays with the given states.
 
     Raises:
-        ConfigurationError: if a needed state is missing, or the states are not of one training.
+        ConfigurationError: if a needed state is missing, or the states are not from the same training.
     """
     if not 0 <= rank < ranks:
         raise ConfigurationError(

@@ -27,19 +27,20 @@ class RowExchange:
         tape = rows.serve(hvd.DistributedGradientTape(tape, compression=compression))          # in a loop, or
         optimizer = rows.serve(hvd.DistributedOptimizer(optimizer, compression=compression))   # for Keras fit
 
-    Horovod gathers the slices of all ranks, so that a row looked up several times is sent as often. Here a rank first
-    adds up the slices of a row. The result is the same mean (or sum, with op=hvd.Sum) up to rounding, as
-    `tf.IndexedSlices` with each row once, in the order of ids. `hvdcomp.exchange.rows` describes the exchange. It runs
-    on the host, after that of dense gradients.
+    Horovod alone gathers the slices of all ranks, so a row that is looked up several times is sent several times. With
+    RowExchange, each rank first adds up the slices of a row. The result is the same mean up to rounding (or the sum,
+    with op=hvd.Sum), as `tf.IndexedSlices` with each row once, in the order of ids. `hvdcomp.exchange.rows` describes
+    the exchange. It runs on the host, after the exchange of dense gradients.
 
     Args:
-        wire_dtype: element type in which rows and means are sent: tf.bfloat16 or tf.float16; or tf.int8, with the
-            largest magnitude of each row, where an element's error is at most 1/254 of it, and that of a mean again.
-            Rounding errors are not kept. Default: the gradient's own.
+        wire_dtype: element type in which rows and means are sent: tf.bfloat16, tf.float16 or tf.int8. With tf.int8, the
+            largest magnitude of each row is sent too; the error of an element is at most 1/254 of this magnitude, and
+            the mean is rounded in the same way once more. Rounding errors are not kept. Default: the gradient's own
+            type.
 
     Attributes:
-        ledger: bytes of each step, as in `Compression.ledger`, without times; empty with one rank. Dense bytes are
-            those of whole tables.
+        ledger: bytes of each step, as in `Compression.ledger`, without times; empty with one rank. Dense bytes are the
+            bytes of whole tables.
 
     Raises:
         ConfigurationError: for another wire_dtype.

@@ -51,33 +51,33 @@ class LookAhead:
             layers.step()       # an optimizer of the rest
             layers.zero_grad()
 
-    The weights equal those of `RowExchange.exchange` in each step, bit for bit: no rank looks a row up between its
-    gradient and its update, which has the learning rate of the gradient's step. All rows are updated at the end of an
-    epoch, before a `state_dict` of the model or the optimizer is made or loaded, and by `flush`; a row also before a
-    table looks it up, in training or evaluation. Call `flush` before reading weights in another way. A new LookAhead of
-    the same `RowExchange` ends the one before.
+    The weights are the same as with `RowExchange.exchange` in each step, bit for bit: no rank looks up a row between
+    its gradient and its update, and the update uses the learning rate of the gradient's step. All rows are updated at
+    the end of an epoch, before a `state_dict` of the model or the optimizer is made or loaded, and by `flush`. A row is
+    also updated before a table looks it up, in training or evaluation. Call `flush` before you read weights in another
+    way. A new LookAhead of the same `RowExchange` ends the old one.
 
-    Each rank keeps the batches read ahead, and 5 bytes for each row of a `RowExchange`. A loader with a position of its
-    own is ahead of the training: save the number of steps instead.
+    Each rank keeps the batches that were read ahead, and 5 bytes for each row of a `RowExchange`. If the loader has a
+    position, this position is ahead of the training: save the number of steps instead.
 
     Args:
         loader: iterable of batches, the same number on each rank. Each iteration begins it anew.
         rows: the `RowExchange` or `ShardedTables`, all in the host's memory and with sparse=True.
         optimizer: the optimizer of these tables only: `torch.optim.SGD` without momentum or `torch.optim.Adagrad`
             without lr_decay, both without weight_decay, or `RowWiseAdagrad`.
-        ids: function from a batch to a tensor of ids, of any shape, for the name of each table's weight; all ids that
-            the batch looks up, and possibly more.
-        batches: number of batches read ahead, and of steps that a row may be late; at least 1. With 1, a step waits for
-            the ids of the next batch.
+        ids: function that takes a batch, and returns a tensor of ids, of any shape, by the name of each table's weight.
+            The tensor must contain all ids that the batch looks up, and may contain more.
+        batches: number of batches to read ahead, which is also the number of steps that a row may be late; at least 1.
+            With 1, a step waits for the ids of the next batch.
 
     Attributes:
         loader, rows, optimizer, batches: the arguments. `rows.ledger` has the bytes of each step.
 
     Raises:
-        ConfigurationError: on every rank, for an unsuitable optimizer or tables. In training: if a step is left out or
-            made twice.
-        RankMismatchError: on every rank, if settings differ; in training, if the loader of a rank ends before the
-            others', ids are not in a table, or a gradient has rows that `ids` did not name.
+        ConfigurationError: on every rank, for an unsuitable optimizer or tables. In training: if `step` is not called,
+            or called twice for a batch.
+        RankMismatchError: on every rank, if settings differ. In training: if the loader of one rank ends before the
+            loaders of other ranks, if ids are not in a table, or if a gradient has rows that `ids` did not name.
     """
 
     _made: ClassVar[Iterator[int]] = itertools.count()  # in this process
@@ -157,8 +157,8 @@ class LookAhead:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Exchanges and updates the rows that the next batch needs, starts the exchange of the others, and removes the
-        gradients of the tables; to be called on every rank, once for each batch, after its backward passes."""
+        """Exchanges and updates the rows that the next batch needs, starts the exchange of the other rows, and removes
+        the gradients of the tables. Call it on every rank, once for each batch, after its backward passes."""
         if self._stepped:
             raise ConfigurationError(
                 "LookAhead.step() was called twice for a batch, or without a batch; call it once for each batch"

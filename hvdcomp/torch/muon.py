@@ -20,22 +20,23 @@ _WAYS = (
 
 
 def hidden_matrices(model: nn.Module, head: nn.Module | Iterable[nn.Module] | None = None) -> dict[str, nn.Parameter]:
-    """The hidden matrices of a model, for Muon: the two-dimensional parameters of its layers of the kinds `Linear`,
-    `LSTM` (`GRU`, `RNN`) and `MultiheadAttention`, but for the head.
+    """The hidden matrices of a model, for Muon: the two-dimensional parameters of all layers of the kinds `Linear`,
+    `LSTM` (`GRU`, `RNN`) and `MultiheadAttention`, except the head.
 
-    The other parameters are for AdamW: the head, embeddings, also those whose weight is a linear layer's too, kernels
-    of convolutions, norms, biases, and parameters of modules of other kinds.
+    All other parameters are for AdamW: the head, embeddings (also if a linear layer shares the weight), kernels of
+    convolutions, norms, biases, and parameters of other kinds of modules.
 
     Args:
         model: a model, which may be wrapped in DistributedDataParallel or torch.compile.
-        head: the layer that gives the model's outputs, or several, or `()` if no layer of its own gives them, as in a
-            GPT that multiplies by its embedding's weight. Default: the linear layer that was defined last.
+        head: the layer that computes the model's outputs, or several layers. Give `()` if no separate layer computes
+            them, as in a GPT that multiplies by the weight of its embedding. Default: the linear layer that was defined
+            last.
 
     Returns:
         The matrices by name, in the model's order; empty if there are none.
 
     Raises:
-        ConfigurationError: if `head` is no layer of the model.
+        ConfigurationError: if `head` is not a layer of the model.
 
     Example:
         >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 4), nn.Linear(4, 9))
@@ -78,8 +79,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         )
 
     Args:
-        params: a model, whose parameters it sorts into two groups with names; or parameter groups, of which those with
-            `use_muon=True` go to Muon. A group has options of its optimizer.
+        params: a model, or parameter groups. The parameters of a model are sorted into two groups with names. Groups
+            with `use_muon=True` are trained by Muon. A group may have the options of its optimizer.
         lr: the learning rate of groups without their own.
         head: of a model, as in `hidden_matrices`.
         muon, adamw: options of `torch.optim.Muon` and of `torch.optim.AdamW` for groups without their own, such as

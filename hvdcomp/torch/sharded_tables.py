@@ -24,31 +24,31 @@ Fill = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 class ShardedTables:
-    """Lets each rank keep only the rows of embedding tables that it owns, which are those whose id modulo the number of
-    ranks is its rank. `LookAhead` trains them, and fetches the rows that coming batches look up.
+    """Shards embedding tables by rows: each rank keeps only the rows whose id modulo the number of ranks is its rank.
+    `LookAhead` trains the rows, and fetches the rows that coming batches look up.
 
         rows = hvdcomp.torch.ShardedTables(model)  # on every rank, before DistributedDataParallel and the optimizer
         optimizer = hvdcomp.torch.RowWiseAdagrad([table.weight for table in rows.tables.values()], lr=0.05)
         ahead = hvdcomp.torch.LookAhead(loader, rows, optimizer, lambda batch: {"items.weight": batch[0]})
 
-    Each table's weight becomes the owned rows, in the order of their ids, and so do its entries in a `state_dict` of
-    the model and the optimizer: each rank has its own. In evaluation mode a lookup fetches rows from their owners, so
-    every rank makes it; in training mode it is for the batch that a LookAhead gave.
+    Each table's weight then contains only the rows that this rank owns, in the order of their ids. The same is true for
+    `state_dict` of the model and the optimizer, so each rank has its own. In evaluation mode a lookup fetches rows from
+    their owners, so make each lookup on every rank. In training mode, look up only the batch that LookAhead gave.
 
     Args:
         model: the model with the tables, not yet wrapped.
         tables: names of weights of `nn.Embedding` or `nn.EmbeddingBag` with sparse=True; by default all of them.
-        fill: function from a weight's name and ids (n,) to rows (n, columns), for tables made with device="meta", which
-            no rank has in whole.
+        fill: function that takes a weight's name and ids (n,), and returns the rows (n, columns). It is for tables made
+            with device="meta", which no rank has whole.
         communicator: as of `RowExchange`.
 
     Attributes:
-        tables, ranks, ahead, ledger: as of `RowExchange`. Bytes include those of rows that were fetched.
+        tables, ranks, ahead, ledger: as in `RowExchange`. Bytes include the rows that were fetched.
         means: the exchange of rows' means.
 
     Raises:
-        ConfigurationError: on every rank, for names that are no tables, and for tables that are not sparse, on a
-            device, in use by another kind of layer, or have max_norm; or if no ranks were started.
+        ConfigurationError: on every rank, for names that are not tables, and for tables that are not sparse, are on a
+            device, are used by another kind of layer, or have max_norm; or if no ranks were started.
         RankMismatchError: on every rank, if settings differ.
     """
 
