@@ -24,9 +24,9 @@ __all__ = ["by_rank", "load"]
 
 
 def by_rank(compression: Compression) -> dict[str, bytes]:
-    """The state of this rank under a name of its own; to be called on every rank.
+    """The state of this rank, under a name that only this rank uses. Call it on every rank.
 
-    Of values with the same name, `torch.distributed.checkpoint` would keep only one rank's.
+    If all ranks used the same name, `torch.distributed.checkpoint` would keep the state of only one rank.
 
     Returns:
         An entry for the argument of `torch.distributed.checkpoint.save` or `async_save`. Later steps do not change it.
@@ -41,10 +41,10 @@ def load(
     optimizer: Any = None,
     residuals: str = "keep",
 ) -> None:
-    """Restores the states of `by_rank` before the first step; to be called on every rank.
+    """Restores the states of `by_rank` before the first step. Call it on every rank.
 
-    With another number of ranks, each rank takes over its share of the old ranks' residuals, as in `hvdcomp.state_for`;
-    for FSDP's shards it reads the states of all old ranks, one by one.
+    With another number of ranks, each rank gets its share of the old ranks' residuals, as in `hvdcomp.state_for`. With
+    FSDP's shards, each rank reads the states of all old ranks, one by one.
 
     Args:
         compression: the compression.
@@ -64,8 +64,8 @@ def load(
     count = sum(name.startswith(f"{key}.{_name('')}") for name in names)
     if not count:
         raise ConfigurationError(
-            f"the checkpoint {str(saved)!r} has no states of ranks under the key {key!r}; give "
-            f"torch.distributed.checkpoint.save {{{key!r}: hvdcomp.dcp.by_rank(compression)}} on every rank"
+            f"the checkpoint {str(saved)!r} has no states of hvdcomp.Compression under the key {key!r}; when you save, "
+            f"give torch.distributed.checkpoint.save {{{key!r}: hvdcomp.dcp.by_rank(compression)}} on every rank"
         )
     needed = [rank] if count == ranks else list(range(rank, count, ranks)) or [0]
     states = _read(reader, key, needed)
@@ -78,8 +78,9 @@ def load(
         for state in filter(None, states):
             if state["own"]["size"] != count:
                 raise ConfigurationError(
-                    f"the checkpoint {str(saved)!r} was saved by {count} ranks in groups of {state['own']['size']} "
-                    f"that exchange; go on with {count} ranks, this run has {ranks}"
+                    f"the checkpoint {str(saved)!r} was saved by {count} ranks, which exchanged in groups of "
+                    f"{state['own']['size']}, and this run has {ranks} ranks. Such a checkpoint can be loaded only "
+                    f"with the same number of ranks: start {count} ranks"
                 )
         states = [state_for(states, rank, ranks)]
     compression.load_state_dict(states[0], optimizer)

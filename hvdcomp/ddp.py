@@ -15,14 +15,14 @@ __all__ = ["register"]
 
 
 def register(model: DistributedDataParallel, compression: UsedCompression, optimizer: Any = None) -> None:
-    """Lets a model in DistributedDataParallel exchange its gradients compressed.
+    """Makes a model in DistributedDataParallel exchange compressed gradients.
 
         model = torch.nn.parallel.DistributedDataParallel(model)
         hvdcomp.ddp.register(model, hvdcomp.Compression(hvdcomp.TopK(ratio=0.01)))
 
-    To be called on every rank, before the first backward pass. The rest of the training does not change. Members of
-    `Compression` (`ledger`, `set_level`, `state_dict`, ...) work as with Horovod. Tensors have their names in the
-    module, without the prefixes of wrappers ("module.", "_orig_mod." and others).
+    Call it on every rank, before the first backward pass. The rest of the training does not change. Members of
+    `Compression` (`ledger`, `set_level`, `state_dict`, ...) work as with Horovod. Tensors are named as in the module,
+    without the prefixes of wrappers ("module.", "_orig_mod." and others).
 
     Args:
         model: a model in DistributedDataParallel without another communication hook; also in torch.compile.
@@ -31,13 +31,13 @@ def register(model: DistributedDataParallel, compression: UsedCompression, optim
         optimizer: the model's optimizer; needed by policies that follow the learning rate or change the batch size.
 
     Raises:
-        ConfigurationError: if the model is not in DistributedDataParallel, or the compression serves another model.
+        ConfigurationError: if the model is not in DistributedDataParallel, or another model uses the compression.
         RankMismatchError: on every rank, if some ranks cannot take part. Settings are compared in the first step.
     """
     model = getattr(model, "_orig_mod", model)  # under torch.compile
     if not isinstance(model, DistributedDataParallel):
         raise ConfigurationError(
-            f"hvdcomp.ddp.register was given a {type(model).__name__}; give it what "
+            f"hvdcomp.ddp.register was given a {type(model).__name__} as model; give it what "
             "torch.nn.parallel.DistributedDataParallel(model) returned"
         )
     require_compression(compression, "hvdcomp.ddp.register")

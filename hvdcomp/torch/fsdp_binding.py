@@ -49,7 +49,7 @@ class FSDPBinding(TorchTraining):
 
     overlaps_with_policy = False
     overlaps = True
-    broadcast = "the same random seed, or the same checkpoint, before fully_shard"
+    broadcast = "use the same random seed, or load the same checkpoint, before fully_shard"
     optimizer_from = "hvdcomp.fsdp.register(model, compression, mesh, optimizer=optimizer)"
     averaged_by = "FSDP"
     absence = WITHOUT_HOROVOD
@@ -121,8 +121,8 @@ class FSDPBinding(TorchTraining):
         if not self._due:
             if self._was_inner:
                 raise ConfigurationError(
-                    "a reentrant activation checkpoint makes a backward pass of its own, and hvdcomp would make a step "
-                    "of each; give torch.utils.checkpoint use_reentrant=False"
+                    "a reentrant activation checkpoint makes a backward pass of its own, and hvdcomp would make a "
+                    "separate step of it; give torch.utils.checkpoint use_reentrant=False"
                 )
             self.begin()
             self._presence_check.start(self.presence, UNNAMED)
@@ -140,8 +140,8 @@ class FSDPBinding(TorchTraining):
     def _gradient_ready(self, name: str, group: Any, parameter: torch.nn.Parameter) -> None:
         if name in self._ready and self.engine.overlap.started:
             raise ConfigurationError(
-                f"FSDP has reduced the gradient of {name} twice in a backward pass, and a part may be on its way "
-                "already; give hvdcomp.Compression overlap=False"
+                f"FSDP has reduced the gradient of {name} twice in one backward pass, and hvdcomp may have begun to "
+                "send it after the first time; give hvdcomp.Compression overlap=False"
             )
         if name not in self._ready:
             self._follow(name, group.gradient_divide_factor)
@@ -179,9 +179,9 @@ class FSDPBinding(TorchTraining):
         if differing:
             self._due = True  # as in a pass that has raised
             raise RankMismatchError(
-                f"only some replicas have gradients of {listed(differing)} in this step, and hvdcomp averages those "
-                "of all replicas; let all replicas use the same modules in a step (a loss plus 0 times the output of "
-                "an unused module gives it gradients)"
+                f"only some replicas have gradients of {listed(differing)} in this step, but hvdcomp averages the "
+                "gradients of all replicas. Let all replicas use the same modules in each step. To give an unused "
+                "module gradients, add 0 times its output to the loss"
             )
 
     def _forget(self) -> None:
@@ -196,8 +196,9 @@ class FSDPBinding(TorchTraining):
         # have started more of them than others, and torch.distributed matches collectives by their order.
         if self.engine.overlap.era and not self._presence_check.waits:
             raise ConfigurationError(
-                "a backward pass has raised, and some ranks may have begun to exchange gradients that others have not; "
-                "go on from a checkpoint in new processes, or give hvdcomp.Compression overlap=False"
+                "a backward pass has raised an error, and some ranks may have begun an exchange that other ranks have "
+                "not begun, so this training cannot continue. Continue from a checkpoint in new processes, or give "
+                "hvdcomp.Compression overlap=False to be able to continue after such an error"
             )
         self._due = False
         self._ready = {}
@@ -219,9 +220,10 @@ class FSDPBinding(TorchTraining):
         if not drifting:
             return None
         return (
-            f"the gradients of {', '.join(drifting)} are not exchanged between the replicas, because they were frozen, "
-            "or not in the model yet, when hvdcomp.fsdp.register was called: the replicas' weights would drift apart. "
-            "Call it when the model has all its modules and all parameters need gradients, and freeze some after that."
+            f"the gradients of {', '.join(drifting)} are not exchanged between the replicas, so the replicas' weights "
+            "would become different. These parameters were frozen, or not in the model yet, when hvdcomp.fsdp.register "
+            "was called. Call it when the model has all its modules and all parameters need gradients, and freeze some "
+            "of them after that."
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -253,10 +255,10 @@ def _require_replicas(trained: Mapping[str, DTensor], group: dist.ProcessGroup) 
         shared = members.intersection(parameter.device_mesh.mesh.tolist())
         if len(shared) > 1:
             raise ConfigurationError(
-                f"parameter {name} is sharded over the ranks {sorted(shared)} among others, and the mesh that "
-                "hvdcomp.fsdp.register was given has them as replicas: they have different parts of it. Give "
-                "fully_shard mesh['shard'], and hvdcomp.fsdp.register mesh['replicate'] of the same mesh; for a model "
-                "that is sharded over all ranks leave mesh out"
+                f"parameter {name} is sharded over ranks that include {sorted(shared)}, so these ranks have different "
+                "parts of it, but the mesh that was given to hvdcomp.fsdp.register contains them as replicas. Give "
+                "fully_shard mesh['shard'], and hvdcomp.fsdp.register mesh['replicate'] of the same mesh. If the model "
+                "is sharded over all ranks, leave mesh out"
             )
 
 
@@ -268,9 +270,9 @@ def _require_one_root(model: torch.nn.Module) -> None:
             roots.append(name)
     if len(roots) > 1:
         raise ConfigurationError(
-            f"{listed(roots)} are sharded each by itself, and the whole is not: FSDP ends the backward pass of each "
-            "by itself, and hvdcomp would make several steps of one pass. Call fully_shard(model, mesh=mesh['shard']) "
-            "too, after that of its layers"
+            f"{listed(roots)} are sharded separately, but the whole model is not sharded: FSDP ends the backward pass "
+            "of each of them separately, and hvdcomp would make several steps of one pass. Also call "
+            "fully_shard(model, mesh=mesh['shard']) for the whole model, after its layers"
         )
 
 
@@ -282,14 +284,15 @@ def _require_decisions_of_whole_gradients(setup: Setup, trained: Mapping[str, DT
         return
     if changes_batch_size(policy) and Statistic.MODEL_NORM in policy.first_request.ever:
         raise ConfigurationError(
-            f"the policy {policy} does not go with shards: each rank knows the norm of its own shard's gradients, so "
-            "that ranks of one model would make different numbers of backward passes. Take a policy of levels, such as "
-            "accordion, or replicas that are not sharded, in DistributedDataParallel"
+            f"the policy {policy} does not work with shards: each rank knows only the norm of its own shard's "
+            "gradients, so ranks of one model would make different numbers of backward passes. Use a policy of levels, "
+            "such as accordion, or use DistributedDataParallel, where replicas are not sharded"
         )
     if setup.grad_scaler is not None and setup.grad_scaler.is_enabled():
         raise ConfigurationError(
-            "a torch.amp.GradScaler does not go with shards: if the gradients of one shard overflow, the step is left "
-            "out, and the other shards lose what they have sent. Train in bfloat16, which needs no scaler"
+            "a torch.amp.GradScaler does not work with shards: if the gradients of one shard overflow, the step is "
+            "skipped, and the other shards lose the gradients that they have sent. Train in bfloat16, which needs no "
+            "scaler"
         )
 
 
@@ -303,8 +306,8 @@ def _require_same_parts(
     if len(set(rows)) > 1:
         parts = ", ".join(row.decode().strip() for row in rows)
         raise ConfigurationError(
-            "the ranks of the mesh that hvdcomp.fsdp.register was given have different parts of the parameters, by "
-            f"rank {parts}; give it mesh['replicate'] of the mesh of whose mesh['shard'] fully_shard was given"
+            "the ranks of the mesh that was given to hvdcomp.fsdp.register have different parts of the parameters, by "
+            f"rank {parts}; give it mesh['replicate'] of the mesh whose mesh['shard'] was given to fully_shard"
         )
 
 

@@ -35,7 +35,7 @@ def check_divide_factors(model: torch.nn.Module) -> None:
     groups = [group for module in modules_of(model).values() if (group := parameter_group(module)) is not None]
     if not all(hasattr(group, "gradient_divide_factor") for group in groups):
         raise ConfigurationError(
-            f"PyTorch {torch.__version__} does not tell hvdcomp by what FSDP divides gradients "
+            f"PyTorch {torch.__version__} does not tell hvdcomp the number by which FSDP divides gradients "
             "(set_gradient_divide_factor); install PyTorch 2.13 or later"
         )
 
@@ -43,12 +43,12 @@ def check_divide_factors(model: torch.nn.Module) -> None:
 def check_settings(setup: Setup) -> None:
     """Raises ConfigurationError for settings that do not work with FSDP."""
     if setup.process_set is not None:
-        raise ConfigurationError("process_set is for Horovod; hvdcomp.fsdp.register takes a mesh")
+        raise ConfigurationError("process_set works only with Horovod; give hvdcomp.fsdp.register a mesh instead")
     if isinstance(setup.optimizer, CompressedAdam):
         raise ConfigurationError(
-            "CompressedAdam does not work with FSDP, with local steps or without: hvdcomp exchanges gradients of "
-            "shards there, and neither momenta nor weights. Use torch.optim.AdamW with a compressor that does no harm "
-            "to it, such as hvdcomp.Int4(), or DistributedDataParallel for a model that fits on one device"
+            "CompressedAdam does not work with FSDP, with or without local steps, because hvdcomp exchanges only "
+            "gradients of shards there, not momenta or weights. Use torch.optim.AdamW with a compressor that works "
+            "well with it, such as hvdcomp.Int4(), or use DistributedDataParallel if the model fits on one device"
         )
 
 
@@ -66,27 +66,31 @@ def check_sharding(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> dict
             continue
         if not isinstance(parameter, DTensor):
             raise ConfigurationError(
-                f"parameter {name} is trained and not sharded, so that nothing averages its gradients; leave it out of "
+                f"parameter {name} is trained but not sharded, so nothing averages its gradients; leave it out of "
                 "ignored_params of fully_shard, call fully_shard on the whole model first, or freeze it"
             )
         mesh, placements = parameter.device_mesh, parameter.placements
         if mesh.ndim != 1:
             replicated = placements[0].is_replicate()
             cause = (
-                "between whose replicas FSDP exchanges gradients itself. Give fully_shard only the dimension of the "
-                "shards, mesh=mesh['shard'], and hvdcomp.fsdp.register that of the replicas, mesh['replicate']"
+                "With such a mesh, FSDP itself exchanges gradients between the replicas. Give fully_shard only the "
+                "dimension of the shards, mesh=mesh['shard'], and give hvdcomp.fsdp.register the dimension of the "
+                "replicas, mesh['replicate']"
                 if replicated
-                else "as with tensor parallelism. What all of its ranks have whole would drift apart, because each "
-                "compresses it, and leaves out steps, together with parts of its own. Train without hvdcomp, or "
-                "without tensor parallelism: fully_shard takes its ranks too"
+                else (
+                    "This is so with tensor parallelism. Parameters that all ranks of it have whole would become "
+                    "different, because each rank compresses them, and skips steps, together with its own parts of "
+                    "other parameters. Train without hvdcomp, or without tensor parallelism: fully_shard can use its "
+                    "ranks too"
+                )
             )
-            raise ConfigurationError(f"parameter {name} is sharded over a mesh of {mesh.ndim} dimensions, {cause}")
+            raise ConfigurationError(f"parameter {name} is sharded over a mesh of {mesh.ndim} dimensions. {cause}")
         sharded[name] = parameter
         ranks[name] = mesh.mesh.tolist()
     first = next(iter(ranks), "")
     if other_name := next((name for name, members in ranks.items() if members != ranks[first]), None):
         raise ConfigurationError(
-            f"parameter {other_name} is sharded over the ranks {ranks[other_name]}, and {first} over {ranks[first]}; "
+            f"parameter {other_name} is sharded over the ranks {ranks[other_name]}, but {first} over {ranks[first]}; "
             "give fully_shard the same mesh for all parameters"
         )
     return sharded
@@ -107,6 +111,6 @@ def before_forward_passes(model: torch.nn.Module, forget: Callable[[], None]) ->
 def several_meshes_error(error: ValueError) -> ConfigurationError:
     """The error for FSDP's refusal of a hook, which is the same on every rank."""
     return ConfigurationError(
-        f"FSDP takes no hook for a module whose parameters are sharded over several meshes: {error} Leave meshes out "
-        "of what shard_placement_fn returns, or call fully_shard on modules that have one mesh each"
+        f"FSDP accepts no hook for a module whose parameters are sharded over several meshes: {error} Return no meshes "
+        "from shard_placement_fn, or call fully_shard on modules that have one mesh each"
     )

@@ -243,7 +243,7 @@ def test_what_stands_between_two_files_is_missed(tmp_path: Path) -> None:
     changed.write_bytes(before[:-30])  # its last line alone is lost
     assert sum(1 for _ in read_decisions(path)) == 40 + len(put_aside_before(path))
     changed.unlink()
-    with pytest.raises(DecisionLogError, match=r"decisions\.1\.jsonl and decisions\.3\.jsonl are there, but none"):
+    with pytest.raises(DecisionLogError, match=r"between decisions\.1\.jsonl and decisions\.3\.jsonl is missing"):
         replay(path)
 
 
@@ -304,9 +304,9 @@ def test_a_checkpoint_whose_place_in_the_log_was_removed_since_is_refused(tmp_pa
 @pytest.mark.parametrize(
     ("limits", "said"),
     [
-        ({"decision_log_bytes": 0}, "decision_log_bytes=0 is not possible; give a whole number from 1 on"),
-        ({"decision_log_bytes": 1e6}, "decision_log_bytes=1000000.0 is not possible"),
-        ({"decision_log_files": 1}, "decision_log_files=1 is not possible; give a whole number from 2 on"),
+        ({"decision_log_bytes": 0}, "decision_log_bytes=0 is not allowed; give a whole number of at least 1"),
+        ({"decision_log_bytes": 1e6}, "decision_log_bytes=1000000.0 is not allowed"),
+        ({"decision_log_files": 1}, "decision_log_files=1 is not allowed; give a whole number of at least 2"),
     ],
 )
 def test_limits_that_cannot_be(limits: dict[str, Any], said: str) -> None:

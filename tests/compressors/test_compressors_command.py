@@ -156,7 +156,7 @@ def test_json_and_markdown_exclude_each_other() -> None:
 
 
 def test_the_list_says_what_to_try_first() -> None:
-    said = " ".join(run().stdout.split()).partition("To try first:")[2]
+    said = " ".join(run().stdout.split()).partition("Methods to try first:")[2]
     for optimizer, specs in FIRST.items():
         assert optimizer in said
         for spec in specs:

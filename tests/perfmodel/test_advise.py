@@ -382,7 +382,7 @@ def test_a_lead_over_fp16_within_the_error_is_none(model: str) -> None:
         line = f"optimizer = hvd.DistributedOptimizer(optimizer, compression={compression})"
         assert f"In your code, for Horovod: {line}" in words
     assert list(report["or_type"]) == ["horovod", "ddp"]
-    assert "two_level(powersgd:rank=4) lost beside uncompressed gradients" in words
+    assert "The worst loss of quality with two_level(powersgd:rank=4)" in words
 
 
 @pytest.mark.parametrize(
@@ -436,7 +436,7 @@ def test_advice_remembers_the_optimizer_of_the_profile(
     assert re.search(r"is the fastest, \d\.\d times as fast as fp16\. Begin with:$", begin[0])
     assert f"hvdcomp.ddp.register(model, hvdcomp.Compression.from_spec('{best}" in begin[1]
     assert " ".join(begin) in words
-    assert "To try first" not in words, "it names methods for other optimizers"
+    assert "Methods to try first" not in words, "it names methods for other optimizers"
 
     begin = advised(1.5, facts)[0]["to_begin_with"]
     assert re.search(r"as fast as dense, but not told apart from fp16 within the model's error of 150.0%", begin[0])
@@ -451,7 +451,7 @@ def test_advice_remembers_the_optimizer_of_the_profile(
 
     report, words = advised(0.1, replace(facts, optimizer=None))
     assert report["to_begin_with"] == []
-    assert "To try first: with SGD" in words
+    assert "Methods to try first: with SGD" in words
 
 
 def test_a_lead_beyond_the_error_is_one_and_the_line_to_type_works() -> None:
@@ -464,7 +464,7 @@ def test_a_lead_beyond_the_error_is_one_and_the_line_to_type_works() -> None:
     assert "Its lead over fp16, which is free, is more than the model's error of 13.7%: use it, if acc" in words
     assert "Its encode time is an estimate" in words
     assert "The model does not predict accuracy" in words
-    assert "two_level(powersgd:rank=4) lost beside uncompressed gradients, in percent of the loss or points" in words
+    assert "The worst loss of quality with two_level(powersgd:rank=4) in hvdcomp's own small trainings" in words
     for library, call in (("horovod", "hvd.DistributedOptimizer"), ("ddp", "hvdcomp.ddp.register")):
         line = report["to_type"][library]
         assert line in words
@@ -742,7 +742,7 @@ def test_errors(tmp_path: Path) -> None:
     unknown = error(*PRESET, "--compressor", "natural")
     assert "no encode time of 'natural' for resnet50; it has: powersgd:rank=4" in unknown
     assert "unknown compressor 'foo'" in error(*PRESET, "--compressor", "foo")
-    nothing = "none has a name that matches 'features.*' (nearest are 'fc.bias', 'fc.weight',"
+    nothing = "has a name that matches 'features.*' (the nearest names are 'fc.bias', 'fc.weight',"
     assert nothing in error(*PRESET, "--compressor", '{"features.*": "fp16", "*": "none"}')
     assert "belong to --sweep" in error(*PRESET, "--output", tmp_path / "x.png")
     assert "growth belongs to a sweep over encode" in error(*PRESET, "--sweep", "batch=1..2", "--growth", "2")

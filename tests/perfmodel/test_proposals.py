@@ -267,7 +267,7 @@ def test_a_memory_of_the_users_has_no_evidence() -> None:
         (hvdcomp.NoCompression(), ErrorFeedback(), "memory=error_feedback"),
         (hvdcomp.DGC(ratio=0.01), None, "dgc:ratio=0.01"),
     ):
-        with pytest.raises(SpecError, match=f"loss=0.02 does not go with {words}: .* leave out loss and name compress"):
+        with pytest.raises(SpecError, match=f"loss=0.02 does not work with {words}: .* leave out loss, and list the"):
             Compression(compressor, memory=memory, policy=auto)
     assert str(auto) == "auto:calibration=v100-p3.8xlarge,loss=0.02"
     assert parse_policy(str(auto)) == auto

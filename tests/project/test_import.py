@@ -64,7 +64,7 @@ try:
 except hvdcomp.ConfigurationError as error:
     print(error)
 """
-    assert "hvdcomp.Compression was given a numpy.ndarray" in run(*hidden(code))
+    assert "hvdcomp.Compression was given a gradient of type numpy.ndarray" in run(*hidden(code))
 
 
 @pytest.mark.parametrize("name", ["dcp", "ddp", "fsdp"])

@@ -238,7 +238,7 @@ def test_damaged_log_is_an_error_that_names_the_line(tmp_path, number, old, new,
 def test_log_without_its_start_is_an_error(tmp_path):
     path = write_log(tmp_path / "run/decisions.jsonl", "adaqs:start=64,fall=0.2", falling_ratios)
     path.write_text(path.read_text().partition("\n")[2])
-    with pytest.raises(RunError, match="line 1: a decision log begins with a start line"):
+    with pytest.raises(RunError, match="line 1: the decision log does not begin with a start line"):
         find_runs([path.parent])
 
 
@@ -303,7 +303,7 @@ def test_a_policy_that_was_taken_out_is_named_and_not_drawn(tmp_path):
     result = report(tmp_path / "runs", "--output", tmp_path / "out")
     assert result.exit_code == 0, result.output
     old = "accordion_joint:low=4,high=1,interval=1"
-    said = f"The decisions of old are not drawn: {old!r}: the policy accordion_joint was taken out"
+    said = f"The decisions of old are not drawn: {old!r}: the policy accordion_joint was removed"
     page = (tmp_path / "out/report.html").read_text().replace("&#39;", "'")
     for text in (" ".join(result.output.split()), page):
         assert text.count(said) == 1

@@ -88,7 +88,7 @@ def test_changes_of_weights_are_sent_quantized(tmp_path: Path) -> None:
     assert ours["loss"] == pytest.approx(exact["loss"], rel=0.01)
     assert ours["loss"] != exact["loss"]
     said = _said(tmp_path / "none", "--fsdp", "--fsdp-weights", "topk:ratio=0.1", fails=True)
-    assert "take hvdcomp.Int8(), hvdcomp.Int4() or another quantizer" in said
+    assert "give hvdcomp.Int8(), hvdcomp.Int4() or another quantizer" in said
     said = _said(tmp_path / "unknown", "--fsdp", "--fsdp-weights", "int9", fails=True)
     assert said.count("Error: unknown compressor 'int9'") == 1, said
 
