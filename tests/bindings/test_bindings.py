@@ -134,7 +134,7 @@ def test_a_training_that_does_not_follow_the_batch_is_refused_on_every_rank() ->
             for _ in range(10):
                 binding.average(gradients(communicator))
 
-        with pytest.raises(ConfigurationError, match=r"read compression\.accumulation"):
+        with pytest.raises(ConfigurationError, match=r"Read compression\.accumulation"):
             train()
         return binding.engine.step_number
 
