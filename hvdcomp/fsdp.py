@@ -13,6 +13,7 @@ from hvdcomp.compressors import Compressor
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.torch.fsdp_binding import FSDPBinding
 from hvdcomp.torch.fsdp_shards import ShardsBinding
+from hvdcomp.torch.replicas import group_of_replicas
 from hvdcomp.torch.sharded import modules_of
 
 __all__ = ["register"]
@@ -25,30 +26,33 @@ def register(
     optimizer: Any = None,
     weights: Compressor | None = None,
 ) -> None:
-    """Makes a model that is sharded by `fully_shard` send compressed gradients between nodes.
+    """Makes a model that is sharded by `fully_shard`, or replicated by `replicate`, send compressed gradients between
+    nodes.
 
-    If the model is sharded over all ranks, hvdcomp replaces FSDP's reduce-scatter. The new one is exact within a node,
-    and quantizes between nodes:
+    If the model is sharded on a mesh with replicas (HSDP), hvdcomp compresses the exchange of its shards between the
+    replicas:
+
+        mesh = init_device_mesh("cuda", (nodes, 8), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh)
+        hvdcomp.fsdp.register(model, hvdcomp.Compression(hvdcomp.TopK(ratio=0.01)))
+
+    From then on, FSDP leaves this exchange to hvdcomp. PyTorch's `replicate` makes replicas of one rank each. If the
+    model is sharded over all ranks, hvdcomp replaces FSDP's reduce-scatter. The new one is exact within a node, and
+    quantizes between nodes:
 
         fully_shard(model)
         hvdcomp.fsdp.register(model, hvdcomp.Compression(hvdcomp.Int4()))
 
-    If the model is sharded over the ranks of a node, and other nodes have replicas (HSDP), hvdcomp compresses the
-    exchange of the shards between the replicas:
-
-        mesh = init_device_mesh("cuda", (nodes, 8), mesh_dim_names=("replicate", "shard"))
-        fully_shard(model, mesh=mesh["shard"])
-        hvdcomp.fsdp.register(model, hvdcomp.Compression(hvdcomp.TopK(ratio=0.01)), mesh["replicate"])
-
-    Call it on every rank, before the first backward pass. docs/fsdp.md describes both cases. With replicas, shards are
-    exchanged during the backward pass. With a policy, the ranks of each shard decide separately, and the decision log
-    has only the decisions of rank 0's shard.
+    Call it on every rank, after all calls of `fully_shard`, before the first backward pass. docs/fsdp.md describes both
+    cases. With replicas, shards are exchanged during the backward pass. With a policy, the ranks of each shard decide
+    separately, and the decision log has only the decisions of rank 0's shard.
 
     Args:
-        model: a model sharded over one dimension of a mesh.
+        model: a model sharded by `fully_shard`, or replicated by `replicate`.
         compression: a compression of this model only. Without replicas its compressor must be a quantizer, without a
             policy.
-        mesh: the other dimension, of replicas: the ranks with the same shards. None for a model without replicas.
+        mesh: the dimension of the replicas, mesh["replicate"], if `fully_shard` was given only that of the shards,
+            mesh["shard"]. None otherwise.
         optimizer: the model's optimizer; needed by policies that follow the learning rate or change the batch size.
         weights: a quantizer, such as `hvdcomp.Int8()`. FSDP's all-gathers then send quantized changes of the weights,
             and each rank keeps the whole model. Only without replicas. None for FSDP's own all-gather.
@@ -62,24 +66,24 @@ def register(
     if mesh is not None and getattr(mesh, "ndim", None) != 1:
         raise ConfigurationError(
             f"hvdcomp.fsdp.register was given a {type(mesh).__name__} as mesh, which is not a mesh of one dimension. "
-            "If the model has replicas, give it the dimension of the replicas, such as mesh['replicate'] of "
-            "init_device_mesh(..., mesh_dim_names=('replicate', 'shard')). Otherwise leave mesh out: "
+            "Leave mesh out, or give it the dimension of the replicas, such as mesh['replicate'] of "
+            "init_device_mesh(..., mesh_dim_names=('replicate', 'shard')): "
             "hvdcomp.fsdp.register(model, compression, optimizer=optimizer)"
         )
     if not modules_of(model):
         raise ConfigurationError(
             f"hvdcomp.fsdp.register was given a {type(model).__name__} that is not sharded. First call "
-            "torch.distributed.fsdp.fully_shard(model), or with replicas fully_shard(model, mesh=mesh['shard'])"
+            "torch.distributed.fsdp.fully_shard(model), or with replicas fully_shard(model, mesh=mesh)"
         )
     require_compression(compression, "hvdcomp.fsdp.register")
     require_optimizer(optimizer, "hvdcomp.fsdp.register", "torch")
-    if mesh is None:
+    group = group_of_replicas(model, mesh)
+    if group is None:
         compression.serve(lambda setup: ShardsBinding(setup, model, weights), optimizer)
         return
     if weights is not None:
         raise ConfigurationError(
-            "hvdcomp.fsdp.register was given both weights and the mesh of replicas, but weights is only for models "
-            "that are sharded over all ranks: replicas exchange no weights. Leave weights out"
+            "hvdcomp.fsdp.register was given weights for a model with replicas, but weights is only for models that "
+            "are sharded over all ranks: replicas exchange no weights. Leave weights out"
         )
-    group = mesh.get_group()
     compression.serve(lambda setup: FSDPBinding(setup, model, group), optimizer)

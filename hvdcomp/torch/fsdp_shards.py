@@ -40,8 +40,7 @@ from hvdcomp.torch.sharded import (
     check_settings,
     check_sharding,
     modules_of,
-    parameter_group,
-    several_meshes_error,
+    parameter_groups,
 )
 from hvdcomp.torch.training import refuse_capture
 from hvdcomp.torch.weight_changes import WeightChanges
@@ -123,7 +122,7 @@ class ShardsBinding:
                 if not isinstance(self.engine.memory, NoMemory):
                     flat.watch()
         except ValueError as error:
-            raise several_meshes_error(error) from None
+            raise _several_meshes_error(error) from None
         before_forward_passes(model, self._forget)
 
     @torch.compiler.disable  # for a training step that is compiled as a whole
@@ -427,6 +426,13 @@ def _trained(model: torch.nn.Module, ranks: int) -> dict[str, DTensor]:
     trained = check_sharding(model.named_parameters())
     for name, parameter in trained.items():
         mesh = parameter.device_mesh
+        if mesh.ndim != 1:
+            raise ConfigurationError(
+                f"parameter {name} is sharded over a mesh of {mesh.ndim} dimensions, as with tensor parallelism, and "
+                "not over all ranks. What several ranks have whole would drift apart, because each rank compresses it "
+                "together with parts of its own. Give fully_shard a mesh with replicas too, between which hvdcomp "
+                "compresses; or train without tensor parallelism: fully_shard takes its ranks too"
+            )
         if mesh.mesh.tolist() != list(range(ranks)):
             raise ConfigurationError(
                 f"parameter {name} is sharded over {mesh.size()} ranks, and not over all {ranks} ranks in order. If "
@@ -437,15 +443,23 @@ def _trained(model: torch.nn.Module, ranks: int) -> dict[str, DTensor]:
 
 
 def _flat_gradients(model: torch.nn.Module, ranks: int) -> list[tuple[FlatGradient, Any]]:
-    """The flat gradient of each `fully_shard`, by the name of the last of its modules, and its `parameter_group`."""
+    """The flat gradient of each `fully_shard`, by the name of the last of its modules, and its parameter group."""
     modules: dict[str, Any] = modules_of(model)
     names = {module: name for name, module in zip(plain_names(modules), modules.values(), strict=True)}
     groups, flats = {}, []
     for module, name in names.items():
-        if (group := parameter_group(module)) is not None:
+        for group in parameter_groups(module)[:1]:  # modules with several are refused
             groups[id(group)] = name or "model", group
     for name, group in groups.values():
         several = len(group.modules) > 1
         parts = {(f"{names[module]}." * several).removeprefix("."): module for module in group.modules}
         flats.append((FlatGradient(name, parts, ranks), group))
     return flats
+
+
+def _several_meshes_error(error: ValueError) -> ConfigurationError:
+    """The error for FSDP's refusal of a hook, which is the same on every rank."""
+    return ConfigurationError(
+        f"FSDP takes no hook for a module whose parameters are sharded over several meshes: {error} Leave meshes out "
+        "of what shard_placement_fn returns, or call fully_shard on modules that have one mesh each"
+    )

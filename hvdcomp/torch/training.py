@@ -49,6 +49,7 @@ class TorchTraining(Binding):
         communicator: the communicator of the ranks that exchange.
         optimizer: the optimizer of these parameters; None if unknown.
         names: as in `Binding`.
+        shared: names of the parameters that are `TensorInfo.is_shared`.
 
     Class attributes:
         optimizer_from: code that makes the optimizer known, for messages.
@@ -66,6 +67,7 @@ class TorchTraining(Binding):
         communicator: Ranks,
         optimizer: Any,
         names: Collection[str] = (),
+        shared: Collection[str] = (),
     ) -> None:
         self._parameters = {
             name: parameter  # quantized weights, which never have a gradient, are not exchanged
@@ -80,7 +82,7 @@ class TorchTraining(Binding):
             if optimizer.local_steps > 1:
                 self._require_local_steps(setup, optimizer)
         self.early_bytes = early_bytes(self.early_bytes, self._parameters.values())
-        tensors = [_describe(name, parameter) for name, parameter in self._parameters.items()]
+        tensors = [_describe(name, parameter, name in shared) for name, parameter in self._parameters.items()]
         super().__init__(setup, tensors, communicator, torch.empty(0), names)
         self.learning_rates()  # refuses a policy that follows those of an unknown optimizer
 
@@ -228,12 +230,13 @@ class TorchTraining(Binding):
         return self._optimizer
 
 
-def _describe(name: str, parameter: torch.nn.Parameter) -> TensorInfo:
+def _describe(name: str, parameter: torch.nn.Parameter, is_shared: bool) -> TensorInfo:
     if not parameter.dtype.is_floating_point:
         raise ConfigurationError(
             f"parameter {name!r} has type {parameter.dtype}, but gradient compression needs floating-point parameters"
         )
-    return TensorInfo(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return TensorInfo(name, tuple(parameter.shape), dtype, is_shared=is_shared)
 
 
 def checksums_of(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> list[int]:

@@ -213,7 +213,6 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
 
     assert "mesh['replicate']" in refused(model, made(), mesh)
     assert "fully_shard" in refused(large_model(), made(), mesh["replicate"])
-    assert "mesh of 2 dimensions" in refused(sharded(mesh), made(), mesh["replicate"])
     assert "from_spec" in refused(model, "topk", mesh["replicate"])
     other_mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     assert "have different parts of it" in refused(sharded(other_mesh), made(), mesh["replicate"])
@@ -225,7 +224,7 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
         assert "have different parts of the parameters, by rank" in told, told
         tensors = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
         told = refused(in_tensor_parallel(tensors), made(), mesh["replicate"])
-        assert "tensor parallelism" in told, told
+        assert "have different parts of it" in told, told
         assert "tensor parallelism" in refused(in_tensor_parallel(tensors), hvdcomp.Compression(hvdcomp.Int4()))
     ignoring = large_model()
     fully_shard(ignoring, mesh=mesh["shard"], ignored_params={ignoring[0].bias})
