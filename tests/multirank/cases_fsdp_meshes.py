@@ -487,11 +487,11 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
     ranks = dist.get_world_size()
     mesh = mesh_of((2, ranks // 2))
     model = parallelized((2, ranks // 2), layers())
-    assert "between which no weights are sent" in refused(model, weights=hvdcomp.Int8())
+    assert "replicas exchange no weights" in refused(model, weights=hvdcomp.Int8())
     if ranks == 4:
         assert "leave mesh out" in refused(model, mesh["shard"])
     hvdcomp.fsdp.register(model, hvdcomp.Compression.from_spec("none"), mesh["replicate"])  # the same, by name
-    assert "was called for this model before" in refused(model)
+    assert "before. Call it once for each model" in refused(model)
     mixed = torch.nn.Sequential(*layers())
     fully_shard(mixed[0], mesh=mesh["shard"])
     fully_shard(mixed, mesh=mesh)
