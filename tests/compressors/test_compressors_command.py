@@ -106,7 +106,7 @@ def test_one_as_json_and_one_that_does_not_exist() -> None:
     assert json.loads(run("topk", "--json").stdout) == [listed()["topk"]]
     unknown = run("topkk")
     assert unknown.exit_code == 2
-    assert "there is no compressor 'topkk' (did you mean 'topk'?); there are: none, fp16," in unknown.stderr
+    assert "there is no compressor 'topkk' (did you mean 'topk'?); the compressors are: none, fp16," in unknown.stderr
     assert run("topk", "--markdown").exit_code == 2
 
 

@@ -56,7 +56,9 @@ def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
     check_size(size, {EXPECTED_SIZE: environment.get(EXPECTED_SIZE, "")})
     master = environment.get("MASTER_ADDR") or ("localhost" if size == local_size else "")
     if not master:
-        raise ConfigurationError("MASTER_ADDR is not set, and the ranks are on several hosts: set it to rank 0's host")
+        raise ConfigurationError(
+            "MASTER_ADDR is not set, and the ranks are on several hosts: set MASTER_ADDR to the host of rank 0"
+        )
     return {
         **dict(zip(OWN, map(str, (rank, size, local_rank, local_size, host)), strict=True)),
         "MASTER_ADDR": master,

@@ -41,7 +41,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.mark.parametrize(
     ("status", "message", "said"),
     [
-        (403, cannot("create", "mpijobs"), "ask for that right in namespace team"),
+        (403, cannot("create", "mpijobs"), "ask for this right in namespace team"),
         (403, QUOTA, "ask for a larger quota"),
         (401, "Unauthorized", "the cluster does not know you"),
         (404, "the server could not find the requested resource", "the cluster has no mpi-operator"),
@@ -54,7 +54,7 @@ def test_refusals_to_create_are_explained(api: KubernetesApi, status: int, messa
     assert result.exit_code == 125
     assert message in result.stderr
     assert said in result.stderr
-    assert ("ask for that right" in result.stderr) is ("cannot" in message)
+    assert ("ask for this right" in result.stderr) is ("cannot" in message)
     assert len(result.stderr.splitlines()) == 1
 
 

@@ -351,7 +351,7 @@ def test_trainings_on_published_data(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_epochs_need_data() -> None:
     done = CliRunner().invoke(main, ["reproduce", "accordion-fig9", "--epochs", "3"])
-    assert (done.exit_code, "by --data-dir" in done.output) == (2, True)
+    assert (done.exit_code, "with --data-dir" in done.output) == (2, True)
 
 
 def test_numbers_are_shown_with_what_they_mean() -> None:

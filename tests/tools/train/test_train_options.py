@@ -266,7 +266,7 @@ def test_help_needs_no_framework_and_names_every_option() -> None:
 def test_milestones_that_are_no_numbers() -> None:
     result = CliRunner().invoke(main, ["train", "--milestones", "3,x"])
     assert result.exit_code == 2
-    assert "'3,x': expected epochs, such as 3,4" in result.output
+    assert "'3,x' is not a list of epochs, such as 3,4" in result.output
 
 
 def test_a_checkpoint_is_of_the_options_by_which_it_was_made() -> None:
