@@ -54,14 +54,16 @@ def _check_output(folder: Path, overwrite: bool, sizes: Mapping[str, int] | None
                 file = aside(file, sizes.get(_ASIDE, 0) + 1)  # the file was renamed since then
             if not file.is_file() or file.stat().st_size < sizes[name]:
                 raise SetupError(
-                    f"--output {folder}: {name} is not that of the run that was saved in --checkpoint-folder; name the "
-                    "same --output as before, or another --checkpoint-folder"
+                    f"--output {folder}: {name} does not belong to the run that was saved in --checkpoint-folder; "
+                    "name the same --output as before, or another --checkpoint-folder"
                 )
         return
     held = [name for name in (*RECORDS, SUMMARY, DECISIONS, TENSORBOARD) if (folder / name).exists()]
     held += [file.name for file in put_aside_before(folder / DECISIONS).values()]
     if held and not overwrite:
-        raise SetupError(f"--output {folder} holds a run already ({held[0]}): name another, or add --overwrite")
+        raise SetupError(
+            f"--output {folder} already contains a run ({held[0]}): name another folder, or add --overwrite"
+        )
     existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not existing.is_dir():
         raise SetupError(f"--output {folder}: {existing} is a file; name another folder")

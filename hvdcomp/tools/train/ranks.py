@@ -120,6 +120,6 @@ class Ranks(ABC):
             for name, value in everywhere[0].items():
                 if rank_facts[name] != value:
                     raise RunRefused(
-                        f"the ranks differ in {name}: {value!r} on rank 0, {rank_facts[name]!r} on rank {rank}; "
-                        "start all with the same command, Python and data"
+                        f"the ranks differ in {name}: {value!r} on rank 0, {rank_facts[name]!r} on rank {rank}; start "
+                        "all ranks with the same command, Python and data"
                     )

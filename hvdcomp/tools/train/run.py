@@ -105,9 +105,9 @@ class Run:
         now = self._ranks.now()
         self._start, self._epoch_start = now - saved["seconds"], now - saved["epoch_seconds"]
         for damage in self._checkpoints.damaged:
-            self._reporter.say(f"passed over a checkpoint: {damage}")
-        over = ", which was the last: nothing is left to train" if self._over and not self._losses else ""
-        self._reporter.say(f"going on after step {self._step} from {self._options.checkpoint_folder}{over}")
+            self._reporter.say(f"skipped a checkpoint: {damage}")
+        over = ", which was the last step: nothing is left to train" if self._over and not self._losses else ""
+        self._reporter.say(f"continuing after step {self._step} from {self._options.checkpoint_folder}{over}")
         if self._checkpoints.change is not None:
             self._reporter.say(self._checkpoints.change)
 
@@ -165,7 +165,8 @@ class Run:
         """Ends the run on every rank if a rank could not write."""
         for problem in filter(None, problems):
             raise ConfigurationError(
-                f"{problem}; what was written before is whole. Make room, or name another --output, and start again"
+                f"{problem}; everything that was written before is complete. Free some space, or name another "
+                "--output, and start again"
             )
 
     def _train(self) -> str:

@@ -457,7 +457,7 @@ def test_without_a_cuda_device_all_ranks_are_told_so() -> None:
     from hvdcomp.tools.train.environment import use_device
 
     assert use_device("auto", 1) == use_device("cpu", 0) == torch.device("cpu")
-    with pytest.raises(SetupError, match=r"--device cuda: PyTorch .* finds no CUDA device on .*, or give --device cpu"):
+    with pytest.raises(SetupError, match=r"--device cuda does not work: PyTorch .* finds no CUDA device on .*, or giv"):
         use_device("cuda", 0)
 
 

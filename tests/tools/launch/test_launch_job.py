@@ -142,7 +142,7 @@ def test_ranks_may_follow_from_what_the_scheduler_is_told() -> None:
     flags = {"name": "run", "command": ("x",), "partition": "gpu"}
     assert read_settings(None, "batch", Settings, {**flags, "nodes": 3}, twice).job.ranks == 6
     assert read_settings(None, "batch", Settings, {**flags, "nodes": 3, "ranks": 1}, twice).job.ranks == 1
-    with pytest.raises(ConfigurationError, match="ranks: not set"):
+    with pytest.raises(ConfigurationError, match="ranks must be set"):
         read_settings(None, "batch", Settings, flags, twice)
 
 
