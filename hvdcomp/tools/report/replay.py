@@ -124,7 +124,7 @@ def _begin(start: Start) -> tuple[Policy[Any], Any]:
     try:
         policy = parse_policy(start.policy)
         if not isinstance(policy, Policy):
-            raise ValueError(f"{start.policy!r} is a schedule, which decides nothing")
+            raise ValueError(f"{start.policy!r} is a schedule, which makes no decisions")
         state = policy.from_json(with_numbers(start.state))
         policy.decision(state)
     except _REFUSALS as error:
