@@ -116,7 +116,7 @@ def _own_workload(place: str, batch_size: int, device: torch.device) -> Workload
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise SetupError(f"the model {place!r} cannot be imported: {error}; is its folder in PYTHONPATH?") from None
-    contract = f"{place}(batch_size) has to return (torch.nn.Module, function that returns the loss)"
+    contract = f"{place}(batch_size) must return (torch.nn.Module, function that returns the loss)"
     with device:
         result: Any = _called(lambda: function(batch_size), contract)
     if not isinstance(result, tuple) or len(result) != 2:
@@ -129,8 +129,8 @@ def _own_workload(place: str, batch_size: int, device: torch.device) -> Workload
     devices = {parameter.device for parameter in model.parameters()}
     if wrong_devices := {str(actual) for actual in devices if actual.type != device.type}:
         raise SetupError(
-            f"the model of {place} is on {', '.join(sorted(wrong_devices))}, and {device} is to be measured; make it "
-            f"without naming a device, or give --device {min(wrong_devices).partition(':')[0]}"
+            f"the model of {place} is on {', '.join(sorted(wrong_devices))}, but {device} is to be measured; create "
+            f"the model without naming a device, or give --device {min(wrong_devices).partition(':')[0]}"
         )
     value = _called(loss, contract)
     if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:

@@ -404,7 +404,7 @@ def test_hides_is_the_share_of_what_could_be_saved(
     readings = [Reading(soon + could * one, spread) for one in (at_end, early)]
     found, source = trial.hidden_share(NETWORK, compute, tensors, *readings)
     assert found == (None if hides is None else pytest.approx(hides))
-    assert ("cannot be told" in source) == (hides is None)
+    assert ("too small to measure" in source) == (hides is None)
     slow = Compute(1e3, 0.05, encode=compute.encode, ready=ready)
     found, source = trial.hidden_share(NETWORK, slow, tensors, *readings)
     assert found is None
@@ -499,7 +499,7 @@ def test_model_and_batch_are_on_the_device_that_is_measured(
         if model == "own_model:small":
             on_host = OWN.replace("64, 32)", '64, 32, device="cpu")').replace("size, 64)", 'size, 64, device="cpu")')
             (tmp_path / "host_model.py").write_text(on_host)
-            with pytest.raises(SetupError, match="host_model:small is on cpu, and meta is to be measured; make it"):
+            with pytest.raises(SetupError, match="host_model:small is on cpu, but meta is to be measured; create"):
                 build("host_model:small", 2, 0, 0, meta)
     finally:
         torch.set_flush_denormal(False)
@@ -542,9 +542,9 @@ def test_one_rank_is_told_how_to_start() -> None:
         ("mlpp", "fp16", "x.json", ("'mlpp'", "resnet20", "module:function")),
         ("mlp", "topkk:ratio=0.01", "x.json", ("topkk", "topk")),
         ("mlp", "fp16", "no-such-folder/x.json", ("no-such-folder", "create it first")),
-        ("os.path:join", "fp16", "x.json", ("os.path:join(batch_size) has to return", "TypeError")),
+        ("os.path:join", "fp16", "x.json", ("os.path:join(batch_size) must return", "TypeError")),
         ("builtins:divmod_", "fp16", "x.json", ("builtins:divmod_", "cannot be imported")),
-        ("builtins:range", "fp16", "x.json", ("has to return (torch.nn.Module", "not range")),
+        ("builtins:range", "fp16", "x.json", ("must return (torch.nn.Module", "not range")),
         ("mlp", "two_level(qsgd:bits=4)", "x.json", ("two_level(qsgd:bits=4)", "each node has one rank")),
     ],
 )

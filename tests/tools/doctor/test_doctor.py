@@ -84,7 +84,7 @@ def test_a_healthy_environment_has_no_problem() -> None:
                 package=Package("/work/other", is_empty=True, is_on_path=False),
                 kernels=Kernels(error="cannot import name 'kernels'"),  # of the empty package
             ),
-            "In this folder `import hvdcomp` finds a folder of that name",
+            "In this folder, `import hvdcomp` finds a folder named hvdcomp",
             "pip install -e /work/other",
             True,
         ),
@@ -136,7 +136,7 @@ def test_a_healthy_environment_has_no_problem() -> None:
             "pip install tf_keras~=2.21.0",
             False,
         ),
-        (changed(variables=LAUNCHED, started=Started(size=1, rank=0)), "each trains alone", "--mpi=pmix", True),
+        (changed(variables=LAUNCHED, started=Started(size=1, rank=0)), "each process trains alone", "--mpi=pmix", True),
         (changed(variables=LAUNCHED, started=Started(error="no answer within 60 s")), "no answer", "mpirun", True),
         (
             changed(variables=TORCHRUN, started=Started(error="DistStoreError: 3/4 clients joined")),
@@ -230,10 +230,10 @@ def test_a_healthy_environment_has_no_problem() -> None:
             "hvdcomp build-horovod",
             False,
         ),
-        (changed(torch=FOR_CUDA, toolkit=TOOLKIT), "is 13.0, torch's CUDA is 12.6", "toolkit of CUDA 12.6", False),
+        (changed(torch=FOR_CUDA, toolkit=TOOLKIT), "is 13.0, but torch's CUDA is 12.6", "toolkit of CUDA 12.6", False),
         (
             changed(torch=FOR_CUDA, toolkit=CudaToolkit("/cuda/bin/nvcc", "12.4", None)),
-            "lacks cudart",
+            "lacks the header or the library of cudart",
             "point CUDA_HOME to it",
             False,
         ),
@@ -245,14 +245,14 @@ def test_a_healthy_environment_has_no_problem() -> None:
         ),
         (
             changed(kernels=Kernels(why_not="no C compiler found", way_out="python -m hvdcomp.kernels.build")),
-            "no compiled kernels, and compresses several times slower: no C compiler found.",
+            "no compiled kernels, so it compresses several times slower: no C compiler found.",
             "python -m hvdcomp.kernels.build",
             False,
         ),
         (changed(kernels=Kernels(error="HVDCOMP_KERNELS='x' is unknown")), "'x' is unknown", "unset", True),
         (
             changed(**ON_V100, device_kernels=DeviceKernels("3.4.0", "3.4.0 is installed", "Install PyTorch 2.13")),
-            "no kernels for this GPU: it compresses PyTorch's gradients tensor by tensor",
+            "no kernels for this GPU, so it compresses PyTorch's gradients tensor by tensor",
             "Install PyTorch 2.13",
             False,
         ),
