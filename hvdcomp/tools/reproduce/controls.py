@@ -83,7 +83,7 @@ def beside(compared: Compared, policy: str, label: str, words: str) -> Row:
         words: what the control is.
     """
     share = compared.floats(label) / compared.floats(policy)
-    note = f"the control: {words} sends {share:.0%} of {policy}'s floats, and looks at no gradient"
+    note = f"the control: {words} sends {share:.0%} of {policy}'s floats, and ignores the gradients"
     return replace(compared.gain(policy, label, "", note=note), control=words, share=share)
 
 
