@@ -110,10 +110,10 @@ class Exchange:
     def decoded(self, ranks: Array) -> Array:
         """The ratio of the bytes that a rank decodes to those that it encodes.
 
-        For gathered payloads it is the number of ranks. For scattered ones it is 2 - 1 / ranks: the other ranks'
-        payloads of a chunk, and the means of all chunks. The encoded bytes are equal: scattered, a rank encodes the
-        other ranks' chunks and the mean of its own. Means count as many bytes as chunks, whatever their level, as the
-        times follow from the elements. In two levels, nodes replace ranks.
+        For gathered payloads, the ratio is the number of ranks. For scattered payloads it is 2 - 1 / ranks: a rank
+        decodes the other ranks' payloads of its own chunk, and the means of all chunks. It encodes the other ranks'
+        chunks and the mean of its own chunk. A mean counts the same number of bytes as a chunk, whatever the level,
+        because the times follow from the elements. In two levels, nodes replace ranks.
 
         Args:
             ranks: number of ranks of the exchange; any if nothing is scattered.

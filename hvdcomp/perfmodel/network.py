@@ -255,8 +255,8 @@ class TwoLevelCosts:
     Attributes:
         ranks_per_node: number of ranks that share a node and its link to other nodes.
         node: costs among the ranks of a node.
-        across: costs among the ranks with the same local rank, while those with other local ranks exchange as much over
-            the same links.
+        across: costs among the ranks with the same local rank. Meanwhile the ranks with other local ranks exchange the
+            same number of bytes over the same links.
     """
 
     ranks_per_node: int

@@ -1,4 +1,4 @@
-"""Predicted beside measured step times, as files, tables and sentences."""
+"""Predicted and measured step times, compared in files, tables and sentences."""
 
 from __future__ import annotations
 

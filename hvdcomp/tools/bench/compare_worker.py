@@ -5,8 +5,8 @@ The measured steps take turns with the steps of the calibration, because the spe
 minute.
 
 Rank 0 writes lines that begin with "PROGRESS " (not with --quiet), and a JSON file with the calibration and the
-measured steps. If the calibration was too noisy, and was repeated until no attempts were left, the file has all
-calibrations: the spread of their predictions tells more than their noise.
+measured steps. If all calibrations were too noisy, the file has all of them: the spread of their predictions is
+more informative than their noise.
 """
 
 from __future__ import annotations

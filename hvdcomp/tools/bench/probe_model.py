@@ -5,7 +5,7 @@ The model is trained in several ways that take turns:
 - alone
 - with the library's own exchange, overlapped with the backward pass, of dense gradients and of each cast
 - with a stand-in that sends one number instead of the gradients
-- with this stand-in and each compressor, whose collectives have no payload: all work of a real step except moving bytes
+- with this stand-in and each compressor, with collectives that have no payload: a real step without moving its bytes
 - with a real exchange of one compressor, with and without overlap
 
 In each way the parts of the step are timed.

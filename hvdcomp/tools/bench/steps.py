@@ -86,7 +86,7 @@ def earlier(file: Path, command: str) -> list[dict[str, Any]]:
         command: with all options.
 
     Raises:
-        StepsError: if another command wrote the file, or it cannot be read; the message says how to begin anew.
+        StepsError: if another command wrote the file, or it cannot be read; the message says how to start again.
     """
     if not file.exists():
         return []

@@ -5,8 +5,8 @@
         --output steps.json
 
 Each method trains a separate model, and so does a training without communication. They take turns in blocks of a few
-steps, in a rotating order, so that other work of the machine affects all methods alike, and blocks of the same round
-can be compared. The time of a step is the time of the slowest rank.
+steps, in a rotating order. Other programs on the machine therefore affect all methods equally, and blocks of the same
+round can be compared. The time of a step is the time of the slowest rank.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def turn_of(step_s: float) -> tuple[int, int]:
 
 
 def in_turn(trainings: Sequence[T], number: int) -> list[T]:
-    """The order of a round: each round begins with another training, so that the order affects all trainings alike."""
+    """The order of a round. Each round begins with another training, so the order affects all trainings equally."""
     first = number % len(trainings)
     return [*trainings[first:], *trainings[:first]]
 
@@ -80,7 +80,7 @@ def build(model: str, batch_size: int, seed: int, rank: int, device: torch.devic
         model: one of `hvdcomp.tools.bench.models.TIMED`, for images as CIFAR-10 has them; "model@data" for random
             images of the shape of another data set, such as "cnn@digits"; or "package.module:function". The function is
             called with the batch size and returns the model and a function without arguments that returns its loss on
-            a batch. It is called several times, and has to make a new model each time. `device` is its default device.
+            a batch. It is called several times, and must make a new model each time. `device` is its default device.
         batch_size: of one rank.
         seed: of weights and data.
         rank: of this process.
@@ -89,8 +89,8 @@ def build(model: str, batch_size: int, seed: int, rank: int, device: torch.devic
     Raises:
         SetupError: for an unknown model, or a function that breaks this contract.
     """
-    # Timed steps train on a batch that never changes, until momenta become denormal numbers, with which a processor is
-    # many times slower.
+    # Timed steps train on a batch that never changes, until momenta become denormal numbers. A processor computes many
+    # times more slowly with denormal numbers.
     torch.set_flush_denormal(True)
     torch.manual_seed(seed)
     if ":" in model:

@@ -186,7 +186,7 @@ def show_advice(adviser: Adviser, setting: Setting, advice: Advice) -> None:
 
 
 def _list(context: click.Context, listed: str, calibration: str, compressors: tuple[str, ...]) -> None:
-    """Prints the number of set-ups in which compression pays, or the set-ups, as CSV."""
+    """Prints the number of set-ups in which compression makes a step faster, or all set-ups, as CSV."""
     set_by_user = [name for name in context.params if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
     options = {param.name: param.opts[0] for param in context.command.params}
     if wrong := [options[name] for name in set_by_user if name not in ("listed", "calibration", "compressors")]:
@@ -529,7 +529,7 @@ def _conclusions(report: dict[str, Any]) -> list[str]:
 
 
 def _kept(compressor: Compressor, kept: float) -> str:
-    """What a method keeps in memory, given the bytes of a parameter."""
+    """The sentences on the memory that a method keeps, given the bytes per parameter."""
     said = f"On a GPU it keeps {kept:.1f} bytes per parameter in memory from step to step."
     if any(leaf.default_memory.name == "error_feedback" for leaf in compressor.leaves()):
         said += " With memory=error_feedback:dtype=bf16, residuals need half of this memory."

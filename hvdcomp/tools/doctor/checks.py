@@ -279,8 +279,8 @@ def check_cudnn(facts: Facts) -> Iterator[Problem]:
 
 
 def check_async_completion(facts: Facts) -> Iterator[Problem]:
-    """Only if Horovod exchanges gradients on a GPU. A variable that is set to 0 is the user's choice; one that is empty
-    says nothing."""
+    """Only if Horovod exchanges gradients on a GPU. If the variable is 0, the user chose this; an empty variable
+    counts as not set."""
     on_gpu = facts.gpus and any(binding.nccl for binding in facts.bindings.values())
     if on_gpu and not facts.by_torch and not facts.variables.get("HOROVOD_ENABLE_ASYNC_COMPLETION"):
         yield Problem(

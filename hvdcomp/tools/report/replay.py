@@ -14,7 +14,7 @@ from hvdcomp.adaptation.decision_log import Decided, DecisionLogError, Start, re
 from hvdcomp.policies import Policy, parse_policy
 
 ABSENT = object()
-"""Stands for a value that only the other side has."""
+"""Marks a value that only the other side has."""
 
 _REFUSALS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
 """Errors that a policy may raise for a state with wrong values, as of a damaged log."""

@@ -24,7 +24,7 @@ from hvdcomp.tools.train.options import SIMULATED
 from hvdcomp.tools.train.target import Target
 
 RUN_FILES = ("steps.jsonl", "evaluations.jsonl", "epochs.jsonl", "decisions.jsonl", "summary.json")
-REPORT_FILES = ("report.html", "report.json", "report.csv")  # written by `page`; never taken for runs
+REPORT_FILES = ("report.html", "report.json", "report.csv")  # written by `page`; never read as runs
 SERIES_FILE = "series.csv"  # beside them, but for reports of earlier versions
 METRICS = ("accuracy", "perplexity")
 PARTS = ("test", "validation")  # of the data, for evaluations
@@ -37,7 +37,7 @@ _NUMBERS = (
 )  # fmt: skip
 _TARGET_NUMBERS = ("step", "bytes_sent", "trained_seconds")
 _LONGEST = 60  # characters of a value in a message
-# Options of a run's place and seed; the other options and the spec tell what was run.
+# Options that name a run's place and seed; the other options and the spec define the training.
 _NOT_COMPARED = {
     "checkpoint_folder", "compression", "data_dir", "elastic", "metrics_address", "metrics_port", "output", "overwrite",
     "progress", "residuals", "seed", "tensorboard",

@@ -25,8 +25,8 @@ _AVERAGED = (
 
 @dataclass(eq=False)
 class Section:
-    """The groups that share model and data, and so a table and curves. The others are compared with the group
-    `reference`, which by default is dense training."""
+    """The groups with the same model and data, which share a table and curves. The speed of each group is compared with
+    the group `reference`, by default dense training."""
 
     model: str | None
     data: str | None

@@ -1,8 +1,8 @@
 """Step times that were measured in turns, and the performance model's predictions for other networks.
 
 `python -m hvdcomp.tools.bench.compare_worker` writes the file: a calibration of a model, and real steps of it with
-several compressors. The compressors took turns, a few steps at a time, so that other work on the machine disturbs all
-of them alike. Trainings one after the other are not comparable.
+several compressors. The compressors took turns, a few steps at a time, so other programs on the machine disturb
+all of them equally. Step times of trainings that ran one after the other are not comparable.
 """
 
 from __future__ import annotations

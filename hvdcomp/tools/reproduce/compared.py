@@ -87,7 +87,7 @@ class Trainings:
         folder: of all trainings.
         quick: train for fewer steps, with `QUICK_SEEDS` seeds in place of `SEEDS`.
         data: folder of the published data of Accordion's trainings; None for small trainings in their place.
-        epochs: of trainings on published data; None for as many as the authors'.
+        epochs: of trainings on published data; None for the authors' number.
 
     Attributes:
         quick: whether trainings are short.

@@ -34,7 +34,7 @@ def _size(tensors: tuple[TensorInfo, ...]) -> int:
 
 
 def floats_of_a_step(tensors: tuple[TensorInfo, ...], spec: str) -> float:
-    """The 32-bit numbers, indices included, that a rank hands to the collectives, with every matrix compressed."""
+    """The 32-bit numbers, including indices, that a rank gives to the collectives if every matrix is compressed."""
     return exchange_of(parse_compressor(spec), tensors, 4, min_numel=0).bytes / 4
 
 

@@ -17,8 +17,9 @@ from hvdcomp.tools.reproduce.published import Artefact
 from hvdcomp.tools.reproduce.workloads import Workload
 
 PAIRS = (("elements", "raw"), ("elements", "error_feedback"), ("bytes", "raw"), ("bytes", "error_feedback"))
-"""What a factor counts, and the gain. With the first pair, elements and the gain of the authors' code, large factors
-pass as in the paper's tables; the gain of the paper's text is that with error feedback."""
+"""The unit that a factor counts, and the definition of the gain. With the first pair, elements and the gain of the
+authors' code, large factors pass as in the paper's tables. The gain in the paper's text is the one with error
+feedback."""
 
 
 def _gravac(
@@ -37,8 +38,8 @@ def _gravac(
 def _with_other_pairs(
     t: Trainings, compared: Compared, compressor: str, label: str, base: str, **policy: Any
 ) -> tuple[Compared, list[Row]]:
-    """GraVAC with the other pairs of factor and gain, which the paper does not compare: the trainings, and two rows of
-    each beside a base. Nothing if trainings are short: the paper does not ask for these.
+    """GraVAC with the other pairs of factor and gain, which the paper does not compare: the trainings, and for each
+    pair two rows that compare it with a base. Nothing if trainings are short: the paper does not need these rows.
 
     Args:
         label: of the training with the first pair.

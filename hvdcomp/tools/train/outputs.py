@@ -1,8 +1,8 @@
 """The files of a run, written by rank 0: steps.jsonl, evaluations.jsonl, epochs.jsonl, summary.json, and optionally
 TensorBoard's.
 
-Each line is written at once and completely, so that a killed run, or a full disk, leaves the records of all its steps;
-summary.json is written at the end of the run. JSON is strict: numbers that are not finite are null.
+Each line is written at once and completely, so the records of all steps remain if the run is killed or the disk is
+full. summary.json is written at the end of the run. JSON is strict: numbers that are not finite are null.
 """
 
 from __future__ import annotations

@@ -82,8 +82,8 @@ class Ranks(ABC):
         self.gather(None, "barrier")
 
     def leave(self, code: int) -> None:
-        """End the connection at the end of a program, which then exits with `code`, perhaps already in here. As a
-        launcher ends all ranks when one ends, each rank first waits for all, until rank 0 has printed its output."""
+        """End the connection at the end of a program. The program then exits with `code`, perhaps already in here. A
+        launcher ends all ranks when one ends, so each rank first waits for all, until rank 0 has printed its output."""
         self.barrier()
 
     def sum(self, values: Any, name: str) -> np.ndarray:

@@ -87,7 +87,7 @@ class Reporter:
         )
 
     def _of(self, epoch: int) -> str:
-        """An epoch of how many. A run that goes on with other ranks may need more epochs for its steps."""
+        """An epoch and the number of epochs; a run that continues with other ranks may need more epochs."""
         return f"{epoch}/{max(epoch, self._epochs)}"
 
     def _line(self, text: str) -> None:

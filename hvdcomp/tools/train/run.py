@@ -206,7 +206,7 @@ class Run:
             due = self._checkpoints is not None and self._checkpoints.due(self._step)
             if (due or self._step >= self._next_check) and (ended := self._agree(save=due)):
                 return ended
-        # A run that ends within an epoch is saved before the epoch's record, as what is saved may go on with the rest.
+        # A run that ends within an epoch is saved before the epoch's record, because it may later continue the epoch.
         if ended := self._agree(save=len(shard) >= self._next_accumulation()):
             return ended
         self._end_epoch()
@@ -473,11 +473,11 @@ def _digest(parameters: Arrays) -> str:
 
 
 def _cost(spent: Any, last: Any) -> dict[str, float | None]:
-    """What the ledgers say of a step.
+    """The bytes and times of a step, from the ledgers.
 
     Args:
         spent: in it, as a difference of sums.
-        last: the latest entry of layers, which has the times; None with one rank, of which Horovod compresses nothing.
+        last: the latest entry of layers, which has the times; None with one rank: Horovod then compresses nothing.
     """
     counts = ("bytes_sent", "bytes_in_node", "dense_bytes", "floats_sent")
     cost: dict[str, float | None] = {name: round(getattr(spent, name), 6) for name in counts}

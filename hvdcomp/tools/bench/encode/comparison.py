@@ -1,6 +1,6 @@
 """Decides which measurements may be compared.
 
-The copy beside each method is always the same work, so its time shows the machine's speed.
+The copy that is measured in turns with each method is always the same work, so its time shows the machine's speed.
 """
 
 from __future__ import annotations
