@@ -74,7 +74,7 @@ def _list(_context: click.Context, _option: click.Parameter, value: str) -> tupl
     type=click.Choice(list(OVERLAPS)),
     default="on",
     show_default=True,
-    help="When compressors send gradients: on, during the backward pass; off, after it; both, in turn.",
+    help="on: compressors send gradients during the backward pass; off: after it; both: measure both ways in turn.",
 )
 @click.option("--batch-size", type=click.IntRange(1), default=4, show_default=True, help="Samples per rank.")
 @click.option(

@@ -101,7 +101,7 @@ _REFUSED = {
     "time: '' is not a time limit": {"time": ""},
     "time: '60\\n' is not a time limit": {"time": "60\n"},
     "time: '00:00:30' is less than a minute": {"time": "00:00:30"},
-    "warning_seconds: 0 must be between 1": {"warning_seconds": 0},
+    "warning_seconds: 0 must be a number of seconds": {"warning_seconds": 0},
     "warning_seconds: 300 s before the end of time '5'": {"time": "5", "warning_seconds": 300},
     "partition: 'a b' is not a valid name": {"partition": "a b"},
     "account: '$(id)' is not a valid name": {"account": "$(id)"},

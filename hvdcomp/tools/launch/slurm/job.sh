@@ -14,8 +14,8 @@ if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
 fi
 #@modules
 
-# If sbatch is called in another job, it passes on that job's variables. srun would apply them to this job's cores and
-# memory.
+# If sbatch is called in another job, it passes on that job's variables: srun would use them for the cores and memory of
+# this job.
 unset "${!SLURM_CPU_BIND@}"
 [ -n "${SLURM_MEM_PER_NODE:-}" ] && unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU
 

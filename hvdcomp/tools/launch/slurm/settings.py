@@ -179,7 +179,9 @@ class SlurmJob:
                 f"time: {self.time!r} is less than a minute, which is Slurm's unit of time: use a longer time"
             )
         if not 1 <= self.warning_seconds <= 65535:
-            raise ConfigurationError(f"warning_seconds: {self.warning_seconds} must be between 1 and 65535")
+            raise ConfigurationError(
+                f"warning_seconds: {self.warning_seconds} must be a number of seconds between 1 and 65535"
+            )
         if self.warning_seconds >= seconds:
             raise ConfigurationError(
                 f"warning_seconds: {self.warning_seconds} s before the end of time {self.time!r} ({seconds} s) is "
