@@ -234,13 +234,13 @@ def test_a_healthy_environment_has_no_problem() -> None:
         (
             changed(torch=FOR_CUDA, toolkit=CudaToolkit("/cuda/bin/nvcc", "12.4", None)),
             "lacks the header or the library of cudart",
-            "point CUDA_HOME to it",
+            "set CUDA_HOME to its folder",
             False,
         ),
         (
             changed(torch=FOR_CUDA, toolkit=CudaToolkit("/cuda/bin/nvcc", "12.6", "12.4")),
             "nvcc (/cuda/bin/nvcc) is 12.6, its cudart 12.4",
-            "point CUDA_HOME to it",
+            "set CUDA_HOME to its folder",
             False,
         ),
         (
