@@ -95,8 +95,8 @@ def test_a_row_says_how_most_of_it_travels() -> None:
     }  # fmt: skip
     said = summary(compare(run))
     assert "for 3 predictions with an all-gather or allreduce, " in said
-    assert "of 1 scattered, " in said
-    assert "of 4 without overlap." in said  # nothing says that this run had any
+    assert "for 1 predictions with scattered payloads, " in said
+    assert "for 4 predictions without overlap." in said  # nothing says that this run had any
 
 
 def test_two_levels_are_predicted_from_what_is_known_of_nodes() -> None:
