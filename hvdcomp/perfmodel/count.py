@@ -1,4 +1,4 @@
-"""The set-ups in which compression pays, counted and one by one, by the advice for each."""
+"""The set-ups in which compression makes a step faster, according to the advice: their number, or a row for each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORLD_SIZES = (8, 16, 32, 64, 96, 128)
 BATCHES = (0.25, 0.5, 1, 2)
 """Batch sizes of the set-ups, as factors of the calibration's; times of the passes are proportional."""
 RATES = (1, 10, 25)
-"""Gb/s of the link in `setups`, beside the calibration's rate: those of Agarwal et al. 2022, On the Utility."""
+"""Gb/s of the link in `setups`, besides the calibration's rate. Source: Agarwal et al. 2022, On the Utility."""
 
 
 def counts(calibration: Calibration, specs: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:

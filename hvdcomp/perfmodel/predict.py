@@ -20,7 +20,7 @@ from hvdcomp.perfmodel.schedule import Buckets, Parts, cut, early, overlapped, p
 Array = Any
 
 UNCOMPRESSED = "none"
-"""The spec of dense gradients. Its encode time is the remaining time of a step, as nothing is encoded."""
+"""The spec of dense gradients. Its encode time is the remaining time of a step, because nothing is encoded."""
 
 LIMITS = ("compute", "encode", "network", "latency")
 

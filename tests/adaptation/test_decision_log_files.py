@@ -285,7 +285,7 @@ def test_a_run_goes_on_from_a_checkpoint_before_files_were_put_aside(tmp_path: P
 def test_an_output_that_holds_files_of_a_log_is_not_overwritten_unasked(tmp_path: Path) -> None:
     drive(tmp_path / "decisions.jsonl", policy_of("gravac"), 30, 1, file_bytes=1500)
     (tmp_path / "decisions.jsonl").unlink()
-    with pytest.raises(SetupError, match=r"holds a run already \(decisions.1.jsonl\)"):
+    with pytest.raises(SetupError, match=r"already contains a run \(decisions.1.jsonl\)"):
         check_output(tmp_path, overwrite=False)
     RunWriter(tmp_path, tensorboard=False)
     assert list(tmp_path.glob("decisions*")) == []
@@ -297,7 +297,7 @@ def test_a_checkpoint_whose_place_in_the_log_was_removed_since_is_refused(tmp_pa
     state = drive(path, policy, 3, 1, file_bytes=1500, files=2)
     sizes = writer.sizes()
     drive(path, policy, 60, 2, state, first=3, file_bytes=1500, files=2)
-    with pytest.raises(SetupError, match=r"decisions\.jsonl is not that of the run"):
+    with pytest.raises(SetupError, match=r"decisions\.jsonl does not belong to the run"):
         check_output(tmp_path, False, sizes)
 
 

@@ -328,7 +328,7 @@ def without_start(path: Path) -> None:
         (without_start, "line 1: the decision log does not begin with a start line"),
         (lambda path: tamper(path, 1, ("policy",), "acordion:low=1"), "line 1: unknown policy 'acordion'"),
         (lambda path: tamper(path, 1, ("policy",), "gravac:min=0.5"), "line 1: gravac: min=0.5 is not allowed"),
-        (lambda path: tamper(path, 1, ("policy",), "warmup:dense_steps=5"), "is a schedule, which decides nothing"),
+        (lambda path: tamper(path, 1, ("policy",), "warmup:dense_steps=5"), "is a schedule, which makes no decisions"),
         (lambda path: tamper(path, 1, ("policy",), "adaqs:start=16,fall=0.2"), "this is not a state of adaqs"),
         (lambda path: tamper(path, 1, ("state",), {}), "line 1: this is not a state of gravac"),
         (lambda path: tamper(path, 1, ("state", "gains"), 3), "line 1: "),

@@ -40,9 +40,9 @@ def _at_target(section: Section) -> Iterator[str]:
     dense = section.reference if section.reference in reached else None
     sentence = f"{_name(fastest)} reached {fastest.target} first, in {three_digits(times[fastest])} seconds of training"
     if dense is not None and dense is not fastest and times[fastest]:
-        sentence += f", {times[dense] / times[fastest]:.1f} times as fast as {_name(dense)}"
+        sentence += f", {times[dense] / times[fastest]:.1f} times faster than {_name(dense)}"
     yield f"{sentence}." if section.simulated is None else f"{sentence} ({section.simulated})."
-    sentence = f"{_name(fewest)} sent fewest bytes to get there, {filesize.decimal(round(sent[fewest]))}"
+    sentence = f"{_name(fewest)} sent the fewest bytes to reach it, {filesize.decimal(round(sent[fewest]))}"
     if dense is not None and dense is not fewest and sent[fewest]:
         sentence += f", {sent[dense] / sent[fewest]:.1f} times fewer than {_name(dense)}"
     yield f"{sentence}."
@@ -55,14 +55,14 @@ def _bytes_and_quality(section: Section, measured_groups: list[Group]) -> Iterat
     fewest, most = _fewest_bytes(section, good), _fewest_bytes(section, measured_groups)
     if fewest is reference:
         as_good = _AS_GOOD[section.metric or "accuracy"]
-        yield f"No method with fewer bytes ended {as_good} {_name(reference)} ({_quality(section, reference)})."
+        yield f"No method that sent fewer bytes ended {as_good} {_name(reference)} ({_quality(section, reference)})."
     else:
         yield (
             f"{_name(fewest)} sent {_times(fewest)} fewer bytes than dense training, and ended at "
             f"{_quality(section, fewest)}; {_name(reference)} ended at {_quality(section, reference)}."
         )
     if _saved(most) > _MORE * _saved(fewest):
-        yield f"{_name(most)} sent fewest, {_times(most)} fewer, but ended at {_quality(section, most)}."
+        yield f"{_name(most)} sent the fewest bytes, {_times(most)} fewer, but ended at {_quality(section, most)}."
     if best not in (fewest, reference):
         yield f"{_name(best)} ended best, at {_quality(section, best)}, with {_times(best)} fewer bytes."
 
@@ -78,7 +78,7 @@ def _slow_link(section: Section) -> Iterator[str]:
     times_of = ((group, group.columns()[f"{kind}_ms_{rate}"]) for group in section.groups)
     times = {group: ms for group, ms in times_of if ms is not None}
     if not times:
-        yield f"There is no prediction for a link of {words}: this machine was too busy to calibrate."
+        yield f"There is no prediction for a link of {words}, because this machine was too busy to calibrate."
         return
     fastest = min(times, key=lambda group: times[group])
     reference = section.reference
@@ -89,11 +89,13 @@ def _slow_link(section: Section) -> Iterator[str]:
     else:
         yield (
             f"On a link of {words}, a step of {_name(fastest)} {took} {times[fastest]:.3g} ms instead of "
-            f"{times[reference]:.3g}: {times[reference] / times[fastest]:.1f} times as fast as {_name(reference)}."
+            f"{times[reference]:.3g}: {times[reference] / times[fastest]:.1f} times faster than {_name(reference)}."
         )
         if reference.turns_ms and fastest.turns_ms:
-            where = "Without such a link" if measured else "Measured here"
-            yield f"{where}, it is {reference.turns_ms / fastest.turns_ms:.2f} times as fast."
+            where = "On this machine" if measured else "Measured on this machine"
+            ratio = reference.turns_ms / fastest.turns_ms
+            compared = "faster" if ratio > 1 else "slower"
+            yield f"{where}, without the slow link, it is {compared} than {_name(reference)} ({ratio:.2f}x)."
 
 
 def _as_good(section: Section, group: Group, reference: Group) -> bool:

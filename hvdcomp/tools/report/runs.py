@@ -24,12 +24,12 @@ from hvdcomp.tools.train.options import SIMULATED
 from hvdcomp.tools.train.target import Target
 
 RUN_FILES = ("steps.jsonl", "evaluations.jsonl", "epochs.jsonl", "decisions.jsonl", "summary.json")
-REPORT_FILES = ("report.html", "report.json", "report.csv")  # written by `page`; never taken for runs
+REPORT_FILES = ("report.html", "report.json", "report.csv")  # written by `page`; never read as runs
 SERIES_FILE = "series.csv"  # beside them, but for reports of earlier versions
 METRICS = ("accuracy", "perplexity")
 PARTS = ("test", "validation")  # of the data, for evaluations
 PHASES = ("encode", "communicate", "decode")
-_HINT = "remove it to read the run as unfinished"
+_HINT = "remove the file to read the run as unfinished"
 _TEXTS = ("status", "model", "data", "spec")
 _NUMBERS = (
     *METRICS, "loss", "ms_per_step", "bytes_sent", "bytes_sent_per_step", "bytes_in_node_per_step",
@@ -37,7 +37,7 @@ _NUMBERS = (
 )  # fmt: skip
 _TARGET_NUMBERS = ("step", "bytes_sent", "trained_seconds")
 _LONGEST = 60  # characters of a value in a message
-# Options of a run's place and seed; the other options and the spec tell what was run.
+# Options that name a run's place and seed; the other options and the spec define the training.
 _NOT_COMPARED = {
     "checkpoint_folder", "compression", "data_dir", "elastic", "metrics_address", "metrics_port", "output", "overwrite",
     "progress", "residuals", "seed", "tensorboard",
@@ -262,20 +262,22 @@ def find_runs(paths: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
     notes = []
     for path in map(Path, paths):
         if not path.exists():
-            raise RunError(f"{path} does not exist; give folders written by `hvdcomp train`, or their parent")
+            raise RunError(
+                f"{path} does not exist; give folders that `hvdcomp train` wrote, or a folder that contains them"
+            )
         if _is_report(path):
             notes.append(f"left out {path}: it belongs to a report, not to a run")
             continue
         run_folders = [Path(root) for root, _, files in sorted(os.walk(path)) if set(files) & set(RUN_FILES)]
         if not run_folders:
             raise RunError(
-                f"no training run in {path}: neither it nor a folder below it has one of {', '.join(RUN_FILES)}; give "
-                "a folder written by `hvdcomp train`"
+                f"{path} contains no training run: neither this folder nor a folder below it has one of "
+                f"{', '.join(RUN_FILES)}; give a folder that `hvdcomp train` wrote"
             )
         folders += [path] if path in run_folders else run_folders
     folders = list(dict.fromkeys(folder.resolve() for folder in folders))
     if not folders:
-        raise RunError("no training runs among the paths given")
+        raise RunError("the given paths contain no training runs; give folders that `hvdcomp train` wrote")
     root = os.path.commonpath([folder.parent for folder in folders])
     return [_read_run(folder, printable(folder.relative_to(root))) for folder in folders], notes
 
@@ -375,7 +377,7 @@ def _field(record: dict[str, Any], field: str) -> float:
     """The value of a field of a record; raises TypeError or ValueError for a wrong value."""
     if field == "part" and field in record:
         if record[field] not in PARTS:
-            raise ValueError(f"{shortened(record[field])} is not a part of the data: {' or '.join(PARTS)}")
+            raise ValueError(f"{shortened(record[field])} is not a part of the data, {' or '.join(PARTS)}")
         return PARTS.index(record[field])
     value = as_number(record.get(field))
     if field == "step" and np.isnan(value):

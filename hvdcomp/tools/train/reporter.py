@@ -87,7 +87,7 @@ class Reporter:
         )
 
     def _of(self, epoch: int) -> str:
-        """An epoch of how many. A run that goes on with other ranks may need more epochs for its steps."""
+        """An epoch and the number of epochs; a run that continues with other ranks may need more epochs."""
         return f"{epoch}/{max(epoch, self._epochs)}"
 
     def _line(self, text: str) -> None:
@@ -140,7 +140,7 @@ def _quality(metric: str, value: float | None) -> str:
 
 def _within_nodes(sent: float | None) -> list[tuple[str, str]]:
     """The row for the sent bytes that stay within a node, if there are any."""
-    return [("of that within a node", _bytes(sent))] if sent else []
+    return [("of this within a node", _bytes(sent))] if sent else []
 
 
 def _tables(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -149,12 +149,12 @@ def _tables(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if tables is None or not summary["steps"]:
         return []
     factor = _or_none(tables["compression_factor"], "{:.1f}")
-    return [("of that for rows of tables", f"{_bytes(tables['bytes_sent'] / summary['steps'])}, {factor} times fewer")]
+    return [("of this for rows of tables", f"{_bytes(tables['bytes_sent'] / summary['steps'])}, {factor} times fewer")]
 
 
 def _factor(summary: dict[str, Any]) -> str:
     """The compression factor, without the bytes of `_within_nodes`."""
-    counted = " (without what stays within a node)" if summary["bytes_in_node_per_step"] else ""
+    counted = " (without bytes that stay within a node)" if summary["bytes_in_node_per_step"] else ""
     return _or_none(summary["compression_factor"], "{:.1f}") + counted
 
 

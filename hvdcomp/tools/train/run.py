@@ -105,9 +105,9 @@ class Run:
         now = self._ranks.now()
         self._start, self._epoch_start = now - saved["seconds"], now - saved["epoch_seconds"]
         for damage in self._checkpoints.damaged:
-            self._reporter.say(f"passed over a checkpoint: {damage}")
-        over = ", which was the last: nothing is left to train" if self._over and not self._losses else ""
-        self._reporter.say(f"going on after step {self._step} from {self._options.checkpoint_folder}{over}")
+            self._reporter.say(f"skipped a checkpoint: {damage}")
+        over = ", which was the last step: nothing is left to train" if self._over and not self._losses else ""
+        self._reporter.say(f"continuing after step {self._step} from {self._options.checkpoint_folder}{over}")
         if self._checkpoints.change is not None:
             self._reporter.say(self._checkpoints.change)
 
@@ -165,7 +165,8 @@ class Run:
         """Ends the run on every rank if a rank could not write."""
         for problem in filter(None, problems):
             raise ConfigurationError(
-                f"{problem}; what was written before is whole. Make room, or name another --output, and start again"
+                f"{problem}; everything that was written before is complete. Free some space, or name another "
+                "--output, and start again"
             )
 
     def _train(self) -> str:
@@ -205,7 +206,7 @@ class Run:
             due = self._checkpoints is not None and self._checkpoints.due(self._step)
             if (due or self._step >= self._next_check) and (ended := self._agree(save=due)):
                 return ended
-        # A run that ends within an epoch is saved before the epoch's record, as what is saved may go on with the rest.
+        # A run that ends within an epoch is saved before the epoch's record, because it may later continue the epoch.
         if ended := self._agree(save=len(shard) >= self._next_accumulation()):
             return ended
         self._end_epoch()
@@ -472,11 +473,11 @@ def _digest(parameters: Arrays) -> str:
 
 
 def _cost(spent: Any, last: Any) -> dict[str, float | None]:
-    """What the ledgers say of a step.
+    """The bytes and times of a step, from the ledgers.
 
     Args:
         spent: in it, as a difference of sums.
-        last: the latest entry of layers, which has the times; None with one rank, of which Horovod compresses nothing.
+        last: the latest entry of layers, which has the times; None with one rank: Horovod then compresses nothing.
     """
     counts = ("bytes_sent", "bytes_in_node", "dense_bytes", "floats_sent")
     cost: dict[str, float | None] = {name: round(getattr(spent, name), 6) for name in counts}

@@ -36,7 +36,9 @@ class Target:
         if metric not in METRICS or not math.isfinite(value) or value <= 0:
             raise ValueError(f"{text!r} is not a target; give one of {', '.join(METRICS)} and a value: accuracy=0.93")
         if metric == "accuracy" and value > 1:
-            raise ValueError(f"{text!r} cannot be reached; an accuracy is at most 1: accuracy=0.93")
+            raise ValueError(
+                f"{text!r} cannot be reached, because an accuracy is at most 1; give a value such as accuracy=0.93"
+            )
         return cls(metric, value)
 
     def is_reached(self, quality: dict[str, Any]) -> bool:

@@ -216,7 +216,7 @@ def test_half_a_last_line_is_left_out(tmp_path):
         (2, '"fc1.weight": 4', '"fc1.weight": "much"', "line 2.*much"),
         (1, '{"kind": "start"', '\n{"kind": "start"', "line 1"),
         (2, '"fc1.weight": 4', f'"fc1.weight": {10**400}', "line 2.*OverflowError"),
-        (2, '"from_step": 21', f'"from_step": {2**70}', "line 2: no run has a step of this number"),
+        (2, '"from_step": 21', f'"from_step": {2**70}', "line 2: the number of the step is out of range"),
     ],
 )
 def test_damaged_log_is_an_error_that_names_the_line(tmp_path, number, old, new, said):
@@ -420,7 +420,7 @@ def test_what_auto_chose_is_drawn_with_the_times_that_it_chose_by(tmp_path):
     assert log.measured["dense"][-1] == pytest.approx(1.0)
     (one,), _ = find_runs([folder])
     ((_, caption, figure),) = draw_decisions(one)
-    assert "the method in force" in caption
+    assert "the method in use" in caption
     figure.canvas.draw()
     labels = [text.get_text() for text in figure.axes[1].get_yticklabels()]
     assert "fp16: 500 ms (predicted 950)" in labels

@@ -38,7 +38,7 @@ def _load(**options: object) -> DataSet:
 )
 def test_shards_of_an_epoch(samples: int, world_size: int, batch: int, seed: int, epoch: int) -> None:
     if samples // world_size < batch:
-        with pytest.raises(SetupError, match=f"--batch-size {batch} .* each of {world_size} ranks"):
+        with pytest.raises(SetupError, match=f"--batch-size {batch} .* on {world_size} ranks"):
             steps_per_epoch(samples, world_size, batch, passes=1)
         return
     steps = steps_per_epoch(samples, world_size, batch, passes=1)
@@ -121,7 +121,7 @@ def test_samples_and_label_noise() -> None:
     assert np.array_equal(noisy.test_y, whole.test_y)
     # Of the replaced labels one in ten is drawn as it was.
     assert (noisy.train_y != whole.train_y).mean() == pytest.approx(0.45, abs=0.05)
-    with pytest.raises(SetupError, match="--samples 3000: --data synthetic has 2000"):
+    with pytest.raises(SetupError, match="--samples 3000 is more than the 2000 training samples of --data synthetic"):
         _load(data="synthetic", image_size=8, samples=3000)
 
 
@@ -141,7 +141,7 @@ def test_standard_library_text(unit: str, vocabulary: range) -> None:
 
 
 def test_standard_library_cannot_be_longer_than_it_is() -> None:
-    with pytest.raises(SetupError, match=r"--text-size 10000000000: the standard library in .* has"):
+    with pytest.raises(SetupError, match=r"--text-size 10000000000 is too large: the standard library in .* has"):
         data_text.standard_library(10**10, "char", 20)
 
 
@@ -159,7 +159,7 @@ def test_bytes_of_the_standard_library_are_in_one_part_only() -> None:
 
 
 def test_too_many_bytes_of_the_standard_library() -> None:
-    with pytest.raises(SetupError, match=r"--text-size 10000000000: the standard library in .* has \d+ bytes"):
+    with pytest.raises(SetupError, match=r"--text-size 10000000000 is too large: .* has \d+ bytes"):
         data_text.bytes_of_standard_library(10**10, 64)
 
 
@@ -231,7 +231,7 @@ def test_validation_samples_are_held_back_from_the_training() -> None:
     assert np.array_equal(np.concatenate([data.train_y, data.validation.y]), whole.train_y)
     assert len(data.validation.x) == 100
     assert np.array_equal(data.test_x, whole.test_x)
-    with pytest.raises(SetupError, match="--validation-samples 1437: give fewer than the 1437 training samples"):
+    with pytest.raises(SetupError, match="--validation-samples 1437 must be fewer than the 1437 training samples"):
         _load(data="digits", validation_samples=1437)
 
 
@@ -380,11 +380,11 @@ def test_cifar_pickles_cannot_run_code(tmp_path: Path) -> None:
 
 
 def test_missing_cifar_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match=r"holds no CIFAR-10: expected the folder cifar-10-batches-py .* test_batch"):
+    with pytest.raises(SetupError, match=r"contains no CIFAR-10; it must contain the folder cifar-10-batches-py .* t"):
         data_cifar.load(tmp_path, "cifar10")
     missing = _write_cifar10(tmp_path) / "data_batch_5"
     missing.unlink()
-    with pytest.raises(SetupError, match=f"{re.escape(str(missing))} is missing; CIFAR-10 has data_batch_1"):
+    with pytest.raises(SetupError, match=f"{re.escape(str(missing))} is missing; CIFAR-10 consists of data_batch_1"):
         data_cifar.load(tmp_path, "cifar10")
 
 
@@ -439,7 +439,7 @@ def test_criteo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = _load(model="dlrm", data="criteo", data_dir=tmp_path, table_rows=50, samples=30)
     assert [len(part) for part in (first.train_x, first.validation.x, first.test_x)] == [30, 3, 2]
     np.testing.assert_array_equal(np.concatenate([first.train_x, first.validation.x[:1]]), data.train_x[:31])
-    with pytest.raises(SetupError, match=r"--samples 61: --data criteo has 60 to train on"):
+    with pytest.raises(SetupError, match=r"--samples 61 is more than the 60 training samples of --data criteo"):
         _load(model="dlrm", data="criteo", data_dir=tmp_path, samples=61)
 
 
@@ -463,10 +463,10 @@ def test_damaged_criteo_is_named_with_the_line(tmp_path: Path, place: int, field
 
 
 def test_missing_criteo_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match=r"holds no Criteo: expected the file train\.txt of Kaggle's"):
+    with pytest.raises(SetupError, match=r"contains no Criteo; it must contain the file train\.txt of"):
         data_criteo.load(tmp_path, 100, None)
     path = _write_criteo(tmp_path, _criteo_lines(2))
-    with pytest.raises(SetupError, match=f"{re.escape(str(path))} has 2 lines, and --data criteo needs three"):
+    with pytest.raises(SetupError, match=f"{re.escape(str(path))} has 2 lines, and --data criteo needs at least three"):
         data_criteo.load(tmp_path, 100, None)
 
 
@@ -507,7 +507,7 @@ def test_ptb(tmp_path: Path) -> None:
 
 
 def test_missing_or_damaged_text_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match=r"holds no WikiText-2: expected .*wiki.train.tokens and wiki.test.tokens"):
+    with pytest.raises(SetupError, match=r"contains no WikiText-2; it must .*wiki.train.tokens and wiki.test.tokens"):
         data_text.load(tmp_path, "wikitext2", 4)
     train, test = tmp_path / "wiki.train.tokens", tmp_path / "wiki.test.tokens"
     train.write_text(_WIKI)
@@ -520,5 +520,5 @@ def test_missing_or_damaged_text_is_named(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=f"{re.escape(str(test))} is empty"):
         data_text.load(tmp_path, "wikitext2", 4)
     test.write_text("the cat")
-    with pytest.raises(SetupError, match=r"wiki.test.tokens: a text of 3 tokens has no sequence of .* 4; shorten"):
+    with pytest.raises(SetupError, match=r"wiki.test.tokens: a text of 3 tokens is too short for .* 4; give"):
         data_text.load(tmp_path, "wikitext2", 4)
