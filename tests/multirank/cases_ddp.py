@@ -515,11 +515,12 @@ def case_sparse_gradients_do_not_meet_buckets_that_start_early() -> None:
 
 
 def case_loss_scaler_skips_the_step_everywhere() -> None:
-    for spec in ("topk:ratio=0.05", "powersgd:rank=2"):
+    for spec, given_to_register in (("topk:ratio=0.05", False), ("powersgd:rank=2", True)):
         model = large_model()
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        how = hvdcomp.Compression.from_spec(spec, grad_scaler=scaler)
-        distributed, optimizer, _ = distribute(model, how)
+        how = hvdcomp.Compression.from_spec(spec, grad_scaler=None if given_to_register else scaler)
+        distributed, optimizer, _ = distribute(model)
+        hvdcomp.ddp.register(distributed, how, optimizer, scaler if given_to_register else None)
         generator = own_generator()
         for step in range(6):
             optimizer.zero_grad()
@@ -533,7 +534,7 @@ def case_loss_scaler_skips_the_step_everywhere() -> None:
             assert torch.equal(start, weights(model)) == (step == 3)
             scaler.update()
             assert_metrics(how, dense_bytes=4 * start.numel())
-        assert scaler.get_scale() == 512.0
+        assert scaler.get_scale() == how.state_dict()["own"]["loss_scale"] == 512.0
         assert_same_everywhere(weights(model))
 
 
@@ -710,6 +711,10 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
         hvdcomp.ConfigurationError, lambda: hvdcomp.ddp.register(distributed, made(), distributed)  # as the optimizer
     )
     assert "DistributedDataParallel as optimizer, which is none" in message, message
+    message = raised(
+        hvdcomp.ConfigurationError, lambda: hvdcomp.ddp.register(distributed, made(), grad_scaler=1024.0)
+    )
+    assert "grad_scaler=1024.0 does not scale a loss; give a torch.amp.GradScaler" in message, message
     message = raised(hvdcomp.ConfigurationError, lambda: used.compress(torch.ones(2)))
     assert "without hvd.DistributedOptimizer" in message
 
