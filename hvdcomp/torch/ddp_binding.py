@@ -312,8 +312,8 @@ def _check(setup: Setup, model: DistributedDataParallel) -> None:
             'torch._dynamo.config.optimize_ddp="python_reducer" hands over each gradient by itself, inside of what is '
             'compiled, where hvdcomp cannot exchange; leave it at "ddp_optimizer" while DistributedDataParallel is made'
         )
-    parameters = model.module.named_parameters()
-    stepping = [name for name, parameter in parameters if hasattr(parameter, "_in_backward_optimizers")]
+    trained = _trained(model).items()
+    stepping = [name for name, parameter in trained if hasattr(parameter, "_in_backward_optimizers")]
     if stepping:
         raise ConfigurationError(
             f"_apply_optimizer_in_backward steps with the gradients of {', '.join(stepping)} in the backward pass, "

@@ -823,6 +823,18 @@ def case_what_ddp_was_told_to_ignore_is_left_alone() -> None:
     assert_same_everywhere(weights(model[2:]))
 
 
+def case_what_ddp_ignores_may_step_in_the_backward_pass() -> None:
+    """As torchrec's tables do."""
+    model = large_model()
+    _apply_optimizer_in_backward(torch.optim.SGD, model[0].parameters(), {"lr": 0.02})
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight", "0.bias"])
+    before = model[0].weight.clone()
+    distributed, optimizer, _ = distribute(model, "topk:ratio=0.05")
+    train(distributed, optimizer, steps=2)
+    assert not torch.equal(model[0].weight, before)
+    assert_same_everywhere(weights(model[2:]))
+
+
 def case_only_what_was_unfrozen_later_is_refused() -> None:
     """DDP hands over no gradient then, and says nothing."""
     distributed, optimizer, _ = frozen_at_first("topk:ratio=0.05")
