@@ -62,22 +62,29 @@ def register(accelerator: Accelerator, model: Any, compression: UsedCompression,
     ddp.register(model, compression, optimizer, accelerator.scaler)
     prepared = ref(_inner(model))  # the accelerator keeps its hooks, and must be able to free the model
 
-    def file_of(rank: int, models: list[Any], folder: str) -> Path:
+    def names_of(models: list[Any]) -> str | None:
+        """What the names of this model's files begin with; None if the accelerator has let go of the model."""
         # The accelerator lists modules as they were before it put them in DistributedDataParallel.
-        number = [_first_parameter(one) for one in models].index(_first_parameter(prepared()))
-        return Path(folder, f"compression{rank}.pt" if number == 0 else f"compression_{number}_{rank}.pt")
+        parameters = [_first_parameter(one) for one in models]
+        own = _first_parameter(prepared())
+        if own not in parameters:
+            return None
+        number = parameters.index(own)
+        return "compression" if number == 0 else f"compression_{number}_"
 
     def save(models: list[Any], weights: list[Any], folder: str) -> None:
-        trainers.save(compression, file_of(accelerator.process_index, models, folder))
+        if (name := names_of(models)) is not None:
+            trainers.save(compression, Path(folder, f"{name}{accelerator.process_index}.pt"))
 
     def load(models: list[Any], folder: str) -> None:
-        trainers.restore(
-            compression,
-            lambda rank: trainers.read(file_of(rank, models, folder)),
-            accelerator.process_index,
-            accelerator.num_processes,
-            folder,
-        )
+        if (name := names_of(models)) is not None:
+            trainers.restore(
+                compression,
+                lambda rank: trainers.read(Path(folder, f"{name}{rank}.pt")),
+                accelerator.process_index,
+                accelerator.num_processes,
+                folder,
+            )
 
     for hook in (accelerator.register_save_state_pre_hook(save), accelerator.register_load_state_pre_hook(load)):
         finalize(_inner(model), hook.remove)
