@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.launched import run_ranks
+from tests.launched import launcher_variables, run_ranks
 from tests.package_index import environment_on_top, pip_with_index
 from tests.project.test_project import EXTRAS, ROOT
 
@@ -58,8 +58,9 @@ def train(python: Path, example: str, folder: Path, epochs: int) -> list[dict[st
 def test_the_tests_with_the_libraries_pass(python: Path) -> None:
     files = [f"tests/bindings/{name}.py" for name in ("test_trainers", "test_ranks_trainers")]
     done = subprocess.run(
-        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files], cwd=ROOT, capture_output=True, text=True
-    )
+        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
+        cwd=ROOT, capture_output=True, text=True, env=launcher_variables(),
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:]
     assert ("skipped" in done.stdout) == (sys.version_info < (3, 11)), done.stdout[-4000:]
 
