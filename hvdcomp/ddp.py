@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from hvdcomp.bindings.frameworks import require_optimizer
-from hvdcomp.bindings.setup import UsedCompression, require_compression
+from hvdcomp.bindings.frameworks import require_optimizer, require_scaler
+from hvdcomp.bindings.setup import Setup, UsedCompression, require_compression
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.torch.ddp_binding import DDPBinding
 
 __all__ = ["register"]
 
 
-def register(model: DistributedDataParallel, compression: UsedCompression, optimizer: Any = None) -> None:
+def register(
+    model: DistributedDataParallel, compression: UsedCompression, optimizer: Any = None, grad_scaler: Any = None
+) -> None:
     """Makes a model in DistributedDataParallel exchange compressed gradients.
 
         model = torch.nn.parallel.DistributedDataParallel(model)
@@ -29,6 +32,7 @@ def register(model: DistributedDataParallel, compression: UsedCompression, optim
         compression: a compression of this model only. Its `load_state_dict` may be called before `register`, or between
             `register` and the first step.
         optimizer: the model's optimizer; needed by policies that follow the learning rate or change the batch size.
+        grad_scaler: the `torch.amp.GradScaler` in use, if any; `Compression(grad_scaler=...)` has precedence.
 
     Raises:
         ConfigurationError: if the model is not in DistributedDataParallel, or another model uses the compression.
@@ -42,4 +46,10 @@ def register(model: DistributedDataParallel, compression: UsedCompression, optim
         )
     require_compression(compression, "hvdcomp.ddp.register")
     require_optimizer(optimizer, "hvdcomp.ddp.register", "torch")
-    compression.serve(lambda setup: DDPBinding(setup, model), optimizer)
+    require_scaler(grad_scaler, "torch")
+
+    def make_binding(setup: Setup) -> DDPBinding:
+        scaler = grad_scaler if setup.grad_scaler is None else setup.grad_scaler
+        return DDPBinding(replace(setup, grad_scaler=scaler), model)
+
+    compression.serve(make_binding, optimizer)

@@ -128,7 +128,7 @@ def of_arguments(parameters: Mapping[str, Any], optimizer: Any, scaler: Any = No
             framework.check_optimizer(optimizer)
         if framework.ARGUMENT in given or (owns_optimizer and not given):
             framework_name = name
-    _require_scaler(scaler, framework_name)
+    require_scaler(scaler, framework_name)
     if framework_name is None or not given:
         return framework_name, None
     return framework_name, _parameters_of(framework_named(framework_name), *given.values())
@@ -194,7 +194,7 @@ def require_optimizer(value: Any, function: str, name: str | None = None) -> Non
         )
 
 
-def _require_scaler(value: Any, name: str | None) -> None:
+def require_scaler(value: Any, name: str | None) -> None:
     """Raises ConfigurationError if the value given as a loss scaler is none; arguments as in `require_optimizer`."""
     frameworks = named_or_all(name).values()
     if value is not None and not any(framework.owns_scaler(value) for framework in frameworks):

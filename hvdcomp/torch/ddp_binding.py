@@ -314,8 +314,8 @@ def _check(setup: Setup, model: DistributedDataParallel) -> None:
             'code, where hvdcomp cannot exchange them; leave it at "ddp_optimizer" while DistributedDataParallel is '
             "made"
         )
-    parameters = model.module.named_parameters()
-    stepping = [name for name, parameter in parameters if hasattr(parameter, "_in_backward_optimizers")]
+    trained = _trained(model).items()
+    stepping = [name for name, parameter in trained if hasattr(parameter, "_in_backward_optimizers")]
     if stepping:
         raise ConfigurationError(
             f"_apply_optimizer_in_backward updates {', '.join(stepping)} in the backward pass, before their gradients "

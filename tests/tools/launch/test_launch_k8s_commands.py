@@ -160,7 +160,7 @@ def test_nothing_is_sent_by_a_dry_run_or_for_settings_that_are_wrong(api: Kubern
     assert invoke(*SUBMIT, "--worker-memory", "4GB", *PROGRAM).exit_code == 2
     nothing = invoke("launch", "k8s")
     assert nothing.exit_code == 2
-    missing = "name (--name), command (-- PROGRAM), ranks (--ranks), image (--image) are not set"
+    missing = "name (--name), command (-- PROGRAM), ranks (--ranks), image (--image) must be set"
     assert missing in nothing.stderr
     assert not api.requests
 
