@@ -715,7 +715,7 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
     message = raised(
         hvdcomp.ConfigurationError, lambda: hvdcomp.ddp.register(distributed, made(), grad_scaler=1024.0)
     )
-    assert "grad_scaler=1024.0 does not scale" in message, message
+    assert "grad_scaler=1024.0 is not a loss scaler" in message, message
     message = raised(hvdcomp.ConfigurationError, lambda: used.compress(torch.ones(2)))
     assert "without hvd.DistributedOptimizer" in message
 
