@@ -133,7 +133,7 @@ def case_what_ids_do_not_name_and_no_table_is_refused_on_every_rank() -> None:
 
     table = torch.nn.Embedding(7, 2)
     dense = torch.nn.ModuleList([table])
-    assert "sparse=False on cpu" in raised(ConfigurationError, lambda: ShardedTables(dense, ["0.weight"]))
+    assert "sparse=False and is on cpu" in raised(ConfigurationError, lambda: ShardedTables(dense, ["0.weight"]))
     table.sparse, other = True, torch.nn.Linear(2, 7)
     other.weight = table.weight
     tied = torch.nn.ModuleList([table, other])

@@ -112,7 +112,7 @@ def test_two_levels_are_predicted_from_what_is_known_of_nodes() -> None:
     assert rows[both].encode_ms == pytest.approx(rows[flat].encode_ms / 2)
     # A reduce-scatter and an allgather of 4 MB in the node, half of it each way, and half a payload to the other node.
     assert rows[both].network_ms == pytest.approx(20 + 20 + rows[flat].network_ms / 3 / 2, rel=0.02)
-    assert "of 1 in two levels" in summary(list(rows.values()))
+    assert "for 1 predictions in two levels" in summary(list(rows.values()))
 
 
 def test_hosts_are_written_with_their_ranks() -> None:

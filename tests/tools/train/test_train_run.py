@@ -300,7 +300,7 @@ def test_what_is_wrong_on_any_rank_is_said_once_and_stops_all(tmp_path: Path) ->
     refused = {
         "--batch-size 1000 (times 1 backward passes) is more than the 718": ["--batch-size", "1000"],
         "--model vgg16 needs images of at least 32x32": ["--model", "vgg16"],
-        f"on rank 1: --data-dir {tmp_path}/data1 holds no WikiText-2": [
+        f"on rank 1: --data-dir {tmp_path}/data1 contains no WikiText-2": [
             *("--model", "lstm", "--data", "wikitext2"),
             *("--data-dir", f"{tmp_path}/dataRANK"),
         ],
