@@ -40,6 +40,7 @@ from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.files import csv_of, replace_files
 from hvdcomp.tools.reproduce.trainings import Run, keep_records, seeds_there, train_missing
 from hvdcomp.tools.terminal import make_console
+from hvdcomp.tools.train.options import TrainingOptions
 
 SEARCHED = (0, 1, 2)
 """The seeds of the search. Rates that are not close to the best are trained with the first seed only."""
@@ -55,11 +56,25 @@ def _with(name: str, **changes: Any) -> dict[str, Any]:
     return {**convergence.WORKLOADS[name].options, "simulate_ranks": convergence.RANKS, **changes}
 
 
+def _quick(model: str, data: str, optimizer: str, lr: float, steps: int, **changes: Any) -> dict[str, Any]:
+    """The options of a training that takes some ten seconds of a core."""
+    words = {"model": model, "data": data, "optimizer": optimizer, "lr": lr, "schedule": "cosine", "steps": steps}
+    return {**words, "evaluate_every": 100, "simulate_ranks": convergence.RANKS, **changes}
+
+
+_SORTING = _quick("encoder", "sorting", "adamw", 8e-3, 300, warm_up=0.06)
+_HEAVY_TAILS = _quick("mlp", "heavy-tails", "adamw", 1.6e-2, 400, warm_up=0.1, weight_decay=0.0)
+_SHAPES = _quick("resnet8", "shapes", "sgd", 0.2, 300, warm_up=0.2, weight_decay=5e-4)
 WORKLOADS: dict[str, dict[str, Any]] = {
     "gpt": _with("gpt"),
     "gpt-muon": _with("gpt", optimizer="muon"),
     "mnist1d": _with("mnist1d"),
     "lstm": _with("lstm"),
+    "sorting": _SORTING,
+    "sorting-muon": {**_SORTING, "optimizer": "muon"},
+    "heavy-tails": _HEAVY_TAILS,
+    "heavy-tails-muon": {**_HEAVY_TAILS, "optimizer": "muon"},
+    "shapes": _SHAPES,
     "gpt-16": _with("gpt", simulate_ranks=16),
     "gpt-muon-16": _with("gpt", optimizer="muon", simulate_ranks=16),
     "mnist1d-16": _with("mnist1d", simulate_ranks=16),
@@ -70,10 +85,17 @@ WORKLOADS: dict[str, dict[str, Any]] = {
 DENSE = "none"
 PAIRS = {"eden": ("terngrad", "powersgd"), "eden:bits=1": ("powersgd",)}
 """The methods, and their rivals. PowerSGD has the lowest rank that sends at least as many bytes."""
+QUICK_RANKS = {"sorting": 2, "heavy-tails": 4, "shapes": 2}
+"""By data of the quick workloads, the rank at which PowerSGD sends about as few bytes as `terngrad`."""
+FROZEN = {
+    "compressed-adam none": {"optimizer": "compressed-adam", "compression": "none", "freeze_compression": "none"},
+    "compressed-adam efsignsgd": {"optimizer": "compressed-adam", "compression": "efsignsgd"},
+}
+"""Methods that change AdamW, too. What that gains is no gain of a compressor, so one of them compresses nothing."""
 
 
 def is_accuracy(workload: str) -> bool:
-    return WORKLOADS[workload]["data"] not in convergence.TEXT_DATA
+    return TrainingOptions(data=WORKLOADS[workload]["data"]).metric == "accuracy"
 
 
 def rate_of(workload: str, doublings: int) -> float:
@@ -95,7 +117,12 @@ def _of_equal_bytes(workload: str, spec: str) -> str:
 
 
 def methods_of(workload: str) -> list[str]:
-    """The specs that a workload is trained with, dense training first."""
+    """The specs, and names of `FROZEN`, that a workload is trained with, dense training first."""
+    options = WORKLOADS[workload]
+    if options["data"] in QUICK_RANKS:
+        powersgd = f"powersgd:rank={QUICK_RANKS[options['data']]}"
+        specs = [DENSE, "int8", "int4", *PAIRS, "terngrad", powersgd, "topk:ratio=0.01"]
+        return [*specs, *(FROZEN if options["optimizer"] == "adamw" else ())]
     specs = [DENSE]
     for spec in PAIRS:
         specs += [spec, *rivals_of(workload, spec)]
@@ -107,6 +134,7 @@ class RateRun(Run):
     """The training of a workload with a method at a learning rate.
 
     Attributes:
+        spec: of the compressor, or a name of `FROZEN`.
         doublings: of the workload's own rate.
     """
 
@@ -123,7 +151,8 @@ class RateRun(Run):
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        return {**WORKLOADS[self.workload], "lr": self.rate, "compression": self.spec, "seed": self.seed}
+        changes = FROZEN.get(self.spec, {"compression": self.spec})
+        return {**WORKLOADS[self.workload], "lr": self.rate, **changes, "seed": self.seed}
 
     def figures(self) -> dict[str, Any]:
         """The factor, the bytes of a rank, and loss and accuracy of the validation part in the end; None if the
@@ -406,7 +435,8 @@ two, each method has the one that is best for seeds {_in_words(SEARCHED)}, with 
 figures are of other seeds. **Lost** is the mean of the differences seed by seed, at each one's own best rate, with its
 95 % interval (Student's t). **Good rates** are those that lose at most {FORGIVING:g} % of the loss, or points of
 accuracy, beside the best rate, for the seeds of the search. `powersgd` has the lowest rank that sends at least as many
-bytes as the method that it is compared with. The CSV file beside this page has the same figures.""",
+bytes as the method that it is compared with. Rows of `compressed-adam` change AdamW, too, and are compared with dense
+training of AdamW itself. The CSV file beside this page has the same figures.""",
         "",
         findings_of(file),
         "",
@@ -437,9 +467,14 @@ def trained(runs: Path) -> list[RateRun]:
     ]
 
 
+def name_of(spec: str) -> str:
+    """The name of a method for `--only`."""
+    return "compressed-adam" if spec in FROZEN else parse_compressor(spec).name
+
+
 @click.command()
 @options_of_trainings(WORKLOADS, "best-rates", seeds="101,102,103,104,105")
-@click.option("--only", multiple=True, metavar="NAME", help="Name of a compressor; repeatable; default: all.")
+@click.option("--only", multiple=True, metavar="NAME", help="Compressor, or compressed-adam; repeatable; default: all.")
 def main(
     workloads: tuple[str, ...],
     only: tuple[str, ...],
@@ -455,7 +490,7 @@ def main(
         raise click.BadParameter(f"the search sees {_in_words(seen)}; give others, from 101 on", param_hint="--seeds")
     console = make_console(soft_wrap=True)
     chosen = {
-        name: [spec for spec in methods_of(name) if not only or parse_compressor(spec).name in only]
+        name: [spec for spec in methods_of(name) if not only or name_of(spec) in only]
         for name in workloads or WORKLOADS
     }
 

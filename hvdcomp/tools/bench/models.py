@@ -5,7 +5,7 @@ from __future__ import annotations
 from hvdcomp.tools.train.options import IMAGE_MODELS, TEXT_MODELS, SetupError
 
 TIMED = IMAGE_MODELS + TEXT_MODELS
-"""The models of `hvdcomp train` that take images or text; signals and clicks have no random data."""
+"""The models of `hvdcomp train` that take images or text; signals, clicks and numbers to sort have no random data."""
 
 IMAGES = {"cifar10": (3, 32, 10), "cifar100": (3, 32, 100), "digits": (1, 8, 10)}
 """Channels, size and classes of the images of a data set."""

@@ -95,7 +95,7 @@ _START = (
     metavar="SPEC",
     shown="weights are sent as they are",
 )
-@_option("--model", "Model to train; vit and dlrm only in PyTorch.", type=click.Choice(MODELS))
+@_option("--model", "Model to train; vit, dlrm and encoder only in PyTorch.", type=click.Choice(MODELS))
 @_option("--data", "Data to train on.", type=click.Choice(DATA))
 @_option(
     "--data-dir",
@@ -139,7 +139,7 @@ _START = (
 @_option("--steps", "Number of optimizer steps, instead of --epochs.", type=int, shown="the steps of --epochs")
 @_option(
     "--until",
-    "Stop as soon as the validation part reaches this quality: accuracy=0.93, loss=2.2 or perplexity=9.",
+    "Stop as soon as the validation part reaches this quality: accuracy=0.93, loss=2.2, perplexity=9 or rmse=0.4.",
     metavar="METRIC=VALUE",
     shown=False,
 )
@@ -156,7 +156,7 @@ _START = (
     "Optimizer. muon (only in PyTorch) uses Muon for hidden matrices, and AdamW for the head, embeddings, "
     "convolutions, norms and biases.",
     type=click.Choice(OPTIMIZERS),
-    shown="adamw for gpt and vit, else sgd",
+    shown="adamw for gpt, vit, encoder and heavy-tails, else sgd",
 )
 @_option("--lr", "Learning rate. It is not scaled by the number of ranks.", type=float)
 @_option("--momentum", "Momentum of SGD.", type=float)

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from rich import filesize
 
 from hvdcomp.tools.report.groups import Group
-from hvdcomp.tools.report.runs import three_digits
+from hvdcomp.tools.report.runs import shown_quality, three_digits
 from hvdcomp.tools.report.series import mean_to_target
 from hvdcomp.tools.report.table import Section
 from hvdcomp.tools.report.turns import RATES
 
-_AS_GOOD = {"accuracy": "within one point of", "perplexity": "within 10% of"}
-_POINT, _PERPLEXITY = 0.01, 1.1  # limits for "as good as dense training", as in docs/convergence.md
+_AS_GOOD = {"accuracy": "within one point of", "perplexity": "within 10% of", "rmse": "within 10% of"}
+_ENDED_AT = {"accuracy": "{}% accuracy", "perplexity": "a perplexity of {}", "rmse": "an RMSE of {}"}
+_POINT, _TIMES = 0.01, 1.1  # limits for "as good as dense training", as in docs/convergence.md
 _MORE = 1.1  # least factor of fewer bytes that is worth a sentence
 
 
@@ -104,7 +105,7 @@ def _as_good(section: Section, group: Group, reference: Group) -> bool:
     assert reference_quality is not None
     if section.metric == "accuracy":
         return own_quality >= reference_quality - _POINT
-    return own_quality <= reference_quality * _PERPLEXITY
+    return own_quality <= reference_quality * _TIMES
 
 
 def _best(section: Section, groups: list[Group]) -> Group:
@@ -127,8 +128,7 @@ def _times(group: Group) -> str:
 
 
 def _quality(section: Section, group: Group) -> str:
-    value = group.quality or 0.0
-    return f"{100 * value:.2f}% accuracy" if section.metric == "accuracy" else f"a perplexity of {value:.2f}"
+    return _ENDED_AT[section.metric or "accuracy"].format(shown_quality(section.metric, group.quality or 0.0))
 
 
 def _name(group: Group) -> str:

@@ -21,12 +21,13 @@ from hvdcomp.files import parse_json
 from hvdcomp.specs.typed import typed
 from hvdcomp.tools.report.decisions import MOST_STEPS, Decisions, load_decisions
 from hvdcomp.tools.train.options import SIMULATED
-from hvdcomp.tools.train.target import Target
+from hvdcomp.tools.train.target import METRICS, Target
 
 RUN_FILES = ("steps.jsonl", "evaluations.jsonl", "epochs.jsonl", "decisions.jsonl", "summary.json")
 REPORT_FILES = ("report.html", "report.json", "report.csv")  # written by `page`; never read as runs
 SERIES_FILE = "series.csv"  # beside them, but for reports of earlier versions
-METRICS = ("accuracy", "perplexity")
+HEADINGS = {"accuracy": "Accuracy %", "perplexity": "Perplexity", "rmse": "RMSE", None: "Quality"}
+"""What a column of a metric is called; None: before the first evaluation."""
 PARTS = ("test", "validation")  # of the data, for evaluations
 PHASES = ("encode", "communicate", "decode")
 _HINT = "remove the file to read the run as unfinished"
@@ -121,7 +122,7 @@ class Run:
 
     @property
     def quality(self) -> float | None:
-        """The last accuracy (0 to 1) or perplexity."""
+        """The last value of the metric; an accuracy is from 0 to 1."""
         if self.metric is None:
             return None
         reported = self.number(self.metric)
@@ -230,6 +231,11 @@ def shortened(value: Any) -> str:
     """A value for a message, shortened if it is long."""
     text = printable(json.dumps(value))
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def shown_quality(metric: str | None, value: float) -> str:
+    """A value of a metric; an accuracy in percent."""
+    return f"{100 * value:.2f}" if metric == "accuracy" else f"{value:.4f}" if metric == "rmse" else f"{value:.2f}"
 
 
 def three_digits(value: float) -> str:

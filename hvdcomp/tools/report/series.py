@@ -9,7 +9,7 @@ from typing import Any
 from rich import filesize
 
 from hvdcomp.tools.report.groups import Group
-from hvdcomp.tools.report.runs import Run, finite, printable, three_digits
+from hvdcomp.tools.report.runs import HEADINGS, Run, finite, printable, shown_quality, three_digits
 from hvdcomp.tools.train.spread import Estimate, estimate
 
 REFERENCES = ("none", "fp16")
@@ -119,8 +119,7 @@ def series_headings(groups: Iterable[Group]) -> list[str]:
     """The headings of `series_cells`; those of a target only if a series has one."""
     groups = list(groups)
     metric = next((group.metric for group in groups if group.metric), None)
-    quality = {"accuracy": "Accuracy %", "perplexity": "Perplexity", None: "Quality"}[metric]
-    headings = ["Series", "Seeds", "Loss", quality, "Sent in total", "CF", "Seconds"]
+    headings = ["Series", "Seeds", "Loss", HEADINGS[metric], "Sent in total", "CF", "Seconds"]
     if any(group.target is not None for group in groups):
         headings += [_TARGET, "Steps to target", "Sent to target", "Seconds to target"]
         with_target = {group.spec for group in groups if group.target is not None and group.is_plain}
@@ -162,7 +161,7 @@ def series_cells(row: dict[str, Any], headings: Sequence[str]) -> list[str]:
         row["series"],
         str(row["seeds"]) + (f" ({', '.join(remarks)})" if remarks else ""),
         number("loss", lambda v: f"{v:.3f}"),
-        number("quality", lambda v: f"{100 * v:.2f}" if row["metric"] == "accuracy" else f"{v:.2f}"),
+        number("quality", lambda v: shown_quality(row["metric"], v)),
         number("bytes_sent", lambda v: filesize.decimal(round(v))),
         number("compression_factor", lambda v: f"{three_digits(v)}x"),
         number("trained_seconds", three_digits),

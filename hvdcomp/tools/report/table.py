@@ -12,7 +12,7 @@ from rich import filesize
 
 from hvdcomp.perfmodel import NOISY
 from hvdcomp.tools.report.groups import Group
-from hvdcomp.tools.report.runs import PHASES, Run, RunError, printable, three_digits
+from hvdcomp.tools.report.runs import HEADINGS, PHASES, Run, RunError, printable, shown_quality, three_digits
 from hvdcomp.tools.report.series import series_headings, series_notes, series_rows
 from hvdcomp.tools.report.turns import RATES, Turns
 
@@ -52,12 +52,11 @@ class Section:
 
     @property
     def headings(self) -> list[str]:
-        quality = {"accuracy": "Accuracy %", "perplexity": "Perplexity", None: "Quality"}[self.metric]
         on_links = [
             f"{kind.capitalize()} ms{_NO_BREAK}at {', '.join(RATES[rate].replace(' ', _NO_BREAK) for rate in rates)}"
             for kind, rates in self.on_links.items()
         ]
-        return ["Run", "Spec", "Ranks", quality, "Sent per step", "CF", "ms per step", *on_links,
+        return ["Run", "Spec", "Ranks", HEADINGS[self.metric], "Sent per step", "CF", "ms per step", *on_links,
                 f"Speed vs {self.baseline}", "Ranks agree", "Encode / send / decode ms"]  # fmt: skip
 
     @property
@@ -341,7 +340,7 @@ def cells(row: dict[str, Any], in_turns: bool = False, on_links: Mapping[str, li
         row["run"] + ("" if row["status"] == "finished" else f" ({row['status']})"),
         plain(row["spec"]),
         plain(row["world_size"]),
-        number("quality", lambda v: f"{100 * v:.2f}" if row["metric"] == "accuracy" else f"{v:.2f}"),
+        number("quality", lambda v: shown_quality(row["metric"], v)),
         number("bytes_sent_per_step", lambda v: filesize.decimal(round(v))) + _within_nodes(row),
         number("compression_factor", lambda v: f"{three_digits(v)}x"),
         *times,

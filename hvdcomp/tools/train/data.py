@@ -10,7 +10,16 @@ import dataclasses
 
 import numpy as np
 
-from hvdcomp.tools.train import data_cifar, data_clicks, data_criteo, data_mnist1d, data_text
+from hvdcomp.tools.train import (
+    data_cifar,
+    data_clicks,
+    data_criteo,
+    data_heavy_tails,
+    data_mnist1d,
+    data_shapes,
+    data_sorting,
+    data_text,
+)
 from hvdcomp.tools.train.dataset import DataSet, Part, labelled_data
 from hvdcomp.tools.train.options import SetupError, TrainingOptions
 
@@ -29,7 +38,10 @@ def load_data(options: TrainingOptions) -> DataSet:
         "synthetic": lambda: synthetic(options.image_size, options.seed),
         "cifar10": lambda: data_cifar.load(options.data_dir, "cifar10"),
         "cifar100": lambda: data_cifar.load(options.data_dir, "cifar100"),
+        "shapes": lambda: data_shapes.load(),
         "mnist1d": lambda: data_mnist1d.load(),
+        "heavy-tails": lambda: data_heavy_tails.load(),
+        "sorting": lambda: data_sorting.load(),
         "clicks": lambda: data_clicks.load(options.table_rows),
         "criteo": lambda: data_criteo.load(options.data_dir, options.table_rows, options.samples),
         "text": lambda: data_text.bytes_of_standard_library(options.text_size, options.sequence_length),

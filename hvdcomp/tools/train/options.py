@@ -28,30 +28,45 @@ OVERLAP: dict[str, bool | str] = {"auto": "auto", "on": True, "off": False}  # -
 
 DECISIONS = "decisions.jsonl"  # in --output; written by the compression, which starts new files when one is full
 
-IMAGE_MODELS = ("mlp", "cnn", "resnet20", "resnet18", "vgg16", "vgg19_bn", "vit")
+IMAGE_MODELS = ("mlp", "cnn", "resnet8", "resnet20", "resnet18", "vgg16", "vgg19_bn", "vit")
 SIGNAL_MODELS = ("cnn1d",)
 CLICK_MODELS = ("dlrm",)
+TABULAR_MODELS = ("mlp",)  # an image model, too
+SORTING_MODELS = ("encoder",)
 GPT_MODELS = ("gpt", "gpt-mini", "gpt-small")
 TEXT_MODELS = ("lstm", *GPT_MODELS)
-MODELS = IMAGE_MODELS + SIGNAL_MODELS + CLICK_MODELS + TEXT_MODELS
-TRANSFORMERS = (*GPT_MODELS, "vit")
-TORCH_MODELS = ("vit", *CLICK_MODELS)  # not in TensorFlow
+MODELS = IMAGE_MODELS + SIGNAL_MODELS + CLICK_MODELS + SORTING_MODELS + TEXT_MODELS
+TRANSFORMERS = (*GPT_MODELS, *SORTING_MODELS, "vit")
+TORCH_MODELS = ("vit", *CLICK_MODELS, *SORTING_MODELS)  # not in TensorFlow
 
-IMAGE_DATA = ("digits", "synthetic", "cifar10", "cifar100")
+IMAGE_DATA = ("digits", "synthetic", "shapes", "cifar10", "cifar100")
 SIGNAL_DATA = ("mnist1d",)
 CLICK_DATA = ("clicks", "criteo")
+TABULAR_DATA = ("heavy-tails",)
+SORTING_DATA = ("sorting",)
 TEXT_DATA = ("text", "stdlib-text", "wikitext2", "ptb")
-DATA = IMAGE_DATA + SIGNAL_DATA + CLICK_DATA + TEXT_DATA
+LABELLED_DATA = IMAGE_DATA + SIGNAL_DATA + CLICK_DATA
+DATA = LABELLED_DATA + TABULAR_DATA + SORTING_DATA + TEXT_DATA
 FOLDER_DATA = ("cifar10", "cifar100", "criteo", "wikitext2", "ptb")  # read from --data-dir
-VALIDATED_DATA = ("mnist1d", *CLICK_DATA, "text", "wikitext2", "ptb")  # with a validation part of their own
+# With a validation part of their own.
+VALIDATED_DATA = ("shapes", *SIGNAL_DATA, *CLICK_DATA, *TABULAR_DATA, *SORTING_DATA, "text", "wikitext2", "ptb")
+FAMILIES = (  # models, and the data that they learn
+    (IMAGE_MODELS, IMAGE_DATA),
+    (SIGNAL_MODELS, SIGNAL_DATA),
+    (CLICK_MODELS, CLICK_DATA),
+    (TABULAR_MODELS, TABULAR_DATA),
+    (SORTING_MODELS, SORTING_DATA),
+    (TEXT_MODELS, TEXT_DATA),
+)
 
 OPTIMIZERS = ("sgd", "adamw", "compressed-adam", "muon")
-MUON_MODELS = ("mlp", "cnn", "cnn1d", "vit", "dlrm", *TEXT_MODELS)  # models with hidden matrices
+MUON_MODELS = ("mlp", "cnn", "cnn1d", "vit", "dlrm", "encoder", *TEXT_MODELS)  # models with hidden matrices
 SCHEDULES = ("step", "cosine")
 
 _SGD_RATES = {
     "mlp": 0.05,
     "cnn": 0.03,
+    "resnet8": 0.1,
     "resnet20": 0.1,
     "resnet18": 0.1,
     "vgg16": 0.02,
@@ -59,16 +74,19 @@ _SGD_RATES = {
     "vit": 0.05,
     "cnn1d": 0.05,
     "dlrm": 0.05,
+    "encoder": 0.1,
     "lstm": 2.0,
     "gpt": 0.1,
     "gpt-mini": 0.1,
     "gpt-small": 0.1,
 }
 FREEZE_AFTER = 0.15  # fraction of a run after which AdamW's second moment is frozen
-_ADAMW_RATES = {"gpt": 2e-3, "gpt-small": 6e-4}  # others: 1e-3; muon has the same rates
+# By model, or by data. Others: 1e-3; muon has the same rates.
+_ADAMW_RATES = {"gpt": 2e-3, "gpt-small": 6e-4, "encoder": 8e-3, "heavy-tails": 8e-3}
 # Others: 32.
 _BATCH_SIZES = {
     **{"digits": 16, "synthetic": 32, "cifar10": 128, "cifar100": 128, "mnist1d": 25, "text": 8},
+    **{"shapes": 16, "sorting": 16},
     **dict.fromkeys(CLICK_DATA, 128),
 }
 _SEQUENCES = {"text": 128, "stdlib-text": 64}  # tokens; others: 35
@@ -153,8 +171,10 @@ class TrainingOptions:
             SetupError: a value, or a combination of values, is not allowed.
         """
         self._check_names()
-        optimizer = _either(self.optimizer, "adamw" if self.model in TRANSFORMERS else "sgd")
-        rate = _SGD_RATES[self.model] if optimizer == "sgd" else _ADAMW_RATES.get(self.model, 1e-3)
+        adaptive = self.model in TRANSFORMERS or self.data in TABULAR_DATA
+        optimizer = _either(self.optimizer, "adamw" if adaptive else "sgd")
+        adamw_rate = _ADAMW_RATES.get(self.data) or _ADAMW_RATES.get(self.model, 1e-3)
+        rate = _SGD_RATES[self.model] if optimizer == "sgd" else adamw_rate
         decay = 0.1 if optimizer != "sgd" else 5e-4 if self.data in ("cifar10", "cifar100") else 0.0
         chosen = dataclasses.replace(
             self,
@@ -183,13 +203,7 @@ class TrainingOptions:
         ):
             if value not in choices:
                 raise SetupError(f"{option} {value!r} is unknown; choose one of {', '.join(choices)}")
-        families = (
-            (IMAGE_MODELS, IMAGE_DATA),
-            (SIGNAL_MODELS, SIGNAL_DATA),
-            (CLICK_MODELS, CLICK_DATA),
-            (TEXT_MODELS, TEXT_DATA),
-        )
-        suitable = next(data for models, data in families if self.model in models)
+        suitable = [name for models, data in FAMILIES if self.model in models for name in data]
         if self.data not in suitable:
             raise SetupError(
                 f"--model {self.model} cannot learn --data {self.data}; choose one of {', '.join(suitable)}"
@@ -324,9 +338,8 @@ class TrainingOptions:
             (self.samples is None or self.samples >= 1, f"--samples {self.samples} must be at least 1"),
             (0 <= self.label_noise <= 1, f"--label-noise {self.label_noise} must be a fraction from 0 to 1"),
             (
-                self.label_noise == 0 or self.data not in TEXT_DATA,
-                f"--label-noise needs labels, and --data {self.data} has none; use one of "
-                f"{', '.join(IMAGE_DATA + SIGNAL_DATA + CLICK_DATA)}",
+                self.label_noise == 0 or self.data in LABELLED_DATA,
+                f"--label-noise needs labels, and --data {self.data} has none; use one of {', '.join(LABELLED_DATA)}",
             ),
             (self.image_size >= 4, f"--image-size {self.image_size} must be at least 4 pixels"),
             (
@@ -526,10 +539,15 @@ class TrainingOptions:
             target = Target.parse(self.until)
         except ValueError as error:
             raise SetupError(f"--until {error}") from None
-        unmeasured = "accuracy" if self.data in TEXT_DATA else "perplexity"
-        if target.metric == unmeasured:
-            metrics = "loss, perplexity" if self.data in TEXT_DATA else "loss, accuracy"
-            raise SetupError(f"--until {self.until} cannot be used: the metrics of --data {self.data} are {metrics}")
+        if target.metric not in ("loss", self.metric):
+            raise SetupError(
+                f"--until {self.until} cannot be used: the metrics of --data {self.data} are loss, {self.metric}"
+            )
+
+    @property
+    def metric(self) -> str:
+        """The one of `target.METRICS` that the data are measured by."""
+        return "perplexity" if self.data in TEXT_DATA else "rmse" if self.data in TABULAR_DATA else "accuracy"
 
     @property
     def has_validation(self) -> bool:

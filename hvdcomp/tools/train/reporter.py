@@ -20,6 +20,7 @@ from rich.progress import (
 
 from hvdcomp.tools.terminal import make_console, make_table, print_table
 from hvdcomp.tools.train import environment
+from hvdcomp.tools.train.target import METRICS
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -78,7 +79,7 @@ class Reporter:
     def epoch(self, record: dict[str, Any]) -> None:
         if not self._visible:
             return
-        metric = "accuracy" if "accuracy" in record else "perplexity"
+        metric = next(name for name in METRICS if name in record)
         part = "test" if "test_loss" in record else "validation"
         self._line(
             f"epoch {self._of(record['epoch'])}  train loss {record['train_loss']:.4f}  "
@@ -96,7 +97,7 @@ class Reporter:
 
     def summary(self, summary: dict[str, Any], output: str | None) -> None:
         """Prints the table at the end."""
-        metric = "accuracy" if "accuracy" in summary else "perplexity"
+        metric = next(name for name in METRICS if name in summary)
         best, of_best = f"best_{metric}", "best in validation" if "validation" in summary["best_over"] else "best"
         table = make_table("", "")
         rows = [
@@ -135,7 +136,8 @@ def _target(until: dict[str, Any] | None) -> list[tuple[str, str]]:
 
 
 def _quality(metric: str, value: float | None) -> str:
-    return "none" if value is None else f"{value:.2%}" if metric == "accuracy" else f"{value:.2f}"
+    form = {"accuracy": ".2%", "perplexity": ".2f", "rmse": ".4f"}[metric]
+    return "none" if value is None else format(value, form)
 
 
 def _within_nodes(sent: float | None) -> list[tuple[str, str]]:

@@ -66,7 +66,7 @@ class Run:
             progress=options.progress,
         )
         self._augmenting = np.random.default_rng([options.seed, ranks.rank])
-        self._metric = "perplexity" if data.is_text else "accuracy"
+        self._metric = options.metric
         # Shards are gathered for it, so not when the run has failed.
         self._parameters = sum(parameter.size for parameter in learner.parameters().values())
         self._step = 0
@@ -368,7 +368,7 @@ class Run:
         self._learner.set_buffers(means)
 
     def _quality_on(self, part: Part) -> dict[str, float]:
-        """Mean loss (of text: per token), and accuracy or perplexity, on a part of the data, shared by the ranks."""
+        """Mean loss (of tokens: per token), and the metric, on a part of the data, shared by the ranks."""
         totals = np.zeros(3)  # loss, right answers, answers
         shard = evaluation_shard(len(part.x), self._ranks.size, self._ranks.rank)
         with self._learner.common_weights():
@@ -378,7 +378,9 @@ class Run:
                 loss, right = self._learner.evaluate(self._data.model_input(part.x[samples]), targets)
                 totals += loss * targets.size, right, targets.size
         loss, right, count = self._ranks.sum(totals, "evaluation").tolist()
-        return {"loss": loss / count, self._metric: right / count if self._metric == "accuracy" else _exp(loss / count)}
+        loss, accuracy = loss / count, right / count
+        of_loss = {"perplexity": _exp, "rmse": math.sqrt}
+        return {"loss": loss, self._metric: accuracy if self._metric == "accuracy" else of_loss[self._metric](loss)}
 
     def _summary(self, status: str, digests: list[str], final: dict[str, Any]) -> dict[str, Any]:
         options, totals = self._options, self._totals

@@ -154,6 +154,18 @@ def test_a_headline_where_nothing_is_as_good_as_dense(tmp_path):
     ]
 
 
+def test_a_headline_of_regressions(tmp_path):
+    common = {"metric": "rmse", "model": "mlp", "data": "heavy-tails"}
+    write_run(tmp_path / "dense", rmse=0.3458, **common)
+    write_run(tmp_path / "int4", "int4", factor=7, rmse=0.3461, **common)
+    assert sentences(tmp_path) == [
+        "int4 sent 7.0 times fewer bytes than dense training, and ended at an RMSE of 0.3461; dense training ended at "
+        "an RMSE of 0.3458."
+    ]
+    rows = read_table(tmp_path / "int4")
+    assert [cells(row)[3] for row in rows] == ["0.3461"]
+
+
 def test_unfinished_run_with_truncated_last_line(tmp_path):
     folder = write_run(tmp_path / "killed", factor=10, ms=20.0, finished=False, phases=False)
     steps = folder / "steps.jsonl"

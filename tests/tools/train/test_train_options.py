@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -21,7 +22,10 @@ from hvdcomp.tools.train.options import (
     CLICK_DATA,
     CLICK_MODELS,
     DATA,
+    FAMILIES,
     FOLDER_DATA,
+    IMAGE_DATA,
+    IMAGE_MODELS,
     MODELS,
     SIGNAL_DATA,
     SIGNAL_MODELS,
@@ -38,8 +42,9 @@ from hvdcomp.tools.train.target import Target
 @pytest.mark.parametrize("data", DATA)
 def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: str) -> None:
     settings = TrainingOptions(model=model, data=data, data_dir=Path() if data in FOLDER_DATA else None)
-    families = ((TEXT_MODELS, TEXT_DATA), (SIGNAL_MODELS, SIGNAL_DATA), (CLICK_MODELS, CLICK_DATA))
-    if all((model in models) == (data in suited) for models, suited in families):
+    families = [(IMAGE_MODELS, IMAGE_DATA), (TEXT_MODELS, TEXT_DATA), (SIGNAL_MODELS, SIGNAL_DATA)]
+    families += [(CLICK_MODELS, CLICK_DATA), (("mlp",), ("heavy-tails",)), (("encoder",), ("sorting",))]
+    if any(model in models and data in suited for models, suited in families):
         options = settings.resolved().as_json()
         open_options = {key for key, value in options.items() if value is None}
         assert open_options <= {
@@ -51,6 +56,23 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
     else:
         with pytest.raises(SetupError, match=f"--model {model} cannot learn --data {data}; choose"):
             settings.resolved()
+
+
+def test_the_manual_says_which_data_suit_a_model_and_how_they_are_measured() -> None:
+    page = (Path(__file__).parents[3] / "docs/commands.md").read_text()
+    table = page.partition("| `--model` |")[2].partition("\n\n")[0].splitlines()[2:]
+    said = set()
+    for line in table:
+        models, data, _, metric = (cell.strip() for cell in line.strip("|").split("|"))
+        pairs = ((model, name) for model in re.findall("`(.+?)`", models) for name in re.findall("`(.+?)`", data))
+        said |= {(*pair, metric.lower()) for pair in pairs}
+    known = {
+        (model, name, TrainingOptions(data=name).metric)
+        for models, data in FAMILIES
+        for model in models
+        for name in data
+    }
+    assert said == known
 
 
 @pytest.mark.parametrize(
@@ -88,6 +110,13 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
         (
             {"model": "lstm", "data": "stdlib-text", "label_noise": 0.5},
             "--label-noise needs labels, and --data stdlib-text has none",
+        ),
+        ({"model": "mlp", "data": "heavy-tails", "label_noise": 0.5}, "needs labels, and --data heavy-tails has none"),
+        ({"model": "mlp", "data": "heavy-tails", "until": "accuracy=1"}, "of --data heavy-tails are loss, rmse"),
+        ({"model": "encoder", "data": "sorting", "until": "perplexity=2"}, "of --data sorting are loss, accuracy"),
+        (
+            {"model": "mlp", "data": "sorting"},
+            "choose one of digits, synthetic, shapes, cifar10, cifar100, heavy-tails",
         ),
         ({"data": "synthetic", "image_size": 2}, "--image-size 2"),
         ({"text_size": 10}, "--text-size 10"),
