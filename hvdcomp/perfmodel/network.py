@@ -189,13 +189,14 @@ def network_of_nodes(
 ) -> Network:
     """The network of nodes that each have one link, with ring algorithms as NCCL's.
 
-    A ring through all ranks leaves each node once, so a rank has the whole link. In an alltoall, and between the ranks
-    of the same place in each node, all ranks of a node send at once, so a rank has its share of the link.
+    A ring through all ranks leaves each node once, so a rank has the whole link, and a message takes the mean of the
+    hops' latencies. In an alltoall, and between the ranks of the same place in each node, all ranks of a node send at
+    once, so a rank has its share of the link.
 
     Args:
         ranks_per_node: number of ranks of a node, at least 2.
         bytes_per_s: bandwidth of a node's link, both ways at once.
-        latency_s: seconds of a message.
+        latency_s: seconds of a message between nodes.
         inside_bytes_per_s, inside_latency_s: the same between the ranks of a node, for each rank's own link.
     """
 
@@ -205,7 +206,8 @@ def network_of_nodes(
         return Among(ring, ring, alltoall=pairwise, reducescatter=ring)
 
     share = bytes_per_s / ranks_per_node
-    every, across = costs(bytes_per_s, share, latency_s), costs(share, share, latency_s)
+    mean_latency_s = (latency_s + (ranks_per_node - 1) * inside_latency_s) / ranks_per_node
+    every, across = costs(bytes_per_s, share, mean_latency_s), costs(share, share, latency_s)
     levels = TwoLevelCosts(ranks_per_node, costs(inside_bytes_per_s, inside_bytes_per_s, inside_latency_s), across)
     return Network(
         every.allreduce, every.allgather, alltoall=every.alltoall, reducescatter=every.reducescatter, levels=levels

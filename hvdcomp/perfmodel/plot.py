@@ -19,6 +19,7 @@ from hvdcomp.perfmodel.advice import UNCOMPRESSED
 from hvdcomp.perfmodel.figures import COLOURS, INK, LINES, as_png, new_figure
 from hvdcomp.perfmodel.map import short
 from hvdcomp.perfmodel.sweep import AXES, Sweep
+from hvdcomp.perfmodel.verdict import times
 
 
 def draw(swept: Sweep, title: str, marked: float | None, file: Path) -> None:
@@ -109,5 +110,5 @@ def _draw_cell(axes: Axes, row: dict[str, Any], column: int, line: int) -> None:
     if row["pays"]:
         ink = "white" if strength > 0.6 else "#202020"
         style: dict[str, Any] = {"ha": "center", "va": "center", "color": ink}
-        axes.text(column + 0.5, line + 0.36, f"{factor:.3g} x", fontsize=8, **style)
+        axes.text(column + 0.5, line + 0.36, f"{times(factor)} x", fontsize=8, **style)
         axes.text(column + 0.5, line + 0.74, short(row["method"]), fontsize=5.5, **style)

@@ -128,15 +128,17 @@ def test_a_network_of_nodes_has_a_short_form() -> None:
     """A ring leaves a node once; in an alltoall, and between nodes, its ranks share the link."""
     nodes = {
         "ranks_per_node": 8, "bytes_per_s": 8e9, "latency_s": 6e-6,
-        "inside_bytes_per_s": 3e11, "inside_latency_s": 2e-6,
+        "inside_bytes_per_s": 3e11, "inside_latency_s": 1e-6,
     }  # fmt: skip
     network = from_json({**as_json(calibration()), "network": {"nodes": nodes}}).network
     assert network.ranks_per_node == 8
     for kind in ("allreduce", "allgather", "reducescatter"):
-        assert network.cost(kind) == CollectiveCost("ring", 6e-6, 8e9)
+        assert network.cost(kind).bytes_per_s == 8e9
+        assert network.cost(kind).latency_s == pytest.approx((6e-6 + 7 * 1e-6) / 8)
         assert network.costs_among("across").cost(kind) == CollectiveCost("ring", 6e-6, 1e9)
-        assert network.costs_among("node").cost(kind) == CollectiveCost("ring", 2e-6, 3e11)
-    assert network.alltoall == network.costs_among("across").cost("alltoall") == CollectiveCost("pairwise", 6e-6, 1e9)
+        assert network.costs_among("node").cost(kind) == CollectiveCost("ring", 1e-6, 3e11)
+    assert network.costs_among("across").cost("alltoall") == CollectiveCost("pairwise", 6e-6, 1e9)
+    assert network.cost("alltoall").bytes_per_s == 1e9
     with pytest.raises(CalibrationError, match=r"network\.nodes\.ranks_per_node is 1, and must be at least 2"):
         from_json({**as_json(calibration()), "network": {"nodes": {**nodes, "ranks_per_node": 1}}})
 
