@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import csv
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks import other_card
 from hvdcomp.compressors.evidence import lost_with
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.perfmodel import Adviser, Calibration, EncodeTime, Setting, load, save
+from hvdcomp.perfmodel import Adviser, Calibration, EncodeTime, Setting, load, presets, save
 from hvdcomp.perfmodel.advice import FREE, HARMLESS
 from hvdcomp.perfmodel.cards import CARDS
 from hvdcomp.perfmodel.count import OF_2021, counts
@@ -181,8 +181,60 @@ def test_on_another_card_the_times_of_2021_follow_the_bandwidth() -> None:
     assert own["compressor_taken_2021"] is None, "no card, no times of 2021"
 
 
+# The manual -----------------------------------------------------------------------------------------------------------
+
+CARDS_OF_PAGE = ("h100x8", "h200x8", "a100x8", "v100x8", "rtx4090x2", "l4x8", "a10gx8")
+
+
+def table_of_page(heading: str) -> list[list[str]]:
+    """The rows of the first table after a heading."""
+    page = (DOCS / "will-it-pay.md").read_text().partition(f"\n## {heading}\n")[2]
+    lines = [line for line in page.partition("\n## ")[0].splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def stored(name: str) -> list[dict[str, str]]:
+    return list(csv.DictReader((DOCS / name).read_text().splitlines()))
+
+
+def test_the_table_of_cards_is_that_of_the_maps() -> None:
+    maps = {card: stored(f"will-it-pay/{card}-adamw.csv") for card in CARDS_OF_PAGE}
+    models = dict.fromkeys(row["model"] for row in maps["h100x8"])
+    rows = table_of_page("Other cards")
+    assert len(rows) == len(models)
+    for (_, *links), model in zip(rows, models, strict=True):
+        for link, card in zip(links, CARDS_OF_PAGE, strict=True):
+            here = [row for row in maps[card] if row["model"] == model]
+            paying = [int(row["gbps"]) for row in here if row["pays"] == "True"]
+            assert link == (str(max(paying)) if here else "-"), (model, card)
+            assert paying == [rate for rate in MAP_RATES if rate <= max(paying, default=0)], "not below a gap"
+
+
+def test_the_table_of_counts_is_that_of_the_files() -> None:
+    files = [stored("performance-model/count.csv"), stored("will-it-pay/count-adamw.csv")]
+    rows = table_of_page('"6 of 200" today')
+    assert len(rows) == len(presets())
+    for preset, _, setups, *counted in rows:
+        (name,) = (name for name in presets() if preset.startswith(f"`{name}`"))
+        here = [[row for row in file if row["calibration"] == name] for file in files]
+        keys = ("compressor_taken", "compressor_taken_2021")
+        assert int(setups) == sum(int(row["setups"]) for row in here[0])
+        assert list(map(int, counted)) == [sum(int(row[key]) for row in file) for file in here for key in keys]
+
+
+def test_the_errors_of_the_rule_are_those_of_the_page() -> None:
+    for (asked, known, median, largest), cards in zip(
+        table_of_page("Encode times on cards that we did not measure"),
+        (("h100", "h200"), ("h200", "h100")),
+        strict=True,
+    ):
+        assert (asked.lower(), known.lower()) == cards
+        found = list(other_card.predictions(cards[1], cards[0]))
+        assert median == f"{100 * other_card.median_error(found):.1f} %"
+        assert largest == f"{100 * max(abs(one.error) for one in found):.1f} %"
+
+
 @pytest.mark.thorough
 def test_the_map_of_the_manual_is_what_its_command_makes() -> None:
-    stored = list(csv.DictReader((DOCS / "will-it-pay" / "h100x8-adamw.csv").read_text().splitlines()))
-    made = list(cells(load("h100x8"), (64,), optimizer="Adam"))
-    assert json.loads(json.dumps([{key: str(value) for key, value in row.items()} for row in made])) == stored
+    made = cells(load("h100x8"), (64,), optimizer="Adam")
+    assert [{key: str(value) for key, value in row.items()} for row in made] == stored("will-it-pay/h100x8-adamw.csv")
