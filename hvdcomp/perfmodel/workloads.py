@@ -61,7 +61,7 @@ def _transformer(
     forward = 2 * multiplied * tokens + 4 * layers * hidden * tokens**2
     source = (
         f"estimated: {batch_size} sequences of {tokens:,} tokens, {3 * forward / 1e12:.2f}e12 operations each in both "
-        "passes, at the card's utilisation (hvdcomp/perfmodel/cards.py)"
+        "passes, at the card's utilisation"
     )
     return Workload(shapes, batch_size, _by_operations(batch_size, forward), source, layers + 1 if sharded else 0)
 
@@ -86,8 +86,7 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "llama-7b-fsdp": lambda: _transformer("llama-7b", 4, 2048, 32, 4096, sharded=True),
     "vit-l-16": lambda: Workload(
         "vit-l-16", 64, _by_operations(64, 2 * 61.55e9),
-        "estimated: 61.55e9 multiply-adds of an image's forward pass (torchvision), at the card's utilisation "
-        "(hvdcomp/perfmodel/cards.py)",
+        "estimated: 61.55e9 multiply-adds of an image's forward pass (torchvision), at the card's utilisation",
     ),
     "dlrm": lambda: Workload(
         "dlrm", 8192, _by_bandwidth(3.1e-3, 1555e9),
@@ -130,8 +129,8 @@ def _model(workload: Workload, card: Card) -> dict[str, Any]:
         **(sharded if workload.modules else data_parallel),
         "sources": {
             "shapes": "the model's own publication (hvdcomp/perfmodel/shapes.py)",
-            "forward_s": f"a third of a step: {workload.source}",
-            "backward_s": f"two thirds of a step: {workload.source}",
+            "forward_s": f"a third of a step: {workload.source}; {card.sources}",
+            "backward_s": f"two thirds of a step: {workload.source}; {card.sources}",
             "gamma": "Agarwal et al. 2022, section 4.1: between 1.04 and 1.1; the middle",
             "bucket_bytes": "the default of DistributedDataParallel; if sharded, the gradients of a module",
             "optimizer_s": "estimated: AdamW moves 28 bytes of an element",

@@ -12,13 +12,14 @@ import pytest
 from benchmarks import other_card
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import TensorInfo
-from hvdcomp.perfmodel import Adviser, Compute, EncodeTime, Network, Setting, load, predict, presets
+from hvdcomp.perfmodel import Adviser, Compute, EncodeTime, Network, Setting, load, model_of, predict, presets
 from hvdcomp.perfmodel.by_size import encode_times
 from hvdcomp.perfmodel.cards import CARDS
 from hvdcomp.perfmodel.count import with_own_kernels
 from hvdcomp.perfmodel.exchanges import sharded_exchange_of
 from hvdcomp.perfmodel.kernel_times import BENCH, KERNELS, LAUNCH_S, REACHED, ROOFLINE, arithmetic_ps, encode_time
 from hvdcomp.perfmodel.network import CollectiveCost, network_of_nodes
+from hvdcomp.perfmodel.shapes import tensors_of
 from hvdcomp.perfmodel.workloads import WORKLOADS, models_on, ready_times
 
 ENCODE = Path(__file__).parents[2] / "docs" / "encode"
@@ -217,6 +218,11 @@ def test_a_sharded_model_is_compared_with_quantizers_only() -> None:
     assert slow.least_factor is None
     with pytest.raises(ValueError, match=r"reduce-scatter does not work with topk:ratio=0.01; use a quantizer"):
         Adviser(load("h100x8"), "llama-1b-fsdp", ["topk:ratio=0.01"])
+
+
+def test_a_training_fits_the_model_that_is_not_sharded() -> None:
+    known = load("h100x8")
+    assert model_of(known, tensors_of("llama-1b"), "h100x8", None) == known.models["llama-1b"]
 
 
 # Accumulation and checkpointing ---------------------------------------------------------------------------------------

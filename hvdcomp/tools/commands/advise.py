@@ -59,7 +59,7 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
     metavar="FILE|PRESET",
     default=_PRESET,
     show_default=True,
-    help="File that hvdcomp calibrate wrote on your machines, or name of a preset of published measurements.",
+    help=f"File that hvdcomp calibrate wrote on your machines, or one of the presets {', '.join(presets())}.",
 )
 @click.option("--model", help="Model, by its name in the calibration. [default: the calibration's first]")
 @click.option("--world-size", type=click.IntRange(1), default=64, show_default=True, help="Number of ranks.")
@@ -92,7 +92,7 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="PNG file for the plot of --sweep. [default: advise-NAME.png]",
+    help="PNG file for the plot of --sweep or --map. [default: advise-NAME.png]",
 )
 @click.option(
     "--bucket-bytes",
@@ -310,6 +310,7 @@ def _report(
         "model": adviser.model,
         "world_size": setting.world_size,
         "batch_size": compute.batch_size if setting.batch_size is None else setting.batch_size,
+        "micro_batches": setting.micro_batches,
         "bandwidth_gbps": float(np.asarray(bytes_per_s)) / GBPS,
         "one_rank_ms": 1e3 * linear,
         "forward_included": compute.forward_s is not None,
@@ -501,7 +502,8 @@ def _title(report: dict[str, Any]) -> str:
         [
             str(report["model"]),
             f"{report['world_size']} rank{'' if report['world_size'] == 1 else 's'}",
-            "unknown batch size" if batch is None else f"batch {batch}",
+            ("unknown batch size" if batch is None else f"batch {batch}")
+            + (f" added up {report['micro_batches']} times" if report["micro_batches"] > 1 else ""),
             f"{report['bandwidth_gbps']:g} Gb/s",
             str(report["calibration"]),
         ]
