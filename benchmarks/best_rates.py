@@ -5,11 +5,12 @@
     python benchmarks/best_rates.py --workload gpt --only eden --only none
     python benchmarks/best_rates.py --page-only                 # only the page, from the existing trainings
 
-The search of a method trains three seeds with rates that differ by factors of two, and goes on until the best rate is
-between two others. Three, because the highest rates are near the edge: one seed may train well where the next does not.
-The search begins around the best rate of dense training, whose own search comes first. The best rate is then trained
-with other seeds, which the search has not seen; so is the best rate of dense training. Each training is a
-separate process, is kept below --runs, and is not repeated; trainings.csv there has the figures of all.
+The search of a method trains rates that differ by factors of two, and continues until the best rate is between two
+others. It trains each rate with one seed, and the rates that are close to the best with two more: near the highest
+rates that work, one seed may train well and the next one badly. The search begins around the best rate of dense
+training, whose own search comes first. The best rate is then trained with other seeds, which the search has not seen;
+so is the best rate of dense training. Each training is a separate process, is kept below --runs, and is not repeated;
+trainings.csv there has the figures of all.
 """
 
 from __future__ import annotations
@@ -39,9 +40,12 @@ from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.files import csv_of, replace_files
 from hvdcomp.tools.reproduce.trainings import Run, keep_records, seeds_there, train_missing
 from hvdcomp.tools.terminal import make_console
+from hvdcomp.tools.train.options import TrainingOptions
 
 SEARCHED = (0, 1, 2)
-"""The seeds of the search."""
+"""The seeds of the search. Rates that are not close to the best are trained with the first seed only."""
+CLOSE = 5.0
+"""Percent of the loss, or points of accuracy, by which a rate that is close to the best is worse at most."""
 FARTHEST = 8
 """Factors of two, from the workload's own rate, at which a search ends without a best rate inside the grid."""
 FORGIVING = 1.0
@@ -52,11 +56,25 @@ def _with(name: str, **changes: Any) -> dict[str, Any]:
     return {**convergence.WORKLOADS[name].options, "simulate_ranks": convergence.RANKS, **changes}
 
 
+def _quick(model: str, data: str, optimizer: str, lr: float, steps: int, **changes: Any) -> dict[str, Any]:
+    """The options of a training that takes some ten seconds of a core."""
+    words = {"model": model, "data": data, "optimizer": optimizer, "lr": lr, "schedule": "cosine", "steps": steps}
+    return {**words, "evaluate_every": 100, "simulate_ranks": convergence.RANKS, **changes}
+
+
+_SORTING = _quick("encoder", "sorting", "adamw", 8e-3, 300, warm_up=0.06)
+_HEAVY_TAILS = _quick("mlp", "heavy-tails", "adamw", 1.6e-2, 400, warm_up=0.1, weight_decay=0.0)
+_SHAPES = _quick("resnet8", "shapes", "sgd", 0.2, 300, warm_up=0.2, weight_decay=5e-4)
 WORKLOADS: dict[str, dict[str, Any]] = {
     "gpt": _with("gpt"),
     "gpt-muon": _with("gpt", optimizer="muon"),
     "mnist1d": _with("mnist1d"),
     "lstm": _with("lstm"),
+    "sorting": _SORTING,
+    "sorting-muon": {**_SORTING, "optimizer": "muon"},
+    "heavy-tails": _HEAVY_TAILS,
+    "heavy-tails-muon": {**_HEAVY_TAILS, "optimizer": "muon"},
+    "shapes": _SHAPES,
     "gpt-16": _with("gpt", simulate_ranks=16),
     "gpt-muon-16": _with("gpt", optimizer="muon", simulate_ranks=16),
     "mnist1d-16": _with("mnist1d", simulate_ranks=16),
@@ -67,10 +85,17 @@ WORKLOADS: dict[str, dict[str, Any]] = {
 DENSE = "none"
 PAIRS = {"eden": ("terngrad", "powersgd"), "eden:bits=1": ("powersgd",)}
 """The methods, and their rivals. PowerSGD has the lowest rank that sends at least as many bytes."""
+QUICK_RANKS = {"sorting": 2, "heavy-tails": 4, "shapes": 2}
+"""By data of the quick workloads, the rank at which PowerSGD sends about as few bytes as `terngrad`."""
+FROZEN = {
+    "compressed-adam none": {"optimizer": "compressed-adam", "compression": "none", "freeze_compression": "none"},
+    "compressed-adam efsignsgd": {"optimizer": "compressed-adam", "compression": "efsignsgd"},
+}
+"""Methods that change AdamW, too. What that gains is no gain of a compressor, so one of them compresses nothing."""
 
 
 def is_accuracy(workload: str) -> bool:
-    return WORKLOADS[workload]["data"] not in convergence.TEXT_DATA
+    return TrainingOptions(data=WORKLOADS[workload]["data"]).metric == "accuracy"
 
 
 def rate_of(workload: str, doublings: int) -> float:
@@ -92,7 +117,12 @@ def _of_equal_bytes(workload: str, spec: str) -> str:
 
 
 def methods_of(workload: str) -> list[str]:
-    """The specs that a workload is trained with, dense training first."""
+    """The specs, and names of `FROZEN`, that a workload is trained with, dense training first."""
+    options = WORKLOADS[workload]
+    if options["data"] in QUICK_RANKS:
+        powersgd = f"powersgd:rank={QUICK_RANKS[options['data']]}"
+        specs = [DENSE, "int8", "int4", *PAIRS, "terngrad", powersgd, "topk:ratio=0.01"]
+        return [*specs, *(FROZEN if options["optimizer"] == "adamw" else ())]
     specs = [DENSE]
     for spec in PAIRS:
         specs += [spec, *rivals_of(workload, spec)]
@@ -104,6 +134,7 @@ class RateRun(Run):
     """The training of a workload with a method at a learning rate.
 
     Attributes:
+        spec: of the compressor, or a name of `FROZEN`.
         doublings: of the workload's own rate.
     """
 
@@ -120,7 +151,8 @@ class RateRun(Run):
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        return {**WORKLOADS[self.workload], "lr": self.rate, "compression": self.spec, "seed": self.seed}
+        changes = FROZEN.get(self.spec, {"compression": self.spec})
+        return {**WORKLOADS[self.workload], "lr": self.rate, **changes, "seed": self.seed}
 
     def figures(self) -> dict[str, Any]:
         """The factor, the bytes of a rank, and loss and accuracy of the validation part in the end; None if the
@@ -146,23 +178,18 @@ class RateRun(Run):
 
 @dataclass(frozen=True)
 class Grid:
-    """The rates of a method that were trained with the seeds of the search, by the means over these.
+    """The rates of a method that the search has trained, by the means over their seeds.
 
     Attributes:
         lost: by doublings, what the trainings lost beside the best: percent of the loss, or points of accuracy;
             infinite if one diverged.
         best: the doublings of the best rate.
-        next: the doublings to train next; empty if the best rate is between two others.
+        next: the trainings that come next; empty if the best rate is between two others.
     """
 
     lost: Mapping[int, float]
     best: int
-    next: tuple[int, ...]
-
-
-def searched(workload: str, spec: str, runs: Path, doublings: int) -> list[RateRun]:
-    """The trainings of a rate in the search."""
-    return [RateRun(workload, seed, runs, spec, doublings) for seed in SEARCHED]
+    next: tuple[RateRun, ...]
 
 
 def grid_of(workload: str, spec: str, runs: Path, start: int) -> Grid:
@@ -171,29 +198,31 @@ def grid_of(workload: str, spec: str, runs: Path, start: int) -> Grid:
     Args:
         start: the doublings around which it begins.
     """
+
+    def untrained(places: Iterable[int], seeds: Sequence[int]) -> tuple[RateRun, ...]:
+        every = (RateRun(workload, seed, runs, spec, at) for at in places if abs(at) <= FARTHEST for seed in seeds)
+        return tuple(run for run in every if run.quality is None)
+
     trained = {}
-    for doublings in range(-FARTHEST, FARTHEST + 1):
-        qualities = [run.quality for run in searched(workload, spec, runs, doublings)]
-        known = [quality for quality in qualities if quality is not None]
-        if len(known) == len(SEARCHED):
-            trained[doublings] = statistics.mean(known)
-
-    def untrained(*places: int) -> tuple[int, ...]:
-        return tuple(place for place in places if place not in trained and abs(place) <= FARTHEST)
-
+    for at in range(-FARTHEST, FARTHEST + 1):
+        qualities = [RateRun(workload, seed, runs, spec, at).quality for seed in SEARCHED]
+        if (first := qualities[0]) is not None:
+            known = [quality for quality in qualities if quality is not None]
+            trained[at] = statistics.mean(known) if len(known) == len(SEARCHED) else first
     if not trained:
-        return Grid({}, start, untrained(start - 1, start, start + 1))
-    finished = {doublings: quality for doublings, quality in trained.items() if not math.isnan(quality)}
+        return Grid({}, start, untrained((start - 1, start, start + 1), SEARCHED[:1]))
+    finished = [quality for quality in trained.values() if not math.isnan(quality)]
     if not finished:  # too high, all of them
         lower = min(trained) - 1
-        return Grid(dict.fromkeys(trained, math.inf), lower, untrained(lower))
-    better = max if is_accuracy(workload) else min
-    best = better(finished, key=lambda doublings: finished[doublings])
+        return Grid(dict.fromkeys(trained, math.inf), lower, untrained([lower], SEARCHED[:1]))
+    best_quality = (max if is_accuracy(workload) else min)(finished)
     lost = {
-        doublings: math.inf if math.isnan(quality) else lost_beside(workload, quality, finished[best])
-        for doublings, quality in trained.items()
+        at: math.inf if math.isnan(quality) else lost_beside(workload, quality, best_quality)
+        for at, quality in trained.items()
     }
-    return Grid(lost, best, untrained(best - 1, best + 1))
+    best = min(lost, key=lambda at: lost[at])
+    close = [at for at in lost if lost[at] <= CLOSE]
+    return Grid(lost, best, untrained((best - 1, best + 1), SEARCHED[:1]) or untrained(close, SEARCHED))
 
 
 def lost_beside(workload: str, quality: float, reference: float) -> float:
@@ -213,12 +242,7 @@ def search(
     for methods in ([DENSE], specs):
         start = grid_of(workload, DENSE, runs, 0).best
         while True:
-            todo = [
-                run
-                for spec in methods
-                for doublings in grid_of(workload, spec, runs, start).next
-                for run in searched(workload, spec, runs, doublings)
-            ]
+            todo = [run for spec in methods for run in grid_of(workload, spec, runs, start).next]
             todo = [run for run in todo if run not in failed]
             if not todo:
                 break
@@ -411,7 +435,8 @@ two, each method has the one that is best for seeds {_in_words(SEARCHED)}, with 
 figures are of other seeds. **Lost** is the mean of the differences seed by seed, at each one's own best rate, with its
 95 % interval (Student's t). **Good rates** are those that lose at most {FORGIVING:g} % of the loss, or points of
 accuracy, beside the best rate, for the seeds of the search. `powersgd` has the lowest rank that sends at least as many
-bytes as the method that it is compared with. The CSV file beside this page has the same figures.""",
+bytes as the method that it is compared with. Rows of `compressed-adam` change AdamW, too, and are compared with dense
+training of AdamW itself. The CSV file beside this page has the same figures.""",
         "",
         findings_of(file),
         "",
@@ -442,9 +467,14 @@ def trained(runs: Path) -> list[RateRun]:
     ]
 
 
+def name_of(spec: str) -> str:
+    """The name of a method for `--only`."""
+    return "compressed-adam" if spec in FROZEN else parse_compressor(spec).name
+
+
 @click.command()
 @options_of_trainings(WORKLOADS, "best-rates", seeds="101,102,103,104,105")
-@click.option("--only", multiple=True, metavar="NAME", help="Name of a compressor; repeatable; default: all.")
+@click.option("--only", multiple=True, metavar="NAME", help="Compressor, or compressed-adam; repeatable; default: all.")
 def main(
     workloads: tuple[str, ...],
     only: tuple[str, ...],
@@ -460,12 +490,12 @@ def main(
         raise click.BadParameter(f"the search sees {_in_words(seen)}; give others, from 101 on", param_hint="--seeds")
     console = make_console(soft_wrap=True)
     chosen = {
-        name: [spec for spec in methods_of(name) if not only or parse_compressor(spec).name in only]
+        name: [spec for spec in methods_of(name) if not only or name_of(spec) in only]
         for name in workloads or WORKLOADS
     }
 
     if dry_run:
-        first = [run for name in chosen for at in (-1, 0, 1) for run in searched(name, DENSE, runs, at)]
+        first = [run for name in chosen for run in grid_of(name, DENSE, runs, 0).next]
         train_missing(first, console, dry_run=True)
         return
 

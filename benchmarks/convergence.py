@@ -39,7 +39,7 @@ from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.files import csv_of, replace_files, replace_text, with_block
 from hvdcomp.tools.reproduce.trainings import Run, keep_records, seeds_there, train_missing
 from hvdcomp.tools.terminal import make_console
-from hvdcomp.tools.train.options import NO_TIME, TEXT_DATA, TrainingOptions
+from hvdcomp.tools.train.options import NO_TIME, TrainingOptions
 from hvdcomp.tools.train.target import Target
 
 RANKS = 4
@@ -69,7 +69,7 @@ class Workload:
 
     @property
     def metric(self) -> str:
-        return "perplexity" if self.options["data"] in TEXT_DATA else "accuracy"
+        return TrainingOptions(data=self.options["data"]).metric
 
     @property
     def lost(self) -> str:

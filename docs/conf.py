@@ -35,6 +35,7 @@ default_role = "code"
 napoleon_google_docstring = True
 napoleon_use_ivar = True
 autodoc_member_order = "bysource"
+autodoc_mock_imports = ["accelerate", "lightning", "transformers"]  # which the site does without
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 napoleon_custom_sections = [("Class attributes", "Attributes")]

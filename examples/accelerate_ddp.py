@@ -1,8 +1,6 @@
 """A loop in accelerate, resumable: `torchrun --nproc-per-node 2 examples/accelerate_ddp.py FOLDER EPOCHS`.
 
-Hugging Face's accelerate saves what `register_for_checkpointing` was given on its main process only. Residuals differ
-between the ranks, so a hook lets every rank save its own to a file beside the others. Started again with the same
-folder, they go on after the latest epoch that all of them have saved, bit for bit.
+If you start it again with the same folder, all ranks continue after the latest epoch that they have saved, bit for bit.
 """
 
 import sys
@@ -29,16 +27,9 @@ model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # the model is in DistributedDataParallel now
-compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01), grad_scaler=accelerator.scaler)
-hvdcomp.ddp.register(model, compression, optimizer.optimizer)
+compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
+hvdcomp.accelerate.register(accelerator, model, compression, optimizer)
 
-own_file = f"compression{accelerator.process_index}.pt"
-accelerator.register_save_state_pre_hook(
-    lambda models, weights, place: torch.save(compression.state_dict(), Path(place, own_file))
-)
-accelerator.register_load_state_pre_hook(
-    lambda models, place: compression.load_state_dict(torch.load(Path(place, own_file), weights_only=True))
-)
 epochs_done = max((int(saved.name.split("-")[1]) for saved in folder.glob("epoch-*")), default=0)
 if epochs_done:
     accelerator.load_state(str(folder / f"epoch-{epochs_done}"))

@@ -1,7 +1,4 @@
-"""A training in PyTorch Lightning, resumable: `torchrun --nproc-per-node 2 examples/lightning_ddp.py FOLDER EPOCHS`.
-
-`CompressedDDPStrategy` is all that a training of yours needs of this file.
-"""
+"""A training in PyTorch Lightning, resumable: `torchrun --nproc-per-node 2 examples/lightning_ddp.py FOLDER EPOCHS`."""
 
 import sys
 from pathlib import Path
@@ -9,51 +6,9 @@ from pathlib import Path
 import lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from sklearn.datasets import load_digits
 
 import hvdcomp
-
-
-class CompressedDDPStrategy(DDPStrategy):
-    """DistributedDataParallel whose gradients go through hvdcomp.
-
-    Lightning saves checkpoints on rank 0 only. Residuals differ between the ranks, so each rank saves its own to a file
-    beside the checkpoint: `NAME.ckpt.rank0`, `NAME.ckpt.rank1`, ...
-
-    Args:
-        compression: a `hvdcomp.Compression`, for one call of `Trainer.fit`.
-        options: of DDPStrategy.
-    """
-
-    def __init__(self, compression, **options):
-        super().__init__(**options)
-        self.compression = compression
-
-    def setup(self, trainer):
-        super().setup(trainer)
-        if trainer.state.fn == TrainerFn.FITTING:  # otherwise there is no DistributedDataParallel
-            hvdcomp.ddp.register(self.model, self.compression, self.optimizers[0])
-
-    def save_checkpoint(self, checkpoint, filepath, storage_options=None):
-        if "optimizer_states" in checkpoint:  # otherwise it has weights only
-            self._own(filepath).parent.mkdir(parents=True, exist_ok=True)
-            torch.save(self.compression.state_dict(), self._own(filepath))
-            self.barrier()  # where there is a checkpoint, all these files are there too
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def load_checkpoint(self, checkpoint_path, weights_only=None):
-        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            self.compression.load_state_dict(torch.load(self._own(checkpoint_path), weights_only=True))
-        return super().load_checkpoint(checkpoint_path, weights_only)
-
-    def remove_checkpoint(self, filepath):
-        self._own(filepath).unlink(missing_ok=True)
-        super().remove_checkpoint(filepath)
-
-    def _own(self, filepath):
-        return Path(f"{Path(filepath).resolve()}.rank{self.global_rank}")  # resolved: a checkpoint may be a link
 
 
 class Digits(lightning.LightningModule):
@@ -78,7 +33,7 @@ if __name__ == "__main__":
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=CompressedDDPStrategy(compression),
+        strategy=hvdcomp.lightning.CompressedStrategy(compression),
         max_epochs=epochs,
         accumulate_grad_batches=2,  # only every second backward pass exchanges gradients
         gradient_clip_val=5.0,

@@ -1,8 +1,9 @@
 """Gradient compression for Horovod, and for PyTorch's DistributedDataParallel and FSDP.
 
 `hvdcomp.Compression` goes into the `compression=` argument of `hvd.DistributedOptimizer`, or into
-`hvdcomp.ddp.register` or `hvdcomp.fsdp.register`. Compressors and memories are frozen descriptions: method and
-parameters, no tensors. Importing this package imports no framework; PyTorch is imported with its first gradient.
+`hvdcomp.ddp.register` or `hvdcomp.fsdp.register`; `hvdcomp.accelerate`, `hvdcomp.lightning` and `hvdcomp.transformers`
+give it to trainers. Compressors and memories are frozen descriptions: method and parameters, no tensors. Importing this
+package imports no framework; PyTorch is imported with its first gradient.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports modules of a framework when they are first used."""
-    if name in ("dcp", "ddp", "fsdp", *NAMES):
+    """Imports modules of a framework or a trainer when they are first used."""
+    if name in ("accelerate", "dcp", "ddp", "fsdp", "lightning", "transformers", *NAMES):
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -28,7 +28,7 @@ from hvdcomp.specs.levels import Level
 
 
 class Compression:
-    """Goes into `compression=` of `hvd.DistributedOptimizer`.
+    """The object that you give to `compression=` of `hvd.DistributedOptimizer`, or to `hvdcomp.ddp.register`.
 
         compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
         optimizer = hvd.DistributedOptimizer(
@@ -38,26 +38,28 @@ class Compression:
     Args:
         compressor: the compressor, the same on every rank.
         named_parameters: PyTorch: pairs of name and parameter as given to Horovod, or a function that returns them.
-            State is kept by these names. Default: those of Horovod's optimizer.
+            State is kept by these names. Default: the names in Horovod's optimizer.
         variables: TensorFlow: all trained variables, `model.trainable_variables`, or a function that returns them.
-            State is kept by their names. Default: those of the first step.
-        optimizer: TensorFlow: the Keras optimizer, for policies that follow its learning rate; needed with tapes only.
-        memory: the memory of elements that were not sent. Default: `ErrorFeedback()` for biased compressors, none for
-            unbiased ones and casts. `NoMemory()` turns error feedback off.
+            State is kept by their names. Default: the variables of the first step.
+        optimizer: TensorFlow: the Keras optimizer, for policies that follow its learning rate. Only tapes need it.
+        memory: the memory, which keeps what was not sent. Default: `ErrorFeedback()` for biased compressors, and no
+            memory for unbiased compressors and casts. `NoMemory()` turns error feedback off.
         policy: a policy that decides when, and how hard, to compress, such as `Accordion(low=4, high=1)`; rank 0
             decides for all ranks. Or a schedule of levels, such as `WarmUp(levels=(0.25, 0.05), epochs=1)`. Default:
             always the compressor's own level.
         steps_per_epoch: optimizer steps per epoch, `len(loader)`, for policies that count epochs.
         seed: seed of the compressors' random numbers.
-        min_numel, min_ndim: tensors with fewer elements or dimensions (biases, norm layers) are sent dense, fused.
+        min_numel, min_ndim: tensors with fewer elements or dimensions (biases, norm layers) are sent uncompressed,
+            together.
         overlap: PyTorch: whether gradients are compressed and sent during the backward pass (`True`), or at its end
-            (`False`); `"auto"`: early, if possible. It changes at most the last bits of sums.
-        bucket_bytes: least bytes of gradients in a bucket, with overlap; a smaller model is one bucket. Default: the
-            best size by the calibration of the policy `Auto`, or else 25 MiB, and on a CUDA device at least a quarter
-            of all.
-        gathered_bytes: the most bytes of gathered payloads, of all ranks, that lie in a rank's memory at a time; None
-            for any number. Where a step gathers more, it goes in parts, in collectives of their own, at the end of the
-            backward pass, whatever `overlap` is. A single tensor may have more. Results are the same, bit for bit.
+            (`False`). With `"auto"` they are sent during the backward pass if possible. The setting changes at most
+            the last bits of sums.
+        bucket_bytes: the least bytes of gradients in a bucket, with overlap. A smaller model is one bucket. Default:
+            the best size by the calibration of the policy `Auto`. Without this policy 25 MiB, and on a CUDA device at
+            least a quarter of all gradients.
+        gathered_bytes: the most bytes of gathered payloads of all ranks that a rank keeps in memory at a time; None for
+            no limit. A step that gathers more exchanges in several parts, at the end of the backward pass, whatever
+            `overlap` is. A single tensor may exceed the limit. Results are the same, bit for bit.
         process_set: the Horovod process set of the optimizer, if it is not the global one.
         decision_log: file to which rank 0 adds each decision of the policy with its statistics, for `hvdcomp replay`
             and `hvdcomp report`. Default: none.
@@ -150,7 +152,7 @@ class Compression:
     def __iter__(self) -> Iterator[Any]:
         """Raises ConfigurationError: Horovod iterates over what it is given in the place of `named_parameters`."""
         raise ConfigurationError(
-            "hvdcomp.Compression was given where a list is expected, such as named_parameters: name the argument, "
+            "hvdcomp.Compression was given in place of a list, such as named_parameters. Name the argument: "
             "hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), compression=compression)"
         )
 
@@ -190,11 +192,14 @@ class Compression:
         between the same two steps.
 
         Raises:
-            SpecError: if the compressor has no level or does not allow this one, if residuals would grow without end,
+            SpecError: if the compressor has no level or does not allow this one, if residuals would grow without limit,
                 or if a policy sets the levels.
         """
         if self.settings.policy is not None:
-            raise SpecError(f"the policy {self.settings.policy} sets the levels; leave them to it, or give no policy")
+            raise SpecError(
+                f"the policy {self.settings.policy} sets the levels, so set_level cannot set them; do not call "
+                "set_level, or leave out the policy"
+            )
         require_bounded_residuals(self.settings.compressor.at_level(level), self.settings.memory)
         self._level = level
         if self._binding is not None:
@@ -204,8 +209,9 @@ class Compression:
     def accumulation(self) -> int:
         """The factor of the next step's batch size relative to the start; 1 without a policy of the batch size.
 
-        With such a policy every rank reads it before each step, multiplies the number of backward passes by it, and
-        divides their losses by it. Horovod's `backward_passes_per_step` and the learning rate follow.
+        With such a policy, read it on every rank before each step. Make this many times the usual number of backward
+        passes, and divide their losses by it. hvdcomp adapts Horovod's `backward_passes_per_step` and the learning
+        rate.
         """
         return 1 if self._binding is None else self._binding.accumulation
 
@@ -220,16 +226,16 @@ class Compression:
     def state_dict(self) -> dict[str, Any]:
         """The state of the training's compression, for a checkpoint between two steps.
 
-        It has the policy, levels and warm starts, which are the same on all ranks, and residuals, which are not.
-        Every rank must therefore save it, with `torch.save` to its own file or by `hvdcomp.dcp`.
+        The policy, the levels and the warm starts are the same on all ranks, but the residuals are not. Every rank must
+        therefore save the state, with `torch.save` to its own file or with `hvdcomp.dcp`.
         """
         return (self._restored or {}) if self._binding is None else self._binding.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], optimizer: Any = None) -> None:
-        """Restores a state of `state_dict` before the first step; to be called on every rank.
+        """Restores a state of `state_dict` before the first step. Call it on every rank.
 
-        Each rank loads the state that it saved, or every rank that of rank 0. In the second case, and with another
-        number of ranks, residuals start at zero, with a warning.
+        Each rank loads the state that it saved, or all ranks load the state of rank 0. If all ranks load the state of
+        rank 0, or the number of ranks has changed, residuals start at zero, with a warning.
 
         Args:
             state: the state.
@@ -240,14 +246,15 @@ class Compression:
             ConfigurationError: if the state is damaged, or of another model, compressor or policy; or after a step.
         """
         if self._binding is not None and self._binding.has_begun:
-            raise ConfigurationError("load_state_dict has to be called before the first step")
+            raise ConfigurationError("load_state_dict was called after the first step; call it before the first step")
         self._restored = restored = checked(state)
         if restored and self._binding is not None:
             self._binding.load_state_dict(restored)
         elif restored and not self._bind(optimizer) and changes_batch_size(self.settings.policy):
             raise ConfigurationError(
-                f"the policy {self.settings.policy} changes the batch size: give load_state_dict the optimizer too, "
-                "compression.load_state_dict(state, optimizer=optimizer) with what hvd.DistributedOptimizer returned"
+                f"the policy {self.settings.policy} changes the batch size, so load_state_dict needs the optimizer "
+                "too: give it what hvd.DistributedOptimizer returned, as in compression.load_state_dict(state, "
+                "optimizer=optimizer)"
             )
 
     # Methods for elastic Horovod, whose ranks change during a training.
@@ -279,8 +286,8 @@ class Compression:
             optimizer = self._optimizer if optimizer is None else optimizer
             if optimizer is None or not self._bind(optimizer):
                 raise ConfigurationError(
-                    f"the policy {self.settings.policy} changes the batch size: give the elastic state the optimizer "
-                    "too, hvd.elastic.TorchState(model=model, optimizer=optimizer, compression=compression)"
+                    f"the policy {self.settings.policy} changes the batch size, so the elastic state needs the "
+                    "optimizer too: hvd.elastic.TorchState(model=model, optimizer=optimizer, compression=compression)"
                 )
         elif self._binding.is_stale:
             self._binding.follow_ranks()
@@ -294,8 +301,9 @@ class Compression:
         """
         if self._binding is not None:
             raise ConfigurationError(
-                "this hvdcomp.Compression is at work in a training, and cannot be copied or pickled any more: do so "
-                "before the first step, or make a new one from state_dict(). For elastic states there is hvdcomp.track"
+                "this hvdcomp.Compression is already used in a training, so it can no longer be copied or pickled. "
+                "Copy it before the first step, or make a new one and give it the state_dict() of this one. In an "
+                "elastic state, use hvdcomp.track"
             )
         return self.__dict__ | {"_parameters": None}
 
@@ -324,7 +332,9 @@ class Compression:
     def serve(self, make_binding: Callable[[Setup], Any], optimizer: Any = None) -> Any:
         """Makes and returns the binding of one training. Raises ConfigurationError if there is one already."""
         if self._binding is not None:
-            raise ConfigurationError("this hvdcomp.Compression serves a training already; make one for each model")
+            raise ConfigurationError(
+                "this hvdcomp.Compression is already used in a training; make a separate one for each model"
+            )
         binding = make_binding(Setup(self, self._parameters, self._process_set, self._grad_scaler, optimizer))
         self._binding = binding  # also if a state is refused, as the framework keeps the hooks that it was given
         restored, self._restored = self._restored, None

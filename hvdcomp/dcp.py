@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,9 +25,9 @@ __all__ = ["by_rank", "load"]
 
 
 def by_rank(compression: Compression) -> dict[str, bytes]:
-    """The state of this rank under a name of its own; to be called on every rank.
+    """The state of this rank, under a name that only this rank uses. Call it on every rank.
 
-    Of values with the same name, `torch.distributed.checkpoint` would keep only one rank's.
+    If all ranks used the same name, `torch.distributed.checkpoint` would keep the state of only one rank.
 
     Returns:
         An entry for the argument of `torch.distributed.checkpoint.save` or `async_save`. Later steps do not change it.
@@ -41,10 +42,11 @@ def load(
     optimizer: Any = None,
     residuals: str = "keep",
 ) -> None:
-    """Restores the states of `by_rank` before the first step; to be called on every rank.
+    """Restores the states of `by_rank` before the first step. Call it on every rank.
 
-    With another number of ranks, each rank takes over its share of the old ranks' residuals, as in `hvdcomp.state_for`;
-    for FSDP's shards it reads the states of all old ranks, one by one.
+    With another number of ranks, each rank gets its share of the old ranks' residuals, as in `hvdcomp.state_for`. With
+    FSDP's shards, also on another mesh with the same number of ranks, each rank reads the states of all old ranks, one
+    by one.
 
     Args:
         compression: the compression.
@@ -55,7 +57,7 @@ def load(
 
     Raises:
         ConfigurationError: if the checkpoint has no such states, or if the number of ranks has changed and the ranks
-            exchange in groups (hybrid sharding, process groups); and as in `Compression.load_state_dict`.
+            exchange in process groups; and as in `Compression.load_state_dict`.
     """
     check_residuals(residuals)
     reader = torch.distributed.checkpoint.FileSystemReader(saved) if isinstance(saved, str | os.PathLike) else saved
@@ -64,31 +66,48 @@ def load(
     count = sum(name.startswith(f"{key}.{_name('')}") for name in names)
     if not count:
         raise ConfigurationError(
-            f"the checkpoint {str(saved)!r} has no states of ranks under the key {key!r}; give "
-            f"torch.distributed.checkpoint.save {{{key!r}: hvdcomp.dcp.by_rank(compression)}} on every rank"
+            f"the checkpoint {str(saved)!r} has no states of hvdcomp.Compression under the key {key!r}; when you save, "
+            f"give torch.distributed.checkpoint.save {{{key!r}: hvdcomp.dcp.by_rank(compression)}} on every rank"
         )
     needed = [rank] if count == ranks else list(range(rank, count, ranks)) or [0]
     states = _read(reader, key, needed)
     if residuals == "drop":
-        states = [state and {**state, "own": {**state["own"], "residuals": {}}} for state in states]
+        states = list(map(_without_residuals, states))
+    # For other shards, a rank may need the states of all old ranks, which are read only if needed.
     if states[0] and "shards" in states[0]["shared"]:
-        # For other shards, a rank may need the states of all old ranks, which are read only if needed.
         states = [{**states[0], "every": (_read(reader, key, [other])[0] for other in range(count))}]
+    elif states[0] and "boxes" in states[0]["own"]:
+        every = (_read(reader, key, [other], alone=True)[0] for other in range(count))
+        states = [{**states[0], "every": map(_without_residuals, every) if residuals == "drop" else every}]
     elif count != ranks:
         for state in filter(None, states):
             if state["own"]["size"] != count:
                 raise ConfigurationError(
-                    f"the checkpoint {str(saved)!r} was saved by {count} ranks in groups of {state['own']['size']} "
-                    f"that exchange; go on with {count} ranks, this run has {ranks}"
+                    f"the checkpoint {str(saved)!r} was saved by {count} ranks, which exchanged in groups of "
+                    f"{state['own']['size']}, and this run has {ranks} ranks. Such a checkpoint can be loaded only "
+                    f"with the same number of ranks: start {count} ranks"
                 )
         states = [state_for(states, rank, ranks)]
     compression.load_state_dict(states[0], optimizer)
 
 
-def _read(reader: torch.distributed.checkpoint.StorageReader, key: str, ranks: Sequence[int]) -> list[dict[str, Any]]:
-    """The states of some ranks."""
+def _without_residuals(state: dict[str, Any]) -> dict[str, Any]:
+    return state and {**state, "own": {**state["own"], "residuals": {}}}
+
+
+def _read(
+    reader: torch.distributed.checkpoint.StorageReader, key: str, ranks: Sequence[int], alone: bool = False
+) -> list[dict[str, Any]]:
+    """The states of some ranks.
+
+    Args:
+        alone: whether this rank reads by itself, as others may not need these states.
+    """
     content = {key: {_name(rank): b"" for rank in ranks}}
-    torch.distributed.checkpoint.load(content, storage_reader=reader)
+    with warnings.catch_warnings():
+        if alone:  # which torch.distributed.checkpoint warns of
+            warnings.simplefilter("ignore", UserWarning)
+        torch.distributed.checkpoint.load(content, storage_reader=reader, **({"no_dist": True} if alone else {}))
     return [unpacked(content[key][_name(rank)]) for rank in ranks]
 
 

@@ -2,44 +2,54 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from hvdcomp.bindings.frameworks import require_optimizer
-from hvdcomp.bindings.setup import UsedCompression, require_compression
+from hvdcomp.bindings.frameworks import require_optimizer, require_scaler
+from hvdcomp.bindings.setup import Setup, UsedCompression, require_compression
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.torch.ddp_binding import DDPBinding
 
 __all__ = ["register"]
 
 
-def register(model: DistributedDataParallel, compression: UsedCompression, optimizer: Any = None) -> None:
-    """Lets a model in DistributedDataParallel exchange its gradients compressed.
+def register(
+    model: DistributedDataParallel, compression: UsedCompression, optimizer: Any = None, grad_scaler: Any = None
+) -> None:
+    """Makes a model in DistributedDataParallel exchange compressed gradients.
 
         model = torch.nn.parallel.DistributedDataParallel(model)
         hvdcomp.ddp.register(model, hvdcomp.Compression(hvdcomp.TopK(ratio=0.01)))
 
-    To be called on every rank, before the first backward pass. The rest of the training does not change. Members of
-    `Compression` (`ledger`, `set_level`, `state_dict`, ...) work as with Horovod. Tensors have their names in the
-    module, without the prefixes of wrappers ("module.", "_orig_mod." and others).
+    Call it on every rank, before the first backward pass. The rest of the training does not change. Members of
+    `Compression` (`ledger`, `set_level`, `state_dict`, ...) work as with Horovod. Tensors are named as in the module,
+    without the prefixes of wrappers ("module.", "_orig_mod." and others).
 
     Args:
         model: a model in DistributedDataParallel without another communication hook; also in torch.compile.
         compression: a compression of this model only. Its `load_state_dict` may be called before `register`, or between
             `register` and the first step.
         optimizer: the model's optimizer; needed by policies that follow the learning rate or change the batch size.
+        grad_scaler: the `torch.amp.GradScaler` in use, if any; `Compression(grad_scaler=...)` has precedence.
 
     Raises:
-        ConfigurationError: if the model is not in DistributedDataParallel, or the compression serves another model.
+        ConfigurationError: if the model is not in DistributedDataParallel, or another model uses the compression.
         RankMismatchError: on every rank, if some ranks cannot take part. Settings are compared in the first step.
     """
     model = getattr(model, "_orig_mod", model)  # under torch.compile
     if not isinstance(model, DistributedDataParallel):
         raise ConfigurationError(
-            f"hvdcomp.ddp.register was given a {type(model).__name__}; give it what "
+            f"hvdcomp.ddp.register was given a {type(model).__name__} as model; give it what "
             "torch.nn.parallel.DistributedDataParallel(model) returned"
         )
     require_compression(compression, "hvdcomp.ddp.register")
     require_optimizer(optimizer, "hvdcomp.ddp.register", "torch")
-    compression.serve(lambda setup: DDPBinding(setup, model), optimizer)
+    require_scaler(grad_scaler, "torch")
+
+    def make_binding(setup: Setup) -> DDPBinding:
+        scaler = grad_scaler if setup.grad_scaler is None else setup.grad_scaler
+        return DDPBinding(replace(setup, grad_scaler=scaler), model)
+
+    compression.serve(make_binding, optimizer)

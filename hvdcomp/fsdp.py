@@ -13,6 +13,7 @@ from hvdcomp.compressors import Compressor
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.torch.fsdp_binding import FSDPBinding
 from hvdcomp.torch.fsdp_shards import ShardsBinding
+from hvdcomp.torch.replicas import group_of_replicas
 from hvdcomp.torch.sharded import modules_of
 
 __all__ = ["register"]
@@ -25,58 +26,64 @@ def register(
     optimizer: Any = None,
     weights: Compressor | None = None,
 ) -> None:
-    """Lets a model sharded by `fully_shard` send its gradients between nodes compressed.
+    """Makes a model that is sharded by `fully_shard`, or replicated by `replicate`, send compressed gradients between
+    nodes.
 
-    If sharded over all ranks, its reduce-scatter is replaced: exact within a node, quantized between nodes.
+    If the model is sharded on a mesh with replicas (HSDP), hvdcomp compresses the exchange of its shards between the
+    replicas:
+
+        mesh = init_device_mesh("cuda", (nodes, 8), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh)
+        hvdcomp.fsdp.register(model, hvdcomp.Compression(hvdcomp.TopK(ratio=0.01)))
+
+    From then on, FSDP leaves this exchange to hvdcomp. PyTorch's `replicate` makes replicas of one rank each. If the
+    model is sharded over all ranks, hvdcomp replaces FSDP's reduce-scatter. The new one is exact within a node, and
+    quantizes between nodes:
 
         fully_shard(model)
         hvdcomp.fsdp.register(model, hvdcomp.Compression(hvdcomp.Int4()))
 
-    If sharded over the ranks of a node, with replicas on other nodes (HSDP), its shards are exchanged:
-
-        mesh = init_device_mesh("cuda", (nodes, 8), mesh_dim_names=("replicate", "shard"))
-        fully_shard(model, mesh=mesh["shard"])
-        hvdcomp.fsdp.register(model, hvdcomp.Compression(hvdcomp.TopK(ratio=0.01)), mesh["replicate"])
-
-    To be called on every rank, before the first backward pass; docs/fsdp.md documents both. With replicas, shards are
-    exchanged during the backward pass; with a policy the ranks of each shard decide for themselves, and the decision
-    log has the decisions of rank 0's shard.
+    Call it on every rank, after all calls of `fully_shard`, before the first backward pass. docs/fsdp.md describes both
+    cases. With replicas, shards are exchanged during the backward pass. With a policy, the ranks of each shard decide
+    separately, and the decision log has only the decisions of rank 0's shard.
 
     Args:
-        model: a model sharded over one dimension of a mesh.
+        model: a model sharded by `fully_shard`, or replicated by `replicate`.
         compression: a compression of this model only. Without replicas its compressor must be a quantizer, without a
             policy.
-        mesh: the other dimension, of replicas: the ranks with the same shards. None for a model without replicas.
+        mesh: the dimension of the replicas, mesh["replicate"], if `fully_shard` was given only that of the shards,
+            mesh["shard"]. None otherwise.
         optimizer: the model's optimizer; needed by policies that follow the learning rate or change the batch size.
-        weights: a quantizer, such as `hvdcomp.Int8()`, of the changes of weights that FSDP's all-gathers send, without
-            replicas only. Each rank keeps the whole model then. None for FSDP's own all-gather.
+        weights: a quantizer, such as `hvdcomp.Int8()`. FSDP's all-gathers then send quantized changes of the weights,
+            and each rank keeps the whole model. Only without replicas. None for FSDP's own all-gather.
 
     Raises:
-        ConfigurationError: if the model is not sharded in this way, or the compression serves another model or is not
-            suitable.
+        ConfigurationError: if the model is not sharded in this way, or if another model uses the compression, or if the
+            compression is not suitable.
         RankMismatchError: on every rank, if some ranks cannot take part. With replicas, settings are compared in the
             first step.
     """
     if mesh is not None and getattr(mesh, "ndim", None) != 1:
         raise ConfigurationError(
-            f"hvdcomp.fsdp.register was given a {type(mesh).__name__} as mesh; give it the dimension of the replicas, "
-            "such as mesh['replicate'] of init_device_mesh(..., mesh_dim_names=('replicate', 'shard')), or none: "
+            f"hvdcomp.fsdp.register was given a {type(mesh).__name__} as mesh, which is not a mesh of one dimension. "
+            "Leave mesh out, or give it the dimension of the replicas, such as mesh['replicate'] of "
+            "init_device_mesh(..., mesh_dim_names=('replicate', 'shard')): "
             "hvdcomp.fsdp.register(model, compression, optimizer=optimizer)"
         )
     if not modules_of(model):
         raise ConfigurationError(
-            f"hvdcomp.fsdp.register was given a {type(model).__name__} without shards; call "
-            "torch.distributed.fsdp.fully_shard(model) first, with replicas fully_shard(model, mesh=mesh['shard'])"
+            f"hvdcomp.fsdp.register was given a {type(model).__name__} that is not sharded. First call "
+            "torch.distributed.fsdp.fully_shard(model), or with replicas fully_shard(model, mesh=mesh)"
         )
     require_compression(compression, "hvdcomp.fsdp.register")
     require_optimizer(optimizer, "hvdcomp.fsdp.register", "torch")
-    if mesh is None:
+    group = group_of_replicas(model, mesh)
+    if group is None:
         compression.serve(lambda setup: ShardsBinding(setup, model, weights), optimizer)
         return
     if weights is not None:
         raise ConfigurationError(
-            "weights is for models sharded over all ranks, and hvdcomp.fsdp.register was given the mesh of replicas, "
-            "between which no weights are sent; leave it out"
+            "hvdcomp.fsdp.register was given weights for a model with replicas, but weights is only for models that "
+            "are sharded over all ranks: replicas exchange no weights. Leave weights out"
         )
-    group = mesh.get_group()
     compression.serve(lambda setup: FSDPBinding(setup, model, group), optimizer)

@@ -44,7 +44,7 @@ class Settings:
     def __post_init__(self) -> None:
         """Raises SpecError for an invalid overlap or number."""
         if not (isinstance(self.overlap, bool) or self.overlap == "auto"):
-            raise SpecError(f'overlap={self.overlap!r} is not possible; give True, False or "auto"')
+            raise SpecError(f'overlap={self.overlap!r} is not allowed; give True, False or "auto"')
         _require_whole("bucket_bytes", self.bucket_bytes, 1, or_none=True)
         _require_whole("gathered_bytes", self.gathered_bytes, 1, or_none=True)
         _require_whole("seed", self.seed)
@@ -52,8 +52,9 @@ class Settings:
         _require_whole("min_ndim", self.min_ndim, 0)
         if self.overlap is True and self.memory is not None and self.memory.needs_all_gradients:
             raise SpecError(
-                f"overlap=True compresses gradients before all of them are there, and the memory {self.memory} scales "
-                'them by a norm of all; give overlap="auto" or False, or a memory that does not clip'
+                f"overlap=True does not work with the memory {self.memory}: overlap compresses some gradients before "
+                'others are ready, but this memory clips each gradient by the norm of all of them. Give overlap="auto" '
+                "or False, or use a memory that does not clip"
             )
 
     @property
@@ -77,15 +78,16 @@ class Settings:
         """
         if local_steps > 1 and isinstance(self.policy, Policy):
             raise SpecError(
-                f"local_steps={local_steps} of CompressedAdam does not go with the policy {self.policy}, which counts "
-                "steps with an exchange; leave one of the two out"
+                f"local_steps={local_steps} of CompressedAdam does not work with the policy {self.policy}, because the "
+                "policy counts only steps with an exchange; leave out one of the two"
             )
         methods = (*self.compressors, parse_compressor(warm_up))
         for leaf in (leaf for method in methods for leaf in method.leaves()):
             if not leaf.in_units:
                 raise SpecError(
-                    f"{leaf} does not go with CompressedAdam: its result has no magnitude of which momentum could be "
-                    "made. Take efsignsgd, which has as many bytes, or keep AdamW itself"
+                    f"{leaf} does not work with CompressedAdam, because its result has no magnitude, and "
+                    "CompressedAdam needs the magnitude to compute momentum. Use efsignsgd, which sends the same "
+                    "number of bytes, or keep AdamW"
                 )
         if self.memory is None:
             require_bounded_turns(methods)
@@ -108,9 +110,10 @@ class Settings:
             divisor = leaf.period if every is None else math.gcd(every, leaf.period)
             if divisor > 1:
                 raise SpecError(
-                    f"{leaf} does not go with {option}: which of its {leaf.period} parts it sends depends on the "
-                    "number of the step, and some might never be sent. Take a number of steps that is no multiple of "
-                    f"{divisor}, or powersgd without alternating and with half the rank, which sends as many bytes"
+                    f"{leaf} does not work with {option}: it sends one of its {leaf.period} parts in each step, in "
+                    "turn, and with these local steps some parts might never be sent. Use a number of steps that is "
+                    f"not a multiple of {divisor}, or use powersgd without alternating and with half the rank, which "
+                    "sends the same number of bytes"
                 )
 
     def describe(self) -> dict[str, Any]:
@@ -126,8 +129,8 @@ class Settings:
 def _require_whole(name: str, value: object, least: int | None = None, or_none: bool = False) -> None:
     if (value is None and or_none) or is_whole(value, -math.inf if least is None else least):
         return
-    allowed = "a whole number" + ("" if least is None else f" from {least} on") + (", or None" if or_none else "")
-    raise SpecError(f"{name}={value!r} is not possible; give {allowed}")
+    allowed = "a whole number" + ("" if least is None else f" of at least {least}") + (", or None" if or_none else "")
+    raise SpecError(f"{name}={value!r} is not allowed; give {allowed}")
 
 
 def check(
@@ -144,7 +147,7 @@ def check(
     _require_whole("steps_per_epoch", steps_per_epoch, 1, or_none=True)
     if not isinstance(compressor, Compressor):
         raise SpecError(
-            f"{compressor!r} is not a compressor; give one, such as hvdcomp.TopK(ratio=0.01), or use "
+            f"{compressor!r} is not a compressor; give a compressor, such as hvdcomp.TopK(ratio=0.01), or use "
             "hvdcomp.Compression.from_spec('topk:ratio=0.01')"
         )
     for leaf in compressor.leaves():
@@ -152,13 +155,13 @@ def check(
     if memory is not None and not isinstance(memory, Memory):
         raise SpecError(
             f"{memory!r} is not a memory; give hvdcomp.ErrorFeedback() or hvdcomp.NoMemory(), or use "
-            "hvdcomp.Compression.from_spec, whose memory= takes a string"
+            "hvdcomp.Compression.from_spec, where memory= may be a string"
         )
     if policy is not None:
         if not isinstance(policy, LevelSchedule | Policy):
             raise SpecError(
-                f"{policy!r} is not a policy; give one, such as hvdcomp.Accordion(low=4, high=1), or use "
-                "hvdcomp.Compression.from_spec, whose policy= takes a string"
+                f"{policy!r} is not a policy; give a policy, such as hvdcomp.Accordion(low=4, high=1), or use "
+                "hvdcomp.Compression.from_spec, where policy= may be a string"
             )
         policy = check_policy(policy, steps_per_epoch, compressor, memory)
     require_bounded_residuals(compressor, memory)
@@ -186,9 +189,9 @@ def check_policy(
     if policy.loss and (memory is not None or any(leaf.default_memory.is_momentum for leaf in compressor.leaves())):
         given = compressor if memory is None else f"memory={memory}"
         raise SpecError(
-            f"{policy.name}: loss={policy.loss:g} does not go with {given}: what methods do to the loss was measured "
-            "with each method's own memory. Leave the memory at its default and take a compressor without momentum, "
-            "such as none; or leave out loss and name compressors"
+            f"{policy.name}: loss={policy.loss:g} does not work with {given}: the policy knows the loss of each method "
+            "only with the method's own memory. Leave the memory at its default, and use a compressor without "
+            "momentum, such as none. Or leave out loss, and list the compressors yourself"
         )
     if not policy.compressors:
         return policy
@@ -201,7 +204,9 @@ def _checked_choices(policy: Policy[Any], compressor: Compressor, memory: Memory
     choices = [parse_compressor(spec) for spec in policy.compressors]
     specs = list(map(str, choices))
     if twice := sorted({spec for spec in specs if specs.count(spec) > 1}):
-        raise SpecError(f"{policy.name}: compressors has {', '.join(twice)} more than once; name each once")
+        raise SpecError(
+            f"{policy.name}: compressors lists {', '.join(twice)} more than once; list each compressor once"
+        )
     if memory is not None:
         for choice in choices:
             require_bounded_residuals(choice, memory)
@@ -210,9 +215,9 @@ def _checked_choices(policy: Policy[Any], compressor: Compressor, memory: Memory
         for leaf in (leaf for choice in choices for leaf in choice.leaves()):
             if leaf.default_memory.is_momentum and leaf.default_memory not in own[:1]:
                 raise SpecError(
-                    f"{policy.name}: {leaf} is not allowed in compressors: its momentum takes the place of the "
-                    "optimizer's, and cannot come and go. Make it the training's own compressor, whose momentum then "
-                    "goes with all others too, or leave it out"
+                    f"{policy.name}: {leaf} is not allowed in compressors, because it replaces the optimizer's "
+                    "momentum by its own, and this cannot change during a training. Leave it out, or make it the "
+                    "compressor of the training: then all compressors use its momentum"
                 )
         require_bounded_turns([compressor, *choices])
     return tuple(spec for spec in specs if spec != str(compressor))

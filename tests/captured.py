@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 
-REFUSED = "hvdcomp exchanges nothing while a CUDA graph is captured"
+REFUSED = "hvdcomp does not exchange gradients while a CUDA graph is captured"
 """How the error begins."""
 
 

@@ -54,7 +54,7 @@ class InPlaceInPrepare(Mine):
 
 @dataclass(frozen=True)
 class Unwritten(Compressor):
-    says = "aggregate is not written yet; it is a generator: yield AllReduce(array)"
+    says = "aggregate is not implemented; write it as a generator: yield AllReduce(array)"
 
     name = "mine"
     biased = True
@@ -83,7 +83,7 @@ class Pair(Mine):
 
 
 class FlatMean(Mine):
-    says = "returns an array of float32 [24] as mean, and x has the shape [4, 6]"
+    says = "returns an array of float32 [24] as mean, but x has the shape [4, 6]"
 
     def aggregate(self, xp: Any, x: Any, state: Any, context: Any) -> Any:
         mean = yield AllReduce(xp.flatten(x))
@@ -91,7 +91,7 @@ class FlatMean(Mine):
 
 
 class ShortSent(Mine):
-    says = "returns an array of float32 [3] as sent, and x has the shape [4, 6]"
+    says = "returns an array of float32 [3] as sent, but x has the shape [4, 6]"
 
     def aggregate(self, xp: Any, x: Any, state: Any, context: Any) -> Any:
         mean = yield AllReduce(x)
@@ -115,7 +115,7 @@ class ByElements(Mine):
 
 
 class ByElementsWhereThereAreSome(Mine):
-    says = "sizes and types must not depend on the gradient, as they would differ between ranks"
+    says = "Sizes and types must not depend on the values of the gradient, because the values differ"
 
     def aggregate(self, xp: Any, x: Any, state: Any, context: Any) -> Any:
         try:
@@ -127,7 +127,7 @@ class ByElementsWhereThereAreSome(Mine):
 
 
 class ByRank(Mine):
-    says = "on rank 1, and for AllReduce mean all of float32 [2] on rank 0; sizes and types must be the same on all"
+    says = "on rank 1, but for AllReduce mean all of float32 [2] on rank 0; sizes and types must be the same on all"
 
     def aggregate(self, xp: Any, x: Any, state: Any, context: Any) -> Any:
         yield AllReduce(xp.flatten(x)[: 2 + context.rank])
@@ -135,7 +135,7 @@ class ByRank(Mine):
 
 
 class ByStep(Mine):
-    says = "sizes must repeat after `period` steps, which is 1 in this class"
+    says = "sizes must repeat after `period` steps, and `period` is 1 in this class"
 
     def aggregate(self, xp: Any, x: Any, state: Any, context: Any) -> Any:
         yield AllReduce(xp.flatten(x)[: 2 + context.step % 2])
@@ -143,7 +143,7 @@ class ByStep(Mine):
 
 
 class WithNumpy(Mine):
-    says = "with which hvdcomp counts bytes before there are gradients: use functions of xp"
+    says = "such arrays to count bytes before there are gradients: use functions of xp"
 
     def aggregate(self, xp: Any, x: Any, state: Any, context: Any) -> Any:
         mean = yield AllReduce(np.abs(x))
@@ -175,7 +175,7 @@ class Misspelt(Mine):
 
 
 class AnotherState(Mine):
-    says = "returns a state of the shapes [[4, 6]], and began with []; `prepare` makes as many arrays"
+    says = "returns a state of the shapes [[4, 6]], but was given a state of the shapes []; return the same number"
 
     def aggregate(self, xp: Any, x: Any, state: Any, context: Any) -> Any:
         mean = yield AllReduce(x)
@@ -183,7 +183,7 @@ class AnotherState(Mine):
 
 
 class OneArray(Mine):
-    says = "prepare returns an array of float32 [3]; return a tuple of arrays, () for none"
+    says = "prepare returns an array of float32 [3]; return a tuple of arrays, or () for no arrays"
 
     def prepare(self, xp: Any, x: Any, state: Any, context: Any) -> Any:
         return xp.zeros((3,), like=x)

@@ -226,7 +226,7 @@ class DecisionLog:
 
     def _cannot(self, error: OSError) -> ConfigurationError:
         return ConfigurationError(
-            f"the decision log {self.path} cannot be written: {error.strerror or error}; name another file"
+            f"the decision log {self.path} cannot be written: {error.strerror or error}; give another file"
         )
 
 
@@ -250,12 +250,12 @@ def log_files(path: str | Path | None, file_bytes: int, files: int, policy: obje
     """
     for name, value, least in (("decision_log_bytes", file_bytes, 1), ("decision_log_files", files, 2)):
         if not is_whole(value, least):
-            raise SpecError(f"{name}={value!r} is not possible; give a whole number from {least} on")
+            raise SpecError(f"{name}={value!r} is not allowed; give a whole number of at least {least}")
     if path is not None and not isinstance(policy, Policy):
-        schedule = "" if policy is None else f" ({policy} is a schedule, which decides nothing)"
+        schedule = "" if policy is None else f" ({policy} is a schedule, which makes no decisions)"
         raise SpecError(
-            f"decision_log={str(path)!r} is for the decisions of a policy, and there is none{schedule}; give a policy, "
-            "such as hvdcomp.Accordion(low=0.1, high=0.01), or leave decision_log out"
+            f"decision_log={str(path)!r} records the decisions of a policy, but this training has no policy{schedule}. "
+            "Give a policy, such as hvdcomp.Accordion(low=0.1, high=0.01), or leave decision_log out"
         )
     return None if path is None else LogFiles(Path(path), file_bytes, files)
 
@@ -275,8 +275,9 @@ def read_decisions(path: Path) -> Iterator[Start | Decided]:
     for number, following in itertools.pairwise(aside):
         if following != number + 1:
             raise DecisionLogError(
-                f"{path}: of the files before it, {aside[number].name} and {aside[following].name} are there, but none "
-                "between them; bring it back, or remove those before it"
+                f"{path}: this decision log consists of several files, and a file between {aside[number].name} and "
+                f"{aside[following].name} is missing. Restore the missing file, or remove {aside[number].name} and all "
+                "older files"
             )
     for file in (*aside.values(), path):
         yield from _read_file(file)
@@ -295,7 +296,7 @@ def _read_file(path: Path) -> Iterator[Start | Decided]:
                 if data["kind"] == "start":
                     shorthand, before, begun = _shorthand_of(data), {}, True
                 elif not begun:
-                    raise ValueError("a decision log begins with a start line")
+                    raise ValueError("the decision log does not begin with a start line")
                 if shorthand is not None:
                     before = shorthand.whole({name: data[name] for name in _PARTS if name in data}, before)
                     data |= before
@@ -338,7 +339,7 @@ def to_json(value: Any) -> Any:
         return {key if isinstance(key, str) else _key_text(key): to_json(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         return [to_json(item) for item in value]
-    raise TypeError(f"a decision log cannot hold {value!r}, a {type(value).__name__}")
+    raise TypeError(f"a decision log cannot store {value!r}, which is of type {type(value).__name__}")
 
 
 def with_numbers(value: Any) -> Any:
@@ -369,7 +370,7 @@ def _check_writable(path: Path) -> None:
     with path.open("r+b") as file:
         first = file.read(max(map(len, _FIRST_BYTES)))
     if not any(prefix.startswith(first) or first.startswith(prefix) for prefix in _FIRST_BYTES):
-        raise ConfigurationError(f"{path} is there already and is not a decision log; name another file")
+        raise ConfigurationError(f"{path} exists already and is not a decision log; give another file")
 
 
 def _mend(path: Path) -> None:
@@ -398,7 +399,7 @@ def _fields_of(line: bytes) -> dict[str, Any]:
     """The fields of a line. Raises ValueError if the line is not of a decision log."""
     data = parse_json(line, parse_constant=_no_constant)
     if not isinstance(data, dict) or data.get("kind") not in ("start", "decision"):
-        raise ValueError('this is not a line of a decision log, whose "kind" is "start" or "decision"')
+        raise ValueError('this is not a line of a decision log: its "kind" is neither "start" nor "decision"')
     return data
 
 
@@ -410,7 +411,9 @@ def _shorthand_of(start: dict[str, Any]) -> Shorthand | None:
     """
     form = start.pop("format", None)
     if form not in (None, _FORMAT):
-        raise ValueError(f"format {form!r} is not known here; read it with hvdcomp {start.get('hvdcomp')} or later")
+        raise ValueError(
+            f"this version of hvdcomp does not know format {form!r}; use hvdcomp {start.get('hvdcomp')} or later"
+        )
     return None if form is None else Shorthand(typed(Mapping[str, Any], start.get("tensors"), "tensors"))
 
 

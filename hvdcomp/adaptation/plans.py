@@ -15,11 +15,7 @@ from hvdcomp.specs.levels import Level, Unit
 
 def levelled_tensors(engine: Engine) -> tuple[str, ...]:
     """The names of the tensors whose level a policy may set: all but those that are too small to be compressed."""
-    return tuple(
-        name
-        for name, tensor in engine.tensors.items()
-        if tensor.size >= max(1, engine.planner.min_numel) and len(tensor.own_shape) >= engine.planner.min_ndim
-    )
+    return tuple(name for name, tensor in engine.tensors.items() if engine.planner.may_compress(tensor))
 
 
 _MOST_KEPT = 64  # number of cached plans, more than any policy here reuses

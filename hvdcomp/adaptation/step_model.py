@@ -103,8 +103,9 @@ class StepModel:
         if encode is None:
             known = self.facts.compute.encode
             raise CalibrationError(
-                f"{self.source} has no encode time of {str(compressor)!r} for this model; it has: "
-                f"{', '.join(known) or 'none'}. Calibrate with this compressor, or use one of these"
+                f"{self.source} has no encode time of {str(compressor)!r} for this model, only of "
+                f"{', '.join(known) or 'none'}. Calibrate with this compressor, or use one of the compressors that "
+                "were calibrated"
             )
         return encode
 

@@ -50,8 +50,8 @@ class ShapeArray:
 
     def __bool__(self) -> bool:
         raise TypeError(
-            "what a compressor sends must not depend on the gradient's elements: it is counted before there are any. "
-            "Use xp.where in place of an if"
+            "a compressor must not use the values of the gradient to decide what it sends, because hvdcomp counts the "
+            "bytes before there are values. Use xp.where instead of an if"
         )
 
     def itself(self, *_: Any, **__: Any) -> ShapeArray:

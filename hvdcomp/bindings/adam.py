@@ -79,17 +79,18 @@ def check_freezing(freeze_after: Any, floor: Any, refreshes_per_gap: Any) -> Non
     """Raises ConfigurationError for invalid settings of a CompressedAdam of any framework."""
     if not is_whole(freeze_after, 1):
         raise ConfigurationError(
-            f"CompressedAdam: freeze_after={freeze_after!r} is not possible; give the number of steps, at least 1, "
-            "after which the second moment is frozen, 15 to 25 % of the training"
+            f"CompressedAdam: freeze_after={freeze_after!r} is not allowed; give the number of steps after which the "
+            "second moment is frozen: at least 1, and usually 15 to 25 % of the training"
         )
     if not (is_number(floor) and 0 <= floor <= 1):
         raise ConfigurationError(
-            f"CompressedAdam: floor={floor!r} is not possible; give a share from 0 to 1, such as 0.01"
+            f"CompressedAdam: floor={floor!r} is not allowed; give a number from 0 to 1, such as 0.01"
         )
     if refreshes_per_gap is not None and not is_whole(refreshes_per_gap, 1):
         raise ConfigurationError(
-            f"CompressedAdam: refreshes_per_gap={refreshes_per_gap!r} is not possible; give the number of refreshes of "
-            "the second moment after which the gap between two of them doubles, 16 as published, or None for no refresh"
+            f"CompressedAdam: refreshes_per_gap={refreshes_per_gap!r} is not allowed. The gap between two refreshes of "
+            "the second moment doubles after this number of refreshes: give a whole number of at least 1 (16 in the "
+            "paper), or None to never refresh"
         )
 
 
@@ -123,7 +124,7 @@ class HarmWarning:
             if not kept:
                 return  # it has made no step
             if _keeps_second_moment(kept):
-                learns = f"{name} keeps a second moment of gradients, as AdamW does, which learns"
+                learns = f"{name} keeps a second moment of gradients, as AdamW does, and such optimizers learn"
         self._done = True
         harmful = _harmful(self._training.engine, measured_with) if learns else {}
         if harmful:
@@ -168,6 +169,6 @@ def _in_words(learns: str, harmful: Mapping[Compressor, Measured], measured_with
     training, also = _MEASURED[measured_with]
     return (
         f"{learns} badly with {', '.join(map(str, harmful))}. Compared with uncompressed gradients, the validation "
-        f"loss of {training} was {losses}, and {100 * lost:.0f} % higher with {_WAY_OUT}, which sends 7 times fewer "
-        f"bytes. Take {_WAY_OUT}{also} (docs/adam.md)"
+        f"loss of {training} was {losses}. It was {100 * lost:.0f} % higher with {_WAY_OUT}, which sends 7 times fewer "
+        f"bytes than uncompressed gradients. Use {_WAY_OUT}{also} (docs/adam.md)"
     )

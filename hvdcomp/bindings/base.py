@@ -68,8 +68,8 @@ class Binding(Training):
         self._level: Level | None = None  # set by the user, since the latest roll-back
         if setup.compression.settings.overlap is True and not self.overlaps:
             raise ConfigurationError(
-                "overlap=True does not work with this framework, which hands over all gradients of a step at once; "
-                'leave it at "auto"'
+                "overlap=True does not work with this framework, because it passes all gradients of a step to hvdcomp "
+                'at once; leave overlap at "auto"'
             )
         setup.compression.settings.require_matches(names or [tensor.name for tensor in self._tensors])
         self.meet(communicator)
@@ -280,8 +280,8 @@ class Binding(Training):
         """Raises ConfigurationError if Horovod is to scale gradients before an allreduce, which compression lacks."""
         if factor != 1.0:
             raise ConfigurationError(
-                f"gradient_predivide_factor={factor} scales what Horovod allreduces, but compressed gradients do not "
-                "travel in Horovod's allreduce; leave it at 1.0"
+                f"gradient_predivide_factor={factor} does not work with gradient compression: it changes Horovod's "
+                "allreduce, and compressed gradients are not sent by Horovod's allreduce. Leave it at 1.0"
             )
 
     # Accumulation and checkpoints.
@@ -331,7 +331,7 @@ def reason_to_refuse_scale(scale: float | None) -> str | None:
     if scale is None or scale >= _SMALLEST_LOSS_SCALE:
         return None
     return (
-        f"the loss scale has fallen to {scale:g}: in more than a hundred steps gradients were not finite on some rank, "
-        "and nothing is learnt any more. Go on from a checkpoint with a smaller learning rate, or look for the first "
+        f"the loss scale has fallen to {scale:g}: gradients were inf or NaN on some rank in more than a hundred steps, "
+        "so the model no longer learns. Continue from a checkpoint with a smaller learning rate, or look for the first "
         "gradient that is inf or NaN"
     )

@@ -98,14 +98,15 @@ def restore(
     if own["size"] != communicator.world_size:
         if communicator.rank == 0:
             warn_alone(
-                f"the checkpoint was written by {own['size']} ranks, this run has {communicator.world_size}: what was "
-                "left to be sent (residuals) is lost and starts at zero; hvdcomp.state_for keeps it"
+                f"the checkpoint was written by {own['size']} ranks, and this run has {communicator.world_size}, so "
+                "all residuals start at zero: gradients that were not sent yet are lost. To keep them, use "
+                "hvdcomp.state_for"
             )
     else:
         if lost := own["rank"] != communicator.rank:
             warn_alone(
-                f"rank {communicator.rank} was given the checkpoint of rank {own['rank']}: its residuals start at "
-                "zero. Save compression.state_dict() on every rank to keep them."
+                f"rank {communicator.rank} was given the checkpoint of rank {own['rank']}, so its residuals start at "
+                "zero. To keep residuals, save compression.state_dict() on every rank."
             )
         for name, kept in own["residuals"].items():
             # Zeros instead of no residuals, as the exchange of a step depends on whether ranks have residuals.

@@ -123,7 +123,9 @@ def _exchange_seconds(policy: Any, training: Training) -> Mapping[int, float] | 
 
 
 def _cannot_use(calibration: str, error: ValueError) -> str:
-    return f"the policy's calibration={calibration!r} cannot be used: {error}; `hvdcomp calibrate` makes one"
+    return (
+        f"the policy's calibration={calibration!r} cannot be used: {error}. Make a calibration with `hvdcomp calibrate`"
+    )
 
 
 class BatchInForce:
@@ -170,7 +172,7 @@ class BatchInForce:
         """Raises ConfigurationError if a step begins at another batch size than the one in force."""
         if self._coordinator.batch_size != self.current:
             raise ConfigurationError(
-                f"the policy {self._coordinator.policy} makes the batch larger, and the training loop does not follow: "
-                "before each step read compression.accumulation, and make this number of times the usual backward "
-                "passes"
+                f"the policy {self._coordinator.policy} has increased the batch size, but the training loop still uses "
+                "the old one. Read compression.accumulation before each step, and make this many times the usual "
+                "number of backward passes"
             )

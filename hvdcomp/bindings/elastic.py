@@ -135,25 +135,25 @@ def _change_in_words(ranks: Sequence[Survivor]) -> str:
     lost = [rank for rank in range(before) if rank not in kept]
     if ranks[0] == NEW:
         return (
-            f"rank 0 is new, and the weights of all {len(ranks)} ranks are its own: what the {len(survivors)} ranks "
-            "that went on had left to be sent (residuals) is lost with theirs"
+            f"rank 0 is new, and all {len(ranks)} ranks now have its weights, so the residuals of the {len(survivors)} "
+            "old ranks are lost: gradients that they had not sent yet will not be sent"
         )
     if not lost:
         return ""
     norm = math.sqrt(math.fsum(old.energy for old in survivors) / len(survivors))
     return (
-        f"{len(lost)} of {before} ranks are gone ({', '.join(map(str, lost))}), and with them what they had left to be "
-        f"sent: about {len(lost) / before:.0%} of all that was held back. A rank that went on holds residuals of norm "
-        f"{norm:.3g} (root mean square)."
+        f"{len(lost)} of {before} ranks are gone ({', '.join(map(str, lost))}), and their residuals are lost: about "
+        f"{len(lost) / before:.0%} of all gradients that were not sent yet. The residuals of each remaining rank have "
+        f"a norm of {norm:.3g} (root mean square over the ranks)."
     )
 
 
 def track(state: Any, compression: Any) -> Any:
-    """Lets an elastic state of Horovod also commit, restore and synchronise a `hvdcomp.Compression`.
+    """Makes an elastic state of Horovod also commit, restore and synchronize an `hvdcomp.Compression`.
 
         state = hvdcomp.track(hvd.elastic.TensorFlowKerasState(model, optimizer, batch=0), compression)
 
-    It is not needed with PyTorch's `hvd.elastic.TorchState(..., compression=compression)`.
+    In PyTorch you do not need it: write `hvd.elastic.TorchState(..., compression=compression)`.
 
     Args:
         state: an elastic state of Horovod.
@@ -169,8 +169,8 @@ def track(state: Any, compression: Any) -> Any:
     missing = [name for name in ("save", "restore", "sync") if not callable(getattr(state, name, None))]
     if missing:
         raise ConfigurationError(
-            f"hvdcomp.track was given {state!r}, which has no {missing[0]}(); give it an elastic state of Horovod, "
-            "such as hvd.elastic.TensorFlowKerasState(model, optimizer)"
+            f"hvdcomp.track was given {state!r}, which has no method {missing[0]}(); give it an elastic state of "
+            "Horovod, such as hvd.elastic.TensorFlowKerasState(model, optimizer)"
         )
     saved = compression.state_dict()
     save, restore, sync = state.save, state.restore, state.sync

@@ -115,7 +115,7 @@ class FirstSteps:
         momentum = self._doubled_momentum()
         if momentum:
             raise ConfigurationError(
-                f"the optimizer has {momentum}, but {self._training.engine.memory} applies momentum itself, before "
-                "compression; use an optimizer without momentum (SGD with momentum=0) and set momentum in the memory "
-                "(dgc:momentum=...), or choose memory=hvdcomp.ErrorFeedback()"
+                f"the optimizer has {momentum}, but {self._training.engine.memory} already applies momentum, before "
+                "compression. Use an optimizer without momentum (SGD with momentum=0) and set the momentum of the "
+                "memory (dgc:momentum=...), or choose memory=hvdcomp.ErrorFeedback()"
             )

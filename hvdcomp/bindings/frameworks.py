@@ -118,8 +118,8 @@ def of_arguments(parameters: Mapping[str, Any], optimizer: Any, scaler: Any = No
     if len(given) > 1:
         examples = " or ".join(f"{framework.EXAMPLE} ({framework.TITLE})" for framework in every.values())
         raise ConfigurationError(
-            f"give hvdcomp.Compression {examples}, one of these or none: residuals and warm starts are kept by "
-            "parameter name"
+            f"hvdcomp.Compression was given parameters of more than one framework; give it {examples}, or neither of "
+            "them"
         )
     framework_name = None
     for name, framework in every.items():
@@ -128,7 +128,7 @@ def of_arguments(parameters: Mapping[str, Any], optimizer: Any, scaler: Any = No
             framework.check_optimizer(optimizer)
         if framework.ARGUMENT in given or (owns_optimizer and not given):
             framework_name = name
-    _require_scaler(scaler, framework_name)
+    require_scaler(scaler, framework_name)
     if framework_name is None or not given:
         return framework_name, None
     return framework_name, _parameters_of(framework_named(framework_name), *given.values())
@@ -140,7 +140,7 @@ def _parameters_of(framework: Framework, value: Any) -> Any:
     if any(framework.is_model(value) for framework in every):
         examples = " or ".join(framework.EXAMPLE for framework in every)
         raise ConfigurationError(
-            f"hvdcomp.Compression was given the model {type(value).__name__} itself; give it {examples}"
+            f"hvdcomp.Compression was given a model ({type(value).__name__}); give it {examples} instead"
         )
     return value if callable(value) else framework.by_name(value)
 
@@ -163,8 +163,8 @@ def of_gradient(gradient: Any, expected: str | None) -> str:
         for name, framework in named_or_all(None).items()
     ]
     raise ConfigurationError(
-        f"hvdcomp.Compression was given a {type(gradient).__module__}.{type(gradient).__qualname__}; it works with "
-        f"{' and '.join(uses)}{f', and was made for {expected}' if expected else ''}"
+        f"hvdcomp.Compression was given a gradient of type {type(gradient).__module__}.{type(gradient).__qualname__}. "
+        f"It works with {' and '.join(uses)}{f'. This one was made for {expected}' if expected else ''}"
     )
 
 
@@ -189,17 +189,17 @@ def require_optimizer(value: Any, function: str, name: str | None = None) -> Non
     if value is not None and not any(framework.owns_optimizer(value) for framework in named_or_all(name).values()):
         kind = type(value)
         raise ConfigurationError(
-            f"{function} was given a {kind.__module__}.{kind.__qualname__} as optimizer, which is none; give it the "
-            "one that steps with the gradients, or leave it out"
+            f"{function} was given a {kind.__module__}.{kind.__qualname__} as optimizer, which is not an optimizer; "
+            "give it the optimizer that updates the weights, or leave it out"
         )
 
 
-def _require_scaler(value: Any, name: str | None) -> None:
+def require_scaler(value: Any, name: str | None) -> None:
     """Raises ConfigurationError if the value given as a loss scaler is none; arguments as in `require_optimizer`."""
     frameworks = named_or_all(name).values()
     if value is not None and not any(framework.owns_scaler(value) for framework in frameworks):
         raise ConfigurationError(
-            f"grad_scaler={value!r} does not scale a loss; give "
+            f"grad_scaler={value!r} is not a loss scaler; give "
             f"{' or '.join(framework.SCALER for framework in frameworks)}, or leave it out"
         )
 

@@ -38,27 +38,35 @@ class Collector:
         yield InfoMetricFamily("hvdcomp", "How gradients are compressed, as spec strings.", described)
         for name, meaning, value in (
             ("steps", "Steps of this process.", steps),
-            ("sent_bytes", "Bytes that this rank handed to collectives.", cost.bytes_sent),
-            ("sent_in_node_bytes", "Of these, bytes to ranks of its own node.", cost.bytes_in_node),
-            ("dense_bytes", "Bytes of the same gradients uncompressed.", cost.dense_bytes),
+            ("sent_bytes", "Bytes that this rank sent.", cost.bytes_sent),
+            (
+                "sent_in_node_bytes",
+                "Bytes of hvdcomp_sent_bytes that went to ranks of the same node.",
+                cost.bytes_in_node,
+            ),
+            ("dense_bytes", "Bytes of the same gradients without compression.", cost.dense_bytes),
         ):
             yield CounterMetricFamily(f"hvdcomp_{name}", meaning, value)
-        seconds = CounterMetricFamily("hvdcomp_step_seconds", "Time of hvdcomp in steps.", labels=["phase"])
+        seconds = CounterMetricFamily("hvdcomp_step_seconds", "Time that hvdcomp spent in steps.", labels=["phase"])
         for phase in _PHASES:
             seconds.add_metric([phase], getattr(cost, f"{phase}_seconds") or 0.0)
         yield seconds
         factor = None if last is None else last.compression_factor
         yield GaugeMetricFamily(
             "hvdcomp_compression_factor",
-            "Dense bytes / sent bytes that may leave the node, of the latest step.",
+            "Dense bytes / sent bytes in the latest step, without bytes that stay within the node.",
             factor,
         )
-        levels = GaugeMetricFamily("hvdcomp_mean_level", "Mean over the tensors that have one.", labels=["kind"])
+        levels = GaugeMetricFamily(
+            "hvdcomp_mean_level", "Mean level of the tensors that have a level.", labels=["kind"]
+        )
         for kind, mean in mean_levels(plan).items():
             levels.add_metric([kind], mean)
         yield levels
         # One series for all tensors of a method and level; a label for each tensor would be hundreds of series.
-        tensors = GaugeMetricFamily("hvdcomp_tensors", "Tensors that are sent so.", labels=["method", "level"])
+        tensors = GaugeMetricFamily(
+            "hvdcomp_tensors", "Number of tensors that are sent with this method and level.", labels=["method", "level"]
+        )
         alike = Counter((used.name, "" if used.level is None else f"{used.level:g}") for used in plan.values())
         for labels, count in sorted(alike.items()):
             tensors.add_metric(labels, count)
@@ -94,13 +102,13 @@ class MetricsServer:
 
 
 def serve_metrics(compression: UsedCompression, port: int, address: str = "127.0.0.1") -> MetricsServer:
-    """Serves the costs of a training to Prometheus at `http://HOST:PORT/metrics`; to be called once, on rank 0.
+    """Serves the costs of a training to Prometheus at `http://HOST:PORT/metrics`. Call it once, on rank 0.
 
         if hvd.rank() == 0:
             hvdcomp.serve_metrics(compression, 9400)
 
-    The port has no access control; by default only this host can reach it. Steps do no extra work, and no device is
-    waited for.
+    The port has no access control. By default only this host can reach it. Steps do no extra work, and do not wait for
+    a device.
 
     Args:
         compression: the compression of the training.
@@ -115,13 +123,15 @@ def serve_metrics(compression: UsedCompression, port: int, address: str = "127.0
     """
     require_compression(compression, "hvdcomp.serve_metrics")
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
-        raise ConfigurationError(f"port {port!r} must be a whole number from 0 to 65535, such as 9400")
+        raise ConfigurationError(f"port {port!r} is not allowed; give a whole number from 0 to 65535, such as 9400")
     try:
         return MetricsServer(compression, port, address)
     except ImportError:
-        raise ConfigurationError("metrics for Prometheus need its client: pip install 'hvdcomp[metrics]'") from None
+        raise ConfigurationError(
+            "metrics for Prometheus need the package prometheus_client: pip install 'hvdcomp[metrics]'"
+        ) from None
     except OSError as error:
         raise ConfigurationError(
-            f"port {port} of {address} cannot be listened on: {error.strerror or error}; take another port, or end "
-            "what uses it"
+            f"cannot listen on port {port} of {address}: {error.strerror or error}. Give another port, or end the "
+            "program that uses it"
         ) from None

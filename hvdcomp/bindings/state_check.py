@@ -101,7 +101,9 @@ class _Own:
         _require_count("size", self.size, 1)
         _require_count("steps", self.steps)
         if not 0 <= self.rank < self.size and self.rank != -1:  # -1 is a rank outside of the process set
-            raise ValueError(f"rank: {self.rank} must be from 0 to {self.size - 1}, as there were {self.size} ranks")
+            raise ValueError(
+                f"rank: {self.rank} must be from 0 to {self.size - 1}, because there were {self.size} ranks"
+            )
         known = [field.name for field in dataclasses.fields(Cost)]
         for name, value in self.totals.items():
             if name not in known or not (value is None or 0 <= value < math.inf):
@@ -134,8 +136,8 @@ def parts_of(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, 
     if not isinstance(shared, Mapping) or not isinstance(own, Mapping) or shared.get("format") != FORMAT:
         given = f"it holds {shortened(list(state))}" if isinstance(state, Mapping) else shortened(state)
         raise ConfigurationError(
-            f"this is not a state of hvdcomp.Compression, or one of another version ({given}); give what "
-            "compression.state_dict() returned"
+            f"this is not a state of hvdcomp.Compression, or it is from another version of hvdcomp ({given}); give "
+            "what compression.state_dict() returned"
         )
     try:
         known, own_state = _read(_Shared, shared, "shared"), _read(_Own, own, "own")
@@ -156,21 +158,23 @@ def require_fit(
     saved_tensors = {name: list(shape) for name, shape in shared["tensors"].items()}
     if saved_tensors != tensors:
         wrong = sorted(name for name in {*tensors, *saved_tensors} if saved_tensors.get(name) != tensors.get(name))
-        raise ConfigurationError(f"the checkpoint is of another model; these parameters differ: {', '.join(wrong)}")
+        raise ConfigurationError(f"the checkpoint is from another model: these parameters differ: {', '.join(wrong)}")
     policy = shared["coordinator"] and shared["coordinator"]["policy"]
     if policy:
         try:
             refuse_removed(policy)
         except SpecError as error:
-            raise ConfigurationError(f"the checkpoint was written with a policy that is no more: {error}") from None
+            raise ConfigurationError(
+                f"the checkpoint was written with a policy that hvdcomp no longer has: {error}"
+            ) from None
     for setting, saved, present in (
         ("compressor", shared["compressor"], str(engine.compressor)),
         ("policy", policy, coordinator and str(coordinator.policy)),
     ):
         if saved != present:
             raise ConfigurationError(
-                f"the checkpoint was written with {setting} {saved or 'constant'}, this run has "
-                f"{present or 'constant'}; continue with what the training was started with"
+                f"the checkpoint was written with {setting} {saved or 'constant'}, and this run has "
+                f"{present or 'constant'}; continue with the settings that the training was started with"
             )
     try:
         _check_level(shared["level"], engine.compressor)
@@ -196,8 +200,8 @@ def _require_memory(saved: str, name: str, engine: Engine, coordinator: Coordina
     if type(parse_memory(saved)) not in kinds:
         present = " or ".join(sorted(kind.name for kind in kinds))
         raise ConfigurationError(
-            f"the checkpoint was written with memory {saved}, which left something to be sent of {name}, and this run "
-            f"has {present}; give the same memory, or hvdcomp.state_for(states, rank, ranks, residuals=\"drop\")"
+            f"the checkpoint has a residual of {name} from memory {saved}, and this run has memory {present}. Use the "
+            'same memory, or drop the residuals with hvdcomp.state_for(states, rank, ranks, residuals="drop")'
         )
 
 
@@ -206,8 +210,8 @@ def _require_policy_state(shared: Mapping[str, Any], own: Mapping[str, Any], coo
     partial = shared.get("partial", False)  # of a rank that has become rank 0
     if coordinator.channel.decides and not partial and (own["rank"] != 0 or own["coordinator"] is None):
         raise ConfigurationError(
-            "rank 0 was given the state of another rank; load on rank 0 the state that rank 0 saved, which has the "
-            "policy"
+            "rank 0 was given the state of another rank, which lacks the state of the policy; on rank 0, load the "
+            "state that rank 0 saved"
         )
 
 
@@ -228,8 +232,8 @@ def _read(kind: Any, value: Mapping[str, Any], where: str) -> Any:
 
 def _damaged(error: ValueError) -> ConfigurationError:
     return ConfigurationError(
-        f"this state of hvdcomp.Compression is damaged: {error}. Give what compression.state_dict() returned, as it "
-        "was saved, or go on without a state: what was left to be sent is lost then"
+        f"this state of hvdcomp.Compression is damaged: {error}. Give what compression.state_dict() returned, "
+        "unchanged. Or continue without a state: then the residuals are lost"
     )
 
 
@@ -245,19 +249,21 @@ def _listed(arrays: Any, where: str) -> list[Array]:
     known_arrays = list(map(known_array, arrays))
     for array in known_arrays:
         if (dtype := arrays_for(array).dtype_name(array)) not in FLOATING:
-            raise ValueError(f"{where}: an array of {dtype} must be one of {', '.join(FLOATING)}")
+            raise ValueError(f"{where}: an array has type {dtype}, and must have one of {', '.join(FLOATING)}")
     return known_arrays
 
 
 def _require_finite(arrays: Any, where: str) -> None:
     for array in _listed(arrays, where):
         if float(arrays_for(array).found_inf([array])[0]) != 0:
-            raise ValueError(f"{where} holds an inf or NaN, which would be in every step from now on")
+            raise ValueError(f"{where} contains an inf or NaN, which would spoil every later step")
 
 
 def _tensor(engine: Engine, name: str) -> TensorInfo:
     if name not in engine.tensors:
-        raise ValueError(f"{name!r} is no parameter of this model, but the state has a residual or a warm start of it")
+        raise ValueError(
+            f"the state has a residual or a warm start of {name!r}, which is not a parameter of this model"
+        )
     return engine.tensors[name]
 
 
@@ -265,7 +271,10 @@ def _check_level(level: Any, compressor: Compressor) -> None:
     if isinstance(level, tuple | list):
         sizes: Any = typed(tuple[tuple[float | None, ...], ...], level, "level")
         if not sizes or any(len(size) != 2 or size[1] is None for size in sizes) or sizes[-1][0] is not None:
-            raise ValueError(f"level: {level!r} must be pairs of a size and a level, the last with None for a size")
+            raise ValueError(
+                f"level: {level!r} must be a list of pairs of a size and a level, and the last pair must have None "
+                "as its size"
+            )
         for _, size_level in sizes:
             compressor.at_level(size_level)
     elif not isinstance(level, str):
@@ -279,9 +288,11 @@ def _check_shapes(arrays: Sequence[Array], tensor: TensorInfo, where: str) -> No
     for array in arrays:
         shape = tuple(array.shape)
         if shape not in (tensor.shape, tensor.own_shape):
-            raise ValueError(f"{where} has the shape {list(shape)}, and the parameter {list(tensor.own_shape)}")
+            raise ValueError(
+                f"{where} has the shape {list(shape)}, and the parameter has the shape {list(tensor.own_shape)}"
+            )
         if dtype_bytes(dtype := arrays_for(array).dtype_name(array)) > dtype_bytes(wide_dtype(tensor.dtype)):
-            raise ValueError(f"{where} is of {dtype}, and the parameter of {tensor.dtype}")
+            raise ValueError(f"{where} has type {dtype}, and the parameter has type {tensor.dtype}")
 
 
 def _check_residual(kept: Mapping[str, Any], tensor: TensorInfo) -> None:
@@ -290,7 +301,7 @@ def _check_residual(kept: Mapping[str, Any], tensor: TensorInfo) -> None:
     # On shapes, as NumPy knows a residual's bfloat16 only where ml_dtypes was imported.
     needed = len(memory.prepare(shapes, shapes.ShapeArray(tensor.shape, wide_dtype(tensor.dtype)), ()))
     if len(arrays) != needed:
-        raise ValueError(f"{where} has {len(arrays)} arrays, and {memory} keeps {needed}")
+        raise ValueError(f"{where} has {len(arrays)} arrays, and {memory} needs {needed}")
     _check_shapes(arrays, tensor, where)
 
 
@@ -306,8 +317,8 @@ def _check_warm_start(warm: Mapping[str, Any], tensor: TensorInfo, engine: Engin
     # Lengths may differ: they depend on the level and, in old states, on another matrix shape; the method adapts them.
     if [len(array.shape) for array in arrays] != [len(array.shape) for array in fresh]:
         raise ValueError(
-            f"{where} has arrays of the shapes {[list(array.shape) for array in arrays]}, and {compressor} keeps "
-            f"such as {[list(array.shape) for array in fresh]}"
+            f"{where} has arrays of shapes {[list(array.shape) for array in arrays]}, and {compressor} needs arrays of "
+            f"shapes such as {[list(array.shape) for array in fresh]}"
         )
 
 
@@ -315,7 +326,9 @@ def _check_own_policy_state(own: Mapping[str, Any], engine: Engine, coordinator:
     coordinator.policy.from_json(own["latest"])
     known = [field.name for field in dataclasses.fields(Statistics)]
     if own["ended"] is not None and ("step" not in own["ended"] or not own["ended"].keys() <= set(known)):
-        raise ValueError(f"ended: {shortened(list(own['ended']))} must have step, and may have {', '.join(known)}")
+        raise ValueError(
+            f"ended: {shortened(list(own['ended']))} must contain step, and may contain only {', '.join(known)}"
+        )
     if own["ended"] is not None:
         Statistics.of_plain(own["ended"])
     for name, total in own["sums"].items():

@@ -19,22 +19,22 @@ from hvdcomp.bindings.checkpoint import zeros_like
 from hvdcomp.bindings.state_check import known_array, parts_of
 from hvdcomp.errors import ConfigurationError
 
-_WAY_OUT = 'or start without what was left to be sent: residuals="drop"'
+_WAY_OUT = 'or drop the residuals (gradients that were not sent yet): residuals="drop"'
 
 
 def state_for(states: Iterable[Mapping[str, Any]], rank: int, ranks: int, residuals: str = "keep") -> dict[str, Any]:
-    """The state of one rank, from those that another number of ranks saved; for `Compression.load_state_dict`.
+    """Makes the state of one rank for `Compression.load_state_dict` from states that another number of ranks saved.
 
         files = [f"checkpoint-{old}.pt" for old in range(old_ranks)]
         mine = files[hvd.rank() :: hvd.size()] or files[:1]
         state = hvdcomp.state_for((torch.load(file) for file in mine), hvd.rank(), hvd.size())
 
-    The mean of the residuals over all ranks does not change (with op=hvd.Sum, their sum). Warm starts, levels, steps
-    and the policy go on. With the same number of ranks the result is the rank's own state, unchanged.
+    The mean of the residuals over all ranks does not change (with op=hvd.Sum, their sum does not change). Warm starts,
+    levels, steps and the policy continue. With the same number of ranks the result is the rank's own state, unchanged.
 
     Args:
-        states: the old ranks' results of `Compression.state_dict`, in any order: of all ranks, or of those that this
-            rank needs, as above. They are read one by one, and no more than needed.
+        states: what `Compression.state_dict` returned on the old ranks, in any order. Give the states of all old ranks,
+            or only the states that this rank needs, as above. They are read one by one, and only as far as needed.
         rank, ranks: this rank and the number of ranks of the new training, counted among the ranks that exchange if
             there is a process set or FSDP.
         residuals: "keep" the old ranks' residuals, or "drop" them on all ranks alike.
@@ -43,10 +43,12 @@ def state_for(states: Iterable[Mapping[str, Any]], rank: int, ranks: int, residu
         The state, which may share arrays with the given states.
 
     Raises:
-        ConfigurationError: if a needed state is missing, or the states are not of one training.
+        ConfigurationError: if a needed state is missing, or the states are not from the same training.
     """
     if not 0 <= rank < ranks:
-        raise ConfigurationError(f"rank {rank} of {ranks} ranks: ranks are counted from 0, so it is below {ranks}")
+        raise ConfigurationError(
+            f"rank {rank} of {ranks} ranks is not possible: ranks are counted from 0, so rank must be below {ranks}"
+        )
     check_residuals(residuals)
     collected = _StateCollection(rank, ranks, residuals == "keep")
     for state in states:
@@ -59,7 +61,9 @@ def state_for(states: Iterable[Mapping[str, Any]], rank: int, ranks: int, residu
 def check_residuals(residuals: str) -> None:
     """Raises ConfigurationError unless it is "keep" or "drop"."""
     if residuals not in ("keep", "drop"):
-        raise ConfigurationError(f'residuals={residuals!r}: "keep" what was left to be sent, or "drop" it')
+        raise ConfigurationError(
+            f'residuals={residuals!r} is not allowed; give "keep" to keep the residuals, or "drop" to drop them'
+        )
 
 
 def renumbered(own: Mapping[str, Any], rank: int, ranks: int) -> dict[str, Any]:
@@ -120,11 +124,11 @@ class _StateCollection:
     def _check(self, facts: dict[str, Any], old: int) -> None:
         if self._empty:
             raise ConfigurationError(
-                "some of the states are empty, those of ranks that had made no step, and others are not: give those "
-                "that all ranks saved after the same step"
+                "some of the states are empty, because their ranks had made no step, and others are not; give the "
+                "states that all ranks saved after the same step"
             )
         if old in self._given:
-            raise ConfigurationError(f"the state of rank {old} was given twice; give that of each old rank once")
+            raise ConfigurationError(f"the state of rank {old} was given twice; give the state of each old rank once")
         for fact, first in self._facts.items():
             if facts[fact] != first:
                 if isinstance(first, Mapping):
@@ -133,9 +137,9 @@ class _StateCollection:
                 else:
                     differ = f"in the {fact}: {first} and {facts[fact]}"
                 raise ConfigurationError(
-                    f"the states of ranks {min(self._given)} and {old} are not of one training after one step, they "
-                    f"differ {differ}. Give those that all ranks saved after the same step, {_WAY_OUT}, with rank 0's "
-                    "state alone"
+                    f"the states of ranks {min(self._given)} and {old} are not from the same training and step: they "
+                    f"differ {differ}. Give the states that all ranks saved after the same step, {_WAY_OUT}, with rank "
+                    "0's state alone"
                 )
         self._facts = facts
 
@@ -161,14 +165,15 @@ class _StateCollection:
         if not self._given:
             if self._empty:
                 return {}
-            raise ConfigurationError("no state was given; give those that compression.state_dict() returned")
+            raise ConfigurationError("no state was given; give the states that compression.state_dict() returned")
         size = self._own["size"]
         missing = sorted(self._required - self._given)
         if missing:
             named = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-            way_out = f", {_WAY_OUT}" if self._keeps else ", which alone knows what the policy was about to decide"
+            way_out = f", {_WAY_OUT}" if self._keeps else ": only this state has the pending decision of the policy"
             raise ConfigurationError(
-                f"rank {self._rank} of {self._ranks} needs the state of {named} of the {size} that saved{way_out}"
+                f"rank {self._rank} of {self._ranks} needs the state of old {named} (the checkpoint has {size} "
+                f"ranks){way_out}"
             )
         return {"shared": self._shared, "own": _own_part(self._own, self._rank, self._ranks, self._residuals)}
 
@@ -200,8 +205,8 @@ class _SummedResidual:
             self.begin(kept)
         elif kept["memory"] != self._memory:
             raise ConfigurationError(
-                f"the memory {self._memory} has kept what was left of {self._name}, but on rank {old} it was "
-                f"{kept['memory']}, and what they keep cannot be added up: give states of one training, {_WAY_OUT}"
+                f"the residual of {self._name} comes from memory {self._memory} on one rank, and from {kept['memory']} "
+                f"on rank {old}, and the two cannot be added. Give states of the same training, {_WAY_OUT}"
             )
         else:
             arrays = map(known_array, kept["arrays"])

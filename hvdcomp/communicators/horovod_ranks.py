@@ -47,8 +47,8 @@ class HorovodRanks(Ranks):
     def check_grouping(self) -> None:
         if self.world_size != self._hvd.size():  # Horovod makes a process set only if all its ranks ask for it
             raise ConfigurationError(
-                f"two levels work among all {self._hvd.size()} ranks, and the process set has {self.world_size}; leave "
-                "out process_set or two_level"
+                f"two levels need all {self._hvd.size()} ranks, but the process set has {self.world_size}; leave out "
+                "process_set or two_level"
             )
 
     def make_groups(self, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Communicator]:
@@ -75,8 +75,8 @@ class HorovodRanks(Ranks):
     def anew(self) -> Ranks:
         if self._process_set.process_set_id != 0:
             raise ConfigurationError(
-                f"{self._process_set} is gone: Horovod forgets process sets when its ranks change. In an elastic job "
-                "compression works among all ranks; leave out process_set"
+                f"{self._process_set} no longer exists: Horovod forgets process sets when its ranks change. In an "
+                "elastic job, hvdcomp can compress only among all ranks; leave out process_set"
             )
         return type(self)()  # type: ignore[call-arg]
 
@@ -132,6 +132,6 @@ def process_set_of(hvd: Any, ranks: list[int]) -> Any:
         return hvd.add_process_set(ranks)
     except ValueError as error:
         raise ConfigurationError(
-            "two levels need process sets of Horovod, which it lets nobody make now: set "
+            "two levels need new process sets of Horovod, but Horovod allows no new ones after its start: set "
             f"{DYNAMIC}=1 in the environment of all ranks, or start with hvd.init(process_sets='dynamic') ({error})"
         ) from error

@@ -152,5 +152,5 @@ def _require_threads() -> None:
     if threads < 2:
         raise ConfigurationError(
             f"TensorFlow runs with {threads} inter-op thread, and gradient compression needs 2: call "
-            "tf.config.threading.set_inter_op_parallelism_threads(2) before anything else of TensorFlow"
+            "tf.config.threading.set_inter_op_parallelism_threads(2) before you use anything else of TensorFlow"
         )

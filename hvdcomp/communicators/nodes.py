@@ -30,8 +30,8 @@ def check_ranks_per_node(ranks_per_node: int) -> None:
     """Raises ConfigurationError if a result of `asked_ranks_per_node` is -1."""
     if ranks_per_node < 0:
         raise ConfigurationError(
-            f"{RANKS_PER_NODE}={os.environ[RANKS_PER_NODE]!r} is not allowed; give a whole number of at least 1, "
-            "or leave it out"
+            f"{RANKS_PER_NODE}={os.environ[RANKS_PER_NODE]!r} is not allowed; set it to a whole number of at least 1, "
+            "or unset it"
         )
 
 
@@ -65,8 +65,8 @@ class Nodes:
         if any(len(ranks) != self.ranks_per_node for ranks in self._nodes):
             numbers = ", ".join(str(len(ranks)) for ranks in self._nodes)
             raise UnevenNodesError(
-                f"two levels need the same number of ranks on every node, and there are {numbers}; start as many on "
-                "each, or leave out two_level"
+                f"two levels need the same number of ranks on every node, but the nodes have {numbers} ranks; start "
+                "the same number of ranks on each node, or leave out two_level"
             )
 
     def members(self, rank: int, group: str) -> tuple[int, ...]:

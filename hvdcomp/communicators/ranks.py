@@ -59,14 +59,17 @@ class Ranks(Communicator):
         nodes, sizes, ranks_per_node, may_group = gathered.reshape(-1).view(np.int32).reshape(-1, len(facts)).T.tolist()
         for name, values in ((RANKS_PER_NODE, ranks_per_node), (self.GROUPING, may_group)):
             if len(set(values)) > 1:
-                raise ConfigurationError(f"the ranks' environments differ in {name}; set it alike on all ranks")
+                raise ConfigurationError(
+                    f"the environment variable {name} differs between ranks; set it to the same value on all ranks"
+                )
         check_ranks_per_node(ranks_per_node[0])
         if ranks_per_node[0]:
             return [rank // ranks_per_node[0] for rank in range(self.world_size)]
         if len(set(sizes)) > 1:  # then numbers of nodes are not comparable
             raise UnevenNodesError(
-                "two levels need the same number of ranks on every node, and there are nodes with "
-                f"{' and '.join(map(str, sorted(set(sizes))))}; start as many on each, or leave out two_level"
+                "two levels need the same number of ranks on every node, but there are nodes with "
+                f"{' and '.join(map(str, sorted(set(sizes))))} ranks; start the same number of ranks on each node, or "
+                "leave out two_level"
             )
         return nodes
 
@@ -127,9 +130,10 @@ class Ranks(Communicator):
         """
         if gathered != own * self.world_size:
             raise RankMismatchError(
-                f"the ranks' payloads differ in size: rank {self.rank} sent {own} bytes in {name}, and all "
-                f"{self.world_size} ranks together {gathered}. The same tensors must be compressed alike on every "
-                "rank: give all ranks the same model, and change levels on all of them between the same two steps."
+                f"the payloads of the ranks differ in size: rank {self.rank} sent {own} bytes in {name}, and all "
+                f"{self.world_size} ranks together sent {gathered}. The same tensors must be compressed in the same "
+                "way on every rank: give all ranks the same model, and change levels on all ranks between the same two "
+                "steps."
             )
 
 

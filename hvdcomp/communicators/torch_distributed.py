@@ -81,8 +81,7 @@ class TorchDistributedCommunicator(Ranks):
         self.rank, self.world_size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise ConfigurationError(
-                f"rank {dist.get_rank()} is not in the process group that it was given; give each rank a group that "
-                "it is in"
+                f"rank {dist.get_rank()} is not in its process group; give each rank a group that contains this rank"
             )
         self._next: dist.ProcessGroup | None = None
         self._root = dist.get_global_rank(self.group, 0)
@@ -99,9 +98,9 @@ class TorchDistributedCommunicator(Ranks):
     def anew(self) -> TorchDistributedCommunicator:
         if self._next is None:
             raise ConfigurationError(
-                "roll_back is for ranks that change. Those of torch.distributed end together unless "
-                "LocalSteps.change_ranks gave them another group, so start them again, and give load_state_dict() the "
-                "state of a checkpoint before the first step"
+                "roll_back is only for ranks that change during the training. Ranks of torch.distributed change only "
+                "if LocalSteps.change_ranks gave them another group. Start all ranks again instead, and give "
+                "load_state_dict() the state from a checkpoint before the first step"
             )
         return TorchDistributedCommunicator(self._next)
 
@@ -156,8 +155,8 @@ class TorchDistributedCommunicator(Ranks):
     def check_grouping(self) -> None:
         if self.world_size != dist.get_world_size():  # torch.distributed makes a group only if all ranks ask for it
             raise ConfigurationError(
-                f"two levels work among all {dist.get_world_size()} ranks, and the process group has "
-                f"{self.world_size}; give the model all ranks, or leave out two_level"
+                f"two levels need all {dist.get_world_size()} ranks, but the process group has {self.world_size}; "
+                "train the model on all ranks, or leave out two_level"
             )
 
     def make_groups(self, groups: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], Communicator]:

@@ -51,7 +51,7 @@ def refuse_description(given: Any) -> Callable[..., None]:
             name = repr(given)
             instead = f"(hvdcomp.{given!r})"
         raise ConfigurationError(
-            f"compression=hvdcomp.{name} is not what Horovod can call; write compression=hvdcomp.Compression{instead}"
+            f"Horovod cannot use compression=hvdcomp.{name}; write compression=hvdcomp.Compression{instead}"
         )
 
     return refuse
@@ -248,19 +248,19 @@ class Compressor(Described):
         if level is None:
             return self
         if self.level_name is None:
-            raise SpecError(f"{self.name} has no level to set; it was given level {level}")
+            raise SpecError(f"{self.name} has no level, so it cannot be set to level {level}")
         changes: dict[str, Any] = {self.level_name: level}
         return dataclasses.replace(self, **changes)
 
 
 COUNT = Rule(lambda value: is_whole(value, 1) and value < 2**63, "a whole number of at least 1 and below 2**63")
 Count = Annotated[int, COUNT]
-"""No index reaches further: more rows, columns or elements than 2**63 have no meaning."""
+"""No index is larger: numbers of rows, columns or elements from 2**63 on have no meaning."""
 
 Rounds = Annotated[
     int, Rule(lambda value: is_whole(value, 1) and value <= 100, "a whole number of at least 1 and at most 100")
 ]
-"""Repetitions within a step: more bring nothing, and a typing error would otherwise run without end."""
+"""Repetitions within a step. More of them bring nothing, and a typing error could otherwise run without end."""
 
 
 def require_count(method: str, **values: Any) -> None:

@@ -110,8 +110,8 @@ class FP16(_Cast):
         super().__post_init__()
         if self.rounding != "nearest" and self.exchange == "allreduce":
             raise SpecError(
-                f"fp16: rounding={self.rounding} with exchange=allreduce is not allowed: its sums are rounded to "
-                "nearest; set exchange=scatter, or leave out rounding"
+                f"fp16: rounding={self.rounding} with exchange=allreduce is not allowed, because an all-reduce rounds "
+                "its sums to nearest; set exchange=scatter, or leave out rounding"
             )
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:

@@ -54,7 +54,7 @@ def prepare(method: Any, xp: ModuleType, x: Array, state: State, context: Contex
         raise call.failed(error) from error
     call.require_unchanged()
     if not isinstance(prepared, tuple) or not all(map(_is_array, prepared)):
-        raise call.error(f"returns {_described(prepared)}; return a tuple of arrays, () for none")
+        raise call.error(f"returns {_described(prepared)}; return a tuple of arrays, or () for no arrays")
     return prepared
 
 
@@ -73,15 +73,15 @@ def require_named(method: Any) -> None:
         return
     if not isinstance(getattr(kind, "name", None), str):
         raise SpecError(
-            f"the compressor {kind.__qualname__} has no name, by which states are kept and ranks compared: write "
-            f'name = "{kind.__name__.lower()}" in the class ({_GUIDE})'
+            f"the class of the compressor {kind.__qualname__} has no name, which hvdcomp needs to save states and to "
+            f'compare ranks: write name = "{kind.__name__.lower()}" in the class ({_GUIDE})'
         )
     try:
         hash(method)
     except TypeError as error:
         raise SpecError(
             f"{method}: {kind.__qualname__} cannot be hashed ({error}): make it a frozen dataclass whose fields are "
-            f"numbers, texts and tuples of these ({_GUIDE})"
+            f"numbers, strings, and tuples of these ({_GUIDE})"
         ) from None
 
 
@@ -102,14 +102,14 @@ def require_sound(method: Any, tensor: TensorInfo, rank: int, ranks: int) -> Non
     period, first = method.period, asked(0, 0)
     if (own := asked(0, rank)) != first:
         raise call.error(
-            f"asks for {_in_words(own)} on rank {rank}, and for {_in_words(first)} on rank 0; sizes and types must be "
+            f"asks for {_in_words(own)} on rank {rank}, but for {_in_words(first)} on rank 0; sizes and types must be "
             "the same on all ranks"
         )
     for step in (period, period + 1):
         if (later := asked(step, 0)) != (earlier := asked(step - period, 0)):
             raise call.error(
-                f"asks for {_in_words(later)} in step {step}, and for {_in_words(earlier)} in step {step - period}; "
-                f"sizes must repeat after `period` steps, which is {period} in this class"
+                f"asks for {_in_words(later)} in step {step}, but for {_in_words(earlier)} in step {step - period}; "
+                f"sizes must repeat after `period` steps, and `period` is {period} in this class"
             )
 
 
@@ -168,7 +168,9 @@ def _checked(method: Any, xp: ModuleType, x: Array, state: State, context: Conte
     except Exception as error:
         raise call.failed(error) from error
     if not isinstance(generator, Generator):
-        raise call.error(f"has no yield, and returns {_described(generator)} at once; {_ASK}, then {_RETURN}")
+        raise call.error(
+            f"is not a generator: it has no yield, and returns {_described(generator)} at once; {_ASK}, then {_RETURN}"
+        )
     expected: tuple[_Asked, ...] | None = None
     if xp is not shapes:
         step = context.step % method.period
@@ -188,10 +190,10 @@ def _checked(method: Any, xp: ModuleType, x: Array, state: State, context: Conte
         asked = _asked_by(request)
         if expected is not None and expected[number : number + 1] != (asked,):
             raise call.error(
-                f"asks for {_in_words((asked,))} as request {number + 1} of step {context.step}, and without the "
-                f"elements of a gradient it had asked for {_in_words(expected[number : number + 1])}: sizes and types "
-                "must not depend on the gradient, as they would differ between ranks; use xp.where in place of an if, "
-                "numbers of elements that follow from the shape, and xp.astype for the type"
+                f"asks for {_in_words((asked,))} as request {number + 1} of step {context.step}, but asked for "
+                f"{_in_words(expected[number : number + 1])} when hvdcomp called it with shapes only. Sizes and types "
+                "must not depend on the values of the gradient, because the values differ between ranks. Use xp.where "
+                "instead of an if, numbers of elements that follow from the shape, and xp.astype for the type"
             )
         number += 1
         answer = _apart(xp, (yield request), request)
@@ -224,7 +226,8 @@ def _check_request(call: _Call, request: Any) -> None:
     for array in arrays:
         if _dtype_of(array) not in DTYPE_BYTES:
             raise call.error(
-                f"sends an array of {_dtype_of(array)}; convert it with xp.astype to one of {', '.join(DTYPE_BYTES)}"
+                f"sends an array of type {_dtype_of(array)}; convert it with xp.astype to one of "
+                f"{', '.join(DTYPE_BYTES)}"
             )
 
 
@@ -238,20 +241,20 @@ def _finished(call: _Call, xp: ModuleType, outcome: Any, state: State) -> Outcom
             if len(places) != 1 or places != values:
                 raise call.error(
                     f"returns a SparseVector with indices of the shape {list(places)} and values of the shape "
-                    f"{list(values)}; both are vectors of one length"
+                    f"{list(values)}; both must be vectors of the same length"
                 )
             continue
         if isinstance(array, SparseVector) or not _is_array(array) or tuple(array.shape) != shape:
             raise call.error(
-                f"returns {_described(array)} as {field}, and x has the shape {list(shape)}; bring it into the shape "
-                f"of x, such as by xp.reshape({field}, x.shape)"
+                f"returns {_described(array)} as {field}, but x has the shape {list(shape)}; give {field} the shape of "
+                f"x, such as with xp.reshape({field}, x.shape)"
             )
     if not isinstance(outcome.state, tuple) or not all(map(_is_array, outcome.state)):
-        raise call.error(f"returns {_described(outcome.state)} as state; return a tuple of arrays, () for none")
+        raise call.error(f"returns {_described(outcome.state)} as state; return a tuple of arrays, or () for no arrays")
     if (made := [tuple(a.shape) for a in outcome.state]) != (kept := [tuple(a.shape) for a in state]):
         raise call.error(
-            f"returns a state of the shapes {list(map(list, made))}, and began with {list(map(list, kept))}; `prepare` "
-            "makes as many arrays of the same shapes"
+            f"returns a state of the shapes {list(map(list, made))}, but was given a state of the shapes "
+            f"{list(map(list, kept))}; return the same number of arrays, with the same shapes, as `prepare` does"
         )
     if xp is numpy_arrays and not np.asarray(outcome.mean).flags.writeable:  # it may be x
         return outcome._replace(mean=np.array(outcome.mean))
@@ -288,12 +291,12 @@ class _Call:
         if isinstance(error, ValueError) and "read-only" in str(error):
             return self.error(_CHANGES)
         if isinstance(error, NotImplementedError):
-            return self.error(f"is not written yet; it is a generator: {_ASK}, then {_RETURN}")
+            return self.error(f"is not implemented; write it as a generator: {_ASK}, then {_RETURN}")
         counted = ""
         if isinstance(self.x, shapes.ShapeArray):
             counted = (
-                " on an array that has a shape and no elements, with which hvdcomp counts bytes before there are "
-                "gradients: use functions of xp in place of those of a framework, and no elements in Python"
+                " on an array that has a shape but no values. hvdcomp uses such arrays to count bytes before there are "
+                "gradients: use functions of xp instead of functions of a framework, and do not read values in Python"
             )
         return self.error(f"raised {type(error).__name__}: {error}{counted}")
 
@@ -306,8 +309,8 @@ class _Call:
 
 
 _CHANGES = (
-    "changes x in place, which error feedback still needs: make a new array, such as y = x * 2 in place of x *= 2, or "
-    "work on a copy, x + 0"
+    "changes x in place, but error feedback still needs x: make a new array, such as y = x * 2 instead of x *= 2, or "
+    "work on a copy, such as x + 0"
 )
 
 

@@ -56,8 +56,12 @@ class Chooser:
     def choose(self, compressor: Compressor, tensor: TensorInfo) -> Compressor:
         """The compressor that a tensor gets, dense if the tensor is small."""
         chosen = compressor.route(tensor) if tensor.size else NoCompression()
-        small = tensor.size < self.min_numel or len(tensor.own_shape) < self.min_ndim
-        return NoCompression() if small and chosen.wire_dtype(tensor.dtype) is None else chosen
+        return chosen if self.may_compress(tensor) or chosen.wire_dtype(tensor.dtype) is not None else NoCompression()
+
+    def may_compress(self, tensor: TensorInfo) -> bool:
+        """Whether a tensor is large enough to be compressed, and is not `is_shared`."""
+        is_large = tensor.size >= max(1, self.min_numel) and len(tensor.own_shape) >= self.min_ndim
+        return is_large and not tensor.is_shared
 
     def memory_for(self, compressor: Compressor) -> Memory:
         """The memory of a tensor that is sent by a compressor."""

@@ -32,10 +32,10 @@ def require_bounded_residuals(compressor: Compressor, memory: Memory | None) -> 
     for method in methods:
         if _grows(method, memory):
             raise SpecError(
-                f"{method} does not go with memory={memory}: the method is unbiased, and its error can have "
-                f"{method.variance:.3g} times the energy of what is to be sent, so that residuals would grow without "
-                "end. Leave memory at its default (an unbiased method needs none, memory=none), raise the level until "
-                "that number is below 1, or use a biased method (randomk without unbiased, topk, powersgd)"
+                f"{method} does not work with memory={memory}: the method is unbiased, and its error can have "
+                f"{method.variance:.3g} times the energy of its input, so residuals would grow without limit. Leave "
+                "memory at its default (an unbiased method needs none, memory=none), raise the level until this number "
+                "is below 1, or use a biased method (randomk without unbiased, topk, powersgd)"
             )
 
 
@@ -50,10 +50,10 @@ def require_bounded_turns(compressors: Iterable[Compressor]) -> None:
         for method in methods:
             if _grows(method, keeper.default_memory):
                 raise SpecError(
-                    f"{method} and {keeper} cannot take turns: what {keeper} has not sent is sent later, also when "
-                    f"{method} follows, whose error can have {method.variance:.3g} times the energy of what is to be "
-                    "sent, so that residuals would grow without end. Leave out one of the two, or raise the level of "
-                    f"{method.name} until that number is below 1"
+                    f"{method} and {keeper} cannot be used in one training: {keeper} leaves residuals, and {method} "
+                    f"may have to send them. Its error can have {method.variance:.3g} times the energy of its input, "
+                    "so residuals would grow without limit. Leave out one of the two methods, or raise the level of "
+                    f"{method.name} until this number is below 1"
                 )
 
 
@@ -77,10 +77,10 @@ def require_bounded_noise(method: Compressor, b1: float, local_steps: int) -> No
         noise = (1 + noise) * (1 + (inside.of_means.known_error or 0.0)) - 1
     if kept**2 * (1 + noise) >= 1:
         raise SpecError(
-            f"{method} does not go with CompressedAdam without error feedback: an exchange adds noise of "
-            f"{noise:.0%} of the momentum's energy, and the momentum keeps it (beta1={b1:g}), so that it would grow "
-            'without end. Give memory=error_feedback, or warm_up="int4", whose error feedback goes on, or raise the '
-            f"level of {method.name}"
+            f"{method} does not work with CompressedAdam without error feedback: each exchange adds noise with "
+            f"{noise:.0%} of the momentum's energy, and the momentum keeps this noise (beta1={b1:g}), so the noise "
+            'would grow without limit. Give memory=error_feedback, or warm_up="int4", whose error feedback continues '
+            f"after the warm-up, or raise the level of {method.name}"
         )
 
 

@@ -96,12 +96,12 @@ def in_words(compressor: Compressor) -> str:
     optimizers = dict.fromkeys(training.optimizer for training in evidence())
     losses = {name: lost for name in optimizers if (lost := lost_with(compressor, name)) is not None}
     if not losses:
-        return f"What {compressor} costs in accuracy was not measured in hvdcomp's own trainings."
+        return f"hvdcomp's own trainings did not measure what {compressor} costs in accuracy."
     phrases = [
         f"with {optimizer} {'it diverged' if lost == DIVERGED else f'{100 * lost:.1f}'}"
         for optimizer, lost in losses.items()
     ]
     return (
-        f"In small trainings of hvdcomp's own, {compressor} lost beside uncompressed gradients, in percent of the loss "
-        f"or points of accuracy, at worst: {', '.join(phrases)} (docs/convergence.md)."
+        f"The worst loss of quality with {compressor} in hvdcomp's own small trainings, compared with uncompressed "
+        f"gradients, in percent of the loss or points of accuracy: {', '.join(phrases)} (docs/convergence.md)."
     )

@@ -16,4 +16,4 @@ RECOMMENDED: tuple[str, ...] = tuple(dict.fromkeys(spec for specs in FIRST.value
 def first_to_try() -> str:
     """The methods to try first, as a sentence."""
     phrases = [f"with {optimizer} {' or '.join(specs)}" for optimizer, specs in FIRST.items()]
-    return f"To try first: {', '.join(phrases[:-1])}, {phrases[-1]} (docs/adam.md)."
+    return f"Methods to try first: {', '.join(phrases[:-1])}, {phrases[-1]} (docs/adam.md)."

@@ -76,8 +76,8 @@ class PowerSGD(Compressor):
         super().__post_init__()
         if self.alternating and self.iterations > 1:
             raise SpecError(
-                f"powersgd: iterations={self.iterations} does not go with alternating, which does half an iteration "
-                "a step; leave out one of the two"
+                f"powersgd: iterations={self.iterations} does not work with alternating, which makes half an iteration "
+                "in each step; leave out one of the two"
             )
 
     def prepare(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> tuple[Array, ...]:

@@ -44,7 +44,7 @@ def parse_compressor(spec: str) -> Compressor:
     except RecursionError:  # deeper than routers may be nested
         raise nested_too_deep() from None
     if not text.startswith("{"):
-        raise SpecError(f"{spec!r} names no tensors; {_RULES}, or one compressor without brackets and quotes")
+        raise SpecError(f"{spec!r} is not a JSON object; {_RULES}, or write one compressor without brackets and quotes")
     try:
         return _router(rules)
     except RecursionError:  # deeper than routers may be nested
@@ -64,9 +64,11 @@ def _within(text: str) -> str:
     """The spec inside `two_level(...)`."""
     inside = text.removeprefix(TwoLevel.name)
     if not (inside.startswith("(") and inside.endswith(")")):
-        raise SpecError(f"{text!r} is not how two levels are written; write 'two_level(topk:ratio=0.01)', for example")
+        raise SpecError(f"{text!r} is not a valid spec; write two levels like this: 'two_level(topk:ratio=0.01)'")
     if inside[1:].lstrip().startswith(TwoLevel.name):  # refused here, as a spec could nest it without end
-        raise SpecError("two_level within two_level is not allowed; there are two levels, not more")
+        raise SpecError(
+            "two_level inside two_level is not allowed, because there are only two levels; write two_level once"
+        )
     return inside[1:-1]
 
 
@@ -80,7 +82,7 @@ def _router(rules: tuple[tuple[str, Any], ...]) -> Compressor:
             continue
         later = rules[place + 1 :]
         if not later:
-            raise SpecError(f'no rule follows {key!r}; end with one for all other tensors, such as "*": "none"')
+            raise SpecError(f'no rule follows {key!r}; end with a rule for all other tensors, such as "*": "none"')
         otherwise = _routed(later[0][1]) if len(later) == 1 and later[0][0] == ANY else _router(later)
         kind = {"numel": BySize, "ndim": ByDimensions}[condition[1]]
         router = kind(convert(condition[2], int, key), _routed(value), otherwise)
@@ -94,4 +96,6 @@ def _routed(value: Any) -> Compressor:
         return parse_compressor(value)
     if isinstance(value, tuple):
         return _router(value)
-    raise SpecError(f"{value!r} is neither a spec string, such as 'topk:ratio=0.01', nor a JSON object of such")
+    raise SpecError(
+        f"{value!r} is neither a spec string, such as 'topk:ratio=0.01', nor a JSON object with spec strings"
+    )

@@ -171,12 +171,15 @@ class TensorInfo:
         shape: the shape that compressors see. In methods for matrices the first dimension is the rows.
         dtype: element type.
         in_framework: the shape in the framework, if it is another.
+        is_shared: whether ranks that exchange in other groups have the same tensor and the same gradient, and must get
+            the same mean. They compress other tensors beside this one, so this one is sent dense, or cast.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
     in_framework: tuple[int, ...] | None = None
+    is_shared: bool = False
 
     @property
     def own_shape(self) -> tuple[int, ...]:

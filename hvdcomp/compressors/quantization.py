@@ -222,7 +222,7 @@ class GlobalQSGD(Compressor):
         levels = (2**self.bits - 1) // (2 * ranks)
         if levels < 1:
             raise ConfigurationError(
-                f"globalqsgd: bits={self.bits} holds sums of at most {(2**self.bits - 1) // 2} ranks, and there are "
+                f"globalqsgd: bits={self.bits} can add up at most {(2**self.bits - 1) // 2} ranks, and there are "
                 f"{ranks}; {ranks} ranks need at least bits={self.least_level(ranks)} (16 at most)"
             )
         return levels

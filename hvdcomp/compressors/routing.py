@@ -107,8 +107,8 @@ class Router(Compressor):
         if self.level_name is None:
             have = ", ".join(f"{choice} ({choice.level_name or 'no level'})" for choice in self.choices)
             raise SpecError(
-                f"level {level} cannot be set for all of {have}: they have no level in common; use compressors that "
-                "have the same kind of level, or set the levels of single tensors"
+                f"level {level} cannot be set for all of {have}: they do not have the same kind of level. Use "
+                "compressors that do, or set the levels of single tensors"
             )
         return self._with(choice.at_level(level) if _has_level(choice) else choice for choice in self.choices)
 
@@ -137,7 +137,7 @@ class Router(Compressor):
         return [choice for choice in self.choices if _has_level(choice)]
 
     def _refuse(self) -> NoReturn:
-        raise TypeError(f"{self.name} only chooses compressors; ask the one that route(tensor) gives")
+        raise TypeError(f"{self.name} only chooses compressors; call the compressor that route(tensor) returns")
 
 
 def _has_level(compressor: Compressor) -> bool:
@@ -174,7 +174,9 @@ class ByName(Router):
         pairs = tuple(patterns.items() if isinstance(patterns, Mapping) else patterns)
         object.__setattr__(self, "patterns", pairs)  # the dataclass is frozen
         if not pairs:
-            raise SpecError('by_name: there are no patterns; give some, such as {"*.bias": NoCompression(), "*": ...}')
+            raise SpecError(
+                'by_name: no pattern was given; give at least one, such as {"*.bias": NoCompression(), "*": ...}'
+            )
         names = [pattern for pattern, _ in pairs]
         for place, (pattern, choice) in enumerate(pairs):
             if not isinstance(pattern, str) or not pattern:
@@ -182,7 +184,7 @@ class ByName(Router):
             if CONDITION.fullmatch(pattern.strip()):
                 raise SpecError(f"by_name: {pattern!r} is a condition, not a pattern; use BySize or ByDimensions")
             if ANY in names[:place]:
-                raise SpecError(f"by_name: pattern {pattern!r} stands after '*', which matches all; put '*' last")
+                raise SpecError(f"by_name: pattern {pattern!r} comes after '*', which matches all names; put '*' last")
             if pattern in names[:place]:
                 raise SpecError(f"by_name: pattern {pattern!r} is given twice")
             _require_compressor(self.name, pattern, choice)
@@ -192,9 +194,9 @@ class ByName(Router):
             if fnmatchcase(tensor.name, pattern):
                 return choice
         raise SpecError(
-            f"no pattern matches tensor {tensor.name!r} of shape {tensor.own_shape}; there are: "
-            f"{', '.join(pattern for pattern, _ in self.patterns)}. Add one for it, or '*' at the end for all others "
-            '({"*": "none"} leaves them uncompressed)'
+            f"no pattern matches tensor {tensor.name!r} of shape {tensor.own_shape}; the patterns are: "
+            f"{', '.join(pattern for pattern, _ in self.patterns)}. Add a pattern for it, or '*' at the end for all "
+            'other tensors ({"*": "none"} leaves them uncompressed)'
         )
 
     def rules(self) -> dict[str, Compressor]:
@@ -327,16 +329,19 @@ def require_matches(compressor: Compressor, names: Collection[str]) -> None:
     wrong = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)]
     if not wrong:
         return
-    shown = [f"{pattern!r} (nearest are {', '.join(_nearest(pattern, names))})" for pattern in wrong[:_PATTERNS_SHOWN]]
+    shown = [
+        f"{pattern!r} (the nearest names are {', '.join(_nearest(pattern, names))})"
+        for pattern in wrong[:_PATTERNS_SHOWN]
+    ]
     more = f" and {len(wrong) - len(shown)} more" if len(wrong) > len(shown) else ""
     if all(map(_NUMBERED.fullmatch, names)):
         raise SpecError(
-            f"{compressor} goes by the names of tensors, and these have numbers alone (such as {next(iter(names))!r}): "
-            "give hvdcomp.Compression named_parameters=model.named_parameters()"
+            f"{compressor} chooses by the names of tensors, but these tensors have only numbers as names (such as "
+            f"{next(iter(names))!r}): give hvdcomp.Compression named_parameters=model.named_parameters()"
         )
     raise SpecError(
-        f"of {len(names)} tensors none has a name that matches {', '.join(shown)}{more}. A pattern is a whole name, "
-        "with * for any text; correct it, or leave its rule out"
+        f"none of the {len(names)} tensors has a name that matches {', '.join(shown)}{more}. A pattern must match the "
+        "whole name, and * stands for any text; correct the pattern, or leave out its rule"
     )
 
 
@@ -362,6 +367,6 @@ def _require_compressor(method: str, place: str, choice: object) -> None:
 def nested_too_deep() -> SpecError:
     """The error where routers are nested deeper than is allowed."""
     return SpecError(
-        f"more than {MOST_NESTED} routers are nested in each other, which is not allowed; each numel<N or ndim<N "
-        "holds all rules after it, so have fewer of them, and put patterns of names side by side in one object"
+        f"routers may be nested at most {MOST_NESTED} deep. Each numel<N or ndim<N contains all rules after it: use "
+        "fewer of them, and put patterns of names side by side in one object"
     )

@@ -143,7 +143,8 @@ class OneBit(Gathering):
         super().__post_init__()
         if self.per_row and self.exchange != "gather":
             raise SpecError(
-                f"onebit: per_row=True with exchange={self.exchange} is not allowed: a chunk has no rows; leave out one"
+                f"onebit: per_row=True with exchange={self.exchange} is not allowed, because this exchange cuts "
+                "tensors into chunks, which have no rows; leave out one of the two"
             )
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, ...]:

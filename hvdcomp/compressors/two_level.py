@@ -84,11 +84,12 @@ class TwoLevel(Compressor):
             raise SpecError(f"two_level: {self.compressor!r} is not a compressor; give one, such as TopK(ratio=0.01)")
         for leaf in self.compressor.leaves():
             if isinstance(leaf, TwoLevel):
-                raise SpecError(f"two_level: {leaf} within two_level is not allowed; there are two levels, not more")
+                raise SpecError(f"two_level: {leaf} inside two_level is not allowed, because there are only two levels")
             if leaf.default_memory.is_momentum:
                 raise SpecError(
-                    f"two_level: {leaf} is not allowed: it corrects the momentum of each rank's own gradient, and "
-                    "compresses the node's mean here; take a method without momentum, such as topk, qsgd or powersgd"
+                    f"two_level: {leaf} is not allowed, because it corrects the momentum of each rank's own gradient, "
+                    "but two_level compresses the mean gradient of a node; use a method without momentum, such as "
+                    "topk, qsgd or powersgd"
                 )
 
     def __str__(self) -> str:

@@ -105,20 +105,21 @@ def _what_differs(everyone: Sequence[Mapping[str, Any]], broadcast: str) -> str:
     refused = {theirs.get(_REFUSED) for theirs in everyone}
     if refused != {None}:  # what else a rank would have said is not known then
         reasons = _ranks_of([theirs.get(_REFUSED) or "no error" for theirs in everyone])
-        return "some ranks cannot take part. " + "; ".join(f"rank {ranks}: {text}" for text, ranks in reasons.items())
+        told = "; ".join(f"rank {ranks}: {text}" for text, ranks in reasons.items())
+        return f"some ranks cannot take part in the training. {told}"
     keys = dict.fromkeys(key for theirs in everyone for key in theirs)
     different = [key for key in keys if len({json.dumps(theirs.get(key)) for theirs in everyone}) > 1]
     if all(key.startswith(WEIGHTS) for key in different):
         problem = "the ranks would train different models, because their weights are not the same: "
-        remedy = f"Before the first step give all ranks those of rank 0: {broadcast}."
+        remedy = f"Before the first step give all ranks the same weights: {broadcast}."
     else:
         problem = "the ranks do not agree on how to compress: "
         remedy = "Give hvdcomp.Compression and Horovod's optimizer the same model and arguments on every rank."
         different.sort(key=lambda key: key.startswith(WEIGHTS))
     if KERNELS in different:
         ways_out = (
-            "`hvdcomp doctor` says on each host why there are none; or set HVDCOMP_KERNELS=off on every rank (mpirun "
-            "hands it to other hosts with -x HVDCOMP_KERNELS)."
+            "Run `hvdcomp doctor` on each host: it says why a host has no kernels. Or set HVDCOMP_KERNELS=off on every "
+            "rank (with mpirun, pass it to other hosts by -x HVDCOMP_KERNELS)."
         )
         remedy = f"{remedy} {ways_out}" if len(different) > 1 else ways_out
     shown = [f"{key}: {_by_rank([theirs.get(key) for theirs in everyone])}" for key in different[:_SHOWN_FACTS]]

@@ -235,8 +235,8 @@ class Overlap:
             return
         if self._communicator.rank == 0:
             warn_alone(
-                f"no gradients could be sent before the end of the backward pass in {self._due} steps: from now on "
-                "they are sent together at its end, as with overlap=False"
+                f"in {self._due} steps no gradients could be sent before the end of the backward pass. From now on all "
+                "gradients are sent together at its end, as with overlap=False"
             )
         self.follow([], 0)
         self.least_bytes = None  # for good

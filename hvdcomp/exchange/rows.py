@@ -35,7 +35,7 @@ def wire_name(dtype: Any) -> str | None:
     name = str(getattr(dtype, "name", dtype)).rpartition(".")[2]
     if name not in (*FLOATING, _INT8):
         raise ConfigurationError(
-            f"RowExchange: wire_dtype={dtype!r} is not possible; give it bfloat16, float16 or int8 of the framework"
+            f"RowExchange: wire_dtype={dtype!r} is not allowed; give bfloat16, float16 or int8 of the framework"
         )
     return name
 

@@ -169,8 +169,8 @@ class ShardReducer:
         if all(tuple(array.shape) == shape for array in state):
             return state
         warn_alone(
-            f"{name}: the gradient has rows of {shape[1]} elements, and what was left to be sent has others: that is "
-            "lost"
+            f"{name}: the rows of the gradient have {shape[1]} elements, but the rows of the residual have another "
+            "length, so the residual is lost"
         )
         return ()
 

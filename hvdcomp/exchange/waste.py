@@ -45,10 +45,10 @@ def what_is_not_compressed(engine: Engine, plan: Plan) -> str | None:
         return None
     largest = max(engine.tensors.values(), key=lambda tensor: tensor.size)
     return (
-        f"{own} compresses nothing of this model: all {len(plan)} tensors are sent as they are, because they have "
-        f"fewer than {planner.min_numel} elements (min_numel) or {planner.min_ndim} dimensions (min_ndim), by a rule, "
-        f"or because they would not become smaller. The largest is {largest.name} {largest.own_shape}. Give other "
-        "settings, or train without hvdcomp, which costs such a model time"
+        f"{own} compresses no tensor of this model: all {len(plan)} tensors are sent uncompressed, because they have "
+        f"fewer than {planner.min_numel} elements (min_numel) or fewer than {planner.min_ndim} dimensions (min_ndim), "
+        f"because a rule says so, or because they would not become smaller. The largest tensor is {largest.name} "
+        f"{largest.own_shape}. Change the settings, or train without hvdcomp, which only costs time with such a model"
     )
 
 
@@ -71,11 +71,12 @@ def what_is_wasted(engine: Engine, plan: Plan) -> str | None:
         if everything <= total or engine.planner.casts(plan):
             return None
         return (
-            f"compression sends {everything:.0f} bytes a step in place of {total}, with what ranks tell each other "
-            "beside gradients: it saves nothing. Compress harder (a lower level), or train without hvdcomp"
+            f"compression sends {everything:.0f} bytes per step, and uncompressed gradients would be {total} bytes. "
+            "Compression saves nothing, because ranks exchange other data beside the gradients. Compress harder (a "
+            "lower level), or train without hvdcomp"
         )
     return (
-        f"compression sends {len(larger)} of {len(plan)} tensors in more bytes than they have: {more} in place of "
-        f"{less} a step ({listed(larger)}). Compress them harder (a lower level), or send them uncompressed: raise "
-        'min_numel or min_ndim, or give them "none" by a rule'
+        f"compression makes {len(larger)} of {len(plan)} tensors larger: it sends {more} bytes of them per step "
+        f"instead of {less} ({listed(larger)}). Compress these tensors harder (a lower level), or send them "
+        'uncompressed: raise min_numel or min_ndim, or give them "none" by a rule'
     )

@@ -109,13 +109,16 @@ def use(name: str) -> None:
         ConfigurationError: if the instruction set is unknown or not usable here.
     """
     if name not in INSTRUCTION_SETS:
-        raise ConfigurationError(f"{name!r} is no instruction set of hvdcomp's kernels: {', '.join(INSTRUCTION_SETS)}")
+        raise ConfigurationError(
+            f"{name!r} is not an instruction set of hvdcomp's kernels; give one of {', '.join(INSTRUCTION_SETS)}"
+        )
     if not available():
         raise ConfigurationError(f"the instruction set {name} cannot be used: {why_not()}. {way_out()}")
     failed = _use(name)
     if failed:
         raise ConfigurationError(
-            f"the instruction set {name} cannot be used: {_LACKING[failed]}; usable: {', '.join(instruction_sets())}"
+            f"the instruction set {name} cannot be used: {_LACKING[failed]}; give one of "
+            f"{', '.join(instruction_sets())}"
         )
 
 
@@ -138,7 +141,8 @@ def threads() -> int:
     if chosen:
         if not _is_number_of_threads(chosen):
             raise ConfigurationError(
-                f"HVDCOMP_THREADS={chosen!r} is no number of threads: give 1 to {_MOST_THREADS}, or unset it"
+                f"HVDCOMP_THREADS={chosen!r} is not a number of threads; set it to a number from 1 to {_MOST_THREADS}, "
+                "or unset it"
             )
         return int(chosen)
     torch: Any = sys.modules.get("torch")
@@ -165,19 +169,25 @@ def _loaded() -> _Loaded:
     choice = os.environ.get("HVDCOMP_KERNELS", "")
     if choice not in ("", "off", *INSTRUCTION_SETS):
         raise ConfigurationError(
-            f"HVDCOMP_KERNELS={choice!r} is unknown: allowed are {', '.join(INSTRUCTION_SETS)}, which force an "
-            "instruction set, and off, which uses no kernels; unset it for the best of this CPU"
+            f"HVDCOMP_KERNELS={choice!r} is unknown. Set it to one of {', '.join(INSTRUCTION_SETS)} to use this "
+            "instruction set, or to off to use no kernels. Or unset it, to use the best instruction set of this CPU"
         )
     if choice == "off":
-        return _Loaded(why_not="HVDCOMP_KERNELS=off is in the environment", way_out="unset HVDCOMP_KERNELS")
+        return _Loaded(why_not="HVDCOMP_KERNELS=off is set in the environment", way_out="unset HVDCOMP_KERNELS")
     loaded = _load(Path(os.environ.get("HVDCOMP_KERNELS_LIBRARY") or Path(__file__).parent / "_native.so"))
     if not choice:
         return loaded
     if loaded.releasing is None:
-        raise ConfigurationError(f"HVDCOMP_KERNELS={choice} asks for kernels: {loaded.why_not}. {loaded.way_out}")
+        raise ConfigurationError(
+            f"HVDCOMP_KERNELS={choice} needs hvdcomp's kernels, and they cannot be used: {loaded.why_not}. "
+            f"{loaded.way_out}"
+        )
     failed = int(loaded.releasing.hvd_use_instruction_set(choice.encode()))
     if failed:
-        raise ConfigurationError(f"HVDCOMP_KERNELS={choice}: {_LACKING[failed]}; unset it for the best of this CPU")
+        raise ConfigurationError(
+            f"HVDCOMP_KERNELS={choice} cannot be used: {_LACKING[failed]}; unset it to use the best instruction set "
+            "of this CPU"
+        )
     return loaded
 
 
@@ -188,7 +198,7 @@ def _load(path: Path) -> _Loaded:
     if not path.is_file():
         reason = path.with_name(build.FAILURE)
         text = reason.read_text().partition("\n")[0] if reason.is_file() else f"there is no {path}"
-        return _Loaded(why_not=text, way_out=f"With a C compiler (apt-get install gcc): {_BUILD}")
+        return _Loaded(why_not=text, way_out=f"Install a C compiler (apt-get install gcc), and run {_BUILD}")
     try:
         releasing, holding = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         for opened in (releasing, holding):
@@ -196,9 +206,14 @@ def _load(path: Path) -> _Loaded:
         fits = releasing.hvd_abi_version() == signatures.ABI_VERSION
         fits = fits and releasing.hvd_sources().decode() == build.digest()
     except OSError as error:
-        return _Loaded(why_not=f"{path} cannot be loaded: {error}", way_out=f"Build it for this machine: {_BUILD}")
+        return _Loaded(
+            why_not=f"{path} cannot be loaded: {error}", way_out=f"To build it for this machine, run {_BUILD}"
+        )
     except AttributeError:  # a missing function
         fits = False
     if not fits:
-        return _Loaded(why_not=f"{path} was built from other sources", way_out=f"Build it again: {_BUILD}")
+        return _Loaded(
+            why_not=f"{path} was built from other sources than those of this version",
+            way_out=f"To build it again, run {_BUILD}",
+        )
     return _Loaded(releasing, holding)

@@ -67,12 +67,12 @@ def find_compiler() -> list[str]:
     chosen = shlex.split(os.environ.get("CC", ""))
     if chosen:
         if shutil.which(chosen[0]) is None:
-            raise CompilationError(f"the compiler of $CC is not there: {chosen[0]}")
+            raise CompilationError(f"the C compiler in $CC was not found: {chosen[0]}")
         return chosen
     for name in ("cc", "gcc", "clang"):
         if shutil.which(name) is not None:
             return [name]
-    raise CompilationError("no C compiler found ($CC, cc, gcc, clang)")
+    raise CompilationError("no C compiler was found ($CC, cc, gcc, clang)")
 
 
 def build(folder: Path = HERE, *, sanitize: bool = False) -> Path:
@@ -130,7 +130,9 @@ def _most_seconds() -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise CompilationError(f"{SECONDS_VARIABLE}={setting!r} is no number of seconds above 0; give one, or unset it")
+        raise CompilationError(
+            f"{SECONDS_VARIABLE}={setting!r} is not a number of seconds above 0; set it to such a number, or unset it"
+        )
     return seconds
 
 
@@ -142,8 +144,8 @@ def _run(command: Sequence[str]) -> str:
         )
     except subprocess.TimeoutExpired:
         raise CompilationError(
-            f"{command[0]} took more than {seconds:g} seconds for one file; set {SECONDS_VARIABLE} to more\n"
-            f"{shlex.join(command)}"
+            f"{command[0]} took more than {seconds:g} seconds to compile one file; set {SECONDS_VARIABLE} to a larger "
+            f"number\n{shlex.join(command)}"
         ) from None
     except OSError as error:
         raise CompilationError(f"{shlex.join(command)}: {error}") from error
@@ -162,7 +164,9 @@ def build_or_say_why(folder: Path) -> Path | None:
     try:
         return build(folder)
     except (CompilationError, OSError) as error:
-        print(f"hvdcomp's kernels were not compiled, and it works without them, more slowly. {error}", file=sys.stderr)
+        print(
+            f"hvdcomp's kernels were not compiled. hvdcomp works without them, but is slower. {error}", file=sys.stderr
+        )
         (folder / LIBRARY).unlink(missing_ok=True)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / FAILURE).write_text(f"{error}\n")
@@ -197,9 +201,20 @@ def _machine(content: bytes, otherwise: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m hvdcomp.kernels.build", description="Compile hvdcomp's kernels.")
-    parser.add_argument("--output", type=Path, default=HERE, help="folder for the shared object; default: the package")
-    parser.add_argument("--sanitize", action="store_true", help="with address and undefined-behaviour sanitizers")
-    parser.add_argument("--if-changed", action="store_true", help="only if the sources differ from the object's")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=HERE,
+        help="the folder for the shared object (default: the folder of the package)",
+    )
+    parser.add_argument(
+        "--sanitize", action="store_true", help="compile with address and undefined-behaviour sanitizers"
+    )
+    parser.add_argument(
+        "--if-changed",
+        action="store_true",
+        help="compile only if the sources have changed since the shared object was built",
+    )
     chosen = parser.parse_args()
     if chosen.if_changed and is_current(chosen.output):
         return 0

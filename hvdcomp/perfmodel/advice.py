@@ -33,15 +33,15 @@ from hvdcomp.perfmodel.schedule import Parts
 from hvdcomp.perfmodel.ways import encode_time_of, in_each_way, in_two_levels, reduces_shards
 
 FREE = (UNCOMPRESSED, "fp16")
-"""Methods that libraries have themselves, without encoding; the time of a cast counts only if it was measured."""
+"""Methods that the libraries have themselves. They need no encoding; the time of a cast counts if it was measured."""
 STOCK = {"horovod": ("none", "hvd.fp16"), "ddp": ("none", "ddp.fp16")}
 """The library's own methods, dense and its cast to float16, by backend of `hvdcomp.tools.train.ranks.Ranks`."""
 STOCK_SPECS = {name: spec for names in STOCK.values() for name, spec in zip(names, FREE, strict=True)}
 """The spec with the same exchange, for each of the libraries' own methods."""
 
 MODEL_ERROR = 0.1
-"""Least relative difference of predicted times at which a method counts as faster, whatever the calibration's noise: of
-240 predictions, 210 were within 10 % of measured steps (docs/exchange/steps-measured.md)."""
+"""Least relative difference of predicted times at which a method counts as faster, whatever the calibration's noise.
+Of 240 predictions, 210 were within 10 % of measured steps (docs/exchange/steps-measured.md)."""
 
 HARMLESS = 0.02
 """Largest relative loss of quality, in hvdcomp's own trainings, of a method that is recommended first."""
@@ -101,7 +101,7 @@ class Advice:
         alike: methods whose times cannot be distinguished from that of `take`, the fastest first.
         bucket_bytes: the bucket size that would make the winner's step faster by more than the calibration's noise;
             None if there is none, or if buckets are the library's.
-        error: relative difference of times that is not significant.
+        error: largest relative difference at which two times count as equal.
         least_factor: see `least_compression_factor`; None if no factor suffices.
     """
 
@@ -115,7 +115,7 @@ class Advice:
     least_factor: float | None = None
 
     def beaten_by(self, spec: str) -> tuple[str, ...]:
-        """The methods of `FREE` than which a method is faster by more than the model's error."""
+        """The methods of `FREE` that are slower than a method by more than the model's error."""
         own = self.methods[spec].step_s
         return tuple(free for free in FREE if self.methods[free].step_s / own - 1 >= self.error)
 
@@ -177,7 +177,7 @@ class Adviser:
                 compressors = [one for one in compressors if str(one) in FREE or reduces_shards(one)]
             elif refused := [str(one) for one in compressors if str(one) not in FREE and not reduces_shards(one)]:
                 raise CalibrationError(
-                    f"{self.model} is sharded (FSDP2), whose reduce-scatter does not work with {', '.join(refused)}; "
+                    f"{self.model} is sharded (FSDP2), and its reduce-scatter does not work with {', '.join(refused)}; "
                     "use a quantizer, such as int8 or int4"
                 )
         elif specs is None:
@@ -197,8 +197,9 @@ class Adviser:
         for spec, encode in self.encode.items():
             if encode is None and not self.exchange(spec, 1).overlapped:
                 raise CalibrationError(
-                    f"{calibration.name} has no encode time of {spec!r} for {self.model}; "
-                    f"it has: {', '.join(known) or 'none'}. Add one to a calibration file of your own, or leave it out"
+                    f"{calibration.name} has no encode time of {spec!r} for {self.model}; it has encode times of: "
+                    f"{', '.join(known) or 'none'}. Add it to your own calibration file (hvdcomp calibrate measures "
+                    "it), or leave this compressor out"
                 )
 
     @cached_property
@@ -208,7 +209,7 @@ class Adviser:
 
     @cached_property
     def error(self) -> float:
-        """Relative difference of times that is not significant."""
+        """Largest relative difference at which two times count as equal."""
         return max(self.calibration.noise, MODEL_ERROR)
 
     @cached_property
@@ -263,8 +264,8 @@ class Adviser:
         return predict(network, facts.compute, exchange, *times)
 
     def kept_bytes(self, spec: str) -> float:
-        """What a method keeps of each parameter on a device from step to step, in bytes; of a sharded model a rank has
-        only what its share of the node sends."""
+        """The bytes per parameter that a method keeps on a device from step to step. With a sharded model, a rank keeps
+        them only for its share of what its node sends."""
         tensors = self.facts.tensors
         kept = Chooser(tensors, self.compressors[spec]).kept_bytes(self.compressors[spec])
         share = 1 / (self.ranks_per_node or 1) if self.facts.sharded else 1.0
@@ -343,7 +344,6 @@ class Adviser:
             least_factor=None if np.isnan(least) else least,
         )
 
-
     def _better_buckets(self, method: Method, setting: Setting) -> int | None:
         """See `Advice.bucket_bytes`."""
         if method.at_end_s is None or self.facts.early_bytes is not None:
@@ -363,8 +363,10 @@ def _model_name(calibration: Calibration, model: str | None) -> str:
     if model is None and len(names) == 1:
         return names[0]
     if model is None or model not in names:
-        problem = "no model was named" if model is None else f"{model!r} is not in it"
-        raise CalibrationError(f"{calibration.name} has the models {', '.join(names)}, and {problem}")
+        problem = "no model was named" if model is None else f"{model!r} is not one of them"
+        raise CalibrationError(
+            f"{calibration.name} has the models {', '.join(names)}, and {problem}; choose one of them"
+        )
     return model
 
 

@@ -1,4 +1,4 @@
-"""Estimated encode times: from those of another model by the models' sizes, or from the kernels' on a GPU."""
+"""Estimated encode times: scaled from another model by the models' sizes, or those of hvdcomp's kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def encode_times(calibration: Calibration, model: str) -> dict[str, EncodeTime]:
         known = [name for name, other in models.items() if spec in other.compute.encode]
         factor, nearest = min(((_size(facts) / _size(models[name]), name) for name in known), key=_distance)
         scaled = models[nearest].compute.encode[spec].part(factor)
-        source = f"estimated: that of {nearest} times {factor:.3g}, by the models' elements"
+        source = f"estimated: the encode time of {nearest} times {factor:.3g}, the ratio of the models' elements"
         times[spec] = dataclasses.replace(scaled, source=source, estimated=True)
     return times
 

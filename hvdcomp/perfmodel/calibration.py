@@ -57,8 +57,8 @@ class ModelFacts:
         estimated: names of fields that were estimated, as `sources` says, and not measured.
         optimizer: kind of the training's optimizer, as in `hvdcomp.compressors.evidence`, or `OTHER`; None if the
             numbers are not of a user's training.
-        sharded: whether the model is sharded over all ranks (FSDP2). Then `bucket_bytes` are the gradients of a module
-            whose weights are gathered alone.
+        sharded: whether the model is sharded over all ranks (FSDP2). Then `bucket_bytes` is the size of the gradients
+            of one module, because FSDP2 gathers weights module by module.
     """
 
     tensors: tuple[TensorInfo, ...]
@@ -83,8 +83,8 @@ class Calibration:
         noise: relative difference of times below which no method counts as faster.
         noise_note: the basis of `noise`.
         network_source: source of the network's numbers.
-        card: key of `hvdcomp.perfmodel.cards.CARDS`, the GPU by which unknown encode times are estimated; empty if it
-            is not one of these.
+        card: key of `hvdcomp.perfmodel.cards.CARDS`, the GPU for which unknown encode times are estimated; empty if
+            the GPU is not one of these.
     """
 
     name: str
@@ -133,7 +133,9 @@ def _completed(data: Any, where: str) -> Any:
         return data
     like = data["like"]
     if like not in presets():
-        raise CalibrationError(f"{where}: like is {like!r}, which is no preset; there are: {', '.join(presets())}")
+        raise CalibrationError(
+            f"{where}: the field like is {like!r}, which is not a preset; the presets are: {', '.join(presets())}"
+        )
     base = _completed(json.loads((_PRESETS / f"{like}.json").read_text(encoding="utf-8")), like)
     return {**base, **{name: value for name, value in data.items() if name != "like"}}
 
@@ -156,17 +158,17 @@ def from_json(data: Any, where: str = "the calibration") -> Calibration:
     top = Fields(data, where, "")
     kind, version = top.text("format"), top.number("version", lowest=0)
     if kind != FORMAT:
-        raise CalibrationError(f"{where} is no calibration file: format is {kind!r}, not {FORMAT!r}")
+        raise CalibrationError(f"{where} is not a calibration file: its field format is {kind!r}, not {FORMAT!r}")
     if version != VERSION:
         raise CalibrationError(
-            f"{where}: version {version:g} is not one that this hvdcomp reads (it reads {VERSION}); "
-            "install the hvdcomp that wrote it, or calibrate again"
+            f"{where} has version {version:g}, and this hvdcomp reads only version {VERSION}; install the version of "
+            "hvdcomp that wrote the file, or calibrate again"
         )
     noise = top.section("noise", optional=True)
     network = top.section("network")
     card = top.text("card", "")
     if card and card not in CARDS:
-        raise top.error(f"{card!r} is not known; there are: {', '.join(CARDS)}", "card")
+        raise top.error(f"{card!r} is not known; use one of: {', '.join(CARDS)}", "card")
     models = top.section("models") if top.has("models") or not card else Fields(models_on(CARDS[card]), where, "models")
     calibration = Calibration(
         name=top.text("name"),
@@ -253,7 +255,7 @@ def _cost(kind: str, parent: Fields) -> CollectiveCost:
     fields = parent.section(kind)
     algorithm = fields.text("algorithm")
     if algorithm not in ALGORITHMS[kind]:
-        raise fields.error(f"{algorithm!r} is not known; there are: {', '.join(ALGORITHMS[kind])}", "algorithm")
+        raise fields.error(f"{algorithm!r} is not known; use one of: {', '.join(ALGORITHMS[kind])}", "algorithm")
     reduction = fields.section("reduction_s_per_byte", optional=True)
     cost = CollectiveCost(
         algorithm=algorithm,
@@ -298,9 +300,9 @@ def _cost_as_json(cost: CollectiveCost) -> dict[str, Any]:
 def _model(fields: Fields) -> ModelFacts:
     shapes = fields.text("shapes", "") or None
     if (shapes is None) == (not fields.has("tensors")):
-        raise fields.error("needs either 'shapes' (the name of a known model) or 'tensors' (a list of them)")
+        raise fields.error("needs either 'shapes' (the name of a known model) or 'tensors' (a list of tensors)")
     if shapes is not None and shapes not in MODELS:
-        raise fields.error(f"{shapes!r} is not known; there are: {', '.join(MODELS)}", "shapes")
+        raise fields.error(f"{shapes!r} is not known; use one of: {', '.join(MODELS)}", "shapes")
     encode = fields.section("encode", optional=True)
     facts = ModelFacts(
         tensors=tuple(tensors_of(shapes)) if shapes is not None else _tensors(fields),
@@ -331,14 +333,18 @@ def _model(fields: Fields) -> ModelFacts:
 def _optimizer(fields: Fields) -> str | None:
     optimizer = fields.text("optimizer", "") or None
     if optimizer not in (None, *_OPTIMIZERS):
-        raise fields.error(f"{optimizer!r} is not known; there are: {', '.join(_OPTIMIZERS)}", "optimizer")
+        raise fields.error(f"{optimizer!r} is not known; use one of: {', '.join(_OPTIMIZERS)}", "optimizer")
     return optimizer
 
 
 def _ready(fields: Fields) -> tuple[tuple[float, float], ...]:
     pairs = fields.pairs("ready", "share of the bytes, share of the backward pass", second_rises=True)
     if pairs and (pairs[-1][0] != 1 or pairs[-1][1] > 1):
-        raise fields.error(f"must end with all bytes and within the backward pass, not with {list(pairs[-1])}", "ready")
+        raise fields.error(
+            "must end with a pair of 1 (all bytes) and at most 1 (the end of the backward pass), not with "
+            f"{list(pairs[-1])}",
+            "ready",
+        )
     return pairs
 
 
@@ -370,21 +376,19 @@ def _tensors(fields: Fields) -> tuple[TensorInfo, ...]:
         try:
             dtype_bytes(dtype)
         except KeyError:
-            raise section.error(f"{dtype!r} is not a floating-point type that can be sent", "dtype") from None
+            raise section.error(f"{dtype!r} is not a floating-point type that hvdcomp can send", "dtype") from None
         tensors.append(TensorInfo(section.text("name"), section.shape("shape"), dtype))
         section.finish()
     if len({tensor.name for tensor in tensors}) < len(tensors):
-        raise fields.error("holds a name twice", "tensors")
+        raise fields.error("contains two tensors with the same name; give each tensor its own name", "tensors")
     if not any(tensor.size for tensor in tensors):
-        raise fields.error("holds no tensor with elements", "tensors")
+        raise fields.error("contains no tensor that has elements; at least one is needed", "tensors")
     return tuple(tensors)
 
 
 def _model_as_json(facts: ModelFacts) -> dict[str, Any]:
     compute = facts.compute
-    tensors = [
-        {"name": tensor.name, "shape": list(tensor.shape), "dtype": tensor.dtype} for tensor in facts.tensors
-    ]
+    tensors = [{"name": tensor.name, "shape": list(tensor.shape), "dtype": tensor.dtype} for tensor in facts.tensors]
     known = {"forward_s": compute.forward_s, "batch_size": compute.batch_size}
     optional: dict[str, Any] = {name: getattr(compute, name) for name in ("optimizer_s", "engine_s", "horovod_s")}
     optional["ready"] = [list(pair) for pair in compute.ready]

@@ -22,8 +22,8 @@ class EncodeTime:
             are gathered, and about two if they are scattered (`Exchange.decoded`).
         source: source of the numbers.
         estimated: whether they were estimated, as `source` says, and not measured.
-        host_s: time that the host takes to launch the kernels of a step, while the device works. Encoding and decoding
-            take no less, whatever part of the model is compressed.
+        host_s: time that the host needs to launch the kernels of a step, while the device works. Encoding and decoding
+            take at least this time, even if only a part of the model is compressed.
     """
 
     encode_s: float
@@ -52,7 +52,7 @@ class Compute:
         backward_s: seconds of the backward pass alone.
         forward_s: seconds of the forward pass and all else except backward pass and exchange; None if unknown.
         optimizer_s: seconds of the optimizer's step, which does not depend on the batch.
-        engine_s: further seconds of a step through hvdcomp's engine, beside passes, encoding and collectives: the
+        engine_s: further seconds of a step through hvdcomp's engine, besides passes, encoding and collectives: the
             presence check, and the handling of each tensor by Horovod or DistributedDataParallel.
         horovod_s: seconds after the last collective of a step whose gradients Horovod or DistributedDataParallel
             exchanges itself, with any cast.
@@ -65,7 +65,7 @@ class Compute:
             1 if one processor core does both.
         batch_size: batch size of one rank for these times; None if unknown.
         encode: encode time by spec of the compressor. For methods that the library exchanges itself, "none" included,
-            it is the remaining time of such a step beside the other numbers.
+            it is the time of such a step that the other numbers do not include.
     """
 
     backward_s: float
@@ -89,6 +89,7 @@ class Compute:
             return 1.0
         if self.batch_size is None:
             raise ValueError(
-                "the calibration does not say which batch size its times are for, so no other can be asked for"
+                "the calibration does not say for which batch size its times were measured, so hvdcomp cannot predict "
+                "another batch size; leave the batch size out"
             )
         return np.asarray(batch_size, float) / self.batch_size

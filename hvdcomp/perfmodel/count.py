@@ -1,4 +1,4 @@
-"""The set-ups in which compression pays, counted and one by one, by the advice for each."""
+"""The set-ups in which compression makes a step faster, according to the advice: their number, or a row for each."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ WORLD_SIZES = (8, 16, 32, 64, 96, 128)
 BATCHES = (0.25, 0.5, 1, 2)
 """Batch sizes of the set-ups, as factors of the calibration's; times of the passes are proportional."""
 RATES = (1, 10, 25)
-"""Gb/s of the link in `setups`, beside the calibration's rate: those of Agarwal et al. 2022, On the Utility."""
+"""Gb/s of the link in `setups`, besides the calibration's rate. Source: Agarwal et al. 2022, On the Utility."""
 OF_2021 = "v100-p3.8xlarge-2021"
-"""The preset with the encode times of Agarwal et al. 2022, by their code of 2021 on a V100."""
+"""The preset with the encode times of Agarwal et al. 2022, measured with their code of 2021 on a V100."""
 
 
 def counts(
@@ -35,11 +35,13 @@ def counts(
     """A row for each model of a calibration, over `WORLD_SIZES` and, if the calibration has a batch size, `BATCHES`.
 
     If the calibration has a card, each row also counts with the encode times of 2021, scaled from a V100 by the
-    bandwidth of the memory. The preset of 2021 itself is counted with hvdcomp's own kernels on its V100, too.
+    bandwidth of the memory. In the rows of the preset of 2021, the other columns have the encode times of hvdcomp's own
+    kernels on its V100.
 
     Args:
         calibration: the calibration.
-        specs: as in `Adviser`; None, if the calibration has a card, for those with known times of today and of 2021.
+        specs: as in `Adviser`. If it is None and the calibration has a card, only methods with encode times both of
+            today and of 2021 are counted.
         optimizer: as in `Adviser`.
 
     Yields:
@@ -108,13 +110,13 @@ def with_own_kernels(facts: ModelFacts, card: str) -> ModelFacts:
 
 
 def _encode_times_of_2021(published: Calibration, facts: ModelFacts, card: str) -> dict[str, EncodeTime]:
-    """Encode times by the code of 2021 on a card, from those of the same or the nearest model on a V100."""
+    """Encode times of the code of 2021 on a card, from the times of the same model, or the nearest one, on a V100."""
     same = [name for name, known in published.models.items() if known.tensors == facts.tensors]
     without = replace(facts, compute=replace(facts.compute, encode={}))
     models = published.models if same else {**published.models, "": without}
     known = encode_times(replace(published, models=models), same[0] if same else "")
     slower = CARDS["v100"].bytes_per_s / CARDS[card].bytes_per_s
-    # No code launches fewer kernels than hvdcomp's, so the host takes no less.
+    # We assume that no code launches fewer kernels than hvdcomp, so the host needs at least hvdcomp's time.
     return {
         spec: replace(time.part(slower), host_s=host_s(KERNELS[spec]) if spec in KERNELS else 0.0)
         for spec, time in known.items()
@@ -122,7 +124,7 @@ def _encode_times_of_2021(published: Calibration, facts: ModelFacts, card: str) 
 
 
 def _with_encode_times(adviser: Adviser, known: dict[str, EncodeTime]) -> Adviser:
-    """The adviser with other encode times; without the methods that have none of these."""
+    """The adviser with other encode times. Methods without such an encode time are left out."""
     of_nodes = (adviser.facts.tensors, adviser.ranks_per_node)
     times = {spec: encode_time_of(method, known, *of_nodes) for spec, method in adviser.compressors.items()}
     other = copy(adviser)

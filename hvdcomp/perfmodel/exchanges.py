@@ -1,9 +1,9 @@
 """The exchange of a step: rounds of collectives and their bytes, as hvdcomp carries them out.
 
-The plan has each tensor's compressor, the compressor its rounds, and payloads share collectives by the rule of
-`hvdcomp.exchange.fusion`. Scattered tensors of one element type are counted as one bucket if buckets take them, else
-one by one, each padded to whole units for each rank; so are those in two levels, where each rank sends an equal share
-of the bytes between nodes.
+The plan gives each tensor a compressor, and the compressor determines the rounds. Payloads share collectives by the
+rule of `hvdcomp.exchange.fusion`. Scattered tensors of one element type are counted as one bucket if they can be in a
+bucket. Otherwise each tensor is counted alone, padded to whole units for each rank. Tensors in two levels are counted
+in the same way, and each rank sends an equal share of the bytes between nodes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Collective(NamedTuple):
 
     Attributes:
         kind: a key of `network.ALGORITHMS`.
-        bytes: bytes that each rank hands over.
+        bytes: bytes that each rank contributes.
         dtype: element type of an allreduce or a reduce-scatter; empty for other kinds, which carry bytes.
         among: the group of ranks.
     """
@@ -51,12 +51,12 @@ _Key = tuple[str, str, Group]  # kind, group and ranks (`among`) of payloads tha
 _Rounds = list[dict[_Key, float]]  # bytes
 
 Round = tuple[Collective, ...]
-"""Collectives that start together. The next round needs their results."""
+"""Collectives that start together. The next round needs the results of all of them."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """The bytes that one rank hands to the collectives in one step.
+    """The bytes that one rank contributes to the collectives in one step.
 
     Attributes:
         rounds: the rounds in order.
@@ -64,8 +64,8 @@ class Exchange:
             are only cast. Other exchanges are after the backward pass.
         dense_bytes: bytes of the gradients.
         ranks_per_node: number of ranks of a node; matters for collectives within and between nodes.
-        weights_bytes: bytes of the whole model's weights if it is sharded (FSDP2), which gathers them in both passes; 0
-            if it is not. Then the rounds reduce gradients to shards during the backward pass.
+        weights_bytes: bytes of the whole model's weights if the model is sharded (FSDP2); 0 if it is not. FSDP2 gathers
+            the weights in both passes, and the rounds reduce gradients to shards during the backward pass.
     """
 
     rounds: tuple[Round, ...]
@@ -94,7 +94,7 @@ class Exchange:
 
     @property
     def compression_factor(self) -> float:
-        """Dense bytes / bytes handed to the collectives that may leave the node."""
+        """The dense bytes divided by the bytes of the collectives that may leave the node."""
         return self.dense_bytes / (self.bytes - self.bytes_in_node)
 
     @property
@@ -114,10 +114,10 @@ class Exchange:
     def decoded(self, ranks: Array) -> Array:
         """The ratio of the bytes that a rank decodes to those that it encodes.
 
-        For gathered payloads it is the number of ranks. For scattered ones it is 2 - 1 / ranks: the other ranks'
-        payloads of a chunk, and the means of all chunks. The encoded bytes are equal: scattered, a rank encodes the
-        other ranks' chunks and the mean of its own. Means count as many bytes as chunks, whatever their level, as the
-        times follow from the elements. In two levels, nodes replace ranks.
+        For gathered payloads, the ratio is the number of ranks. For scattered payloads it is 2 - 1 / ranks: a rank
+        decodes the other ranks' payloads of its own chunk, and the means of all chunks. It encodes the other ranks'
+        chunks and the mean of its own chunk. A mean counts the same number of bytes as a chunk, whatever the level,
+        because the times follow from the elements. In two levels, nodes replace ranks.
 
         Args:
             ranks: number of ranks of the exchange; any if nothing is scattered.
@@ -148,9 +148,9 @@ def exchange_of(
 ) -> Exchange:
     """The exchange of one step of a model, without pending residuals.
 
-    Not counted are the flag of four bytes, unless it is sent alone; in each bucket, room for it and at most seven bytes
-    of padding; as many in each collective (for each rank, if scattered); and the presence check of eight bytes for each
-    tensor under Horovod.
+    Some bytes are not counted: the flag of four bytes, unless it is sent alone; the room for the flag and up to seven
+    bytes of padding in each bucket; up to seven bytes of padding in each collective (for each rank, if payloads are
+    scattered); and the presence check of eight bytes for each tensor under Horovod.
 
     Args:
         compressor: the compressor; `Chooser` gives each tensor its own.
@@ -217,8 +217,8 @@ def exchange_of_plan(
     two_level = [compressor for _, compressor in members if isinstance(compressor, TwoLevel)]
     if ranks_per_node is None and two_level:
         raise SpecError(
-            f"nothing is known here of nodes with several ranks, so not what {two_level[0]} takes; calibrate with "
-            "several ranks on each node, or leave it out"
+            f"{two_level[0]} needs the number of ranks on each node, which is not known here; calibrate with several "
+            "ranks on each node, or leave this compressor out"
         )
     rounds = _rounds_of(members, ranks, ranks_per_node or 1)
     # The flag is sent with allreduces and allgathers of all ranks, but not with an alltoall.

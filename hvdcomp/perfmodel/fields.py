@@ -53,7 +53,7 @@ class Fields:
         unknown = [name for name in self._data if name not in self._read]
         if unknown:
             known = ", ".join(sorted(self._read))
-            raise self.error(f"is not a field that is known here; there are: {known}", unknown[0])
+            raise self.error(f"is not a known field; the known fields are: {known}", unknown[0])
 
     def text(self, name: str, default: str = _REQUIRED) -> str:
         """A text."""
@@ -98,10 +98,12 @@ class Fields:
         pairs: list[tuple[float, float]] = []
         for row in rows:
             if not isinstance(row, list) or len(row) != 2:
-                raise self.error(f"must hold pairs of {noun}, not {shortened(row)}", name)
+                raise self.error(f"must contain pairs ({noun}), and {shortened(row)} is not a pair", name)
             first, second = self._number(row[0], name, None, 0), self._number(row[1], name, lowest_second, None)
             if pairs and (first <= pairs[-1][0] or (second_rises and second < pairs[-1][1])):
-                raise self.error(f"must rise from pair to pair ({noun}), but {row} follows {list(pairs[-1])}", name)
+                raise self.error(
+                    f"must contain pairs ({noun}) in ascending order, but {row} follows {list(pairs[-1])}", name
+                )
             pairs.append((first, second))
         return tuple(pairs)
 
@@ -109,7 +111,7 @@ class Fields:
         """The dimensions of a tensor."""
         sizes = self._typed(tuple[int, ...], name)
         if any(size < 0 for size in sizes):
-            raise self.error(f"must be a list of whole numbers from 0, not {shortened(sizes)}", name)
+            raise self.error(f"must be a list of whole numbers, each 0 or more, not {shortened(sizes)}", name)
         return sizes
 
     def texts(self) -> dict[str, str]:

@@ -25,7 +25,7 @@ def model_of(calibration: Calibration, tensors: Iterable[TensorInfo], source: st
     """
     own = _shapes(tensors)
     if model is not None and model not in calibration.models:
-        raise CalibrationError(f"{source} has no model {model!r}; it has: {', '.join(calibration.models)}")
+        raise CalibrationError(f"{source} has no model {model!r}; its models are: {', '.join(calibration.models)}")
     named = {name: facts for name, facts in calibration.models.items() if model in (None, name)}
     # Sharded models are predicted without a policy, and have the shapes of others.
     unsharded = {name: facts for name, facts in named.items() if not facts.sharded}
@@ -33,12 +33,13 @@ def model_of(calibration: Calibration, tensors: Iterable[TensorInfo], source: st
     if not fitting:
         sizes = ", ".join(f"{name} ({_size(_shapes(facts.tensors))})" for name, facts in named.items())
         raise CalibrationError(
-            f"{source} is of another model: this training has {_size(own)}, the calibration {sizes}; calibrate with "
-            "this model"
+            f"{source} was measured with another model: this training has {_size(own)}, and the calibration has "
+            f"{sizes}; calibrate with the model of this training"
         )
     if len(fitting) > 1:
         raise CalibrationError(
-            f"{source} has more than one model of these tensors; name one of them: model={' or model='.join(fitting)}"
+            f"{source} has several models with the tensors of this training; name one of them: "
+            f"model={' or model='.join(fitting)}"
         )
     return calibration.models[fitting[0]]
 
@@ -49,4 +50,4 @@ def _shapes(tensors: Iterable[TensorInfo]) -> Counter[tuple[tuple[int, ...], str
 
 def _size(shapes: Counter[tuple[tuple[int, ...], str]]) -> str:
     elements = sum(count * number_of_elements(shape) for (shape, _), count in shapes.items())
-    return f"{sum(shapes.values())} tensors of {elements:,} elements"
+    return f"{sum(shapes.values())} tensors with {elements:,} elements"

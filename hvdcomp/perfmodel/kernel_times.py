@@ -1,15 +1,16 @@
 """The encode times of hvdcomp's own kernels on any GPU, from those measured on an H200.
 
-A step of a method takes the device
+For one step of a method, the device needs
 
     launches x LAUNCH_S  +  elements x (bytes / bandwidth  +  arithmetic x integer rate of an H200 / integer rate)
 
-`bytes` of an element are what the kernels have to read and write, and follow from the method. `arithmetic` is all the
-time that an H200 takes beyond launches and bytes: it is measured, and most of it is whole-number operations. The
-bandwidth is `REACHED` of the data sheet's. The host takes `HOST_S` and `HOST_LAUNCH_S` for each launch on any card, and
-works while the device does, so that a step takes the longer of the two times.
+`bytes` is the number of bytes that the kernels read and write for an element; it follows from the method. `arithmetic`
+is the rest of the time that an H200 needs for an element. This rest was measured, and most of it is whole-number
+operations. The bandwidth is `REACHED` times the bandwidth in the data sheet. On any card, the host needs `HOST_S` for a
+step and `HOST_LAUNCH_S` for each launch. It works while the device works, so a step takes the longer of the two times.
 
-`benchmarks/other_card.py` compares the rule with both measured cards, predicting each from the other.
+`benchmarks/other_card.py` predicts each measured card from the other one, and compares the predictions with the
+measurements.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from hvdcomp.perfmodel.cards import CARDS, Card
 from hvdcomp.perfmodel.compute import EncodeTime
 
 LAUNCH_S = 6e-6
-"""Seconds that a launch of a kernel takes the device beside the kernel's own work."""
+"""Seconds that the device needs to launch a kernel, in addition to the kernel's own work."""
 HOST_S, HOST_LAUNCH_S = 0.8e-3, 75e-6
-"""Seconds that the host takes for a step, and for each launch of a kernel: of Python on a Xeon."""
+"""Seconds that the host needs for a step, and for each launch of a kernel, with Python on a Xeon."""
 REACHED = 0.85
-"""Share of a card's bandwidth that a kernel reaches which only copies."""
+"""Share of a card's bandwidth that a copying kernel reaches."""
 
 MEASURED_ON = CARDS["h200"]
 BENCH = "docs/encode/gpu.json, part bench"
@@ -38,11 +39,11 @@ class Kernels:
 
     Attributes:
         launches: number of launches.
-        bytes: bytes of an element that they read and write, for one payload.
-        arithmetic_ps: picoseconds of an element that an H200 takes beyond launches and bytes.
-        payload: bytes of an element of a further rank's payload, if payloads are gathered or scattered; 0 if not.
-        decode_ps: picoseconds of an element that an H200 takes to decode a payload, beyond its bytes.
-        source: the measurement, or the estimate.
+        bytes: bytes per element that the kernels read and write, for one payload.
+        arithmetic_ps: picoseconds per element that an H200 needs in addition to launches and bytes.
+        payload: bytes per element of each further rank's payload, if payloads are gathered or scattered; 0 if not.
+        decode_ps: picoseconds per element that an H200 needs to decode a payload, in addition to its bytes.
+        source: the measurement, or how the numbers were estimated.
     """
 
     launches: int
@@ -63,7 +64,7 @@ def arithmetic_ps(device_s: Mapping[int, float], kernels: Kernels, card: Card) -
 
     Args:
         device_s: seconds of the device's own time, by number of elements.
-        kernels: the method, whose launches and bytes count.
+        kernels: the kernels of the method; only their launches and bytes are used.
         card: the card.
     """
     beyond = (sum(device_s.values()) - len(device_s) * kernels.launches * LAUNCH_S) / sum(device_s)
@@ -77,7 +78,7 @@ def device_s(kernels: Kernels, card: Card, elements: float) -> float:
 
 
 def host_s(kernels: Kernels) -> float:
-    """Seconds of a step that the host takes."""
+    """Seconds that the host needs for a step."""
     return HOST_S + kernels.launches * HOST_LAUNCH_S
 
 

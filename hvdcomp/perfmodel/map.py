@@ -1,4 +1,5 @@
-"""The map of where compression pays on one card: models by the rate of a node's link, for several numbers of ranks."""
+"""The map that shows where compression pays on one card: a row for each model, a column for each rate of a node's link,
+and a panel for each number of ranks."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ def cells(
     Yields:
         calibration, ranks, model, batch_size, gbps: of the set-up.
         method: the fastest compressor; empty if none was compared.
-        step_ms, dense_ms, fp16_ms: predicted times of a step with it, with dense gradients and with fp16.
-        gain_percent: its lead over the faster of dense and fp16; negative if it is slower.
+        step_ms, dense_ms, fp16_ms: predicted times of a step with this compressor, with dense gradients and with fp16.
+        gain_percent: the lead of this compressor over the faster of dense and fp16; negative if it is slower.
         pays: whether the lead is larger than the model's error.
         estimated: whether its encode time is an estimate.
     """
@@ -70,7 +71,7 @@ def cells(
 
 
 def short(method: str) -> str:
-    """A method in a cell of the map: without what every method of its column shares.
+    """The short name of a method for a cell of the map: without `exchange=scatter`.
 
     Example:
         >>> short("two_level(int4:exchange=scatter)"), short("topk:ratio=0.01")

@@ -87,13 +87,14 @@ ALGORITHMS: dict[str, dict[str, Callable[[Array, Array], Traffic]]] = {
     "alltoall": {"direct": _direct_alltoall, "pairwise": _part_by_part},
     "reducescatter": {"ring": _part_by_part},
 }
-"""The traffic if each of `ranks` ranks hands over `bytes`, by kind of collective and algorithm. The bytes of an
-alltoall or a reduce-scatter are those of the parts for all ranks.
+"""The traffic if each of `ranks` ranks contributes `size` bytes, by kind of collective and algorithm. In an alltoall or
+a reduce-scatter, `size` is the sum of a rank's parts for all ranks.
 
 Allreduce: Agarwal et al. 2022, table 1 and equation 1. Allgather, direct: the same, appendix B. Allgather, ring: the
-bandwidth term is that of direct, and there are as many messages as other ranks (Thakur et al. 2005, section 4.1).
-Alltoall, pairwise: with each other rank in turn a rank exchanges one message of 1 / ranks of the bytes (the same paper,
-on long messages). Alltoall, direct: all of these messages at once, so that they wait as those of a direct allgather do.
+bandwidth term is the same as for direct, and the number of messages is the number of other ranks (Thakur et al. 2005,
+section 4.1). Alltoall, pairwise: a rank exchanges one message of 1 / ranks of the bytes with each other rank in turn
+(the same paper, on long messages). Alltoall, direct: a rank sends all these messages at once, so they wait like the
+messages of a direct allgather.
 Reduce-scatter, ring: the first half of a ring allreduce, whose second half is a ring allgather of a rank's sum
 (Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms for clusters of workstations).
 """
@@ -145,7 +146,7 @@ class CollectiveCost:
 
         Args:
             kind: a key of `ALGORITHMS`.
-            size: bytes that each rank hands over.
+            size: bytes that each rank contributes.
             ranks: number of ranks; with one rank the time is 0.
             speed: factor by which the link is faster than `bytes_per_s` and the table.
             dtype: element type of an allreduce.
@@ -189,9 +190,9 @@ def network_of_nodes(
 ) -> Network:
     """The network of nodes that each have one link, with ring algorithms as NCCL's.
 
-    A ring through all ranks leaves each node once, so a rank has the whole link, and a message takes the mean of the
-    hops' latencies. In an alltoall, and between the ranks of the same place in each node, all ranks of a node send at
-    once, so a rank has its share of the link.
+    A ring through all ranks leaves each node once, so a rank has the whole link, and a message takes the mean latency
+    of the hops. In an alltoall, and in an exchange between nodes, all ranks of a node send at once, so each rank has
+    only its share of the link.
 
     Args:
         ranks_per_node: number of ranks of a node, at least 2.
@@ -284,8 +285,8 @@ class TwoLevelCosts:
     Attributes:
         ranks_per_node: number of ranks that share a node and its link to other nodes.
         node: costs among the ranks of a node.
-        across: costs among the ranks with the same local rank, while those with other local ranks exchange as much over
-            the same links.
+        across: costs among the ranks with the same local rank. Meanwhile the ranks with other local ranks exchange the
+            same number of bytes over the same links.
     """
 
     ranks_per_node: int
@@ -327,7 +328,9 @@ class Network(_Costs):
         if self.levels is not None:
             return self.levels.node if among == "node" else self.levels.across
         if self.inner is None:
-            raise CalibrationError("the calibration knows no nodes of several ranks; calibrate with some on each node")
+            raise CalibrationError(
+                "the calibration has no costs of nodes with several ranks; calibrate with several ranks on each node"
+            )
         return self.inner if among == "node" else self
 
     def seconds(
@@ -349,7 +352,7 @@ class Network(_Costs):
 
         Args:
             kind: a key of `ALGORITHMS`.
-            size: bytes that each rank hands over.
+            size: bytes that each rank contributes.
             ranks: number of all ranks.
             bytes_per_s: the allreduce's bandwidth, if it is not the measured one; bandwidths of other kinds are
                 proportional, except within a node.

@@ -73,14 +73,14 @@ def _leading_digit(value: float) -> int:
 
 
 _FULL_COLOUR = 4.0
-"""The factor from which on a cell of the map has its full colour."""
+"""Cells of the map have their full colour at this factor and above."""
 
 
 def draw_map(rows: Sequence[dict[str, Any]], title: str, file: Path) -> None:
     """Writes a PNG of the rows of `map.cells`, with a panel for each number of ranks.
 
-    A cell shows how many times as fast as the better of dense and fp16 the fastest method is, and the method. It is
-    grey if the lead is within the model's error.
+    A cell shows the fastest method and its speedup over the better of dense and fp16. The cell is grey if the lead is
+    within the model's error.
 
     Raises:
         OSError: if it cannot be written.

@@ -20,7 +20,7 @@ from hvdcomp.perfmodel.schedule import Buckets, Parts, cut, early, overlapped, p
 Array = Any
 
 UNCOMPRESSED = "none"
-"""The spec of dense gradients. Its encode time is the remaining time of a step, as nothing is encoded."""
+"""The spec of dense gradients. Its encode time is the remaining time of a step, because nothing is encoded."""
 
 LIMITS = ("compute", "encode", "network", "latency")
 
@@ -172,8 +172,8 @@ def encode_s(encode: EncodeTime | None, setting: Setting, exchange: Exchange) ->
 
 
 def _sharded_encode_s(encode: EncodeTime, setting: Setting, exchange: Exchange, modules: float) -> Array:
-    """Seconds of encoding and decoding between nodes if FSDP reduces one module after the other. The host works for
-    each of them. A rank encodes, and decodes, its share of what its node sends."""
+    """Seconds of encoding and decoding between nodes if FSDP reduces one module after the other. The host needs its
+    time for each module. A rank encodes and decodes only its share of what its node sends."""
     if not any(collective.kind == "alltoall" for collectives in exchange.rounds for collective in collectives):
         return 0.0
     faster = np.asarray(setting.compute_speed, float) * np.asarray(setting.encode_speed, float)

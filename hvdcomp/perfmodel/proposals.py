@@ -16,7 +16,7 @@ MOST = 3
 """Largest number of proposed compressors, as each is tried and mixed with others."""
 
 REACH = 0.25
-"""Share by which a step may be longer than the fastest to be worth a trial."""
+"""A compressor is worth a trial if its step is longer than the fastest step by at most this share."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +51,22 @@ class Proposals:
         if self.unpredicted:
             options = " ".join(f"--compressor '{spec}'" for spec in self.unpredicted)
             return (
-                f"auto leaves out what loss={criteria.loss:g} allows and {source} has no encode time of, for this "
-                f"model: {', '.join(self.unpredicted)}. Calibrate with {options}"
+                f"auto leaves out compressors that loss={criteria.loss:g} allows, because {source} does not have "
+                f"their encode times for this model: {', '.join(self.unpredicted)}. To include them, calibrate with "
+                f"{options}"
             )
         if self.specs or any(_allowed(criteria)):
             return None
-        optimizer, way_out = criteria.optimizer, "Give a larger loss=, or compressors= of your own"
+        optimizer, way_out = criteria.optimizer, "Give a larger loss= or your own compressors="
         if optimizer is None:
-            optimizer, way_out = "SGD and with Adam, and which it is, is not known", f"{way_out}, or optimizer="
+            optimizer, way_out = (
+                "SGD and with Adam",
+                "Give a larger loss=, your own compressors=, or optimizer=, because the training's optimizer is not "
+                "known",
+            )
         return (
-            f"auto proposes no compressor: none was measured to raise the loss by {criteria.loss:.2%} at most with "
-            f"{optimizer}. {way_out}"
+            f"auto proposes no compressor: in hvdcomp's own trainings with {optimizer}, no compressor raised the loss "
+            f"by {criteria.loss:.2%} or less. {way_out}"
         )
 
 

@@ -67,11 +67,13 @@ def parse_axis(text: str) -> tuple[str, np.ndarray]:
     Bandwidths may have a unit: `bandwidth=100mbit..10gbit`.
 
     Raises:
-        ValueError: for an unknown axis, or values that are no range of positive numbers.
+        ValueError: for an unknown axis, or values that are not a range of positive numbers.
     """
     name, equals, values_text = (part.strip() for part in text.partition("="))
     if name not in AXES or not equals:
-        raise ValueError(f"{text!r} does not name what to vary; write one of: {', '.join(AXES)}, as in bandwidth=1..30")
+        raise ValueError(
+            f"{text!r} does not name a quantity to vary; begin with one of: {', '.join(AXES)}, as in bandwidth=1..30"
+        )
     low, dots, high = values_text.partition("..")
     try:
         number = parse_gbps if name == "bandwidth" else float
@@ -79,11 +81,14 @@ def parse_axis(text: str) -> tuple[str, np.ndarray]:
     except ValueError:
         numbers = []
     if len(numbers) < 2 or not numbers[0] > 0 or not numbers[0] < numbers[-1] or not np.all(np.isfinite(numbers)):
-        raise ValueError(f"{text!r} is no range; write {name}=LOW..HIGH with 0 < LOW < HIGH, or values: {name}=1,2,4")
+        raise ValueError(
+            f"{text!r} is not a range of positive numbers; write {name}=LOW..HIGH with 0 < LOW < HIGH, or a list of "
+            f"values: {name}=1,2,4"
+        )
     values = np.geomspace(numbers[0], numbers[1], _POINTS) if dots else np.array(numbers)
     if AXES[name].whole:
         if any(number != int(number) for number in numbers):
-            raise ValueError(f"{text!r}: {name} is a whole number")
+            raise ValueError(f"{text!r}: {name} must be a whole number")
         values = np.unique(np.round(values))
     return name, values
 
@@ -105,7 +110,7 @@ def sweep(adviser: Adviser, setting: Setting, axis: str, values: np.ndarray, gro
     varied = AXES[axis].apply(setting, values)
     if growth is not None:
         if axis != "encode":
-            raise ValueError(f"growth belongs to a sweep over encode, not {axis}")
+            raise ValueError(f"growth can be used only in a sweep over encode, not over {axis}")
         varied = replace(varied, payload=growth * values)
     shape = np.shape(values)
     return Sweep(

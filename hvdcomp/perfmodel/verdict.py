@@ -1,4 +1,4 @@
-"""The advice in plain words: whether compression pays over each of its rivals, and three lines for a method."""
+"""The advice in plain words: whether compression is faster than each of its rivals, and three lines per method."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _RIVALS = {UNCOMPRESSED: "dense gradients", "fp16": "fp16 gradients"}
 
 
 def verdict(report: dict[str, Any]) -> list[str]:
-    """A sentence that says whether compression pays, and one for each rival.
+    """One sentence that says whether compression pays, and one sentence for each rival.
 
     Args:
         report: the JSON of `hvdcomp advise`.
@@ -27,7 +27,9 @@ def verdict(report: dict[str, Any]) -> list[str]:
     if len(beaten) == len(FREE):
         answer = "Compression pays here."
     elif beaten:
-        answer = f"Compression pays here over {_named(beaten)} only: measure it before you rely on it."
+        answer = (
+            f"Compression pays here only in comparison with {_named(beaten)}: measure it before you rely on it."
+        )
     else:
         answer = "Compression does not pay here."
     return [f"{answer} The fastest compressor is {best}:", *(_over(rival, factors[rival], error) for rival in FREE)]
@@ -38,17 +40,17 @@ def _named(rivals: list[str]) -> str:
 
 
 def _over(rival: str, factor: float, error: float) -> str:
-    """How a compressor compares with a rival that sends `factor` times as long a step."""
+    """Compare a compressor with a rival whose step takes `factor` times the time."""
     if factor - 1 >= error:
         return f"- It is {times(factor)} times as fast as {_RIVALS[rival]}."
     if 1 / factor - 1 >= error:
-        return f"- It is slower than {_RIVALS[rival]}, which are {times(1 / factor)} times as fast."
+        return f"- It is slower than {_RIVALS[rival]}: they are {times(1 / factor)} times as fast."
     within = f"within the model's error of {100 * error:.1f}%"
-    return f"- It is as fast as {_RIVALS[rival]} ({times(factor)} times), {within}."
+    return f"- It is {times(factor)} times as fast as {_RIVALS[rival]}, a difference {within}."
 
 
 def times(ratio: float) -> str:
-    """A ratio with as many digits as matter."""
+    """Write a ratio with two decimals below 2, one below 100, and none above."""
     return f"{ratio:.2f}" if ratio < 2 else f"{ratio:.1f}" if ratio < 100 else f"{ratio:.0f}"
 
 
@@ -70,7 +72,7 @@ def lines_of(spec: str, row: dict[str, Any], ranges: str) -> list[str]:
     if row["bytes_in_node"]:
         third += " between nodes"
     if row["kept_bytes_per_parameter"]:
-        third += f"; keeps {row['kept_bytes_per_parameter']:.1f} bytes for each parameter"
+        third += f"; keeps {row['kept_bytes_per_parameter']:.1f} bytes per parameter"
     return [
         f"{spec}: {row['step_ms']:.1f} ms{beside}",
         f"    in ms: {', '.join(parts)}; limited by {row['limited_by']}",

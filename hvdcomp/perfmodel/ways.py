@@ -94,18 +94,24 @@ def encode_time_of(
         share = 1 / ranks_per_node
         if compressor.of_matrices and tensors:
             share = largest_share([tensor.size for tensor in tensors], ranks_per_node)
-        source = f"estimated: {share:.0%} of that of the compressor within, as a rank has so much of the model"
+        source = (
+            f"estimated: {share:.0%} of the time of the compressor inside two_level(), because each rank compresses "
+            "this share of the model"
+        )
         return dataclasses.replace(flat.part(share), source=source, estimated=True)
     if own is None and UNCOMPRESSED in known and (wire := compressor.wire_dtype("float32")) is not None:
         share = dtype_bytes(wire) / dtype_bytes("float32")
-        source = "estimated from that of dense gradients, by the bytes"
+        source = "estimated from the time of dense gradients, in proportion to the bytes"
         return dataclasses.replace(known[UNCOMPRESSED].part(share), source=source, estimated=True)
     if own is not None or not _is_decoded_by_ranks(compressor):
         return own
     for way in (*WAYS, "auto"):
         spec = str(compressor.with_exchange(way))
         if spec in known:
-            source = "estimated from that of the same method exchanged in another way, by the payloads that are decoded"
+            source = (
+                "estimated from the time of the same method with another exchange, by the number of payloads that a "
+                "rank decodes"
+            )
             return dataclasses.replace(known[spec], source=source, estimated=True)
     return None
 

@@ -1,8 +1,9 @@
-"""Well-known models on any GPU: what a calibration's field `models` says of them, without a measurement.
+"""Well-known models on any GPU: estimates for a calibration's field `models`.
 
-Transformers take 3 x the operations of their forward pass, at the share of the card's peak that published trainings of
-transformers reach. Convolutional networks and DLRM are bound by memory, so their published times are scaled by the
-bandwidth of the card: from 0.9 TB/s of a V100 to 2.04 of an A100 this rule is 10 % off for ResNet-50.
+A step of a transformer has 3 times the operations of its forward pass. They run at the share of the card's peak rate
+that published trainings of transformers reach. Convolutional networks and DLRM are bound by memory, so their published
+times are scaled by the bandwidth of the card. For ResNet-50, this rule is 10 % off between a V100 with 0.9 TB/s and an
+A100 with 2.04 TB/s.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ class Workload(NamedTuple):
 
 
 def _by_operations(batch_size: int, forward: float) -> Callable[[Card], float]:
-    """Seconds of a step with so many floating-point operations of a sample's forward pass."""
+    """Seconds of a step, from the floating-point operations of one sample's forward pass."""
     return lambda card: 3 * forward * batch_size / (card.flops * card.utilisation)
 
 
 def _by_bandwidth(seconds: float, bytes_per_s: float) -> Callable[[Card], float]:
-    """Seconds of a step that takes `seconds` on a card of this bandwidth."""
+    """Seconds of a step that takes `seconds` on a card with this bandwidth."""
     return lambda card: seconds * bytes_per_s / card.bytes_per_s
 
 

@@ -103,8 +103,8 @@ class Accordion(CriticalRegimes[AccordionState]):
         super().__post_init__()
         if not self.low > self.high:
             raise SpecError(
-                f"{self.name}: low={self.low},high={self.high} is not allowed; low is the level of low compression, "
-                "so it must be the larger ratio, rank or number of bits"
+                f"{self.name}: low={self.low},high={self.high} is not allowed: low is the level of low compression, so "
+                "it must be larger than high (a larger ratio, rank or number of bits compresses less)"
             )
 
     def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:
@@ -113,7 +113,7 @@ class Accordion(CriticalRegimes[AccordionState]):
             try:
                 compressor.at_level(level)
             except SpecError as error:
-                raise SpecError(f"{self.name}: {name}={level} is no level of the compressor; {error}") from None
+                raise SpecError(f"{self.name}: {name}={level} is not a level of the compressor: {error}") from None
 
     def initial_state(self, tensors: Sequence[str]) -> AccordionState:
         return AccordionState(critical=dict.fromkeys(tensors, True), previous=dict.fromkeys(tensors))

@@ -62,24 +62,24 @@ _Excess = Annotated[float, number(lambda value: value > 0, "above 0, such as 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Auto(Policy[AutoState]):
-    """Dense, fp16 or compressed, for each group of tensors, as makes steps fastest.
+    """Chooses no compression, fp16 or a compressor for each group of tensors, so that steps are as fast as possible.
 
-    "Compressed" means the training's own compressor or one of `compressors`; their levels do not change. If a
-    compressor leaves its exchange open (`exchange="auto"`), payloads are gathered or scattered, as makes steps faster.
+    The compressor is the training's own, or one of `compressors`. Levels do not change. If a compressor has
+    `exchange="auto"`, the policy also chooses the faster one of "gather" and "scatter".
 
     Attributes:
         calibration: file or preset of `hvdcomp.perfmodel`. Only rank 0 reads it.
-        compressors: compressors, or their specs, to choose from beside the training's own. They are kept as specs.
-        loss: compressors whose measured increase of the loss is at most this share are proposed too
-            (`hvdcomp.compressors.evidence`); 0 for none.
+        compressors: more compressors, or their specs, to choose from. They are kept as specs.
+        loss: the policy also considers compressors that raised the loss by at most this share in our measurements
+            (`hvdcomp.compressors.evidence`); 0 for no more compressors.
         model: model of the calibration; empty for the model whose tensors have the training's shapes.
-        batch: batch size of one rank, if it is not the calibration's; 0 if it is.
+        batch: batch size of one rank, if it differs from the calibration; otherwise 0.
         window: number of steps for which a candidate is measured, after the steps that settle.
-        every: steps between two decisions while nothing is tried; more if these take less than a second.
-        margin: candidates are tried if they may take at most this share longer than the best.
+        every: steps between two decisions while no candidate is tried; more steps if these take less than a second.
+        margin: a candidate is tried if its steps may take at most this share longer than the best steps.
         budget: share of the time that trials may cost.
-        drift: if the step time differs by more than this share from the time when the candidate was chosen, at four
-            decisions in a row, all candidates are open again.
+        drift: all candidates are open again if the step time differs by more than this share from the time when the
+            candidate was chosen, at four decisions in a row.
 
     Example:
         >>> str(Auto(calibration="calibration.json"))
@@ -94,7 +94,7 @@ class Auto(Policy[AutoState]):
     window: Annotated[int, at_least(3)] = 5
     every: Annotated[int, at_least(5)] = 20
     margin: _Excess = 0.25
-    budget: Annotated[float, number(lambda share: 0 < share < 1, "a share of the time, above 0, below 1")] = 0.01
+    budget: Annotated[float, number(lambda share: 0 < share < 1, "a share of the time, above 0 and below 1")] = 0.01
     drift: _Excess = 0.15
 
     name: ClassVar[str] = "auto"
@@ -110,7 +110,8 @@ class Auto(Policy[AutoState]):
         if isinstance(self.compressors, list | tuple):
             object.__setattr__(self, "compressors", tuple(map(str, self.compressors)))  # the dataclass is frozen
         super().__post_init__()
-        self.require(self.lag == 1, "lag", "1: it looks at whole steps, and one that waits for a decision is none")
+        waits = "1, because auto measures whole steps, and a step that waits for a decision takes longer"
+        self.require(self.lag == 1, "lag", waits)
 
     def request(self, state: AutoState) -> Request:
         next_read = Statistic.STEP_TIMES if state.candidates else Statistic.CANDIDATES

@@ -68,11 +68,13 @@ class Policy(Described, Generic[State]):
         """Raises SpecError if the policy cannot work with this compressor or run."""
         period = self.first_request.period
         if period is not None and period.epochs and not steps_per_epoch:
-            raise SpecError(f"{self.name}: epochs can only be counted with steps_per_epoch=len(loader); or give steps")
+            raise SpecError(
+                f"{self.name}: the policy counts epochs, so it needs steps_per_epoch=len(loader); or give steps instead"
+            )
         if self.first_decision.uses_factors and compressor.level is None:
             raise SpecError(
-                f"{self.name}: the compressor has no single level to set; use one with a level, such as "
-                "topk:ratio=0.01 or powersgd:rank=4"
+                f"{self.name}: the compressor has no single level that can be set; use a compressor with a level, such "
+                "as topk:ratio=0.01 or powersgd:rank=4"
             )
 
     def initial_state(self, tensors: Sequence[str]) -> State:
@@ -136,15 +138,15 @@ class Policy(Described, Generic[State]):
     def fields_of(self, data: Mapping[str, Any]) -> dict[str, Any]:
         """The fields in a state's JSON data. Raises ValueError if the data are of another policy."""
         if not isinstance(data, Mapping):
-            raise ValueError(f"{shortened(data)} is not a state of {self.name}, which has fields by name")
+            raise ValueError(f"{shortened(data)} is not a state of {self.name}, because it has no named fields")
         fields = {key: value for key, value in data.items() if key != "policy"}
         expected = {field.name for field in dataclasses.fields(self.state_type)}
         needed = expected.difference(getattr(self.state_type, "later", ()))  # later: fields that old states lack
         if data.get("policy") != self.name or not needed <= fields.keys() <= expected:
             kept = f"policy {data.get('policy')!r} with {', '.join(sorted(fields)) or 'nothing'}"
             raise ValueError(
-                f"this is not a state of {self.name}, which has {', '.join(sorted(expected))}: {kept}; continue with "
-                "the policy that the training was started with"
+                f"this is not a state of {self.name}: it has {kept}, but a state of {self.name} has "
+                f"{', '.join(sorted(expected))}; continue with the policy that the training was started with"
             )
         return fields
 

@@ -68,7 +68,7 @@ class AccordionBatchSize(CriticalRegimes[AccordionBatchSizeState]):
         super().__post_init__()
         if self.high <= self.low or self.high % self.low:
             raise SpecError(
-                f"{self.name}: low={self.low},high={self.high} is not allowed; the large batch is accumulated from "
+                f"{self.name}: low={self.low},high={self.high} is not allowed: the large batch is accumulated from "
                 "small ones, so high must be a multiple of low"
             )
 
@@ -104,7 +104,7 @@ def require_room(policy: Policy[Any], accumulation: int, steps_per_epoch: int | 
     """Raises SpecError if the largest batch is longer than an epoch of `steps_per_epoch` starting batches."""
     if steps_per_epoch is not None and accumulation > steps_per_epoch:
         raise SpecError(
-            f"{policy}: the largest batch takes {accumulation} of the starting ones, and an epoch has only "
+            f"{policy}: the largest batch consists of {accumulation} batches of the first size, but an epoch has only "
             f"{steps_per_epoch} (steps_per_epoch); choose a smaller high, or start with a larger batch"
         )
 
@@ -154,8 +154,8 @@ class IncreaseBatchSize(Policy[IncreaseBatchSizeState]):
         super().__post_init__()
         if self.high < 2 * self.low:
             raise SpecError(
-                f"{self.name}: low={self.low},high={self.high} is not allowed; the batch grows by whole multiples, so "
-                f"high must be at least twice low"
+                f"{self.name}: low={self.low},high={self.high} is not allowed: the batch grows by whole multiples, so "
+                "high must be at least twice low"
             )
 
     def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:

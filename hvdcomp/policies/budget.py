@@ -105,25 +105,32 @@ class Budget(OptimalLevels[BudgetState]):
         given = self._given("factor", "error", "ms")
         if len(given) != 1:
             raise SpecError(
-                f"{self.name}: give factor (uncompressed bytes / sent bytes, such as factor=50), error (the share of "
-                "norms that may be lost, such as error=0.5) or ms (milliseconds that the exchange of a step may take, "
-                f"such as ms=20, with calibration=FILE), one of the three; given is {' and '.join(given) or 'none'}"
+                f"{self.name}: give exactly one of factor (uncompressed bytes / sent bytes, such as factor=50), error "
+                "(the share of norms that may be lost, such as error=0.5) and ms (the milliseconds that the exchange "
+                f"of a step may take, such as ms=20, with calibration=FILE); you gave {' and '.join(given) or 'none'}"
             )
         if self.ms and not self.calibration:
             raise SpecError(
-                f"{self.name}: ms={self.ms} needs calibration=FILE, which `hvdcomp calibrate` writes, or the name of a "
-                "preset: it says how long an exchange takes"
+                f"{self.name}: ms={self.ms} needs calibration=FILE, a file from `hvdcomp calibrate` or the name of a "
+                "preset, which says how long an exchange takes"
             )
         if (of_ms := self._given("calibration", "model", "batch")) and not self.ms:
-            raise SpecError(f"{self.name}: {' and '.join(of_ms)} is for ms; leave it out with {given[0]}")
+            raise SpecError(
+                f"{self.name}: {' and '.join(of_ms)} can be used only with ms, not with {given[0]}; leave it out"
+            )
         if self.critical:
             allows_more = self.critical > self.ms if self.ms else self.critical < self._limit
             bound = f"more than {given[0]}" if self.ms else f"less than {given[0]}"
             bound += " and more than 1" if self.factor else ""
             in_range = self.critical > 1 or not self.factor
-            self.require(allows_more and in_range, "critical", f"{bound}, so that more may be sent")
+            self.require(
+                allows_more and in_range, "critical", f"{bound}, because critical regimes must be allowed to send more"
+            )
         elif self.eta != Budget.eta:
-            raise SpecError(f"{self.name}: eta={self.eta} is for critical (the limit in critical regimes); give both")
+            raise SpecError(
+                f"{self.name}: eta={self.eta} is used only with critical (the limit in critical regimes); give both, "
+                "or leave out eta"
+            )
 
     @property
     def _limit(self) -> float:
@@ -142,9 +149,9 @@ class Budget(OptimalLevels[BudgetState]):
         reached = 1000 * seconds[fastest]
         if reached > self.ms:
             raise ConfigurationError(
-                f"{self} is out of reach: by {self.calibration} the fastest exchange that there is to choose takes "
-                f"{reached:.4g} ms of a step, with {fastest:,} bytes from each rank. Give a larger ms, a smaller least "
-                f"than {self.least:g} (times the own levels), or a compressor that sends less"
+                f"{self} cannot be reached: according to {self.calibration}, the fastest exchange that the policy can "
+                f"choose takes {reached:.4g} ms of a step, with {fastest:,} bytes from each rank. Give a larger ms, a "
+                f"least below {self.least:g} (a factor of the compressors' own levels), or a compressor that sends less"
             )
 
     def request(self, state: BudgetState) -> Request:

@@ -189,7 +189,9 @@ class GraVAC(Policy[GraVACState]):
 
     def _smooth(self, state: GraVACState, measured: GravacGains) -> GraVACState:
         if (measured.candidate is None) != (state.candidate is None):
-            raise ValueError(f"{self.name}: candidate {state.candidate}, but its gain is told as {measured.candidate}")
+            raise ValueError(
+                f"{self.name}: the candidate is {state.candidate}, but its gain was given as {measured.candidate}"
+            )
         new = {state.minimum: measured.minimum}
         if state.candidate is not None and measured.candidate is not None:
             new[state.candidate] = measured.candidate

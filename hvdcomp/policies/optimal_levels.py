@@ -114,8 +114,8 @@ class OptimalLevels(Policy[Chosen]):
         super().__post_init__()
         if self.least == self.most:
             raise SpecError(
-                f"{self.name}: least={self.least},most={self.most} is not allowed; there is one level only, so that "
-                "nothing is to be chosen. Give least below 1, or most above 1, or leave out the policy"
+                f"{self.name}: least={self.least},most={self.most} is not allowed, because it leaves only one level to "
+                "choose. Give least below 1, or most above 1, or leave out the policy"
             )
 
     @property
@@ -136,8 +136,8 @@ class OptimalLevels(Policy[Chosen]):
         super().check(steps_per_epoch, compressor)
         if all(method.level is None for method in compressor.leaves()):
             raise SpecError(
-                f"{self.name}: the compressor has no level to set; use one with a level, such as topk:ratio=0.01 or "
-                "powersgd:rank=4"
+                f"{self.name}: the compressor has no level that can be set; use a compressor with a level, such as "
+                "topk:ratio=0.01 or powersgd:rank=4"
             )
 
     def initial_state(self, tensors: Sequence[str]) -> Chosen:

@@ -15,7 +15,7 @@ class _Removed(NamedTuple):
     instead: str
 
 
-_NO_BETTER = "it was never shown to do better than a fixed level that sends as many bytes"
+_NO_BETTER = "no measurement showed that it is better than a fixed level that sends the same number of bytes"
 _REMOVED = (
     _Removed(r"accordion:auto\b", "the policy accordion:auto", _NO_BETTER, "budget:factor=50"),
     _Removed(
@@ -27,7 +27,7 @@ _REMOVED = (
     _Removed(
         r"gravac:(.*,)?\s*lag\s*=\s*0\s*(,|$)",
         "lag=0 of gravac",
-        "all ranks waited for a device in the middle of each step",
+        "it made all ranks wait for a device in the middle of each step",
         "gravac without lag, and every=1 for a decision after each step",
     ),
 )
@@ -38,4 +38,4 @@ def refuse_removed(spec: str) -> None:
     spec = spec.strip()
     for removed in _REMOVED:
         if re.match(removed.specs, spec):
-            raise SpecError(f"{spec!r}: {removed.name} was taken out, because {removed.why}; take {removed.instead}")
+            raise SpecError(f"{spec!r}: {removed.name} was removed, because {removed.why}; use {removed.instead}")

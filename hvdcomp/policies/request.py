@@ -43,7 +43,9 @@ class LearningRates:
 
     def __post_init__(self) -> None:
         if not self.now or len(self.now) != len(self.next):
-            raise ValueError(f"learning rates {self.now} and {self.next} must be of the same groups, at least one")
+            raise ValueError(
+                f"learning rates {self.now} and {self.next} must have the same number of groups, at least one"
+            )
 
     @property
     def fall(self) -> bool:
@@ -141,7 +143,7 @@ class LevelTable:
     def __post_init__(self) -> None:
         for name, errors in self.errors.items():
             if self.own.get(name) not in errors or self.sent.get(name, {}).keys() != errors.keys():
-                raise ValueError(f"the levels of {name} in errors, sent and own are not the same")
+                raise ValueError(f"errors, sent and own must have the same levels for {name}")
 
 
 @dataclass(frozen=True)

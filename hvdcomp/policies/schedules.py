@@ -14,7 +14,7 @@ from hvdcomp.specs.levels import DENSE, Level, LevelsBySize
 
 Value = TypeVar("Value")
 
-_FALLING = "let levels fall, such as levels=(0.25, 0.05) before topk:ratio=0.01"
+_FALLING = "give levels that decrease, such as levels=(0.25, 0.05) before topk:ratio=0.01"
 
 
 class Levelled(Protocol):
@@ -55,7 +55,10 @@ class LevelSchedule(Described):
     def require_epochs_to_count(self, steps_per_epoch: int | None) -> None:
         """Raises SpecError if the number of steps of an epoch is unknown."""
         if not steps_per_epoch:
-            raise SpecError(f"{self.name}: epochs can only be counted with steps_per_epoch=len(loader); or give steps")
+            raise SpecError(
+                f"{self.name}: the schedule counts epochs, so it needs steps_per_epoch=len(loader); or give steps "
+                "instead"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,13 +85,13 @@ class ListedLevels(LevelSchedule):
         choice = f"{', '.join(f'{setting}=...' for setting in settings[:-1])} or {settings[-1]}=..."
         if len(given) != 1:
             listed = " and ".join(given) or "none"
-            raise SpecError(f"{self.name}: say where levels end with {choice}, one of them; {listed} is given")
+            raise SpecError(f"{self.name}: give exactly one of {choice}, to say when levels end; you gave {listed}")
         ends = getattr(self, given[0])
         rising = isinstance(ends, tuple | list) and all(is_whole(end, 1) for end in ends) and _rises_always(ends)
-        self.require(rising, given[0], "whole numbers of at least 1 that rise, such as 3|8")
+        self.require(rising, given[0], "increasing whole numbers of at least 1, such as 3|8")
         if len(ends) != count:
             raise SpecError(
-                f"{self.name}: {len(self.levels)} levels need {count} {given[0]}, and there are {len(ends)}: "
+                f"{self.name}: {len(self.levels)} levels need {count} {given[0]}, but there are {len(ends)}: "
                 f"levels={_listed(self.levels)},{given[0]}={_listed(ends)}"
             )
 
@@ -97,8 +100,8 @@ class ListedLevels(LevelSchedule):
             self.require_epochs_to_count(steps_per_epoch)
         if compressor.level is None:
             raise SpecError(
-                f"{self.name}: the compressor has no single level to set; use one with a level, such as "
-                "topk:ratio=0.01 or powersgd:rank=4"
+                f"{self.name}: the compressor has no single level that can be set; use a compressor with a level, such "
+                "as topk:ratio=0.01 or powersgd:rank=4"
             )
         for level in self.levels:
             compressor.at_level(level)
@@ -159,7 +162,7 @@ class Legacy(ListedLevels):
     def __post_init__(self) -> None:
         super().__post_init__()
         falls = len(self.levels) > 1 and _rises_always(self.levels[::-1])
-        self.require(falls, "levels", "two numbers or more that fall, such as 0.1|0.01|0.001")
+        self.require(falls, "levels", "two or more decreasing numbers, such as 0.1|0.01|0.001")
         self.require_ends("epochs", "steps", "sizes", count=len(self.levels) - 1)
 
     def level_at(self, step: int, steps_per_epoch: int | None, own: Level | None) -> Level | LevelsBySize | None:
@@ -208,11 +211,11 @@ class WarmUp(LevelSchedule):
             raise SpecError("warmup: give levels (a list) or start (a geometric sequence), not both")
         self.require(is_whole(self.periods, 1), "periods", "a whole number of at least 1")
         if _rises(self.levels):
-            raise SpecError(f"warmup: levels={self.levels} goes from much to little compression; {_FALLING}")
+            raise SpecError(f"warmup: levels={self.levels} goes from strong to weak compression; {_FALLING}")
         if self._set and (self.epochs > 0) == (self.steps > 0):
-            raise SpecError("warmup: say how long each level lasts, with epochs=... or steps=..., one of the two")
+            raise SpecError("warmup: give exactly one of epochs=... and steps=..., to say how long each level lasts")
         if not self._set and not self.dense_steps:
-            raise SpecError("warmup: nothing to do; give levels, start, or dense_steps")
+            raise SpecError("warmup: there is nothing to do; give levels, start, or dense_steps")
 
     @property
     def _set(self) -> tuple[Level, ...]:
@@ -224,15 +227,15 @@ class WarmUp(LevelSchedule):
             self.require_epochs_to_count(steps_per_epoch)
         if compressor.level is None and self._set:
             raise SpecError(
-                "warmup: the compressor has no single level to warm up to; use one with a level, such as "
+                "warmup: the compressor has no single level to warm up to; use a compressor with a level, such as "
                 "topk:ratio=0.01, or give only dense_steps"
             )
         for level in self._set:
             compressor.at_level(level)
         if compressor.level is not None and _rises([*self._set[-1:], compressor.level]):
             raise SpecError(
-                f"warmup: the level {self._set[-1]} compresses harder than the compressor's own, {compressor.level}, "
-                f"which follows; {_FALLING}"
+                f"warmup: the last level, {self._set[-1]}, compresses more than the compressor's own level, "
+                f"{compressor.level}, which follows; {_FALLING}"
             )
 
     def level_at(self, step: int, steps_per_epoch: int | None, own: Level | None) -> Level | Literal["dense"] | None:

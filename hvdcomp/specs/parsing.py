@@ -62,7 +62,7 @@ def _refuse_other_notations(name: str, spec: str, kinds: Mapping[str, type[Kind]
     known = word if word in kinds else classes.get(word) if sign == "(" else None
     if sign and known is not None:
         raise SpecError(
-            f"{spec!r} is not how a {noun} is written: its settings follow a colon, as in {kinds[known].examples[0]!r}"
+            f"{spec!r} is not a valid {noun}: write settings after a colon, as in {kinds[known].examples[0]!r}"
         )
 
 
@@ -79,8 +79,8 @@ def text_of(spec: object, noun: str, example: str) -> str:
     """
     if isinstance(spec, str):
         return spec.strip()
-    instead = ", or hand it over without from_spec" if isinstance(spec, Described) else ""
-    raise SpecError(f"{spec!r} is no spec string of a {noun}; give text, such as {example!r}{instead}")
+    instead = ", or give the object itself without from_spec" if isinstance(spec, Described) else ""
+    raise SpecError(f"{spec!r} is not a spec string of a {noun}; give a string, such as {example!r}{instead}")
 
 
 def split_outside(text: str, separator: str) -> list[str]:
@@ -154,7 +154,7 @@ def _of_percent(text: str) -> str:
 def _texts(text: str, where: str) -> tuple[str, ...]:
     """The texts of a list in parentheses; texts may contain commas."""
     if not (text.startswith("(") and text.endswith(")")):
-        raise SpecError(f"{where}: expected a list in parentheses, its parts with | between them, such as (one|two)")
+        raise SpecError(f"{where}: expected a list in parentheses with | between its parts, such as (one|two)")
     return tuple(part.strip() for part in split_outside(text[1:-1], "|")) if text[1:-1].strip() else ()
 
 

@@ -52,8 +52,8 @@ class Plugins:
         if name in self.known:
             for point in points:
                 warn_alone(
-                    f"{_package_of(point)} offers a {self.noun} {name!r}, and hvdcomp has one of this name, which is "
-                    "used; the other one needs another name"
+                    f"{_package_of(point)} offers a {self.noun} {name!r}, but hvdcomp has its own {self.noun} of this "
+                    f"name and uses that one; give the {self.noun} of the package another name"
                 )
             return self.known[name]
         for point in points:
@@ -82,22 +82,23 @@ class Plugins:
             kind = point.load()
         except Exception as error:
             raise SpecError(
-                f"{where} cannot be imported: {type(error).__name__}: {error}; mend or remove that package"
+                f"{where} cannot be imported: {type(error).__name__}: {error}; repair or remove this package"
             ) from error
         if not (inspect.isclass(kind) and issubclass(kind, self.bases)):
             bases = " or ".join(f"{base.__module__}.{base.__qualname__}" for base in self.bases)
             raise SpecError(f"{where} is not a subclass of {bases}")
         if getattr(kind, "name", None) != name:
             raise SpecError(
-                f"{where} has name = {getattr(kind, 'name', None)!r} in its class; the entry point must have the same"
+                f"{where} has name = {getattr(kind, 'name', None)!r} in its class; give the class and its entry point "
+                "the same name"
             )
         return kind
 
     def _require_new(self, kind: type[Any], where: str) -> None:
         if kind.name in self.known and self.known[kind.name] is not kind:
             raise SpecError(
-                f"{where} has a {self.noun} {kind.__qualname__} with the name {kind.name!r}, which is that of one of "
-                "hvdcomp's; give it another name"
+                f"{where} has a {self.noun} {kind.__qualname__} with the name {kind.name!r}, but hvdcomp has its own "
+                f"{self.noun} of this name; give yours another name"
             )
 
     def ways(self) -> str:
@@ -128,11 +129,11 @@ def imported(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except Exception as error:
-        advice = "it must be in the present folder, on PYTHONPATH or installed, on every host"
+        advice = "the module must be in the current folder, on PYTHONPATH or installed, on every host"
         if name.endswith(".py") or os.sep in name:
-            advice = f"name a module, such as {os.path.basename(name).removesuffix('.py')}, and not a file"
+            advice = f"give the name of a module, such as {os.path.basename(name).removesuffix('.py')}, not of a file"
         elif not (isinstance(error, ModuleNotFoundError) and error.name == name):
-            advice = "mend it, or leave it out"
+            advice = "correct the module, or leave it out"
         raise SpecError(
             f"the plugin {name!r} cannot be imported: {type(error).__name__}: {error}; {advice}"
         ) from error

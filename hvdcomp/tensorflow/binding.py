@@ -203,25 +203,28 @@ class TensorFlowBinding(TensorFlowTraining):
             return name
         source = "variables of hvdcomp.Compression"
         if self.setup.parameters is None:
-            source = f"{len(self._variables)} variables that hvdcomp.Compression took from the first list of gradients"
+            source = f"{len(self._variables)} variables that hvdcomp.Compression found in the first list of gradients"
         raise ConfigurationError(
-            f"a gradient of {variable.name!r} arrived, which is not in the {source}; give it all that are trained: "
-            "variables=model.trainable_variables, those of several models added up"
+            f"a gradient of {variable.name!r} arrived, but this variable is not among the {source}; give "
+            "hvdcomp.Compression all variables that are trained, variables=model.trainable_variables. For several "
+            "models, give the sum of their lists"
         )
 
     def _check(self, call: GradientsCall) -> None:
         if call.op not in (hvd.Average, hvd.Sum):
             op = "hvd.Adasum" if call.op == hvd.Adasum else call.op
-            raise ConfigurationError(f"gradient compression works with op=hvd.Average and op=hvd.Sum, not op={op}")
+            raise ConfigurationError(
+                f"gradient compression works only with op=hvd.Average and op=hvd.Sum, not with op={op}"
+            )
         if self.setup.process_set is not None and call.process_set != self.setup.process_set:
             raise ConfigurationError(
-                f"hvdcomp.Compression was given process set {self.setup.process_set}, Horovod {call.process_set}; give "
-                "both the same"
+                f"hvdcomp.Compression was given process set {self.setup.process_set}, but Horovod has "
+                f"{call.process_set}; give both the same process set"
             )
         if self.setup.process_set is None and call.process_set.process_set_id != 0:
             raise ConfigurationError(
-                f"Horovod averages over process set {call.process_set}: give it to hvdcomp.Compression too, "
-                "process_set=..."
+                f"Horovod averages over process set {call.process_set}; give this process set to hvdcomp.Compression "
+                "too, process_set=..."
             )
 
     # Calls while a graph runs.
@@ -302,7 +305,7 @@ def _known_variables(variables: Any, tensor: tf.Tensor | None) -> dict[str, tf.V
         return by_name(variables())
     if tensor is None:
         raise ConfigurationError(
-            "which variables are trained is not known before the first step: give them to hvdcomp.Compression, "
+            "hvdcomp.Compression does not know before the first step which variables are trained; give it "
             "variables=model.trainable_variables"
         )
     return by_name(gradients_call(tensor).variables)

@@ -50,7 +50,7 @@ def gradients_call(tensor: tf.Tensor) -> GradientsCall:
     if gradients is None or variables is None:
         raise ConfigurationError(
             f"hvdcomp.Compression was given {tensor!r} outside of hvd.DistributedGradientTape and "
-            "hvd.DistributedOptimizer; it works in their compression= argument"
+            "hvd.DistributedOptimizer; use it only as their compression= argument"
         )
     _refuse_compilation()
     return GradientsCall(
@@ -76,9 +76,9 @@ def refuse_keras_3(optimizer: Any) -> None:
     from_keras = any(kind.__module__.startswith("keras.") for kind in type(optimizer).__mro__)  # or its subclass
     if from_keras and int(getattr(sys.modules.get("keras"), "__version__", "0").split(".")[0]) >= 3:
         raise ConfigurationError(
-            f"{type(optimizer).__name__} is an optimizer of Keras 3, with which Horovod trains every rank for itself, "
-            "without an error: set TF_USE_LEGACY_KERAS=1 before TensorFlow is imported, with tf_keras installed, or "
-            "use tf_keras.optimizers"
+            f"{type(optimizer).__name__} is an optimizer of Keras 3. Horovod does not work with it, and gives no "
+            "error: it trains every rank separately. Set TF_USE_LEGACY_KERAS=1 before TensorFlow is imported, with "
+            "tf_keras installed, or use tf_keras.optimizers"
         )
 
 
@@ -91,9 +91,9 @@ def refuse_to_be_traced() -> None:
     """Raises ConfigurationError while TensorFlow traces a function, which happens more than once."""
     if tf.inside_function() and not tf.executing_eagerly():  # which it does in tf.init_scope
         raise ConfigurationError(
-            "hvdcomp.Compression was made while TensorFlow traces a function: each trace would make another one, "
-            "which knows nothing of what the last one had left to send. Make it once, outside of the tf.function, "
-            "and give that one to Horovod inside"
+            "hvdcomp.Compression was made while TensorFlow traces a function. Each trace would make a new one, without "
+            "the residuals of the one before. Make it once, outside of the tf.function, and give this one to Horovod "
+            "inside"
         )
 
 
@@ -116,6 +116,6 @@ def _refuse_compilation() -> None:
     if compiled is not None:
         raise ConfigurationError(
             "jit_compile=True compiles the step with XLA, which can compile neither Horovod's operations nor gradient "
-            "compression; leave jit_compile=False in model.compile or tf.function, and compile a function of the "
-            "forward pass if you want XLA"
+            "compression. Leave jit_compile=False in model.compile or tf.function. If you want XLA, compile a function "
+            "with only the forward pass"
         )

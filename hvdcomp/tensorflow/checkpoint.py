@@ -64,8 +64,9 @@ def saved_state(path: str, name: str = "compression") -> dict[str, Any]:
         return _state_in(tf.train.load_checkpoint(path).get_tensor(f"{name}/.ATTRIBUTES/py_state"))
     except tf.errors.NotFoundError as error:
         raise ConfigurationError(
-            f"{path} holds no state of hvdcomp.Compression with the name {name!r}: {error.message}; give the path of a "
-            "checkpoint, and the name under which its tf.train.Checkpoint was given hvdcomp.tensorflow.CompressionState"
+            f"{path} contains no state of hvdcomp.Compression with the name {name!r}: {error.message}. Give the path "
+            "of a checkpoint, and the name under which you gave hvdcomp.tensorflow.CompressionState to "
+            "tf.train.Checkpoint"
         ) from None
 
 

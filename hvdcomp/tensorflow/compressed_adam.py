@@ -63,7 +63,10 @@ class CompressedAdam(tf_keras.optimizers.AdamW):
         check_freezing(freeze_after, floor, refreshes_per_gap)
         _refuse_local_steps(options)
         if options.get("amsgrad"):
-            raise ConfigurationError("CompressedAdam: amsgrad=True has no meaning where the second moment is frozen")
+            raise ConfigurationError(
+                "CompressedAdam: amsgrad=True is not allowed, because it has no meaning once the second moment is "
+                "frozen; leave it out"
+            )
         super().__init__(learning_rate, name=name, **options)
         self.freeze_after = int(freeze_after or 0)
         self.compressor_before = str(parse_compressor(warm_up))
@@ -148,7 +151,7 @@ def _refuse_local_steps(options: dict[str, Any]) -> None:
     local_steps = options.pop("local_steps", 1)
     if local_steps != 1:
         raise ConfigurationError(
-            f"CompressedAdam: local_steps={local_steps!r} is not possible in Keras, whose fit evaluates, saves and "
-            "stops at moments of its own, when each rank would have other weights. Leave it out, or train in PyTorch "
-            "with hvdcomp.torch.CompressedAdam"
+            f"CompressedAdam: local_steps={local_steps!r} is not allowed in Keras, because fit evaluates, saves and "
+            "stops at times when each rank would have other weights. Leave it out, or train in PyTorch with "
+            "hvdcomp.torch.CompressedAdam"
         )

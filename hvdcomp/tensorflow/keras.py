@@ -47,7 +47,9 @@ class PolicyCallback(tf_keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         if update_freq != "epoch" and (not isinstance(update_freq, int) or update_freq < 1):
-            raise ConfigurationError(f'update_freq={update_freq!r} must be "epoch" or a number of batches, at least 1')
+            raise ConfigurationError(
+                f'update_freq={update_freq!r} is not allowed; give "epoch" or a number of batches of at least 1'
+            )
         self._compression = compression
         self._log_dir = log_dir
         self._update_freq = update_freq
@@ -69,14 +71,15 @@ class PolicyCallback(tf_keras.callbacks.Callback):
         settings = self._compression.settings
         if changes_batch_size(settings.policy):
             raise ConfigurationError(
-                f"the policy {settings.policy} changes the batch size, and fit takes batches as its dataset gives "
-                "them; write the training loop with hvd.DistributedGradientTape, and read compression.accumulation"
+                f"the policy {settings.policy} changes the batch size, but fit always uses the batches of its dataset. "
+                "Write the training loop yourself, with hvd.DistributedGradientTape, and read compression.accumulation"
             )
         steps = self.params.get("steps")
         if settings.steps_per_epoch and steps and settings.steps_per_epoch != steps:
             raise ConfigurationError(
-                f"hvdcomp.Compression was given steps_per_epoch={settings.steps_per_epoch}, and fit makes {steps} "
-                "steps per epoch: its policy would decide at other moments than the ends of epochs"
+                f"hvdcomp.Compression was given steps_per_epoch={settings.steps_per_epoch}, but fit makes {steps} "
+                "steps per epoch, so its policy would not decide at the ends of epochs; give it "
+                f"steps_per_epoch={steps}"
             )
         if self._log_dir is not None and hvd.rank() == 0:
             self._writer = tf.summary.create_file_writer(str(self._log_dir))

@@ -48,13 +48,13 @@ def by_name(variables: Iterable[Any]) -> dict[str, Any]:
     for variable in variables:
         if not hasattr(variable, "ref"):
             raise ConfigurationError(
-                f"{type(variable).__module__}.{type(variable).__qualname__} in variables is no tf.Variable. Horovod "
-                "does not distribute models of Keras 3: set TF_USE_LEGACY_KERAS=1 before TensorFlow is imported, "
-                "with tf_keras installed, or build the model with tf_keras"
+                f"variables contains a {type(variable).__module__}.{type(variable).__qualname__}, which is not a "
+                "tf.Variable. Horovod does not work with models of Keras 3: set TF_USE_LEGACY_KERAS=1 before "
+                "TensorFlow is imported, with tf_keras installed, or build the model with tf_keras"
             )
     if not variables:
         raise ConfigurationError(
-            "variables is empty: the model has none before it is built. Leave variables= out, or give a function, "
-            "variables=lambda: model.trainable_variables, which is called when they are needed"
+            "variables is empty, because a model has no variables before it is built. Leave variables= out, or give a "
+            "function, variables=lambda: model.trainable_variables, which hvdcomp calls when it needs the variables"
         )
     return dict(zip(stable_names([variable.name for variable in variables]), variables, strict=True))

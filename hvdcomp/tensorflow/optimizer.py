@@ -22,7 +22,7 @@ def learning_rate_of(optimizer: Any) -> float:
     rate = next((value for name in names if (value := getattr(optimizer, name, None)) is not None), None)
     if rate is None:
         kind = type(optimizer).__name__
-        raise ConfigurationError(f"no learning rate is known of {kind}; use an optimizer of tf_keras")
+        raise ConfigurationError(f"hvdcomp cannot read the learning rate of {kind}; use an optimizer of tf_keras")
     if callable(rate) and not isinstance(rate, tf.Variable):
         rate = rate(optimizer.iterations)
     return float(rate)
@@ -60,7 +60,7 @@ class ScaledRate:
             self._scale_updates(optimizer, optimizer.update_step)
         else:
             raise ConfigurationError(
-                f"a policy of the batch size has to scale the learning rate, which is not possible for a "
+                "a policy that changes the batch size also scales the learning rate, and hvdcomp cannot do this with a "
                 f"{type(optimizer).__name__}; use an optimizer of tf_keras"
             )
 

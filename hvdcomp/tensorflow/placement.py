@@ -44,9 +44,9 @@ def _why_not(variable: tf.Variable) -> str:
     try:
         import torch
     except (ImportError, OSError) as error:
-        return f"PyTorch is needed to compress on the GPU, and cannot be imported ({error})"
+        return f"compression on the GPU needs PyTorch, which cannot be imported ({error})"
     if _on_gpu(variable) and not torch.cuda.is_available():
-        return f"PyTorch {torch.__version__} is needed to compress on the GPU, and finds no CUDA device"
+        return f"compression on the GPU needs PyTorch for CUDA, but PyTorch {torch.__version__} finds no CUDA device"
     return cuda.why_not() and f"{cuda.why_not()}. {cuda.way_out()}"
 
 

@@ -27,19 +27,20 @@ class RowExchange:
         tape = rows.serve(hvd.DistributedGradientTape(tape, compression=compression))          # in a loop, or
         optimizer = rows.serve(hvd.DistributedOptimizer(optimizer, compression=compression))   # for Keras fit
 
-    Horovod gathers the slices of all ranks, so that a row looked up several times is sent as often. Here a rank first
-    adds up the slices of a row. The result is the same mean (or sum, with op=hvd.Sum) up to rounding, as
-    `tf.IndexedSlices` with each row once, in the order of ids. `hvdcomp.exchange.rows` describes the exchange. It runs
-    on the host, after that of dense gradients.
+    Horovod alone gathers the slices of all ranks, so a row that is looked up several times is sent several times. With
+    RowExchange, each rank first adds up the slices of a row. The result is the same mean up to rounding (or the sum,
+    with op=hvd.Sum), as `tf.IndexedSlices` with each row once, in the order of ids. `hvdcomp.exchange.rows` describes
+    the exchange. It runs on the host, after the exchange of dense gradients.
 
     Args:
-        wire_dtype: element type in which rows and means are sent: tf.bfloat16 or tf.float16; or tf.int8, with the
-            largest magnitude of each row, where an element's error is at most 1/254 of it, and that of a mean again.
-            Rounding errors are not kept. Default: the gradient's own.
+        wire_dtype: element type in which rows and means are sent: tf.bfloat16, tf.float16 or tf.int8. With tf.int8, the
+            largest magnitude of each row is sent too; the error of an element is at most 1/254 of this magnitude, and
+            the mean is rounded in the same way once more. Rounding errors are not kept. Default: the gradient's own
+            type.
 
     Attributes:
-        ledger: bytes of each step, as in `Compression.ledger`, without times; empty with one rank. Dense bytes are
-            those of whole tables.
+        ledger: bytes of each step, as in `Compression.ledger`, without times; empty with one rank. Dense bytes are the
+            bytes of whole tables.
 
     Raises:
         ConfigurationError: for another wire_dtype.
@@ -66,14 +67,17 @@ class RowExchange:
         settings = _settings_of(reduce_dense)
         if "process_set" not in settings:
             raise ConfigurationError(
-                f"RowExchange.serve was given a {type(distributed).__name__}; give it, once, what "
-                "hvd.DistributedGradientTape or hvd.DistributedOptimizer returns"
+                f"RowExchange.serve was given a {type(distributed).__name__}; give it what hvd.DistributedGradientTape "
+                "or hvd.DistributedOptimizer returns, and only once"
             )
         if settings["op"] not in (hvd.Average, hvd.Sum):
-            raise ConfigurationError("RowExchange works with op=hvd.Average and op=hvd.Sum, not hvd.Adasum")
+            raise ConfigurationError(
+                "RowExchange works only with op=hvd.Average and op=hvd.Sum, not with op=hvd.Adasum"
+            )
         if getattr(distributed, "_agg_helper", None) is not None:
             raise ConfigurationError(
-                "RowExchange works with backward_passes_per_step=1: Horovod adds up several passes in whole tables"
+                "RowExchange works only with backward_passes_per_step=1, because Horovod adds up several passes in "
+                "whole tables"
             )
         if self._ranks is None:
             self._ranks = HorovodTensorFlowCommunicator(settings["process_set"])
@@ -107,8 +111,8 @@ class RowExchange:
         }
         if self._tables not in ({}, tables):
             raise ConfigurationError(
-                f"RowExchange serves {', '.join(self._tables)}, and was called for {', '.join(tables)}; give each tape "
-                "or optimizer a RowExchange of its own"
+                f"RowExchange exchanges {', '.join(self._tables)}, but was called for {', '.join(tables)}; give each "
+                "tape or optimizer its own RowExchange"
             )
         self._tables = tables
         assert self._ranks is not None

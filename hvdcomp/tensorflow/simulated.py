@@ -23,7 +23,7 @@ class SimulatedBinding(TensorFlowTraining):
         communicator: the rank's communicator.
     """
 
-    broadcast = "the same seed on every rank"
+    broadcast = "use the same seed on every rank"
 
     def __init__(
         self, setup: Setup, variables: Mapping[str, tf.Variable], communicator: SimulatedCommunicator

@@ -138,8 +138,8 @@ class TensorFlowTraining(Binding):
     def _known_optimizer(self) -> Any:
         if self._optimizer is None:
             raise ConfigurationError(
-                f"the policy {self.setup.compression.settings.policy} needs the optimizer, whose learning rate it "
-                "follows: give it to hvdcomp.Compression, optimizer=..., since a gradient tape does not know it"
+                f"the policy {self.setup.compression.settings.policy} follows the learning rate of the optimizer, "
+                "which a gradient tape does not know; give hvdcomp.Compression the optimizer, optimizer=..."
             )
         return self._optimizer
 
@@ -148,8 +148,8 @@ def _describe(name: str, variable: tf.Variable) -> TensorInfo:
     dtype = variable.dtype.base_dtype.name  # float32 for float32_ref
     if variable.dtype.is_complex:
         raise ConfigurationError(
-            f"variable {name!r} has type {dtype}; gradient compression takes floating-point variables. Train its real "
-            "and imaginary parts as two variables, and make it of them by tf.complex"
+            f"variable {name!r} has type {dtype}, but gradient compression needs floating-point variables. Train the "
+            "real and the imaginary part as two variables, and combine them with tf.complex"
         )
     shape = tuple(variable.shape)
     return TensorInfo(name, matrix_of(shape), dtype, in_framework=shape)

@@ -7,16 +7,16 @@ import click
 from hvdcomp.tools.terminal import LazyGroup
 
 _COMMANDS = {
-    "advise": "Predict whether compression makes training faster, and which.",
+    "advise": "Predict whether compression makes training faster, and with which compressor.",
     "bench": "Measure the cost of compression on this machine.",
     "build-horovod": "Build and install Horovod for the installed frameworks.",
-    "calibrate": "Measure network, model and compressors, for advise.",
+    "calibrate": "Measure the network, a model and compressors, for advise.",
     "compressors": "List compressors, their parameters and payloads.",
     "demo": "Train with several compressions on two ranks, and compare them.",
-    "doctor": "Check the installation, and say how to mend it.",
+    "doctor": "Check the installation, and say how to fix problems.",
     "launch": "Run a training program on a cluster: Kubernetes or Slurm.",
     "profile": "Run some steps of your training program, and recommend a compressor.",
-    "replay": "Repeat a training run's policy decisions, from its log.",
+    "replay": "Repeat the policy decisions of a training run from its log.",
     "report": "Make a table and a web page from training runs.",
     "reproduce": "Reproduce a published table or figure.",
     "train": "Train a reference model with compressed gradients.",

@@ -83,7 +83,9 @@ class Group(click.Group):
         name = args[0]
         if name[:1].isalnum() and self.get_command(ctx, name) is None:
             commands = self.list_commands(ctx)
-            ctx.fail(f"there is no command {name!r}{did_you_mean(name, commands)}; there are: {', '.join(commands)}")
+            ctx.fail(
+                f"there is no command {name!r}{did_you_mean(name, commands)}; the commands are: {', '.join(commands)}"
+            )
         return super().resolve_command(ctx, args)
 
 

@@ -72,7 +72,7 @@ class ReadBatch:
         refuse((lengths == _REFUSED).numpy(), "cannot say which rows a batch looks up", self._refused)
         ended = (lengths == _ENDED).numpy()
         if not ended.all():
-            refuse(ended, "has fewer batches than others; give every rank the same number of batches")
+            refuse(ended, "has fewer batches than the other ranks; give every rank the same number of batches")
         longest = max(self._lengths)
         if longest:
             keys = torch.nn.functional.pad(self.own, (0, longest - len(self.own))).view(torch.uint8)

@@ -196,7 +196,7 @@ def _checked_optimizer(setup: Setup) -> Any:
     process_set = getattr(optimizer, "process_set", None)
     if setup.process_set is not None and process_set is not None and setup.process_set != process_set:
         raise ConfigurationError(
-            f"hvdcomp.Compression was given process set {setup.process_set}, the optimizer {process_set}; give both "
-            "the same"
+            f"hvdcomp.Compression was given process set {setup.process_set}, but the optimizer has {process_set}; give "
+            "both the same process set"
         )
     return optimizer

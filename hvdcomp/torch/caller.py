@@ -52,7 +52,7 @@ class ParameterNames:
                 return name
         named = getattr(optimizer, "_parameter_names", {}).get(parameter)
         raise ConfigurationError(
-            f"a gradient of shape {tuple(gradient.shape)} arrived that belongs to no parameter in the named_parameters "
-            f"of hvdcomp.Compression{f' (Horovod calls it {named!r})' if named else ''}; give it the same "
+            f"a gradient of shape {tuple(gradient.shape)} belongs to no parameter in the named_parameters of "
+            f"hvdcomp.Compression{f' (Horovod calls it {named!r})' if named else ''}; give it the same "
             "named_parameters as hvd.DistributedOptimizer"
         )

@@ -77,46 +77,48 @@ _OWN = ("freeze_after", "warm_up", "local_steps", "floor", "refreshes_per_gap")
 class CompressedAdam(torch.optim.AdamW):
     """AdamW that stops adapting its second moment, so that the ranks can exchange momenta instead of gradients.
 
-    With a stock Adam, error feedback does harm, as residuals enter the second moment squared. Here the first
+    Error feedback makes a stock Adam train badly, because residuals enter the second moment squared. Here the first
     `freeze_after` steps are AdamW's. Then the second moment is frozen, and the ranks compress and exchange the momentum
-    b1 m + (1 - b1) g, by any compressor with its memory; with one bit an element this is 1-bit Adam (Tang et al. 2021,
-    arXiv:2102.02888, algorithm 1).
+    b1 m + (1 - b1) g, with any compressor and its memory. With one bit per element this is 1-bit Adam (Tang et al.
+    2021, arXiv:2102.02888, algorithm 1).
 
         optimizer = hvdcomp.torch.CompressedAdam(model.parameters(), lr=6e-4, freeze_after=1500)
         compression = hvdcomp.Compression(hvdcomp.EFSignSGD())
         hvdcomp.ddp.register(model, compression, optimizer=optimizer)   # or hvd.DistributedOptimizer(optimizer, ...)
 
-    `param.grad` still holds gradients: the ranks send g + b1 / (1 - b1) m, which is the momentum divided by 1 - b1, and
-    subtract the second term from the mean. An exchange without that term, as on a single rank or with a lossless
-    compressor, has the same result. `clip_grad_norm_` would see the compression's noise, which is larger than the
-    gradient: clip in the first steps only, `if not optimizer.frozen`.
+    `param.grad` still contains gradients: the ranks send g + b1 / (1 - b1) m, which is the momentum divided by 1 - b1,
+    and subtract the second term from the mean. An exchange without the second term, as on a single rank or with a
+    lossless compressor, has the same result. Clip gradients only in the first steps, `if not optimizer.frozen`: later
+    `clip_grad_norm_` would see the noise of the compression, which is larger than the gradient.
 
-    With `local_steps` above 1 each rank makes that number of steps with its own momentum. The ranks then exchange the
-    mean of the momenta since the last exchange, by which all move from the weights of that exchange: the local steps
-    of 0/1 Adam (Lu et al. 2023, arXiv:2202.06009, algorithm 1), in a fixed number. In between the ranks' weights
-    differ: save and evaluate when `in_sync`. To accumulate gradients of several backward passes, make all but the last
-    in DistributedDataParallel's `no_sync()`.
+    With `local_steps` above 1, each rank makes this number of steps with its own momentum. The ranks then exchange the
+    mean of the momenta since the last exchange, and all ranks apply it to the weights of the last exchange. These are
+    the local steps of 0/1 Adam (Lu et al. 2023, arXiv:2202.06009, algorithm 1), in a fixed number. Between two
+    exchanges the ranks' weights differ: save and evaluate when `in_sync` is true. To accumulate gradients of several
+    backward passes, make all passes but the last in DistributedDataParallel's `no_sync()`.
 
-    An element whose second moment is zero when frozen never had a gradient, and does not change afterwards: its moment
-    becomes infinite in the state. Freeze only after rare rows of embeddings have had a gradient.
+    If the second moment of an element is zero when it is frozen, the element never had a gradient. It does not change
+    afterwards, and its moment becomes infinite in the state. So freeze only after rare rows of embeddings have had a
+    gradient.
 
     Args:
         params, lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
         freeze_after: number of a parameter's steps after which its second moment is frozen; 15 to 25 % of the training.
             Steps in a loaded state of `torch.optim.AdamW` count.
-        warm_up: spec of the compressor before that, one that does not harm AdamW, such as "int8", "int4",
-            "powersgd:rank=4" or "none".
-        local_steps: after freezing, the ranks exchange in steps whose number is a multiple of this.
-        floor: least frozen second moment, as a share of its tensor's mean. Without a floor, the compression's noise,
-            which is equal for all elements, makes elements with a small second moment jump; 0 for none, as published.
+        warm_up: spec of the compressor before freezing. Use a compressor with which AdamW trains well, such as "int8",
+            "int4", "powersgd:rank=4" or "none".
+        local_steps: after freezing, the ranks exchange in steps whose number is a multiple of `local_steps`.
+        floor: the least frozen second moment, as a share of its tensor's mean. The noise of the compression is equal
+            for all elements, so without a floor it makes elements with a small second moment jump. 0 for no floor, as
+            in the paper.
         refreshes_per_gap: number of refreshes of the frozen second moments before the gap between refreshes doubles, as
-            in 0/1 Adam (kappa there, and 16). Gaps are counted from the training's first step; a refresh after
-            `freeze_after` exchanges gradients uncompressed and adds their squares. None for no refresh. Not allowed
-            with local steps, before which 0/1 Adam has ended its refreshes.
+            in 0/1 Adam (where it is called kappa, and is 16). Gaps are counted from the training's first step. A
+            refresh after `freeze_after` exchanges uncompressed gradients, and adds their squares to the second moments.
+            None for no refresh. Not allowed with local steps: 0/1 Adam ends its refreshes before its local steps.
 
     Attributes:
-        frozen: whether second moments are frozen in the next step. Those of parameters that began later than others may
-            follow later.
+        frozen: whether second moments are frozen in the next step. Second moments of parameters that began to train
+            later than others may be frozen later.
         refreshes: whether the next step refreshes frozen second moments.
         in_sync: whether all ranks have the same weights now.
         exchanges: whether gradients are exchanged in the next step.
@@ -168,23 +170,24 @@ class CompressedAdam(torch.optim.AdamW):
             for option in ("maximize", "amsgrad"):
                 if group.get(option):
                     raise ConfigurationError(
-                        f"CompressedAdam: {option}=True is not possible, as its frozen steps would not follow it; "
-                        "leave it out, of a state of torch.optim.AdamW too"
+                        f"CompressedAdam: {option}=True is not allowed, because its frozen steps would ignore it; "
+                        "leave it out, also in a state of torch.optim.AdamW"
                     )
             if not is_whole(group["local_steps"], 1):
                 raise ConfigurationError(
-                    f"CompressedAdam: local_steps={group['local_steps']!r} is not possible; give the number of steps "
-                    "from one exchange to the next, 1 for an exchange in each"
+                    f"CompressedAdam: local_steps={group['local_steps']!r} is not allowed; give the number of steps "
+                    "from one exchange to the next, or 1 to exchange in every step"
                 )
             if group["local_steps"] > 1 and group["refreshes_per_gap"] is not None:
                 raise ConfigurationError(
-                    f"CompressedAdam: refreshes_per_gap={group['refreshes_per_gap']} does not go with local_steps="
-                    f"{group['local_steps']}, whose exchanges have no gradient of all ranks; leave one of the two out"
+                    f"CompressedAdam: refreshes_per_gap={group['refreshes_per_gap']} does not work with "
+                    f"local_steps={group['local_steps']}, because ranks do not exchange gradients after local steps; "
+                    "leave out one of the two"
                 )
         if len(lengths := {group["local_steps"] for group in self.param_groups}) > 1:
             raise ConfigurationError(
-                f"CompressedAdam: local_steps={sorted(lengths)} of its parameter groups; all groups exchange in the "
-                "same steps, so give them the same number"
+                f"CompressedAdam: its parameter groups have local_steps={sorted(lengths)}, but all groups exchange in "
+                "the same steps; give all groups the same number"
             )
 
     def _complete_states(self, parameters: Iterable[torch.Tensor]) -> None:

@@ -38,11 +38,11 @@ from hvdcomp.torch.unaveraged import Unaveraged
 from hvdcomp.torch.uses import Uses
 
 _DRIFTING = (
-    "DistributedDataParallel does not average the gradients of {}, because they were frozen, or not in the model or "
-    "the optimizer yet, when it was made: the ranks' weights would drift apart. Put the model in "
-    "DistributedDataParallel while all its parameters need gradients, and freeze some after that (with "
-    "find_unused_parameters=True). Or drop this DistributedDataParallel and its hvdcomp.Compression (del them, then "
-    "gc.collect(), so that their hooks go), and make new ones of model.module."
+    "DistributedDataParallel does not average the gradients of {}, so the ranks' weights would become different. These "
+    "parameters were frozen, or not in the model or the optimizer yet, when DistributedDataParallel was made. Put the "
+    "model in DistributedDataParallel while all its parameters need gradients, and freeze some of them after that "
+    "(with find_unused_parameters=True). Or delete this DistributedDataParallel and its hvdcomp.Compression (del them, "
+    "then gc.collect(), to remove their hooks), and make new ones of model.module."
 )
 
 
@@ -126,8 +126,8 @@ class DDPBinding(TorchTraining):
             model.register_comm_hook(self, compressed_hook)
         except RuntimeError as error:
             raise ConfigurationError(
-                f"DistributedDataParallel takes one communication hook, and refuses hvdcomp's: {error}. Register no "
-                "other, and no optimizer that steps in the backward pass"
+                f"DistributedDataParallel accepts only one communication hook, and refuses hvdcomp's: {error}. Do not "
+                "register another hook, and do not use an optimizer that steps in the backward pass"
             ) from None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -278,8 +278,8 @@ class DDPBinding(TorchTraining):
         model = self._model()
         if model is not None and model._join_config.enable:
             return (
-                "model.join() does not work with gradient compression: a rank that has no batch left would go on "
-                "sending what it left out before. Give every rank the same number of batches, as "
+                "model.join() does not work with gradient compression, because a rank without batches would continue "
+                "to send its residuals. Give every rank the same number of batches, as "
                 "torch.utils.data.DistributedSampler does."
             )
         return self._unaveraged.reason_to_refuse()
@@ -294,48 +294,52 @@ def compressed_hook(binding, bucket):
 def _check(setup: Setup, model: DistributedDataParallel) -> None:
     if setup.process_set is not None:
         raise ConfigurationError(
-            "process_set is for Horovod; give DistributedDataParallel a process_group, which hvdcomp takes too"
+            "process_set works only with Horovod; give DistributedDataParallel a process_group instead, and hvdcomp "
+            "uses it too"
         )
     if getattr(model, "mixed_precision", None) is not None:
         raise ConfigurationError(
-            "DistributedDataParallel(mixed_precision=...) casts gradients before hvdcomp gets them; leave it out, and "
-            "use torch.autocast, or the compressor fp16 or bf16"
+            "DistributedDataParallel(mixed_precision=...) converts gradients before hvdcomp gets them; leave it out, "
+            "and use torch.autocast, or the compressor fp16 or bf16"
         )
     if getattr(model, "skip_all_reduce_unused_params", False):
         raise ConfigurationError(
-            "DistributedDataParallel(skip_all_reduce_unused_params=True) leaves out buckets, and hvdcomp ends a step "
-            "with the last one; leave that out: with find_unused_parameters=True hvdcomp sends nothing of what no rank "
-            "uses"
+            "DistributedDataParallel(skip_all_reduce_unused_params=True) skips buckets, but hvdcomp needs the last "
+            "bucket to end a step. Leave it out, and use find_unused_parameters=True: then hvdcomp sends nothing for "
+            "parameters that no rank uses"
         )
     if getattr(model, "_use_python_reducer", False):
         raise ConfigurationError(
-            'torch._dynamo.config.optimize_ddp="python_reducer" hands over each gradient by itself, inside of what is '
-            'compiled, where hvdcomp cannot exchange; leave it at "ddp_optimizer" while DistributedDataParallel is made'
+            'torch._dynamo.config.optimize_ddp="python_reducer" passes gradients to hvdcomp one by one inside compiled '
+            'code, where hvdcomp cannot exchange them; leave it at "ddp_optimizer" while DistributedDataParallel is '
+            "made"
         )
-    parameters = model.module.named_parameters()
-    stepping = [name for name, parameter in parameters if hasattr(parameter, "_in_backward_optimizers")]
+    trained = _trained(model).items()
+    stepping = [name for name, parameter in trained if hasattr(parameter, "_in_backward_optimizers")]
     if stepping:
         raise ConfigurationError(
-            f"_apply_optimizer_in_backward steps with the gradients of {', '.join(stepping)} in the backward pass, "
-            "before they are exchanged; call optimizer.step() after that pass"
+            f"_apply_optimizer_in_backward updates {', '.join(stepping)} in the backward pass, before their gradients "
+            "are exchanged; call optimizer.step() after the backward pass instead"
         )
     steps_alone = isinstance(setup.optimizer, CompressedAdam) and setup.optimizer.local_steps > 1
     if steps_alone and model.find_unused_parameters and not model.static_graph:
         raise ConfigurationError(
-            f"CompressedAdam: local_steps={setup.optimizer.local_steps} does not go with find_unused_parameters=True: "
-            "what was used since the last exchange, and not in the step of an exchange, would not be exchanged. Leave "
-            "out one of the two, or give DistributedDataParallel static_graph=True"
+            f"CompressedAdam: local_steps={setup.optimizer.local_steps} does not work with "
+            "find_unused_parameters=True: a parameter that was used since the latest exchange, but not in the step of "
+            "the next exchange, would not be exchanged. Leave out one of the two, or give DistributedDataParallel "
+            "static_graph=True"
         )
     settings = setup.compression.settings
     if settings.bucket_bytes is not None:
         raise ConfigurationError(
-            f"bucket_bytes={settings.bucket_bytes} has no meaning with DistributedDataParallel, whose buckets hvdcomp "
-            "takes; give DistributedDataParallel bucket_cap_mb"
+            f"bucket_bytes={settings.bucket_bytes} has no effect with DistributedDataParallel, because hvdcomp uses "
+            "its buckets; give DistributedDataParallel bucket_cap_mb instead"
         )
     if settings.overlap is True and model.find_unused_parameters and not model.static_graph:
         raise ConfigurationError(
-            "overlap=True does not work with find_unused_parameters=True, where only the end of the backward pass "
-            'tells which gradients there are; leave it at "auto", or give DistributedDataParallel static_graph=True'
+            "overlap=True does not work with find_unused_parameters=True, because only the end of the backward pass "
+            'shows which parameters have gradients; leave overlap at "auto", or give DistributedDataParallel '
+            "static_graph=True"
         )
 
 
@@ -365,7 +369,7 @@ def _by_users_names(setup: Setup, trained: Mapping[str, torch.nn.Parameter]) -> 
     if missing:
         raise ConfigurationError(
             f"the named_parameters of hvdcomp.Compression lack {', '.join(missing)}, which DistributedDataParallel "
-            "trains; leave named_parameters out, or give those of the model"
+            "trains; leave named_parameters out, or give all parameters of the model"
         )
     return {names[parameter]: parameter for parameter in trained.values()}
 

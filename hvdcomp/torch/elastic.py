@@ -93,9 +93,9 @@ class LocalStepsHandler(StateHandler):
         state = caller_local("self", lambda value: isinstance(value, TorchState))
         if any(isinstance(handler.value, torch.nn.Module) for handler in getattr(state, "_handlers", {}).values()):
             raise ConfigurationError(
-                "hvd.elastic.TorchState was given a model beside LocalSteps: Horovod would give all ranks the weights "
-                "of rank 0, and what the others did since the latest exchange would be lost. LocalSteps keeps the "
-                "weights; leave out model="
+                "hvd.elastic.TorchState was given a model together with LocalSteps. Horovod would then give all ranks "
+                "the weights of rank 0, and the steps of the other ranks since the latest exchange would be lost. "
+                "Leave out model=, because LocalSteps keeps the weights"
             )
         own = self.value.state_dict()
         own.get(OWN, {}).pop("compression", None)  # synchronised by the binding

@@ -40,8 +40,7 @@ from hvdcomp.torch.sharded import (
     check_settings,
     check_sharding,
     modules_of,
-    parameter_group,
-    several_meshes_error,
+    parameter_groups,
 )
 from hvdcomp.torch.training import refuse_capture
 from hvdcomp.torch.weight_changes import WeightChanges
@@ -94,13 +93,14 @@ class ShardsBinding:
             )  # fmt: skip
         except UnevenNodesError:
             raise ConfigurationError(
-                "the nodes have different numbers of ranks, so that FSDP's reduce-scatter has no two levels; "
-                f"start as many ranks on each, or set {RANKS_PER_NODE}=1 on every rank, which makes each rank a node"
+                "the nodes have different numbers of ranks, so FSDP's reduce-scatter cannot have two levels; start the "
+                f"same number of ranks on each node, or set {RANKS_PER_NODE}=1 on every rank, which makes each rank a "
+                "node"
             ) from None
         if self.engine.levels.across.size == 1 and communicator.rank == 0 < communicator.world_size - 1:
             warn_alone(
-                f"all {communicator.world_size} ranks are on one node, where hvdcomp.fsdp.register leaves FSDP's "
-                f"reduce-scatter as it is; with {RANKS_PER_NODE}=1 each rank counts as a node"
+                f"all {communicator.world_size} ranks are on one node, so hvdcomp.fsdp.register compresses nothing, "
+                f"and leaves FSDP's reduce-scatter as it is; set {RANKS_PER_NODE}=1 to count each rank as a node"
             )
         self._named = str(settings.compressor)
         self._method = f"{self._named}{_WITH_MEMORY}{self.engine.memory}"
@@ -122,7 +122,7 @@ class ShardsBinding:
                 if not isinstance(self.engine.memory, NoMemory):
                     flat.watch()
         except ValueError as error:
-            raise several_meshes_error(error) from None
+            raise _several_meshes_error(error) from None
         before_forward_passes(model, self._forget)
 
     @torch.compiler.disable  # for a training step that is compiled as a whole
@@ -166,9 +166,9 @@ class ShardsBinding:
         before, self._divided_by[name] = self._divided_by.get(name, factor), factor
         if before != factor and self.engine.states.get(name):
             raise ConfigurationError(
-                f"set_gradient_divide_factor({factor}) of module {name} follows {before or 'none'}: gradients in "
-                "float16 would have another scale than what is left to be sent of earlier ones. Set the factor before "
-                "the first step, or give MixedPrecisionPolicy reduce_dtype=torch.bfloat16"
+                f"module {name}: set_gradient_divide_factor changed its factor from {before or 'none'} to {factor}, so "
+                "gradients in float16 would have another scale than the residual. Set the factor before the first "
+                "step, or give MixedPrecisionPolicy reduce_dtype=torch.bfloat16"
             )
 
     def _mean(
@@ -185,8 +185,9 @@ class ShardsBinding:
         kept = engine.states.get(name, ())
         if names is None:
             warn_alone(
-                f"{name}: which parameters have gradients in this step is not known, as this module's forward() was "
-                "not called. So nothing is added of what was left to be sent, and what is rounded away now is lost"
+                f"{name}: forward() of this module was not called, so hvdcomp does not know which parameters have "
+                "gradients in this step. It does not add the residual in this step, and the rounding errors of this "
+                "step are lost"
             )
         else:
             kept = flat.hold(names, kept)
@@ -216,8 +217,8 @@ class ShardsBinding:
     def compress(self, tensor: torch.Tensor) -> Any:
         """Raises ConfigurationError: Horovod must not hand over gradients."""
         raise ConfigurationError(
-            "this hvdcomp.Compression serves a model in FSDP, which averages its gradients; use the optimizer as it "
-            "is, without hvd.DistributedOptimizer"
+            "this hvdcomp.Compression is used by a model in FSDP, which averages its gradients already; use the "
+            "optimizer without hvd.DistributedOptimizer"
         )
 
     @property
@@ -292,20 +293,20 @@ class ShardsBinding:
         states = {name: tuple(kept["arrays"]) for name, kept in own["residuals"].items()}
         if shared["compressor"] != self._method and (states or _without_memory(shared["compressor"]) != self._named):
             raise ConfigurationError(
-                f"the checkpoint was written with compressor {shared['compressor']}, this run has {self._method}; "
-                "continue with what the training was started with. The default memory follows the number of ranks on a "
-                'node: give hvdcomp.Compression memory=, or hvdcomp.dcp.load residuals="drop"'
+                f"the checkpoint was written with compressor {shared['compressor']}, and this run has {self._method}; "
+                "continue with the settings that the training was started with. The default memory depends on the "
+                'number of ranks on a node: give hvdcomp.Compression memory=, or give hvdcomp.dcp.load residuals="drop"'
             )
         placed_as = shared.get("shards"), shared.get("order", engine.order), own["rank"]
         if states and placed_as != (self._shards, engine.order, engine.communicator.rank):
             every, nodes = state.get("every"), engine.levels.across.size
             if every is None or nodes == 1 or "layouts" not in shared:
                 raise ConfigurationError(
-                    f"the state is of rank {own['rank']} of {shared.get('shards', 'a model that was not sharded so')}, "
-                    f"and was given to rank {engine.communicator.rank} of {self._shards}: what is left to be sent of a "
-                    "shard fits the same rank of as many, placed alike, alone. hvdcomp.dcp.load has it cut anew for "
-                    "other ranks, on several nodes; or go on without a state on all ranks: what was left to be sent is "
-                    "lost then"
+                    f"the state was saved by rank {own['rank']} of "
+                    f"{shared.get('shards', 'a model that was sharded differently')}, and was given to rank "
+                    f"{engine.communicator.rank} of {self._shards}, but the residual of a shard fits only the same "
+                    "rank of the same number of ranks and nodes. On several nodes, hvdcomp.dcp.load cuts residuals to "
+                    "other ranks. Or load no state on any rank: then the residuals are lost"
                 )
             states = resharded(every, self._layouts, OwnedRows(engine.owners, engine.communicator.world_size, nodes))
         else:
@@ -334,9 +335,9 @@ class ShardsBinding:
                 restored = flat.restored(arrays, None if layout is None else with_plain_names(layout))
             if restored is None:
                 raise ConfigurationError(
-                    f"what was left to be sent of module {name} is of other parameters than this model has there, or "
-                    "an earlier version of hvdcomp saved it after a step in which some had no gradients; drop it on "
-                    'all ranks: give hvdcomp.dcp.load residuals="drop"'
+                    f"the residual of module {name} has other parameters than this module of the model, or an earlier "
+                    "version of hvdcomp saved it after a step in which some parameters had no gradients. Drop the "
+                    'residuals on all ranks: give hvdcomp.dcp.load residuals="drop"'
                 )
             placed[name] = restored
         return placed
@@ -369,28 +370,29 @@ def _check(setup: Setup) -> None:
     method, memory = settings.compressor, settings.memory
     if not _is_of_vectors(method):
         raise ConfigurationError(
-            f"{method} does not go with FSDP without replicas, whose reduce-scatter hands over flat gradients of whole "
-            "modules: take int8, int4, fp8, bf16 or another quantizer for all of them. Within a node it is exact anyway"
+            f"{method} does not work with FSDP without replicas, because FSDP's reduce-scatter passes flat gradients "
+            "of whole modules to hvdcomp. Use int8, int4, fp8, bf16 or another quantizer for all modules. Within a "
+            "node, gradients are exchanged exactly anyway"
         )
     if memory is not None and (memory.is_momentum or memory.needs_all_gradients):
         raise ConfigurationError(
-            f"the memory {memory} needs whole gradients of each rank, and FSDP without replicas has none; take "
-            "error_feedback or none"
+            f"the memory {memory} needs the whole gradients of each rank, and FSDP without replicas does not have "
+            "them; use error_feedback or none"
         )
     if settings.policy is not None:
         raise ConfigurationError(
-            f"the policy {settings.policy} does not go with FSDP without replicas, where gradients come and go module "
-            "by module; leave it out"
+            f"the policy {settings.policy} does not work with FSDP without replicas, because FSDP reduces the "
+            "gradients of one module after the other; leave it out"
         )
     if settings.overlap is True or settings.bucket_bytes or settings.gathered_bytes not in (None, GATHERED_BYTES):
         raise ConfigurationError(
-            'FSDP itself says what is exchanged when: leave overlap at "auto", and leave out bucket_bytes and '
+            'FSDP itself decides when gradients are exchanged: leave overlap at "auto", and leave out bucket_bytes and '
             "gathered_bytes"
         )
     if setup.grad_scaler is not None and setup.grad_scaler.is_enabled():
         raise ConfigurationError(
-            "a torch.amp.GradScaler does not go with FSDP without replicas: residuals would have other scales than the "
-            "gradients that they are added to. Train in bfloat16, which needs no scaler"
+            "a torch.amp.GradScaler does not work with FSDP without replicas, because residuals would have other "
+            "scales than the gradients to which they are added. Train in bfloat16, which needs no scaler"
         )
 
 
@@ -398,7 +400,7 @@ def _check_weights(weights: Any) -> None:
     """Raises ConfigurationError unless changes of weights can be sent so."""
     if weights is not None and not (isinstance(weights, Compressor) and _is_of_vectors(weights)):
         raise ConfigurationError(
-            f"weights={weights!r} does not go with hvdcomp.fsdp.register: take hvdcomp.Int8(), hvdcomp.Int4() or "
+            f"weights={weights!r} does not work with hvdcomp.fsdp.register; give hvdcomp.Int8(), hvdcomp.Int4() or "
             "another quantizer, or None for FSDP's own all-gather"
         )
 
@@ -424,24 +426,40 @@ def _trained(model: torch.nn.Module, ranks: int) -> dict[str, DTensor]:
     trained = check_sharding(model.named_parameters())
     for name, parameter in trained.items():
         mesh = parameter.device_mesh
+        if mesh.ndim != 1:
+            raise ConfigurationError(
+                f"parameter {name} is sharded over a mesh of {mesh.ndim} dimensions, as with tensor parallelism, and "
+                "not over all ranks. What several ranks have whole would drift apart, because each rank compresses it "
+                "together with parts of its own. Give fully_shard a mesh with replicas too, between which hvdcomp "
+                "compresses; or train without tensor parallelism: fully_shard takes its ranks too"
+            )
         if mesh.mesh.tolist() != list(range(ranks)):
             raise ConfigurationError(
-                f"parameter {name} is sharded over {mesh.size()} ranks, and not over all {ranks} in order. With "
-                "replicas, give hvdcomp.fsdp.register their dimension, mesh['replicate']; without, shard over all ranks"
+                f"parameter {name} is sharded over {mesh.size()} ranks, and not over all {ranks} ranks in order. If "
+                "the model has replicas, give hvdcomp.fsdp.register the dimension of the replicas, mesh['replicate']. "
+                "Otherwise shard the model over all ranks"
             )
     return trained
 
 
 def _flat_gradients(model: torch.nn.Module, ranks: int) -> list[tuple[FlatGradient, Any]]:
-    """The flat gradient of each `fully_shard`, by the name of the last of its modules, and its `parameter_group`."""
+    """The flat gradient of each `fully_shard`, by the name of the last of its modules, and its parameter group."""
     modules: dict[str, Any] = modules_of(model)
     names = {module: name for name, module in zip(plain_names(modules), modules.values(), strict=True)}
     groups, flats = {}, []
     for module, name in names.items():
-        if (group := parameter_group(module)) is not None:
+        for group in parameter_groups(module)[:1]:  # modules with several are refused
             groups[id(group)] = name or "model", group
     for name, group in groups.values():
         several = len(group.modules) > 1
         parts = {(f"{names[module]}." * several).removeprefix("."): module for module in group.modules}
         flats.append((FlatGradient(name, parts, ranks), group))
     return flats
+
+
+def _several_meshes_error(error: ValueError) -> ConfigurationError:
+    """The error for FSDP's refusal of a hook, which is the same on every rank."""
+    return ConfigurationError(
+        f"FSDP takes no hook for a module whose parameters are sharded over several meshes: {error} Leave meshes out "
+        "of what shard_placement_fn returns, or call fully_shard on modules that have one mesh each"
+    )

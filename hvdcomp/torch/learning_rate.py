@@ -64,8 +64,8 @@ def rates_of(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
     """
     if not has_rates(optimizer):
         raise ConfigurationError(
-            f"{type(optimizer).__name__} has lr=None, so it chooses its learning rate itself, and nothing can follow "
-            "that: give it a learning rate (Adafactor of transformers: relative_step=False, lr=1e-3)"
+            f"{type(optimizer).__name__} has lr=None, so it chooses its learning rate itself, and hvdcomp cannot "
+            "follow this rate: give it a learning rate (Adafactor of transformers: relative_step=False, lr=1e-3)"
         )
     return tuple(float(group["lr"]) for group in optimizer.param_groups)
 

@@ -42,9 +42,9 @@ OWN = "local_steps"  # key of this optimizer's part of a state
 class LocalSteps(torch.optim.Optimizer):
     """Wraps an optimizer: each rank makes `every` local steps, then the ranks exchange pseudo-gradients.
 
-    The pseudo-gradient of a rank is its weights at the latest exchange minus its present weights. It goes through the
-    compressor with its memory. By the mean over the ranks, an outer SGD moves the weights of the latest exchange, and
-    all ranks go on from the result (Douillard et al. 2023, DiLoCo, arXiv:2311.08105, algorithm 1).
+    The pseudo-gradient of a rank is its weights at the latest exchange minus its present weights. The ranks compress
+    their pseudo-gradients and average them. An outer SGD applies the mean to the weights of the latest exchange, and
+    all ranks continue from the result (Douillard et al. 2023, DiLoCo, arXiv:2311.08105, algorithm 1).
 
         compression = hvdcomp.Compression(hvdcomp.Int4())
         optimizer = torch.optim.AdamW(model.parameters(), lr=4e-4)
@@ -55,42 +55,46 @@ class LocalSteps(torch.optim.Optimizer):
             optimizer.step()
 
     Do not wrap the model in DistributedDataParallel, nor the inner optimizer in hvd.DistributedOptimizer. Between two
-    exchanges the ranks' weights differ: evaluate and end when `in_sync`, or with `outer_weights`, which are the same on
-    all ranks after every step. Statistics of batch normalization are buffers, and are not exchanged. Weights should be
-    float32 (with torch.autocast for the computation), as the weights of the latest exchange have the parameters' type.
+    exchanges the ranks' weights differ: evaluate and end when `in_sync` is true, or in `outer_weights`, which are the
+    same on all ranks after every step. Statistics of batch normalization are buffers, and are not exchanged. Keep the
+    weights in float32 (with torch.autocast for the computation), because the weights of the latest exchange have the
+    same type as the parameters.
 
     With `fragments` the parameters are exchanged in groups at staggered steps, and with `delay` the exchange overlaps
     with later steps (Douillard et al. 2025, Streaming DiLoCo, arXiv:2501.18512, algorithm 2).
 
-    Every rank makes it, and steps it equally often. A torch.amp.GradScaler steps it as any optimizer, and is not given
-    to the compression: each rank has its own scale, and leaves out the steps in which its own gradients overflow.
-    Learning rate schedulers work as with the inner optimizer, whose parameter groups it shares. Each rank also keeps
-    the weights of the latest exchange, an outer momentum, and the state of the memory.
+    Make a LocalSteps on every rank, and call its `step` the same number of times. A torch.amp.GradScaler steps it like
+    any optimizer. Do not give the scaler to the compression: each rank has its own scale, and skips the steps in which
+    its own gradients overflow. Learning rate schedulers work as with the inner optimizer, because both share the
+    parameter groups. Each rank also keeps the weights of the latest exchange, an outer momentum, and the residuals.
 
     Args:
         optimizer: the inner optimizer, of any kind; with its own clipping and learning rate.
-        every: number of steps between exchanges; 30 to 500 were published. With 1, the ranks exchange each step of the
-            weights in place of its gradient, and their weights are equal after every step. With "auto", or such as
+        every: number of steps between exchanges; papers use 30 to 500. With 1, the ranks exchange each step of the
+            weights instead of its gradient, and their weights are equal after every step. With "auto", or for example
             "auto:share=0.05,start=10", rank 0 decides after each exchange, by the rule of
-            `hvdcomp.torch.local_steps_auto.AutoRounds`; neither with `fragments`, a delay nor a local share.
-        compression: the compression of this optimizer only. Default: none, in float32. Rules by name and checkpoints
-            use the names in its `named_parameters`, or those of the inner optimizer (PyTorch 2.6), or else numbers.
+            `hvdcomp.torch.local_steps_auto.AutoRounds`. "auto" does not work with `fragments`, `delay` or
+            `local_share`.
+        compression: the compression of this optimizer only. Default: no compression, in float32. Rules by name and
+            checkpoints use the names in its `named_parameters`, or else the names in the inner optimizer (PyTorch 2.6),
+            or else numbers.
         fragments: number of groups of whole parameters, of about equal size; each is exchanged once in `every` steps.
         delay: number of steps from sending a fragment to applying its mean; less than `every / fragments`. In methods
             with several exchanges (PowerSGD, scatter) only the first one overlaps with steps.
-        local_share: the share of a rank's own weights in its weights after an exchange; the outer weights have the
-            other share. With a delay and 0, its steps since sending are lost; 0.5 keeps half of them.
+        local_share: after an exchange, a rank's weights are a mix of its own weights and the outer weights;
+            `local_share` is the share of its own weights. With a delay and 0, the rank loses its steps since sending.
+            With 0.5 it keeps half of them.
         outer_lr, outer_momentum, nesterov: settings of the outer `torch.optim.SGD` on the mean of the pseudo-gradients.
             With 1 and 0 it averages the ranks' weights.
         communicator: the communicator of the ranks that exchange. Default: all ranks of torch.distributed, or if that
             was not started, of Horovod.
-        mesh: of parameters that are sharded by FSDP2, the dimension of the replicas, `mesh["replicate"]`. Each replica
-            makes steps by itself, and the ranks with the same shards exchange them.
+        mesh: for parameters that are sharded by FSDP2, the dimension of the replicas, `mesh["replicate"]`. Each replica
+            makes its own steps, and the ranks with the same shards exchange them.
 
     Attributes:
         inner, outer: the two optimizers.
         every: number of steps of the present round.
-        compression: the compression; local steps have no bytes in its ledger.
+        compression: the compression. Its ledger counts only exchanges, because local steps send nothing.
         in_sync: whether all ranks have the same weights now; with several fragments, a delay or a local share only
             after `exchange`.
 
@@ -132,8 +136,8 @@ class LocalSteps(torch.optim.Optimizer):
         self._rounds.check(len(sizes))
         if self._auto is not None and not self._rounds.end_in_sync:
             raise ConfigurationError(
-                f"LocalSteps: every={every!r} does not go with fragments, delay or local_share, where no round ends "
-                "with the same weights on all ranks; give a number of steps, or leave them out"
+                f"LocalSteps: every={every!r} does not work with fragments, delay or local_share, because then no "
+                "round ends with the same weights on all ranks; give every a number of steps, or leave these three out"
             )
         self._length = None if self._auto is None else RoundLength(self._auto.start)
         self._fragments = grouped(sizes, fragments)
@@ -268,8 +272,8 @@ class LocalSteps(torch.optim.Optimizer):
 
     @not_compiled
     def exchange(self) -> None:
-        """Exchanges all parameters now, as at the end of a training, so that all ranks have the same weights; to be
-        called on every rank. A fragment under way is applied first. Nothing happens if the ranks are `in_sync`."""
+        """Exchanges all parameters now, so that all ranks have the same weights, such as at the end of a training. Call
+        it on every rank. A fragment under way is applied first. Nothing happens if the ranks are `in_sync`."""
         self._begin()
         if self.in_sync:
             return
@@ -344,8 +348,8 @@ class LocalSteps(torch.optim.Optimizer):
         binding = self._binding
         if binding is None:
             raise ConfigurationError(
-                "this LocalSteps was copied or unpickled, and exchanges with nobody; make a new one of the inner "
-                "optimizer, and give it the state_dict() of the old one"
+                "this LocalSteps was copied or unpickled, so it cannot exchange with other ranks; make a new one of "
+                "the inner optimizer, and give it the state_dict() of the old one"
             )
         if binding.is_stale:
             binding.follow_ranks()
@@ -401,18 +405,21 @@ class LocalSteps(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores a state of `state_dict` before the first step; to be called on every rank with the state that the
-        rank saved. The weights of the model must be loaded too.
+        """Restores a state of `state_dict` before the first step. Call it on every rank, with the state that this rank
+        saved. Load the weights of the model too.
 
-        A state of the inner optimizer only begins as after an exchange, without outer momentum. If every rank loads the
-        state of rank 0, saved between two exchanges, all continue from it, and the other ranks' steps since the latest
-        exchange are lost. `outer_lr`, `outer_momentum` and `nesterov` are restored.
+        You can also give it a state of the inner optimizer alone: then the training starts as after an exchange,
+        without outer momentum. If all ranks load the state of rank 0, saved between two exchanges, all ranks continue
+        from this state, and the other ranks' steps since the latest exchange are lost. `outer_lr`, `outer_momentum` and
+        `nesterov` are restored.
 
         Raises:
             ConfigurationError: after a step, or for a state of other tensors or another compressor.
         """
         if self._binding is not None and self._binding.has_begun:
-            raise ConfigurationError("LocalSteps: load_state_dict has to be called before the first step")
+            raise ConfigurationError(
+                "LocalSteps: load_state_dict was called after the first step; call it before the first step"
+            )
         self._load(state_dict, self.compression.load_state_dict)
 
     def roll_back(self, state_dict: Mapping[str, Any]) -> None:
@@ -431,17 +438,17 @@ class LocalSteps(torch.optim.Optimizer):
                 moved.zero_()
 
     def change_ranks(self, group: dist.ProcessGroup) -> None:
-        """Continues with other ranks of torch.distributed, from the next step on. To be called between two steps, also
-        within a round, on every rank of the new group, and on no other.
+        """Continues with other ranks of torch.distributed, from the next step on. Call it between two steps, on every
+        rank of the new group, and on no other rank. The round need not have ended.
 
             group = torch.distributed.new_group([0, 1, 3])  # without rank 2
             if torch.distributed.get_rank() != 2:
                 optimizer.change_ranks(group)
 
-        A rank that has made steps keeps its weights, its moments and its residuals, which are multiplied so that they
-        keep their weight in the mean. A rank that has not is new: it begins with the outer weights and momentum, with
-        the moments of the group's first rank, and with as many steps into the round. What a rank that is left out has
-        done since its latest exchanges is lost. An exchange under way is sent again in the new group.
+        A rank that has made steps keeps its weights, its moments and its residuals. The residuals are multiplied, so
+        that they keep their weight in the mean. A rank that has made no step is new: it begins with the outer weights
+        and momentum, with the moments of the group's first rank, and at the same step of the round. A rank that is left
+        out loses its steps since its latest exchanges. An exchange under way is sent again in the new group.
 
         Args:
             group: the process group; its first rank must have made a step.
@@ -460,8 +467,8 @@ class LocalSteps(torch.optim.Optimizer):
         common: Any = message[0]
         if OWN not in common:
             raise ConfigurationError(
-                "the first rank of the group that LocalSteps.change_ranks was given has not made a step, so nobody "
-                "knows the weights of the others; give a group whose first rank has"
+                "the first rank of the group that was given to LocalSteps.change_ranks has not made a step, so it "
+                "cannot give the other ranks the weights of the training; give a group whose first rank has made a step"
             )
         if OWN not in own:
             self.join(common)
@@ -475,13 +482,13 @@ class LocalSteps(torch.optim.Optimizer):
             )
             if shapes != saved_shapes:
                 raise ConfigurationError(
-                    f"the state is of parameters of shapes {saved_shapes}, and this optimizer has {shapes}; give the "
+                    f"the state has parameters of shapes {saved_shapes}, but this optimizer has {shapes}; give the "
                     "state of a LocalSteps with the same model and parameter groups"
                 )
             if own.get("sent") is not None and own["rounds"] != self._rounds._asdict():
                 raise ConfigurationError(
-                    f"an exchange was under way when the state was saved, with {own['rounds']}, and this optimizer has "
-                    f"{self._rounds._asdict()}; give it the same"
+                    f"the state was saved while an exchange was under way, with {own['rounds']}, but this optimizer "
+                    f"has {self._rounds._asdict()}; give it the same settings"
                 )
         load_compression({} if own is None else own.get("compression", {}))
         self.inner.load_state_dict({name: entry for name, entry in state_dict.items() if name != OWN})
@@ -528,20 +535,22 @@ def _check(optimizer: Any, rate: Any, momentum: Any) -> None:
         )
     if isinstance(optimizer, CompressedAdam | LocalSteps) or hasattr(optimizer, "_requires_update"):  # Horovod's
         raise ConfigurationError(
-            f"LocalSteps was given a {type(optimizer).__name__} that exchanges by itself; give it the optimizer of one "
-            "rank alone, such as torch.optim.AdamW(model.parameters())"
+            f"LocalSteps was given a {type(optimizer).__name__}, which exchanges gradients by itself; give it an "
+            "optimizer that works on one rank alone, such as torch.optim.AdamW(model.parameters())"
         )
     if not (is_number(rate) and rate > 0):
-        raise ConfigurationError(f"LocalSteps: outer_lr={rate!r} is not possible; give a number above 0, such as 0.7")
+        raise ConfigurationError(f"LocalSteps: outer_lr={rate!r} is not allowed; give a number above 0, such as 0.7")
     if not (is_number(momentum) and 0 <= momentum < 1):
-        raise ConfigurationError(f"LocalSteps: outer_momentum={momentum!r} is not possible; give 0, or a share below 1")
+        raise ConfigurationError(
+            f"LocalSteps: outer_momentum={momentum!r} is not allowed; give a number of at least 0 and below 1"
+        )
 
 
 def _require_whole(parameters: Iterable[torch.Tensor]) -> None:
     """Raises ConfigurationError if a parameter is sharded."""
     if any(hasattr(parameter, "device_mesh") for parameter in parameters):
         raise ConfigurationError(
-            "these parameters are sharded (FSDP, tensor parallelism), and LocalSteps was not told which ranks have the "
+            "the parameters are sharded (FSDP, tensor parallelism), but LocalSteps does not know which ranks have the "
             "same shards: call fully_shard(model, mesh=mesh['shard']), and give LocalSteps mesh=mesh['replicate'] of "
             "the same mesh"
         )

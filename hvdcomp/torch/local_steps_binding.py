@@ -45,7 +45,7 @@ class LocalStepsBinding(TorchTraining):
     """
 
     overlaps_with_policy = False
-    broadcast = "the same random seed, or the same checkpoint, on every rank"
+    broadcast = "use the same random seed, or load the same checkpoint, on every rank"
     averaged_by = "hvdcomp.torch.LocalSteps"
     absence = WITHOUT_HOROVOD
 
@@ -88,7 +88,8 @@ class LocalStepsBinding(TorchTraining):
         """Goes on with the ranks of another process group from the next step on."""
         if not isinstance(self.communicator, TorchDistributedCommunicator):
             raise ConfigurationError(
-                "LocalSteps.change_ranks is for ranks of torch.distributed; elastic Horovod changes its ranks by itself"
+                "LocalSteps.change_ranks works only with ranks of torch.distributed; elastic Horovod changes its ranks "
+                "by itself"
             )
         self.communicator.move_to(group)
         self.ranks_may_change = True
@@ -172,10 +173,10 @@ class LocalStepsBinding(TorchTraining):
         bad = [name for name, one in self._stepped.items() if not torch.isfinite(local_part(one)).all()]
         where = f"on this rank in {', '.join(bad[:3])}" if bad else "on another rank, whose message names the tensors"
         return (
-            f"LocalSteps: weights are inf or NaN after the local steps, {where}. Nothing of them was exchanged: outer "
-            "momentum, residuals and the weights of the latest exchange are as before, but the inner optimizer of that "
-            "rank is spoilt. Go on from the latest checkpoint on every rank, with a smaller learning rate or clipped "
-            "gradients"
+            f"LocalSteps: weights became inf or NaN in the local steps, {where}. Nothing was exchanged: outer "
+            "momentum, residuals and the weights of the latest exchange are unchanged, but the inner optimizer of that "
+            "rank is no longer usable. Continue from the latest checkpoint on every rank, with a smaller learning rate "
+            "or clipped gradients"
         )
 
     # Methods of `Training`.
@@ -213,7 +214,7 @@ def _warn_of_momentum(engine: Engine, momentum: float) -> None:
     if momentum >= MUCH and late:
         warn_alone(
             f"LocalSteps: an outer momentum of {momentum} may make the training unstable with "
-            f"{', '.join(map(str, late))}, where most of a pseudo-gradient is sent many rounds late. Give "
+            f"{', '.join(map(str, late))}, because most of a pseudo-gradient is sent many rounds late. Give "
             f"outer_momentum=0.5 or less, or send more than {FEW:.0%} of the elements "
             "(docs/local-steps.md#outer-momentum-and-few-elements)"
         )
@@ -231,35 +232,35 @@ def _check(setup: Setup, every: int | str, communicator: Ranks) -> None:
     settings.require_all_turns(None if isinstance(every, str) else every, f"every={every!r} of LocalSteps")
     if isinstance(settings.policy, Policy):
         raise ConfigurationError(
-            f"LocalSteps does not go with the policy {settings.policy}, which decides from gradients that are "
-            "exchanged in every step; take a schedule of levels, such as warmup, or none"
+            f"LocalSteps does not work with the policy {settings.policy}, which needs gradients that are exchanged in "
+            "every step; use a schedule of levels, such as warmup, or no policy"
         )
     for leaf in (leaf for method in settings.compressors for leaf in method.leaves()):
         if not leaf.in_units:
             raise ConfigurationError(
-                f"{leaf} does not go with LocalSteps: its result has no magnitude, and the outer learning rate is a "
-                "share of the way that the ranks have gone. Take efsignsgd, which has as many bytes"
+                f"{leaf} does not work with LocalSteps, because its result has no magnitude, and LocalSteps needs the "
+                "distance that the weights of the ranks have moved. Use efsignsgd, which sends the same number of bytes"
             )
     if setup.grad_scaler is not None and setup.grad_scaler.is_enabled():
         raise ConfigurationError(
-            "pseudo-gradients have no loss scale: leave out grad_scaler= of the Compression that LocalSteps gets. "
-            "scaler.step(optimizer) works, and each rank leaves out the steps in which its own gradients overflow"
+            "pseudo-gradients have no loss scale: leave out grad_scaler= of the Compression that you give to "
+            "LocalSteps. scaler.step(optimizer) works: each rank skips the steps in which its own gradients overflow"
         )
     if settings.bucket_bytes is not None:
         raise ConfigurationError(
-            f"bucket_bytes={settings.bucket_bytes} has no meaning with LocalSteps, which exchanges outside of the "
+            f"bucket_bytes={settings.bucket_bytes} has no effect with LocalSteps, which exchanges outside of the "
             "backward pass; leave it at None"
         )
     if setup.process_set is not None and isinstance(communicator, TorchDistributedCommunicator):
         raise ConfigurationError(
-            "process_set is for Horovod, and LocalSteps exchanges over torch.distributed here; leave it out, or give "
-            "LocalSteps communicator=hvdcomp.torch.all_ranks('horovod')"
+            "process_set works only with Horovod, but LocalSteps exchanges over torch.distributed here; leave it out, "
+            "or give LocalSteps communicator=hvdcomp.torch.all_ranks('horovod')"
         )
 
 
 NO_NEW_GROUP = (
-    "LocalSteps takes no new parameter group, which the ranks would not exchange; give the inner optimizer all groups "
-    "before LocalSteps is made of it"
+    "LocalSteps accepts no new parameter group, because the ranks would not exchange it; give the inner optimizer all "
+    "groups before you make LocalSteps of it"
 )
 
 
@@ -281,7 +282,8 @@ def _named(setup: Setup, groups: Sequence[Mapping[str, Any]]) -> dict[str, torch
         names = [f"{place}.{number}" for place, group in enumerate(groups) for number in range(len(group["params"]))]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigurationError(
-            f"LocalSteps: parameters of the inner optimizer share the names {', '.join(twice[:3])}; give its "
-            "hvdcomp.Compression named_parameters with a name for each, such as ((f'a.{n}', p) for n, p in ...)"
+            f"LocalSteps: several parameters of the inner optimizer have the same name: {', '.join(twice[:3])}. Give "
+            "its hvdcomp.Compression named_parameters with a different name for each, such as ((f'a.{n}', p) for n, p "
+            "in ...)"
         )
     return dict(zip(names, parameters, strict=True))

@@ -32,22 +32,23 @@ class Rounds(NamedTuple):
         every, fragments, delay, share = self
         if not is_whole(every, 1):
             raise ConfigurationError(
-                f"LocalSteps: every={every!r} is not possible; give the steps between two exchanges"
+                f"LocalSteps: every={every!r} is not allowed; give the number of steps between two exchanges"
             )
         most = min(every, parameters)
         if not is_whole(fragments, 1) or fragments > most:
             raise ConfigurationError(
-                f"LocalSteps: fragments={fragments!r} is not possible with every={every} and {parameters} parameters; "
+                f"LocalSteps: fragments={fragments!r} is not allowed with every={every} and {parameters} parameters; "
                 f"give a whole number from 1 to {most}"
             )
         if not is_whole(delay, 0) or delay * fragments >= every:
             raise ConfigurationError(
-                f"LocalSteps: delay={delay!r} is not possible with every={every} and fragments={fragments}, since a "
-                f"fragment is to be applied before the next is sent; give at most {(every - 1) // fragments}"
+                f"LocalSteps: delay={delay!r} is not allowed with every={every} and fragments={fragments}, because "
+                f"each fragment must be applied before the next one is sent; give at most {(every - 1) // fragments}"
             )
         if not (is_number(share) and 0 <= share < 1):
             raise ConfigurationError(
-                f"LocalSteps: local_share={share!r} is not possible; give 0, or a share below 1, such as 0.5"
+                f"LocalSteps: local_share={share!r} is not allowed; give a number of at least 0 and below 1, such as "
+                "0.5"
             )
 
     @property

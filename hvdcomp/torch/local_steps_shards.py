@@ -40,8 +40,9 @@ def replicas_of(
         raise ConfigurationError("LocalSteps was given both mesh and communicator; leave out the communicator")
     if getattr(mesh, "ndim", None) != 1:
         raise ConfigurationError(
-            f"LocalSteps was given a {type(mesh).__name__} as mesh; give it the dimension of the replicas, such as "
-            "mesh['replicate'] of init_device_mesh(..., mesh_dim_names=('replicate', 'shard'))"
+            f"LocalSteps was given a {type(mesh).__name__} as mesh, which is not a mesh of one dimension; give it the "
+            "dimension of the replicas, such as mesh['replicate'] of init_device_mesh(..., "
+            "mesh_dim_names=('replicate', 'shard'))"
         )
     group = mesh.get_group()
     members = set(dist.get_process_group_ranks(group))
@@ -50,8 +51,8 @@ def replicas_of(
         shared = members.intersection(() if of_mesh is None else of_mesh.mesh.flatten().tolist())
         if len(shared) > 1:
             raise ConfigurationError(
-                f"a parameter of shape {tuple(parameter.shape)} is sharded over the ranks {sorted(shared)} among "
-                "others, and the mesh that LocalSteps was given has them as replicas, though they have different parts "
-                "of it. Give fully_shard mesh['shard'], and LocalSteps mesh['replicate'] of the same mesh"
+                f"a parameter of shape {tuple(parameter.shape)} is sharded over ranks that include {sorted(shared)}, "
+                "so these ranks have different parts of it, but the mesh that was given to LocalSteps contains them as "
+                "replicas. Give fully_shard mesh['shard'], and LocalSteps mesh['replicate'] of the same mesh"
             )
     return TorchDistributedCommunicator(group)

@@ -51,33 +51,33 @@ class LookAhead:
             layers.step()       # an optimizer of the rest
             layers.zero_grad()
 
-    The weights equal those of `RowExchange.exchange` in each step, bit for bit: no rank looks a row up between its
-    gradient and its update, which has the learning rate of the gradient's step. All rows are updated at the end of an
-    epoch, before a `state_dict` of the model or the optimizer is made or loaded, and by `flush`; a row also before a
-    table looks it up, in training or evaluation. Call `flush` before reading weights in another way. A new LookAhead of
-    the same `RowExchange` ends the one before.
+    The weights are the same as with `RowExchange.exchange` in each step, bit for bit: no rank looks up a row between
+    its gradient and its update, and the update uses the learning rate of the gradient's step. All rows are updated at
+    the end of an epoch, before a `state_dict` of the model or the optimizer is made or loaded, and by `flush`. A row is
+    also updated before a table looks it up, in training or evaluation. Call `flush` before you read weights in another
+    way. A new LookAhead of the same `RowExchange` ends the old one.
 
-    Each rank keeps the batches read ahead, and 5 bytes for each row of a `RowExchange`. A loader with a position of its
-    own is ahead of the training: save the number of steps instead.
+    Each rank keeps the batches that were read ahead, and 5 bytes for each row of a `RowExchange`. If the loader has a
+    position, this position is ahead of the training: save the number of steps instead.
 
     Args:
         loader: iterable of batches, the same number on each rank. Each iteration begins it anew.
         rows: the `RowExchange` or `ShardedTables`, all in the host's memory and with sparse=True.
         optimizer: the optimizer of these tables only: `torch.optim.SGD` without momentum or `torch.optim.Adagrad`
             without lr_decay, both without weight_decay, or `RowWiseAdagrad`.
-        ids: function from a batch to a tensor of ids, of any shape, for the name of each table's weight; all ids that
-            the batch looks up, and possibly more.
-        batches: number of batches read ahead, and of steps that a row may be late; at least 1. With 1, a step waits for
-            the ids of the next batch.
+        ids: function that takes a batch, and returns a tensor of ids, of any shape, by the name of each table's weight.
+            The tensor must contain all ids that the batch looks up, and may contain more.
+        batches: number of batches to read ahead, which is also the number of steps that a row may be late; at least 1.
+            With 1, a step waits for the ids of the next batch.
 
     Attributes:
         loader, rows, optimizer, batches: the arguments. `rows.ledger` has the bytes of each step.
 
     Raises:
-        ConfigurationError: on every rank, for an unsuitable optimizer or tables. In training: if a step is left out or
-            made twice.
-        RankMismatchError: on every rank, if settings differ; in training, if the loader of a rank ends before the
-            others', ids are not in a table, or a gradient has rows that `ids` did not name.
+        ConfigurationError: on every rank, for an unsuitable optimizer or tables. In training: if `step` is not called,
+            or called twice for a batch.
+        RankMismatchError: on every rank, if settings differ. In training: if the loader of one rank ends before the
+            loaders of other ranks, if ids are not in a table, or if a gradient has rows that `ids` did not name.
     """
 
     _made: ClassVar[Iterator[int]] = itertools.count()  # in this process
@@ -147,20 +147,22 @@ class LookAhead:
             yield window[0].batch
             if self._window is not window:
                 raise ConfigurationError(
-                    "LookAhead was iterated over anew, or sharded tables got a loaded state; go on with the latest "
-                    "iteration only"
+                    "LookAhead was iterated over again, or a state was loaded into sharded tables, so this iteration "
+                    "cannot continue; use only the latest iteration"
                 )
             if not self._stepped:
-                raise ConfigurationError("LookAhead.step() was left out; call it once for each batch")
+                raise ConfigurationError("LookAhead.step() was not called for a batch; call it once for each batch")
             window.popleft()
         self.flush()
 
     @torch.no_grad()
     def step(self) -> None:
-        """Exchanges and updates the rows that the next batch needs, starts the exchange of the others, and removes the
-        gradients of the tables; to be called on every rank, once for each batch, after its backward passes."""
+        """Exchanges and updates the rows that the next batch needs, starts the exchange of the other rows, and removes
+        the gradients of the tables. Call it on every rank, once for each batch, after its backward passes."""
         if self._stepped:
-            raise ConfigurationError("LookAhead.step() belongs to a batch; call it once for each")
+            raise ConfigurationError(
+                "LookAhead.step() was called twice for a batch, or without a batch; call it once for each batch"
+            )
         self._require_latest()
         batch, ranks = self._window[0], self.rows.ranks
         rows, refused = self._take_gradients(batch)
@@ -201,7 +203,7 @@ class LookAhead:
 
     def _require_latest(self) -> None:
         if self.rows.ahead is not self:
-            raise ConfigurationError("another LookAhead was made of these tables; go on with the latest only")
+            raise ConfigurationError("another LookAhead was made of these tables; use only the latest one")
 
     def _read(self, batches: Iterator[Any]) -> None:
         """Puts the next batch, or the end, into the window."""
@@ -219,14 +221,14 @@ class LookAhead:
     def _keys_of(self, ids: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The keys of the ids, unique and in order."""
         if set(ids) != set(self.rows.tables):
-            raise ConfigurationError(f"`ids` named {', '.join(ids)}; it is to name {', '.join(self.rows.tables)}")
+            raise ConfigurationError(f"`ids` named {', '.join(ids)}, but it must name {', '.join(self.rows.tables)}")
         parts = []
         for start, (name, table) in zip(self._starts.tolist(), self.rows.tables.items(), strict=False):
             looked_up = ids[name].detach().reshape(-1).long()
             if len(looked_up) and not 0 <= int(looked_up.min()) <= int(looked_up.max()) < table.num_embeddings:
                 raise ConfigurationError(
-                    f"`ids` named row {int(looked_up.min())} to {int(looked_up.max())} of {name}, which has 0 to "
-                    f"{table.num_embeddings - 1}"
+                    f"`ids` named rows from {int(looked_up.min())} to {int(looked_up.max())} of {name}, which has only "
+                    f"rows 0 to {table.num_embeddings - 1}"
                 )
             looked_up = looked_up.unique()
             if table.padding_idx is not None and not self._exchange.caches:
@@ -429,31 +431,35 @@ class _WholeTables:
 
 def _check(rows: Any, optimizer: Any, batches: Any) -> None:
     if isinstance(rows, RowExchange) and rows.ratio is not None:
-        raise ConfigurationError(f"LookAhead sends all rows, and the RowExchange has ratio={rows.ratio}; leave it out")
+        raise ConfigurationError(
+            f"LookAhead sends all rows, but the RowExchange has ratio={rows.ratio}; leave ratio out"
+        )
     for name, table in rows.tables.items():
         if not table.sparse or table.weight.device.type != "cpu":
             raise ConfigurationError(
-                f"LookAhead serves tables with sparse=True in the host's memory, and {name} has sparse={table.sparse} "
-                f"on {table.weight.device}; exchange it with RowExchange.exchange"
+                f"LookAhead needs tables with sparse=True in the host's memory, but {name} has sparse={table.sparse} "
+                f"and is on {table.weight.device}; exchange it with RowExchange.exchange"
             )
     rule = _RULES.get(type(optimizer))
     if rule is None:
         raise ConfigurationError(
-            f"LookAhead was given a {type(optimizer).__name__}, by which a row may change while it has no gradient; "
-            "give it torch.optim.SGD, torch.optim.Adagrad or hvdcomp.torch.RowWiseAdagrad"
+            f"LookAhead was given a {type(optimizer).__name__}, which may change a row that has no gradient; give it "
+            "torch.optim.SGD, torch.optim.Adagrad or hvdcomp.torch.RowWiseAdagrad"
         )
     parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if parameters != {id(table.weight) for table in rows.tables.values()}:
         raise ConfigurationError(
-            f"LookAhead was given an optimizer of other parameters than the tables; give it {', '.join(rows.tables)}, "
-            "and the layers an optimizer of their own"
+            "LookAhead was given an optimizer whose parameters are not exactly the tables; give it an optimizer of "
+            f"{', '.join(rows.tables)}, and use a separate optimizer for the layers"
         )
     for group in optimizer.param_groups:
         for option, allowed in rule.items():
             if not allowed(group[option]):
                 raise ConfigurationError(
-                    f"LookAhead: {option}={group[option]} of {type(optimizer).__name__} is not possible, as a row "
-                    "would change otherwise than by its gradients; leave it out"
+                    f"LookAhead: {option}={group[option]} of {type(optimizer).__name__} is not allowed, because it "
+                    "changes a row by more than the row's gradients; leave it out"
                 )
     if not is_whole(batches, 1):
-        raise ConfigurationError(f"LookAhead: batches={batches!r} is not possible; give how many are read ahead")
+        raise ConfigurationError(
+            f"LookAhead: batches={batches!r} is not allowed; give the number of batches to read ahead"
+        )

@@ -20,22 +20,23 @@ _WAYS = (
 
 
 def hidden_matrices(model: nn.Module, head: nn.Module | Iterable[nn.Module] | None = None) -> dict[str, nn.Parameter]:
-    """The hidden matrices of a model, for Muon: the two-dimensional parameters of its layers of the kinds `Linear`,
-    `LSTM` (`GRU`, `RNN`) and `MultiheadAttention`, but for the head.
+    """The hidden matrices of a model, for Muon: the two-dimensional parameters of all layers of the kinds `Linear`,
+    `LSTM` (`GRU`, `RNN`) and `MultiheadAttention`, except the head.
 
-    The other parameters are for AdamW: the head, embeddings, also those whose weight is a linear layer's too, kernels
-    of convolutions, norms, biases, and parameters of modules of other kinds.
+    All other parameters are for AdamW: the head, embeddings (also if a linear layer shares the weight), kernels of
+    convolutions, norms, biases, and parameters of other kinds of modules.
 
     Args:
         model: a model, which may be wrapped in DistributedDataParallel or torch.compile.
-        head: the layer that gives the model's outputs, or several, or `()` if no layer of its own gives them, as in a
-            GPT that multiplies by its embedding's weight. Default: the linear layer that was defined last.
+        head: the layer that computes the model's outputs, or several layers. Give `()` if no separate layer computes
+            them, as in a GPT that multiplies by the weight of its embedding. Default: the linear layer that was defined
+            last.
 
     Returns:
         The matrices by name, in the model's order; empty if there are none.
 
     Raises:
-        ConfigurationError: if `head` is no layer of the model.
+        ConfigurationError: if `head` is not a layer of the model.
 
     Example:
         >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 4), nn.Linear(4, 9))
@@ -50,8 +51,8 @@ def hidden_matrices(model: nn.Module, head: nn.Module | Iterable[nn.Module] | No
     heads: list[Any] = [head] if isinstance(head, nn.Module | str) else list(head)  # a name is refused
     if strangers := [one for one in heads if one not in modules]:
         raise ConfigurationError(
-            f"head={strangers[0]!r} is no layer of this {type(model).__name__}; give the layer that gives its outputs, "
-            "such as head=model.head, or head=() if no layer of its own gives them"
+            f"head={strangers[0]!r} is not a layer of this {type(model).__name__}; give the layer that computes the "
+            "outputs, such as head=model.head, or head=() if no separate layer computes them"
         )
     layers = [module for module in modules if isinstance(module, _WITH_MATRICES)]
     not_hidden = heads + [module for module in modules if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
@@ -78,8 +79,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         )
 
     Args:
-        params: a model, whose parameters it sorts into two groups with names; or parameter groups, of which those with
-            `use_muon=True` go to Muon. A group has options of its optimizer.
+        params: a model, or parameter groups. The parameters of a model are sorted into two groups with names. Groups
+            with `use_muon=True` are trained by Muon. A group may have the options of its optimizer.
         lr: the learning rate of groups without their own.
         head: of a model, as in `hidden_matrices`.
         muon, adamw: options of `torch.optim.Muon` and of `torch.optim.AdamW` for groups without their own, such as
@@ -102,12 +103,15 @@ class MuonWithAdamW(torch.optim.Optimizer):
     ) -> None:
         if not hasattr(torch.optim, "Muon"):
             raise ConfigurationError(
-                f"MuonWithAdamW needs PyTorch 2.9 or later, and this is {torch.__version__}; use torch.optim.AdamW"
+                f"MuonWithAdamW needs PyTorch 2.9 or later, but this is PyTorch {torch.__version__}; use "
+                "torch.optim.AdamW"
             )
         if isinstance(params, nn.Module):
             params = _sorted_groups(params, head)
         elif head is not None:
-            raise ConfigurationError("MuonWithAdamW: head= is for a model, and it was given groups; leave it out")
+            raise ConfigurationError(
+                "MuonWithAdamW: head= works only with a model, but it was given groups; leave head out"
+            )
         # By whether a group uses Muon.
         self._options = {True: {"adjust_lr_fn": "match_rms_adamw", **(muon or {})}, False: dict(adamw or {})}
         super().__init__(params, {"lr": lr, "use_muon": False})
@@ -136,8 +140,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         )
         if own != loaded:
             raise ConfigurationError(
-                f"the state is of groups with use_muon={loaded}, and this optimizer has groups with use_muon={own}; "
-                "give the state of a MuonWithAdamW with the same groups"
+                f"the state has groups with use_muon={loaded}, but this optimizer has groups with use_muon={own}; give "
+                "the state of a MuonWithAdamW with the same groups"
             )
         super().load_state_dict(state_dict)
 
@@ -170,9 +174,9 @@ def _sorted_groups(model: nn.Module, head: nn.Module | Iterable[nn.Module] | Non
     hidden = hidden_matrices(model, head)
     if not hidden:
         raise ConfigurationError(
-            f"MuonWithAdamW found no hidden matrix in this {type(model).__name__}: no linear, recurrent or attention "
-            "layer beside the head. Give head=() if its last linear layer is no head, give groups of your own choice, "
-            "or use torch.optim.AdamW"
+            f"MuonWithAdamW found no hidden matrix in this {type(model).__name__}: it has no linear, recurrent or "
+            "attention layer except the head. Give head=() if its last linear layer is not the head, give groups of "
+            "your own choice, or use torch.optim.AdamW"
         )
     others = [pair for pair in unique(model.named_parameters()).items() if pair[0] not in hidden]
     groups = [{"params": list(hidden.items()), "use_muon": True}, {"params": others, "use_muon": False}]
@@ -186,6 +190,6 @@ def _require_matrices(groups: Iterable[dict[str, Any]]) -> None:
             if parameter.ndim != 2:
                 name = group["param_names"][place] if "param_names" in group else f"parameter {place} of its group"
                 raise ConfigurationError(
-                    f"MuonWithAdamW: {name} has the shape {tuple(parameter.shape)}, and Muon is for matrices; put it "
-                    "into a group without use_muon, which goes to AdamW"
+                    f"MuonWithAdamW: {name} has the shape {tuple(parameter.shape)}, but Muon works only on matrices; "
+                    "put it into a group without use_muon, which AdamW trains"
                 )

@@ -21,12 +21,13 @@ _passes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # the backward pass 
 _OPERATIONS = {hvd.Average: "Average", hvd.Sum: "Sum"}
 
 _WRAPPED_TWICE = (
-    "Horovod hands over each gradient twice: these parameters were given to hvd.DistributedOptimizer twice. Wrap an "
-    "optimizer once; before wrapping it anew drop the old one (del optimizer, then gc.collect(), so that its hooks go)"
+    "Horovod passes each gradient to hvdcomp twice, because these parameters were given to hvd.DistributedOptimizer "
+    "twice. Wrap an optimizer only once. Before you wrap it again, delete the old one (del optimizer, then "
+    "gc.collect(), to remove its hooks)"
 )
 _SHARED = (
-    "two optimizers share one hvdcomp.Compression, which keeps what the training of one left to be sent: make one for "
-    "each, compression=hvdcomp.Compression(...)"
+    "two optimizers share one hvdcomp.Compression, but it keeps the residuals of only one training; make one for each "
+    "optimizer, compression=hvdcomp.Compression(...)"
 )
 
 
@@ -55,8 +56,8 @@ class HorovodOptimizer:
         if optimizer is not None:
             if not hasattr(optimizer, "op"):  # Horovod's other optimizer, for Adasum
                 raise ConfigurationError(
-                    "op=hvd.Adasum compresses parameter changes instead of gradients, which error feedback and "
-                    "aggregation do not fit; use op=hvd.Average"
+                    "op=hvd.Adasum does not work with gradient compression, because it sends changes of parameters "
+                    "instead of gradients; use op=hvd.Average"
                 )
             _refuse_closure(optimizer, caller_local("closure", callable, function="step"))
             optimizer.register_step_pre_hook(_before_step)
@@ -91,10 +92,11 @@ class HorovodOptimizer:
             for parameter in drifting
         ]
         return (
-            f"Horovod does not average the gradients of {', '.join(names)}, because they were frozen, or not in the "
-            "optimizer yet, when hvd.DistributedOptimizer was made: the ranks' weights would drift apart. Wrap the "
-            "optimizer while all its parameters need gradients, and freeze some after that. Or drop this optimizer and "
-            "its hvdcomp.Compression (del them, then gc.collect(), so that Horovod's hooks go), and make new ones."
+            f"Horovod does not average the gradients of {', '.join(names)}, so the ranks' weights would become "
+            "different. These parameters were frozen, or not in the optimizer yet, when hvd.DistributedOptimizer was "
+            "made. Wrap the optimizer while all its parameters need gradients, and freeze some of them after that. Or "
+            "delete this optimizer and its hvdcomp.Compression (del them, then gc.collect(), to remove Horovod's "
+            "hooks), and make new ones."
         )
 
     def check_caller(self, compression: Any) -> None:
@@ -146,14 +148,18 @@ def _clash(optimizer: Any, current: int) -> str | None:
         if any(own[name] is other_names[name] for name in equal):
             return _WRAPPED_TWICE
         if equal:
-            when, before = "are in one backward pass", ""
+            when, before = "are both in one backward pass", ""
             if not in_one_pass:
-                when = "wait for optimizer.step() after a backward pass each"
-                before = "step with one before the other's backward pass, drop an optimizer that is given up, or "
+                when = "both wait for optimizer.step() after their backward passes"
+                before = (
+                    "call step() of one optimizer before the backward pass of the other, delete an optimizer that is "
+                    "no longer used, or "
+                )
             return (
-                f"two models with parameters of equal names, such as {equal[0]!r}, {when}, and Horovod knows gradients "
-                f"by these names: {before}give both hvd.DistributedOptimizer and hvdcomp.Compression other ones, "
-                "named_parameters=[(f'second.{name}', parameter) for name, parameter in model.named_parameters()]"
+                f"two models have parameters with equal names, such as {equal[0]!r}, and {when}, but Horovod "
+                f"identifies gradients by these names: {before}give both hvd.DistributedOptimizer and "
+                "hvdcomp.Compression other names, named_parameters=[(f'second.{name}', parameter) for name, parameter "
+                "in model.named_parameters()]"
             )
     return None
 
@@ -192,8 +198,8 @@ def _refuse_closure(optimizer: Any, closure: Any) -> None:
     """Raises ConfigurationError for a closure whose gradients would not be averaged."""
     if closure is not None and getattr(optimizer, "_should_synchronize", False):
         raise ConfigurationError(
-            "optimizer.step(closure) computes gradients after Horovod has averaged: every rank would step with its "
-            "own. Call the closure before, loss = closure(); optimizer.step(). An optimizer that needs it (LBFGS) can "
-            "synchronize in it: call optimizer.synchronize() at the closure's end, and step(closure) within "
+            "optimizer.step(closure) computes gradients after Horovod has averaged, so each rank would step with its "
+            "own gradients. Call the closure first: loss = closure(); optimizer.step(). If the optimizer needs the "
+            "closure (LBFGS), call optimizer.synchronize() at the end of the closure, and call step(closure) within "
             "optimizer.skip_synchronize()"
         )

@@ -57,8 +57,8 @@ def by_name(named_parameters: Any, optimizer: Any) -> dict[str, Any]:
     if named_parameters is None:
         if optimizer is None:
             raise ConfigurationError(
-                "hvdcomp.Compression has no named_parameters, and was not called by hvd.DistributedOptimizer, which "
-                "would have them: give it named_parameters=model.named_parameters()"
+                "hvdcomp.Compression has no named_parameters, and cannot get them, because it was not called by "
+                "hvd.DistributedOptimizer; give it named_parameters=model.named_parameters()"
             )
         return unique((name, parameter) for parameter, name in optimizer._parameter_names.items())
     return unique(named_parameters()) if callable(named_parameters) else dict(named_parameters)
@@ -72,10 +72,14 @@ def unique(named_parameters: Any) -> dict[str, Any]:
     """
     pairs = list(named_parameters)
     if not all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
-        raise ConfigurationError("named_parameters must be pairs of name and parameter, as model.named_parameters()")
+        raise ConfigurationError(
+            "named_parameters must be pairs of name and parameter, such as model.named_parameters()"
+        )
     names = plain_names(name for name, _ in pairs)
     parameters = {name: parameter for name, (_, parameter) in zip(names, pairs, strict=True)}
     if len(parameters) < len(pairs):
         twice = sorted({name for name in names if names.count(name) > 1})
-        raise ConfigurationError(f"names in named_parameters must be unique; given twice: {', '.join(twice)}")
+        raise ConfigurationError(
+            f"names in named_parameters must be unique, but these were given twice: {', '.join(twice)}"
+        )
     return parameters

@@ -62,10 +62,10 @@ def resharded(
             is_same = with_plain_names(shared["layouts"].get(name, ())) == with_plain_names(layout)
             if not is_same or array.shape[1] != length_of(layout, old.ranks):
                 raise ConfigurationError(
-                    f"what was left to be sent of module {name} cannot be cut anew for {new.ranks} ranks: its "
-                    "parameters are others than in the checkpoint, are cut along another dimension than the first, or "
-                    "did not all have gradients. Go on with as many ranks and nodes as before, or without a state on "
-                    "all ranks: what was left to be sent is lost then"
+                    f"the residual of module {name} cannot be cut to {new.ranks} ranks: its parameters differ from "
+                    "those in the checkpoint, are sharded along another dimension than the first, or did not all have "
+                    "gradients. Continue with the same number of ranks and nodes as before, or load no state on any "
+                    "rank: then the residuals are lost"
                 )
             residuals.setdefault(name, torch.zeros(len(new.owners), length_of(layout, new.ranks)))
             for new_cut, old_cut in _overlaps(layout, old, new):

@@ -38,7 +38,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         if not (lr >= 0 and eps > 0 and initial_accumulator_value >= 0):
             raise ConfigurationError(
                 f"RowWiseAdagrad: lr={lr}, eps={eps}, initial_accumulator_value={initial_accumulator_value} is not "
-                "possible; give an eps above 0, and the others 0 or more"
+                "allowed; give an eps above 0, and give the others 0 or more"
             )
         options = {"lr": lr, "eps": eps, "initial_accumulator_value": initial_accumulator_value}
         super().__init__(params, options)
@@ -51,7 +51,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
             if table.ndim != 2:
                 raise ConfigurationError(
                     f"RowWiseAdagrad was given a parameter of the shape {tuple(table.shape)}; give it weights of "
-                    "embeddings (rows, columns), and other parameters an optimizer of their own"
+                    "embeddings (rows, columns), and use another optimizer for other parameters"
                 )
             start, dtype = group["initial_accumulator_value"], _dtype(table)
             self.state[table]["sum"] = torch.full((len(table),), start, dtype=dtype, device=table.device)

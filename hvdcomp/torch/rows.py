@@ -24,7 +24,7 @@ _ON_HOST = torch.empty(0)
 
 
 class RowExchange:
-    """Replaces the gradients of embedding tables by their mean over all ranks, row by row.
+    """Averages the gradients of embedding tables over all ranks, row by row.
 
         rows = hvdcomp.torch.RowExchange(model)  # on every rank, before DistributedDataParallel, which then
         model = DistributedDataParallel(model)   # leaves these tables alone
@@ -32,37 +32,39 @@ class RowExchange:
         rows.exchange()
         optimizer.step()
 
-    Sums are in rank order, in float32 or the table's wider type, so that all ranks get the same bits. An inf or NaN is
-    added like other numbers, and reaches all ranks.
+    Rows are added in the order of the ranks, in float32 or the table's wider type, so all ranks get the same bits. An
+    inf or NaN is added like other numbers, and reaches all ranks.
 
     A sparse gradient (`nn.Embedding(sparse=True)`) stays sparse, with the rows of all ranks. All-zero rows of a dense
     gradient are not sent.
 
     Args:
         model: the model with the tables, not yet wrapped.
-        tables: names of weights of `nn.Embedding` or `nn.EmbeddingBag`, (rows, columns) each; or "all" for all of them,
-            but for weights that another kind of module shares, whose gradients have no zero rows. Default: those with
-            sparse=True.
-        wire_dtype: element type in which rows and means are sent: torch.bfloat16 or torch.float16; or torch.int8, with
-            the largest magnitude of each row, where an element's error is at most 1/254 of it, and that of a mean
-            again. Rounding errors are not kept. Default: the table's own.
-        ratio: share, above 0, of a gradient's rows that a rank sends, rounded up: those of largest norm. The others are
-            kept in float32 and added to its next gradients (error feedback, as of `TopK`), in up to as many numbers as
-            the table has. Not for a training with a `torch.amp.GradScaler`: what is kept has the scale of its step, and
-            what was sent in a step that the scaler leaves out is lost. Default: all rows.
-        communicator: the communicator of the ranks. Default: all ranks of torch.distributed, or if that was not
-            started, of Horovod.
+        tables: names of weights of `nn.Embedding` or `nn.EmbeddingBag`, (rows, columns) each. Give "all" for all of
+            them, except weights that another kind of module shares, because gradients of these weights have no zero
+            rows. Default: all tables with sparse=True.
+        wire_dtype: element type in which rows and means are sent: torch.bfloat16, torch.float16 or torch.int8. With
+            torch.int8, the largest magnitude of each row is sent too; the error of an element is at most 1/254 of this
+            magnitude, and the mean is rounded in the same way once more. Rounding errors are not kept. Default: the
+            table's own type.
+        ratio: share, above 0, of a gradient's rows that a rank sends, rounded up. The rank sends the rows with the
+            largest norm. It keeps the other rows in float32, and adds them to its next gradients (error feedback, as
+            with `TopK`). They can take as much memory as the table in float32. Do not use it with a
+            `torch.amp.GradScaler`: the kept rows have the scale of their step, and rows that were sent in a step that
+            the scaler skips are lost. Default: all rows.
+        communicator: the communicator of the ranks. Default: all ranks of torch.distributed, or all ranks of Horovod if
+            torch.distributed was not started.
 
     Attributes:
         tables: the modules, by the names of their weights.
         ranks: the communicator.
         means: the exchange of rows' means.
         ahead: the latest `LookAhead` of these tables; None without.
-        ledger: bytes of each step, as in `Compression.ledger`, without times. Dense bytes are those of whole tables.
+        ledger: bytes of each step, as in `Compression.ledger`, without times. Dense bytes count whole tables.
 
     Raises:
-        ConfigurationError: on every rank, for names that are no tables, and tables that are sharded or have max_norm;
-            or if no ranks were started.
+        ConfigurationError: on every rank, for names that are not tables, and for tables that are sharded or have
+            max_norm; or if no ranks were started.
         RankMismatchError: on every rank, if settings differ, or in the first exchange, if the tables' weights differ.
     """
 
@@ -80,7 +82,9 @@ class RowExchange:
         with refused_on_every_rank(self.ranks, _ON_HOST):
             wire = wire_name(wire_dtype)
             if ratio is not None and not 0 < ratio <= 1:
-                raise ConfigurationError(f"RowExchange: ratio={ratio!r} is not possible; give it a share from 0 to 1")
+                raise ConfigurationError(
+                    f"RowExchange: ratio={ratio!r} is not allowed; give a number above 0 and at most 1"
+                )
             self.tables: dict[str, Any] = tables_of(model, tables, "RowExchange")
         weights = {name: table.weight for name, table in self.tables.items()}
         shapes = {name: EmbeddingTable(name_of(weight.dtype), *weight.shape) for name, weight in weights.items()}
@@ -96,8 +100,9 @@ class RowExchange:
     @not_compiled
     @torch.no_grad()
     def exchange(self) -> None:
-        """Exchanges the gradients; to be called on every rank in each step, after the backward passes, and before
-        clipping, a scaler's `unscale_` and the optimizer's step. Tables without a gradient on any rank are left out."""
+        """Exchanges the gradients. Call it on every rank in each step, after the backward passes, and before you clip
+        gradients or call a scaler's `unscale_` or the optimizer's step. A table is skipped if no rank has a gradient of
+        it."""
         refuse_capture()
         tables = list(self.tables.values())
         self.compare_weights()
@@ -126,18 +131,19 @@ class RowExchange:
         return Rows(ids[sent], values[sent].to(rows.values.dtype))
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows that this rank has kept, with `ratio`: each rank has a state of its own."""
+        """The rows that this rank has kept, with `ratio`. Each rank has its own state."""
         return {name: rows._asdict() for name, rows in self._kept.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state_dict` of the same rank.
+        """Continues from a `state_dict` of the same rank.
 
         Raises:
             ConfigurationError: if it is of other tables.
         """
         if unknown := state.keys() - self.tables.keys():
             raise ConfigurationError(
-                f"RowExchange was given a state of {', '.join(sorted(unknown))}; it serves {', '.join(self.tables)}"
+                f"RowExchange was given a state of {', '.join(sorted(unknown))}, but it exchanges "
+                f"{', '.join(self.tables)}"
             )
         device = {name: table.weight.device for name, table in self.tables.items()}
         self._kept = {
@@ -151,7 +157,7 @@ class RowExchange:
         weights = {name: table.weight for name, table in self.tables.items()}
         sums = zip(weights, checksums_of(weights, list(weights)), strict=True)
         facts = {f"{WEIGHTS}{name}": f"{number:x}" for name, number in sums}
-        remedy = "the same random seed, or the same checkpoint, on every rank"
+        remedy = "use the same random seed, or load the same checkpoint, on every rank"
         require_agreement(self.ranks, facts, _ON_HOST, remedy)
 
 
@@ -159,8 +165,8 @@ def tables_of(model: Any, names: Iterable[str] | None, user: str) -> dict[str, A
     """The modules of the tables, by the names of their weights; `user` is named in errors."""
     if isinstance(model, DistributedDataParallel):
         raise ConfigurationError(
-            f"{user} was given a model in DistributedDataParallel, which exchanges its tables already; give it the "
-            "model before"
+            f"{user} was given a model in DistributedDataParallel, which exchanges its tables already; give {user} the "
+            "model before you put it in DistributedDataParallel"
         )
     embeddings = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, EMBEDDINGS)}
     if names is None:
@@ -172,16 +178,20 @@ def tables_of(model: Any, names: Iterable[str] | None, user: str) -> dict[str, A
     table_names = list(names)
     missing = [name for name in table_names if name not in embeddings]
     if missing or not table_names:
-        given = f"{', '.join(missing)}, which is no weight of an embedding" if missing else "no table with sparse=True"
-        raise ConfigurationError(f"{user} was given {given}; the model has {', '.join(embeddings) or 'none'}")
+        given = "no table with sparse=True"
+        if missing:
+            given = f"{', '.join(missing)}, which is not the weight of an embedding"
+        raise ConfigurationError(
+            f"{user} was given {given}; the weights of embeddings in this model are: {', '.join(embeddings) or 'none'}"
+        )
     for name in table_names:
         if embeddings[name].max_norm is not None:
             raise ConfigurationError(
-                f"{name} has max_norm={embeddings[name].max_norm}, by which each rank scales the rows that it looks "
-                "up, so that weights would differ between the ranks; leave max_norm out"
+                f"{name} has max_norm={embeddings[name].max_norm}, so each rank scales the rows that it looks up, and "
+                "the ranks' weights would become different; leave max_norm out"
             )
         if hasattr(embeddings[name].weight, "device_mesh"):
-            raise ConfigurationError(f"{name} is sharded, and {user} serves tables that each rank has in whole")
+            raise ConfigurationError(f"{name} is sharded, but {user} needs tables that are whole on each rank")
     of_weight = {id(embeddings[name].weight): name for name in reversed(table_names)}  # tables may share one
     return {name: embeddings[name] for name in table_names if of_weight[id(embeddings[name].weight)] == name}
 

@@ -19,23 +19,34 @@ def modules_of(model: torch.nn.Module) -> dict[str, FSDPModule]:
     return {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
 
 
-def parameter_group(module: FSDPModule) -> Any:
-    """FSDP's own record of the parameters that a module gathers and reduces together; None if it has none.
+def parameter_groups(module: FSDPModule) -> list[Any]:
+    """FSDP's own records of the parameters that a module gathers and reduces together; several if its parameters are
+    sharded over several meshes.
 
     No public name leads to the factor of `set_gradient_divide_factor`, nor to the modules of one `fully_shard`.
     """
     state: Any = module._get_fsdp_state()
-    # Older versions have one group at most. Modules with several are refused (`several_meshes_error`).
-    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    return groups[0] if groups else None
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # older versions have one at most
+
+
+def all_parameter_groups(model: torch.nn.Module) -> dict[str, list[Any]]:
+    """The `parameter_groups` of a model, each once, by the name of the first of its modules."""
+    seen: set[int] = set()
+    found: dict[str, list[Any]] = {}
+    for name, module in modules_of(model).items():
+        found[name] = [group for group in parameter_groups(module) if id(group) not in seen]
+        seen.update(map(id, found[name]))
+    return found
 
 
 def check_divide_factors(model: torch.nn.Module) -> None:
     """Raises ConfigurationError if this PyTorch does not let us read the factors of `set_gradient_divide_factor`."""
-    groups = [group for module in modules_of(model).values() if (group := parameter_group(module)) is not None]
-    if not all(hasattr(group, "gradient_divide_factor") for group in groups):
+    groups = all_parameter_groups(model).values()
+    if not all(hasattr(group, "gradient_divide_factor") for of_module in groups for group in of_module):
         raise ConfigurationError(
-            f"PyTorch {torch.__version__} does not tell hvdcomp by what FSDP divides gradients "
+            f"PyTorch {torch.__version__} does not tell hvdcomp the number by which FSDP divides gradients "
             "(set_gradient_divide_factor); install PyTorch 2.13 or later"
         )
 
@@ -43,12 +54,12 @@ def check_divide_factors(model: torch.nn.Module) -> None:
 def check_settings(setup: Setup) -> None:
     """Raises ConfigurationError for settings that do not work with FSDP."""
     if setup.process_set is not None:
-        raise ConfigurationError("process_set is for Horovod; hvdcomp.fsdp.register takes a mesh")
+        raise ConfigurationError("process_set works only with Horovod; give hvdcomp.fsdp.register a mesh instead")
     if isinstance(setup.optimizer, CompressedAdam):
         raise ConfigurationError(
-            "CompressedAdam does not work with FSDP, with local steps or without: hvdcomp exchanges gradients of "
-            "shards there, and neither momenta nor weights. Use torch.optim.AdamW with a compressor that does no harm "
-            "to it, such as hvdcomp.Int4(), or DistributedDataParallel for a model that fits on one device"
+            "CompressedAdam does not work with FSDP, with or without local steps, because hvdcomp exchanges only "
+            "gradients of shards there, not momenta or weights. Use torch.optim.AdamW with a compressor that works "
+            "well with it, such as hvdcomp.Int4(), or use DistributedDataParallel if the model fits on one device"
         )
 
 
@@ -56,39 +67,23 @@ def check_sharding(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> dict
     """The trained parameters, all sharded, by name.
 
     Raises:
-        ConfigurationError: if a parameter is not sharded, is sharded over several mesh dimensions, or over other ranks
-            than another parameter.
+        ConfigurationError: if a parameter is not sharded, or has no weights yet.
     """
     sharded: dict[str, DTensor] = {}
-    ranks: dict[str, list[int]] = {}
     for name, parameter in parameters:
         if not parameter.requires_grad:
             continue
         if not isinstance(parameter, DTensor):
             raise ConfigurationError(
-                f"parameter {name} is trained and not sharded, so that nothing averages its gradients; leave it out of "
+                f"parameter {name} is trained but not sharded, so nothing averages its gradients; leave it out of "
                 "ignored_params of fully_shard, call fully_shard on the whole model first, or freeze it"
             )
-        mesh, placements = parameter.device_mesh, parameter.placements
-        if mesh.ndim != 1:
-            replicated = placements[0].is_replicate()
-            cause = (
-                "between whose replicas FSDP exchanges gradients itself. Give fully_shard only the dimension of the "
-                "shards, mesh=mesh['shard'], and hvdcomp.fsdp.register that of the replicas, mesh['replicate']"
-                if replicated
-                else "as with tensor parallelism. What all of its ranks have whole would drift apart, because each "
-                "compresses it, and leaves out steps, together with parts of its own. Train without hvdcomp, or "
-                "without tensor parallelism: fully_shard takes its ranks too"
+        if parameter.is_meta:
+            raise ConfigurationError(
+                f"parameter {name} is on the meta device; call hvdcomp.fsdp.register when the model has its weights, "
+                "after model.to_empty(device=...) and what sets them"
             )
-            raise ConfigurationError(f"parameter {name} is sharded over a mesh of {mesh.ndim} dimensions, {cause}")
         sharded[name] = parameter
-        ranks[name] = mesh.mesh.tolist()
-    first = next(iter(ranks), "")
-    if other_name := next((name for name, members in ranks.items() if members != ranks[first]), None):
-        raise ConfigurationError(
-            f"parameter {other_name} is sharded over the ranks {ranks[other_name]}, and {first} over {ranks[first]}; "
-            "give fully_shard the same mesh for all parameters"
-        )
     return sharded
 
 
@@ -102,11 +97,3 @@ def before_forward_passes(model: torch.nn.Module, forget: Callable[[], None]) ->
             forget()
 
     model.register_forward_pre_hook(begin, prepend=True)  # before FSDP's own, which gathers weights
-
-
-def several_meshes_error(error: ValueError) -> ConfigurationError:
-    """The error for FSDP's refusal of a hook, which is the same on every rank."""
-    return ConfigurationError(
-        f"FSDP takes no hook for a module whose parameters are sharded over several meshes: {error} Leave meshes out "
-        "of what shard_placement_fn returns, or call fully_shard on modules that have one mesh each"
-    )

@@ -172,8 +172,8 @@ class ShardedExchange:
             for array in state["state"].get(number, {}).values():
                 if isinstance(array, torch.Tensor) and array.ndim and len(array) != len(weight):
                     raise ConfigurationError(
-                        f"the optimizer has {len(weight)} rows on rank {self._rank} of {self._size}, and the state "
-                        f"{len(array)}; for another number of ranks make one by ShardedTables.resharded"
+                        f"the optimizer has {len(weight)} rows on rank {self._rank} of {self._size}, but the state has "
+                        f"{len(array)}; to change the number of ranks, make a new state with ShardedTables.resharded"
                     )
 
     def _ids(self, keys: torch.Tensor) -> list[torch.Tensor]:

@@ -24,31 +24,31 @@ Fill = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 class ShardedTables:
-    """Lets each rank keep only the rows of embedding tables that it owns, which are those whose id modulo the number of
-    ranks is its rank. `LookAhead` trains them, and fetches the rows that coming batches look up.
+    """Shards embedding tables by rows: each rank keeps only the rows whose id modulo the number of ranks is its rank.
+    `LookAhead` trains the rows, and fetches the rows that coming batches look up.
 
         rows = hvdcomp.torch.ShardedTables(model)  # on every rank, before DistributedDataParallel and the optimizer
         optimizer = hvdcomp.torch.RowWiseAdagrad([table.weight for table in rows.tables.values()], lr=0.05)
         ahead = hvdcomp.torch.LookAhead(loader, rows, optimizer, lambda batch: {"items.weight": batch[0]})
 
-    Each table's weight becomes the owned rows, in the order of their ids, and so do its entries in a `state_dict` of
-    the model and the optimizer: each rank has its own. In evaluation mode a lookup fetches rows from their owners, so
-    every rank makes it; in training mode it is for the batch that a LookAhead gave.
+    Each table's weight then contains only the rows that this rank owns, in the order of their ids. The same is true for
+    `state_dict` of the model and the optimizer, so each rank has its own. In evaluation mode a lookup fetches rows from
+    their owners, so make each lookup on every rank. In training mode, look up only the batch that LookAhead gave.
 
     Args:
         model: the model with the tables, not yet wrapped.
         tables: names of weights of `nn.Embedding` or `nn.EmbeddingBag` with sparse=True; by default all of them.
-        fill: function from a weight's name and ids (n,) to rows (n, columns), for tables made with device="meta", which
-            no rank has in whole.
+        fill: function that takes a weight's name and ids (n,), and returns the rows (n, columns). It is for tables made
+            with device="meta", which no rank has whole.
         communicator: as of `RowExchange`.
 
     Attributes:
-        tables, ranks, ahead, ledger: as of `RowExchange`. Bytes include those of rows that were fetched.
+        tables, ranks, ahead, ledger: as in `RowExchange`. Bytes include the rows that were fetched.
         means: the exchange of rows' means.
 
     Raises:
-        ConfigurationError: on every rank, for names that are no tables, and for tables that are not sparse, on a
-            device, in use by another kind of layer, or have max_norm; or if no ranks were started.
+        ConfigurationError: on every rank, for names that are not tables, and for tables that are not sparse, are on a
+            device, are used by another kind of layer, or have max_norm; or if no ranks were started.
         RankMismatchError: on every rank, if settings differ.
     """
 
@@ -182,8 +182,8 @@ class ShardedTables:
         rows = fill(name, ids)
         if rows.shape != (len(ids), table.weight.shape[1]):
             raise ConfigurationError(
-                f"ShardedTables: `fill` gave rows of the shape {tuple(rows.shape)} for {name}; give it one of "
-                f"{(len(ids), table.weight.shape[1])} for so many ids"
+                f"ShardedTables: `fill` returned rows of the shape {tuple(rows.shape)} for {name}; for these ids it "
+                f"must return the shape {(len(ids), table.weight.shape[1])}"
             )
         return torch.nn.Parameter(rows.detach().to("cpu", table.weight.dtype, copy=True))
 
@@ -208,8 +208,9 @@ class ShardedTables:
         def check(_: Any, state: Any, prefix: str, *__: Any) -> None:
             if len(state.get(f"{prefix}weight", part)) != len(part):
                 raise ConfigurationError(
-                    f"{name} has {len(part)} rows on rank {self.ranks.rank} of {self.ranks.world_size}, and the state "
-                    f"{len(state[f'{prefix}weight'])}; for another number of ranks make one by ShardedTables.resharded"
+                    f"{name} has {len(part)} rows on rank {self.ranks.rank} of {self.ranks.world_size}, but the state "
+                    f"has {len(state[f'{prefix}weight'])}; to change the number of ranks, make a new state with "
+                    "ShardedTables.resharded"
                 )
 
         module.register_forward_pre_hook(before, with_kwargs=True)
@@ -220,8 +221,8 @@ class ShardedTables:
         """The places of ids in the rows of the present batch."""
         if name not in self._present:
             raise ConfigurationError(
-                f"a lookup in {name}, which is sharded, belongs to no batch of a LookAhead; make it after a batch came "
-                "and before step(), or call model.eval() on every rank"
+                f"{name} is sharded, and was looked up outside of the batches of a LookAhead; look it up after "
+                "LookAhead has given a batch and before step(), or call model.eval() on every rank"
             )
         known, rows = self._present[name]
         places = torch.searchsorted(known, ids.long().contiguous())
@@ -239,7 +240,7 @@ class ShardedTables:
         last = self.tables[name].num_embeddings - 1
         refused = None
         if len(unique) and not 0 <= int(unique[0]) <= int(unique[-1]) <= last:
-            refused = f"row {int(unique[0])} to {int(unique[-1])} of {name}, which has 0 to {last}"
+            refused = f"rows from {int(unique[0])} to {int(unique[-1])} of {name}, which has only rows 0 to {last}"
         read = ReadBatch(self.ranks, None, unique, refused, f"hvdcomp.lookup.ids.{name}")
         wanted = [[asked] for asked in read.by_rank()]
         owned = [[self.tables[name].weight.detach()]]
@@ -255,11 +256,15 @@ def _check(model: torch.nn.Module, name: str, table: Any, fill: Fill | None) -> 
     weight = table.weight
     if not table.sparse or weight.device.type not in ("cpu", "meta"):
         raise ConfigurationError(
-            f"ShardedTables serves tables with sparse=True in the host's memory, and {name} has "
-            f"sparse={table.sparse} on {weight.device}; leave it out of `tables`"
+            f"ShardedTables needs tables with sparse=True in the host's memory, but {name} has sparse={table.sparse} "
+            f"and is on {weight.device}; leave it out of `tables`"
         )
     if weight.is_meta and fill is None:
-        raise ConfigurationError(f"{name} is on the meta device and has no rows; give ShardedTables `fill` for them")
+        raise ConfigurationError(
+            f"{name} is on the meta device, so it has no rows; give ShardedTables a function `fill` that makes them"
+        )
     others = [module for module in model.modules() if not isinstance(module, EMBEDDINGS)]
     if any(own is weight for module in others for own in module.parameters(recurse=False)):
-        raise ConfigurationError(f"{name} is also the weight of another layer, which needs it whole; leave it out")
+        raise ConfigurationError(
+            f"{name} is also the weight of another layer, which needs the whole table; leave it out of `tables`"
+        )

@@ -31,7 +31,7 @@ class SimulatedBinding(TorchTraining):
     """
 
     overlaps_with_policy = True
-    broadcast = "the same seed on every rank"
+    broadcast = "use the same seed on every rank"
     optimizer_from = "the optimizer that makes the steps"
     averaged_by = "a simulation"
     absence = WITHOUT_HOROVOD

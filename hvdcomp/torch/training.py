@@ -21,8 +21,8 @@ from hvdcomp.torch.parameters import with_plain_names
 
 # `Training.absence` under torch.distributed, which matches collectives by their order only.
 WITHOUT_HOROVOD = (
-    "the others were in another collective of theirs. Give every rank the same number of batches, and let all of them "
-    "start their own collectives at the same places."
+    "the other ranks were in another collective. Give every rank the same number of batches, and start your own "
+    "collectives at the same places on all ranks."
 )
 
 
@@ -33,10 +33,10 @@ def refuse_capture() -> None:
     """
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise ConfigurationError(
-            "hvdcomp exchanges nothing while a CUDA graph is captured, which would repeat one step with its "
-            "random numbers and its places of residuals; capture the model by torch.cuda.make_graphed_callables "
-            "before DistributedDataParallel or hvd.DistributedOptimizer gets it, and leave backward() and "
-            "optimizer.step() outside of torch.cuda.graph"
+            "hvdcomp does not exchange gradients while a CUDA graph is captured, because the graph would repeat one "
+            "step, with the same random numbers and the same places of residuals. Capture the model with "
+            "torch.cuda.make_graphed_callables before DistributedDataParallel or hvd.DistributedOptimizer gets it, and "
+            "leave backward() and optimizer.step() outside of torch.cuda.graph"
         )
 
 
@@ -49,6 +49,7 @@ class TorchTraining(Binding):
         communicator: the communicator of the ranks that exchange.
         optimizer: the optimizer of these parameters; None if unknown.
         names: as in `Binding`.
+        shared: names of the parameters that are `TensorInfo.is_shared`.
 
     Class attributes:
         optimizer_from: code that makes the optimizer known, for messages.
@@ -66,6 +67,7 @@ class TorchTraining(Binding):
         communicator: Ranks,
         optimizer: Any,
         names: Collection[str] = (),
+        shared: Collection[str] = (),
     ) -> None:
         self._parameters = {
             name: parameter  # quantized weights, which never have a gradient, are not exchanged
@@ -80,7 +82,7 @@ class TorchTraining(Binding):
             if optimizer.local_steps > 1:
                 self._require_local_steps(setup, optimizer)
         self.early_bytes = early_bytes(self.early_bytes, self._parameters.values())
-        tensors = [_describe(name, parameter) for name, parameter in self._parameters.items()]
+        tensors = [_describe(name, parameter, name in shared) for name, parameter in self._parameters.items()]
         super().__init__(setup, tensors, communicator, torch.empty(0), names)
         self.learning_rates()  # refuses a policy that follows those of an unknown optimizer
 
@@ -90,20 +92,20 @@ class TorchTraining(Binding):
         stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         if others := [name for name, parameter in self._parameters.items() if parameter not in stepped]:
             raise ConfigurationError(
-                f"CompressedAdam: local_steps={local_steps} leaves out the exchange of most steps, and would so for "
-                f"{', '.join(others[:3])} too, which this optimizer does not step: the ranks' weights would drift "
-                "apart. Give it all parameters that the model trains, or leave out local_steps"
+                f"CompressedAdam: local_steps={local_steps} skips the exchange in most steps, also the exchange of "
+                f"{', '.join(others[:3])}, which this optimizer does not train, so the ranks' weights would become "
+                "different. Give it all parameters that the model trains, or leave out local_steps"
             )
         if self.summed:
             raise ConfigurationError(
-                f"CompressedAdam: local_steps={local_steps} does not go with op=hvd.Sum, since a rank that steps alone "
-                "has no sum; use op=hvd.Average"
+                f"CompressedAdam: local_steps={local_steps} does not work with op=hvd.Sum, because a rank that steps "
+                "alone has no sum; use op=hvd.Average"
             )
         if setup.grad_scaler is not None and setup.grad_scaler.is_enabled():
             raise ConfigurationError(
-                f"CompressedAdam: local_steps={local_steps} does not go with a torch.amp.GradScaler, since a rank "
-                "whose gradients overflow would skip a step by itself, and exchange when the others do not; train in "
-                "bfloat16, which needs no scaler, or leave out local_steps"
+                f"CompressedAdam: local_steps={local_steps} does not work with a torch.amp.GradScaler: a rank whose "
+                "gradients overflow would skip a step alone, and then exchange at other times than the other ranks. "
+                "Train in bfloat16, which needs no scaler, or leave out local_steps"
             )
 
     def run_engine(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -143,8 +145,8 @@ class TorchTraining(Binding):
     def compress(self, tensor: torch.Tensor) -> Any:
         """Raises ConfigurationError: Horovod must not hand over gradients that another object averages."""
         raise ConfigurationError(
-            f"this hvdcomp.Compression serves a model in {self.averaged_by}, which averages its gradients; use the "
-            "optimizer as it is, without hvd.DistributedOptimizer"
+            f"this hvdcomp.Compression is used by a model in {self.averaged_by}, which averages its gradients already; "
+            "use the optimizer without hvd.DistributedOptimizer"
         )
 
     # Methods of `Training`.
@@ -228,12 +230,13 @@ class TorchTraining(Binding):
         return self._optimizer
 
 
-def _describe(name: str, parameter: torch.nn.Parameter) -> TensorInfo:
+def _describe(name: str, parameter: torch.nn.Parameter, is_shared: bool) -> TensorInfo:
     if not parameter.dtype.is_floating_point:
         raise ConfigurationError(
-            f"parameter {name!r} has type {parameter.dtype}; gradient compression takes floating-point parameters"
+            f"parameter {name!r} has type {parameter.dtype}, but gradient compression needs floating-point parameters"
         )
-    return TensorInfo(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return TensorInfo(name, tuple(parameter.shape), dtype, is_shared=is_shared)
 
 
 def checksums_of(tensors: Mapping[str, torch.Tensor], names: Sequence[str]) -> list[int]:

@@ -274,17 +274,17 @@ def test_calibrations_that_will_not_do(file: Path, tmp_path: Path) -> None:
     refused(r"no encode time of 'powersgd:rank=3' .* powersgd:rank=2, topk:ratio=0\.01", spec="powersgd:rank=3")
     refused("no encode time of 'bf16'", spec="bf16")
     refused("no encode time of 'natural'", others=["topk:ratio=0.01", "natural"])
-    refused("of nodes with several ranks", spec="two_level(topk:ratio=0.01)")
-    refused("of nodes with several ranks", others=["two_level(topk:ratio=0.01)"])
-    refused(r"is of another model: this training has 1 tensors of 2,000 elements.* mine \(4 tensors of 1,301,480",
+    refused("needs the number of ranks on each node", spec="two_level(topk:ratio=0.01)")
+    refused("needs the number of ranks on each node", others=["two_level(topk:ratio=0.01)"])
+    refused(r"another model: this training has 1 tensors with 2,000 elements.* mine \(4 tensors with 1,301,480",
             shapes={"w": (2, 1000)})  # fmt: skip
     refused("another model", dtype="float64")
-    refused("has no model 'yours'; it has: mine", model="yours")
+    refused("has no model 'yours'; its models are: mine", model="yours")
     two = calibration()
     two["models"]["twin"] = two["models"]["mine"]
     del two["models"]["mine"]["batch_size"]
     file.write_text(json.dumps(two))
-    refused("more than one model of these tensors; name one of them: model=mine or model=twin")
+    refused("several models with the tensors of this training; name one of them: model=mine or model=twin")
     assert candidates(file, ranks=1, model="twin").candidates
     refused("which batch size", model="twin", batch=4)
     file.write_text("{")

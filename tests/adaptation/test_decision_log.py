@@ -180,7 +180,7 @@ def test_numbers_of_numpy() -> None:
     numbers = [np.int32(3), np.float64("nan"), np.float32("inf")]
     held = to_json({np.float64(0.5): np.float32(0.25), np.int64(2): numbers})
     assert exact(held) == exact({"0.5": 0.25, "2": [3, "NaN", "Infinity"]})
-    with pytest.raises(TypeError, match=r"cannot hold.* a set"):
+    with pytest.raises(TypeError, match=r"cannot store.* of type set"):
         to_json({"norms": {1.0}})
 
 
@@ -239,7 +239,7 @@ _TABLE = '{"errors": {"a": {"x": 0.5}}, "sent": {}, "own": {}, "other_bytes": 0,
 @pytest.mark.parametrize(
     ("line", "change", "said"),
     [
-        (1, _change(1, '"start"', '"begin"'), '"kind" is "start" or "decision"'),
+        (1, _change(1, '"start"', '"begin"'), 'its "kind" is neither "start" nor "decision"'),
         (1, _change(1, '{"kind"', '["kind"'), "Expecting|delimiter"),
         (1, _change(1, '"ranks":2', '"ranks":"2"'), "ranks: '2' must be a whole number"),
         (1, _change(1, '"ranks":2', '"ranks":true'), "ranks: True must be a whole number"),
@@ -255,10 +255,10 @@ _TABLE = '{"errors": {"a": {"x": 0.5}}, "sent": {}, "own": {}, "other_bytes": 0,
         (2, lambda lines: lines.insert(1, "\n"), "Expecting value"),
         (2, lambda lines: lines.insert(1, "17\n"), "not a line of a decision log"),
         (3, lambda lines: lines.append(lines[1][:40] + "\n"), "Expecting|Unterminated|Invalid control"),
-        (2, _change(2, '"norms"', '"learning_rates": {"now": [1], "next": []}, "norms"'), "of the same groups"),
+        (2, _change(2, '"norms"', '"learning_rates": {"now": [1], "next": []}, "norms"'), "the same number of groups"),
         (2, _change(2, '"norms"', f'"level_table": {_TABLE}, "norms"'), "errors.a.x: expected a number"),
-        (1, lambda lines: lines.pop(0), "a decision log begins with a start line"),
-        (1, _change(1, '"format":2', '"format":3'), f"format 3 is not known here; .* {version('hvdcomp')} or later"),
+        (1, lambda lines: lines.pop(0), "does not begin with a start line"),
+        (1, _change(1, '"format":2', '"format":3'), f"does not know format 3; .* {version('hvdcomp')} or later"),
         (1, _change(1, '{"by_tensor":[4,null]}', '{"by_tensor":[4]}'), "does not fit the lines before it: ValueError"),
         (2, _change(2, '{"0":1}', '{"2":1}'), "does not fit the lines before it: KeyError"),
         (2, _change(2, '{"changed":{"levels"', '{"changed":{"lovels"'), "does not fit the lines before it: KeyError"),
@@ -359,7 +359,7 @@ except ConfigurationError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=60)
-    assert done.stdout == f"the decision log {path} cannot be written: File too large; name another file\n"
+    assert done.stdout == f"the decision log {path} cannot be written: File too large; give another file\n"
     assert done.stderr == "", "nothing more from closing the file"
 
 

@@ -243,7 +243,7 @@ def test_what_stands_between_two_files_is_missed(tmp_path: Path) -> None:
     changed.write_bytes(before[:-30])  # its last line alone is lost
     assert sum(1 for _ in read_decisions(path)) == 40 + len(put_aside_before(path))
     changed.unlink()
-    with pytest.raises(DecisionLogError, match=r"decisions\.1\.jsonl and decisions\.3\.jsonl are there, but none"):
+    with pytest.raises(DecisionLogError, match=r"between decisions\.1\.jsonl and decisions\.3\.jsonl is missing"):
         replay(path)
 
 
@@ -285,7 +285,7 @@ def test_a_run_goes_on_from_a_checkpoint_before_files_were_put_aside(tmp_path: P
 def test_an_output_that_holds_files_of_a_log_is_not_overwritten_unasked(tmp_path: Path) -> None:
     drive(tmp_path / "decisions.jsonl", policy_of("gravac"), 30, 1, file_bytes=1500)
     (tmp_path / "decisions.jsonl").unlink()
-    with pytest.raises(SetupError, match=r"holds a run already \(decisions.1.jsonl\)"):
+    with pytest.raises(SetupError, match=r"already contains a run \(decisions.1.jsonl\)"):
         check_output(tmp_path, overwrite=False)
     RunWriter(tmp_path, tensorboard=False)
     assert list(tmp_path.glob("decisions*")) == []
@@ -297,16 +297,16 @@ def test_a_checkpoint_whose_place_in_the_log_was_removed_since_is_refused(tmp_pa
     state = drive(path, policy, 3, 1, file_bytes=1500, files=2)
     sizes = writer.sizes()
     drive(path, policy, 60, 2, state, first=3, file_bytes=1500, files=2)
-    with pytest.raises(SetupError, match=r"decisions\.jsonl is not that of the run"):
+    with pytest.raises(SetupError, match=r"decisions\.jsonl does not belong to the run"):
         check_output(tmp_path, False, sizes)
 
 
 @pytest.mark.parametrize(
     ("limits", "said"),
     [
-        ({"decision_log_bytes": 0}, "decision_log_bytes=0 is not possible; give a whole number from 1 on"),
-        ({"decision_log_bytes": 1e6}, "decision_log_bytes=1000000.0 is not possible"),
-        ({"decision_log_files": 1}, "decision_log_files=1 is not possible; give a whole number from 2 on"),
+        ({"decision_log_bytes": 0}, "decision_log_bytes=0 is not allowed; give a whole number of at least 1"),
+        ({"decision_log_bytes": 1e6}, "decision_log_bytes=1000000.0 is not allowed"),
+        ({"decision_log_files": 1}, "decision_log_files=1 is not allowed; give a whole number of at least 2"),
     ],
 )
 def test_limits_that_cannot_be(limits: dict[str, Any], said: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -69,6 +70,17 @@ def test_levelled_tensors_are_those_that_are_large_enough() -> None:
     assert levelled_tensors(engine_of(TopK(0.1), min_numel=12801)) == ("conv",)
     assert levelled_tensors(engine_of(TopK(0.1), min_numel=12800)) == NAMES
     assert levelled_tensors(engine_of(TopK(0.1), min_ndim=3)) == ("conv",)
+
+
+def test_tensors_that_other_groups_of_ranks_have_too_are_sent_dense_or_cast() -> None:
+    tensors = [dataclasses.replace(tensor, is_shared=tensor.name == "conv") for tensor in infos(SHAPES)]
+    for compressor, expected in ((TopK(0.1), NONE), (FP16(), FP16())):
+        engine = Engine(LoopbackCommunicator(), tensors, compressor, min_numel=0)
+        assert engine.plan["conv"] == expected
+        assert engine.plan["linear"] == compressor
+        assert levelled_tensors(engine) == ("linear", "small")
+        decided = Methods({"conv": "topk:ratio=0.5"}, others=None).plan(Plans(engine, NAMES))
+        assert decided["conv"] == NONE
 
 
 def test_levels_are_in_the_compressors_own_terms_and_none_is_its_own() -> None:

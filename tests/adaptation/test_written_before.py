@@ -41,18 +41,18 @@ STOPS = {
 }
 """By policy, the steps after which its checkpoint was written."""
 POLICIES = list(STOPS)
-NO_BETTER = "because it was never shown to do better than a fixed level that sends as many bytes"
+NO_BETTER = "because no measurement showed that it is better than a fixed level that sends the same number of bytes"
 REMOVED = {
     "accordion:auto,interval=1,largest=8,eta=0.9,every=2": (
-        f"the policy accordion:auto was taken out, {NO_BETTER}; take budget:factor=50"
+        f"the policy accordion:auto was removed, {NO_BETTER}; use budget:factor=50"
     ),
     "accordion_joint:low=0.5,high=0.1,batch_low=16,batch_high=32,steps=3,eta=0.9": (
-        f"the policy accordion_joint was taken out, {NO_BETTER}; take accordion for levels, or "
+        f"the policy accordion_joint was removed, {NO_BETTER}; use accordion for levels, or "
         "accordion_batch_size for the batch"
     ),
     "gravac:min=2,max=8,window=4,omega=0,epsilon=0.5,smoothing=0.3,lag=0": (
-        "lag=0 of gravac was taken out, because all ranks waited for a device in the middle of each step; take gravac "
-        "without lag, and every=1 for a decision after each step"
+        "lag=0 of gravac was removed, because it made all ranks wait for a device in the middle of each step; use "
+        "gravac without lag, and every=1 for a decision after each step"
     ),
 }
 """What that version wrote of policies that are no more, and what is said of them."""
@@ -189,7 +189,7 @@ def test_what_a_policy_that_is_no_more_wrote_is_refused_with_the_way_out(
     assert shown is not None
     assert shown.left_out == f"{shown.policy!r}: {REMOVED[spec]}"
     assert (shown.policy, shown.made) == (written[spec]["log"][0]["policy"], None)
-    with pytest.raises(ConfigurationError, match=f"policy that is no more: .*{said}"):
+    with pytest.raises(ConfigurationError, match=f"policy that hvdcomp no longer has: .*{said}"):
         drive("accordion:low=0.5,high=0.1,steps=3", None, 1, written[spec]["states"])
 
 

@@ -162,7 +162,7 @@ def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_without_pytorch_one_line_says_that_the_host_compresses(monkeypatch: pytest.MonkeyPatch) -> None:
     variables = _on_a_gpu(monkeypatch)
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.warns(UserWarning, match="copied to the host and compressed there: PyTorch is needed.*cannot be im"):
+    with pytest.warns(UserWarning, match="copied to the host and compressed there: .*PyTorch, which cannot be im"):
         assert device_of(variables, warns=True) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -172,13 +172,13 @@ def test_without_pytorch_one_line_says_that_the_host_compresses(monkeypatch: pyt
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_pytorch_that_finds_no_gpu_is_told_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.warns(UserWarning, match=r"PyTorch \S+ is needed to compress on the GPU, and finds no CUDA device"):
+    with pytest.warns(UserWarning, match=r"needs PyTorch for CUDA, but PyTorch \S+ finds no CUDA device"):
         assert device_of(_on_a_gpu(monkeypatch), warns=True) is None
 
 
 def test_so_is_that_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HVDCOMP_KERNELS", "off")
-    with cuda.serving_host(), pytest.warns(UserWarning, match="HVDCOMP_KERNELS=off is in the environment"):
+    with cuda.serving_host(), pytest.warns(UserWarning, match="HVDCOMP_KERNELS=off is set in the environment"):
         assert device_of([tf.Variable(tf.ones(3))], warns=True) is None
 
 

@@ -59,7 +59,7 @@ def messages(*ranks: dict[str, Any]) -> list[str]:
         ({"seed": 1}, "seed: 0 on rank 0, 1 on rank 1"),
         ({"rate": 0.2}, "learning rate: 0.1 on rank 0, 0.2 on rank 1"),
         ({"spec": "topk:ratio=0.2"}, "compressor: topk:ratio=0.1 on rank 0, topk:ratio=0.2 on rank 1"),
-        ({"value": 2.0}, "Before the first step give all ranks those of rank 0: copy the arrays of rank 0."),
+        ({"value": 2.0}, "Before the first step give all ranks the same weights: copy the arrays of rank 0."),
     ],
 )
 def test_what_differs_is_told_to_all_ranks_before_the_first_exchange(differs: dict[str, Any], named: str) -> None:
@@ -89,9 +89,9 @@ def test_a_log_that_rank_0_cannot_write_is_told_to_all(
     (tmp_path / "missing").write_text("a file where a folder should be")
     said = messages(*[options] * ranks)
     assert len(set(said)) == 1
-    assert f"{options['decision_log']} cannot be written: Not a directory; name another file" in said[0]
+    assert f"{options['decision_log']} cannot be written: Not a directory; give another file" in said[0]
     assert "the same model and arguments on every rank" not in said[0]
-    assert ("some ranks cannot take part. rank 0: the decision log" in said[0]) == (ranks == 2)
+    assert ("some ranks cannot take part in the training. rank 0: the decision log" in said[0]) == (ranks == 2)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,8 @@ def test_a_file_that_rank_0_cannot_use_is_named_when_the_object_is_made(
     ],
 )
 def test_a_pattern_that_matches_no_tensor_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(hvdcomp.SpecError, match=r"of 1 tensors none has a name that matches 'v\*' \(nearest are 'w'\)"):
+    said = r"none of the 1 tensors has a name that matches 'v\*' \(the nearest names are 'w'\)"
+    with pytest.raises(hvdcomp.SpecError, match=said):
         run_ranks(2, lambda communicator: bound(communicator, **options))
 
 
@@ -133,7 +134,7 @@ def test_a_training_that_does_not_follow_the_batch_is_refused_on_every_rank() ->
             for _ in range(10):
                 binding.average(gradients(communicator))
 
-        with pytest.raises(ConfigurationError, match=r"read compression\.accumulation"):
+        with pytest.raises(ConfigurationError, match=r"Read compression\.accumulation"):
             train()
         return binding.engine.step_number
 

@@ -252,7 +252,7 @@ def test_on_another_number_of_ranks_residuals_start_at_zero_with_one_warning(siz
     states = states_after(5, 2)
     runs, said = resumed_with([states[0]] * size)
     assert len(said) == 1
-    assert f"written by 2 ranks, this run has {size}" in said[0]
+    assert f"written by 2 ranks, and this run has {size}" in said[0]
     first = [kept for kept in runs[0].engine.states.values() if kept.memory]
     assert not first
     go_on(runs, 5, [True] * size)
@@ -292,9 +292,9 @@ def test_lost_residuals_are_zeros_and_not_those_of_another_rank() -> None:
 
 def test_rank_0_has_to_have_its_own() -> None:
     states = states_after(4, 2)
-    with pytest.raises(ConfigurationError, match="load on rank 0 the state that rank 0 saved"):
+    with pytest.raises(ConfigurationError, match="on rank 0, load the state that rank 0 saved"):
         resumed_with([states[1]])
-    refused(states[1], "load on rank 0 the state that rank 0 saved")
+    refused(states[1], "on rank 0, load the state that rank 0 saved")
 
 
 # What is refused -----------------------------------------------------------------------------------------------------
@@ -316,8 +316,8 @@ def refused(state: Mapping[str, Any], match: str, spec: str = SPEC, policy: str 
 
 def test_another_model_compressor_or_policy_is_refused_by_name() -> None:
     (state,) = states_after(4, 1)
-    refused(state, "compressor powersgd:rank=2, this run has powersgd:rank=1", spec="powersgd:rank=1")
-    refused(state, f"{POLICY}.*, this run has adaqs", policy="adaqs:start=64,fall=0.1,steps=3")
+    refused(state, "compressor powersgd:rank=2, and this run has powersgd:rank=1", spec="powersgd:rank=1")
+    refused(state, f"{POLICY}.*, and this run has adaqs", policy="adaqs:start=64,fall=0.1,steps=3")
     refused(state, "this run has accordion:.*high=2", policy=POLICY.replace("high=1", "high=2"))
     refused(state, "this run has constant", policy=None)
     for shapes in (
@@ -354,7 +354,7 @@ def test_what_another_kind_of_memory_left_is_refused(saved: Any, present: Any, f
         if fits:
             restore(state, engines[1], None, lambda array, name: copy(array))
             return
-        with pytest.raises(ConfigurationError, match=r"was written with memory .*; give the same memory, or hvdcomp"):
+        with pytest.raises(ConfigurationError, match=r"has a residual of .* Use the same memory, or drop the"):
             restore(state, engines[1], None, lambda array, name: copy(array))
         assert not engines[1].holds_residuals
 
@@ -394,4 +394,4 @@ def test_a_checkpoint_without_a_policy_is_refused_with_one() -> None:
         return state_of(engine, None, copy)
 
     (state,) = run_ranks(1, work)
-    refused(state, f"policy constant, this run has {POLICY}")
+    refused(state, f"policy constant, and this run has {POLICY}")

@@ -365,18 +365,18 @@ def test_momenta_follow_a_loss_scale() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({}, ConfigurationError, "freeze_after=None is not possible; give the number of steps"),
-        ({"freeze_after": 0}, ConfigurationError, "freeze_after=0 is not possible"),
-        ({"freeze_after": 2.5}, ConfigurationError, "freeze_after=2.5 is not possible"),
-        ({"freeze_after": 5, "local_steps": 0}, ConfigurationError, "local_steps=0 is not possible"),
-        ({"freeze_after": 5, "floor": -1}, ConfigurationError, "floor=-1 is not possible; give a share from 0 to 1"),
+        ({}, ConfigurationError, "freeze_after=None is not allowed; give the number of steps"),
+        ({"freeze_after": 0}, ConfigurationError, "freeze_after=0 is not allowed"),
+        ({"freeze_after": 2.5}, ConfigurationError, "freeze_after=2.5 is not allowed"),
+        ({"freeze_after": 5, "local_steps": 0}, ConfigurationError, "local_steps=0 is not allowed"),
+        ({"freeze_after": 5, "floor": -1}, ConfigurationError, "floor=-1 is not allowed; give a number from 0 to 1"),
         ({"freeze_after": 5, "warm_up": "int5"}, SpecError, "int5"),
-        ({"freeze_after": 5, "refreshes_per_gap": 0}, ConfigurationError, "refreshes_per_gap=0 is not possible"),
-        ({"freeze_after": 5, "refreshes_per_gap": 1.5}, ConfigurationError, "refreshes_per_gap=1.5 is not possible"),
+        ({"freeze_after": 5, "refreshes_per_gap": 0}, ConfigurationError, "refreshes_per_gap=0 is not allowed"),
+        ({"freeze_after": 5, "refreshes_per_gap": 1.5}, ConfigurationError, "refreshes_per_gap=1.5 is not allowed"),
         (
             {"freeze_after": 5, "refreshes_per_gap": 16, "local_steps": 4},
             ConfigurationError,
-            "refreshes_per_gap=16 does not go with local_steps=4",
+            "refreshes_per_gap=16 does not work with local_steps=4",
         ),
     ],
 )
@@ -387,7 +387,7 @@ def test_bad_settings_are_refused(options: dict[str, Any], error: type[Exception
 
 @pytest.mark.parametrize(
     ("compressor", "message"),
-    [(SignSGD(), "signsgd does not go with CompressedAdam"), (DGC(0.05), r"betas=\(0\.9, 0\.95\)")],
+    [(SignSGD(), "signsgd does not work with CompressedAdam"), (DGC(0.05), r"betas=\(0\.9, 0\.95\)")],
     ids=["signsgd", "dgc"],
 )
 def test_methods_that_make_no_momentum_are_refused(compressor: Any, message: str) -> None:
@@ -426,7 +426,7 @@ def test_noise_that_would_grow_without_end_in_momenta_is_refused(
         return float(optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"].norm())
 
     share = "57%" if method.exchange == "gather" else "78%"
-    said = f"{method} does not go with .* noise of {share} of .* .beta1={b1}.* memory=error_feedback, or warm_up="
+    said = f"{method} does not work with .* noise with {share} of .* .beta1={b1}.* memory=error_feedback, or warm_up="
     with pytest.raises(SpecError, match=said) if grows else nullcontext():
         norm_of(method, 1)
     monkeypatch.setattr(settings, "require_bounded_noise", lambda *_: None)
@@ -510,7 +510,7 @@ def test_local_steps_do_not_go_with_a_policy() -> None:
     def adam(parameters: Any) -> CompressedAdam:
         return CompressedAdam(parameters, **SETTINGS, freeze_after=FREEZE_AFTER, local_steps=3)
 
-    with pytest.raises(SpecError, match="local_steps=3 of CompressedAdam does not go with the policy accordion"):
+    with pytest.raises(SpecError, match="local_steps=3 of CompressedAdam does not work with the policy accordion"):
         train(lambda: Compression(TopK(0.05), policy=Accordion(low=0.2, high=0.05), steps_per_epoch=4), adam)
 
 
@@ -528,7 +528,7 @@ def test_local_steps_do_not_go_with_a_loss_scaler() -> None:
 
     # A rank whose gradients overflow would skip a local step by itself, and exchange when others do not.
     scaler = torch.amp.GradScaler("cpu")
-    with pytest.raises(ConfigurationError, match=r"local_steps=3 does not go with a torch\.amp\.GradScaler"):
+    with pytest.raises(ConfigurationError, match=r"local_steps=3 does not work with a torch\.amp\.GradScaler"):
         train(lambda: Compression(EFSignSGD(), grad_scaler=scaler), adam)
     disabled = torch.amp.GradScaler("cpu", enabled=False)
     train(lambda: Compression(EFSignSGD(), grad_scaler=disabled), adam, steps=1)
@@ -587,7 +587,7 @@ def warnings_of(optimizer: Any, compressor: Any, steps: int = 3, **settings: Any
         (torch.optim.AdamW, TopK(0.05), "AdamW learns badly with topk:ratio=0.05. "),
         (torch.optim.AdamW, EFSignSGD(), "AdamW learns badly with efsignsgd. "),
         (torch.optim.Adam, ByName({"matrix": TopK(0.05), "*": NoCompression()}), "Adam learns badly with topk"),
-        (torch.optim.AdamW, PowerSGD(rank=4), "was 8 % higher with powersgd:rank=4, and 0 % higher with int4"),
+        (torch.optim.AdamW, PowerSGD(rank=4), "was 8 % higher with powersgd:rank=4. It was 0 % higher with int4"),
         (torch.optim.AdamW, TwoLevel(PowerSGD(rank=3)), "was 8 % higher with powersgd:rank=4"),
         (torch.optim.AdamW, TernGrad(), "was 8 % higher with terngrad"),
         (torch.optim.AdamW, Int8(), None),
@@ -651,7 +651,7 @@ def test_an_unknown_optimizer_is_judged_by_what_it_keeps(names: tuple[str, ...],
     assert warnings_of(keeping(*names), TopK(0.05), steps=1) == [], "it has kept nothing yet"
     caught = warnings_of(keeping(*names), TopK(0.05))
     assert len(caught) == warns
-    expected = "Keeping keeps a second moment of gradients, as AdamW does, which learns badly with topk:ratio=0.05. "
+    expected = "Keeping keeps a second moment of gradients, as AdamW does, and such optimizers learn badly with topk:"
     assert all(expected in str(one.message) for one in caught)
     assert warnings_of(keeping(*names), Int8()) == []
 
@@ -745,7 +745,7 @@ def test_a_policys_factor_of_the_rate_holds_for_frozen_steps_beside_any_adamw() 
 
 def test_groups_exchange_in_the_same_steps() -> None:
     groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "local_steps": length} for length in (1, 4)]
-    with pytest.raises(ConfigurationError, match=r"local_steps=\[1, 4\] of its parameter groups"):
+    with pytest.raises(ConfigurationError, match=r"its parameter groups have local_steps=\[1, 4\]"):
         CompressedAdam(groups, freeze_after=4)
 
 
@@ -754,7 +754,7 @@ def test_a_state_of_an_adamw_that_frozen_steps_would_not_follow_is_refused(optio
     optimizer = one_parameter()
     other = torch.optim.AdamW(optimizer.param_groups[0]["params"], **{option: True})
     step_of(other)
-    with pytest.raises(ConfigurationError, match=f"{option}=True is not possible"):
+    with pytest.raises(ConfigurationError, match=f"{option}=True is not allowed"):
         optimizer.load_state_dict(other.state_dict())
 
 

@@ -118,7 +118,7 @@ def test_refreshes_are_the_algorithm(compressor: Any, c: Any) -> None:
 
 def test_noise_that_would_grow_without_end_in_momenta_is_refused() -> None:
     """`tests.bindings.test_compressed_adam` shows that it grows."""
-    with pytest.raises(SpecError, match="eden:bits=1 does not go with CompressedAdam without error feedback"):
+    with pytest.raises(SpecError, match="eden:bits=1 does not work with CompressedAdam without error feedback"):
         train(EDEN(bits=1), refreshing)
     for optimizer in (refreshing, lambda: refreshing(warm_up="int4")):
         done = train(EDEN(bits=2), optimizer)
@@ -159,10 +159,10 @@ def test_its_settings_are_kept() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"refreshes_per_gap": 0}, "refreshes_per_gap=0 is not possible; give the number of refreshes"),
-        ({"local_steps": 4}, "local_steps=4 is not possible in Keras.*train in PyTorch"),
-        ({"local_steps": "many"}, "local_steps='many' is not possible in Keras"),
-        ({"amsgrad": True}, "amsgrad=True has no meaning"),
+        ({"refreshes_per_gap": 0}, "refreshes_per_gap=0 is not allowed. The gap between two refreshes"),
+        ({"local_steps": 4}, "local_steps=4 is not allowed in Keras.*train in PyTorch"),
+        ({"local_steps": "many"}, "local_steps='many' is not allowed in Keras"),
+        ({"amsgrad": True}, "amsgrad=True is not allowed"),
     ],
 )
 def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None:

@@ -206,9 +206,9 @@ def test_exchange_ends_a_round_early_and_what_goes_beside_is_counted() -> None:
         ("often", {}, SpecError, "there are: auto"),
         ("auto:share=1", {}, SpecError, "above 0 and below 1"),
         ("auto:start=0", {}, SpecError, "at least 1"),
-        ("auto", {"fragments": 2}, ConfigurationError, "does not go with fragments"),
-        ("auto", {"delay": 2}, ConfigurationError, "does not go with fragments"),
-        ("auto", {"local_share": 0.5}, ConfigurationError, "does not go with fragments"),
+        ("auto", {"fragments": 2}, ConfigurationError, "does not work with fragments"),
+        ("auto", {"delay": 2}, ConfigurationError, "does not work with fragments"),
+        ("auto", {"local_share": 0.5}, ConfigurationError, "does not work with fragments"),
     ],
 )
 def test_what_cannot_be_is_refused(every: str, options: dict[str, Any], error: Any, message: str) -> None:

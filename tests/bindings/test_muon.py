@@ -272,7 +272,7 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         untold = refused(lambda params=params: MuonWithAdamW(params))
         assert "was not told which parameters are hidden matrices; give it the model itself, or groups" in untold
     vector = {"params": [model.head.weight, model.head.bias], "use_muon": True}
-    assert "parameter 1 of its group has the shape (5,), and Muon is for matrices" in refused(
+    assert "parameter 1 of its group has the shape (5,), but Muon works only on matrices" in refused(
         lambda: MuonWithAdamW([vector])
     )
     kernel = {"params": [("mix.weight", model.mix.weight)], "use_muon": True}
@@ -281,16 +281,17 @@ def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     new = {"params": [("new", nn.Parameter(torch.zeros(3)))], "use_muon": True}
     assert "new has the shape (3,)" in refused(lambda: optimizer.add_param_group(new))
     for head in (built().head, "head"):
-        assert "is no layer of this Language; give the layer" in refused(
+        assert "is not a layer of this Language; give the layer" in refused(
             lambda head=head: MuonWithAdamW(model, head=head)
         )
-    assert "head= is for a model" in refused(lambda: MuonWithAdamW([{"params": []}], head=model.head))
+    assert "head= works only with a model" in refused(lambda: MuonWithAdamW([{"params": []}], head=model.head))
     assert "unexpected keyword argument 'beta'" in refused(lambda: MuonWithAdamW(model, adamw={"beta": 1}), TypeError)
     assert "momentum" in refused(lambda: MuonWithAdamW(model, muon={"momentum": -1}), ValueError)
 
     state = torch.optim.AdamW(model.parameters()).state_dict()
-    assert "groups with use_muon=[False], and this optimizer has groups with use_muon=[True, False]" in refused(
+    assert "groups with use_muon=[False], but this optimizer has groups with use_muon=[True, False]" in refused(
         lambda: MuonWithAdamW(model).load_state_dict(state)
     )
     monkeypatch.delattr(torch.optim, "Muon")
-    assert f"needs PyTorch 2.9 or later, and this is {torch.__version__}" in refused(lambda: MuonWithAdamW(model))
+    said = refused(lambda: MuonWithAdamW(model))
+    assert f"needs PyTorch 2.9 or later, but this is PyTorch {torch.__version__}" in said

@@ -71,3 +71,19 @@ def test_fsdp_calls_its_hooks_as_before() -> None:
     hook = inspect.signature(fsdp.FSDPModule.set_all_reduce_hook).parameters
     assert list(hook)[:2] == ["self", "hook"]
     assert hasattr(fsdp.FSDPModule, "set_custom_all_gather")
+
+
+def test_fsdp_allreduces_where_its_records_say_so() -> None:
+    """The class of `mesh_info`, which `hvdcomp.torch.replicas` changes, says whether FSDP averages between replicas."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param_group
+
+    source = inspect.getsource(_fsdp_param_group.FSDPParamGroup)
+    assert "self._all_reduce_process_group\n                if isinstance(self.mesh_info, DDPMeshInfo)" in source
+    for attribute in ("fsdp_params", "post_forward_mesh_info", "_all_reduce_hook", "all_reduce_grads"):
+        assert re.search(rf"self\.{attribute}\b", source), attribute
+    assert "self.sharded_param = " in inspect.getsource(_fsdp_param_group.FSDPParam)
+    hybrid, sharded, replicated = (getattr(_fsdp_common, f"{kind}MeshInfo") for kind in ("HSDP", "FSDP", "DDP"))
+    assert issubclass(hybrid, sharded)
+    assert issubclass(hybrid, replicated)
+    assert not issubclass(sharded, replicated)
+    assert issubclass(replicated, _fsdp_common.DataParallelMeshInfo)

@@ -19,6 +19,7 @@ _MODULES = {
     "cases_ddp_policies": _SETTINGS,
     "cases_ddp_torch_hooks": _SETTINGS,
     "cases_fsdp": _SETTINGS,
+    "cases_fsdp_meshes": _SETTINGS,
     "cases_fsdp_shards": _SETTINGS,
     "cases_local_steps": _SETTINGS,
     "cases_local_steps_changed": _SETTINGS[1:],

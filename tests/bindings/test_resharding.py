@@ -72,7 +72,7 @@ def test_what_the_mean_lacks_stays(old: tuple[int, int], new: tuple[int, int]) -
 
 def test_other_parameters_are_refused() -> None:
     rows = OwnedRows([1], 2, 2)
-    with pytest.raises(ConfigurationError, match="module m cannot be cut anew for 2 ranks"):
+    with pytest.raises(ConfigurationError, match="module m cannot be cut to 2 ranks"):
         resharded(states(2, 2, [("a", [5, 4]), ("b", [2]), ("c", [7])]), {"m": LAYOUT}, rows)
     with pytest.raises(ConfigurationError, match="module m cannot"):
         resharded(states(2, 2), {}, rows)

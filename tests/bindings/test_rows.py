@@ -189,7 +189,7 @@ def test_rows_of_16_bits_are_kept_in_32() -> None:
 
 def test_a_state_of_other_tables_is_refused() -> None:
     rows = RowExchange(Model(), ["items.weight"], ratio=1.0, communicator=LoopbackCommunicator())
-    with pytest.raises(ConfigurationError, match=r"a state of other\.weight; it serves items\.weight"):
+    with pytest.raises(ConfigurationError, match=r"a state of other\.weight, but it exchanges items\.weight"):
         rows.load_state_dict({"other.weight": {}})
 
 
@@ -282,12 +282,12 @@ def test_all_tables_are_those_whose_weight_no_layer_shares() -> None:
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        (Model, {"tables": ["layer.weight"]}, "layer.weight, which is no weight of an embedding; the model has items"),
+        (Model, {"tables": ["layer.weight"]}, "layer.weight, which is not the weight of an embedding; the weights"),
         (Model, {"tables": []}, "no table"),
-        (lambda: torch.nn.Linear(2, 2), {}, "no table with sparse=True; the model has none"),
+        (lambda: torch.nn.Linear(2, 2), {}, "no table with sparse=True; .* are: none"),
         (lambda: Model(max_norm=1.0), {}, "items.weight has max_norm=1.0"),
-        (Model, {"ratio": 0.0}, "ratio=0.0 is not possible; give it a share"),
-        (Model, {"wire_dtype": torch.int16}, "wire_dtype=torch.int16 is not possible"),
+        (Model, {"ratio": 0.0}, "ratio=0.0 is not allowed; give a number"),
+        (Model, {"wire_dtype": torch.int16}, "wire_dtype=torch.int16 is not allowed"),
     ],
 )
 def test_what_does_not_fit_is_refused_on_every_rank(model: Any, options: Any, message: str) -> None:

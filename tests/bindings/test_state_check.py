@@ -88,9 +88,9 @@ DAMAGED = [
     (put("shared", "coordinator", "ended", value=[1]), "ended: .*numbers of a step and an epoch"),
     (put("shared", "coordinator", "state", value={"policy": "accordion"}), "not a state of accordion"),
     (put("own", "coordinator", "latest", value={}), "not a state of accordion"),
-    (put("own", "coordinator", "ended", value={"what": 1}), "ended: .*must have step"),
+    (put("own", "coordinator", "ended", value={"what": 1}), "ended: .*must contain step"),
     (put("own", "coordinator", "step_times", value="soon"), "step_times: 'soon' must be a list"),
-    (put("own", "coordinator", "sums", value={"other": np.zeros(3)}), "'other' is no parameter of this model"),
+    (put("own", "coordinator", "sums", value={"other": np.zeros(3)}), "of 'other', which is not a parameter"),
     (put("own", "coordinator", "sums", "conv", value=np.zeros(3)), r"gradients of conv has the shape \[3\]"),
     (put("own", "size", value=0), "size: 0 must be a whole number of at least 1"),
     (put("own", "rank", value=1), "rank: 1 must be from 0 to 0"),
@@ -101,13 +101,13 @@ DAMAGED = [
     (put("own", "loss_scale", value=-2.0), "loss_scale: -2.0 must be a finite number above 0"),
     (put("own", "residuals", "other", value=None), "other.*must be an object"),
     (put("own", "residuals", "conv", "memory", value="elephant"), "elephant"),
-    (put("own", "residuals", "conv", "memory", value="none"), "residual of conv has 1 arrays, and none keeps 0"),
+    (put("own", "residuals", "conv", "memory", value="none"), "residual of conv has 1 arrays, and none needs 0"),
     (put("own", "residuals", "conv", "arrays", value=None), "residual of conv: None must be a list of arrays"),
-    (put("own", "residuals", "conv", "arrays", value=["x"]), "residual of conv: an array of str.* must be one of"),
-    (put("own", "residuals", "conv", "arrays", value=lambda old: old * 2), "has 2 arrays, and error_feedback keeps 1"),
+    (put("own", "residuals", "conv", "arrays", value=["x"]), "conv: an array has type str.* must have one of"),
+    (put("own", "residuals", "conv", "arrays", value=lambda old: old * 2), "has 2 arrays, and error_feedback needs 1"),
     (
         put("own", "residuals", "conv", "arrays", 0, value=lambda old: old[:4]),
-        r"residual of conv has the shape \[4, 4, 3, 3\], and the parameter \[8, 4, 3, 3\]",
+        r"residual of conv has the shape \[4, 4, 3, 3\], and the parameter has the shape \[8, 4, 3, 3\]",
     ),
     (
         put("own", "residuals", "conv", "arrays", 0, value=lambda old: old.reshape(36, 8)),
@@ -115,19 +115,19 @@ DAMAGED = [
     ),
     (
         put("own", "residuals", "conv", "arrays", 0, value=lambda old: make("numpy", np.array(old), "float64")),
-        "residual of conv is of float64, and the parameter of float32",
+        "residual of conv has type float64, and the parameter has type float32",
     ),
     (
         put("own", "residuals", "conv", "arrays", 0, value=lambda old: make("numpy", np.array(old), "int32")),
-        "residual of conv: an array of int32",
+        "residual of conv: an array has type int32",
     ),
-    (put("shared", "warm_starts", "linear", "arrays", value=[]), r"warm start of linear has arrays of the shapes \[\]"),
+    (put("shared", "warm_starts", "linear", "arrays", value=[]), r"warm start of linear has arrays of shapes \[\]"),
     (
         put("shared", "warm_starts", "linear", "arrays", 0, value=lambda old: old[:, 0]),
-        r"warm start of linear has arrays of the shapes \[\[24\]\], and powersgd:rank=2 keeps such as \[\[24, 2\]\]",
+        r"linear has arrays of shapes \[\[24\]\], and powersgd:rank=2 needs arrays of shapes such as \[\[24, 2\]\]",
     ),
     (put("shared", "warm_starts", "linear", "method", value=3), "method: 3 must be text"),
-    (put("shared", "warm_starts", "lost", value={"method": "powersgd", "arrays": []}), "'lost' is no parameter"),
+    (put("shared", "warm_starts", "lost", value={"method": "powersgd", "arrays": []}), "of 'lost', which is not"),
 ]
 
 
@@ -146,7 +146,7 @@ def test_numbers_that_would_spoil_every_step_are_refused(what: str, number: str,
     kept = state["own"]["residuals"] if what == "residual" else state["shared"]["warm_starts"]
     (array,) = kept["linear"]["arrays"]
     array[3, 1] = float(number)
-    refused(state, f"the {what} of linear holds an inf or NaN", backend)
+    refused(state, f"the {what} of linear contains an inf or NaN", backend)
 
 
 def test_a_rank_outside_of_its_process_set_has_a_state() -> None:
@@ -181,7 +181,7 @@ def test_a_compression_refuses_a_damaged_state_at_once() -> None:
     state = copying.deepcopy(state_of_training("numpy"))
     compression = hvdcomp.Compression.from_spec(SPEC, policy=POLICY)
     state["own"]["residuals"]["conv"]["arrays"][0][0] = np.nan
-    with pytest.raises(ConfigurationError, match="the residual of conv holds an inf or NaN"):
+    with pytest.raises(ConfigurationError, match="the residual of conv contains an inf or NaN"):
         compression.load_state_dict(state)
     assert compression.state_dict() == {}
 

@@ -261,8 +261,8 @@ def test_what_cannot_be_taken_over_is_refused_by_name() -> None:
     other = {**states[1]["shared"]["tensors"], "conv": [4, 3, 5, 5]}
     momentum = kept_of(1, memory="momentum_correction:momentum=0.9")
     for offered, rank, ranks, message in (
-        (states[:2], 0, 2, f"rank 0 of 2 needs the state of rank 2 of the 3 that saved, .*{way_out}"),
-        (states[1:2], 0, 1, "rank 0 of 1 needs the state of ranks 0, 2 of the 3 that saved"),
+        (states[:2], 0, 2, f"rank 0 of 2 needs the state of old rank 2 .the checkpoint has 3 ranks., .*{way_out}"),
+        (states[1:2], 0, 1, "rank 0 of 1 needs the state of old ranks 0, 2 .the checkpoint has 3"),
         ([], 0, 1, "no state was given"),
         ([states[0], states[0]], 0, 1, "the state of rank 0 was given twice"),
         ([{"model": 1}], 0, 1, "not a state of hvdcomp.Compression"),
@@ -272,13 +272,13 @@ def test_what_cannot_be_taken_over_is_refused_by_name() -> None:
         ([states[0], changed(states[1], {"tensors": other})], 0, 1, "differ in the shapes of conv"),
         ([states[0], changed(states[1], size=2)], 0, 1, "number of ranks: 3 and 2"),
         ([states[0], changed(states[1], loss_scale=2.0)], 0, 1, "loss scale: None and 2.0"),
-        ([states[0], changed(states[1], residuals=momentum)], 0, 1, f"left of linear, but on rank 1 .*{way_out}"),
-        (states, 3, 3, "rank 3 of 3 ranks: .* below 3"),
+        ([states[0], changed(states[1], residuals=momentum)], 0, 1, f"of linear comes from .* on rank 1, .*{way_out}"),
+        (states, 3, 3, "rank 3 of 3 ranks .* below 3"),
         (states, -1, 3, "rank -1 of 3 ranks"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             hvdcomp.state_for(offered, rank, ranks)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match=r"residuals=.sum.: .keep. .* or .drop."):
+    with pytest.raises(ConfigurationError, match=r"residuals=.sum. .* .keep. .* or .drop."):
         hvdcomp.state_for(states, 0, 1, residuals="sum")
 
 
@@ -315,7 +315,7 @@ def test_the_policy_goes_on_with_what_rank_0_alone_knows(before: int, after: int
 
     plans = list(run_ranks(after, work))
     assert all(each == plans[0] for each in plans)
-    with pytest.raises(ConfigurationError, match=r"rank 0 of 2 needs the state of rank 0 .* about to decide"):
+    with pytest.raises(ConfigurationError, match=r"rank 0 of 2 needs the state of old rank 0 .* the pending decision"):
         hvdcomp.state_for(states[1:], 0, 2, residuals="drop")
 
 

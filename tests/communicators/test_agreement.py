@@ -81,7 +81,7 @@ def test_kernels_that_only_some_ranks_have_are_told_with_the_way_out() -> None:
     facts = [{KERNELS: "compiled", "seed": 0}, {KERNELS: "none", "seed": 0}]
     (message,) = set(outcomes("numpy", facts))
     assert message is not None
-    assert "kernels: compiled on rank 0, none on rank 1. `hvdcomp doctor` says" in message
+    assert "kernels: compiled on rank 0, none on rank 1. Run `hvdcomp doctor` on each host" in message
     assert "HVDCOMP_KERNELS=off on every rank" in message
     assert "same model and arguments" not in message
     (message,) = set(outcomes("numpy", [{**facts[0], "seed": 1}, facts[1]]))
@@ -93,7 +93,7 @@ def test_kernels_that_only_some_ranks_have_are_told_with_the_way_out() -> None:
 def test_weights_that_differ_are_told_with_the_remedy() -> None:
     (message,) = set(outcomes("numpy", [{f"{WEIGHTS}w": str(rank), "seed": 0} for rank in range(2)]))
     assert message is not None
-    assert "those of rank 0: broadcast them." in message
+    assert "the same weights: broadcast them." in message
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_an_error_of_one_rank_reaches_those_that_compare(kind: type[Exception], 
 
     refusing = {1}
     messages, causes = zip(*run_ranks(3, work), strict=True)
-    told = f"RankMismatchError: some ranks cannot take part. rank 0 2: no error; rank 1: {said}"
+    told = f"RankMismatchError: some ranks cannot take part in the training. rank 0 2: no error; rank 1: {said}"
     assert set(messages) == {told}
     assert causes == (type(None), kind, type(None))
     refusing = {0, 1, 2}

@@ -30,7 +30,7 @@ def test_groups_of_one_rank_and_of_all_need_not_be_made() -> None:
 
 
 def test_nodes_that_are_not_alike_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="the same number of ranks on every node, and there are 2, 1"):
+    with pytest.raises(ConfigurationError, match="the same number of ranks on every node, but the nodes have 2, 1"):
         Nodes([0, 0, 1])
 
 

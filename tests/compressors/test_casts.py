@@ -94,7 +94,7 @@ def test_casts_have_no_level(compressor: Compressor) -> None:
     assert compressor.level_for(10, (3, 4)) is None
     assert compressor.at_level(None) is compressor
     assert compressor.default_memory == NoMemory()
-    with pytest.raises(SpecError, match=f"{compressor.name} has no level to set; it was given level 3"):
+    with pytest.raises(SpecError, match=f"{compressor.name} has no level, so it cannot be set to level 3"):
         compressor.at_level(3)
     with pytest.raises(SpecError, match=r"0\.5 is not allowed: it must be at least 1"):
         compressor.level_for(0.5, (3, 4))

@@ -95,7 +95,7 @@ def test_what_is_not_known_of_a_method_or_an_optimizer() -> None:
 
 @pytest.mark.usefixtures("few")
 def test_a_sentence_on_a_method() -> None:
-    assert "at worst: with SGD 0.3, with Adam 0.9 (docs/" in in_words(parse_compressor("int4"))
+    assert "points of accuracy: with SGD 0.3, with Adam 0.9 (docs/" in in_words(parse_compressor("int4"))
     assert "with SGD it diverged (docs" in in_words(parse_compressor("qsgd:bits=2"))
-    assert "two_level(int4) lost" in in_words(parse_compressor("two_level(int4)"))
-    assert "What fp8 costs in accuracy was not measured" in in_words(parse_compressor("fp8"))
+    assert "quality with two_level(int4)" in in_words(parse_compressor("two_level(int4)"))
+    assert "did not measure what fp8 costs in accuracy" in in_words(parse_compressor("fp8"))

@@ -135,14 +135,14 @@ def test_a_pattern_that_matches_no_name_is_refused_with_the_nearest(spec: str) -
     with pytest.raises(SpecError) as caught:
         require_matches(parse_compressor(spec), NAMES)
     message = str(caught.value)
-    nearest = "'transformer.blocks.*' (nearest are 'blocks.0.attn.bias', 'blocks.0.attn.weight', "
-    assert message.startswith(f"of 4 tensors none has a name that matches {nearest}")
+    nearest = "'transformer.blocks.*' (the nearest names are 'blocks.0.attn.bias', 'blocks.0.attn.weight', "
+    assert message.startswith(f"none of the 4 tensors has a name that matches {nearest}")
     assert "embed.*" not in message
 
 
 def test_of_many_wrong_patterns_some_are_told() -> None:
     rules = {f"layer{number}.*": NoCompression() for number in range(40)}
-    with pytest.raises(SpecError, match=r"'layer2\.\*' \(nearest are [^)]*\) and 37 more\. A pattern is"):
+    with pytest.raises(SpecError, match=r"'layer2\.\*' \(the nearest names are [^)]*\) and 37 more\. A pattern must"):
         require_matches(ByName({**rules, "*": TopK(0.1)}), NAMES)
 
 
@@ -163,11 +163,11 @@ def test_routers_are_frozen_hashable_values() -> None:
 @pytest.mark.parametrize(
     ("make_router", "named"),
     [
-        (lambda: ByName({}), "no patterns"),
+        (lambda: ByName({}), "no pattern was given"),
         (lambda: ByName({"": FP16()}), "''"),
         (lambda: ByName({3: FP16()}), "3"),
         (lambda: ByName({"a*": "topk:ratio=0.1"}), "'topk:ratio=0.1' for 'a\\*'"),
-        (lambda: ByName({"*": FP16(), "a": TopK(0.1)}), "'a' stands after '\\*'"),
+        (lambda: ByName({"*": FP16(), "a": TopK(0.1)}), "'a' comes after '\\*'"),
         (lambda: ByName([("a", FP16()), ("a", TopK(0.1))]), "'a' is given twice"),
         (lambda: ByName({" numel < 10": FP16()}), "' numel < 10' is a condition"),
         (lambda: BySize(0, FP16(), FP16()), "threshold=0"),
@@ -270,17 +270,17 @@ def test_rules_of_a_spec_are_tried_in_order(spec: str, router: Compressor) -> No
         ('{"a": "fp16"', "is not a JSON object"),
         ("{a: fp16}", "is not a JSON object"),
         ('{"fp16"}', r'is not a JSON object.*; write a compressor for each pattern of names, such as \{"embed'),
-        ('["fp16"]', "names no tensors; write a compressor for each pattern"),
-        ('"fp16"', "names no tensors.*, or one compressor without brackets and quotes"),
-        ("{}", "no patterns"),
+        ('["fp16"]', "is not a JSON object; write a compressor for each pattern"),
+        ('"fp16"', "is not a JSON object.*, or write one compressor without brackets and quotes"),
+        ("{}", "no pattern was given"),
         ('{"a": 3}', "3 is neither"),
         ('{"a": ["fp16"]}', "neither"),
         ('{"a": null}', "None is neither"),
         ('{"a": "topq"}', "unknown compressor 'topq'"),
         ('{"a": {"b": "topk"}}', "does not set ratio"),
         ('{"a": "fp16", "a": "none"}', "'a' is given twice"),
-        ('{"*": "fp16", "a": "none"}', "'a' stands after"),
-        ('{"*": "fp16", "numel<5": "none", "*": "fp16"}', "stands after"),
+        ('{"*": "fp16", "a": "none"}', "'a' comes after"),
+        ('{"*": "fp16", "numel<5": "none", "*": "fp16"}', "comes after"),
         ('{"numel<5": "none"}', "no rule follows 'numel<5'"),
         ('{"numel<0": "none", "*": "fp16"}', "threshold=0"),
     ],
@@ -293,9 +293,9 @@ def test_bad_specs_are_refused(spec: str, named: str) -> None:
 @pytest.mark.parametrize("names", [["0.0", "0.1"], ["allreduce.noname.0", "allreduce.noname.1"]])
 def test_a_router_of_names_says_where_nobody_has_named_the_tensors(names: list[str]) -> None:
     router = parse_compressor('{"embed.*": "topk:ratio=0.1", "*": "none"}')
-    with pytest.raises(SpecError, match=r"have numbers alone \(such as .*named_parameters=model.named_parameters"):
+    with pytest.raises(SpecError, match=r"have only numbers as names \(such as .*=model.named_parameters"):
         require_matches(router, names)
-    with pytest.raises(SpecError, match=r"nearest are '0\.weight'"):
+    with pytest.raises(SpecError, match=r"nearest names are '0\.weight'"):
         require_matches(router, ["0.weight", "1.weight"])
 
 

@@ -395,12 +395,12 @@ def test_specs_name_it() -> None:
     ("spec", "message"),
     [
         ("two_level(dgc:ratio=0.01)", "it corrects the momentum of each rank's own gradient"),
-        ("two_level(two_level(qsgd:bits=4))", "there are two levels, not more"),
+        ("two_level(two_level(qsgd:bits=4))", "there are only two levels"),
         *(
-            (spec, r"write 'two_level\(topk:ratio=0.01\)'")
+            (spec, r"like this: 'two_level\(topk:ratio=0.01\)'")
             for spec in ("two_level", "two_level:topk", "two_level(topk")
         ),
-        pytest.param("two_level(" * 5000 + ")" * 5000, "there are two levels, not more", id="many"),
+        pytest.param("two_level(" * 5000 + ")" * 5000, "there are only two levels", id="many"),
     ],
 )
 def test_what_has_no_two_levels_is_refused(spec: str, message: str) -> None:

@@ -68,6 +68,13 @@ def test_the_gallery_has_every_program_and_a_test_starts_it() -> None:
         assert f'"{program.name}"' in tests
 
 
+@pytest.mark.parametrize("library", ["accelerate", "lightning", "transformers"])
+def test_a_trainer_needs_three_lines_of_hvdcomp(library: str) -> None:
+    program = (EXAMPLES / f"{library}_ddp.py").read_text(encoding="utf-8")
+    _, code = program.removeprefix('"""').split('"""')
+    assert len([line for line in code.splitlines() if "hvdcomp" in line]) <= 3
+
+
 @pytest.mark.thorough
 def test_it_trains_once(tmp_path: Path) -> None:
     steps, losses, factors = zip(*train(tmp_path), strict=True)

@@ -1,14 +1,16 @@
-"""The examples for accelerate, PyTorch Lightning and Transformers, in an environment with these libraries."""
+"""What is for accelerate, PyTorch Lightning and Transformers, in an environment with these libraries: the examples, and
+the tests that an environment without them skips."""
 
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launched import run_ranks
+from tests.launched import launcher_variables, run_ranks
 from tests.package_index import environment_on_top, pip_with_index
 from tests.project.test_project import EXTRAS, ROOT
 
@@ -17,17 +19,22 @@ torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.alone, pytest.mark.network, pytest.mark.thorough, pytest.mark.timeout(900)]
 
 
+# Packages with a recipe. All that they require would bring a fbgemm for GPUs, and what only torchtitan's trainer uses.
+RECIPES, NEEDED = ["fbgemm-gpu-cpu", "torchrec"], ["pyre-extensions", "tensordict", "torchmetrics", "tqdm"]
+if sys.version_info >= (3, 11):
+    RECIPES, NEEDED = [*RECIPES, "torchtitan"], [*NEEDED, "einops", "spmd_types", "tyro"]
+
+
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter with the extra `examples` and the torch of this one."""
+    """An interpreter with the extras of all trainers and examples, and the torch of this one."""
     folder = tmp_path_factory.mktemp("trainers")
     python = environment_on_top(folder / "venv")
-    pip = pip_with_index(python, folder)
-    wanted = [f"torch=={torch.__version__}", *map(str, EXTRAS["examples"])]
-    done = subprocess.run(
-        [*pip, "install", "--constraint", str(ROOT / "constraints.txt"), *wanted], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    install = [*pip_with_index(python, folder), "install", "--constraint", str(ROOT / "constraints.txt")]
+    extras = [str(one) for extra in ("accelerate", "examples", "lightning", "transformers") for one in EXTRAS[extra]]
+    for wanted in ([f"torch=={torch.__version__}", *extras, *NEEDED], ["--no-deps", *RECIPES]):
+        done = subprocess.run([*install, *wanted], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
     found = subprocess.run(
         [python, "-c", "import torch; print(torch.__file__)"], capture_output=True, text=True, check=True
     )
@@ -46,6 +53,16 @@ def train(python: Path, example: str, folder: Path, epochs: int) -> list[dict[st
     for file in files:
         file.unlink()
     return ends
+
+
+def test_the_tests_with_the_libraries_pass(python: Path) -> None:
+    files = [f"tests/bindings/{name}.py" for name in ("test_trainers", "test_ranks_trainers")]
+    done = subprocess.run(
+        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
+        cwd=ROOT, capture_output=True, text=True, env=launcher_variables(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert ("skipped" in done.stdout) == (sys.version_info < (3, 11)), done.stdout[-4000:]
 
 
 @pytest.mark.parametrize("example", ["accelerate_ddp.py", "lightning_ddp.py", "transformers_ddp.py"])

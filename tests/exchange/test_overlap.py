@@ -348,11 +348,11 @@ def test_gradients_of_a_step_that_was_not_made_are_forgotten() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"overlap": "yes"}, 'overlap=\'yes\' is not possible; give True, False or "auto"'),
-        ({"overlap": 1}, 'overlap=1 is not possible; give True, False or "auto"'),
-        ({"bucket_bytes": 0}, "bucket_bytes=0 is not possible; give a whole number from 1 on, or None"),
-        ({"gathered_bytes": 0}, "gathered_bytes=0 is not possible; give a whole number from 1 on, or None"),
-        ({"overlap": True, "memory": MomentumCorrection(0.9, clip=1.0)}, "scales them by a norm of all"),
+        ({"overlap": "yes"}, 'overlap=\'yes\' is not allowed; give True, False or "auto"'),
+        ({"overlap": 1}, 'overlap=1 is not allowed; give True, False or "auto"'),
+        ({"bucket_bytes": 0}, "bucket_bytes=0 is not allowed; give a whole number of at least 1, or None"),
+        ({"gathered_bytes": 0}, "gathered_bytes=0 is not allowed; give a whole number of at least 1, or None"),
+        ({"overlap": True, "memory": MomentumCorrection(0.9, clip=1.0)}, "clips each gradient by the norm of all"),
     ],
 )
 def test_an_overlap_that_cannot_be_is_refused(options: dict[str, Any], said: str) -> None:

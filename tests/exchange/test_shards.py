@@ -176,7 +176,7 @@ def test_rows_of_another_length_begin_anew_with_a_warning() -> None:
         own.reduce("w", given, given.nbytes)
         return own.reduce("w", given[:, :77], given.nbytes), own.states["w"][0].shape
 
-    with pytest.warns(UserWarning, match="w: the gradient has rows of 77 elements"):
+    with pytest.warns(UserWarning, match="w: the rows of the gradient have 77 elements"):
         results = run_ranks(2, work, 1)
     method, nothing = parse_compressor("int4"), np.zeros((2, 1, 2, 77), np.float32)
     assert isinstance(method, Gathering)

@@ -78,7 +78,7 @@ def _passed_over(
 ) -> Fault:
     def run(world: World) -> str:
         damage(prepare(world))
-        return world.goes_on(OLDER, says=["passed over a checkpoint:", said], from_start=True)
+        return world.goes_on(OLDER, says=["skipped a checkpoint:", said], from_start=True)
 
     return Fault(name, GROUP, _PASSED_OVER, _WITHIN, run, transports, short)
 
@@ -133,7 +133,7 @@ def _refused(
 def _all_damaged(world: World) -> str:
     for place in prepare(world).parent.iterdir():
         _cut_off(place / "model.pt")
-    return refused(world, "holds no checkpoint that can be read")
+    return refused(world, "contains no checkpoint that can be read")
 
 
 _PROOF = "proof"
@@ -198,8 +198,8 @@ def _as_it_is(newest: Path) -> None:
 _ANEW = "Start it as that one was, or name another --checkpoint-folder."
 
 FAULTS = [
-    _passed_over("model.pt is cut off", lambda place: _cut_off(place / "model.pt"), "model.pt is not what", short=True),
-    _passed_over("a bit of rank-1.pt is flipped", lambda place: _flip(place / "rank-1.pt"), "rank-1.pt is not what"),
+    _passed_over("model.pt is cut off", lambda place: _cut_off(place / "model.pt"), "model.pt is damaged", short=True),
+    _passed_over("a bit of rank-1.pt is flipped", lambda place: _flip(place / "rank-1.pt"), "rank-1.pt is damaged"),
     _passed_over("rank-1.pt is gone", lambda place: (place / "rank-1.pt").unlink(), "is damaged", ("gloo",)),
     _passed_over(
         "run-0.json is empty", lambda place: os.truncate(place / "run-0.json", 0), "run-0.json cannot be read", ("mpi",)
@@ -208,7 +208,7 @@ FAULTS = [
     _passed_over(
         "SHA256SUMS names files elsewhere",
         lambda place: (place / "SHA256SUMS").write_text(f"{64 * '0'}  ../../../etc/passwd\n"),
-        "SHA256SUMS is not as hvdcomp writes it",
+        "SHA256SUMS does not have the form that hvdcomp writes",
         ("gloo",),
     ),
     _passed_over(
@@ -220,7 +220,7 @@ FAULTS = [
     _passed_over(
         "run-1.json lacks the place in the data, with the right digest",
         _record("run-1.json", lambda record: {**record, "run": {"step": NEWEST}}),
-        "run-1.json is not as hvdcomp writes it: it lacks augmenting",
+        "run-1.json does not have the form that hvdcomp writes: these values are missing: augmenting",
         ("ddp",),
     ),
     Fault("all checkpoints are cut off", GROUP, _REFUSED.strip(), _WITHIN, _all_damaged, ("ddp",)),
@@ -234,7 +234,7 @@ FAULTS = [
     _refused(
         "a checkpoint of a format to come",
         _record("run-0.json", lambda record: {**record, "format": 99}),
-        "is of another version of hvdcomp; name another --checkpoint-folder",
+        "was written by another version of hvdcomp; name another --checkpoint-folder",
         ("gloo",),
     ),
     _refused("model.pt of another program", _foreign("model.pt", True), "cannot be read: KeyError", ("gloo", "ddp")),
@@ -249,14 +249,14 @@ FAULTS = [
     _refused(
         "a checkpoint of a run with another seed",
         _as_it_is,
-        "is of a run with seed=0, and this one has 1",
+        "was saved by a run with seed=0, but this run has 1",
         options=("--seed", "1"),
         remedy=_ANEW,
     ),
     _refused(
         "a checkpoint of a run with another compression",
         _as_it_is,
-        "is of a run with compression='topk:ratio=0.02', and this one has 'fp16'",
+        "was saved by a run with compression='topk:ratio=0.02', but this run has 'fp16'",
         ("mpi",),
         ("--compression", "fp16"),
         _ANEW,
@@ -264,7 +264,7 @@ FAULTS = [
     _refused(
         "a checkpoint of a run with another model",
         _as_it_is,
-        "is of a run with lr=0.05 and model='mlp', and this one has 0.03 and 'cnn'",
+        "was saved by a run with lr=0.05 and model='mlp', but this run has 0.03 and 'cnn'",
         ("ddp",),
         ("--model", "cnn"),
         _ANEW,

@@ -107,7 +107,7 @@ def _read_only_checkpoints(world: World) -> str:
     assert isinstance(world, OwnDisk)
     world.checkpoints = world.disk / "saved"
     world.checkpoints.mkdir()
-    return _refused_read_only(world, f"--checkpoint-folder {world.checkpoints}: Read-only file system; name another")
+    return _refused_read_only(world, f"{world.checkpoints} cannot be used: Read-only file system; name another")
 
 
 def _refused_read_only(world: OwnDisk, said: str) -> str:

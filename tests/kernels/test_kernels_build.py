@@ -211,10 +211,10 @@ def test_kernels_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_unknown_choice_is_refused_with_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigurationError, match=r"'sse9' is no instruction set .*: plain, avx2, avx512"):
+    with pytest.raises(ConfigurationError, match=r"'sse9' is not an instruction set .*; give one of plain, avx2"):
         kernels.use("sse9")
     loaded_with(monkeypatch, HVDCOMP_KERNELS="sse9")
-    with pytest.raises(ConfigurationError, match="HVDCOMP_KERNELS='sse9' is unknown: allowed are plain, avx2, avx512"):
+    with pytest.raises(ConfigurationError, match=r"'sse9' is unknown\. Set it to one of plain, avx2, avx512"):
         kernels.available()
 
 
@@ -249,7 +249,7 @@ def test_threads_are_as_many_as_the_framework_uses(monkeypatch: pytest.MonkeyPat
     assert kernels.threads() == 7
     for wrong in ("0", "-1", "two", str(2**31), str(2**32 + 1)):
         monkeypatch.setenv("HVDCOMP_THREADS", wrong)
-        with pytest.raises(ConfigurationError, match=f"HVDCOMP_THREADS='{wrong}' is no number of threads"):
+        with pytest.raises(ConfigurationError, match=f"HVDCOMP_THREADS='{wrong}' is not a number of threads"):
             kernels.threads()
 
 
@@ -288,8 +288,8 @@ def test_another_source_makes_it_out_of_date(monkeypatch: pytest.MonkeyPatch, bu
     monkeypatch.setattr(build, "digest", lambda: "fedcba9876543210")
     assert not build.is_current(built.parent)
     loaded_with(monkeypatch, HVDCOMP_KERNELS_LIBRARY=str(built))
-    assert kernels.why_not() == f"{built} was built from other sources"
-    assert kernels.way_out() == "Build it again: python -m hvdcomp.kernels.build"
+    assert kernels.why_not() == f"{built} was built from other sources than those of this version"
+    assert kernels.way_out() == "To build it again, run python -m hvdcomp.kernels.build"
 
 
 def test_an_object_for_another_machine_is_out_of_date(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_the_digest_is_of_names_and_contents(monkeypatch: pytest.MonkeyPatch, tm
 
 @pytest.mark.parametrize(
     ("compiler", "named"),
-    [("no-such-compiler -m64", "the compiler of $CC is not there: no-such-compiler"), ("false", "false ended with")],
+    [("no-such-compiler -m64", "the C compiler in $CC was not found: no-such-compiler"), ("false", "false ended with")],
 )
 def test_without_a_working_compiler_the_reason_is_kept(
     monkeypatch: pytest.MonkeyPatch, built: Path, tmp_path: Path, compiler: str, named: str
@@ -341,9 +341,9 @@ def test_a_slow_compiler_is_given_as_long_as_is_said(monkeypatch: pytest.MonkeyP
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
     for given, named in (
-        ("0.01", "slow-cc took more than 0.01 seconds for one file; set HVDCOMP_KERNELS_BUILD_SECONDS to more"),
-        ("0", "HVDCOMP_KERNELS_BUILD_SECONDS='0' is no number of seconds above 0; give one, or unset it"),
-        ("long", "HVDCOMP_KERNELS_BUILD_SECONDS='long' is no number of seconds above 0"),
+        ("0.01", "slow-cc took more than 0.01 seconds to compile one file; set HVDCOMP_KERNELS_BUILD_SECONDS to a"),
+        ("0", "HVDCOMP_KERNELS_BUILD_SECONDS='0' is not a number of seconds above 0; set it to such a number"),
+        ("long", "HVDCOMP_KERNELS_BUILD_SECONDS='long' is not a number of seconds above 0"),
     ):
         monkeypatch.setenv("HVDCOMP_KERNELS_BUILD_SECONDS", given)
         with pytest.raises(build.CompilationError, match=re.escape(named)):
@@ -354,7 +354,7 @@ def test_a_slow_compiler_is_given_as_long_as_is_said(monkeypatch: pytest.MonkeyP
 def test_no_compiler_at_all_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(build.CompilationError, match=r"no C compiler found \(\$CC, cc, gcc, clang\)"):
+    with pytest.raises(build.CompilationError, match=r"no C compiler was found \(\$CC, cc, gcc, clang\)"):
         build.build(tmp_path)
     (tmp_path / "clang").symlink_to("/bin/true")
     assert build.find_compiler() == ["clang"]
@@ -384,12 +384,12 @@ def test_what_is_no_library_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path
     another = str(tmp_path / "another.so")
     subprocess.run([*build.find_compiler(), "-shared", "-fPIC", str(tmp_path / "empty.c"), "-o", another], check=True)
     loaded_with(monkeypatch, HVDCOMP_KERNELS_LIBRARY=another)
-    assert kernels.why_not() == f"{another} was built from other sources"
+    assert kernels.why_not() == f"{another} was built from other sources than those of this version"
 
 
 def test_a_forced_instruction_set_needs_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     loaded_with(monkeypatch, HVDCOMP_KERNELS="plain", HVDCOMP_KERNELS_LIBRARY=str(tmp_path / "missing.so"))
-    with pytest.raises(ConfigurationError, match=r"=plain asks for kernels: there is no .*missing\.so"):
+    with pytest.raises(ConfigurationError, match=r"=plain needs hvdcomp's kernels, .*: there is no .*missing\.so"):
         kernels.library()
 
 
@@ -514,7 +514,7 @@ def test_without_a_compiler_it_is_installed_all_the_same(source: Path, tmp_path:
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
     )  # fmt: skip
-    assert done.stdout.strip() == "False the compiler of $CC is not there: no-such-compiler", done.stderr
+    assert done.stdout.strip() == "False the C compiler in $CC was not found: no-such-compiler", done.stderr
 
 
 @pytest.mark.thorough

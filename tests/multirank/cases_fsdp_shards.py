@@ -343,7 +343,7 @@ def case_a_checkpoint_goes_on_as_if_nobody_had_stopped() -> None:
         hvdcomp.fsdp.register(sharded(), wrong)
         of_other = states[dist.get_rank() - 1]
         said = raised(hvdcomp.ConfigurationError, lambda: wrong.load_state_dict(of_other))
-        assert "fits the same rank of as many" in said
+        assert "fits only the same rank of the same number" in said
         other_method = made("int8")
         hvdcomp.fsdp.register(sharded(), other_method)
         mine = states[dist.get_rank()]
@@ -361,7 +361,7 @@ def case_a_checkpoint_goes_on_as_if_nobody_had_stopped() -> None:
             assert cut_anew.ledger.steps == 6
     with nodes_of(dist.get_world_size()):
         hvdcomp.fsdp.register(sharded(), one_node := made("int4", memory="error_feedback"))
-        assert "on several nodes" in raised(hvdcomp.ConfigurationError, lambda: hvdcomp.dcp.load(one_node, folder))
+        assert "On several nodes" in raised(hvdcomp.ConfigurationError, lambda: hvdcomp.dcp.load(one_node, folder))
         lost = functools.partial(hvdcomp.dcp.load, one_node, folder, residuals="lose")
         assert '"drop"' in raised(hvdcomp.ConfigurationError, lost)
         hvdcomp.dcp.load(one_node, folder, residuals="drop")
@@ -600,7 +600,7 @@ def case_a_residual_stays_with_its_parameter() -> None:
     with nodes_of(ranks // 2):
         experts(how := made("int4", **options))
         told = raised(hvdcomp.ConfigurationError, lambda: how.load_state_dict(state))
-        assert "of module model is of other parameters" in told, told
+        assert "of module model has other parameters" in told, told
 
 
 def case_nothing_is_added_to_a_parameter_that_is_not_known() -> None:
@@ -616,7 +616,7 @@ def case_nothing_is_added_to_a_parameter_that_is_not_known() -> None:
             assert bool(told) == warned, used
             if not factor:  # what was left of the first step is sent with the first that has both
                 assert bool(model.experts[1].weight.grad.full_tensor().any()) == (used == "01")
-        assert "model: which parameters have gradients in this step is not known" in str(told[0].message)
+        assert "model: forward() of this module was not called" in str(told[0].message)
 
 
 def case_what_cannot_be_is_refused_on_every_rank() -> None:
@@ -624,7 +624,6 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
         return raised(hvdcomp.ConfigurationError, lambda: hvdcomp.fsdp.register(model, how, optimizer=optimizer))
 
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
-    assert "mesh of 2 dimensions" in refused(sharded(mesh=mesh), made("int4"))
     assert "fully_shard(model)" in refused(large_model(), made("int4"))
     assert "mesh['replicate']" in refused(sharded(mesh=mesh["shard"]), made("int4"))
     model = large_model()
@@ -632,7 +631,7 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
     assert "ignored_params" in refused(model, made("int4"))
     model = sharded()
     for spec in ("topk:ratio=0.1", "powersgd:rank=2", "two_level(int4)", "onebit:per_row=True", "dgc:ratio=0.1"):
-        assert "take int8, int4, fp8, bf16" in refused(model, made(spec)), spec
+        assert "Use int8, int4, fp8, bf16" in refused(model, made(spec)), spec
     momentum = "momentum_correction:momentum=0.9"
     assert "whole gradients" in refused(model, made("int4", memory=momentum))
     schedule = hvdcomp.WarmUp(levels=(8, 4), epochs=1)
@@ -646,7 +645,7 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
         register = functools.partial(hvdcomp.fsdp.register, model, made("int4"), weights=of_weights)
         assert said in raised(hvdcomp.ConfigurationError, register)
     register = functools.partial(register, mesh=mesh["replicate"])
-    assert "leave it out" in raised(hvdcomp.ConfigurationError, register)
+    assert "Leave weights out" in raised(hvdcomp.ConfigurationError, register)
     on_others = hvdcomp.Int8() if dist.get_rank() else None
     register = functools.partial(hvdcomp.fsdp.register, model, made("int4"), weights=on_others)
     assert "weights" in raised(hvdcomp.RankMismatchError, register)
@@ -733,4 +732,4 @@ def case_residuals_do_not_depend_on_the_users_divisor() -> None:
             model.set_gradient_divide_factor(7.0)
             step = functools.partial(train, model, optimizer, range(1, 2))
             told = raised(hvdcomp.ConfigurationError, step)
-            assert "set_gradient_divide_factor(7.0) of module model follows none" in told, told
+            assert "module model: set_gradient_divide_factor changed its factor from none to 7.0" in told, told

@@ -187,7 +187,7 @@ def case_a_group_that_one_rank_adds_before_the_first_step_is_refused_on_all() ->
     if dist.get_rank() == 1:
         optimizer.inner.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
     told = raised(hvdcomp.RankMismatchError, lambda: train(model, optimizer, scheduler, own_generator()))
-    assert "all groups before LocalSteps is made" in told, told
+    assert "all groups before you make LocalSteps" in told, told
 
 
 def case_muon_of_its_page_steps_alone_and_goes_on_bit_for_bit() -> None:
@@ -219,6 +219,29 @@ def case_muon_of_its_page_steps_alone_and_goes_on_bit_for_bit() -> None:
     names = [name for group in parts[1].param_groups for name in group["param_names"]]
     assert names == ["5.weight", "1.weight", "1.bias", "5.bias", "7.weight", "7.bias"]
     assert parts[1].compression.state_dict()["shared"]["tensors"].keys() == set(names)
+
+
+def case_compressed_steps_are_as_their_page_says() -> None:
+    """In DistributedDataParallel with its all-reduce turned off, an exchange after every step, and signs of chunks."""
+    if not hasattr(torch.optim, "Muon"):
+        raise SkipTest("this PyTorch has no Muon")
+    page = PAGE.with_name("compressed-steps.md")
+    model: Any = DistributedDataParallel(small_model())
+    run(block_with("noop_hook", page), model=model)
+    made_by_page = run(block_with("every=4)\n", page), hvdcomp=hvdcomp, model=model.module)
+    compressed = run(block_with("one_of_eight", page), hvdcomp=hvdcomp, optimizer=made_by_page["optimizer"].inner)
+    for optimizer in (made_by_page["optimizer"], compressed["optimizer"]):
+        generator = own_generator()
+        for step in range(1, 10):
+            inputs, classes = batch(generator)
+            optimizer.zero_grad()
+            plain_loss(model, inputs, classes, step).backward()
+            optimizer.step()
+            assert optimizer.in_sync == (not differ(model.module)) == (step % 4 == 0)
+        optimizer.exchange()
+        assert_same_everywhere(weights(model.module))
+        totals = optimizer.compression.ledger.totals
+        assert 90 * totals.bytes_sent < totals.dense_bytes
 
 
 def case_the_page_trains() -> None:

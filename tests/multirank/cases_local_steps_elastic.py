@@ -40,4 +40,4 @@ def case_an_elastic_state_goes_back_to_the_commit_in_mid_round() -> None:
 def case_a_model_in_the_elastic_state_is_refused() -> None:
     model, optimizer = made("none")
     state = hvd.elastic.TorchState(model=model, optimizer=optimizer)
-    assert "leave out model=" in raised(hvdcomp.ConfigurationError, state.sync)
+    assert "Leave out model=" in raised(hvdcomp.ConfigurationError, state.sync)

@@ -107,4 +107,4 @@ def case_a_wrong_mesh_is_refused() -> None:
     everyone = sharded(mesh_of_ranks())
     assert isinstance(next(everyone.parameters()), DTensor)
     told = raised(hvdcomp.ConfigurationError, lambda: LocalSteps(adamw(everyone), mesh=mesh["replicate"]))
-    assert "as replicas, though they have different parts" in told, told
+    assert "so these ranks have different parts" in told, told

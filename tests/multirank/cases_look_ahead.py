@@ -235,7 +235,7 @@ def case_what_is_not_as_it_was_said_is_refused_on_every_rank() -> None:
     assert f"rank {last} has fewer batches" in train(Loader(2 if rank == last else 3))
     said = train([batch_of(5, 2000 if rank == last else 3)])
     assert f"rank {last} cannot say which rows a batch looks up" in said
-    assert rank != last or "named row 5 to 2000 of items.weight, which has 0 to 1999" in said
+    assert rank != last or "named rows from 5 to 2000 of items.weight, which has only rows 0 to 1999" in said
     said = train([batch_of(5)], **({"items": torch.tensor([[5, 6]])} if rank == last else {}))
     assert f"rank {last} has a gradient of rows that `ids` did not name" in said
     assert rank != last or "row 6 of items.weight" in said
@@ -248,13 +248,13 @@ def case_wrong_uses_are_refused() -> None:
         (torch.optim.SparseAdam(parameters), "given a SparseAdam"),
         (torch.optim.SGD(parameters, lr=0.1, momentum=0.9), "momentum=0.9 of SGD"),
         (torch.optim.Adagrad(parameters, lr_decay=0.1), "lr_decay=0.1 of Adagrad"),
-        (torch.optim.SGD(parameters[:1]), "give it items.weight, words.weight"),
+        (torch.optim.SGD(parameters[:1]), "give it an optimizer of items.weight, words.weight"),
     ):
         said = raised(ConfigurationError, lambda one=optimizer: LookAhead([], ours.rows, one, ids_of))
         assert message in said
     some = RowExchange(ours.model, ratio=0.5)
     said = raised(ConfigurationError, lambda: LookAhead([], some, ours.optimizer, ids_of))
-    assert "ratio=0.5; leave it out" in said
+    assert "ratio=0.5; leave ratio out" in said
     assert "batches=0" in raised(ConfigurationError, lambda: ours.ahead([], 0))
     names = ["items.weight", "dense.weight"]
     ours.model.dense = torch.nn.Embedding(3, 2)
@@ -267,13 +267,13 @@ def case_wrong_uses_are_refused() -> None:
     assert "call it once for each" in raised(ConfigurationError, ahead.step)
     batches = iter(ahead)
     next(batches)
-    assert "was left out" in raised(ConfigurationError, lambda: next(batches))
+    assert "was not called" in raised(ConfigurationError, lambda: next(batches))
     first = iter(ahead)
     ours.model(next(first)).backward()
     ahead.step()
     assert "call it once for each" in raised(ConfigurationError, ahead.step)
     next(iter(ahead))
-    assert "iterated over anew" in raised(ConfigurationError, lambda: next(first))
+    assert "iterated over again" in raised(ConfigurationError, lambda: next(first))
 
 
 def case_a_new_one_takes_over_from_a_broken_off_epoch() -> None:
@@ -282,7 +282,7 @@ def case_a_new_one_takes_over_from_a_broken_off_epoch() -> None:
     ours.look_ahead(itertools.islice(first, 3), first.step)
     second = ours.ahead(itertools.islice(Loader(6), 3, None))
     old = weakref.ref(first)
-    assert "latest only" in raised(ConfigurationError, iter(first).__next__)
+    assert "only the latest" in raised(ConfigurationError, iter(first).__next__)
     del first
     gc.collect()
     assert old() is None

@@ -130,7 +130,7 @@ def case_a_pattern_that_matches_no_tensor() -> None:
         start = weights(model)
         optimizer = distribute(model, compression(spec, model))
         message = raised(hvdcomp.SpecError, lambda m=model, o=optimizer: train(m, o, steps=1))
-        told = "of 6 tensors none has a name that matches 'blocks.5.*' (nearest are '5.bias', '5.weight', "
+        told = "none of the 6 tensors has a name that matches 'blocks.5.*' (the nearest names are '5.bias', '5.weight'"
         assert told in message, message
         assert torch.equal(start, weights(model))
     model = small_model()
@@ -304,12 +304,12 @@ def case_an_optimizer_wrapped_twice() -> None:
     shared = compression("topk:ratio=0.05", model)
     optimizers = [distribute(model, shared), distribute(model, shared)]
     message = raised(hvdcomp.ConfigurationError, lambda: train(model, optimizers[0], steps=1))
-    assert "Wrap an optimizer once" in message, message
+    assert "Wrap an optimizer only once" in message, message
     del shared, optimizers  # which wait for a step that never comes
     model = small_model()
     optimizers = [distribute(model, compression("topk:ratio=0.05", model)) for _ in range(2)]
     message = raised(hvdcomp.ConfigurationError, lambda: train(model, optimizers[0], steps=1))
-    assert "Wrap an optimizer once" in message, message
+    assert "Wrap an optimizer only once" in message, message
 
 
 def case_two_optimizers_that_share_a_compression() -> None:
@@ -330,7 +330,7 @@ def case_two_models_with_equal_names_in_one_backward_pass() -> None:
     inputs, classes = batch(own_generator())
     loss = sum(torch.nn.functional.cross_entropy(model(inputs), classes) for model in models)
     message = raised(hvdcomp.ConfigurationError, loss.backward)
-    assert "other ones, named_parameters=" in message, message
+    assert "other names, named_parameters=" in message, message
     del optimizers
 
 
@@ -359,7 +359,7 @@ def case_two_models_with_equal_names_whose_steps_follow_both_backward_passes() -
 
     for spec in SPECS:
         message = raised(hvdcomp.ConfigurationError, lambda spec=spec: train_both(("", ""), spec))
-        assert "wait for optimizer.step() after a backward pass each" in message, message
+        assert "both wait for optimizer.step() after their backward passes" in message, message
         train_both(("", "second."), spec)  # the ways out
         train_both(("", ""), spec, step_between=True)
 

@@ -122,9 +122,9 @@ def case_nan_on_one_rank_reaches_all_in_its_row_only() -> None:
 def case_what_does_not_fit_is_refused_on_every_rank() -> None:
     rank = dist.get_rank()
     told = raised(hvdcomp.ConfigurationError, lambda: RowExchange(DistributedDataParallel(Clicks())))
-    assert "give it the model before" in told
+    assert "before you put it in DistributedDataParallel" in told
     told = raised(hvdcomp.RankMismatchError, lambda: RowExchange(Clicks(), [["table", "layer"][rank % 2] + ".weight"]))
-    assert "layer.weight, which is no weight of an embedding" in told
+    assert "layer.weight, which is not the weight of an embedding" in told
     told = raised(
         hvdcomp.RankMismatchError, lambda: RowExchange(Clicks(), wire_dtype=torch.float16 if rank == 1 else None)
     )

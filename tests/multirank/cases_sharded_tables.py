@@ -66,9 +66,9 @@ def case_it_takes_over_from_a_broken_off_epoch_and_evaluates_between() -> None:
         ours.model.eval()
         assert torch.equal(ours.model(batch), plain.model(batch))
         ours.model.train()
-    assert "belongs to no batch" in raised(ConfigurationError, lambda: ours.model(batch))
+    assert "outside of the batches of a LookAhead" in raised(ConfigurationError, lambda: ours.model(batch))
     second = ours.ahead(itertools.islice(Loader(6), 3, None))
-    assert "latest only" in raised(ConfigurationError, iter(first).__next__)
+    assert "only the latest" in raised(ConfigurationError, iter(first).__next__)
     ours.look_ahead(second, second.step)
     plain.synchronous(itertools.islice(Loader(6), 3, None))
     assert_same(ours, plain)
@@ -90,7 +90,7 @@ def case_it_goes_on_from_a_state_on_fewer_ranks() -> None:
         fewer = Sharded(kind, communicator=ranks)
         going_on = fewer.ahead(itertools.islice(Loader(8), 3, None))
         for part in ("model", "optimizer"):
-            with pytest.raises(ConfigurationError, match=r"make one by ShardedTables\.resharded"):
+            with pytest.raises(ConfigurationError, match=r"make a new state with ShardedTables\.resharded"):
                 getattr(fewer, part).load_state_dict(states[rank][part])
         for part in ("model", "optimizer"):
             state = ShardedTables.resharded([state[part] for state in states], rank, size // 2)
@@ -110,7 +110,7 @@ def case_a_loaded_state_ends_an_iteration() -> None:
     batches = iter(ahead)
     ours.look_ahead(itertools.islice(batches, 2), ahead.step)
     ours.model.load_state_dict(begun)
-    assert "got a loaded state" in raised(ConfigurationError, lambda: next(batches))
+    assert "a state was loaded into sharded tables" in raised(ConfigurationError, lambda: next(batches))
     assert_same(ours, plain)
 
 
@@ -129,19 +129,19 @@ def case_what_ids_do_not_name_and_no_table_is_refused_on_every_rank() -> None:
     assert not last or "row 6 of items.weight" in said
     ours.model.eval()
     said = raised(RankMismatchError, lambda: ours.model(batch_of(2000 if last else 3)))
-    assert not last or "row 2000 to 2000 of items.weight, which has 0 to 1999" in said
+    assert not last or "rows from 2000 to 2000 of items.weight, which has only rows 0 to 1999" in said
 
     table = torch.nn.Embedding(7, 2)
     dense = torch.nn.ModuleList([table])
-    assert "sparse=False on cpu" in raised(ConfigurationError, lambda: ShardedTables(dense, ["0.weight"]))
+    assert "sparse=False and is on cpu" in raised(ConfigurationError, lambda: ShardedTables(dense, ["0.weight"]))
     table.sparse, other = True, torch.nn.Linear(2, 7)
     other.weight = table.weight
     tied = torch.nn.ModuleList([table, other])
     assert "also the weight of another layer" in raised(ConfigurationError, lambda: ShardedTables(tied))
     empty = torch.nn.ModuleList([torch.nn.Embedding(7, 2, sparse=True, device="meta")])
-    assert "give ShardedTables `fill`" in raised(ConfigurationError, lambda: ShardedTables(empty))
+    assert "give ShardedTables a function `fill`" in raised(ConfigurationError, lambda: ShardedTables(empty))
     said = raised(RankMismatchError, lambda: ShardedTables(empty, fill=lambda _, ids: torch.zeros(len(ids), 3)))
-    assert "give it one of" in said
+    assert "it must return the shape" in said
 
     def fill(_: str, ids: torch.Tensor) -> torch.Tensor:
         return {"rank 0": torch.zeros(len(ids), 2)}[f"rank {dist.get_rank()}"]

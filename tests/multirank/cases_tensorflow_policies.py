@@ -215,7 +215,7 @@ def case_tensorflows_own_checkpoint() -> None:
             assert np.array_equal(read["own"]["residuals"][name]["arrays"][0], kept["arrays"][0])
         for wrong in ((path, "other"), (f"{folder}/none", "compression")):
             told = raised(hvdcomp.ConfigurationError, lambda wrong=wrong: hvdcomp.tensorflow.saved_state(*wrong))
-            assert f"{wrong[0]} holds no state of hvdcomp.Compression with the name {wrong[1]!r}" in told
+            assert f"{wrong[0]} contains no state of hvdcomp.Compression with the name {wrong[1]!r}" in told
         resumed.generator.bit_generator.state = whole.generator.bit_generator.state
         resumed.epoch, resumed.left = whole.epoch, whole.left
         checkpoint(resumed).restore(path).assert_consumed()

@@ -95,7 +95,7 @@ def case_a_pattern_that_matches_no_tensor() -> None:
     for graph in (True, False):
         training = TapeTraining(wrong, graph=graph)
         message = raised(SpecError, training.step)
-        assert "of 4 tensors none has a name that matches 'blocks/*' (nearest are " in message, message
+        assert "none of the 4 tensors has a name that matches 'blocks/*' (the nearest names are " in message, message
         training = TapeTraining(wrong if hvd.rank() == 1 else right, graph=graph)
         message = raised((RankMismatchError, IN_GRAPH), training.step)
         assert "no error" in message, message
@@ -145,7 +145,7 @@ def case_a_damaged_state() -> None:
     state = training.compression.state_dict()
     name, kept = next(iter(state["own"]["residuals"].items()))
     (whole,) = kept["arrays"]
-    for wrong, named in ((whole[1:], "has the shape"), (whole * np.inf, "holds an inf or NaN")):
+    for wrong, named in ((whole[1:], "has the shape"), (whole * np.inf, "contains an inf or NaN")):
         kept["arrays"] = [wrong]
         again = TapeTraining("topk:ratio=0.1")
         message = raised(ConfigurationError, lambda again=again: again.compression.load_state_dict(state))

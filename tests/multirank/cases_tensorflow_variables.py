@@ -152,7 +152,7 @@ def case_two_tapes_need_all_variables() -> None:
     told = later()
     step(told, first)
     message = raised(ConfigurationError, lambda: step(told, second))
-    assert "4 variables that hvdcomp.Compression took from the first list of gradients" in message, message
+    assert "4 variables that hvdcomp.Compression found in the first list of gradients" in message, message
     assert "variables=" in message, message
     both = later(variables=lambda: first.variables_in_order + second.variables_in_order)
     for model in (first, second, first):

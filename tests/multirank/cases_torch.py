@@ -666,7 +666,7 @@ def case_refreshes_are_of_all_ranks_and_uncompressed() -> None:
 def case_momenta_need_a_result_in_units_of_gradients() -> None:
     model = small_model()
     optimizer = compressed_adam(model, compression("signsgd", model))
-    assert "signsgd does not go with CompressedAdam" in raised(ValueError, lambda: train(model, optimizer, 1))
+    assert "signsgd does not work with CompressedAdam" in raised(ValueError, lambda: train(model, optimizer, 1))
 
 
 def case_local_steps_end_with_equal_weights() -> None:

@@ -94,13 +94,13 @@ def check_refusals(
         make: a communicator of all ranks, which asks anew who shares a node.
         raised: the message of the error that every rank raises.
     """
-    wrong = {"0": "give a whole number of at least 1", "many": "give a whole number of at least 1"}
+    wrong = {"0": "set it to a whole number of at least 1", "many": "set it to a whole number of at least 1"}
     if size > 2:
-        wrong[str(size - 1)] = f"the same number of ranks on every node, and there are {size - 1}, 1"
+        wrong[str(size - 1)] = f"the same number of ranks on every node, but the nodes have {size - 1}, 1"
     for given, said in wrong.items():
         os.environ[RANKS_PER_NODE] = given
         assert said in raised(ConfigurationError, lambda: make().part("node"))
     os.environ[RANKS_PER_NODE] = str(1 + rank % 2)
     told = raised(ConfigurationError, lambda: make().part("across"))
-    assert "the ranks' environments differ in HVDCOMP_RANKS_PER_NODE" in told
+    assert "the environment variable HVDCOMP_RANKS_PER_NODE differs" in told
     del os.environ[RANKS_PER_NODE]

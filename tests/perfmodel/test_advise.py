@@ -97,7 +97,7 @@ def test_what_is_kept_is_said_before_a_training() -> None:
     assert 3.9 < kept["topk:ratio=0.01"] < 4 < kept["powersgd:rank=4"] < 4.2
     assert kept["dgc:ratio=0.01"] == 8
     said = " ".join(run(*PUBLISHED, "--bandwidth", "1", "--all", width=120).output.split())
-    assert "On a GPU it keeps 4.1 bytes for each parameter from step to step. Residuals take half of that" in said
+    assert "On a GPU it keeps 4.1 bytes per parameter in memory from step to step. With memory=error_feedback" in said
     assert "B/param" in said
 
 
@@ -141,8 +141,8 @@ def test_estimates_are_said(tmp_path: Path) -> None:
     scattered = ("qsgd:bits=2,exchange=scatter", "terngrad:exchange=scatter")
     published = as_json(*PUBLISHED, *(word for spec in scattered for word in ("--compressor", spec)))
     assert [note for note in published["notes"] if "estimated" in note] == [
-        f"The encode time of {', '.join(scattered)} is estimated from that of the same method exchanged in another "
-        "way, by the payloads that are decoded"
+        f"The encode time of {', '.join(scattered)} is estimated from the time of the same method with another "
+        "exchange, by the number of payloads that a rank decodes"
     ]
     assert not published["methods"]["qsgd:bits=2"]["estimated"]
     said = run(*PRESET, "--compressor", "signsgd", "--compressor", "int8", "--all", width=120).stdout
@@ -175,8 +175,8 @@ def test_of_an_exchange_after_local_steps_each_has_its_share(tmp_path: Path) -> 
     assert times["signsgd"] is None  # LocalSteps refuses it
     said = run(*asked, "--all", width=140).stdout
     assert "10 local" in said
-    assert "the fastest method is randomk:ratio=0.01: 108.8 ms a step" in run(*asked).stdout
-    assert "the fastest method is randomk:ratio=0.01: 108.8 ms a step" in said
+    assert "the fastest method is randomk:ratio=0.01: 108.8 ms per step" in run(*asked).stdout
+    assert "the fastest method is randomk:ratio=0.01: 108.8 ms per step" in said
 
 
 def test_crossings_are_where_the_times_are_equal() -> None:
@@ -273,8 +273,8 @@ def test_an_alltoall_that_was_not_measured_is_said(tmp_path: Path) -> None:
     file = tmp_path / "old.json"
     save(of_natural(), file)
     said = (
-        "The calibration has no alltoall: its time is predicted from allgather. "
-        "Ranks that share a link take longer."
+        "The calibration has no times of alltoall, so they are predicted from allgather. "
+        "Ranks that share a link will take longer."
     )
     assert said in as_json("--calibration", file)["notes"]
     assert said not in as_json("--calibration", file, "--compressor", "natural")["notes"]
@@ -299,8 +299,8 @@ def test_the_table(width: int) -> None:
     for spec, time in KNOWN.items():
         assert (spec in result.stdout) == (not time.estimated)
     words = " ".join(result.stdout.split())
-    assert "Fastest: none. Use it: compression does not pay here." in words
-    assert "As fast as none within the model's error of 13.7%: fp16, powersgd:rank=4." in words
+    assert "Fastest: none. Use it: compression does not make the step faster here." in words
+    assert "These methods are as fast as none within the model's error of 13.7%: fp16, powersgd:rank=4." in words
     assert "In your code" not in words
     assert "must compress 6.1 times" in words
 
@@ -314,7 +314,7 @@ def test_names_are_whole_where_columns_fit(width: int, more: str) -> None:
     assert longest in [line.split()[0] for line in lines if line.strip()]
     times = "step compute encode network" if more else "step encode network"
     assert " ".join(lines[2].split()).startswith(f"{times}{more} beats")
-    end = lines.index(f"The table has more columns on a terminal of more than {width}.")
+    end = lines.index(f"The table has more columns if your terminal is wider than {width} characters.")
     assert max(map(len, lines[:end])) <= width
 
 
@@ -352,7 +352,7 @@ def test_without_a_model_the_first_is_taken_and_the_others_are_named() -> None:
     assert report["model"] == "resnet50"
     assert report["calibration"] == "h100x8"
     others = "resnet101, bert-base, bert-large, gpt2, gpt2-xl, llama-1b, llama-1b-fsdp, llama-7b-fsdp, vit-l-16, dlrm"
-    assert report["notes"][0].endswith(f"Others in the calibration: {others}")
+    assert report["notes"][0].endswith(f"Its other models are: {others}")
     assert report["notes"][0] in run(width=200).stdout
 
 
@@ -361,7 +361,7 @@ def test_words_for_other_outcomes(tmp_path: Path) -> None:
     save(calibrated(gamma=1.1), file)
     words = " ".join(run("--calibration", file, "--world-size", "200", "--bandwidth", "100000").stdout.split())
     assert "above" in words
-    assert "95% of linear scaling is reached" in words
+    assert "Uncompressed training reaches 95% of linear scaling" in words
     assert "Fastest: signsgd" in words
     assert "times as fast as dense" in words
     assert "%" not in words.partition("Fastest: ")[2].partition(".")[0], "8.1 times as fast, not 705.7% faster"
@@ -381,15 +381,15 @@ def test_a_lead_over_fp16_within_the_error_is_none() -> None:
     words = " ".join(run(*asked, width=120).stdout.split())
     assert f"times as fast as dense, {1 + report['gain_over_free_percent'] / 100:.2f} times as fast as fp16." in words
     assert (
-        "It is faster than dense by more than the model's error of 13.7%, but not told apart from fp16: try both. "
-        "fp16 needs no encoding." in words
+        "It is faster than dense by more than the model's error of 13.7%, but its lead over fp16 is smaller than this "
+        "error: try both. fp16 needs no encoding." in words
     )
     assert report["beaten"] == ["none"]
     for compression in ("hvd.Compression.fp16", "hvdcomp.Compression.from_spec('two_level(powersgd:rank=4)')"):
         line = f"optimizer = hvd.DistributedOptimizer(optimizer, compression={compression})"
         assert f"In your code, for Horovod: {line}" in words
     assert list(report["or_type"]) == ["horovod", "ddp"]
-    assert "two_level(powersgd:rank=4) lost beside uncompressed gradients" in words
+    assert "The worst loss of quality with two_level(powersgd:rank=4)" in words
 
 
 @pytest.mark.parametrize(
@@ -414,7 +414,7 @@ def test_the_verdict_is_of_each_rival(
     assert (report["beaten"] if report["winner"] == "signsgd" else [], report["take"]) == (beaten, take)
     assert bool(report["or_type"]) == (beaten == ["none"])
     words = " ".join(run(*asked, width=120).stdout.split())
-    assert ("but not told apart from fp16: try both" in words) == (beaten == ["none"])
+    assert ("but its lead over fp16 is smaller than this error: try both" in words) == (beaten == ["none"])
     assert (": use fp16" in words) == (report["winner"] == "signsgd" and not beaten)
 
 
@@ -443,10 +443,10 @@ def test_advice_remembers_the_optimizer_of_the_profile(
     assert re.search(r"is the fastest, \d\.\d times as fast as fp16\. Begin with:$", begin[0])
     assert f"hvdcomp.ddp.register(model, hvdcomp.Compression.from_spec('{best}" in begin[1]
     assert " ".join(begin) in words
-    assert "To try first" not in words, "it names methods for other optimizers"
+    assert "Methods to try first" not in words, "it names methods for other optimizers"
 
     begin = advised(1.5, facts)[0]["to_begin_with"]
-    assert re.search(r"as fast as dense, but not told apart from fp16 within the model's error of 150.0%", begin[0])
+    assert re.search(r"as fast as dense, but its lead over fp16 is within the model's error of 150.0%", begin[0])
     assert [best in begin[1], "fp16_compress_hook" in begin[2]] == [True, True]
 
     begin = advised(9.0, facts)[0]["to_begin_with"]
@@ -458,7 +458,7 @@ def test_advice_remembers_the_optimizer_of_the_profile(
 
     report, words = advised(0.1, replace(facts, optimizer=None))
     assert report["to_begin_with"] == []
-    assert "To try first: with SGD" in words
+    assert "Methods to try first: with SGD" in words
 
 
 def test_a_lead_beyond_the_error_is_one_and_the_line_to_type_works() -> None:
@@ -468,10 +468,10 @@ def test_a_lead_beyond_the_error_is_one_and_the_line_to_type_works() -> None:
     assert spec == report["winner"] == "two_level(powersgd:rank=4)"
     assert report["gain_over_free_percent"] > report["error_percent"]
     words = " ".join(run(*asked, width=120).stdout.split())
-    assert "Its lead over fp16, which is free, is more than the model's error of 13.7%: use it, if acc" in words
+    assert "Its lead over fp16, which libraries send by themselves, is more than the model's error of 13.7%:" in words
     assert "Its encode time is an estimate" in words
     assert "The model does not predict accuracy" in words
-    assert "two_level(powersgd:rank=4) lost beside uncompressed gradients, in percent of the loss or points" in words
+    assert "The worst loss of quality with two_level(powersgd:rank=4) in hvdcomp's own small trainings" in words
     for library, call in (("horovod", "hvd.DistributedOptimizer"), ("ddp", "hvdcomp.ddp.register")):
         line = report["to_type"][library]
         assert line in words
@@ -513,7 +513,7 @@ def test_sign_sgd_on_eight_ranks_is_what_the_manual_says() -> None:
     report = as_json(*PRESET, "--world-size", "8", "--compressor", "signsgd")
     assert (report["winner"], report["take"]) == ("signsgd", "none")
     said = " ".join(run(*PRESET, "--world-size", "8", "--compressor", "signsgd", width=120).stdout.split())
-    assert "Its lead over dense, which is free, is within the model's error of 13.7%: use none." in said
+    assert "Its lead over dense, which libraries send by themselves, is within the model's error of 13.7%: use" in said
     page = " ".join((DOCS / "performance-model-formulas.md").read_text().split())
     assert f"hvdcomp advise --calibration {OF_2021} --model resnet50 --world-size 8 --compressor signsgd" in page
     assert f"on 8 ranks SignSGD comes out {report['gain_over_free_percent']:.0f} % ahead of dense" in page
@@ -552,10 +552,12 @@ def test_a_model_without_encode_times_gets_those_of_the_nearest_model_beside_it(
     adviser = Adviser(replace(known, models={"small": small, "asked": asked, "large": large}), "asked")
     assert list(adviser.compressors) == ["none", "fp16", "topk:ratio=0.1"]
     assert adviser.encode["topk:ratio=0.1"] == EncodeTime(
-        0.0075, source="estimated: that of large times 0.75, by the models' elements", estimated=True
+        0.0075,
+        source="estimated: the encode time of large times 0.75, the ratio of the models' elements",
+        estimated=True,
     )
     assert adviser.encode["none"] == cast
-    with pytest.raises(CalibrationError, match="no encode time of 'int8' for asked; it has: none, fp16, topk"):
+    with pytest.raises(CalibrationError, match="no encode time of 'int8' for asked; it has encode times of: none"):
         Adviser(replace(known, models={"small": small, "asked": asked}), "asked", ["int8"])
 
 
@@ -662,7 +664,7 @@ def test_set_ups_are_listed_one_by_one(tmp_path: Path) -> None:
     assert {row["method"] for row in rows if row["taken"] == "True"} == {"randomk:ratio=0.01", "signsgd"}
     assert any(0 < float(row["gain_percent"]) < 10 for row in rows)
     assert "--setups uses a fixed list of set-ups: leave out --json" in error("--setups", "--json")
-    assert "no compressor beside none and fp16 can be used" in error("--setups", "--compressor", "fp16")
+    assert "no compressor except none and fp16 can be used" in error("--setups", "--compressor", "fp16")
 
 
 @pytest.mark.thorough
@@ -754,15 +756,15 @@ def test_without_matplotlib_a_plot_says_what_to_install(tmp_path: Path) -> None:
 
 
 def test_errors(tmp_path: Path) -> None:
-    assert "vit-l-16, dlrm, and 'vgg16' is not in it" in error("--model", "vgg16")
+    assert "vit-l-16, dlrm, and 'vgg16' is not one of them" in error("--model", "vgg16")
     assert "'a100' is neither a file nor a preset; the presets are: a100x8" in error("--calibration", "a100")
     unknown = error(*PRESET, "--compressor", "natural")
-    assert "no encode time of 'natural' for resnet50; it has: powersgd:rank=4" in unknown
+    assert "no encode time of 'natural' for resnet50; it has encode times of: powersgd:rank=4" in unknown
     assert "unknown compressor 'foo'" in error(*PRESET, "--compressor", "foo")
-    nothing = "none has a name that matches 'features.*' (nearest are 'fc.bias', 'fc.weight',"
+    nothing = "has a name that matches 'features.*' (the nearest names are 'fc.bias', 'fc.weight',"
     assert nothing in error(*PRESET, "--compressor", '{"features.*": "fp16", "*": "none"}')
-    assert "belong to --sweep" in error(*PRESET, "--output", tmp_path / "x.png")
-    assert "growth belongs to a sweep over encode" in error(*PRESET, "--sweep", "batch=1..2", "--growth", "2")
+    assert "need --sweep" in error(*PRESET, "--output", tmp_path / "x.png")
+    assert "growth can be used only in a sweep over encode" in error(*PRESET, "--sweep", "batch=1..2", "--growth", "2")
     assert "nan is not a bandwidth; write a number of Gb/s above 0, or a rate such as 100mbit" in error(
         *PRESET, "--bandwidth", "nan"
     )
@@ -772,7 +774,7 @@ def test_errors(tmp_path: Path) -> None:
     del content["models"]["bert-base"]["batch_size"]
     no_batch.write_text(json.dumps(content))
     batch = ("--model", "bert-base", "--batch", "8")
-    assert "does not say which batch size" in error("--calibration", no_batch, *batch)
+    assert "does not say for which batch size" in error("--calibration", no_batch, *batch)
     wrong = tmp_path / "wrong.json"
     wrong.write_text("{")
     assert "is not JSON" in error("--calibration", wrong)

@@ -148,44 +148,44 @@ def drop(*path: str) -> Callable[[dict[str, Any]], None]:
 MINE = ("models", "mine")
 WRONG: list[tuple[Callable[[dict[str, Any]], None], str]] = [
     (drop("format"), "format is missing"),
-    (put("format", value="other"), "no calibration file: format is 'other'"),
-    (put("version", value=2), "version 2 is not one that this hvdcomp reads"),
+    (put("format", value="other"), "is not a calibration file: its field format is 'other'"),
+    (put("version", value=2), "has version 2, and this hvdcomp reads only version 1"),
     (drop("name"), "name is missing"),
     (drop("network"), "network is missing"),
     (drop("models"), "models is missing"),
     (put("models", value={}), "models is empty"),
     (put("network", value=[]), "network must be a JSON object, not []"),
-    (put("network", "allreduce", "algorithm", value="star"), "algorithm 'star' is not known; there are: ring"),
+    (put("network", "allreduce", "algorithm", value="star"), "algorithm 'star' is not known; use one of: ring"),
     (put("network", "allreduce", "latency_s", value=-1), "network.allreduce.latency_s is -1, and must be at least 0"),
     (put("network", "allgather", "bytes_per_s", value=0), "allgather.bytes_per_s is 0, and must be more than 0"),
     (put("network", "allgather", "bytes_per_s", value="fast"), "must be a finite number, not 'fast'"),
     (put("network", "allgather", "bytes_per_s", value=True), "must be a finite number, not True"),
     (put("network", "allreduce", "latency_s", value=float("nan")), "must be a finite number, not nan"),
-    (put("network", "allreduce", "transfer", value=[[1, 2], [1, 3]]), "network.allreduce.transfer must rise"),
-    (put("network", "allreduce", "transfer", value=[[1, 2], [2, 1]]), "network.allreduce.transfer must rise"),
-    (put("network", "allreduce", "transfer", value=[3]), "must hold pairs of bytes, seconds, not 3"),
+    (put("network", "allreduce", "transfer", value=[[1, 2], [1, 3]]), "ascending order, but [1, 3] follows"),
+    (put("network", "allreduce", "transfer", value=[[1, 2], [2, 1]]), "ascending order, but [2, 1] follows"),
+    (put("network", "allreduce", "transfer", value=[3]), "must contain pairs (bytes, seconds), and 3 is not"),
     (put("network", "allgather", "incast", value=[[2, 0.5]]), "allgather.incast is 0.5, and must be at least 1"),
     (put("network", "inner", "ranks_per_node", value=1.5), "ranks_per_node must be a whole number"),
-    (put("network", "alltoall", "algorithm", value="ring"), "'ring' is not known; there are: direct, pairwise"),
+    (put("network", "alltoall", "algorithm", value="ring"), "'ring' is not known; use one of: direct, pairwise"),
     (drop("network", "allgather"), "network.allgather is missing"),
-    (put("network", "latency", value=1), "network.latency is not a field that is known here"),
+    (put("network", "latency", value=1), "network.latency is not a known field; the known"),
     (put("noise", "relative", value=-0.1), "noise.relative is -0.1"),
     (put("machine", "gpus", value=4), "machine.gpus: 4 must be text"),
     (drop(*MINE, "backward_s"), "models.mine.backward_s is missing"),
     (put(*MINE, "gamma", value=0.9), "models.mine.gamma is 0.9, and must be at least 1"),
     (put(*MINE, "batch_size", value=0), "models.mine.batch_size is 0"),
-    (put(*MINE, "backwards_s", value=1), "models.mine.backwards_s is not a field"),
+    (put(*MINE, "backwards_s", value=1), "models.mine.backwards_s is not a known field"),
     (put(*MINE, "shapes", value="resnet50"), "models.mine needs either 'shapes'"),
     (put(*MINE, "tensors", value=None), "models.mine needs either 'shapes'"),
-    (put(*MINE, "tensors", value=[]), "models.mine.tensors holds no tensor"),
+    (put(*MINE, "tensors", value=[]), "models.mine.tensors contains no tensor"),
     (put(*MINE, "tensors", value=[{"name": "w", "shape": [2.5]}]), "tensors[0].shape[0]: 2.5 must be a whole number"),
-    (put(*MINE, "tensors", value=[{"name": "w", "shape": [2]}] * 2), "models.mine.tensors holds a name twice"),
+    (put(*MINE, "tensors", value=[{"name": "w", "shape": [2]}] * 2), "tensors contains two tensors with the same"),
     (put(*MINE, "tensors", value=[{"name": "w", "shape": [2], "dtype": "int8"}]), "tensors[0].dtype 'int8' is not a"),
     (put(*MINE, "encode", value={"nope": {"encode_s": 1}}), "models.mine.encode.nope unknown compressor 'nope'"),
     (put(*MINE, "encode", value={"signsgd": {}}), "models.mine.encode.signsgd.encode_s is missing"),
     (put(*MINE, "encode", value={"signsgd": {"encode_s": -1}}), "models.mine.encode.signsgd.encode_s is -1"),
     (put(*MINE, "encode", value={"signsgd": {"encode_s": 1, "estimated": 1}}), "1 must be true or false"),
-    (put(*MINE, "optimizer", value="adam"), "'adam' is not known; there are: SGD, Adam, CompressedAdam, other"),
+    (put(*MINE, "optimizer", value="adam"), "'adam' is not known; use one of: SGD, Adam, CompressedAdam, other"),
     (put(*MINE, "estimated", value=[1]), "models.mine.estimated[0]: 1 must be text"),
 ]
 
@@ -205,7 +205,7 @@ def test_what_is_wrong_is_named(change: Callable[[dict[str, Any]], None], messag
 def test_an_unknown_model_of_shapes() -> None:
     data = as_json(MEASURED)
     data["models"]["mine"] = {"shapes": "alexnet", "backward_s": 1, "bucket_bytes": 1}
-    with pytest.raises(CalibrationError, match=r"models\.mine\.shapes 'alexnet' is not known; there are: resnet50"):
+    with pytest.raises(CalibrationError, match=r"models\.mine\.shapes 'alexnet' is not known; use one of: resnet50"):
         from_json(data)
 
 

@@ -267,7 +267,7 @@ def test_with_one_rank_a_node_two_levels_are_one() -> None:
 
 
 def test_two_levels_need_to_know_nodes() -> None:
-    with pytest.raises(SpecError, match=r"of nodes with several ranks, so not what two_level\(topk:ratio=0.01\) takes"):
+    with pytest.raises(SpecError, match=r"two_level\(topk:ratio=0.01\) needs the number of ranks on each node"):
         exchange_of(parse_compressor("two_level(topk:ratio=0.01)"), tensors_of("resnet50"), 8)
 
 

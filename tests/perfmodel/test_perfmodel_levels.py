@@ -79,7 +79,7 @@ def test_with_an_inner_link_the_ranks_of_a_node_share_the_outer_one() -> None:
 def test_without_nodes_there_are_no_levels() -> None:
     assert FLAT.ranks_per_node is None
     for among in ("node", "across"):
-        with pytest.raises(CalibrationError, match="knows no nodes of several ranks"):
+        with pytest.raises(CalibrationError, match="has no costs of nodes with several ranks"):
             FLAT.seconds("allgather", 1.0, 4, among=among)
 
 
@@ -120,7 +120,7 @@ def test_a_file_may_take_from_a_preset_what_it_does_not_say(tmp_path: Path) -> N
     assert load(file) == replace(load(published), name="test", network=NETWORK, machine={}, noise=0.0, noise_note="",
                                  network_source="")  # fmt: skip
     file.write_text(json.dumps({"like": "a100"}))
-    with pytest.raises(CalibrationError, match="like is 'a100', which is no preset; there are: a100x8"):
+    with pytest.raises(CalibrationError, match="like is 'a100', which is not a preset; the presets are: a100x8"):
         load(file)
 
 
@@ -236,12 +236,12 @@ def test_two_levels_are_a_choice_where_nodes_are_known(tmp_path: Path) -> None:
     row = report["methods"][WITHIN]
     assert row["bytes_in_node"] == pytest.approx(1.25e8, rel=1e-3)
     assert row["compression_factor"] == pytest.approx(4 * 32 / 9, rel=1e-3)
-    assert any("no reducescatter within nodes: its time is predicted from allreduce" in one
+    assert any("no times of reducescatter within nodes, so they are predicted from allreduce" in one
                for one in report["notes"])  # fmt: skip
     save(calibration(FLAT), file)
     assert set(advised("--calibration", file)["methods"]) == {"none", "fp16", "natural", "natural:exchange=scatter"}
     said = error("--calibration", file, "--compressor", WITHIN)
-    assert "of nodes with several ranks, so not what two_level(natural) takes" in said
+    assert "two_level(natural) needs the number of ranks on each node" in said
 
 
 def test_two_levels_are_left_out_where_the_last_node_would_not_be_full(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_two_levels_are_left_out_where_the_last_node_would_not_be_full(tmp_path:
     save(calibration(), file)
     report = advised("--calibration", file, "--world-size", "18")
     assert WITHIN not in report["methods"]
-    assert f"on each node, here 4: {WITHIN}, {BETWEEN}" in " ".join(report["notes"])
+    assert f"on each node (4 here): {WITHIN}, {BETWEEN}" in " ".join(report["notes"])
 
 
 def test_overlap_is_a_choice_with_a_time_of_its_own(tmp_path: Path) -> None:
@@ -264,11 +264,11 @@ def test_overlap_is_a_choice_with_a_time_of_its_own(tmp_path: Path) -> None:
     assert report["methods"]["none"]["at_end_ms"] is None
     assert advised("--calibration", file, "--bucket-bytes", "0")["methods"]["natural"]["at_end_ms"] is None
     # The link is so slow that the first bytes ought to leave soon.
-    assert any("faster in buckets of 10,000,000 bytes" in note for note in report["notes"])
+    assert any("faster with buckets of 10,000,000 bytes" in note for note in report["notes"])
     whole = advised("--calibration", file, "--world-size", "2", "--bucket-bytes", "10000000")
-    assert not any("in buckets of" in note for note in whole["notes"])
+    assert not any("with buckets of" in note for note in whole["notes"])
 
 
 def test_of_two_levels_an_adviser_needs_nodes() -> None:
-    with pytest.raises(SpecError, match="of nodes with several ranks"):
+    with pytest.raises(SpecError, match="needs the number of ranks on each node"):
         Adviser(calibration(FLAT), specs=[WITHIN])

@@ -19,10 +19,10 @@ from tests.bindings.test_bindings import bound, gradients
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        (None, "None is no spec string of a compressor; give text, such as 'topk:ratio=0.01'"),
-        (3, "3 is no spec string of a compressor"),
-        (TopK(0.1), "TopK(ratio=0.1, values='same') is no spec string of a compressor; give text, such as "
-         "'topk:ratio=0.01', or hand it over without from_spec"),
+        (None, "None is not a spec string of a compressor; give a string, such as 'topk:ratio=0.01'"),
+        (3, "3 is not a spec string of a compressor"),
+        (TopK(0.1), "TopK(ratio=0.1, values='same') is not a spec string of a compressor; give a string, such as "
+         "'topk:ratio=0.01', or give the object itself without from_spec"),
     ],
 )  # fmt: skip
 def test_what_is_no_spec_string(spec: Any, words: str) -> None:
@@ -31,28 +31,28 @@ def test_what_is_no_spec_string(spec: Any, words: str) -> None:
 
 
 def test_what_is_no_spec_string_of_a_policy() -> None:
-    with pytest.raises(SpecError, match="None is no spec string of a policy; give text, such as 'schedule:"):
+    with pytest.raises(SpecError, match="None is not a spec string of a policy; give a string, such as 'schedule:"):
         parse_policy(None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"seed": "a"}, "seed='a' is not possible; give a whole number"),
-        ({"seed": 1.5}, "seed=1.5 is not possible"),
-        ({"min_numel": -1}, "min_numel=-1 is not possible; give a whole number from 0 on"),
-        ({"min_ndim": True}, "min_ndim=True is not possible; give a whole number from 0 on"),
-        ({"min_ndim": "2"}, "min_ndim='2' is not possible"),
-        ({"bucket_bytes": "5"}, "bucket_bytes='5' is not possible; give a whole number from 1 on, or None"),
-        ({"steps_per_epoch": 5.5}, "steps_per_epoch=5.5 is not possible; give a whole number from 1 on, or None"),
-        ({"steps_per_epoch": 0}, "steps_per_epoch=0 is not possible"),
-        ({"steps_per_epoch": "9", "policy": Accordion(low=0.1, high=0.01)}, "steps_per_epoch='9' is not possible"),
-        ({"decision_log": "log.jsonl"}, "decision_log='log.jsonl' is for the decisions of a policy, and there is none"),
+        ({"seed": "a"}, "seed='a' is not allowed; give a whole number"),
+        ({"seed": 1.5}, "seed=1.5 is not allowed"),
+        ({"min_numel": -1}, "min_numel=-1 is not allowed; give a whole number of at least 0"),
+        ({"min_ndim": True}, "min_ndim=True is not allowed; give a whole number of at least 0"),
+        ({"min_ndim": "2"}, "min_ndim='2' is not allowed"),
+        ({"bucket_bytes": "5"}, "bucket_bytes='5' is not allowed; give a whole number of at least 1, or None"),
+        ({"steps_per_epoch": 5.5}, "steps_per_epoch=5.5 is not allowed; give a whole number of at least 1, or None"),
+        ({"steps_per_epoch": 0}, "steps_per_epoch=0 is not allowed"),
+        ({"steps_per_epoch": "9", "policy": Accordion(low=0.1, high=0.01)}, "steps_per_epoch='9' is not allowed"),
+        ({"decision_log": "log.jsonl"}, "decision_log='log.jsonl' records the decisions of a policy, but this"),
         ({"decision_log": Path("log.jsonl"), "policy": WarmUp(dense_steps=3)},
-         "there is none (warmup:dense_steps=3 is a schedule, which decides nothing); give a policy"),
+         "no policy (warmup:dense_steps=3 is a schedule, which makes no decisions). Give a policy"),
         ({"policy": WarmUp(levels=(0.05,), steps=1)},
-         "the level 0.05 compresses harder than the compressor's own, 0.1, which follows; let levels fall"),
-        ({"policy": WarmUp(start=0.05, steps=1)}, "the level 0.05 compresses harder than the compressor's own"),
+         "the last level, 0.05, compresses more than the compressor's own level, 0.1, which follows; give levels that"),
+        ({"policy": WarmUp(start=0.05, steps=1)}, "the last level, 0.05, compresses more than the compressor's own"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_with_the_value(options: dict[str, Any], words: str) -> None:
@@ -63,8 +63,8 @@ def test_what_cannot_be_is_refused_with_the_value(options: dict[str, Any], words
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"levels": (0.01, 0.5)}, "levels=(0.01, 0.5) goes from much to little compression; let levels fall, such as"),
-        ({"levels": (0.5, 0.1, 0.2)}, "goes from much to little compression"),
+        ({"levels": (0.01, 0.5)}, "levels=(0.01, 0.5) goes from strong to weak compression; give levels that"),
+        ({"levels": (0.5, 0.1, 0.2)}, "goes from strong to weak compression"),
         ({"levels": ("half",)}, "levels=('half',) is not allowed; it must be numbers"),
         ({"levels": 0.5}, "levels=0.5 is not allowed; it must be numbers"),
         ({"start": "0.5"}, "start='0.5' is not allowed; it must be a number"),
@@ -78,7 +78,7 @@ def test_a_warm_up_that_cannot_be(settings: dict[str, Any], words: str) -> None:
 
 @pytest.mark.parametrize("scaler", [True, "scaler", object()])
 def test_what_scales_no_loss(scaler: Any) -> None:
-    words = f"grad_scaler={scaler!r} does not scale a loss; give a torch.amp.GradScaler or a Keras LossScaleOptimizer"
+    words = f"grad_scaler={scaler!r} is not a loss scaler; give a torch.amp.GradScaler or a Keras LossScaleOptimizer"
     with pytest.raises(ConfigurationError, match=re.escape(words)):
         Compression(TopK(0.1), grad_scaler=scaler)
     with pytest.raises(ConfigurationError, match=r"give a torch\.amp\.GradScaler, or leave it out"):
@@ -93,7 +93,7 @@ _OWN = {"rank": 0, "size": 1, "residuals": {}, "coordinator": None, "totals": {}
 
 
 def test_what_is_no_optimizer() -> None:
-    words = r"was given a types\.SimpleNamespace as optimizer, which is none"
+    words = r"was given a types\.SimpleNamespace as optimizer, which is not an optimizer"
     with pytest.raises(ConfigurationError, match=f"hvdcomp.Compression {words}"):
         Compression(TopK(0.1), optimizer=SimpleNamespace(step=1))
     with pytest.raises(ConfigurationError, match=f"load_state_dict {words}"):

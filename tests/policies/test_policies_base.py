@@ -180,7 +180,7 @@ def test_lag(policy: Policy) -> None:
         with pytest.raises(SpecError, match="auto: lag=0 is not allowed; it must be 1"):
             dataclasses.replace(policy, lag=0)
     elif isinstance(policy, GraVAC):
-        with pytest.raises(SpecError, match="lag=0 of gravac was taken out"):
+        with pytest.raises(SpecError, match="lag=0 of gravac was removed"):
             dataclasses.replace(policy, lag=0)
     else:
         assert dataclasses.replace(policy, lag=0).lag == 0
@@ -256,7 +256,7 @@ def test_learning_rates() -> None:
     assert LearningRates((0.1, 0.1), (0.2, 0.05)).fall
     assert not LearningRates((0.1, 0.1), (0.1, 0.2)).fall
     for now, following in [((0.1,), (0.1, 0.1)), ((), ())]:
-        with pytest.raises(ValueError, match="same groups"):
+        with pytest.raises(ValueError, match="same number of groups"):
             LearningRates(now, following)
 
 

@@ -162,5 +162,5 @@ def test_accordion_needs_a_multiple() -> None:
 )
 def test_an_epoch_has_room_for_the_largest_batch(policy: Policy) -> None:
     policy.check(5, PowerSGD(rank=2))
-    with pytest.raises(SpecError, match="takes 5 of the starting ones, and an epoch has only 4"):
+    with pytest.raises(SpecError, match="consists of 5 batches of the first size, but an epoch has only 4"):
         policy.check(4, PowerSGD(rank=2))

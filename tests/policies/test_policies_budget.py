@@ -182,9 +182,9 @@ def test_a_time_that_no_level_reaches_is_refused_with_what_is_reached() -> None:
             MS.require_reachable(seconds)
         fastest = min(seconds, key=seconds.__getitem__)
         assert str(raised.value) == (
-            "budget:ms=20,calibration=cluster.json is out of reach: by cluster.json the fastest exchange that there "
-            f"is to choose takes 21.5 ms of a step, with {fastest} bytes from each rank. Give a larger ms, a smaller "
-            "least than 0.1 (times the own levels), or a compressor that sends less"
+            "budget:ms=20,calibration=cluster.json cannot be reached: according to cluster.json, the fastest exchange "
+            f"that the policy can choose takes 21.5 ms of a step, with {fastest} bytes from each rank. Give a larger "
+            "ms, a least below 0.1 (a factor of the compressors' own levels), or a compressor that sends less"
         )
 
 
@@ -270,20 +270,20 @@ def test_norms_that_are_compared_are_of_as_many_steps(interval: int, first: int)
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("budget", "give factor .*, error .* or ms .*, one of the three; given is none"),
-        ("budget:factor=9,error=0.5", "one of the three; given is factor=9.0 and error=0.5"),
-        ("budget:factor=9,ms=20,calibration=c.json", "one of the three; given is factor=9.0 and ms=20.0"),
-        ("budget:ms=20", "ms=20.0 needs calibration=FILE, which `hvdcomp calibrate` writes, or .* a preset"),
+        ("budget", "give exactly one of factor .*, error .* and ms .*; you gave none"),
+        ("budget:factor=9,error=0.5", "exactly one of .*; you gave factor=9.0 and error=0.5"),
+        ("budget:factor=9,ms=20,calibration=c.json", "exactly one of .*; you gave factor=9.0 and ms=20.0"),
+        ("budget:ms=20", "ms=20.0 needs calibration=FILE, a file from `hvdcomp calibrate` or .* a preset"),
         ("budget:ms=-1,calibration=c.json", "ms=-1.0 is not allowed; it must be above 0"),
-        ("budget:factor=9,calibration=c.json,batch=8", "calibration=c.json and batch=8 is for ms; .* with factor=9.0"),
+        ("budget:factor=9,calibration=c.json,batch=8", "batch=8 can be used only with ms, not with factor=9.0"),
         ("budget:factor=1", "factor=1.0 is not allowed; it must be above 1"),
         ("budget:factor=-3", "factor=-3.0 is not allowed"),
         ("budget:error=1", "error=1.0 is not allowed; it must be above 0 and below 1"),
-        ("budget:factor=9,eta=0.3", "eta=0.3 is for critical .the limit in critical regimes.; give both"),
-        ("budget:factor=9,critical=9", "critical=9.0 .* must be less than factor=9.0 and more than 1, so that"),
+        ("budget:factor=9,eta=0.3", "eta=0.3 is used only with critical .the limit in critical regimes.; give both"),
+        ("budget:factor=9,critical=9", "critical=9.0 .* must be less than factor=9.0 and more than 1, because"),
         ("budget:factor=9,critical=1", "critical=1.0 .* must be less than factor=9.0 and more than 1"),
-        ("budget:error=0.5,critical=0.6", "critical=0.6 .* must be less than error=0.5, so that more may be sent"),
-        ("budget:ms=20,calibration=c.json,critical=10", "critical=10.0 .* must be more than ms=20.0, so that more may"),
+        ("budget:error=0.5,critical=0.6", "critical=0.6 .* must be less than error=0.5, because critical regimes must"),
+        ("budget:ms=20,calibration=c.json,critical=10", "critical=10.0 .* must be more than ms=20.0, because critical"),
         ("budget:factor=9,critical=-3", "critical=-3.0 is not allowed; it must be a limit above 0"),
         ("budget:factor=9,least=1,most=1", "Give least below 1, or most above 1"),
     ],

@@ -19,6 +19,7 @@ from tests.package_index import environment_on_top, fresh_environment, pip_with_
 ROOT = Path(__file__).parents[2]
 FRAMEWORKS = ["torch", "tensorflow", "tf_keras", "keras", "horovod", "mpi4py"]
 # Nor anything else that is heavy and optional.
+FRAMEWORKS += ["accelerate", "lightning", "transformers"]
 FRAMEWORKS += ["matplotlib", "jinja2", "sklearn", "kubernetes", "prometheus_client"]
 
 
@@ -64,7 +65,7 @@ try:
 except hvdcomp.ConfigurationError as error:
     print(error)
 """
-    assert "hvdcomp.Compression was given a numpy.ndarray" in run(*hidden(code))
+    assert "hvdcomp.Compression was given a gradient of type numpy.ndarray" in run(*hidden(code))
 
 
 @pytest.mark.parametrize("name", ["dcp", "ddp", "fsdp"])

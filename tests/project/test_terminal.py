@@ -72,7 +72,7 @@ def test_did_you_mean() -> None:
 def test_a_command_that_is_nearly_right(words: str, meant: str) -> None:
     result = CliRunner().invoke(main, words.split())
     assert result.exit_code == 2
-    assert f"(did you mean {meant!r}?); there are: " in result.stderr
+    assert f"(did you mean {meant!r}?); the commands are: " in result.stderr
 
 
 def test_rates() -> None:

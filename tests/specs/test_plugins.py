@@ -134,10 +134,10 @@ hvdcomp.Compression.from_spec("halves")
     ("point", "said"),
     [
         ("broken:Halves", r"'halves' of the package mine \(broken:Halves\) cannot be imported: ZeroDivisionError"),
-        ("nowhere:Halves", r"cannot be imported: ModuleNotFoundError: No module named 'nowhere'; mend or remove that"),
+        ("nowhere:Halves", r"cannot be imported: ModuleNotFoundError: No module named 'nowhere'; repair or remove"),
         ("halving:Other", r"cannot be imported: AttributeError"),
         ("halving:Count", r"is not a subclass of hvdcomp\.compressors\.base\.Compressor"),
-        ("halving:Thirds", r"has name = 'thirds' in its class; the entry point must have the same"),
+        ("halving:Thirds", r"has name = 'thirds' in its class; give the class and its entry point"),
     ],
 )
 def test_a_package_with_a_mistake_is_named(folder: Path, point: str, said: str) -> None:
@@ -152,10 +152,10 @@ def test_a_package_with_a_mistake_is_named(folder: Path, point: str, said: str) 
 def test_no_plugin_takes_a_name_of_hvdcomp_in_silence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module(folder, "tops", METHOD.format(kind="Top", name="topk"))
     installed(folder, "mine", "[hvdcomp.compressors]\ntopk = tops:Top\n")
-    with pytest.warns(UserWarning, match="the package mine offers a compressor 'topk', and hvdcomp has one of this"):
+    with pytest.warns(UserWarning, match="the package mine offers a compressor 'topk', but hvdcomp has its own"):
         assert str(parse_compressor("topk:ratio=0.1")) == "topk:ratio=0.1"
     monkeypatch.setenv(plugins.VARIABLE, "tops")
-    with pytest.raises(SpecError, match="the module 'tops' has a compressor Top with the name 'topk', which is that"):
+    with pytest.raises(SpecError, match="the module 'tops' has a compressor Top with the name 'topk', but hvdcomp"):
         parse_compressor("fp16")
 
 
@@ -173,9 +173,9 @@ def test_two_of_one_name_are_refused_and_the_same_twice_is_not(folder: Path, mon
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("nowhere", "'nowhere' cannot be imported: ModuleNotFoundError: No module named 'nowhere'; it must be in the"),
-        ("halving.py", "; name a module, such as halving, and not a file"),
-        ("broken", "'broken' cannot be imported: ZeroDivisionError: division by zero; mend it"),
+        ("nowhere", "'nowhere' cannot be imported: ModuleNotFoundError: No module named 'nowhere'; the module must"),
+        ("halving.py", "; give the name of a module, such as halving, not of a file"),
+        ("broken", "'broken' cannot be imported: ZeroDivisionError: division by zero; correct the module"),
         ("empty", "'empty' has neither a compressor nor a policy: it needs a subclass of hvdcomp.Compressor or"),
         ("tops", "the module 'tops' has a compressor Top with the name 'topk'"),
     ],

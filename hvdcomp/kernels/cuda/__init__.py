@@ -78,7 +78,7 @@ def way_out() -> str:
 
 def _reason_and_remedy() -> tuple[str, str]:
     if os.environ.get("HVDCOMP_KERNELS", "") == "off":
-        return "HVDCOMP_KERNELS=off is in the environment", "Unset HVDCOMP_KERNELS."
+        return "HVDCOMP_KERNELS=off is set in the environment", "Unset HVDCOMP_KERNELS."
     return _missing()
 
 
@@ -90,7 +90,7 @@ def _missing() -> tuple[str, str]:
 
         installed = version("triton")
         if tuple(map(int, installed.split(".")[:2])) < _OLDEST:
-            return f"Triton {installed} is installed, and {'.'.join(map(str, _OLDEST))} or later is needed", install
+            return f"Triton {installed} is installed, but {'.'.join(map(str, _OLDEST))} or later is needed", install
 
         from hvdcomp.kernels.cuda import language
     except PackageNotFoundError:
@@ -99,8 +99,8 @@ def _missing() -> tuple[str, str]:
         return str(error), install
     failure = "" if language.INTERPRETED or not torch.cuda.is_available() else _failure_of_loader(language.triton)
     return failure, failure and (
-        "Install gcc, name a C compiler (CC=/path/to/cc), or name a folder in which that lies compiled "
-        f"({_COMPILED_AHEAD}=/path)."
+        f"Install gcc, or set CC to a C compiler (CC=/path/to/cc), or set {_COMPILED_AHEAD}=/path to a folder where "
+        "this code is compiled already."
     )
 
 
@@ -114,7 +114,7 @@ def _failure_of_loader(triton: Any) -> str:
     except Exception as error:  # whatever a compiler, a linker or a file system may do
         message = f"{error.cmd[0]} failed" if isinstance(error, subprocess.CalledProcessError) else str(error)
         first_line = next(iter(message.splitlines()), type(error).__name__)
-        return f"what loads Triton's kernels lies compiled nowhere, and cannot be compiled here ({first_line})"
+        return f"Triton needs compiled code to load its kernels, and this code cannot be compiled here ({first_line})"
     return ""
 
 

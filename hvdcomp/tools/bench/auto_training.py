@@ -21,11 +21,11 @@ _BLOCK = 5
 
 
 class AutoTraining(Training):
-    """A training with `auto`, whose clock stands still during the turns of other trainings.
+    """A training with `auto`. The policy's clock stops during the turns of other trainings.
 
     Args:
         carrier: of the gradients.
-        compressor: spec of a compressor that the policy may choose, beside dense and fp16.
+        compressor: spec of a compressor that the policy may choose, besides dense and fp16.
         calibration: a file that rank 0 can read.
         log: file for rank 0's decisions.
         model_name, batch_size, seed: as for `Training`.
@@ -50,7 +50,7 @@ class AutoTraining(Training):
             "decision_log": log,
         }
         self._compressor = compressor
-        self._pause = ExitStack()  # while it is entered, the policy's clock stands still
+        self._pause = ExitStack()  # while it is entered, the policy's clock is stopped
         super().__init__(carrier, AUTO, model_name, batch_size, seed)
 
     def begin(self, seconds: float) -> None:

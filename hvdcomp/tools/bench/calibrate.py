@@ -165,7 +165,7 @@ def noise_note(noisy: dict[str, Reading]) -> str:
     if not noisy:
         return f"{meaning}; none differs by more than {NOISY:.0%}"
     spreads = "; ".join(f"{part}: {reading.spread:.0%}" for part, reading in noisy.items())
-    return f"{meaning}. Too noisy to trust, as repeated medians differ by more than {NOISY:.0%}: {spreads}"
+    return f"{meaning}. Too noisy to trust, because repeated medians differ by more than {NOISY:.0%}: {spreads}"
 
 
 def machine_facts(carrier: Carrier, device: torch.device) -> dict[str, str]:

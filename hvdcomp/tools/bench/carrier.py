@@ -89,7 +89,7 @@ class Carrier(ABC):
         return all_ranks(self.ranks.backend)
 
     def early_bytes_of(self, workload: Workload) -> int | None:
-        """`early_bytes` of a model where hvdcomp uses the library's buckets; None where it has its own."""
+        """`early_bytes` of a model if hvdcomp uses the library's buckets; None if hvdcomp has its own buckets."""
         if not self.own_buckets:
             return None
         return least_early_bytes(self.early_bytes, workload.dense_bytes, workload.device.type == "cuda")

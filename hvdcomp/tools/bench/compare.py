@@ -1,4 +1,4 @@
-"""Predicted beside measured step times: a row for each, and statistics of the rows."""
+"""Compares predicted with measured step times: a row for each, and statistics of the rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predicted beside measured step times, as files, tables and sentences."""
+"""Predicted and measured step times, compared in files, tables and sentences."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ def summary(rows: Sequence[Row]) -> str:
     ]
     compressed = [row for row in rows if row.spec not in STOCK_SPECS.values()]
     kinds = {
-        "gathered or in an allreduce": [row for row in compressed if row.way not in (SCATTER, TWO_LEVELS)],
-        "scattered": [row for row in compressed if row.way == SCATTER],
+        "with an all-gather or allreduce": [row for row in compressed if row.way not in (SCATTER, TWO_LEVELS)],
+        "with scattered payloads": [row for row in compressed if row.way == SCATTER],
         "in two levels": [row for row in compressed if row.way == TWO_LEVELS],
         "with overlap": [row for row in compressed if row.overlap],
         "without overlap": [row for row in compressed if not row.overlap],
     }
-    medians = [f"{errors(some)[0]:.1%} of {len(some)} {kind}" for kind, some in kinds.items() if some]
+    medians = [f"{errors(some)[0]:.1%} for {len(some)} predictions {kind}" for kind, some in kinds.items() if some]
     if medians:
-        lines.append(f"Of compressors the median errors are {', '.join(medians)}.")
+        lines.append(f"The median errors for compressors are {', '.join(medians)}.")
     if all_gains := gains(rows):
         lines.append(_gains_summary(all_gains))
     return "\n".join(lines)
@@ -85,8 +85,8 @@ def _gains_summary(all_gains: Sequence[Gain]) -> str:
         models.append(f"{model} {', '.join(rates)}")
     predicted = sum(gain.best == gain.predicted_best for gain in all_gains)
     return (
-        "The fastest compressor of each setting is so many times as fast as the faster one of dense and fp16: "
-        f"{'; '.join(models)}. The predictions named it in {predicted} of {len(all_gains)} settings."
+        "Speedup of the fastest compressor of each setting over the faster one of dense and fp16: "
+        f"{'; '.join(models)}. The predictions named this compressor in {predicted} of {len(all_gains)} settings."
     )
 
 
@@ -98,9 +98,7 @@ HEADINGS = ("hosts", "rate", "model", "method", "measured ms", "quartiles", "pre
 
 def cells(row: Row) -> tuple[str, ...]:
     """The cells of a row."""
-    parts = {
-        "compute": row.compute_ms, "encode": row.encode_ms, "network": row.network_ms, "latency": row.latency_ms
-    }
+    parts = {"compute": row.compute_ms, "encode": row.encode_ms, "network": row.network_ms, "latency": row.latency_ms}
     largest = max(parts, key=lambda part: parts[part])
     return (
         str(row.cluster),
@@ -158,10 +156,10 @@ def auto_summary(chosen: Sequence[Choice]) -> str:
     slowest, slower = (max(chosen, key=lambda choice: getattr(choice, name)) for name in ("over_best", "over_dense"))
     median = statistics.median(choice.over_best for choice in chosen)
     return (
-        f"A step with auto takes {median:.3f} times that of the best static choice in the median, "
-        f"{slowest.over_best:.3f} times at most ({slowest.in_words()}); "
-        f"{slower.over_dense:.3f} times that of dense at most ({slower.in_words()}). Standard errors of these "
-        f"ratios are up to {max(choice.over_best_error for choice in chosen):.3f}."
+        f"In the median, a step with auto takes {median:.3f} times as long as with the best static choice, and at "
+        f"most {slowest.over_best:.3f} times as long ({slowest.in_words()}). It takes at most {slower.over_dense:.3f} "
+        f"times as long as with dense gradients ({slower.in_words()}). Standard errors of these ratios are up to "
+        f"{max(choice.over_best_error for choice in chosen):.3f}."
     )
 
 
@@ -182,7 +180,10 @@ def _auto(chosen: Sequence[Choice]) -> list[str]:
     ]  # fmt: skip
     if not table:
         return [auto_summary(chosen), ""]
-    sentence = f"{auto_summary(chosen)} Where it takes more than {NOT_FAR:.0%} longer than the best static choice:"
+    sentence = (
+        f"{auto_summary(chosen)} In these settings, it takes more than {NOT_FAR:.0%} longer than the best static "
+        "choice:"
+    )
     return [sentence, "", *_markdown_table(headings, table), ""]
 
 
@@ -198,8 +199,8 @@ def _noise(runs: Sequence[dict[str, Any]]) -> list[str]:
         return []
     spread, number_name, run = max(noisy, key=lambda entry: entry[0])
     return [
-        f"Of all calibrated numbers, the repeated medians of {len(noisy)} differ by more than {NOISY:.0%}, at most by "
-        f"{spread:.0%} ({number_name}; {place_of(run).in_words()}). The JSON file has all.",
+        f"The repeated medians of {len(noisy)} calibrated numbers differ by more than {NOISY:.0%}, at most by "
+        f"{spread:.0%} ({number_name}; {place_of(run).in_words()}). The JSON file lists all of these numbers.",
         "",
     ]
 

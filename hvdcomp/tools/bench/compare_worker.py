@@ -5,8 +5,8 @@ The measured steps take turns with the steps of the calibration, because the spe
 minute.
 
 Rank 0 writes lines that begin with "PROGRESS " (not with --quiet), and a JSON file with the calibration and the
-measured steps. If the calibration was too noisy, and was repeated until no attempts were left, the file has all
-calibrations: the spread of their predictions tells more than their noise.
+measured steps. If all calibrations were too noisy, the file has all of them: the spread of their predictions is
+more informative than their noise.
 """
 
 from __future__ import annotations
@@ -44,13 +44,24 @@ _LONGEST = 3  # times --seconds, after which the turns end in any case
 @click.option("--compressor", "specs", multiple=True)
 @click.option("--batch-size", type=int, required=True)
 @click.option("--seed", type=int, default=0)
-@click.option("--backend", type=click.Choice(BACKENDS), default="auto", help="auto: by the launcher.")
-@click.option("--overlap", type=click.Choice(list(OVERLAPS)), default="on", help="How compressors are measured.")
-@click.option("--seconds", type=float, required=True, help="For calibrating, and again for steps.")
-@click.option("--attempts", type=click.IntRange(1), default=1, help="Calibrations at most, if too noisy.")
+@click.option(
+    "--backend", type=click.Choice(BACKENDS), default="auto", help="auto: the library that fits the launcher."
+)
+@click.option(
+    "--overlap",
+    type=click.Choice(list(OVERLAPS)),
+    default="on",
+    help="Whether compressors send gradients during the backward pass, after it, or both in turn.",
+)
+@click.option(
+    "--seconds", type=float, required=True, help="Time to calibrate; measuring steps takes the same time again."
+)
+@click.option(
+    "--attempts", type=click.IntRange(1), default=1, help="Largest number of calibrations, if they are too noisy."
+)
 @click.option("--auto/--no-auto", "with_auto", default=True, help="Measure the policy auto after the compressors.")
-@click.option("--rate", help="Bandwidth of the links, to note in the file.")
-@click.option("--quiet", is_flag=True, help="No lines of progress.")
+@click.option("--rate", help="Bandwidth of the links; it is noted in the file.")
+@click.option("--quiet", is_flag=True, help="Print no lines of progress.")
 @click.option("--output", type=click.Path(path_type=Path), required=True)
 def main(
     model: str,
@@ -103,7 +114,10 @@ def main(
         if not again or attempt == attempts:
             break
         if ranks.rank == 0:
-            print(f"Too noisy to predict from: calibrating again ({attempt + 1} of {attempts})", flush=True)
+            print(
+                f"The calibration is too noisy for predictions: calibrating again ({attempt + 1} of {attempts})",
+                flush=True,
+            )
     steps = {training.times.name: training.times.as_json() for training in trainings}
     if specs and with_auto:
         file = output.with_name(f"{output.stem}.calibration.json")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hvdcomp.tools.train.options import IMAGE_MODELS, TEXT_MODELS, SetupError
 
 TIMED = IMAGE_MODELS + TEXT_MODELS
-"""The models of `hvdcomp train` that take images or text; signals and clicks have no random data."""
+"""The models of `hvdcomp train` that take images or text; signals, clicks and numbers to sort have no random data."""
 
 IMAGES = {"cifar10": (3, 32, 10), "cifar100": (3, 32, 100), "digits": (1, 8, 10)}
 """Channels, size and classes of the images of a data set."""
@@ -32,7 +32,7 @@ def split_model(model: str) -> tuple[str, str]:
         )
     if at and (name in TEXT_MODELS or data not in IMAGES):
         raise SetupError(
-            f"{model!r}: an image model can be followed by @ and the data set whose shape its random images have, one "
-            f"of {', '.join(IMAGES)}"
+            f"{model!r} is not possible: after an image model you can write @ and the data set whose shape the random "
+            f"images get, one of {', '.join(IMAGES)}"
         )
     return name, data

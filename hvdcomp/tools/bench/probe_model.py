@@ -5,7 +5,7 @@ The model is trained in several ways that take turns:
 - alone
 - with the library's own exchange, overlapped with the backward pass, of dense gradients and of each cast
 - with a stand-in that sends one number instead of the gradients
-- with this stand-in and each compressor, whose collectives have no payload: all work of a real step except moving bytes
+- with this stand-in and each compressor, with collectives that have no payload: a real step without moving its bytes
 - with a real exchange of one compressor, with and without overlap
 
 In each way the parts of the step are timed.
@@ -138,7 +138,7 @@ def probe_model(
         encoding_s = step.seconds - whole - engine - latency_s(exchange, network, ranks)
         encode[spec] = encode_time(compressor, plain, exchange, encoding_s, carrier.ranks)
     compute = replace(compute, encode=encode)
-    hides, source = None, "taken as 1: nothing was measured that can be sent in the backward pass"
+    hides, source = None, "taken as 1: no measured method can send gradients during the backward pass"
     if trial is not None:
         at_end, early = (halves(slowest(times[name])) for name in (AT_END, EARLY))
         readings |= {f"step of {trial.compressor} {AT_END}": at_end, f"step of {trial.compressor} {EARLY}": early}

@@ -121,7 +121,7 @@ def profile(
         replace(compute, encode=encode),
         carrier.bucket_bytes,
         early_bytes=carrier.early_bytes_of(workload),
-        sources={"hides": "assumed: all that can be sent during the backward pass hides behind it"},
+        sources={"hides": "assumed: everything that can be sent during the backward pass costs no extra time"},
         estimated=("hides",),
         optimizer=watched.optimizer or OTHER,
     )

@@ -61,7 +61,7 @@ def left_out(hosts: Sequence[Hosts], options: Options) -> str:
         return ""
     specs = [spec for spec in options.compressors if spec not in options.compressors_on(where[0])]
     places = " and ".join(host.in_words() for host in where)
-    return f"Left out on {places}, where hosts have one rank each and two levels would be one: {', '.join(specs)}."
+    return f"Left out on {places}, because hosts with one rank each have only one level: {', '.join(specs)}."
 
 
 def check(hosts: Sequence[Hosts], rates: Sequence[str]) -> None:
@@ -86,11 +86,11 @@ def earlier(file: Path, command: str) -> list[dict[str, Any]]:
         command: with all options.
 
     Raises:
-        StepsError: if another command wrote the file, or it cannot be read; the message says how to begin anew.
+        StepsError: if another command wrote the file, or it cannot be read; the message says how to start again.
     """
     if not file.exists():
         return []
-    anew = "Leave out --resume to begin anew, which replaces the file, or name another folder with --output"
+    anew = "Leave out --resume to start again, which replaces the file, or name another folder with --output"
     try:
         results = parse_json(file.read_text())
         written, runs = results["command"], list(results["runs"])

@@ -5,8 +5,8 @@
         --output steps.json
 
 Each method trains a separate model, and so does a training without communication. They take turns in blocks of a few
-steps, in a rotating order, so that other work of the machine affects all methods alike, and blocks of the same round
-can be compared. The time of a step is the time of the slowest rank.
+steps, in a rotating order. Other programs on the machine therefore affect all methods equally, and blocks of the same
+round can be compared. The time of a step is the time of the slowest rank.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def check_method(method: str, backend: str) -> None:
     type=click.Choice(BACKENDS),
     default="auto",
     show_default=True,
-    help="Library that exchanges gradients; 'auto': the library of the launcher.",
+    help="Library that exchanges gradients; 'auto': the library that fits the launcher.",
 )
 @click.option(
     "--overlap",
@@ -108,14 +108,16 @@ def check_method(method: str, backend: str) -> None:
     type=click.IntRange(0),
     multiple=True,
     metavar="BYTES",
-    help="Smallest bucket of gradients that hvdcomp sends in the backward pass; 0: all are sent at its end. "
-    "Repeatable.  [default: hvdcomp's own choice]",
+    help="Size in bytes of the smallest bucket of gradients that hvdcomp sends during the backward pass; 0: send all "
+    "gradients at its end. Repeatable.  [default: hvdcomp's own choice]",
 )
-@click.option("--rounds", type=click.IntRange(1), default=10, show_default=True, help="Blocks of each method.")
-@click.option("--steps", type=click.IntRange(1), default=5, show_default=True, help="Steps of a block.")
+@click.option(
+    "--rounds", type=click.IntRange(1), default=10, show_default=True, help="Number of blocks of each method."
+)
+@click.option("--steps", type=click.IntRange(1), default=5, show_default=True, help="Number of steps of a block.")
 @click.option("--batch-size", type=click.IntRange(1), default=16, show_default=True, help="Batch size of each rank.")
 @click.option("--seed", default=0, show_default=True, help="Seed of weights and data.")
-@click.option("--rate", help="Rate of the links, noted in the file.")
+@click.option("--rate", help="Rate of the links; it is noted in the file.")
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="JSON file that rank 0 writes.")
 def main(methods: tuple[str, ...], backend: str, rate: str | None, output: Path, **options: Any) -> None:
     """Measures the time of a training step with several methods. Start it with horovodrun or torchrun."""
@@ -139,7 +141,9 @@ def main(methods: tuple[str, ...], backend: str, rate: str | None, output: Path,
     ranks = reach(backend, "torch")
     environment.use_threads(ranks.local_size)
     if ranks.size < 2:
-        raise click.UsageError("steps need two ranks or more; start this program with horovodrun or torchrun")
+        raise click.UsageError(
+            "measuring steps needs at least two ranks; start this program with horovodrun or torchrun"
+        )
     carrier = carrier_on(ranks)
     console = Console(highlight=False, soft_wrap=True, quiet=ranks.rank != 0)
     with Progress(console=console, disable=ranks.rank != 0, transient=True) as progress:

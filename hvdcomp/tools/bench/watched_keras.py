@@ -200,8 +200,9 @@ def _check(backward: _Pass, variables: list[Any]) -> None:
     for variable in variables:
         if isinstance(backward.gradients[id(variable)], tf.IndexedSlices):
             raise SetupError(
-                f"the gradient of {variable.name} is sparse, as that of an embedding, which hvdcomp profile does not "
-                "support: profile the model with tf.one_hot and a matrix in its place"
+                f"the gradient of {variable.name} is sparse, like the gradient of an embedding, and hvdcomp profile "
+                "does not support sparse gradients: profile the model with tf.one_hot and a matrix instead of the "
+                "embedding"
             )
         if "GPU" in (variable.device or ""):
             raise SetupError(

@@ -66,7 +66,7 @@ def turn_of(step_s: float) -> tuple[int, int]:
 
 
 def in_turn(trainings: Sequence[T], number: int) -> list[T]:
-    """The order of a round: each round begins with another training, so that the order affects all trainings alike."""
+    """The order of a round. Each round begins with another training, so the order affects all trainings equally."""
     first = number % len(trainings)
     return [*trainings[first:], *trainings[:first]]
 
@@ -80,7 +80,7 @@ def build(model: str, batch_size: int, seed: int, rank: int, device: torch.devic
         model: one of `hvdcomp.tools.bench.models.TIMED`, for images as CIFAR-10 has them; "model@data" for random
             images of the shape of another data set, such as "cnn@digits"; or "package.module:function". The function is
             called with the batch size and returns the model and a function without arguments that returns its loss on
-            a batch. It is called several times, and has to make a new model each time. `device` is its default device.
+            a batch. It is called several times, and must make a new model each time. `device` is its default device.
         batch_size: of one rank.
         seed: of weights and data.
         rank: of this process.
@@ -89,8 +89,8 @@ def build(model: str, batch_size: int, seed: int, rank: int, device: torch.devic
     Raises:
         SetupError: for an unknown model, or a function that breaks this contract.
     """
-    # Timed steps train on a batch that never changes, until momenta become denormal numbers, with which a processor is
-    # many times slower.
+    # Timed steps train on a batch that never changes, until momenta become denormal numbers. A processor computes many
+    # times more slowly with denormal numbers.
     torch.set_flush_denormal(True)
     torch.manual_seed(seed)
     if ":" in model:
@@ -116,7 +116,7 @@ def _own_workload(place: str, batch_size: int, device: torch.device) -> Workload
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise SetupError(f"the model {place!r} cannot be imported: {error}; is its folder in PYTHONPATH?") from None
-    contract = f"{place}(batch_size) has to return (torch.nn.Module, function that returns the loss)"
+    contract = f"{place}(batch_size) must return (torch.nn.Module, function that returns the loss)"
     with device:
         result: Any = _called(lambda: function(batch_size), contract)
     if not isinstance(result, tuple) or len(result) != 2:
@@ -129,8 +129,8 @@ def _own_workload(place: str, batch_size: int, device: torch.device) -> Workload
     devices = {parameter.device for parameter in model.parameters()}
     if wrong_devices := {str(actual) for actual in devices if actual.type != device.type}:
         raise SetupError(
-            f"the model of {place} is on {', '.join(sorted(wrong_devices))}, and {device} is to be measured; make it "
-            f"without naming a device, or give --device {min(wrong_devices).partition(':')[0]}"
+            f"the model of {place} is on {', '.join(sorted(wrong_devices))}, but {device} is to be measured; create "
+            f"the model without naming a device, or give --device {min(wrong_devices).partition(':')[0]}"
         )
     value = _called(loss, contract)
     if not isinstance(value, torch.Tensor) or value.numel() != 1 or not value.requires_grad:

@@ -35,7 +35,7 @@ _PRESET = "h100x8"
 _OPTIMIZERS = {"sgd": "SGD", "adam": "Adam", "adamw": "Adam", "compressedadam": "CompressedAdam", "muon": "Muon"}
 _LISTED = 4  # specs in a sentence
 _LESS_NEEDED = ("kept", "dense", "latency", "compute", "limited", "network", "encode")
-"""Columns that a console too narrow for all goes without, these first."""
+"""Columns that are left out on a narrow console, in this order."""
 _LIBRARIES = {"horovod": "Horovod", "ddp": "DistributedDataParallel", "fsdp": "FSDP2"}
 
 
@@ -61,7 +61,7 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
     show_default=True,
     help=f"File that hvdcomp calibrate wrote on your machines, or one of the presets {', '.join(presets())}.",
 )
-@click.option("--model", help="Model, by its name in the calibration. [default: the calibration's first]")
+@click.option("--model", help="Name of the model in the calibration. [default: the calibration's first model]")
 @click.option("--world-size", type=click.IntRange(1), default=64, show_default=True, help="Number of ranks.")
 @click.option("--batch", type=click.IntRange(1), help="Batch size of one rank. [default: the calibration's]")
 @click.option(
@@ -75,7 +75,7 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
     "compressors",
     multiple=True,
     metavar="SPEC",
-    help="Compressor to compare; repeatable. [default: all with a measured or estimated encode time]",
+    help="Compressor to compare; repeatable. [default: all compressors with a measured or estimated encode time]",
 )
 @click.option(
     "--sweep",
@@ -87,7 +87,7 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
 @click.option(
     "--growth",
     type=click.FloatRange(0, min_open=True),
-    help="With --sweep encode: k times faster encoding sends GROWTH x k times the bytes.",
+    help="With --sweep encode: assume that encoding k times faster sends GROWTH x k times the bytes.",
 )
 @click.option(
     "--output",
@@ -97,9 +97,9 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
 @click.option(
     "--bucket-bytes",
     type=click.IntRange(0),
-    help="Smallest bucket of gradients that is sent during the backward pass, in bytes; 0: send all gradients after "
-    "it, as TensorFlow does. Needs a calibration that contains the gradients' ready times.  "
-    f"[default: {BUCKET_BYTES}; DistributedDataParallel's own buckets]",
+    help="Size in bytes of the smallest bucket of gradients that is sent during the backward pass. 0: send all "
+    "gradients after the backward pass, as TensorFlow does. Needs a calibration that says when gradients are "
+    f"ready.  [default: {BUCKET_BYTES}; with DistributedDataParallel, its own buckets]",
 )
 @click.option(
     "--local-steps",
@@ -112,24 +112,26 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
     "--count",
     "listed",
     flag_value="count",
-    help="Instead of a table, count the set-ups in which compression pays, and print them as CSV. The set-ups are "
-    f"{', '.join(map(str, WORLD_SIZES))} ranks with {', '.join(f'{share:g}' for share in BATCHES)} times the batch "
-    "size, for all models of all presets (or of --calibration) and all compressors (or those of --compressor).",
+    help="Instead of a table, count the set-ups in which compression makes a step faster, and print the counts as CSV. "
+    f"The set-ups are {', '.join(map(str, WORLD_SIZES))} ranks with "
+    f"{', '.join(f'{share:g}' for share in BATCHES)} times the calibration's batch size, for all models of all "
+    "presets (or of --calibration) and all compressors (or those of --compressor).",
 )
 @click.option(
     "--setups",
     "listed",
     flag_value="setups",
-    help="Instead of a table, print as CSV a row for each set-up of --count and each compressor, at the calibration's "
-    f"rate and {', '.join(map(str, RATES))} Gb/s: predicted times, gain, and whether the compressor is recommended.",
+    help="Instead of a table, print a CSV row for each set-up of --count and each compressor, at the calibration's "
+    f"bandwidth and at {', '.join(map(str, RATES))} Gb/s: predicted times, gain, and whether the compressor is "
+    "recommended.",
 )
 @click.option(
     "--map",
     "listed",
     flag_value="map",
     help="Instead of a table, draw a map: for each model of the calibration and links of "
-    f"{', '.join(map(str, MAP_RATES))} Gb/s per node, the fastest compressor and how many times as fast as the better "
-    "of dense and fp16 gradients it is. Writes a picture, and the numbers as CSV beside it. The map is for "
+    f"{', '.join(map(str, MAP_RATES))} Gb/s per node, the fastest compressor and its speedup over the better of dense "
+    "and fp16 gradients. Writes a picture, and a CSV with the numbers and the same name. The map is for "
     f"{', '.join(map(str, MAP_RANKS))} ranks, or for --world-size.",
 )
 @click.option(
@@ -144,7 +146,11 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
     show_default=True,
     help="Number of batches whose gradients are added up in each step. Only the last backward pass hides an exchange.",
 )
-@click.option("--recompute", is_flag=True, help="Repeat the forward pass in the backward pass (checkpointing).")
+@click.option(
+    "--recompute",
+    is_flag=True,
+    help="Predict activation checkpointing, which repeats the forward pass during the backward pass.",
+)
 @click.option("--all", "shows_all", is_flag=True, help="Print the table of all methods, and all notes.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, for programs.")
 @click.pass_context
@@ -170,10 +176,10 @@ def command(
 ) -> None:
     """Predict whether compression makes training faster, and with which compressor.
 
-    For dense gradients and for each compressor, predicts the time of a training step, its bottleneck, and the
-    bandwidth below which the compressor is faster than dense gradients. Recommends a compressor if it is faster than
-    dense and fp16 gradients, which libraries send themselves, by more than the model's error. Nothing is measured or
-    run.
+    A table shows, for dense (uncompressed) gradients and for each compressor, the predicted time of a training step,
+    its bottleneck, and the bandwidth below which the compressor is faster than dense gradients. A compressor is
+    recommended if it is faster than dense and fp16 gradients by more than the model's error. Libraries send dense and
+    fp16 gradients by themselves. This command measures and runs nothing.
     """
     kind = None if optimizer is None else _OPTIMIZERS[optimizer.lower()]
     passes: dict[str, Any] = {"micro_batches": accumulate, "recompute": float(recompute)}
@@ -184,7 +190,7 @@ def command(
         _list(context, listed, calibration, compressors, kind)
         return
     if axis is None and (growth is not None or output is not None):
-        raise click.UsageError("--growth and --output belong to --sweep; add --sweep NAME=LOW..HIGH, or leave them out")
+        raise click.UsageError("--growth and --output need --sweep; add --sweep NAME=LOW..HIGH, or leave them out")
     try:
         setting = Setting(world_size, None if bandwidth is None else bandwidth * GBPS, batch, **passes)
         figures = load(calibration)
@@ -196,7 +202,10 @@ def command(
     notes = []
     if model is None and len(figures.models) > 1:
         other_models = ", ".join(list(figures.models)[1:])
-        notes.append(f"No --model was given: this is {adviser.model}. Others in the calibration: {other_models}")
+        notes.append(
+            f"You did not name a --model, so this is the calibration's first model, {adviser.model}. Its other models "
+            f"are: {other_models}"
+        )
     report = _report(adviser, setting, advice, swept, notes)
     if kind is not None:
         report |= {"optimizer": kind, "to_begin_with": _narrowed(report, kind)}
@@ -221,7 +230,7 @@ def show_advice(adviser: Adviser, setting: Setting, advice: Advice) -> None:
 
 
 def _set_by_user(context: click.Context, listed: str, allowed: tuple[str, ...]) -> list[str]:
-    """Names of the options that the user gave. Raises UsageError for one that has no meaning beside --`listed`."""
+    """Names of the options that the user set. Raises UsageError for an option that cannot be used with --`listed`."""
     given = [name for name in context.params if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
     options = {param.name: param.opts[0] for param in context.command.params}
     if wrong := [options[name] for name in given if name not in ("listed", *allowed)]:
@@ -232,7 +241,7 @@ def _set_by_user(context: click.Context, listed: str, allowed: tuple[str, ...]) 
 def _list(
     context: click.Context, listed: str, calibration: str, compressors: tuple[str, ...], optimizer: str | None
 ) -> None:
-    """Prints the number of set-ups in which compression pays, or the set-ups, as CSV."""
+    """Prints the number of set-ups in which compression makes a step faster, or all set-ups, as CSV."""
     set_by_user = _set_by_user(context, listed, ("calibration", "compressors", "optimizer"))
     rows_of = counts if listed == "count" else setups
     try:
@@ -241,7 +250,9 @@ def _list(
     except (CalibrationError, SpecError) as error:
         raise click.ClickException(str(error)) from None
     if not rows:
-        raise click.UsageError(f"no compressor beside {' and '.join(FREE)} can be used: name others with --compressor")
+        raise click.UsageError(
+            f"no compressor except {' and '.join(FREE)} can be used: name other compressors with --compressor"
+        )
     click.echo(csv_of(rows).decode(), nl=False)
 
 
@@ -270,7 +281,7 @@ def _map(
         for model in dict.fromkeys(row["model"] for row in shown):
             table.add_row(model, *(_in_map(row) for row in shown if row["model"] == model))
         print_table(console, table, f"{calibration}, {number} ranks: times as fast as the better of dense and fp16")
-    console.print("A dash: no compressor is faster by more than the model's error.", soft_wrap=True)
+    console.print("A dash means that no compressor is faster by more than the model's error.", soft_wrap=True)
     file = output or Path("advise-map.png")
     table_file = file.with_suffix(".csv")
     try:
@@ -292,8 +303,8 @@ def _narrowed(report: dict[str, Any], optimizer: str) -> list[str]:
     """What a user who named the optimizer has to know."""
     lost = f"lost at most {HARMLESS:.0%} with {optimizer} in hvdcomp's own trainings"
     if set(report["methods"]) <= set(FREE):
-        return [f"No compressor of those that can be compared {lost}."]
-    return [f"Compared are only compressors that {lost}."]
+        return [f"None of the compressors that can be compared {lost}."]
+    return [f"Only compressors that {lost} are compared."]
 
 
 def _report(
@@ -355,7 +366,7 @@ def _report(
 
 
 def to_begin_with(adviser: Adviser, advice: Advice) -> list[str]:
-    """The method to use first, in sentences: the fastest of those that did no harm in hvdcomp's own trainings.
+    """The method to use first, in sentences: the fastest method that lost almost no quality in hvdcomp's own trainings.
 
     Args:
         adviser: knows the compressors, and the training's optimizer.
@@ -386,7 +397,7 @@ def to_begin_with(adviser: Adviser, advice: Advice) -> list[str]:
         return [line, *lines(best.spec)]
     if UNCOMPRESSED in beaten:
         line = (
-            f"{methods} {best.spec} is the fastest: {lead_over(UNCOMPRESSED)}, but not told apart from {advice.free} "
+            f"{methods} {best.spec} is the fastest: {lead_over(UNCOMPRESSED)}, but its lead over {advice.free} is "
             f"within {error}. Try both:"
         )
         return [line, *lines(best.spec), *lines(advice.free)]
@@ -408,7 +419,8 @@ def _add_local_steps(report: dict[str, Any], adviser: Adviser, setting: Setting,
     best = min(predicted, key=lambda spec: predicted[spec])
     report["notes"].append(
         f"With an exchange every {every} steps (--local-steps {every}), the fastest method is {best}: "
-        f"{1e3 * predicted[best]:.1f} ms a step. Local steps change the training: compare its accuracy with dense."
+        f"{1e3 * predicted[best]:.1f} ms per step. Local steps change the training: compare the accuracy with dense "
+        "training."
     )
 
 
@@ -417,8 +429,8 @@ def lines_to_type(spec: str | None, backend: str | None) -> dict[str, str]:
 
     Args:
         spec: the compressor.
-        backend: the calibrated library; None if it is not known, for the lines of those with the whole model on each
-            rank.
+        backend: the calibrated library. If it is None, because it is not known, the lines are for the libraries that
+            keep the whole model on each rank.
     """
     if spec in (None, UNCOMPRESSED):
         return {}
@@ -463,19 +475,23 @@ def _notes(adviser: Adviser, advice: Advice) -> list[str]:
     for kind, among in sorted({(payload.kind, payload.among) for payloads in rounds for payload in payloads}):
         if (stand_in := network.costs_among(among).stand_in(kind)) is not None:
             where = {"all": "", "node": " within nodes", "across": " between nodes"}[among]
-            shared = " Ranks that share a link take longer." if (kind, among) == ("alltoall", "all") else ""
-            notes.append(f"The calibration has no {kind}{where}: its time is predicted from {stand_in}.{shared}")
+            shared = " Ranks that share a link will take longer." if (kind, among) == ("alltoall", "all") else ""
+            notes.append(
+                f"The calibration has no times of {kind}{where}, so they are predicted from {stand_in}.{shared}"
+            )
     if facts.compute.forward_s is None:
-        notes.append("The calibration has no forward pass: a step is the backward pass and the exchange.")
+        notes.append(
+            "The calibration has no time of the forward pass, so a step here is the backward pass and the exchange."
+        )
     left_out = [spec for spec in adviser.compressors if spec not in advice.methods]
     if left_out:
         notes.append(
-            f"Left out, because two-level exchanges need equally many ranks on each node, here "
-            f"{adviser.ranks_per_node}: {', '.join(left_out)}"
+            "Left out, because two-level exchanges need the same number of ranks on each node "
+            f"({adviser.ranks_per_node} here): {', '.join(left_out)}"
         )
     notes += [f"{name} is {facts.sources.get(name, 'estimated')}" for name in facts.estimated]
     if (better := advice.bucket_bytes) is not None:
-        notes.append(f"{advice.winner} would be faster in buckets of {better:,} bytes: set bucket_bytes={better}")
+        notes.append(f"{advice.winner} would be faster with buckets of {better:,} bytes: set bucket_bytes={better}")
     sources: dict[str, list[str]] = {}
     for spec, method in advice.methods.items():
         if method.encode is not None and method.encode.estimated:
@@ -511,7 +527,7 @@ def _title(report: dict[str, Any]) -> str:
 
 
 def _print(report: dict[str, Any], shows_all: bool, answers: Sequence[str]) -> None:
-    """Prints the verdict, and then few lines for the methods that matter, or all that is known.
+    """Prints the verdict, and then a few lines for the methods that matter, or everything.
 
     Args:
         report: the advice.
@@ -543,8 +559,8 @@ def _print_few(console: Console, report: dict[str, Any]) -> None:
             for line in lines_of(spec, methods[spec], ranges.replace("\n", " ")):
                 console.print(line, soft_wrap=True)
     count = len(report["notes"])
-    further = f"{count} note{'' if count == 1 else 's'}, on estimates (~) and on what is left out"
-    console.print(f"--all shows all {len(methods)} methods, and {further}.", soft_wrap=True)
+    further = f"{count} note{'' if count == 1 else 's'} about estimates (~) and about what is left out"
+    console.print(f"--all shows all {len(methods)} methods and {further}.", soft_wrap=True)
 
 
 def _print_table(console: Console, report: dict[str, Any]) -> None:
@@ -553,7 +569,10 @@ def _print_table(console: Console, report: dict[str, Any]) -> None:
     table = next((table for table in tables if fits(console, table)), tables[0])
     print_table(console, table, _title(report))
     if table is not tables[0]:
-        console.print(f"The table has more columns on a terminal of more than {console.width}.", soft_wrap=True)
+        console.print(
+            f"The table has more columns if your terminal is wider than {console.width} characters.", soft_wrap=True
+        )
+
 
 def _table(report: dict[str, Any], left_out: Sequence[str] = ()) -> Table:
     """The methods, the fastest first, without some columns."""
@@ -607,17 +626,17 @@ def _conclusions(report: dict[str, Any]) -> list[str]:
     over_free, over_dense = (1 + report[f"gain_over_{base}_percent"] / 100 for base in ("free", "dense"))
     beside_free = "" if free in (winner, UNCOMPRESSED) else f", {_as_fast(over_free)} {free}"
     lines = [f"Fastest: {winner}{'' if winner == UNCOMPRESSED else f', {_as_fast(over_dense)} dense'}{beside_free}."]
-    lead = f"Its lead over {_called(free)}, which is free, is"
+    lead = f"Its lead over {_called(free)}, which libraries send by themselves, is"
     if set(report["methods"]) <= set(FREE):
         lines.append("No compressor was compared: name some with --compressor.")
     elif winner == UNCOMPRESSED:
-        lines.append("Use it: compression does not pay here.")
+        lines.append("Use it: compression does not make the step faster here.")
     elif winner == free:
         lines.append("Use it: it needs no encoding, and no compressor is faster.")
     elif take == free and UNCOMPRESSED in report["beaten"]:
         lines.append(
-            f"It is faster than dense by more than the model's error of {error}, but not told apart from {free}: try "
-            f"both. {free} needs no encoding."
+            f"It is faster than dense by more than the model's error of {error}, but its lead over {free} is smaller "
+            f"than this error: try both. {free} needs no encoding."
         )
     elif take == free:
         lines.append(f"{lead} within the model's error of {error}: use {free}.")
@@ -626,11 +645,13 @@ def _conclusions(report: dict[str, Any]) -> list[str]:
         if report["methods"][take]["estimated"]:
             lines.append("Its encode time is an estimate: measure it first, with hvdcomp calibrate.")
     if report["alike"]:
-        lines.append(f"As fast as {take} within the model's error of {error}: {_listed(report['alike'])}.")
+        lines.append(
+            f"These methods are as fast as {take} within the model's error of {error}: {_listed(report['alike'])}."
+        )
     for to_type in (report["to_type"], report["or_type"]):
         lines += [f"In your code, for {_LIBRARIES[name]}: {line}" for name, line in to_type.items()]
     if take != UNCOMPRESSED:
-        lines.append("The model does not predict accuracy: compare it with dense in a short training.")
+        lines.append("The model does not predict accuracy: compare the accuracy with dense training in a short run.")
         if (compressed := winner if report["or_type"] else take) not in FREE:
             lines.append(evidence_in_words(parse_compressor(compressed)))
             kept = report["methods"][compressed]["kept_bytes_per_parameter"]
@@ -646,17 +667,17 @@ def _conclusions(report: dict[str, Any]) -> list[str]:
     if factor is None:
         lines.append(f"Even {ideal} does not reach 95% of linear scaling, because of latency.")
     elif factor <= 1:
-        lines.append("Without compression, 95% of linear scaling is reached.")
+        lines.append("Uncompressed training reaches 95% of linear scaling.")
     else:
-        lines.append(f"For 95% of linear scaling, {ideal} must compress {factor:.1f} times.")
+        lines.append(f"To reach 95% of linear scaling, {ideal} must compress {factor:.1f} times.")
     return lines
 
 
 def _kept(compressor: Compressor, kept: float) -> str:
-    """What a method keeps in memory, given the bytes of a parameter."""
-    said = f"On a GPU it keeps {kept:.1f} bytes for each parameter from step to step."
+    """The sentences on the memory that a method keeps, given the bytes per parameter."""
+    said = f"On a GPU it keeps {kept:.1f} bytes per parameter in memory from step to step."
     if any(leaf.default_memory.name == "error_feedback" for leaf in compressor.leaves()):
-        said += " Residuals take half of that with memory=error_feedback:dtype=bf16."
+        said += " With memory=error_feedback:dtype=bf16, residuals need half of this memory."
     return said
 
 

@@ -8,7 +8,11 @@ from hvdcomp.tools.terminal import LazyGroup
 
 _MEASUREMENTS = {
     "encode": ("hvdcomp.tools.commands.bench_encode", "encode", "Measure the encode time and memory of each method."),
-    "proposals": ("hvdcomp.tools.commands.bench_proposals", "proposals", "Compare auto's choices with measurements."),
+    "proposals": (
+        "hvdcomp.tools.commands.bench_proposals",
+        "proposals",
+        "Compare the choices of the policy auto with measurements.",
+    ),
     "steps": ("hvdcomp.tools.commands.bench_steps", "steps", "Compare predicted with measured step times."),
 }
 

@@ -35,7 +35,7 @@ def _threads(_context: click.Context, _option: click.Parameter, value: str) -> t
     except ValueError:
         numbers = ()
     if not numbers or min(numbers) < 1:
-        raise click.BadParameter(f"{value!r}: expected positive integers, separated by commas, as in 1,2")
+        raise click.BadParameter(f"{value!r} is not a list of positive integers; separate them by commas, as in 1,2")
     return numbers
 
 
@@ -72,7 +72,9 @@ def _threads(_context: click.Context, _option: click.Parameter, value: str) -> t
     show_default=True,
     help="Element type of the gradients.",
 )
-@click.option("--memory", metavar="SPEC", help="Memory of what was not sent. [default: each method's own]")
+@click.option(
+    "--memory", metavar="SPEC", help="Memory for the part of a gradient that is not sent. [default: each method's own]"
+)
 @click.option(
     "--threads",
     default="2",
@@ -107,25 +109,25 @@ def _threads(_context: click.Context, _option: click.Parameter, value: str) -> t
     type=click.IntRange(0),
     default=1,
     show_default=True,
-    help="How often to measure a method again that other work on the machine disturbed.",
+    help="How many times to repeat measurements that other programs on the machine disturbed.",
 )
 @click.option(
     "--json",
     "json_file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="JSON file for all rows, rewritten after each row.",
+    help="JSON file for all rows. It is rewritten after each row.",
 )
 @plugin_option
 @click.option(
     "--before",
     "earlier_file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="JSON file of an earlier run: its times are shown beside the new ones.",
+    help="JSON file of an earlier run. Its times are shown beside the new times.",
 )
 @click.option(
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for encode.json, encode.md and encode.png; not written if the rows cannot be compared.",
+    help="Folder for encode.json, encode.md and encode.png. Nothing is written if the rows cannot be compared.",
 )
 def encode(
     methods: tuple[str, ...],
@@ -137,11 +139,11 @@ def encode(
     output: Path | None,
     **options: Any,
 ) -> None:
-    """Measure encode and decode times, beside a copy of the same gradients and PyTorch's own hooks.
+    """Measure encode and decode times, and compare them with a copy of the gradients and PyTorch's own hooks.
 
-    Measurements of the copy alternate with those of each method. If the copy's time differs between methods by more
-    than 15 percent, the machine was not equally fast for all of them: the comparison is refused, and --output writes
-    nothing. Rows that other work disturbed are marked, also in the file of --json.
+    The copy and each method are measured in turns. If the time of the copy differs between methods by more than 15
+    percent, the machine was not equally fast for all methods. The command then refuses the comparison, and --output
+    writes nothing. Rows that other programs disturbed are marked, also in the file of --json.
     """
     _check(options["framework"], options["device"], options["memory"], methods, output)
     before = None if earlier_file is None else _earlier(earlier_file)
@@ -185,7 +187,7 @@ def _requests(methods: Sequence[str], peers: bool, threads: Sequence[int], optio
     """The measurements to make: each method with each number of threads, then PyTorch's hooks."""
     requests = [Request(method, threads=count, **options) for method in methods or EXAMPLES for count in threads]
     if peers and not _is_there(PEER_FRAMEWORK):
-        click.echo("PyTorch is not installed: its hooks are left out.", err=True)
+        click.echo("PyTorch is not installed, so its hooks are not measured.", err=True)
     elif peers:
         for_peers = {**options, "framework": PEER_FRAMEWORK}
         requests += [Request(method, threads=count, **for_peers) for method in PEERS for count in threads]
@@ -233,7 +235,7 @@ def _earlier(file: Path) -> Earlier:
     try:
         return earlier(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise click.UsageError(f"--before {file} is not a file written by --json: {error}") from None
+        raise click.UsageError(f"--before {file} was not written by --json: {error}") from None
 
 
 def _is_there(framework: str) -> bool:
@@ -253,7 +255,8 @@ def _check(framework: str, device: str, memory: str | None, methods: Sequence[st
 
         if not torch.cuda.is_available():
             raise click.UsageError(
-                "--device cuda needs a GPU, and torch.cuda.is_available() is False: use --device cpu, or hvdcomp doctor"
+                "--device cuda needs a GPU, and torch.cuda.is_available() is False: use --device cpu, or run hvdcomp "
+                "doctor to find the cause"
             )
     try:
         for method in methods:

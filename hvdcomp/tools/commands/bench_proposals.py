@@ -32,9 +32,9 @@ _UNKNOWN = "unknown"
     help="Optimizer of the training.",
 )
 def proposals(file: Path, losses: tuple[float, ...], optimizer: str) -> None:
-    """Print the policy auto's choices beside the fastest measured method, as CSV.
+    """Compare the choices of the policy auto with the fastest measured method, as CSV.
 
-    FILE is a JSON file of hvdcomp bench steps. Nothing is measured or run.
+    FILE is a JSON file that hvdcomp bench steps wrote. This command measures and runs nothing.
     """
     from hvdcomp.tools.bench.proposals import choices_of
 
@@ -43,7 +43,7 @@ def proposals(file: Path, losses: tuple[float, ...], optimizer: str) -> None:
         judged_by = None if optimizer == _UNKNOWN else optimizer
         rows = [row for run in runs for row in choices_of(run, losses, judged_by)]
     except (OSError, ValueError, LookupError, TypeError, CalibrationError) as error:
-        raise click.ClickException(f"{file} is not a JSON file of hvdcomp bench steps, or damaged: {error!r}") from None
+        raise click.ClickException(f"{file} was not written by hvdcomp bench steps, or is damaged: {error!r}") from None
     if not rows:
-        raise click.ClickException(f"{file} holds no measured steps; measure some with hvdcomp bench steps")
+        raise click.ClickException(f"{file} contains no measured steps; measure some with hvdcomp bench steps")
     click.echo(csv_of(rows).decode(), nl=False)

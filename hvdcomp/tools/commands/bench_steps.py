@@ -32,7 +32,7 @@ def _list(_context: click.Context, _option: click.Parameter, value: str) -> tupl
     show_default=True,
     callback=_list,
     metavar="N[xRANKS],...",
-    help="Emulated clusters: 4 is four hosts with one rank each, 2x2 two hosts with two ranks each.",
+    help="Emulated clusters. 4 means four hosts with one rank each; 2x2 means two hosts with two ranks each.",
 )
 @click.option(
     "--rate",
@@ -41,7 +41,7 @@ def _list(_context: click.Context, _option: click.Parameter, value: str) -> tupl
     show_default=True,
     callback=_list,
     metavar="RATE,...",
-    help="Bandwidths of each host's link, as tc writes them.",
+    help="Bandwidths of each host's link, in tc's notation.",
 )
 @click.option(
     "--model",
@@ -59,7 +59,7 @@ def _list(_context: click.Context, _option: click.Parameter, value: str) -> tupl
     metavar="SPEC",
     default=("topk:ratio=0.01", "powersgd:rank=4", "efsignsgd"),
     show_default=True,
-    help="Compressor to measure beside dense and the library's own fp16; repeatable.",
+    help="Compressor to measure, besides dense gradients and the library's own fp16; repeatable.",
 )
 @plugin_option
 @click.option(
@@ -74,7 +74,7 @@ def _list(_context: click.Context, _option: click.Parameter, value: str) -> tupl
     type=click.Choice(list(OVERLAPS)),
     default="on",
     show_default=True,
-    help="Whether compressors send gradients during the backward pass (on), after it (off), or both in turn.",
+    help="on: compressors send gradients during the backward pass; off: after it; both: measure both ways in turn.",
 )
 @click.option("--batch-size", type=click.IntRange(1), default=4, show_default=True, help="Samples per rank.")
 @click.option(
@@ -82,8 +82,8 @@ def _list(_context: click.Context, _option: click.Parameter, value: str) -> tupl
     type=click.FloatRange(1),
     default=60.0,
     show_default=True,
-    help="Approximate time to calibrate each model on each cluster. Measuring the steps takes as long again; auto "
-    "takes half as long to decide, and up to three times as long to compare.",
+    help="Approximate time to calibrate each model on each cluster. Measuring the steps takes the same time again. The "
+    "policy auto takes half of this time to decide, and up to three times this time to compare.",
 )
 @click.option(
     "--output",
@@ -95,8 +95,8 @@ def _list(_context: click.Context, _option: click.Parameter, value: str) -> tupl
 @click.option(
     "--resume",
     is_flag=True,
-    help="Keep the measurements of the same command, if it was interrupted or failed, and make the missing ones. If "
-    "none is missing, only tables and plots are made again, which needs no root.",
+    help="Continue a run of the same command that was interrupted or failed: keep its measurements, and make only the "
+    "missing ones. If none is missing, only the tables and plots are made again, which needs no root.",
 )
 def steps(
     hosts: tuple[str, ...],
@@ -109,8 +109,8 @@ def steps(
 ) -> None:
     """Compare predicted with measured step times, on emulated clusters (needs root and iproute2).
 
-    On each cluster, calibration alternates with training by dense gradients, the library's own fp16 (Horovod's or
-    DistributedDataParallel's) and each compressor.
+    On each cluster, the command calibrates and trains in turns. It trains with dense gradients, with the library's own
+    fp16 (Horovod's or DistributedDataParallel's), and with each compressor.
     """
     from hvdcomp.tools.bench import steps as runs
     from hvdcomp.tools.bench.compare import choices, compare, gains
@@ -183,7 +183,9 @@ def steps(
         console.print(auto_summary(auto_choices), soft_wrap=True)
     for result in results:
         if result["noisy"]:
-            console.print(f"noisy, {place_of(result).in_words()}: {', '.join(result['noisy'])}", soft_wrap=True)
+            console.print(
+                f"Noisy measurements, {place_of(result).in_words()}: {', '.join(result['noisy'])}", soft_wrap=True
+            )
     click.echo(f"wrote {_STEPS}.json, .csv, .md, .png, {_STEPS}-gains.csv and {_STEPS}-speed.png to {output}")
 
 

@@ -39,7 +39,8 @@ def _parse_architectures(_context: click.Context, _option: click.Parameter, valu
         return tuple(int(part) for part in value.split(",")) if value else ()
     except ValueError:
         raise click.BadParameter(
-            f"{value!r}: expected compute capabilities without a dot, separated by commas, as in 70,80"
+            f"{value!r} is not a list of compute capabilities; write them without a dot, separated by commas, as in "
+            "70,80"
         ) from None
 
 
@@ -51,20 +52,25 @@ def _parse_architectures(_context: click.Context, _option: click.Parameter, valu
     metavar="LIST",
     help="With --gpu: compute capabilities to compile for, as in 70,80. [default: Horovod's own list]",
 )
-@click.option("--jobs", "-j", type=click.IntRange(min=1), help="Parallel compilations. [default: by cores and memory]")
-@click.option("--force", is_flag=True, help="Build anew even if a cached wheel exists.")
+@click.option(
+    "--jobs",
+    "-j",
+    type=click.IntRange(min=1),
+    help="Number of parallel compilations. [default: chosen by cores and memory]",
+)
+@click.option("--force", is_flag=True, help="Build again even if a cached wheel exists.")
 @click.option(
     "--check/--no-check",
     default=True,
     show_default=True,
-    help="Run two ranks after installing. The import of Horovod is always checked.",
+    help="After installing, run two ranks as a check. The import of Horovod is always checked.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the plan, and do nothing.")
 def command(gpu: bool, cuda_arch: tuple[int, ...], jobs: int | None, force: bool, check: bool, dry_run: bool) -> None:
     """Build Horovod for the PyTorch, TensorFlow and MPI of this environment, and install it.
 
-    The wheel is kept in the cache folder ($HVDCOMP_CACHE, else ~/.cache/hvdcomp) and reused for the same versions of
-    Python, frameworks, MPI and compiler.
+    The wheel is kept in the cache folder ($HVDCOMP_CACHE, or else ~/.cache/hvdcomp). It is used again for the same
+    versions of Python, frameworks, MPI and compiler.
     """
     end_with_make()
     console = make_console()
@@ -84,7 +90,7 @@ def command(gpu: bool, cuda_arch: tuple[int, ...], jobs: int | None, force: bool
 def _provide(console: Console, plan: Plan, notes: list[str], jobs: int, force: bool, check: bool) -> None:
     installed = installed_record()
     if installed is not None and installed["key"] == plan.key and not force:
-        console.print(f"Horovod {HOROVOD_VERSION} is installed for {_versions(plan)}.", soft_wrap=True)
+        console.print(f"Horovod {HOROVOD_VERSION} is already installed for {_versions(plan)}.", soft_wrap=True)
         return
     for note in notes:
         console.print(f"Note: {note}", markup=False, soft_wrap=True)
@@ -95,7 +101,9 @@ def _provide(console: Console, plan: Plan, notes: list[str], jobs: int, force: b
     wheel = None if force else cached_wheel(cache, plan)
     if wheel is None:
         console.print(
-            f"Building Horovod {HOROVOD_VERSION} for {_versions(plan)}, {jobs} jobs; takes minutes.", soft_wrap=True
+            f"Building Horovod {HOROVOD_VERSION} for {_versions(plan)} with {jobs} parallel jobs. This takes some "
+            "minutes.",
+            soft_wrap=True,
         )
         started = time.monotonic()
         with _BuildProgress(console) as progress:

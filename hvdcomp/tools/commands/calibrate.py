@@ -44,7 +44,7 @@ _WELL_KNOWN = (
     "eden:bits=1",
 )
 COMPRESSORS = ("fp16", *RECOMMENDED, *_WELL_KNOWN)
-"""The methods that are measured unless others are named: all that are recommended, and others to compare with."""
+"""The methods that are measured by default: all recommended methods, and others to compare with them."""
 DEVICES = ("auto", "cpu", "cuda")
 TWO_LEVELS = ("two_level(qsgd:bits=4)", "two_level(topk:ratio=0.01)")
 _START = (
@@ -66,8 +66,8 @@ _NEEDS = (
     show_default=True,
     metavar="NAME|NAME@DATA|MODULE:FUNCTION",
     help=f"Model to measure; repeatable. NAME is one of {', '.join(TIMED)}, trained on random images of CIFAR-10's "
-    "size, or on other data, as in cnn@digits. MODULE:FUNCTION is a function of your own, called with the batch size; "
-    "it returns a torch.nn.Module and a function that computes the loss of a batch.",
+    "size, or on other data, as in cnn@digits. MODULE:FUNCTION is your own function. It is called with the batch "
+    "size, and returns a torch.nn.Module and a function that computes the loss of a batch.",
 )
 @click.option(
     "--compressor",
@@ -83,18 +83,23 @@ _NEEDS = (
     type=click.Choice(BACKENDS),
     default="auto",
     show_default=True,
-    help="Library that averages gradients: Horovod or DistributedDataParallel; auto: by the launcher.",
+    help="Library that averages gradients: Horovod or DistributedDataParallel. auto: the library that fits the "
+    "launcher.",
 )
 @click.option(
     "--device",
     type=click.Choice(DEVICES),
     default="auto",
     show_default=True,
-    help="Device of the model; auto: a CUDA device for each rank of a host, if there are any.",
+    help="Device of the model. auto: a CUDA device for each rank of a host if there are any, or else the CPU.",
 )
 @click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True, help="Samples per rank.")
 @click.option(
-    "--seconds", type=click.FloatRange(1, 3600), default=120, show_default=True, help="Approximate time to measure."
+    "--seconds",
+    type=click.FloatRange(1, 3600),
+    default=120,
+    show_default=True,
+    help="Approximate duration of all measurements.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of weights and data.")
 @click.option("--name", help="Name of the calibration, shown by hvdcomp advise. [default: the file's name]")
@@ -116,12 +121,12 @@ def command(
     name: str | None,
     **options: Any,
 ) -> None:
-    """Measure network, passes and compressors for `hvdcomp advise`.
+    """Measure the network, a model's passes and compressors for `hvdcomp advise`.
 
-    Measures through Horovod or torch.distributed, on all ranks at once: collectives of several sizes, the model's
-    forward and backward passes alone and during an exchange, encoding and decoding with each compressor, and the part
-    of the exchange that the backward pass hides. With several ranks on each of several hosts, also collectives within
-    hosts and between hosts. Needs PyTorch.
+    The command measures through Horovod or torch.distributed, on all ranks at once. It measures collectives of several
+    sizes, the model's forward and backward passes (alone and during an exchange), encoding and decoding with each
+    compressor, and the part of the exchange that the backward pass hides. If several hosts have several ranks each, it
+    also measures collectives within hosts and between hosts. It needs PyTorch.
     """
     environment.prepare_mpi()
     allow_process_sets()
@@ -147,7 +152,9 @@ def command(
     try:
         environment.check_world_size(ranks.size)
         if ranks.size < 2:
-            raise SetupError(f"one rank has no network to measure; start several: {_START}")
+            raise SetupError(
+                f"there is only one rank, so there is no network to measure; start several ranks: {_START}"
+            )
         environment.use_threads(ranks.local_size)
         device_used = ranks.together(lambda: environment.use_device(device, ranks.local_rank))
         levels = find_levels(carrier.communicator())
@@ -180,7 +187,7 @@ def command(
     if ranks.rank == 0:
         print_summary(calibrated, make_console())
         if levels.why_not:
-            click.echo(f"Without two levels: {levels.why_not}.")
+            click.echo(f"Compressors in two levels were not measured, because {levels.why_not}.")
         try:
             save(calibrated.calibration, output)
         except OSError as error:
@@ -245,8 +252,8 @@ def print_summary(calibrated: Calibrated, console: Console) -> None:
         console.print(line, soft_wrap=True)
     print_table(console, _models_table(calibration), "One step")
     if calibrated.noisy:
-        advice = " repeat on a quieter machine, or with more --seconds"
-        console.print(Text.assemble(("Too noisy to trust:", "yellow"), advice), soft_wrap=True)
+        advice = " Repeat on a quieter machine, or with more --seconds:"
+        console.print(Text.assemble(("Some measurements are too noisy to trust.", "yellow"), advice), soft_wrap=True)
         for measurement, reading in calibrated.noisy.items():
             milliseconds = f"{1e3 * reading.seconds:.2f} ms"
             console.print(f"  {measurement}: {milliseconds}, repeated medians differ by {reading.spread:.0%}")
@@ -259,14 +266,14 @@ def _links(network: Network) -> Iterator[str]:
     links: dict[str, Network | Among] = {"": network}
     if (levels := network.levels) is not None:
         links |= {" within nodes": levels.node, " between nodes": levels.across}
-        yield f"nodes of {levels.ranks_per_node} ranks"
+        yield f"{levels.ranks_per_node} ranks on each node"
     for where, costs in links.items():
         for kind in ALGORITHMS:
             if costs.stand_in(kind) is None:
                 cost = costs.cost(kind)
                 yield (
                     f"{kind}{where}: {8e-9 * cost.bytes_per_s:.3g} Gb/s, starts after {1e3 * cost.start_s:.2f} ms, "
-                    f"{1e6 * cost.latency_s:.0f} us a message"
+                    f"{1e6 * cost.latency_s:.0f} us per message"
                 )
 
 
@@ -281,18 +288,16 @@ def _models_table(calibration: Calibration) -> Table:
             "backward pass": compute.backward_s,
             "optimizer": compute.optimizer_s,
             "engine without payload": compute.engine_s,
-            "gradients handed back": compute.horovod_s,
+            "return of the averaged gradients": compute.horovod_s,
         }
         ranks, inside = int(calibration.machine["ranks"]), calibration.network.ranks_per_node
         for spec, cost in compute.encode.items():
             decoded = exchange_of(parse_compressor(spec), facts.tensors, ranks, inside).decoded(ranks)
-            part = "dense gradients, all else" if spec == UNCOMPRESSED else f"encode, decode: {spec}"
+            part = "dense gradients, all other time" if spec == UNCOMPRESSED else f"encode and decode: {spec}"
             rows[part] = float(cost.seconds(decoded))
         for part, seconds in rows.items():
             table.add_row(name, part, f"{1e3 * seconds:.2f}")
         table.add_row(name, "gamma", f"x {compute.gamma:.2f}")
         hides = "not known" if "hides" in facts.estimated else f"{compute.hides:.0%}"
-        table.add_row(name, "hidden of what overlap could hide", hides)
+        table.add_row(name, "achieved share of the possible overlap", hides)
     return table
-
-

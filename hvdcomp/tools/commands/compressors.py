@@ -37,20 +37,24 @@ _ATTRIBUTE = re.compile(r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", re.MULTILINE
     is_flag=False,
     flag_value="-",
     type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
-    help="Print a Markdown table, or write it between the two markers of FILE.",
+    help="Print a Markdown table, or write the table between the two markers in FILE.",
 )
 def command(names: tuple[str, ...], as_json: bool, markdown: Path | None) -> None:
     """List all compressors, or describe each NAME in detail.
 
-    The example is a spec string, which --compression of `hvdcomp train` and Compression.from_spec accept. Parameters
-    without a default value are required.
+    Each example is a spec string. You can give it to --compression of `hvdcomp train` and to Compression.from_spec.
+    Parameters without a default value are required.
     """
     if markdown and (as_json or names):
-        raise click.UsageError(f"--markdown and {'--json' if as_json else 'NAME'} exclude each other")
+        raise click.UsageError(
+            f"--markdown and {'--json' if as_json else 'NAME'} cannot be used together: leave one of them out"
+        )
     for name in names:
         if name not in COMPRESSORS:
             guess = did_you_mean(name, COMPRESSORS)
-            raise click.UsageError(f"there is no compressor {name!r}{guess}; there are: {', '.join(COMPRESSORS)}")
+            raise click.UsageError(
+                f"there is no compressor {name!r}{guess}; the compressors are: {', '.join(COMPRESSORS)}"
+            )
     entries = [describe(COMPRESSORS[name]) for name in names or COMPRESSORS]
     if as_json:
         click.echo(json.dumps(entries, indent=2))
@@ -195,7 +199,7 @@ def _print_one(entry: dict[str, Any]) -> None:
         "by": entry["collective"],
         "biased": _biased(entry),
         "memory": entry["memory"],
-        "level": entry["level"] or "none: a policy cannot change it",
+        "level": entry["level"] or "none, so a policy cannot change it",
         "reference": entry["reference"].replace("; ", "\n"),
     }
     table = make_table("", "")
@@ -204,7 +208,7 @@ def _print_one(entry: dict[str, Any]) -> None:
             table.add_row(Text(key, "dim"), value)
     print_table(console, table)
     if entry["parameters"]:
-        table = make_table("parameter", "type", "default", "meaning; what is allowed")
+        table = make_table("parameter", "type", "default", "meaning, and allowed values")
         for parameter in entry["parameters"]:
             default = "required" if parameter["required"] else str(parameter["default"])
             text = "\n".join(filter(None, [parameter["meaning"], parameter["allowed"]]))
@@ -225,4 +229,4 @@ def _write_into(path: Path, table: str) -> None:
         replace_text(path, written)
     except OSError as error:
         raise click.ClickException(f"{path} cannot be written: {error.strerror or error}") from None
-    click.echo(f"Wrote the table of compressors into {path}.", err=True)
+    click.echo(f"Wrote the table of compressors to {path}.", err=True)

@@ -55,28 +55,29 @@ _ENVIRONMENT = {
     type=click.Choice(list(_STARTS)),
     default="torch",
     show_default=True,
-    help="What connects the ranks: torch.distributed, or Horovod with MPI, then in TensorFlow too.",
+    help="Library that connects the ranks: torch.distributed, or Horovod with MPI. With Horovod, the demo also trains "
+    "in TensorFlow if it is installed.",
 )
 @click.option(
     "--seconds",
     type=click.FloatRange(1, 600),
     default=3,
     show_default=True,
-    help="Time to measure steps on each network, and again to calibrate the performance model there.",
+    help="Time to measure steps on each network. Calibrating the performance model there takes the same time again.",
 )
 @click.option(
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("runs/demo"),
     show_default=True,
-    help="Folder for the trainings and report.html; an older demo there is replaced.",
+    help="Folder for the trainings and report.html. An earlier demo in this folder is replaced.",
 )
 def command(backend: str, seconds: float, output: Path) -> None:
     """Train with several compressions on two ranks, and compare them in a table and a web page.
 
-    A small CNN learns images of digits, which takes a minute, or two with Horovod. The ranks share this machine, where
-    compression has little to gain: steps are timed between two emulated hosts with links of 100 Mb/s, too, or predicted
-    where there can be no such hosts.
+    A small CNN learns images of digits. This takes a minute, or two minutes with Horovod. The ranks share this machine,
+    so compression gains little. Steps are therefore also timed between two emulated hosts with links of 100 Mb/s. If
+    this machine cannot emulate hosts, these steps are predicted.
     """
     for module, extra in (("torch", "torch"), ("sklearn", "train"), ("matplotlib", "train")):
         if importlib.util.find_spec(module) is None:
@@ -86,7 +87,9 @@ def command(backend: str, seconds: float, output: Path) -> None:
             "Horovod or mpirun is not installed: see hvdcomp build-horovod, or leave out --backend horovod"
         )
     if output.exists() and not (output / _MARK).exists() and any(output.iterdir()):
-        raise click.UsageError(f"--output {output} has files, and is not of an older demo: name another folder")
+        raise click.UsageError(
+            f"--output {output} contains files that are not from an earlier demo: name another folder"
+        )
     shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True)
     (output / _MARK).touch()
@@ -117,7 +120,10 @@ def command(backend: str, seconds: float, output: Path) -> None:
         needed=False,
     )
     if not emulated:
-        click.echo("There can be no such hosts here: steps on links of 100 Mb/s are predicted, and marked so")
+        click.echo(
+            "This machine cannot emulate such hosts. Steps on links of 100 Mb/s are predicted instead, and marked as "
+            "predictions"
+        )
     turns = [word for file in (here, slow) if file.exists() for word in ("--turns", file)]
     _run("The comparison", [*_PYTHON, "hvdcomp", "report", *runs, *turns, "--output", output])
 

@@ -25,12 +25,12 @@ from hvdcomp.tools.terminal import make_console
 def command(context: click.Context, as_json: bool, report: bool) -> None:
     """Check the installation: versions, GPUs, MPI, kernels, and how they fit together.
 
-    Under a launcher (horovodrun -np 2 hvdcomp doctor, torchrun --nproc-per-node 2 -m hvdcomp doctor) it also starts
-    Horovod, or a process group of torch.distributed, and compares its size with the launcher's. Exit status 1 means
-    that a problem prevents training.
+    If you start it with a launcher (horovodrun -np 2 hvdcomp doctor, torchrun --nproc-per-node 2 -m hvdcomp doctor), it
+    also starts Horovod, or a process group of torch.distributed, and compares the number of ranks with the launcher's.
+    Exit status 1 means that a problem prevents training.
     """
     if as_json and report:
-        raise click.UsageError("--json and --report exclude each other: give one of them")
+        raise click.UsageError("--json and --report cannot be used together: give one of them")
     console = make_console()
     with make_console(stderr=True).status("Looking at the environment"):
         facts = gather()
@@ -122,7 +122,10 @@ def _kernels(facts: Facts) -> str:
     kernels = facts.kernels
     if kernels is None or kernels.instruction_set is None:
         return "none"
-    return f"compiled; instruction set {kernels.instruction_set}, {kernels.threads} threads unless PyTorch uses others"
+    return (
+        f"compiled; instruction set {kernels.instruction_set}, {kernels.threads} threads (or PyTorch's number of "
+        "threads)"
+    )
 
 
 def _device_kernels(facts: Facts) -> str:

@@ -21,7 +21,7 @@ _SCHEDULERS = {
 class NotLaunchedError(click.ClickException):
     """A failure of `hvdcomp launch` itself, with an exit code that programs seldom return.
 
-    A wrong command line and wrong settings are click.UsageError, with exit code 2.
+    For a wrong command line or wrong settings, the command raises click.UsageError, with exit code 2.
     """
 
     exit_code = 125
@@ -56,7 +56,7 @@ def _with_flag(error: ConfigurationError, context: click.Context) -> str:
         return f"{setting} ({flags[setting]})" if setting in flags else setting
 
     if isinstance(error, MissingSettingsError):
-        return f"{', '.join(map(named, error.names))}: not set: {error.way_out}"
+        return f"{', '.join(map(named, error.names))} must be set: {error.way_out}"
     setting, colon, reason = str(error).partition(":")
     return f"{named(setting)}{colon}{reason}"
 
@@ -102,7 +102,7 @@ def _variables(_context: click.Context, _option: click.Parameter, values: tuple[
     pairs = [value.partition("=") for value in values]
     for (name, sign, _), value in zip(pairs, values, strict=True):
         if not sign or not name:
-            raise click.BadParameter(f"{value!r}: expected NAME=VALUE")
+            raise click.BadParameter(f"{value!r} is not of the form NAME=VALUE")
     return {name: text for name, _, text in pairs} or None
 
 

@@ -42,20 +42,32 @@ _name = click.argument("name", callback=checked(check_job_name))
 
 # All other settings can only be given in the settings file.
 _submission = [
-    click.option("--settings", type=click.Path(dir_okay=False, path_type=Path), help="TOML file; flags override it."),
+    click.option(
+        "--settings",
+        type=click.Path(dir_okay=False, path_type=Path),
+        help="TOML file with settings. Flags override it.",
+    ),
     click.option("--name", callback=checked(check_job_name), help="Name of the job."),
     click.option("--image", help="Container image of launcher and workers."),
-    click.option("--ranks", type=int, help="Number of processes."),
+    click.option("--ranks", type=int, help="Number of ranks (processes)."),
     click.option(
         "--elastic",
         metavar="MIN:MAX",
-        help="Elastic Horovod: the number of ranks may vary from MIN to MAX, and begins with --ranks.",
+        help="Elastic Horovod: the job starts with --ranks ranks, and their number may vary from MIN to MAX.",
     ),
     click.option("--slots-per-worker", type=int, help="Ranks in each worker pod. [default: 1]"),
-    click.option("--gpu-resource", metavar="NAME", help="GPU of each rank, as nvidia.com/gpu. [default: none]"),
+    click.option(
+        "--gpu-resource",
+        metavar="NAME",
+        help="Resource that gives each rank a GPU, such as nvidia.com/gpu. [default: none]",
+    ),
     click.option("--worker-cpu", metavar="QUANTITY", help="CPUs of each worker pod. [default: 2]"),
     click.option("--worker-memory", metavar="QUANTITY", help="Memory of each worker pod. [default: 4Gi]"),
-    click.option("--shared-memory", metavar="QUANTITY", help="Size of /dev/shm, part of the memory. [default: 1Gi]"),
+    click.option(
+        "--shared-memory",
+        metavar="QUANTITY",
+        help="Size of /dev/shm, which counts as part of the memory. [default: 1Gi]",
+    ),
     click.option("--checkpoint-claim", metavar="NAME", help="PersistentVolumeClaim to mount at /checkpoints."),
     environment_option,
     backend_option,
@@ -74,23 +86,27 @@ def _with(options: list[Callable[[Any], Any]]) -> Callable[[Any], Any]:
 
 @click.group(cls=ProgramGroup, invoke_without_command=True)
 @_with(_submission)
-@click.option("--dry-run", is_flag=True, help="Print the MPIJob as YAML and send nothing.")
+@click.option("--dry-run", is_flag=True, help="Print the MPIJob as YAML, and submit nothing.")
 @click.option("--detach", is_flag=True, help="Submit the job, and do not follow it.")
-@click.option("--cancel-on-interrupt", is_flag=True, help="Ctrl-C deletes the job. [default: it continues]")
+@click.option("--cancel-on-interrupt", is_flag=True, help="Delete the job on Ctrl-C. [default: the job continues]")
 @click.pass_context
 def k8s(
     ctx: click.Context, settings: Path | None, dry_run: bool, detach: bool, cancel_on_interrupt: bool, **flags: Any
 ) -> None:
     """Run PROGRAM as an MPIJob, follow its log, and return its exit status.
 
-    PROGRAM may instead be `command` in the settings file. The job's state goes to standard error, its log to standard
-    output. Exit status 125: the job could not be submitted or followed; 2: wrong settings.
+    You can also name PROGRAM in the settings file, as `command`. The job's state is printed to standard error, and its
+    log to standard output. Exit status 125 means that the job could not be submitted or followed; 2 means wrong
+    settings.
     """
     program = ctx.meta[PROGRAM]
     if ctx.invoked_subcommand is not None:
         used = [name for name in ctx.params if ctx.params[name] not in (None, False, ())]
         if used or program is not None:
-            raise click.UsageError(f"{ctx.invoked_subcommand} takes no program, and its options come after it")
+            raise click.UsageError(
+                f"{ctx.invoked_subcommand} runs no program, and its options come after it: leave the program out, and "
+                f"write options after {ctx.invoked_subcommand}"
+            )
         return
     with refusals():
         job_settings = read_settings(settings, "k8s", KubernetesSettings, {**flags, "command": program})
@@ -204,7 +220,9 @@ def _show(rows: list[dict[str, Any]]) -> None:
 @k8s.command()
 @_name
 @_with(_where)
-@click.option("--follow", "until_end", is_flag=True, help="Follow the log to the job's end; return its exit status.")
+@click.option(
+    "--follow", "until_end", is_flag=True, help="Follow the log until the job ends, and return the job's exit status."
+)
 @click.pass_context
 def logs(ctx: click.Context, name: str, namespace: str | None, context: str | None, until_end: bool) -> None:
     """Print the log of the job NAME."""

@@ -40,7 +40,11 @@ class _JobNumber(click.ParamType):
         if isinstance(value, int):
             return value
         if re.fullmatch(r"[0-9]+_[0-9]+", value):
-            self.fail(f"{value!r} is a task of a job array, which is not supported: use squeue, scancel", param, ctx)
+            self.fail(
+                f"{value!r} is a task of a job array, and job arrays are not supported: use squeue and scancel",
+                param,
+                ctx,
+            )
         if not re.fullmatch(r"[1-9][0-9]{0,9}", value):
             self.fail(f"{value!r} is not the number of a job: `squeue --me` lists the numbers", param, ctx)
         return int(value)
@@ -53,9 +57,9 @@ def _list(_context: click.Context, _option: click.Parameter, values: tuple[str, 
 def _refuse_array(context: click.Context, _option: click.Parameter, value: str | None) -> None:
     if value is not None:
         raise click.UsageError(
-            f"--array {value} is not supported: this command follows one job, which saves and continues in its own "
-            "files. Submit each job by itself, with --detach, another --name and other files: for seed in "
-            "1 2 3; do hvdcomp launch slurm --detach --name run-$seed ... -- ... --output runs/$seed; done",
+            f"--array {value} is not supported, because this command follows one job, and a job saves to its own "
+            "files and continues from them. Submit each job by itself, with --detach, another --name and other files: "
+            "for seed in 1 2 3; do hvdcomp launch slurm --detach --name run-$seed ... -- ... --output runs/$seed; done",
             context,
         )
 
@@ -67,17 +71,21 @@ def _setting(flag: str, help_text: str, kind: Any = str, **attributes: Any) -> C
 
 _SETTINGS = (
     _setting("--name", "Name of the job: letters, digits, underscores, hyphens, dots.", callback=checked(check_name)),
-    _setting("--ranks", "Processes of the job. [default: one for each task, or each GPU, of its nodes]", int),
+    _setting("--ranks", "Number of ranks (processes). [default: one for each task, or each GPU, of the nodes]", int),
     environment_option,
     backend_option,
-    _setting("--nodes", "Nodes. [default: --ranks divided by --tasks-per-node, or 1]", int),
-    _setting("--tasks-per-node", "Ranks on each node. [default: --ranks divided by --nodes]", int),
-    _setting("--cpus-per-task", "Cores of each rank. [default: 1]", int),
-    _setting("--gpus-per-node", "GPUs of each node; each rank sees all of them, and uses one.", int),
-    click.option("--gres", multiple=True, callback=_list, help="Other resource of each node, as nic:1; repeatable."),
+    _setting("--nodes", "Number of nodes. [default: --ranks divided by --tasks-per-node, or 1]", int),
+    _setting("--tasks-per-node", "Number of ranks on each node. [default: --ranks divided by --nodes]", int),
+    _setting("--cpus-per-task", "Number of cores of each rank. [default: 1]", int),
+    _setting("--gpus-per-node", "Number of GPUs of each node. Each rank sees all of them, and uses one.", int),
+    click.option(
+        "--gres", multiple=True, callback=_list, help="Other resource of each node, such as nic:1; repeatable."
+    ),
     _setting("--memory", "Memory of each node, such as 64G."),
     _setting("--time", "Time limit of each start of the job, such as 04:00:00. [default: 01:00:00]"),
-    _setting("--warning-seconds", "Seconds before the time limit at which the ranks are told to save.", int),
+    _setting(
+        "--warning-seconds", "How many seconds before the time limit the ranks are told to save a checkpoint.", int
+    ),
     _setting("--requeue/--no-requeue", "Requeue a job that saved a checkpoint and stopped.", bool),
     _setting("--max-requeues", "Largest number of requeues.", int),
     _setting("--launcher", "Program that starts the ranks.", click.Choice(["srun", "mpirun"])),
@@ -91,7 +99,11 @@ _SETTINGS = (
     _setting("--container", "Program that runs --image.", click.Choice(["none", "apptainer", "enroot"])),
     _setting("--image", "Image of the container."),
     click.option(
-        "--mounts", "--mount", multiple=True, callback=_list, help="Mount, as /outside:/inside; repeatable."
+        "--mounts",
+        "--mount",
+        multiple=True,
+        callback=_list,
+        help="Folder to mount in the container, as /outside:/inside; repeatable.",
     ),
     _setting("--log-folder", "Folder for the job's output."),
     click.option("--array", hidden=True, expose_value=False, callback=_refuse_array),
@@ -99,7 +111,7 @@ _SETTINGS = (
 
 
 _SHOWN = ("ranks", "nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task", "time")
-"""Settings that are printed when a job is submitted, as some may be defaults."""
+"""Settings that are printed when a job is submitted, because some of them may be defaults."""
 
 
 def _settings_options(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,7 +134,7 @@ _poll_option = click.option(
 @_settings_options
 @click.option("--dry-run", is_flag=True, help="Print the batch script, and submit nothing.")
 @click.option("--detach", is_flag=True, help="Submit the job, print its number, and do not follow it.")
-@click.option("--cancel-on-interrupt", is_flag=True, help="Ctrl-C cancels the job. [default: it continues]")
+@click.option("--cancel-on-interrupt", is_flag=True, help="Cancel the job on Ctrl-C. [default: the job continues]")
 @_poll_option
 @click.pass_context
 def slurm(
@@ -136,14 +148,17 @@ def slurm(
 ) -> None:
     """Run a training program under Slurm.
 
-    Submits a batch job, shows its state and its output, and returns its exit code. A job that saves a checkpoint
-    before its time limit is requeued, and continues. Flags override the settings file. Exit code 125: the job could
-    not be submitted or followed; 2: wrong settings.
+    The command submits a batch job, shows its state and its output, and returns its exit code. If a job saves a
+    checkpoint before its time limit, it is requeued and continues from there. Flags override the settings file. Exit
+    code 125 means that the job could not be submitted or followed; 2 means wrong settings.
     """
     if context.invoked_subcommand is not None:
         before = [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
         if before or context.meta[PROGRAM] is not None:
-            raise click.UsageError(f"{context.invoked_subcommand} takes no program, and its options come after it")
+            raise click.UsageError(
+                f"{context.invoked_subcommand} runs no program, and its options come after it: leave the program out, "
+                f"and write options after {context.invoked_subcommand}"
+            )
         return
     with refusals():
         overrides = {**flags, "command": context.meta[PROGRAM]}
@@ -168,7 +183,7 @@ def status(job_id: int | None) -> None:
     with refusals():
         jobs = client.my_jobs() if job_id is None else [client.state_of(job_id)]
     if not jobs:
-        click.echo("Slurm knows no job of yours.")
+        click.echo("Slurm does not list any job of yours.")
         return
     table = make_table("job", "name", "state", "why", "nodes", "starts", "exit code")
     for job in jobs:
@@ -183,7 +198,7 @@ def status(job_id: int | None) -> None:
     "--log-folder",
     type=click.Path(path_type=Path),
     default=Path(),
-    help="Folder of the output of a job that Slurm no longer knows. [default: this folder]",
+    help="Folder of the output, for a job that Slurm no longer knows. [default: the current folder]",
 )
 @_poll_option
 @click.pass_context
@@ -221,15 +236,13 @@ def _follow(scheduler: Slurm, job: BatchJob, cancel_on_interrupt: bool) -> int:
                 )
                 return INTERRUPTED
             scheduler.cancel(job)
-            _say(f"job {job.number}: cancelling; Ctrl-C again to stop waiting")
+            _say(f"job {job.number}: cancelling. Press Ctrl-C again to stop waiting")
             scheduler.follow(job, _say, click.echo)
             return INTERRUPTED
     except KeyboardInterrupt:
         return INTERRUPTED
     except SchedulerError as error:
-        raise NotLaunchedError(
-            f"{error}; the end of job {job.number} is unknown, its output is in {job.log}"
-        ) from None
+        raise NotLaunchedError(f"{error}; how job {job.number} ended is unknown. Its output is in {job.log}") from None
     if state.exit_code:
         _say(f"job {job.number}: ended as {state.state} with exit code {state.exit_code}; its output is in {job.log}")
     return state.exit_code

@@ -33,5 +33,5 @@ plugin_option = click.option(
     expose_value=False,
     is_eager=True,
     callback=_use,
-    help="Python module with compressors or policies of your own, for spec strings; repeatable.",
+    help="Python module with your own compressors or policies, which you can then name in spec strings; repeatable.",
 )

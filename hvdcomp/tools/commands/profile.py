@@ -40,7 +40,7 @@ _START = "torchrun --nproc-per-node 2 -m hvdcomp profile train.py, or horovodrun
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
     epilog=f"Start it as you start your training: {_START}",
 )
-@click.option("--module", "-m", "as_module", is_flag=True, help="PROGRAM is a module, as for python -m.")
+@click.option("--module", "-m", "as_module", is_flag=True, help="PROGRAM is a module, as with python -m.")
 @click.option(
     "--steps",
     type=click.IntRange(5),
@@ -58,9 +58,13 @@ _START = "torchrun --nproc-per-node 2 -m hvdcomp profile train.py, or horovodrun
     help="Compressor to measure; repeatable.",
 )
 @click.option(
-    "--seconds", type=click.FloatRange(1, 3600), default=30, show_default=True, help="Approximate time to measure."
+    "--seconds",
+    type=click.FloatRange(1, 3600),
+    default=30,
+    show_default=True,
+    help="Approximate duration of all measurements.",
 )
-@click.option("--go-on", is_flag=True, help="Continue the training afterwards. [default: end it]")
+@click.option("--go-on", is_flag=True, help="Continue the training after the measurements. [default: end the program]")
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -84,11 +88,11 @@ def command(
 ) -> None:
     """Run some steps of a training program, and recommend a compressor for it.
 
-    PROGRAM is an unchanged training program, which may have python before it, in PyTorch, with
-    DistributedDataParallel or Horovod, or in TensorFlow, with Horovod's tape or optimizer. Times its steps, measures
-    the network and each compressor on copies of the program's own gradients, carries out the exchange of the best
-    compressors, and prints the advice of `hvdcomp advise` with the lines to add to the program. The training's
-    weights are not affected.
+    PROGRAM is your unchanged training program. You may write python before it. It may use PyTorch, with
+    DistributedDataParallel or Horovod, or TensorFlow, with Horovod's tape or optimizer. The command times the
+    program's steps. It measures the network, and each compressor on copies of the program's own gradients, and carries
+    out the exchanges of the best compressors. Then it prints the advice of `hvdcomp advise`, and the lines to add to
+    the program. The training's weights do not change.
     """
     if re.fullmatch(r"python[\d.]*", Path(program).name):  # the command by which the user starts the program
         as_module = arguments[:1] == ("-m",)
@@ -119,7 +123,8 @@ def command(
             import horovod.torch  # noqa: F401
         except ImportError as error:
             raise SetupError(
-                f"{error}; hvdcomp profile needs Horovod for PyTorch too: build it for both with hvdcomp build-horovod"
+                f"{error}; hvdcomp profile also needs Horovod for PyTorch: build Horovod for both frameworks with "
+                "hvdcomp build-horovod"
             ) from None
         cuda.available()  # loads Triton, which must come before TensorFlow
         from hvdcomp.tools.bench.watched_keras import KerasWatch
@@ -146,13 +151,13 @@ def command(
     if not any(watch.done for watch in watches):
         if watches[0].before_backward >= _WARM_UP + steps and not any(watch.seen for watch in watches):
             raise click.ClickException(
-                f"{program} made {watches[0].before_backward} optimizer steps without a call of loss.backward(), by "
-                "which hvdcomp profile finds the backward pass: compute the gradients by loss.backward(), and not by "
-                "torch.autograd.grad or torch.func"
+                f"{program} made {watches[0].before_backward} optimizer steps without calling loss.backward(), which "
+                "hvdcomp profile needs to find the backward pass: compute the gradients with loss.backward(), not "
+                "with torch.autograd.grad or torch.func"
             )
         raise click.ClickException(
-            f"{program} ended after {max(watch.seen for watch in watches)} optimizer steps; {_WARM_UP} + {steps} are "
-            "needed: train longer, or use fewer --steps"
+            f"{program} ended after {max(watch.seen for watch in watches)} optimizer steps, and hvdcomp profile needs "
+            f"{_WARM_UP} + {steps} steps: train longer, or use fewer --steps"
         )
 
 
@@ -188,7 +193,9 @@ def _measure(watched: Watched, compressors: list[Any], seconds: float, output: P
     ranks = reach(_backend(), "torch")
     try:
         if ranks.size < 2:
-            raise SetupError(f"one rank has no network to measure; start several: {_START}")
+            raise SetupError(
+                f"there is only one rank, so there is no network to measure; start several ranks: {_START}"
+            )
         carrier = carrier_on(ranks)
         ranks.check_same({"parameters": watched.workload.tensors()})
         profiled = _with_progress(
@@ -205,7 +212,10 @@ def _measure(watched: Watched, compressors: list[Any], seconds: float, output: P
         print_profile(watched, profiled, make_console())
         adviser, setting = Adviser(profiled.calibrated.calibration), Setting(ranks.size)
         show_advice(adviser, setting, adviser.advise(setting))
-        click.echo(f"Wrote {output}. For other ranks or rates: hvdcomp advise --calibration {output} --world-size 16")
+        click.echo(
+            f"Wrote {output}. For another number of ranks or another network: hvdcomp advise --calibration {output} "
+            "--world-size 16"
+        )
     if not go_on:
         ranks.leave(0)
         raise SystemExit(0)
@@ -234,16 +244,18 @@ def print_profile(watched: Watched, profiled: Profiled, console: Console) -> Non
     compute = facts.compute
     forward = 1e3 * (compute.forward_s or 0.0)
     console.print(
-        f"A step takes {1e3 * profiled.step.seconds:.1f} ms: forward pass and everything else {forward:.1f}, "
-        f"backward pass {1e3 * compute.backward_s:.1f}, optimizer {1e3 * compute.optimizer_s:.1f}, waiting for "
-        f"gradients {1e3 * profiled.waits:.1f}.",
+        f"A step takes {1e3 * profiled.step.seconds:.1f} ms: {forward:.1f} ms for the forward pass and everything "
+        f"else, {1e3 * compute.backward_s:.1f} ms for the backward pass, {1e3 * compute.optimizer_s:.1f} ms for the "
+        f"optimizer, and {1e3 * profiled.waits:.1f} ms of waiting for gradients.",
         soft_wrap=True,
     )
     if watched.backward_passes > 1:
-        console.print(f"It has {watched.backward_passes} backward passes: all but the last count as everything else.")
+        console.print(
+            f"A step has {watched.backward_passes} backward passes. All but the last one count as everything else."
+        )
     if watched.more_optimizers:
         names = ", ".join(watched.more_optimizers)
-        console.print(f"Left out, with the parameters that they train: the optimizers {names}.")
+        console.print(f"These optimizers, and the parameters that they train, are left out: {names}.")
     numbers = ["ms", "times as fast\nas dense"]
     table = make_table("exchange of all gradients,\nafter the backward pass", *numbers, numbers=numbers)
     dense = profiled.tried[UNCOMPRESSED].seconds
@@ -252,7 +264,7 @@ def print_profile(watched: Watched, profiled: Profiled, console: Console) -> Non
     print_table(console, table, "Measured exchanges")
     if profiled.calibrated.noisy:
         console.print(
-            f"{len(profiled.calibrated.noisy)} measurements are too noisy; noise_note in the file names them. Repeat "
-            "without other programs on the machine, or with more --seconds.",
+            f"{len(profiled.calibrated.noisy)} measurements are too noisy to trust. The field noise.note of the file "
+            "names them. Repeat without other programs on the machine, or with more --seconds.",
             soft_wrap=True,
         )

@@ -32,9 +32,9 @@ class CannotReplay(click.ClickException):
 def command(ctx: click.Context, log: Path, as_json: bool) -> None:
     """Repeat the decisions of a training run from the statistics in its decision log, and compare them.
 
-    Older parts of the log, such as decisions.1.jsonl, are replayed first; give such a part to replay it alone. Needs
-    neither a framework nor the model. The exit status is 0 if all decisions and states equal the logged ones, 1 at the
-    first difference, and 2 if the file cannot be replayed.
+    Older parts of the log, such as decisions.1.jsonl, are replayed first. To replay only such a part, name it. You need
+    neither a framework nor the model. The exit status is 0 if all decisions and states equal the logged ones, 1 if one
+    differs, and 2 if the file cannot be replayed. The command stops at the first difference.
     """
     try:
         with make_console(stderr=True).status(Text(f"Replaying {log} ...")):

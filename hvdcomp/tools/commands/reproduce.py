@@ -14,24 +14,34 @@ from hvdcomp.tools.terminal import make_console, make_table, print_table
 
 @click.command()
 @click.argument("names", metavar="[NAME]...", nargs=-1)
-@click.option("--quick", is_flag=True, help="Shorter trainings with fewer seeds: a minute or two for each NAME.")
+@click.option(
+    "--quick", is_flag=True, help="Run shorter trainings with fewer seeds. This takes a minute or two for each NAME."
+)
 @click.option(
     "--data-dir",
     "data",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Folder of the published files of CIFAR and WikiText-2: Accordion's trainings are then the authors', of hours "
-    "on a GPU, in place of small ones.",
+    help="Folder with the published files of CIFAR and WikiText-2. With it, Accordion's trainings are the authors' "
+    "own, which take hours on a GPU, instead of small ones.",
 )
-@click.option("--epochs", type=click.IntRange(1), help="With --data-dir: in place of the authors' 300 (text: 90).")
+@click.option(
+    "--epochs",
+    type=click.IntRange(1),
+    help="With --data-dir: number of epochs, instead of the authors' 300 (90 for text).",
+)
 @click.option(
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("reproduction"),
     show_default=True,
-    help="Folder for NAME.json, NAME.png of a figure, and the trainings.",
+    help="Folder for NAME.json, for NAME.png if NAME is a figure, and for the trainings.",
 )
 @click.option("--plot/--no-plot", default=True, help="Draw figures.")
-@click.option("--page", type=click.Path(dir_okay=False, path_type=Path), help="Markdown page to write, and its CSV.")
+@click.option(
+    "--page",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Markdown page to write. A CSV file is written beside it.",
+)
 def command(
     names: tuple[str, ...],
     quick: bool,
@@ -43,13 +53,13 @@ def command(
 ) -> None:
     """Reproduce a published table or figure, and print it beside the published values.
 
-    Without a NAME, list all tables and figures, or with --quick reproduce all. The name of a paper (accordion, utility,
-    bagpipe, gravac) means all its tables and figures. The verdict is one of: does not hold here, not confirmed, in
-    part, as published, cannot be shown here.
+    Without a NAME, the command lists all tables and figures; with --quick, it reproduces all of them. The name of a
+    paper (accordion, utility, bagpipe, gravac) means all its tables and figures. The verdict is one of: does not hold
+    here, not confirmed, in part, as published, cannot be shown here.
     """
     console = make_console()
     if epochs and data is None:
-        raise click.UsageError(f"--epochs {epochs} is for trainings on published data: name their folder by --data-dir")
+        raise click.UsageError(f"--epochs {epochs} needs published data: name their folder with --data-dir")
     if quick and not names and page is None:
         names = tuple(PAPERS)
     for artefact in _chosen(names):
@@ -89,7 +99,7 @@ def _run(artefact: Artefact, quick: bool, data: Path | None, epochs: int | None,
     except OSError as error:
         raise click.ClickException(f"--output {output} cannot be written: {error.strerror or error}") from None
     except ImportError as error:
-        raise click.ClickException(f"{error}; plots need matplotlib, or give --no-plot") from None
+        raise click.ClickException(f"{error}; install matplotlib to draw plots, or give --no-plot") from None
     return outcome
 
 

@@ -43,7 +43,7 @@ def _number_list(expected: str) -> Callable[[click.Context, click.Parameter, str
         try:
             return tuple(float(part) for part in value.split(",") if part.strip())
         except ValueError:
-            raise click.BadParameter(f"{value!r}: expected {expected}") from None
+            raise click.BadParameter(f"{value!r} is not a list of {expected}") from None
 
     return read
 
@@ -51,7 +51,7 @@ def _number_list(expected: str) -> Callable[[click.Context, click.Parameter, str
 def _option(name: str, help_text: str, **attributes: Any) -> Any:
     """An option with the default of `TrainingOptions`, where None means that it depends on model and data."""
     default = getattr(_DEFAULTS, name.lstrip("-").replace("-", "_"))
-    shown: bool | str = "by model and data" if default is None else True
+    shown: bool | str = "depends on model and data" if default is None else True
     return click.option(
         name, help=help_text, default=default, show_default=attributes.pop("shown", shown), **attributes
     )
@@ -75,72 +75,77 @@ _START = (
 @_option("--framework", "Framework to train in.", type=click.Choice(FRAMEWORKS))
 @_option(
     "--backend",
-    "Library that averages gradients: Horovod, or PyTorch's DistributedDataParallel; auto: the latter under torchrun.",
+    "Library that averages gradients: Horovod, or PyTorch's DistributedDataParallel. auto: DistributedDataParallel "
+    "under torchrun, or else Horovod.",
     type=click.Choice(BACKENDS),
 )
 @_option(
     "--timeout",
-    "With torchrun: seconds that a rank waits for another.",
+    "With torchrun: how long a rank waits for another rank.",
     type=float,
     metavar="SECONDS",
     shown="PyTorch's: 1800",
 )
-@_option("--fsdp", "torchrun: shard a transformer over all ranks by FSDP's fully_shard.", is_flag=True, shown=False)
+@_option(
+    "--fsdp", "With torchrun: shard a transformer over all ranks with FSDP's fully_shard.", is_flag=True, shown=False
+)
 @_option(
     "--fsdp-weights",
-    "FSDP: send changes of weights quantized, as int8 or int4.",
+    "With --fsdp: quantize the changes of the weights that ranks send, with int8 or int4.",
     metavar="SPEC",
-    shown="weights as they are",
+    shown="weights are sent as they are",
 )
-@_option("--model", "Model to train; vit and dlrm only in PyTorch.", type=click.Choice(MODELS))
+@_option("--model", "Model to train; vit, dlrm and encoder only in PyTorch.", type=click.Choice(MODELS))
 @_option("--data", "Data to train on.", type=click.Choice(DATA))
 @_option(
     "--data-dir",
-    "Folder of the published files of CIFAR, Criteo, WikiText-2 or PTB.",
+    "Folder with the published files of CIFAR, Criteo, WikiText-2 or PTB.",
     type=click.Path(path_type=Path),
     shown=False,
 )
 @_option("--compression", "Compressor of the gradients, such as topk:ratio=0.01.", metavar="SPEC")
 @_option(
     "--small-tensors",
-    "Compressor of tensors with fewer than 1,024 elements or two dimensions, such as int8.",
+    "Compressor of tensors with fewer than 1,024 elements or fewer than two dimensions, such as int8.",
     metavar="SPEC",
 )
 @_option(
     "--memory",
-    "Memory for what is not sent: none, error_feedback, or error_feedback:dtype=bf16 of 2 bytes a parameter.",
+    "Memory for the part of a gradient that is not sent: none, error_feedback, or error_feedback:dtype=bf16, which "
+    "needs only 2 bytes per parameter.",
     metavar="SPEC",
-    shown="by compressor",
+    shown="depends on the compressor",
 )
 @_option(
     "--policy",
-    "Policy that changes the level, such as warmup:levels=0.25|0.05,epochs=1.",
+    "Policy that changes the level of compression, such as warmup:levels=0.25|0.05,epochs=1.",
     metavar="SPEC",
     shown="constant",
 )
 @_option(
     "--overlap",
-    "Whether to send gradients during the backward pass. PyTorch only; auto: for gradients on the CPU.",
+    "Whether to send gradients during the backward pass; only in PyTorch. auto: on if the gradients are on the CPU.",
     type=click.Choice(tuple(OVERLAP)),
 )
 @_option(
     "--bucket-bytes",
-    "Smallest bucket of gradients that overlap sends, or size of DistributedDataParallel's buckets.",
+    "Size in bytes of the smallest bucket of gradients that is sent during the backward pass, or of "
+    "DistributedDataParallel's buckets.",
     type=int,
     metavar="N",
     shown="the choice of the policy auto, or else 25 MiB",
 )
-@_option("--epochs", "Passes over the training data.", type=int)
-@_option("--steps", "Optimizer steps, in place of --epochs.", type=int, shown="those of --epochs")
+@_option("--epochs", "Number of passes over the training data.", type=int)
+@_option("--steps", "Number of optimizer steps, instead of --epochs.", type=int, shown="the steps of --epochs")
 @_option(
     "--until",
-    "Stop at this quality on the validation part: accuracy=0.93, loss=2.2 or perplexity=9.",
+    "Stop as soon as the validation part reaches this quality: accuracy=0.93, loss=2.2, perplexity=9 or rmse=0.4.",
     metavar="METRIC=VALUE",
     shown=False,
 )
 @_option(
     "--evaluate-every",
-    "Steps between evaluations on the validation part.",
+    "Number of steps between evaluations on the validation part.",
     type=int,
     metavar="STEPS",
     shown="at the end of each epoch",
@@ -148,10 +153,10 @@ _START = (
 @_option("--batch-size", "Samples per rank and backward pass.", type=int)
 @_option(
     "--optimizer",
-    "Optimizer. muon (PyTorch only): Muon for hidden matrices, and AdamW for the head, embeddings, convolutions, norms "
-    "and biases.",
+    "Optimizer. muon (only in PyTorch) uses Muon for hidden matrices, and AdamW for the head, embeddings, "
+    "convolutions, norms and biases.",
     type=click.Choice(OPTIMIZERS),
-    shown="adamw for gpt and vit, else sgd",
+    shown="adamw for gpt, vit, encoder and heavy-tails, else sgd",
 )
 @_option("--lr", "Learning rate. It is not scaled by the number of ranks.", type=float)
 @_option("--momentum", "Momentum of SGD.", type=float)
@@ -166,33 +171,44 @@ _START = (
 )
 @_option(
     "--freeze-after",
-    "compressed-adam: steps after which the second moment is frozen, and the momentum is sent.",
+    "With compressed-adam: number of steps after which the second moment is frozen, and ranks send the momentum.",
     type=int,
     metavar="STEPS",
     shown="15 % of the run",
 )
-@_option("--freeze-compression", "compressed-adam: compressor of the gradients before freezing.", metavar="SPEC")
+@_option("--freeze-compression", "With compressed-adam: compressor of the gradients before freezing.", metavar="SPEC")
 @_option(
     "--local-steps",
-    "PyTorch: number of steps that each rank makes by itself between two exchanges. An outer Nesterov step follows, as "
-    "in DiLoCo. With compressed-adam local steps begin after freezing, without an outer step. auto: the number follows "
-    "from the times of steps and exchanges and from the drift of the ranks.",
+    "Number of steps that each rank makes on its own between two exchanges; only in PyTorch. An outer Nesterov step "
+    "follows each exchange, as in DiLoCo. With compressed-adam, local steps begin after freezing, and there is no "
+    "outer step. auto: the number is chosen from the times of steps and exchanges, and from how far the ranks drift "
+    "apart.",
     type=str,
     metavar="K|auto",
     callback=_steps_or_rule,
 )
 @_option(
     "--fragments",
-    "Local steps: groups of parameters that are exchanged at staggered steps, as in Streaming DiLoCo.",
+    "With local steps: number of groups of parameters, which are exchanged at staggered steps, as in Streaming DiLoCo.",
     type=int,
     metavar="P",
 )
-@_option("--delay", "Local steps: steps that ranks go on while a group travels.", type=int, metavar="STEPS")
-@_option("--local-share", "Local steps: share of its own weights that a rank then keeps.", type=float, metavar="SHARE")
+@_option(
+    "--delay",
+    "With local steps: number of steps that ranks continue to train while a group is exchanged.",
+    type=int,
+    metavar="STEPS",
+)
+@_option(
+    "--local-share",
+    "With local steps: share of its own weights that a rank keeps after an exchange.",
+    type=float,
+    metavar="SHARE",
+)
 @_option(
     "--outer-lr",
     "Learning rate of the outer step. With --outer-lr 1 --outer-momentum 0 and no --local-steps, the ranks exchange "
-    "each step of the weights in place of its gradient.",
+    "the change of the weights in each step instead of the gradient.",
     type=float,
     metavar="LR",
     shown="0.7",
@@ -200,13 +216,15 @@ _START = (
 @_option("--outer-momentum", "Momentum of the outer step.", type=float, metavar="M", shown="0.9")
 @_option(
     "--refreshes-per-gap",
-    "compressed-adam: refreshes of the frozen second moment after which the gap between them doubles; 16 as in 0/1 "
-    "Adam.",
+    "With compressed-adam: number of refreshes of the frozen second moment after which the gap between refreshes "
+    "doubles. 0/1 Adam uses 16.",
     type=int,
     metavar="N",
     shown="no refresh",
 )
-@_option("--weight-decay", "Weight decay: of SGD for all parameters, of others for matrices.", type=float)
+@_option(
+    "--weight-decay", "Weight decay. SGD applies it to all parameters, other optimizers only to matrices.", type=float
+)
 @_option("--schedule", "Learning-rate schedule: steps at --milestones, or a cosine.", type=click.Choice(SCHEDULES))
 @click.option(
     "--milestones",
@@ -218,18 +236,18 @@ _START = (
 @_option("--gamma", "Factor of the learning rate at each milestone, or at the end of the cosine.", type=float)
 @_option("--warm-up", "Epochs over which the learning rate grows from 0.", type=float)
 @_option("--clip-norm", "Largest norm of the averaged gradient; 0: no limit.", type=float)
-@_option("--backward-passes-per-step", "Backward passes per optimizer step.", type=int)
+@_option("--backward-passes-per-step", "Number of backward passes per optimizer step.", type=int)
 @_option(
     "--simulate-ranks",
-    "Train N simulated ranks in this process, without a launcher; the weights equal those of real ranks.",
+    "Train N simulated ranks in this process, without a launcher. The weights equal the weights of real ranks.",
     type=int,
     metavar="N",
     shown=False,
 )
 @_option(
     "--link",
-    "Link of each simulated rank, for predicted times: 100mbit, 1gbit or 10gbit. Several links, separated by commas, "
-    "time the same run.",
+    "Rate of each simulated rank's link, for predicted times: 100mbit, 1gbit or 10gbit. If you give several rates, "
+    "separated by commas, the same run is timed for each of them.",
     metavar="RATE,...",
     shown="exchanges take no time",
 )
@@ -244,7 +262,7 @@ _START = (
 @_option("--tensorboard", "Also write TensorBoard's files, in --output.", is_flag=True, shown=False)
 @_option(
     "--metrics-port",
-    "Port of rank 0 for Prometheus, with bytes, levels and times.",
+    "Port on which rank 0 gives bytes, levels and times to Prometheus.",
     type=int,
     metavar="PORT",
     shown=False,
@@ -256,49 +274,55 @@ _START = (
 )
 @_option(
     "--checkpoint-folder",
-    "Folder of checkpoints, shared by all hosts; the run resumes from the newest. SIGUSR1 and SIGTERM save and stop.",
+    "Folder for checkpoints, shared by all hosts. The run resumes from the newest checkpoint. On SIGUSR1 or SIGTERM, "
+    "it saves a checkpoint and stops.",
     type=click.Path(path_type=Path),
     shown=False,
 )
 @_option(
     "--checkpoint-every",
-    "Steps between checkpoints.",
+    "Number of steps between checkpoints.",
     type=int,
     metavar="STEPS",
     shown="at the end of each epoch",
 )
 @_option(
     "--residuals",
-    "Keep or drop the residuals of a checkpoint, on any number of ranks.",
+    "When the run resumes, on any number of ranks: keep or drop the checkpoint's residuals.",
     type=click.Choice(RESIDUALS),
 )
 @_option(
     "--elastic",
-    "Resume from the checkpoint when ranks change; with horovodrun --host-discovery-script.",
+    "Resume from the checkpoint when ranks are lost or added; needs horovodrun --host-discovery-script.",
     is_flag=True,
     shown=False,
 )
 @_option("--samples", "Train on the first N samples.", type=int, metavar="N", shown="all")
 @_option(
     "--validation-samples",
-    "Training samples to hold back for validation, if the data have no validation part.",
+    "Number of training samples to use for validation instead, if the data have no validation part.",
     type=int,
     metavar="N",
 )
 @_option("--label-noise", "Fraction of training labels to replace by random labels.", type=float)
 @_option("--image-size", "Side of synthetic images, in pixels.", type=int)
-@_option("--table-rows", "Rows of each of dlrm's tables; criteo's categories are hashed into them.", type=int)
-@_option("--text-size", "Size of the training text: bytes of text, characters of stdlib-text.", type=int)
-@_option("--text-unit", "Token of stdlib-text.", type=click.Choice(["char", "word"]))
-@_option("--sequence-length", "Tokens in a sequence of text.", type=int)
+@_option(
+    "--table-rows", "Number of rows in each of dlrm's tables. Criteo's categories are hashed into these rows.", type=int
+)
+@_option(
+    "--text-size", "Size of the training text: in bytes for the data text, in characters for stdlib-text.", type=int
+)
+@_option("--text-unit", "What a token of stdlib-text is.", type=click.Choice(["char", "word"]))
+@_option("--sequence-length", "Number of tokens in a sequence of text.", type=int)
 @plugin_option
 @click.option("--progress/--no-progress", default=True, help="Show the progress.")
 @click.pass_context
 def command(context: click.Context, **options: Any) -> None:
     """Train a reference model with compressed gradients.
 
-    Without a launcher this is one process; under horovodrun, mpirun, srun or torchrun each process is a rank, and rank
-    0 writes the output. Defaults such as the learning rate and the batch size depend on the model and the data.
+    Without a launcher, the command trains in one process. Under horovodrun, mpirun, srun or torchrun, each process is a
+    rank, and rank 0 writes the output. Defaults such as the learning rate and the batch size depend on the model and
+    the data.
     """
     environment.prepare_mpi()
     chosen = TrainingOptions(**options)

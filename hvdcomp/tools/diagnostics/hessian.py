@@ -119,8 +119,8 @@ def _check(iterations: int, tolerance: float, seed: int, batches: object) -> Non
         raise ValueError(f"seed={seed!r} is not allowed; give a whole number, 0 or more")
     if isinstance(batches, Iterator):
         raise ValueError(
-            f"batches is a {type(batches).__name__}, which can be iterated only once, and each iteration goes over all "
-            "batches; give a list of them or a DataLoader"
+            f"batches is a {type(batches).__name__}, which can be iterated only once, but every iteration of the "
+            "method needs all batches; give a list of batches or a DataLoader"
         )
 
 
@@ -249,7 +249,8 @@ class _Hessian:
                 _check_twice_differentiable(gradients)
             if all(gradient is None for gradient in gradients):
                 raise ValueError(
-                    f"the loss of batch {number} does not depend on any of the parameters; give those of this model"
+                    f"the loss of batch {number} does not depend on any of the parameters; give the parameters of "
+                    "this model"
                 )
             # A gradient without a graph is constant: the loss is linear in that parameter.
             curved = [
@@ -304,7 +305,9 @@ def _check_twice_differentiable(gradients: Sequence[Tensor | None]) -> None:
 
 def _pair(batch: Any, number: int) -> tuple[Any, Tensor]:
     if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not isinstance(batch[1], Tensor):
-        raise ValueError(f"batch {number} is a {type(batch).__name__}; give pairs (inputs, targets), targets a tensor")
+        raise ValueError(
+            f"batch {number} is a {type(batch).__name__}; give pairs (inputs, targets), in which targets is a tensor"
+        )
     return batch[0], batch[1]
 
 

@@ -68,8 +68,8 @@ class RegimeRecord:
         """
         if eigenvalue is None and self.compares_next:
             raise ValueError(
-                f"eigenvalue=None at the end of epoch {self.epochs + 1}, where eigenvalues are compared; compute it "
-                "where compares_next is True"
+                f"eigenvalue is None at the end of epoch {self.epochs + 1}, at which eigenvalues are compared; "
+                "compute it whenever compares_next is True"
             )
         if eigenvalue is not None and not _is_float(eigenvalue):
             raise ValueError(f"eigenvalue={eigenvalue!r} is not allowed; give a number, such as result.value")

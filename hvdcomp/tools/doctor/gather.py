@@ -147,7 +147,7 @@ mpi4py.rc.initialize = False
 from mpi4py import MPI
 found = {"library": MPI.Get_library_version().split(chr(10))[0].strip(chr(0))}
 """
-# "" in the path is the current folder, in which a script's own folder would stand.
+# "" in the path is the current folder; in a script, the script's own folder would be in its place.
 _PACKAGE = """
 import sys
 from importlib.machinery import PathFinder

@@ -100,7 +100,7 @@ def look_at_triton(facts: Facts) -> Iterator[str]:
     """Whether Triton can launch kernels without a C compiler, and kernels lie compiled for the GPUs that Horovod was
     compiled for."""
     folder = compiled_ahead()
-    yield from _failure(f"Triton's driver, which should lie compiled in {folder}", _DRIVER)
+    yield from _failure(f"Triton's driver, which should be compiled in {folder}", _DRIVER)
     kernels = kernels_in(Path(folder))
     for capability in wanted_capabilities():
         print(f"{folder}: {kernels[capability] or 'no'} kernels for compute capability {capability}")

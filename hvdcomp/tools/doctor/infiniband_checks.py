@@ -20,22 +20,22 @@ def check_infiniband(facts: Facts) -> Iterator[Problem]:
     if infiniband.error:
         yield Problem(
             False,
-            f"{cards}, but libibverbs does not load, and NCCL uses TCP, which is slower: {infiniband.error}",
+            f"{cards}, but libibverbs cannot be loaded, so NCCL uses TCP, which is slower: {infiniband.error}",
             "Install libibverbs with the providers; on Debian and Ubuntu: libibverbs1 ibverbs-providers.",
         )
     elif infiniband.usable == 0:
         yield Problem(
             False,
-            f"{cards}, but libibverbs finds no card that this process may use, and NCCL uses TCP, which is slower.",
+            f"{cards}, but libibverbs finds no card that this process may use, so NCCL uses TCP, which is slower.",
             "The card's files in /dev/infiniband or its provider (ibverbs-providers) are missing: docs/infiniband.md "
             "says how a job gets them.",
         )
     elif infiniband.locked_memory is not None and infiniband.locked_memory < _LOCKED_MEMORY:
         yield Problem(
             False,
-            f"{cards}, but a process may lock {infiniband.locked_memory / 1024:,.0f} KiB of memory only: NCCL may "
+            f"{cards}, but a process may lock only {infiniband.locked_memory / 1024:,.0f} KiB of memory: NCCL may "
             "fail at its first exchange (ibv_reg_mr: Cannot allocate memory).",
-            "ulimit -l unlimited; the host must allow it: docs/infiniband.md.",
+            "Run ulimit -l unlimited. The host must allow it: see docs/infiniband.md.",
         )
 
 

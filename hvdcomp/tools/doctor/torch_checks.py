@@ -8,7 +8,7 @@ from hvdcomp.tools.doctor.facts import Facts
 from hvdcomp.tools.doctor.problem import Problem
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_LAUNCH = "Start the ranks with torchrun, or with `hvdcomp launch` and --backend torch: they set these variables."
+_LAUNCH = "Start the ranks with torchrun, or with `hvdcomp launch` and --backend torch, which set these variables."
 
 
 def check_torch_variables(facts: Facts) -> Iterator[Problem]:
@@ -53,7 +53,7 @@ def check_interfaces(facts: Facts) -> Iterator[Problem]:
     gloo = facts.variables.get("GLOO_SOCKET_IFNAME", "")
     for name in _names(gloo):
         if facts.torch is not None and name not in facts.interfaces:
-            cause = f"GLOO_SOCKET_IFNAME={gloo}, but there is no network interface {name}: Gloo does not start."
+            cause = f"GLOO_SOCKET_IFNAME={gloo}, but there is no network interface {name}, so Gloo cannot start."
             yield Problem(_stops(facts), cause, remedy)
     nccl = facts.variables.get("NCCL_SOCKET_IFNAME", "")
     exact = nccl.startswith("=")
@@ -61,7 +61,7 @@ def check_interfaces(facts: Facts) -> Iterator[Problem]:
     if names and not nccl.startswith("^"):
         fits = str.__eq__ if exact else str.startswith
         if not any(fits(interface, name) for interface in facts.interfaces for name in names):
-            cause = f"NCCL_SOCKET_IFNAME={nccl}, but there is no such network interface: NCCL does not start."
+            cause = f"NCCL_SOCKET_IFNAME={nccl}, but there is no such network interface, so NCCL cannot start."
             yield Problem(bool(facts.gpus), cause, remedy)
 
 

@@ -47,7 +47,7 @@ class CudaToolkit:
 
 @dataclass(frozen=True)
 class Environment:
-    """The environment that a build depends on. Versions are as reported; None for what is not installed."""
+    """The environment that a build depends on. Versions are as reported; None if something is not installed."""
 
     python: str
     machine: str

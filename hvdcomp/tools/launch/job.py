@@ -60,7 +60,9 @@ class Job:
     def __post_init__(self) -> None:
         check_name(self.name)
         if not self.command or not self.command[0]:
-            raise ConfigurationError("command: it is empty: give the program of each rank and its arguments")
+            raise ConfigurationError(
+                "command: the command is empty: give the program that each rank runs, and its arguments"
+            )
         for argument in self.command:
             _check_text("command", argument)
         if self.ranks < 1:
@@ -73,7 +75,9 @@ class Job:
                 )
             _check_text(f"environment: {name}", value)
             if self.backend == "torch" and name in torch_rank.OWN:
-                raise ConfigurationError(f"environment: {name} is set for each rank when it starts: leave it out")
+                raise ConfigurationError(
+                    f"environment: hvdcomp sets {name} for each rank when the rank starts: leave it out"
+                )
 
     @property
     def program(self) -> tuple[str, ...]:
@@ -113,7 +117,7 @@ class MissingSettingsError(ConfigurationError):
     """
 
     def __init__(self, names: Sequence[str], way_out: str) -> None:
-        super().__init__(f"{', '.join(names)}: not set: {way_out}")
+        super().__init__(f"{', '.join(names)} must be set: {way_out}")
         self.names = tuple(names)
         self.way_out = way_out
 
@@ -187,7 +191,9 @@ def _fields(owner: type) -> dict[str, Any]:
 def _refuse_unknown(keys: Iterable[str], fields: Iterable[str], where: str) -> None:
     unknown = sorted(set(keys) - set(fields))
     if unknown:
-        raise ConfigurationError(f"{where}: there is no setting {unknown[0]!r}; there are: {', '.join(sorted(fields))}")
+        raise ConfigurationError(
+            f"{where}: there is no setting {unknown[0]!r}; the settings are: {', '.join(sorted(fields))}"
+        )
 
 
 def _missing(values: Mapping[str, Any], owner: type, settable: Iterable[str]) -> list[str]:

@@ -15,14 +15,15 @@ from hvdcomp.errors import ConfigurationError
 EXPECTED_SIZE = "HVDCOMP_EXPECTED_SIZE"
 
 LAUNCHERS = ("HOROVOD_SIZE", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
-"""Variables of horovodrun (Gloo), torchrun, Open MPI's mpirun, and srun. A launcher comes before those that may have
-started it, whose variables stay set. SLURM_NTASKS is missing: it is the size of the allocation, not of the step."""
+"""Variables of horovodrun (Gloo), torchrun, Open MPI's mpirun, and srun. A launcher comes before the launchers that may
+have started it, because their variables stay set. SLURM_NTASKS is not here: it is the size of the allocation, not of
+the step."""
 
 EXIT_SAVED = 213
 """The exit code of a rank that was told to stop, saved a checkpoint and stopped. Programs return it for nothing else.
 
-A launcher may kill the last ranks while they end, and srun returns the largest code of all ranks: this code is larger
-than those of signals, which are 128 plus the signal's number.
+A launcher may kill the last ranks while they end, and srun returns the largest code of all ranks. This code is
+therefore larger than the codes of signals, which are 128 plus the signal's number.
 """
 
 _WAYS_OUT = (

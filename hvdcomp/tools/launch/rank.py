@@ -36,7 +36,7 @@ def from_variable(value: str) -> list[str]:
         command = None
     if not isinstance(command, list) or not command or not all(isinstance(word, str) for word in command):
         raise ConfigurationError(
-            f'{COMMAND}={value!r} is not a command: it must be a JSON list of strings, as ["python3", "train.py"]'
+            f'{COMMAND}={value!r} is not a command: it must be a JSON list of strings, such as ["python3", "train.py"]'
         )
     return command
 

@@ -32,7 +32,7 @@ _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID
 def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables of torchrun for a rank that mpirun or srun started.
 
-    TORCHELASTIC_RUN_ID, by which programs recognise torchrun, is set too, as all they then expect holds.
+    TORCHELASTIC_RUN_ID is set too. Programs use it to recognise torchrun, and everything that they then expect is true.
 
     Arguments:
         environment: of the rank. mpirun's variables come before srun's, which under Slurm belong to mpirun's daemons.
@@ -56,7 +56,9 @@ def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
     check_size(size, {EXPECTED_SIZE: environment.get(EXPECTED_SIZE, "")})
     master = environment.get("MASTER_ADDR") or ("localhost" if size == local_size else "")
     if not master:
-        raise ConfigurationError("MASTER_ADDR is not set, and the ranks are on several hosts: set it to rank 0's host")
+        raise ConfigurationError(
+            "MASTER_ADDR is not set, and the ranks are on several hosts: set MASTER_ADDR to the host of rank 0"
+        )
     return {
         **dict(zip(OWN, map(str, (rank, size, local_rank, local_size, host)), strict=True)),
         "MASTER_ADDR": master,

@@ -87,7 +87,7 @@ def _draw_loss(section: Section, against: Against) -> Iterator[tuple[str, str, F
     _finish(axes, section, against, "training loss", limited=True)
     caption = f"Training loss against {against.words}: running mean over 2% of the run's steps"
     if any(len(group.runs) == 1 for group in section.groups):
-        caption += "; faintly, the loss of each step" + (" of a single run" if _has_bands(section) else "")
+        caption += ". Faint line: the loss of each step" + (" of a single run" if _has_bands(section) else "")
     yield f"loss-{against.name}", f"{caption}.{_of_several(section)}", figure
 
 

@@ -56,10 +56,10 @@ def draw_decisions(run: Run) -> Iterator[tuple[str, str, Figure]]:
     yield "decisions", _caption(run, decisions), figure
     if _has_values(decisions.sent):
         caption = (
-            "Left: the smoothed gain of each compression factor, and the least gain at which it may be sent (epsilon). "
-            "Middle: the shares of the sent factors over the steps; in the legend, of all steps. Right: compression "
-            "throughput, samples of all ranks per second times gain, when that factor was sent: median, and the "
-            "span of 90%"
+            "Left: the smoothed gain of each compression factor, and the least gain at which a factor may be sent "
+            "(epsilon). Middle: how often each factor was sent, over the steps; the legend has the shares of all "
+            "steps. Right: the compression throughput of each factor (samples of all ranks per second, times the "
+            "gain), as median and range of 90%"
         )
         yield "gains", caption, _draw_gains(run, decisions, end)
 
@@ -74,7 +74,7 @@ def _caption(run: Run, decisions: Decisions) -> str:
     if _has_values(decisions.minimum):
         parts.append("the compression factors of the whole model")
     if _has_values(*decisions.chosen.values()):
-        parts.append("the method in force, with the last measured time of its step")
+        parts.append("the method in use, with the last measured time of its step")
     if _has_values(decisions.accumulation):
         parts.append("the number of batches accumulated for an update")
     text = "Decisions of the policy: " + "; ".join(parts)

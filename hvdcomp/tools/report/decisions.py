@@ -105,16 +105,14 @@ def _read(path: Path) -> Decisions | None:
         assert start is not None
         first = line.step if isinstance(line, Start) else line.from_step
         if not (0 <= first <= MOST_STEPS and 0 <= line.step <= MOST_STEPS):
-            raise DecisionLogError(f"{where}: no run has a step of this number")
+            raise DecisionLogError(f"{where}: the number of the step is out of range")
         while steps and steps[-1] >= first:
             steps.pop()
             rows.pop()
         try:
             rows.append(_row(with_numbers(line.decision), with_numbers(line.state), tuple(start.tensors)))
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise DecisionLogError(
-                f"{where}: its decision and state do not have hvdcomp's form: {error!r}"
-            ) from None
+            raise DecisionLogError(f"{where}: its decision and state do not have hvdcomp's form: {error!r}") from None
         steps.append(first)
         end = line.step
     return None if start is None else _decisions(start, made, steps, rows, end)

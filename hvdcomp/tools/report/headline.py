@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from rich import filesize
 
 from hvdcomp.tools.report.groups import Group
-from hvdcomp.tools.report.runs import three_digits
+from hvdcomp.tools.report.runs import shown_quality, three_digits
 from hvdcomp.tools.report.series import mean_to_target
 from hvdcomp.tools.report.table import Section
 from hvdcomp.tools.report.turns import RATES
 
-_AS_GOOD = {"accuracy": "within one point of", "perplexity": "within 10% of"}
-_POINT, _PERPLEXITY = 0.01, 1.1  # limits for "as good as dense training", as in docs/convergence.md
+_AS_GOOD = {"accuracy": "within one point of", "perplexity": "within 10% of", "rmse": "within 10% of"}
+_ENDED_AT = {"accuracy": "{}% accuracy", "perplexity": "a perplexity of {}", "rmse": "an RMSE of {}"}
+_POINT, _TIMES = 0.01, 1.1  # limits for "as good as dense training", as in docs/convergence.md
 _MORE = 1.1  # least factor of fewer bytes that is worth a sentence
 
 
@@ -40,9 +41,9 @@ def _at_target(section: Section) -> Iterator[str]:
     dense = section.reference if section.reference in reached else None
     sentence = f"{_name(fastest)} reached {fastest.target} first, in {three_digits(times[fastest])} seconds of training"
     if dense is not None and dense is not fastest and times[fastest]:
-        sentence += f", {times[dense] / times[fastest]:.1f} times as fast as {_name(dense)}"
+        sentence += f", {times[dense] / times[fastest]:.1f} times faster than {_name(dense)}"
     yield f"{sentence}." if section.simulated is None else f"{sentence} ({section.simulated})."
-    sentence = f"{_name(fewest)} sent fewest bytes to get there, {filesize.decimal(round(sent[fewest]))}"
+    sentence = f"{_name(fewest)} sent the fewest bytes to reach it, {filesize.decimal(round(sent[fewest]))}"
     if dense is not None and dense is not fewest and sent[fewest]:
         sentence += f", {sent[dense] / sent[fewest]:.1f} times fewer than {_name(dense)}"
     yield f"{sentence}."
@@ -55,14 +56,14 @@ def _bytes_and_quality(section: Section, measured_groups: list[Group]) -> Iterat
     fewest, most = _fewest_bytes(section, good), _fewest_bytes(section, measured_groups)
     if fewest is reference:
         as_good = _AS_GOOD[section.metric or "accuracy"]
-        yield f"No method with fewer bytes ended {as_good} {_name(reference)} ({_quality(section, reference)})."
+        yield f"No method that sent fewer bytes ended {as_good} {_name(reference)} ({_quality(section, reference)})."
     else:
         yield (
             f"{_name(fewest)} sent {_times(fewest)} fewer bytes than dense training, and ended at "
             f"{_quality(section, fewest)}; {_name(reference)} ended at {_quality(section, reference)}."
         )
     if _saved(most) > _MORE * _saved(fewest):
-        yield f"{_name(most)} sent fewest, {_times(most)} fewer, but ended at {_quality(section, most)}."
+        yield f"{_name(most)} sent the fewest bytes, {_times(most)} fewer, but ended at {_quality(section, most)}."
     if best not in (fewest, reference):
         yield f"{_name(best)} ended best, at {_quality(section, best)}, with {_times(best)} fewer bytes."
 
@@ -78,7 +79,7 @@ def _slow_link(section: Section) -> Iterator[str]:
     times_of = ((group, group.columns()[f"{kind}_ms_{rate}"]) for group in section.groups)
     times = {group: ms for group, ms in times_of if ms is not None}
     if not times:
-        yield f"There is no prediction for a link of {words}: this machine was too busy to calibrate."
+        yield f"There is no prediction for a link of {words}, because this machine was too busy to calibrate."
         return
     fastest = min(times, key=lambda group: times[group])
     reference = section.reference
@@ -89,11 +90,13 @@ def _slow_link(section: Section) -> Iterator[str]:
     else:
         yield (
             f"On a link of {words}, a step of {_name(fastest)} {took} {times[fastest]:.3g} ms instead of "
-            f"{times[reference]:.3g}: {times[reference] / times[fastest]:.1f} times as fast as {_name(reference)}."
+            f"{times[reference]:.3g}: {times[reference] / times[fastest]:.1f} times faster than {_name(reference)}."
         )
         if reference.turns_ms and fastest.turns_ms:
-            where = "Without such a link" if measured else "Measured here"
-            yield f"{where}, it is {reference.turns_ms / fastest.turns_ms:.2f} times as fast."
+            where = "On this machine" if measured else "Measured on this machine"
+            ratio = reference.turns_ms / fastest.turns_ms
+            compared = "faster" if ratio > 1 else "slower"
+            yield f"{where}, without the slow link, it is {compared} than {_name(reference)} ({ratio:.2f}x)."
 
 
 def _as_good(section: Section, group: Group, reference: Group) -> bool:
@@ -102,7 +105,7 @@ def _as_good(section: Section, group: Group, reference: Group) -> bool:
     assert reference_quality is not None
     if section.metric == "accuracy":
         return own_quality >= reference_quality - _POINT
-    return own_quality <= reference_quality * _PERPLEXITY
+    return own_quality <= reference_quality * _TIMES
 
 
 def _best(section: Section, groups: list[Group]) -> Group:
@@ -125,8 +128,7 @@ def _times(group: Group) -> str:
 
 
 def _quality(section: Section, group: Group) -> str:
-    value = group.quality or 0.0
-    return f"{100 * value:.2f}% accuracy" if section.metric == "accuracy" else f"a perplexity of {value:.2f}"
+    return _ENDED_AT[section.metric or "accuracy"].format(shown_quality(section.metric, group.quality or 0.0))
 
 
 def _name(group: Group) -> str:

@@ -14,7 +14,7 @@ from hvdcomp.adaptation.decision_log import Decided, DecisionLogError, Start, re
 from hvdcomp.policies import Policy, parse_policy
 
 ABSENT = object()
-"""Stands for a value that only the other side has."""
+"""Marks a value that only the other side has."""
 
 _REFUSALS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError)
 """Errors that a policy may raise for a state with wrong values, as of a damaged log."""
@@ -124,7 +124,7 @@ def _begin(start: Start) -> tuple[Policy[Any], Any]:
     try:
         policy = parse_policy(start.policy)
         if not isinstance(policy, Policy):
-            raise ValueError(f"{start.policy!r} is a schedule, which decides nothing")
+            raise ValueError(f"{start.policy!r} is a schedule, which makes no decisions")
         state = policy.from_json(with_numbers(start.state))
         policy.decision(state)
     except _REFUSALS as error:

@@ -21,15 +21,16 @@ from hvdcomp.files import parse_json
 from hvdcomp.specs.typed import typed
 from hvdcomp.tools.report.decisions import MOST_STEPS, Decisions, load_decisions
 from hvdcomp.tools.train.options import SIMULATED
-from hvdcomp.tools.train.target import Target
+from hvdcomp.tools.train.target import METRICS, Target
 
 RUN_FILES = ("steps.jsonl", "evaluations.jsonl", "epochs.jsonl", "decisions.jsonl", "summary.json")
-REPORT_FILES = ("report.html", "report.json", "report.csv")  # written by `page`; never taken for runs
+REPORT_FILES = ("report.html", "report.json", "report.csv")  # written by `page`; never read as runs
 SERIES_FILE = "series.csv"  # beside them, but for reports of earlier versions
-METRICS = ("accuracy", "perplexity")
+HEADINGS = {"accuracy": "Accuracy %", "perplexity": "Perplexity", "rmse": "RMSE", None: "Quality"}
+"""What a column of a metric is called; None: before the first evaluation."""
 PARTS = ("test", "validation")  # of the data, for evaluations
 PHASES = ("encode", "communicate", "decode")
-_HINT = "remove it to read the run as unfinished"
+_HINT = "remove the file to read the run as unfinished"
 _TEXTS = ("status", "model", "data", "spec")
 _NUMBERS = (
     *METRICS, "loss", "ms_per_step", "bytes_sent", "bytes_sent_per_step", "bytes_in_node_per_step",
@@ -37,7 +38,7 @@ _NUMBERS = (
 )  # fmt: skip
 _TARGET_NUMBERS = ("step", "bytes_sent", "trained_seconds")
 _LONGEST = 60  # characters of a value in a message
-# Options of a run's place and seed; the other options and the spec tell what was run.
+# Options that name a run's place and seed; the other options and the spec define the training.
 _NOT_COMPARED = {
     "checkpoint_folder", "compression", "data_dir", "elastic", "metrics_address", "metrics_port", "output", "overwrite",
     "progress", "residuals", "seed", "tensorboard",
@@ -121,7 +122,7 @@ class Run:
 
     @property
     def quality(self) -> float | None:
-        """The last accuracy (0 to 1) or perplexity."""
+        """The last value of the metric; an accuracy is from 0 to 1."""
         if self.metric is None:
             return None
         reported = self.number(self.metric)
@@ -232,6 +233,11 @@ def shortened(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
+def shown_quality(metric: str | None, value: float) -> str:
+    """A value of a metric; an accuracy in percent."""
+    return f"{100 * value:.2f}" if metric == "accuracy" else f"{value:.4f}" if metric == "rmse" else f"{value:.2f}"
+
+
 def three_digits(value: float) -> str:
     """Three significant digits, but at most two decimals; without an exponent below a million."""
     if value == 0:
@@ -262,20 +268,22 @@ def find_runs(paths: Iterable[str | Path]) -> tuple[list[Run], list[str]]:
     notes = []
     for path in map(Path, paths):
         if not path.exists():
-            raise RunError(f"{path} does not exist; give folders written by `hvdcomp train`, or their parent")
+            raise RunError(
+                f"{path} does not exist; give folders that `hvdcomp train` wrote, or a folder that contains them"
+            )
         if _is_report(path):
             notes.append(f"left out {path}: it belongs to a report, not to a run")
             continue
         run_folders = [Path(root) for root, _, files in sorted(os.walk(path)) if set(files) & set(RUN_FILES)]
         if not run_folders:
             raise RunError(
-                f"no training run in {path}: neither it nor a folder below it has one of {', '.join(RUN_FILES)}; give "
-                "a folder written by `hvdcomp train`"
+                f"{path} contains no training run: neither this folder nor a folder below it has one of "
+                f"{', '.join(RUN_FILES)}; give a folder that `hvdcomp train` wrote"
             )
         folders += [path] if path in run_folders else run_folders
     folders = list(dict.fromkeys(folder.resolve() for folder in folders))
     if not folders:
-        raise RunError("no training runs among the paths given")
+        raise RunError("the given paths contain no training runs; give folders that `hvdcomp train` wrote")
     root = os.path.commonpath([folder.parent for folder in folders])
     return [_read_run(folder, printable(folder.relative_to(root))) for folder in folders], notes
 
@@ -375,7 +383,7 @@ def _field(record: dict[str, Any], field: str) -> float:
     """The value of a field of a record; raises TypeError or ValueError for a wrong value."""
     if field == "part" and field in record:
         if record[field] not in PARTS:
-            raise ValueError(f"{shortened(record[field])} is not a part of the data: {' or '.join(PARTS)}")
+            raise ValueError(f"{shortened(record[field])} is not a part of the data, {' or '.join(PARTS)}")
         return PARTS.index(record[field])
     value = as_number(record.get(field))
     if field == "step" and np.isnan(value):

@@ -9,7 +9,7 @@ from typing import Any
 from rich import filesize
 
 from hvdcomp.tools.report.groups import Group
-from hvdcomp.tools.report.runs import Run, finite, printable, three_digits
+from hvdcomp.tools.report.runs import HEADINGS, Run, finite, printable, shown_quality, three_digits
 from hvdcomp.tools.train.spread import Estimate, estimate
 
 REFERENCES = ("none", "fp16")
@@ -22,7 +22,7 @@ _FINAL: dict[str, Callable[[Run], float | None]] = {
     "compression_factor": lambda run: run.compression_factor,
     "trained_seconds": lambda run: run.number("trained_seconds"),
 }
-_TARGET, _SPEED = "Target reached", "Speed to it vs "  # headings
+_TARGET, _SPEED = "Target reached", "Speed to target vs "  # headings
 _TO_TARGET = {"steps_to_target": "step", "bytes_to_target": "bytes_sent", "seconds_to_target": "trained_seconds"}
 
 
@@ -119,10 +119,9 @@ def series_headings(groups: Iterable[Group]) -> list[str]:
     """The headings of `series_cells`; those of a target only if a series has one."""
     groups = list(groups)
     metric = next((group.metric for group in groups if group.metric), None)
-    quality = {"accuracy": "Accuracy %", "perplexity": "Perplexity", None: "Quality"}[metric]
-    headings = ["Series", "Seeds", "Loss", quality, "Sent in all", "CF", "Seconds"]
+    headings = ["Series", "Seeds", "Loss", HEADINGS[metric], "Sent in total", "CF", "Seconds"]
     if any(group.target is not None for group in groups):
-        headings += [_TARGET, "Steps to it", "Sent to it", "Seconds to it"]
+        headings += [_TARGET, "Steps to target", "Sent to target", "Seconds to target"]
         with_target = {group.spec for group in groups if group.target is not None and group.is_plain}
         headings += [_SPEED + spec for spec in REFERENCES if spec in with_target]
     return headings
@@ -134,15 +133,15 @@ def series_notes(groups: Iterable[Group]) -> list[str]:
     notes = []
     if any(len(group.runs) > 1 for group in groups):
         notes.append(
-            "Series: runs that differ only in their seed. The numbers are means over the seeds of the finished runs; ± "
-            "is half the width of the 95% interval, by Student's t. Loss and quality are those at the end, seconds "
-            "those of training without evaluations."
+            "A series consists of runs that differ only in their seed. The numbers are means over the seeds of the "
+            "finished runs; ± is half the width of the 95% confidence interval, by Student's t. Loss and quality are "
+            "the values at the end of a run. Seconds are the time of training without evaluations."
         )
     if any(group.target is not None for group in groups):
         notes.append(
-            "Steps, bytes and seconds to a target are means over the runs that reached it. Speed to it compares the "
-            "seconds with those of the fastest series of that spec with the same target, ranks, batch size and link. "
-            "Asterisk: some of the compared runs did not reach it."
+            "Steps, bytes and seconds to the target are means over the runs that reached it. Speed to target compares "
+            "these seconds with the fastest series of the named spec that has the same target, ranks, batch size and "
+            "link. * some of the compared runs did not reach the target."
         )
     return notes
 
@@ -162,7 +161,7 @@ def series_cells(row: dict[str, Any], headings: Sequence[str]) -> list[str]:
         row["series"],
         str(row["seeds"]) + (f" ({', '.join(remarks)})" if remarks else ""),
         number("loss", lambda v: f"{v:.3f}"),
-        number("quality", lambda v: f"{100 * v:.2f}" if row["metric"] == "accuracy" else f"{v:.2f}"),
+        number("quality", lambda v: shown_quality(row["metric"], v)),
         number("bytes_sent", lambda v: filesize.decimal(round(v))),
         number("compression_factor", lambda v: f"{three_digits(v)}x"),
         number("trained_seconds", three_digits),

@@ -12,7 +12,7 @@ from rich import filesize
 
 from hvdcomp.perfmodel import NOISY
 from hvdcomp.tools.report.groups import Group
-from hvdcomp.tools.report.runs import PHASES, Run, RunError, printable, three_digits
+from hvdcomp.tools.report.runs import HEADINGS, PHASES, Run, RunError, printable, shown_quality, three_digits
 from hvdcomp.tools.report.series import series_headings, series_notes, series_rows
 from hvdcomp.tools.report.turns import RATES, Turns
 
@@ -25,8 +25,8 @@ _AVERAGED = (
 
 @dataclass(eq=False)
 class Section:
-    """The groups that share model and data, and so a table and curves. The others are compared with the group
-    `reference`, which by default is dense training."""
+    """The groups with the same model and data, which share a table and curves. The speed of each group is compared with
+    the group `reference`, by default dense training."""
 
     model: str | None
     data: str | None
@@ -52,12 +52,11 @@ class Section:
 
     @property
     def headings(self) -> list[str]:
-        quality = {"accuracy": "Accuracy %", "perplexity": "Perplexity", None: "Quality"}[self.metric]
         on_links = [
             f"{kind.capitalize()} ms{_NO_BREAK}at {', '.join(RATES[rate].replace(' ', _NO_BREAK) for rate in rates)}"
             for kind, rates in self.on_links.items()
         ]
-        return ["Run", "Spec", "Ranks", quality, "Sent per step", "CF", "ms per step", *on_links,
+        return ["Run", "Spec", "Ranks", HEADINGS[self.metric], "Sent per step", "CF", "ms per step", *on_links,
                 f"Speed vs {self.baseline}", "Ranks agree", "Encode / send / decode ms"]  # fmt: skip
 
     @property
@@ -84,7 +83,10 @@ class Section:
         links = [run.simulated_link for run in self.runs if run.simulated_link is not None]
         if not links:
             return None
-        return f"computing measured, exchange predicted for {' and '.join(sorted(set(links)))}"
+        return (
+            "the time of computation is measured, and the time of exchanges is predicted for "
+            f"{' and '.join(sorted(set(links)))}"
+        )
 
     @property
     def turns(self) -> Turns | None:
@@ -113,11 +115,13 @@ class Section:
             sizes = sorted({run.count("world_size") or 0 for run in real})
             ranks = " or ".join(map(str, sizes)) + (" real" if self.simulated else "")
             notes.append(
-                f"The {ranks} ranks of a run share one machine: they compete for its cores, and exchange through its "
-                "memory. Compression gains little here, and may be slower."
+                f"The {ranks} ranks of a run share one machine. They compete for its cores, and exchange data through "
+                "its memory, so compression gains little here, and may make steps slower."
             )
         if self.simulated:
-            notes.append(f"Simulated ranks: {self.simulated}. The processor time of packets and sockets is left out.")
+            notes.append(
+                f"Simulated ranks: {self.simulated}. The processor time of packets and sockets is not counted."
+            )
         notes += series_notes(self.groups)
         notes += [
             f"The decisions of {run.name} are not drawn: {printable(run.decisions.left_out)}."
@@ -126,14 +130,14 @@ class Section:
         ]
         if self.turns is not None:
             notes.append(
-                "ms per step: medians; the methods took turns, a few steps at a time, so that other work on the "
-                "machine disturbed all alike. none and fp16 are what the library of the ranks does itself. With an "
-                "asterisk: from the method's training alone, not comparable."
+                "ms per step is a median. The methods took turns, a few steps at a time, so that other programs on "
+                "the machine disturbed all of them equally. none and fp16 are the library's own methods. * measured "
+                "in this method's own run, so do not compare it with the other rows."
             )
             if measured := self.on_links.get("measured"):
                 notes.append(
                     f"Measured at {' and '.join(RATES[rate] for rate in measured)}: the same steps of the same ranks, "
-                    "each on an emulated host with such a link (docs/emulated-cluster.md)."
+                    "each rank on an emulated host with such a link (docs/emulated-cluster.md)."
                 )
             notes.append(_predicted_note(self.turns))
         return notes
@@ -146,20 +150,21 @@ def _predicted_note(turns: Turns) -> str:
     cause = ""
     if worst is not None:
         cause = (
-            f"Measurements of the calibration that differed by more than {NOISY:.0%} when repeated: "
-            f"{len(turns.noisy)}. The most important is {worst}: {turns.noisy[worst]:.0%}. "
+            f"When the calibration was repeated, {len(turns.noisy)} of its measurements differed by more than "
+            f"{NOISY:.0%}; the most important is {worst}, by {turns.noisy[worst]:.0%}. "
         )
     if turns.calibrations > 1:
-        cause += f"So it was calibrated {turns.calibrations} times, and the predictions are compared. "
+        cause += f"So the model was calibrated {turns.calibrations} times, and the predictions were compared. "
     if not any(turns.predicted_ms.values()):
         return (
-            f"There are no predictions for links of {links}, as the performance model could not be calibrated here. "
-            f"{cause}A prediction could be wrong by {turns.doubt:.0%}. Repeat it while nothing else is running."
+            f"There are no predictions for links of {links}, because the performance model could not be calibrated "
+            f"here. {cause}A prediction could be wrong by {turns.doubt:.0%}. Repeat the measurements while nothing "
+            "else is running."
         )
     note = (
-        f"Predicted, not measured: a step of {turns.world_size} such ranks with a link of {links} between them, by "
-        f"the performance model, which was calibrated in the same minutes. {cause}Predictions may be wrong by "
-        f"{turns.noise:.0%}; smaller differences mean nothing."
+        f"Predicted, not measured: the times of a step of {turns.world_size} such ranks with a link of {links} "
+        "between them. The performance model that predicts them was calibrated in the same minutes. "
+        f"{cause}Predictions may be wrong by {turns.noise:.0%}; ignore smaller differences."
     )
     if turns.doubt > NOISY:
         note += f" Predictions that may be wrong by more than {NOISY:.0%} are left out."
@@ -247,7 +252,7 @@ def _set_baselines(groups: list[Group], name: str | None) -> list[Group]:
 
     if name is not None and not any(map(is_baseline, groups)):
         names = ", ".join(run.name for group in groups for run in group.runs)
-        raise RunError(f"no run or spec for the baseline is called {name!r}; the runs are: {names}")
+        raise RunError(f"no run and no spec is called {name!r}, the name of the baseline; the runs are: {names}")
     for group in groups:
         if group.runs[0].summary:
             same_work = (baseline for baseline in groups if is_baseline(baseline) and baseline.work == group.work)
@@ -264,8 +269,7 @@ def _rows(group: Group) -> list[dict[str, Any]]:
 
 
 def _row(kind: str, name: str, runs: list[Run], group: Group) -> dict[str, Any]:
-    """The numbers of `runs` of a group; `kind` is "run" for a single run, "mean" for several, "seed" for one of them.
-    """
+    """The numbers of `runs` of a group; `kind` is "run" for a single run, "mean" for several, "seed" for a seed."""
     first = runs[0]
 
     def agreed(get: Callable[[Run], Any]) -> Any:
@@ -336,7 +340,7 @@ def cells(row: dict[str, Any], in_turns: bool = False, on_links: Mapping[str, li
         row["run"] + ("" if row["status"] == "finished" else f" ({row['status']})"),
         plain(row["spec"]),
         plain(row["world_size"]),
-        number("quality", lambda v: f"{100 * v:.2f}" if row["metric"] == "accuracy" else f"{v:.2f}"),
+        number("quality", lambda v: shown_quality(row["metric"], v)),
         number("bytes_sent_per_step", lambda v: filesize.decimal(round(v))) + _within_nodes(row),
         number("compression_factor", lambda v: f"{three_digits(v)}x"),
         *times,

@@ -1,8 +1,8 @@
 """Step times that were measured in turns, and the performance model's predictions for other networks.
 
 `python -m hvdcomp.tools.bench.compare_worker` writes the file: a calibration of a model, and real steps of it with
-several compressors. The compressors took turns, a few steps at a time, so that other work on the machine disturbs all
-of them alike. Trainings one after the other are not comparable.
+several compressors. The compressors took turns, a few steps at a time, so other programs on the machine disturb
+all of them equally. Step times of trainings that ran one after the other are not comparable.
 """
 
 from __future__ import annotations
@@ -90,8 +90,9 @@ def load_all_turns(files: Sequence[Path]) -> Turns:
     on_links = {point.link: point.ms for point in all_turns if point.link is not None}
     if len(local) != 1 or len(on_links) != len(all_turns) - 1 or len({point.work for point in all_turns}) != 1:
         raise RunError(
-            f"{', '.join(map(str, files))}: steps measured in turns must be of one model, data set, number of ranks "
-            "and batch size, in a file without --rate and at most a file for each --rate"
+            f"{', '.join(map(str, files))} cannot be shown together: steps measured in turns must have the same "
+            "model, data set, number of ranks and batch size. Give one file without --rate, and at most one file for "
+            "each --rate"
         )
     return replace(local[0], measured_ms=on_links)
 

@@ -1,9 +1,9 @@
-"""Tables and figures of four papers, beside hvdcomp's results: `hvdcomp reproduce`.
+"""Tables and figures of four papers, compared with hvdcomp's results: `hvdcomp reproduce`.
 
 The papers are those whose methods this package has: Agarwal et al. 2021, *Accordion: Adaptive Gradient
 Communication via Critical Learning Regime Identification* (arXiv:2010.16248); Agarwal et al. 2022, *On the Utility of
 Gradient Compression in Distributed Training Systems* (arXiv:2103.00543); Agarwal et al. 2023, *Bagpipe: Accelerating
-Deep Recommendation Model Training* (arXiv:2202.12429), of which it is the abstract; Tyagi and Swany 2023, *GraVAC:
+Deep Recommendation Model Training* (arXiv:2202.12429), only its abstract; Tyagi and Swany 2023, *GraVAC:
 Adaptive Compression for Communication-Efficient Distributed DL Training* (arXiv:2305.12201).
 
 `published` has the published numbers, a file for each paper. A counterpart is a function that computes hvdcomp's

@@ -64,7 +64,7 @@ def levels(artefact: Artefact, t: Trainings) -> Outcome:
         compared.recovered("Accordion", recovered),
         compared.recovered(list(compared.runs)[-1]),
     ]
-    beside = f" Published numbers of trainings are those of {network}." if numbers else ""
+    beside = f" The published numbers of trainings are for {network}." if numbers else ""
     low, high = (workload.level(compressor, which) for which in ("low", "high"))
     note = f"Low is {low}, high is {high}.{beside}"
     return compared.outcome(artefact, rows, note)
@@ -89,7 +89,7 @@ def logs(artefact: Artefact, t: Trainings) -> Outcome:
             value = 100 * (numbers[b] / numbers[a] - 1) if workload.is_text else numbers[a] - numbers[b]
             of_network.append(compared.gain(a, b, claim, value, main=a == "Accordion"))
         rows += [dataclasses.replace(row, what=f"{network}: {row.what}") for row in (*of_network, control)]
-        shown.append(f"{network} is beside {workload.shown}.")
+        shown.append(f"{network} is compared with {workload.shown}.")
     return compared.outcome(artefact, rows, " ".join(shown), curves={})
 
 
@@ -114,7 +114,7 @@ def schedule(artefact: Artefact, t: Trainings) -> Outcome:
     if artefact.settings.get("reverse"):
         policy = f"schedule:levels={high:g}|32|{high:g},steps={ends}"
         compared = compared.also(reverse, t.train(workload, spec(compressor, 32), policy))
-        rows.append(compared.gain(reverse, "low", "worse", note="rank 32, which is nearly all, elsewhere"))
+        rows.append(compared.gain(reverse, "low", "worse", note="rank 32 elsewhere, which is nearly the full rank"))
     curves = compared.curves()
     if artefact.settings.get("norms"):
         norms = norms_of(compared.runs["Accordion"][0])
@@ -128,7 +128,10 @@ def schedule(artefact: Artefact, t: Trainings) -> Outcome:
             note = "critical by Accordion's rule from 50 % on"
             named = compared.named("Accordion")
             rows.append(Row(what=what, ours=change, holds=change >= 50, note=note, trainings=named))
-    note = f"Critical are the first {first} steps and {after} after the rate falls, the paper's share of the training."
+    note = (
+        f"The critical regimes are the first {first} steps and the {after} steps after the learning rate falls, the "
+        "same share of the training as in the paper."
+    )
     return compared.outcome(artefact, rows, note, curves=curves)
 
 
@@ -179,7 +182,7 @@ def ranks(artefact: Artefact, t: Trainings) -> Outcome:
         rows.append(Row(what=text, ours=100 * share, holds=share > 0.5, trainings=compared.named("Accordion")))
     steps = [length * window for window in range(len(chosen[0][name]))]
     curves = {"rank": [Curve(label=name, x=steps, y=chosen[0][name]) for name in names]}
-    note = f"Its {len(names)} compressed tensors stand for the layers."
+    note = f"Its {len(names)} compressed tensors take the place of the layers."
     return compared.outcome(artefact, rows, note, curves=curves, x="steps")
 
 
@@ -232,7 +235,7 @@ def batch(artefact: Artefact, t: Trainings) -> Outcome:
         common, name = common_of_largest(workload.options), "common to two gradients (%)"
         least = published[name]
         rows.append(Row(what=f"largest 10 %: {name}, more than", published=least, ours=common, holds=common >= least))
-    note = f"Batches of {small} and {large}, and the learning rate goes with them."
+    note = f"The batches have {small} and {large} samples, and the learning rate is in proportion."
     return compared.outcome(artefact, rows, note)
 
 

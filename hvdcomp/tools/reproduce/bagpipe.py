@@ -15,8 +15,8 @@ RANKS, TABLES, ROWS, BATCH, BATCHES = 4, 4, 50_000, 2048, 60
 AHEAD = (1, 2, 5, 10, 20, 50)
 """Batches ahead, for the hits of a cache."""
 _OURS = (
-    f"Counted on {BATCHES} batches of {BATCH} samples on each of {RANKS} ranks, each with an id by Zipf's law into "
-    f"each of {TABLES} tables of {ROWS:,} rows."
+    f"Counted on {BATCHES} batches of {BATCH} samples on each of {RANKS} ranks. Each sample has one id, drawn by "
+    f"Zipf's law, in each of {TABLES} tables of {ROWS:,} rows."
 )
 
 
@@ -31,7 +31,7 @@ def look_ahead(artefact: Artefact) -> Outcome:
     urgent, embeddings = urgent_share(batches), published["share of embeddings in the time of a step"]
     faster = 1 / max(1 - embeddings + urgent * embeddings, embeddings)
     times, hits = published["times as fast, at most"], [hit_share(batches, ahead) for ahead in AHEAD]
-    note = "the exponent of Zipf's law is set so"
+    note = "the exponent of Zipf's law is chosen to give this share"
     where = f"of a step of which embeddings are {embeddings:.0%}"
     rows = [
         Row(what="share of accesses to 1 % of the rows", published=published["share"], ours=often, note=note),
@@ -46,7 +46,8 @@ def look_ahead(artefact: Artefact) -> Outcome:
             published=times,
             ours=faster,
             holds=within(faster, times, 0.2),
-            note="late rows travel too; the paper's baselines fetch rows from other hosts, and here each rank has all",
+            note="late rows are sent too; the paper's baselines fetch rows from other hosts, but here each rank has "
+            "all rows",
         ),
     ]
     curves = {"share of rows in the cache": [Curve(label="counted", x=AHEAD, y=hits)]}

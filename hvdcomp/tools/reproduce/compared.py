@@ -87,7 +87,7 @@ class Trainings:
         folder: of all trainings.
         quick: train for fewer steps, with `QUICK_SEEDS` seeds in place of `SEEDS`.
         data: folder of the published data of Accordion's trainings; None for small trainings in their place.
-        epochs: of trainings on published data; None for as many as the authors'.
+        epochs: of trainings on published data; None for the authors' number.
 
     Attributes:
         quick: whether trainings are short.
@@ -228,14 +228,16 @@ class Compared:
         ours = self.floats(base) / self.floats(label)
         what = f"{label}: times fewer floats than {base}"
         holds = (ours > 1 if published is None else ours > max(1, published / 2)) if claimed else None
-        note = "of the whole training" + ("" if published is None else "; holds from half of the published on")
+        note = "; holds above half of the published value" + (
+            "" if published is None else "; holds from half of the published on"
+        )
         named = self.named(label, base)
         return Row(what=what, published=published, ours=ours, holds=holds, note=note, trainings=named)
 
     def times_as_fast(self, label: str, base: str, published: float | None = None) -> Row:
         times = [a.seconds / b.seconds for a, b in zip(self.runs[base], self.runs[label], strict=False)]
         wanted = 1 if published is None or published <= 1 else max(1, published / 2)
-        from_where = "; holds from half of the published on" if wanted > 1 else ""
+        from_where = "; holds above half of the published value" if wanted > 1 else ""
         note = f"predicted for {self.workload.ranks} ranks on {LINK} links{from_where}"
         what, named = f"{label}: times as fast as {base}", self.named(label, base)
         return _estimated(what, times, published, note=note, trainings=named, more_than=wanted)

@@ -1,4 +1,4 @@
-"""Controls: trainings that send as many floats as a policy, and look at no gradient."""
+"""Controls: trainings that send the same number of floats as a policy, but ignore the gradients."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hvdcomp.tools.reproduce.workloads import spec
 
 
 def of_levels(t: Trainings, compared: Compared, policy: str, compressor: str) -> tuple[Compared, Row]:
-    """The control of a policy between two levels: low compression for as many steps in mid-training, or of TopK a fixed
-    ratio.
+    """The control of a policy between two levels: low compression for the same number of steps in mid-training, or a
+    fixed ratio for TopK.
 
     Args:
         compared: has the trainings "low" and "high", and the policy's.
@@ -75,7 +75,7 @@ def of_batch_size(t: Trainings, compared: Compared, policy: str, rate: float) ->
 
 
 def beside(compared: Compared, policy: str, label: str, words: str) -> Row:
-    """The row of a policy beside its control.
+    """The row that compares a policy with its control.
 
     Args:
         compared: has the trainings of both.
@@ -83,7 +83,7 @@ def beside(compared: Compared, policy: str, label: str, words: str) -> Row:
         words: what the control is.
     """
     share = compared.floats(label) / compared.floats(policy)
-    note = f"the control: {words} sends {share:.0%} of {policy}'s floats, and looks at no gradient"
+    note = f"the control: {words} sends {share:.0%} of {policy}'s floats, and ignores the gradients"
     return replace(compared.gain(policy, label, "", note=note), control=words, share=share)
 
 

@@ -34,7 +34,7 @@ def _size(tensors: tuple[TensorInfo, ...]) -> int:
 
 
 def floats_of_a_step(tensors: tuple[TensorInfo, ...], spec: str) -> float:
-    """The 32-bit numbers, indices included, that a rank hands to the collectives, with every matrix compressed."""
+    """The 32-bit numbers, including indices, that a rank gives to the collectives if every matrix is compressed."""
     return exchange_of(parse_compressor(spec), tensors, 4, min_numel=0).bytes / 4
 
 
@@ -48,7 +48,7 @@ def parameters(artefact: Artefact) -> Outcome:
             ours = _size(tensors) - next(tensor.size for tensor in tensors if len(tensor.shape) == 2)
             note = f"650 units and {WIKITEXT_WORDS:,} words, with one matrix for embedding and output"
             rows.append(Row(what=network, published=published, ours=ours, note=note))
-            why = "the paper does not state the number of words, which is chosen so that the number comes out"
+            why = "the paper does not state the number of words; we chose it so that the published number comes out"
             return Outcome(name=artefact.name, rows=rows, why=why)
         tensors_or_none = networks.tensors_of(network, data)
         if tensors_or_none is None:
@@ -66,7 +66,7 @@ def sizes(artefact: Artefact) -> Outcome:
     for network, published in artefact.published.items():
         ours = _size(tuple(tensors_of(names[network]))) * 4 / 2**20
         rows.append(Row(what=f"{network}: MiB", published=published, ours=ours, holds=within(ours, published, 0.01)))
-    return Outcome(name=artefact.name, rows=rows, ours="Of the shapes that `hvdcomp bench encode` takes.")
+    return Outcome(name=artefact.name, rows=rows, ours="Computed from the shapes that `hvdcomp bench encode` uses.")
 
 
 def floats_sent(artefact: Artefact) -> list[Row]:

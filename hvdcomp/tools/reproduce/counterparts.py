@@ -20,7 +20,7 @@ def run(artefact: Artefact, quick: bool, runs: Path, data: Path | None = None, e
         quick: train for fewer steps, with fewer seeds.
         runs: folder of trainings, which are not repeated.
         data: folder of CIFAR and WikiText-2 for Accordion's trainings; None for small trainings in their place.
-        epochs: of trainings on `data`; None for as many as the authors'.
+        epochs: of trainings on `data`; None for the authors' number.
     """
     start = time.monotonic()
     name = artefact.counterpart

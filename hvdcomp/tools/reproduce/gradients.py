@@ -93,5 +93,8 @@ def regimes(artefact: Artefact, quick: bool) -> Outcome:
         Row(what="spans of two epochs that both call alike (%)", ours=share, holds=share >= 80),
         Row(what="both are critical after the learning rate falls (1: yes)", ours=float(both), holds=both),
     ]
-    ours = f"Dense SGD, cnn on digits, a fifth of its labels at random, seeds: {len(seeds)}. 80 % counts as alike."
+    ours = (
+        f"Dense SGD trained a cnn on digits, with a fifth of the labels replaced at random; seeds: {len(seeds)}. From "
+        "80 % on, the two count as alike."
+    )
     return Outcome(name=artefact.name, rows=rows, curves=curves, x="epoch", ours=ours)

@@ -17,8 +17,9 @@ from hvdcomp.tools.reproduce.published import Artefact
 from hvdcomp.tools.reproduce.workloads import Workload
 
 PAIRS = (("elements", "raw"), ("elements", "error_feedback"), ("bytes", "raw"), ("bytes", "error_feedback"))
-"""What a factor counts, and the gain. With the first pair, elements and the gain of the authors' code, large factors
-pass as in the paper's tables; the gain of the paper's text is that with error feedback."""
+"""The unit that a factor counts, and the definition of the gain. With the first pair, elements and the gain of the
+authors' code, large factors pass as in the paper's tables. The gain in the paper's text is the one with error
+feedback."""
 
 
 def _gravac(
@@ -37,8 +38,8 @@ def _gravac(
 def _with_other_pairs(
     t: Trainings, compared: Compared, compressor: str, label: str, base: str, **policy: Any
 ) -> tuple[Compared, list[Row]]:
-    """GraVAC with the other pairs of factor and gain, which the paper does not compare: the trainings, and two rows of
-    each beside a base. Nothing if trainings are short: the paper does not ask for these.
+    """GraVAC with the other pairs of factor and gain, which the paper does not compare: the trainings, and for each
+    pair two rows that compare it with a base. Nothing if trainings are short: the paper does not need these rows.
 
     Args:
         label: of the training with the first pair.
@@ -88,7 +89,10 @@ def static(artefact: Artefact, t: Trainings) -> Outcome:
     rows += [compared.times_as_fast("GraVAC", "topk 10x", numbers["GraVAC"]["speedup"]), control, *pairs]
     speeds = [compared.times_as_fast(label, "topk 10x").ours for label in runs]
     bars = [Curve(label="times as fast as topk 10x", x=list(runs), y=speeds)]
-    note = "Published numbers are those of ResNet101; its speedups are to a target, ours of as many steps."
+    note = (
+        "The published numbers are for ResNet101. Its speedups are up to a target, and ours are for the same number "
+        "of steps."
+    )
     return compared.outcome(artefact, rows, note, curves={**compared.curves(), "times as fast": bars})
 
 
@@ -149,8 +153,8 @@ def gravac(artefact: Artefact, t: Trainings) -> Outcome:
             control,
             *pairs,
         ]
-    note = "With the gain of the authors' code and factors of elements"
-    note += "." if t.quick else "; the other pairs stand beside it."
+    note = "Computed with the gain of the authors' code and with factors that count elements"
+    note += "." if t.quick else "; the other pairs are shown too."
     return compared.outcome(artefact, rows, note)
 
 
@@ -177,7 +181,7 @@ def beside_accordion(artefact: Artefact, t: Trainings) -> Outcome:
             *pairs,
         ):
             rows.append(dataclasses.replace(row, what=f"{network}: {row.what}"))
-    return compared.outcome(artefact, rows, f"ResNet101 is beside {t.of(artefact).shown}.", curves={})
+    return compared.outcome(artefact, rows, f"ResNet101 is compared with {t.of(artefact).shown}.", curves={})
 
 
 def randomk(artefact: Artefact, t: Trainings) -> Outcome:
@@ -202,9 +206,9 @@ def randomk(artefact: Artefact, t: Trainings) -> Outcome:
         *pairs,
     ]
     note = (
-        "A random share of the elements has that share of the squared norm on average: the least factor, 1.5x, gains "
-        "0.67. That is below epsilon, 0.7, so that algorithm 1 sends dense gradients in every step, and the published "
-        "18 times fewer floats contradict it."
+        "On average, a random share of the elements has the same share of the squared norm, so the least factor, "
+        "1.5x, gains 0.67. This is below epsilon, 0.7, so algorithm 1 sends dense gradients in every step. The "
+        "published 18 times fewer floats contradict this."
     )
     return compared.outcome(artefact, rows, note)
 

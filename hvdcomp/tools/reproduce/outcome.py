@@ -1,4 +1,4 @@
-"""The result for a table or figure: the published numbers beside hvdcomp's, and a verdict."""
+"""The result for a table or figure: the published numbers, hvdcomp's numbers, and a verdict."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VERDICTS = (NOT_HELD, NOT_CONFIRMED, IN_PART, AS_PUBLISHED, NOT_SHOWN)
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A number of the paper beside hvdcomp's.
+    """A number of the paper, and hvdcomp's number.
 
     A row with `more_than` or `less_than` is judged by it whenever it is made, also from a file: `holds` and `open`
     follow from `ours` and `half`.

@@ -145,8 +145,8 @@ def _beside_controls(outcomes: Mapping[str, Outcome]) -> list[str]:
         _line(row.what.rpartition(": ")[2], row.control, f"{_percent(row)}%", with_half(row)) for row in found.values()
     ]
     said = (
-        f"With as many floats (within {_MOST_BESIDE} %) a policy is {counts}; in the others the interval holds 0. A "
-        "control that sends more or fewer is not counted."
+        f"With the same number of floats (within {_MOST_BESIDE} %), a policy is {counts}; in the other comparisons the "
+        "interval contains 0. Controls that send more or fewer floats are not counted."
     )
     return ["## Policies beside their controls", "", said, "", *_marked("controls", [*head, *lines])]
 

@@ -54,7 +54,7 @@ def collectives(artefact: Artefact) -> Outcome:
         ):
             row = f"{name.replace('_', ' ')}, 64 machines: {what}"
             rows.append(Row(what=row, published=published, ours=ours, holds=within(ours, published, 1e-9)))
-    how = "By the formulas of the performance model, whose messages a test counts on arrays."
+    how = "From the formulas of the performance model; a test counts their messages on arrays."
     return Outcome(name=artefact.name, rows=rows, ours=how)
 
 
@@ -259,7 +259,7 @@ def setups(artefact: Artefact) -> Outcome:
     total, faster, clearly = (sum(count[number] for count in counts.values()) for number in range(3))
     published = 100 * artefact.published["set-ups"] / artefact.published["of"]
     whole, own_faster, own_clearly = counts[1.0]
-    note = "holds below twice the published share; which the paper's set-ups are is not said"
+    note = "holds below twice the published share; the paper does not say which set-ups it counts"
     rows = [
         Row(what="set-ups looked at (published: more than)", published=artefact.published["of"], ours=total),
         Row(what="set-ups in which compression is faster", published=artefact.published["set-ups"], ours=faster),
@@ -300,7 +300,7 @@ def _with_own_kernels() -> list[Row]:
         Row(what=f"{what}, with hvdcomp's kernels (%)", ours=100 * share)
         for what, share in (
             ("of all, by more than the model's error", clearly / total),
-            ("at the own batch sizes by more than the model's error", counts[1.0][2] / counts[1.0][0]),
+            ("at the models' own batch sizes, by more than the model's error", counts[1.0][2] / counts[1.0][0]),
         )
     ]
 
@@ -339,7 +339,10 @@ def factors(artefact: Artefact) -> Outcome:
         rows.append(Row(what=what, published=published, ours=ours, holds=published / 2 <= ours <= published * 2))
         what = f"{name}: speedup of the exchange at 1000x over 10x, less than 100"
         rows.append(Row(what=what, ours=speedups[4], holds=1 < speedups[4] < 100))
-    note = f"{OURS} Of the exchange alone, at 10 Gb/s: encode times by factor and the link's rate are not published."
+    note = (
+        f"{OURS} For the exchange alone, at 10 Gb/s, because the encode times by factor and the rate of the link are "
+        "not published."
+    )
     label = "speedup of the exchange over 10x, 32 ranks"
     return Outcome(name=artefact.name, rows=rows, curves={label: curves}, x="factor", ours=note)
 

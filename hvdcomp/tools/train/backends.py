@@ -40,26 +40,27 @@ def choose(
     if framework != "torch" and chosen == "ddp":
         launcher = f"--backend {backend}" if backend != "auto" else "torchrun"
         raise SetupError(
-            f"{launcher} is for PyTorch, and --framework {framework} trains through Horovod: start it with horovodrun, "
-            "and leave out --backend"
+            f"{launcher} works only with PyTorch, and --framework {framework} trains through Horovod: start it with "
+            "horovodrun, and leave out --backend"
         )
     if chosen == "horovod" and by_torchrun:
         raise SetupError(
-            "--backend horovod: torchrun has started these processes, which Horovod does not support: start them with "
+            "--backend horovod does not work, because torchrun has started these processes: start them with "
             "horovodrun, or leave out --backend"
         )
     if chosen == "ddp" and elastic:
         raise SetupError(
-            "--elastic is for Horovod. torchrun starts all ranks again when some come or go: leave out --elastic, and "
-            "give torchrun --max-restarts and --nnodes MIN:MAX; with --checkpoint-folder the run goes on"
+            "--elastic works only with Horovod. torchrun starts all ranks again when ranks are lost or added: leave "
+            "out --elastic, and give torchrun --max-restarts and --nnodes MIN:MAX. With --checkpoint-folder, the run "
+            "then continues"
         )
     if chosen == "horovod" and timeout is not None:
         raise SetupError(
-            f"--timeout {timeout:g} is for torch.distributed. With Horovod leave it out; set "
+            f"--timeout {timeout:g} works only with torch.distributed. With Horovod leave it out; set "
             "HOROVOD_GLOO_TIMEOUT_SECONDS for Gloo, and HOROVOD_STALL_SHUTDOWN_TIME_SECONDS for ranks that fall behind"
         )
     if timeout is not None and not (math.isfinite(timeout) and timeout > 0):
-        raise SetupError(f"--timeout {timeout:g}: give more than 0 seconds")
+        raise SetupError(f"--timeout {timeout:g} must be more than 0 seconds")
     return chosen
 
 

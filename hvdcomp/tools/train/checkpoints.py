@@ -172,18 +172,20 @@ class Checkpoints:
                 raise self._cannot_use(error) from None
 
     def _cannot_use(self, error: OSError) -> SetupError:
-        return SetupError(f"--checkpoint-folder {self.folder}: {error.strerror or error}; name another")
+        return SetupError(
+            f"--checkpoint-folder {self.folder} cannot be used: {error.strerror or error}; name another folder"
+        )
 
     def _refuse_different(self) -> bool:
         raise SetupError(
-            f"--checkpoint-folder {self.folder} holds different checkpoints on different hosts: name a folder that all "
-            "of them share"
+            f"--checkpoint-folder {self.folder} contains different checkpoints on different hosts: name a folder that "
+            "all hosts share"
         )
 
     def _refuse_damaged(self) -> None:
         raise SetupError(
-            f"--checkpoint-folder {self.folder} holds no checkpoint that can be read: {'; '.join(self.damaged)}; "
-            "remove what it holds to start anew, or name another folder"
+            f"--checkpoint-folder {self.folder} contains no checkpoint that can be read: {'; '.join(self.damaged)}; "
+            "remove its content to start from the beginning, or name another folder"
         )
 
     def _damage(self, step: int) -> str | None:
@@ -193,7 +195,7 @@ class Checkpoints:
             digests = _read_digests(place)
             for name in sorted(digests)[ranks.rank :: ranks.size]:
                 if _sha256(place / name) != digests[name]:
-                    return f"{place / name} is not what was written (its SHA-256 differs from that in {_DIGESTS})"
+                    return f"{place / name} is damaged: its SHA-256 differs from the one in {_DIGESTS}"
             if self._record(place)["format"] == _FORMAT and not digests:
                 return f"{place} is damaged: it has no {_DIGESTS}"
         except (OSError, ValueError) as error:
@@ -214,18 +216,21 @@ class Checkpoints:
         except ValueError as error:
             raise ValueError(f"{file.name} cannot be read: {error}") from None
         if not isinstance(record, dict) or "format" not in record:
-            raise ValueError(f"{file.name} is not as hvdcomp writes it")
+            raise ValueError(f"{file.name} does not have the form that hvdcomp writes")
         if record["format"] in _FORMATS and not all(isinstance(record.get(key), dict) for key in ("facts", "run")):
-            raise ValueError(f"{file.name} is not as hvdcomp writes it: it lacks the facts of a run")
+            raise ValueError(f"{file.name} does not have the form that hvdcomp writes: the facts of a run are missing")
         if record["format"] in _FORMATS and (missing := _POSITION - record["run"].keys()):
-            raise ValueError(f"{file.name} is not as hvdcomp writes it: it lacks {', '.join(sorted(missing))}")
+            raise ValueError(
+                f"{file.name} does not have the form that hvdcomp writes: these values are missing: "
+                f"{', '.join(sorted(missing))}"
+            )
         return record
 
     def _read(self) -> dict[str, Any]:
         place = self._place(self._saved)
         record = self._record(place)
         if record["format"] not in _FORMATS:
-            raise SetupError(f"{place} is of another version of hvdcomp; name another --checkpoint-folder")
+            raise SetupError(f"{place} was written by another version of hvdcomp; name another --checkpoint-folder")
         self.old_ranks = record["facts"].get(_RANKS, self._ranks.size)
         facts = _BEFORE | record["facts"]
         names = sorted({*facts, *self._facts} - {_RANKS})
@@ -234,8 +239,8 @@ class Checkpoints:
             then = " and ".join(f"{name}={facts.get(name)!r}" for name in differing)
             now = " and ".join(repr(self._facts.get(name)) for name in differing)
             raise SetupError(
-                f"{place} is of a run with {then}, and this one has {now}: start it as that one was, or name another "
-                "--checkpoint-folder"
+                f"{place} was saved by a run with {then}, but this run has {now}: use the same options as the saved "
+                "run, or name another --checkpoint-folder"
             )
         return record["run"]
 
@@ -250,17 +255,17 @@ class Checkpoints:
         """A message about the fate of the saved residuals; None if each rank keeps its own."""
         then, now = self.old_ranks, self._ranks.size
         if self._residuals == "drop":
-            fate = "is dropped, as --residuals drop says"
+            fate = "are dropped, because of --residuals drop"
         elif then == now:
             return None
         elif self._fsdp:
-            fate = "is kept, cut anew for other shards"
+            fate = "are kept, and cut into the new shards"
         elif then < now:
-            fate = f"is kept, by rank{' 0' if then == 1 else f's 0 to {then - 1}'}"
+            fate = f"are kept, by rank{' 0' if then == 1 else f's 0 to {then - 1}'}"
         else:
             most = -(-then // now)
-            fate = f"is kept, {'' if then % now == 0 else 'up to '}{most} old ranks in each"
-        return f"checkpoint of {_counted(then)}, this run has {_counted(now)}: what was left to be sent {fate}"
+            fate = f"are kept, those of {'' if then % now == 0 else 'up to '}{most} old ranks on each new rank"
+        return f"the checkpoint has {_counted(then)}, and this run has {_counted(now)}: the residuals {fate}"
 
     def restore(self, learner: Learner) -> None:
         """Loads the checkpoint that was found into the learner. Call it on every rank.
@@ -280,9 +285,9 @@ class Checkpoints:
             except Exception as error:  # one rank alone must not end here
                 traceback.print_exc()
                 raise SetupError(
-                    f"{place} could be read, and loading it failed: {error!r} (the traceback is above). Keep it: this "
-                    "is an error in hvdcomp or in the framework. Continue with the versions that wrote it, or name "
-                    "another --checkpoint-folder to start anew"
+                    f"{place} could be read, but not loaded: {error!r} (see the traceback above). Keep it: this is an "
+                    "error in hvdcomp or in the framework. Continue with the versions that wrote it, or name another "
+                    "--checkpoint-folder to start from the beginning"
                 ) from None
             return True
 
@@ -309,7 +314,7 @@ class Checkpoints:
         def begin() -> None:
             part.mkdir(parents=True, exist_ok=True)
             if part.is_symlink():
-                raise OSError(f"{part} is a link now")
+                raise OSError(f"{part} has become a link")
 
         def write() -> dict[str, str]:
             files = learner.save(part)
@@ -361,8 +366,8 @@ class Checkpoints:
         for rank, (failure, _) in enumerate(answers):
             if failure is not None:
                 raise ConfigurationError(
-                    f"the checkpoint in {self.folder} cannot be written on rank {rank}: {failure}; the one before it, "
-                    "if any, is complete"
+                    f"the checkpoint in {self.folder} cannot be written on rank {rank}: {failure}; the previous "
+                    "checkpoint, if there is one, is complete"
                 )
         return [of_rank for _, of_rank in answers]
 
@@ -413,5 +418,5 @@ def _read_digests(place: Path) -> dict[str, str]:
         return {}
     lines = [line.partition("  ") for line in file.read_text(encoding="utf-8").splitlines()]
     if not lines or not all(name and "/" not in name for _, _, name in lines):
-        raise ValueError(f"{_DIGESTS} is not as hvdcomp writes it")
+        raise ValueError(f"{_DIGESTS} does not have the form that hvdcomp writes")
     return {name: digest for digest, _, name in lines}

@@ -10,7 +10,16 @@ import dataclasses
 
 import numpy as np
 
-from hvdcomp.tools.train import data_cifar, data_clicks, data_criteo, data_mnist1d, data_text
+from hvdcomp.tools.train import (
+    data_cifar,
+    data_clicks,
+    data_criteo,
+    data_heavy_tails,
+    data_mnist1d,
+    data_shapes,
+    data_sorting,
+    data_text,
+)
 from hvdcomp.tools.train.dataset import DataSet, Part, labelled_data
 from hvdcomp.tools.train.options import SetupError, TrainingOptions
 
@@ -29,7 +38,10 @@ def load_data(options: TrainingOptions) -> DataSet:
         "synthetic": lambda: synthetic(options.image_size, options.seed),
         "cifar10": lambda: data_cifar.load(options.data_dir, "cifar10"),
         "cifar100": lambda: data_cifar.load(options.data_dir, "cifar100"),
+        "shapes": lambda: data_shapes.load(),
         "mnist1d": lambda: data_mnist1d.load(),
+        "heavy-tails": lambda: data_heavy_tails.load(),
+        "sorting": lambda: data_sorting.load(),
         "clicks": lambda: data_clicks.load(options.table_rows),
         "criteo": lambda: data_criteo.load(options.data_dir, options.table_rows, options.samples),
         "text": lambda: data_text.bytes_of_standard_library(options.text_size, options.sequence_length),
@@ -45,7 +57,8 @@ def load_data(options: TrainingOptions) -> DataSet:
     if options.samples is not None:
         if options.samples > len(data.train_x):
             raise SetupError(
-                f"--samples {options.samples}: --data {options.data} has {len(data.train_x)} to train on; give no more"
+                f"--samples {options.samples} is more than the {len(data.train_x)} training samples of --data "
+                f"{options.data}; give {len(data.train_x)} or fewer"
             )
         data = dataclasses.replace(
             data, train_x=data.train_x[: options.samples], train_y=data.train_y[: options.samples]
@@ -97,7 +110,7 @@ def _interpolation(coarse: int, fine: int) -> np.ndarray:
 def _held_back(data: DataSet, count: int) -> DataSet:
     """The data with the last `count` training samples as its validation part."""
     if count >= len(data.train_x):
-        raise SetupError(f"--validation-samples {count}: give fewer than the {len(data.train_x)} training samples")
+        raise SetupError(f"--validation-samples {count} must be fewer than the {len(data.train_x)} training samples")
     return dataclasses.replace(
         data,
         train_x=data.train_x[:-count],
@@ -123,7 +136,7 @@ def steps_per_epoch(samples: int, world_size: int, batch_size: int, passes: int)
     if steps == 0:
         raise SetupError(
             f"--batch-size {batch_size} (times {passes} backward passes) is more than the {samples // world_size} "
-            f"of {samples} training samples that each of {world_size} ranks sees; make it smaller"
+            f"training samples of each rank ({samples} samples on {world_size} ranks); make the batch smaller"
         )
     return steps
 

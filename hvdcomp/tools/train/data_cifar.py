@@ -90,13 +90,13 @@ def load(folder: Path | None, name: str) -> DataSet:
                 continue
             missing = [file for file in names if file not in present]
             if missing:
-                raise SetupError(f"{place / missing[0]} is missing; {archive.title} has {', '.join(names)}")
+                raise SetupError(f"{place / missing[0]} is missing; {archive.title} consists of {', '.join(names)}")
             train = _join([read(place / file, archive) for file in train_files])
             test = _join([read(place / file, archive) for file in test_files])
             return labelled_data(*train, *test, classes=archive.classes, augment=True)
     raise SetupError(
-        f"--data-dir {folder} holds no {archive.title}: expected the folder {archive.python_folder} (or "
-        f"{archive.binary_folder}) of its unpacked archive, with the files "
+        f"--data-dir {folder} contains no {archive.title}; it must contain the folder {archive.python_folder} (or "
+        f"{archive.binary_folder}) of the unpacked archive, with the files "
         f"{', '.join((*archive.python_files[0], *archive.python_files[1]))}"
     )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hvdcomp.tools.train.dataset import DataSet, Part
+from hvdcomp.tools.train.dataset import DataSet, in_parts
 from hvdcomp.tools.train.models import DLRM_SIZE
 
 TRAIN, VALIDATION, TEST = 32_000, 8_000, 8_000
@@ -39,16 +39,14 @@ def load(rows: int) -> DataSet:
     logits = dense @ draws.standard_normal(size.dense) / 3 + scores[np.arange(size.tables), ids].sum(1) / 2
     y = (draws.random(count) < 1 / (1 + np.exp(-logits))).astype(np.int64)
     x = np.concatenate([dense, ids], 1).astype(np.float32)
-    train, validation = slice(TRAIN), slice(TRAIN, TRAIN + VALIDATION)
+    train, validation, test = in_parts(x, y, TRAIN, VALIDATION)
     columns = x.shape[1]
     return DataSet(
-        x[train],
-        y[train],
-        x[TRAIN + VALIDATION :],
-        y[TRAIN + VALIDATION :],
+        *train,
+        *test,
         classes=2,
         mean=np.zeros(columns, np.float32),
         std=np.ones(columns, np.float32),
-        validation=Part(x[validation], y[validation]),
+        validation=validation,
         table_rows=rows,
     )

@@ -23,7 +23,7 @@ from hvdcomp.tools.train.options import SetupError
 _FILE = "train.txt"
 _FIELDS = [rb"[01]", *[rb"(?:-?[0-9]{1,18})?"] * 13, *[rb"(?:[0-9a-f]{1,8})?"] * 26]
 _LINE = re.compile(rb"\t".join(_FIELDS))
-_EXPECTED = "a label of 0 or 1, then after a tab each 13 integers and 26 hexadecimal numbers, which may be missing"
+_EXPECTED = "a label of 0 or 1, then 13 integers and 26 hexadecimal numbers, each after a tab; a number may be missing"
 _CHUNK = 2**14  # lines
 _HELD_BACK = 7  # the file has seven days
 
@@ -47,7 +47,8 @@ def load(folder: Path | None, rows: int, samples: int | None) -> DataSet:
     path = folder / _FILE
     if not path.is_file():
         raise SetupError(
-            f"--data-dir {folder} holds no Criteo: expected the file {_FILE} of Kaggle's Display Advertising Challenge"
+            f"--data-dir {folder} contains no Criteo; it must contain the file {_FILE} of Kaggle's Display "
+            "Advertising Challenge"
         )
     most = None if samples is None else samples + max(2, samples // (_HELD_BACK - 1))
     chunks, labels, lines = [np.empty((0, len(_FIELDS) - 1), np.float32)], [np.empty(0, np.int64)], 0
@@ -60,7 +61,7 @@ def load(folder: Path | None, rows: int, samples: int | None) -> DataSet:
             lines += len(chunk)
     train = lines - max(2, lines // _HELD_BACK)
     if train < 1:
-        raise SetupError(f"{path} has {lines} lines, and --data criteo needs three at least, to train and to evaluate")
+        raise SetupError(f"{path} has {lines} lines, and --data criteo needs at least three, to train and to evaluate")
     x, y = np.concatenate(chunks), np.concatenate(labels)
     return DataSet(
         x[:train],

@@ -55,8 +55,8 @@ def load(folder: Path | None, name: str, length: int | None) -> DataSet:
     places = [place for place in (folder / subfolder, folder) if any((place / file).is_file() for file in files)]
     if not places:
         raise SetupError(
-            f"--data-dir {folder} holds no {title}: expected the files {' and '.join(files)} in it, "
-            f"or in its folder {subfolder}"
+            f"--data-dir {folder} contains no {title}; it must contain the files {' and '.join(files)}, or have them "
+            f"in its folder {subfolder}"
         )
     paths = [places[0] / file for file in files]
     if (places[0] / validation).is_file():
@@ -105,7 +105,10 @@ def standard_library(size: int | None, unit: str, length: int | None) -> DataSet
         if total == size:
             break
     if total < size:
-        raise SetupError(f"--text-size {size}: the standard library in {root} has {total} characters; take no more")
+        raise SetupError(
+            f"--text-size {size} is too large: the standard library in {root} has {total} characters; give {total} or "
+            "fewer"
+        )
     split = list if unit == "char" else re.compile(r"\w+|\n|[^\w\s]").findall
     return _text_data([split("".join(part)) for part in parts], length, _MOST_WORDS, [f"--text-size {size}"] * 2)
 
@@ -139,7 +142,10 @@ def bytes_of_standard_library(size: int | None, length: int | None) -> DataSet:
         if len(train) >= size and min(len(validation), len(test)) >= _HELD_OUT_BYTES:
             break
     if len(train) < size:
-        raise SetupError(f"--text-size {size}: the standard library in {root} has {len(train)} bytes; take no more")
+        raise SetupError(
+            f"--text-size {size} is too large: the standard library in {root} has {len(train)} bytes; give "
+            f"{len(train)} or fewer"
+        )
     source = f"--text-size {size}"
     ends = (size, _HELD_OUT_BYTES, _HELD_OUT_BYTES)
     (x, y), (test_x, test_y), validation_part = (
@@ -178,7 +184,8 @@ def _cut(tokens: np.ndarray, length: int, source: str) -> Part:
     count = (len(tokens) - 1) // length
     if count < 1:
         raise SetupError(
-            f"{source}: a text of {len(tokens)} tokens has no sequence of --sequence-length {length}; shorten it"
+            f"{source}: a text of {len(tokens)} tokens is too short for --sequence-length {length}; give a shorter "
+            "--sequence-length"
         )
     flat = tokens[: count * length + 1]
     return Part(flat[:-1].reshape(count, length), flat[1:].reshape(count, length))

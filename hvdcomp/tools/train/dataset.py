@@ -1,7 +1,8 @@
 """A data set in memory: NumPy arrays of training, validation and test samples, and their properties for models.
 
 Images are (N, channels, size, size), signals (N, channels, size) and rows of features (N, channels), with integer
-labels (N,). Text is token ids (N, length); its targets are the ids one position further, (N, length).
+labels (N,), or float targets (N,) of a regression. Text is token ids (N, length); its targets are the ids one position
+further, (N, length). Numbers to sort are such ids, too; their targets are the ids in order.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ class DataSet:
     """Training and test arrays, and their properties for models.
 
     Attributes:
-        classes: the number of labels, or of tokens in the vocabulary.
+        classes: the number of labels, or of tokens in the vocabulary; 1 for a regression.
         table_rows: rows of each table of a click model, whose ids are among the features; 0 for other data.
         validation: samples to choose settings and to end runs; None if none are held back.
-        mean, std: per channel, in the units of the stored images; None for text.
+        mean, std: per channel, in the units of the stored images; None for tokens.
         augment: whether training images are flipped and shifted.
     """
 
@@ -43,12 +44,12 @@ class DataSet:
     table_rows: int = 0
 
     @property
-    def is_text(self) -> bool:
+    def has_tokens(self) -> bool:
         return self.mean is None
 
     @property
     def channels(self) -> int:
-        return 0 if self.is_text else self.train_x.shape[1]
+        return 0 if self.has_tokens else self.train_x.shape[1]
 
     @property
     def size(self) -> int:
@@ -57,7 +58,7 @@ class DataSet:
         return self.table_rows or self.train_x.shape[-1]
 
     def model_input(self, x: np.ndarray) -> np.ndarray:
-        """Stored samples as models need them: floats of mean 0 and standard deviation 1 per channel; text unchanged."""
+        """Stored samples as models need them: floats with mean 0 and standard deviation 1 per channel, or tokens."""
         if self.mean is None or self.std is None:
             return x
         per_channel = (-1, *[1] * (x.ndim - 2))
@@ -83,18 +84,31 @@ def labelled_data(
     validation: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> DataSet:
     """A data set of images or signals with labels (N,), scaled by the training part."""
-    axes = (0, *range(2, train_x.ndim))
+    mean, std = scales_of(train_x)
     return DataSet(
         train_x=train_x,
         train_y=train_y.astype(np.int64),
         test_x=test_x,
         test_y=test_y.astype(np.int64),
         classes=classes,
-        mean=train_x.mean(axis=axes, dtype=np.float64).astype(np.float32),
-        std=np.maximum(train_x.std(axis=axes, dtype=np.float64), 1e-6).astype(np.float32),
+        mean=mean,
+        std=std,
         augment=augment,
         validation=None if validation is None else Part(validation[0], validation[1].astype(np.int64)),
     )
+
+
+def scales_of(train_x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation of each channel of images or signals."""
+    axes = (0, *range(2, train_x.ndim))
+    mean, std = train_x.mean(axis=axes, dtype=np.float64), train_x.std(axis=axes, dtype=np.float64)
+    return mean.astype(np.float32), np.maximum(std, 1e-6).astype(np.float32)
+
+
+def in_parts(x: np.ndarray, y: np.ndarray, train: int, validation: int) -> tuple[Part, Part, Part]:
+    """The first samples for training, the next for validation, and the rest for testing."""
+    end = train + validation
+    return Part(x[:train], y[:train]), Part(x[train:end], y[train:end]), Part(x[end:], y[end:])
 
 
 def augment(images: np.ndarray, draws: np.random.Generator) -> np.ndarray:

@@ -30,6 +30,6 @@ def train_elastic(options: TrainingOptions) -> tuple[dict[str, Any], Ranks]:
         ranks = HorovodRanks(options.framework, changes)
         return train(options, ranks, warnings), ranks
 
-    with Warnings() as warnings:  # also while the ranks meet anew
+    with Warnings() as warnings:  # also while the ranks connect again
         hvd.init()
         return elastic.run(go)(Changes(hvd))

@@ -89,8 +89,8 @@ def use_device(device: str, local_rank: int) -> Any:
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
         raise SetupError(
-            f"--device cuda: PyTorch {torch.__version__} finds no CUDA device on {platform.node()}; `hvdcomp doctor` "
-            "says what is there, or give --device cpu"
+            f"--device cuda does not work: PyTorch {torch.__version__} finds no CUDA device on {platform.node()}; run "
+            "`hvdcomp doctor` to find the cause, or give --device cpu"
         )
     if device == "cpu" or not available:
         return torch.device("cpu")

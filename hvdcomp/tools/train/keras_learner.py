@@ -49,8 +49,8 @@ class KerasLearner(Learner):
         self._model = build_model(options.model, channels=data.channels, size=data.size, classes=data.classes)
         self._optimizer: Any = None
         self._compression: Compression | None = None
-        inputs = tf.TensorSpec((None, *data.train_x.shape[1:]), tf.int64 if data.is_text else tf.float32)
-        targets = tf.TensorSpec((None, *data.train_y.shape[1:]), tf.int64)
+        inputs = tf.TensorSpec((None, *data.train_x.shape[1:]), tf.int64 if data.has_tokens else tf.float32)
+        targets = tf.TensorSpec((None, *data.train_y.shape[1:]), data.train_y.dtype)
         self._batch = (inputs, targets)  # of traced functions
         self._evaluation = tf.function(self._evaluation_step, input_signature=self._batch)
 
@@ -165,9 +165,11 @@ class KerasLearner(Learner):
         self._optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
     def _evaluation_step(self, inputs: tf.Tensor, targets: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        logits = self._model(inputs, training=False)
-        right = tf.argmax(logits, axis=-1) == targets
-        return _loss(logits, targets), tf.reduce_sum(tf.cast(right, tf.int64))
+        outputs = self._model(inputs, training=False)
+        if targets.dtype.is_floating:
+            return _loss(outputs, targets), tf.zeros((), tf.int64)
+        right = tf.argmax(outputs, axis=-1) == targets
+        return _loss(outputs, targets), tf.reduce_sum(tf.cast(right, tf.int64))
 
 
 def _read_state(path: str) -> dict[str, Any]:
@@ -175,5 +177,8 @@ def _read_state(path: str) -> dict[str, Any]:
         return saved_state(path)
 
 
-def _loss(logits: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
-    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=targets, logits=logits))
+def _loss(outputs: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
+    """See `torch_learner.loss_of`."""
+    if targets.dtype.is_floating:
+        return tf.reduce_mean((outputs[:, 0] - targets) ** 2)
+    return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels=targets, logits=outputs))

@@ -120,7 +120,7 @@ class Learner(ABC):
 
     @abstractmethod
     def evaluate(self, inputs: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
-        """Mean loss (of text: per token) and number of right answers of the present model."""
+        """Mean loss (of text: per token) and number of right answers of the present model; 0 of a regression."""
 
     @abstractmethod
     def parameters(self) -> Arrays:

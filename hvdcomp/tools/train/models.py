@@ -2,10 +2,10 @@
 
 Image models map float batches of shape (N, channels, size, size) to logits (N, classes); the signal model has inputs
 (N, channels, size), and the click model (N, channels): dense features, and then an id for each table of `size` rows.
-Language models map token ids (N, length) to logits (N, length, classes). The convolutional networks have their CIFAR
-form: no early downsampling, and one linear layer at the end. This module has the parts that all frameworks share;
-`models_torch` and `models_tensorflow` build the same networks, with the same parameters under the same names. Only
-PyTorch has the vision transformer and the click model.
+Language models and the encoder map token ids (N, length) to logits (N, length, classes). The convolutional networks
+have their CIFAR form: no early downsampling, and one linear layer at the end. This module has the parts that all
+frameworks share; `models_torch` and `models_tensorflow` build the same networks, with the same parameters under the
+same names. Only PyTorch has the vision transformer, the encoder and the click model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ from typing import NamedTuple
 
 from hvdcomp.tools.train.options import SetupError
 
-_SMALLEST_IMAGE = {"mlp": 1, "cnn": 4, "resnet20": 4, "resnet18": 8, "vgg16": 32, "vgg19_bn": 32, "vit": 4}
+_SMALLEST_IMAGE = {
+    "mlp": 1,
+    **dict.fromkeys(("cnn", "resnet8", "resnet20", "vit"), 4),
+    "resnet18": 8,
+    **dict.fromkeys(("vgg16", "vgg19_bn"), 32),
+}
 
 # Widths of convolutions, and "M" for max-pooling: configurations D and E of Simonyan and Zisserman (2015), Table 1.
 VGG16: tuple[int | str, ...] = (64, 64, "M", 128, 128, "M", 256, 256, 256, "M", 512, 512, 512, "M", 512, 512, 512, "M")
@@ -53,6 +58,7 @@ GPT_SIZES = {
 """Sizes by model; for bytes and 128 tokens they have 0.37, 10.8 and 85 million parameters."""
 
 VIT_SIZE = TransformerSize(4, 64, 4)
+ENCODER_SIZE = TransformerSize(2, 64, 4)
 
 
 class DLRMSize(NamedTuple):
@@ -85,6 +91,6 @@ def check_image_size(name: str, size: int) -> None:
     if size < smallest:
         fitting = [model for model, needed in _SMALLEST_IMAGE.items() if needed <= size]
         raise SetupError(
-            f"--model {name} needs images of at least {smallest}x{smallest} pixels and these have {size}x{size}; "
+            f"--model {name} needs images of at least {smallest}x{smallest} pixels, and these have {size}x{size}; "
             f"choose one of {', '.join(fitting)}"
         )

@@ -38,6 +38,7 @@ def build_model(name: str, *, channels: int, size: int, classes: int) -> tf_kera
     builders = {
         "mlp": lambda: mlp(images, classes),
         "cnn": lambda: cnn(images, classes),
+        "resnet8": lambda: resnet(images, classes, widths=(16, 32, 64), blocks=1),
         "resnet20": lambda: resnet(images, classes, widths=(16, 32, 64), blocks=3),
         "resnet18": lambda: resnet(images, classes, widths=(64, 128, 256, 512), blocks=2),
         "vgg16": lambda: vgg(images, VGG16, classes, norm=False),

@@ -28,30 +28,45 @@ OVERLAP: dict[str, bool | str] = {"auto": "auto", "on": True, "off": False}  # -
 
 DECISIONS = "decisions.jsonl"  # in --output; written by the compression, which starts new files when one is full
 
-IMAGE_MODELS = ("mlp", "cnn", "resnet20", "resnet18", "vgg16", "vgg19_bn", "vit")
+IMAGE_MODELS = ("mlp", "cnn", "resnet8", "resnet20", "resnet18", "vgg16", "vgg19_bn", "vit")
 SIGNAL_MODELS = ("cnn1d",)
 CLICK_MODELS = ("dlrm",)
+TABULAR_MODELS = ("mlp",)  # an image model, too
+SORTING_MODELS = ("encoder",)
 GPT_MODELS = ("gpt", "gpt-mini", "gpt-small")
 TEXT_MODELS = ("lstm", *GPT_MODELS)
-MODELS = IMAGE_MODELS + SIGNAL_MODELS + CLICK_MODELS + TEXT_MODELS
-TRANSFORMERS = (*GPT_MODELS, "vit")
-TORCH_MODELS = ("vit", *CLICK_MODELS)  # not in TensorFlow
+MODELS = IMAGE_MODELS + SIGNAL_MODELS + CLICK_MODELS + SORTING_MODELS + TEXT_MODELS
+TRANSFORMERS = (*GPT_MODELS, *SORTING_MODELS, "vit")
+TORCH_MODELS = ("vit", *CLICK_MODELS, *SORTING_MODELS)  # not in TensorFlow
 
-IMAGE_DATA = ("digits", "synthetic", "cifar10", "cifar100")
+IMAGE_DATA = ("digits", "synthetic", "shapes", "cifar10", "cifar100")
 SIGNAL_DATA = ("mnist1d",)
 CLICK_DATA = ("clicks", "criteo")
+TABULAR_DATA = ("heavy-tails",)
+SORTING_DATA = ("sorting",)
 TEXT_DATA = ("text", "stdlib-text", "wikitext2", "ptb")
-DATA = IMAGE_DATA + SIGNAL_DATA + CLICK_DATA + TEXT_DATA
+LABELLED_DATA = IMAGE_DATA + SIGNAL_DATA + CLICK_DATA
+DATA = LABELLED_DATA + TABULAR_DATA + SORTING_DATA + TEXT_DATA
 FOLDER_DATA = ("cifar10", "cifar100", "criteo", "wikitext2", "ptb")  # read from --data-dir
-VALIDATED_DATA = ("mnist1d", *CLICK_DATA, "text", "wikitext2", "ptb")  # with a validation part of their own
+# With a validation part of their own.
+VALIDATED_DATA = ("shapes", *SIGNAL_DATA, *CLICK_DATA, *TABULAR_DATA, *SORTING_DATA, "text", "wikitext2", "ptb")
+FAMILIES = (  # models, and the data that they learn
+    (IMAGE_MODELS, IMAGE_DATA),
+    (SIGNAL_MODELS, SIGNAL_DATA),
+    (CLICK_MODELS, CLICK_DATA),
+    (TABULAR_MODELS, TABULAR_DATA),
+    (SORTING_MODELS, SORTING_DATA),
+    (TEXT_MODELS, TEXT_DATA),
+)
 
 OPTIMIZERS = ("sgd", "adamw", "compressed-adam", "muon")
-MUON_MODELS = ("mlp", "cnn", "cnn1d", "vit", "dlrm", *TEXT_MODELS)  # models with hidden matrices
+MUON_MODELS = ("mlp", "cnn", "cnn1d", "vit", "dlrm", "encoder", *TEXT_MODELS)  # models with hidden matrices
 SCHEDULES = ("step", "cosine")
 
 _SGD_RATES = {
     "mlp": 0.05,
     "cnn": 0.03,
+    "resnet8": 0.1,
     "resnet20": 0.1,
     "resnet18": 0.1,
     "vgg16": 0.02,
@@ -59,16 +74,19 @@ _SGD_RATES = {
     "vit": 0.05,
     "cnn1d": 0.05,
     "dlrm": 0.05,
+    "encoder": 0.1,
     "lstm": 2.0,
     "gpt": 0.1,
     "gpt-mini": 0.1,
     "gpt-small": 0.1,
 }
 FREEZE_AFTER = 0.15  # fraction of a run after which AdamW's second moment is frozen
-_ADAMW_RATES = {"gpt": 2e-3, "gpt-small": 6e-4}  # others: 1e-3; muon has the same rates
+# By model, or by data. Others: 1e-3; muon has the same rates.
+_ADAMW_RATES = {"gpt": 2e-3, "gpt-small": 6e-4, "encoder": 8e-3, "heavy-tails": 8e-3}
 # Others: 32.
 _BATCH_SIZES = {
     **{"digits": 16, "synthetic": 32, "cifar10": 128, "cifar100": 128, "mnist1d": 25, "text": 8},
+    **{"shapes": 16, "sorting": 16},
     **dict.fromkeys(CLICK_DATA, 128),
 }
 _SEQUENCES = {"text": 128, "stdlib-text": 64}  # tokens; others: 35
@@ -153,8 +171,10 @@ class TrainingOptions:
             SetupError: a value, or a combination of values, is not allowed.
         """
         self._check_names()
-        optimizer = _either(self.optimizer, "adamw" if self.model in TRANSFORMERS else "sgd")
-        rate = _SGD_RATES[self.model] if optimizer == "sgd" else _ADAMW_RATES.get(self.model, 1e-3)
+        adaptive = self.model in TRANSFORMERS or self.data in TABULAR_DATA
+        optimizer = _either(self.optimizer, "adamw" if adaptive else "sgd")
+        adamw_rate = _ADAMW_RATES.get(self.data) or _ADAMW_RATES.get(self.model, 1e-3)
+        rate = _SGD_RATES[self.model] if optimizer == "sgd" else adamw_rate
         decay = 0.1 if optimizer != "sgd" else 5e-4 if self.data in ("cifar10", "cifar100") else 0.0
         chosen = dataclasses.replace(
             self,
@@ -183,15 +203,11 @@ class TrainingOptions:
         ):
             if value not in choices:
                 raise SetupError(f"{option} {value!r} is unknown; choose one of {', '.join(choices)}")
-        families = (
-            (IMAGE_MODELS, IMAGE_DATA),
-            (SIGNAL_MODELS, SIGNAL_DATA),
-            (CLICK_MODELS, CLICK_DATA),
-            (TEXT_MODELS, TEXT_DATA),
-        )
-        suitable = next(data for models, data in families if self.model in models)
+        suitable = [name for models, data in FAMILIES if self.model in models for name in data]
         if self.data not in suitable:
-            raise SetupError(f"--model {self.model} cannot learn --data {self.data}; it takes {', '.join(suitable)}")
+            raise SetupError(
+                f"--model {self.model} cannot learn --data {self.data}; choose one of {', '.join(suitable)}"
+            )
         if self.data in FOLDER_DATA and self.data_dir is None:
             raise SetupError(f"--data {self.data} is read from a folder: name it with --data-dir")
         if self.data not in FOLDER_DATA and self.data_dir is not None:
@@ -203,45 +219,46 @@ class TrainingOptions:
         assert self.weight_decay is not None
         assert self.clip_norm is not None
         overlaps = self.framework == "torch"
-        at_once = f"--framework {self.framework} hands over all gradients of a step at once"
+        at_once = f"--framework {self.framework} sends all gradients of a step at once"
         checks = (
             (
                 overlaps or self.overlap != "on",
-                f"--overlap on: {at_once}; use --overlap auto, or use --framework torch",
+                f"--overlap on is not possible, because {at_once}; use --overlap auto, or use --framework torch",
             ),
             (
                 self.bucket_bytes is None or self.bucket_bytes >= 1,
-                f"--bucket-bytes {self.bucket_bytes}: at least 1 byte of gradients",
+                f"--bucket-bytes {self.bucket_bytes} must be at least 1",
             ),
             (
                 overlaps or self.bucket_bytes is None,
-                f"--bucket-bytes {self.bucket_bytes}: {at_once}; leave it out, or use --framework torch",
+                f"--bucket-bytes {self.bucket_bytes} is not possible, because {at_once}; leave it out, or use "
+                "--framework torch",
             ),
-            (self.epochs >= 1, f"--epochs {self.epochs}: at least 1"),
-            (self.steps is None or self.steps >= 1, f"--steps {self.steps}: at least 1"),
+            (self.epochs >= 1, f"--epochs {self.epochs} must be at least 1"),
+            (self.steps is None or self.steps >= 1, f"--steps {self.steps} must be at least 1"),
             (
                 self.evaluate_every is None or self.evaluate_every >= 1,
-                f"--evaluate-every {self.evaluate_every}: at least 1 step",
+                f"--evaluate-every {self.evaluate_every} must be at least 1",
             ),
             (
                 self.until is None or self.has_validation,
-                f"--until {self.until}: --data {self.data} has no validation part of its own; hold some of the "
-                "training samples back with --validation-samples N",
+                f"--until {self.until} needs a validation part, and --data {self.data} has none of its own; hold some "
+                "of the training samples back with --validation-samples N",
             ),
             (
                 self.evaluate_every is None or self.has_validation,
-                f"--evaluate-every {self.evaluate_every}: --data {self.data} has no validation part of its own; hold "
-                "some of the training samples back with --validation-samples N",
+                f"--evaluate-every {self.evaluate_every} needs a validation part, and --data {self.data} has none of "
+                "its own; hold some of the training samples back with --validation-samples N",
             ),
-            (self.validation_samples >= 0, f"--validation-samples {self.validation_samples}: 0 or more"),
+            (self.validation_samples >= 0, f"--validation-samples {self.validation_samples} must be 0 or more"),
             (
                 self.validation_samples == 0 or self.data not in VALIDATED_DATA,
-                f"--validation-samples {self.validation_samples}: --data {self.data} has a validation part of its own; "
-                "leave it out",
+                f"--validation-samples {self.validation_samples} cannot be used, because --data {self.data} has a "
+                "validation part of its own; leave it out",
             ),
-            ((self.batch_size or 0) >= 1, f"--batch-size {self.batch_size}: at least 1"),
-            (_is_finite(self.lr) and self.lr > 0, f"--lr {self.lr}: a positive number"),
-            (0 <= self.momentum < 1, f"--momentum {self.momentum}: from 0 up to, not including, 1"),
+            ((self.batch_size or 0) >= 1, f"--batch-size {self.batch_size} must be at least 1"),
+            (_is_finite(self.lr) and self.lr > 0, f"--lr {self.lr} must be a positive number"),
+            (0 <= self.momentum < 1, f"--momentum {self.momentum} must be at least 0 and less than 1"),
             (not self.nesterov or self.momentum > 0, "--nesterov needs a --momentum above 0"),
             (
                 not self.nesterov or self.optimizer == "sgd",
@@ -249,67 +266,67 @@ class TrainingOptions:
             ),
             (
                 len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
-                f"--betas {_join(self.betas)}: two numbers from 0 up to, not including, 1, such as 0.9,0.95",
+                f"--betas {_join(self.betas)} must be two numbers, each at least 0 and less than 1, such as 0.9,0.95",
             ),
             (
                 self.freeze_after is None or self.freeze_after >= 1,
-                f"--freeze-after {self.freeze_after}: at least 1 step",
+                f"--freeze-after {self.freeze_after} must be at least 1",
             ),
             (
                 self.freeze_after is None or self.optimizer == "compressed-adam",
-                f"--freeze-after {self.freeze_after} is of --optimizer compressed-adam; leave it out with --optimizer "
-                f"{self.optimizer}",
+                f"--freeze-after {self.freeze_after} works only with --optimizer compressed-adam; leave it out with "
+                f"--optimizer {self.optimizer}",
             ),
             (
                 self.model not in TORCH_MODELS or self.framework == "torch",
-                f"--model {self.model}: only --framework torch has it",
+                f"--model {self.model} works only with --framework torch",
             ),
             (
                 self.optimizer != "muon" or self.framework == "torch",
-                "--optimizer muon: only --framework torch has it; use --optimizer adamw with --framework "
+                "--optimizer muon works only with --framework torch; use --optimizer adamw with --framework "
                 f"{self.framework}",
             ),
             (
                 self.optimizer != "compressed-adam" or self.model not in CLICK_MODELS,
-                f"--optimizer compressed-adam sends momenta of all parameters, and --model {self.model} has tables of "
-                "which rows are sent; use --optimizer sgd or adamw",
+                "--optimizer compressed-adam sends the momenta of all parameters, but of the tables of --model "
+                f"{self.model} only some rows are sent; use --optimizer sgd or adamw",
             ),
             (
                 self.optimizer != "muon" or self.model in MUON_MODELS,
-                f"--optimizer muon is for hidden matrices, of which --model {self.model} has none; use --optimizer "
-                f"sgd or adamw, or one of {', '.join(MUON_MODELS)}",
+                f"--optimizer muon is for hidden matrices, and --model {self.model} has none; use --optimizer sgd or "
+                f"adamw, or one of the models {', '.join(MUON_MODELS)}",
             ),
             (
                 self.schedule == "step" or not self.milestones,
-                f"--milestones {_join(self.milestones)} are of --schedule step; leave them out with --schedule "
-                f"{self.schedule}",
+                f"--milestones {_join(self.milestones)} work only with --schedule step; leave them out with "
+                f"--schedule {self.schedule}",
             ),
             (
                 _is_finite(self.weight_decay) and self.weight_decay >= 0,
-                f"--weight-decay {self.weight_decay}: 0 or more",
+                f"--weight-decay {self.weight_decay} must be 0 or more",
             ),
-            (0 < self.gamma <= 1, f"--gamma {self.gamma}: above 0, at most 1"),
+            (0 < self.gamma <= 1, f"--gamma {self.gamma} must be above 0 and at most 1"),
             (
                 all(_is_finite(m) and m > 0 for m in self.milestones)
                 and list(self.milestones) == sorted(set(self.milestones)),
-                f"--milestones {_join(self.milestones)}: epochs above 0, each later than the one before",
+                f"--milestones {_join(self.milestones)} must be epochs above 0, each later than the one before",
             ),
             (
                 self.steps is not None or all(m < self.epochs for m in self.milestones),
-                f"--milestones {_join(self.milestones)}: all before the end, --epochs {self.epochs}",
+                f"--milestones {_join(self.milestones)} must all be before the end of the run, --epochs {self.epochs}",
             ),
-            (_is_finite(self.warm_up) and self.warm_up >= 0, f"--warm-up {self.warm_up}: 0 epochs or more"),
+            (_is_finite(self.warm_up) and self.warm_up >= 0, f"--warm-up {self.warm_up} must be 0 epochs or more"),
             (
                 not self.milestones or self.warm_up <= self.milestones[0],
-                f"--warm-up {self.warm_up}: over before the first of --milestones {_join(self.milestones)}",
+                f"--warm-up {self.warm_up} must end before the first of --milestones {_join(self.milestones)}",
             ),
             (
                 _is_finite(self.clip_norm) and self.clip_norm >= 0,
-                f"--clip-norm {self.clip_norm}: 0 (none) or more",
+                f"--clip-norm {self.clip_norm} must be 0 (no clipping) or more",
             ),
             (
                 self.backward_passes_per_step >= 1,
-                f"--backward-passes-per-step {self.backward_passes_per_step}: at least 1",
+                f"--backward-passes-per-step {self.backward_passes_per_step} must be at least 1",
             ),
             *self._checks_of_local_steps(),
             *self._checks_of_streaming(),
@@ -317,25 +334,25 @@ class TrainingOptions:
             *self._checks_of_refreshes(),
             *self._checks_of_simulation(),
             *self._checks_of_fsdp(),
-            (0 <= self.seed < 2**31, f"--seed {self.seed}: from 0 to 2147483647"),
-            (self.samples is None or self.samples >= 1, f"--samples {self.samples}: at least 1"),
-            (0 <= self.label_noise <= 1, f"--label-noise {self.label_noise}: a fraction from 0 to 1"),
+            (0 <= self.seed < 2**31, f"--seed {self.seed} must be from 0 to 2147483647"),
+            (self.samples is None or self.samples >= 1, f"--samples {self.samples} must be at least 1"),
+            (0 <= self.label_noise <= 1, f"--label-noise {self.label_noise} must be a fraction from 0 to 1"),
             (
-                self.label_noise == 0 or self.data not in TEXT_DATA,
-                f"--label-noise: --data {self.data} has no labels; "
-                f"{', '.join(IMAGE_DATA + SIGNAL_DATA + CLICK_DATA)} have",
+                self.label_noise == 0 or self.data in LABELLED_DATA,
+                f"--label-noise needs labels, and --data {self.data} has none; use one of {', '.join(LABELLED_DATA)}",
             ),
-            (self.image_size >= 4, f"--image-size {self.image_size}: at least 4 pixels"),
+            (self.image_size >= 4, f"--image-size {self.image_size} must be at least 4 pixels"),
             (
                 2 <= self.table_rows <= 2**24,
-                f"--table-rows {self.table_rows}: from 2 to 16777216, up to which ids are exact as float32",
+                f"--table-rows {self.table_rows} must be from 2 to 16777216, because larger ids are not exact in "
+                "float32",
             ),
-            (self.text_unit in ("char", "word"), f"--text-unit {self.text_unit!r}: char or word"),
-            ((self.text_size or 0) >= 10_000, f"--text-size {self.text_size}: at least 10000 characters"),
-            ((self.sequence_length or 0) >= 1, f"--sequence-length {self.sequence_length}: at least 1"),
+            (self.text_unit in ("char", "word"), f"--text-unit {self.text_unit!r} must be char or word"),
+            ((self.text_size or 0) >= 10_000, f"--text-size {self.text_size} must be at least 10000 characters"),
+            ((self.sequence_length or 0) >= 1, f"--sequence-length {self.sequence_length} must be at least 1"),
             (
                 self.checkpoint_every is None or self.checkpoint_every >= 1,
-                f"--checkpoint-every {self.checkpoint_every}: at least 1 step",
+                f"--checkpoint-every {self.checkpoint_every} must be at least 1",
             ),
             (
                 not self.elastic or self.checkpoint_folder is not None,
@@ -347,9 +364,12 @@ class TrainingOptions:
             ),
             (
                 self.metrics_port is None or 1 <= self.metrics_port <= 65535,
-                f"--metrics-port {self.metrics_port}: from 1 to 65535, such as 9400",
+                f"--metrics-port {self.metrics_port} must be from 1 to 65535, such as 9400",
             ),
-            (bool(self.metrics_address), "--metrics-address '': an address of rank 0's host, or 0.0.0.0 for all"),
+            (
+                bool(self.metrics_address),
+                "--metrics-address is empty; give an address of rank 0's host, or 0.0.0.0 for all addresses",
+            ),
             (
                 not self.tensorboard or self.output is not None,
                 "--tensorboard needs --output DIR",
@@ -378,27 +398,34 @@ class TrainingOptions:
     def _checks_of_local_steps(self) -> Iterator[tuple[bool, str]]:
         shown, every = f"--local-steps {self.local_steps}", self.common_every
         if isinstance(self.local_steps, int):
-            yield self.local_steps >= 1, f"{shown}: at least 1"
+            yield self.local_steps >= 1, f"{shown} must be at least 1"
         else:
-            yield self.local_steps.partition(":")[0] == "auto", f"{shown}: a number, auto, or such as auto:share=0.05"
-            yield self.optimizer != "compressed-adam", f"{shown}: --optimizer compressed-adam takes a number"
+            yield (
+                self.local_steps.partition(":")[0] == "auto",
+                f"{shown} must be a number, auto, or a rule such as auto:share=0.05",
+            )
+            yield (
+                self.optimizer != "compressed-adam",
+                f"{shown} does not work with --optimizer compressed-adam; give a number",
+            )
         if not self.steps_alone:
             return
-        yield self.framework == "torch", f"{shown}: only --framework torch has it"
+        yield self.framework == "torch", f"{shown} works only with --framework torch"
         if every is None:
-            yield self.steps is not None, f"{shown}: give --steps N too, after which the ranks exchange once more"
+            yield self.steps is not None, f"{shown} also needs --steps N, after which the ranks exchange once more"
         else:
             yield (
                 every == 1 or (self.steps is not None and self.steps % every == 0),
-                f"{shown}: give --steps N too, a multiple of {every}, after which all ranks have the same weights",
+                f"{shown} also needs --steps N, a multiple of {every}, after which all ranks have the same weights",
             )
             yield (
                 (self.evaluate_every or 0) % every == 0,
-                f"{shown}: --evaluate-every {self.evaluate_every} has to be a multiple of {every}",
+                f"{shown}: --evaluate-every {self.evaluate_every} must be a multiple of {every}",
             )
         yield (
             self.optimizer != "compressed-adam" or self.checkpoint_folder is None,
-            f"{shown} of compressed-adam saves no checkpoints; leave out --checkpoint-folder {self.checkpoint_folder}",
+            f"{shown} with compressed-adam cannot save checkpoints; leave out --checkpoint-folder "
+            f"{self.checkpoint_folder}",
         )
 
     def _checks_of_streaming(self) -> Iterator[tuple[bool, str]]:
@@ -408,35 +435,39 @@ class TrainingOptions:
             value = getattr(self, name)
             yield (
                 (takes and isinstance(every, int)) or value == getattr(TrainingOptions, name),
-                f"--{name.replace('_', '-')} {value} needs --local-steps N, a number above 1, without compressed-adam",
+                f"--{name.replace('_', '-')} {value} needs --local-steps N with a number above 1, and does not work "
+                "with compressed-adam",
             )
         if takes and isinstance(every, int):
-            yield 1 <= self.fragments <= every, f"--fragments {self.fragments}: from 1 to --local-steps {every}"
+            yield 1 <= self.fragments <= every, f"--fragments {self.fragments} must be from 1 to --local-steps {every}"
             yield (
                 0 <= self.delay * self.fragments < every,
-                f"--delay {self.delay}: from 0 to {(every - 1) // max(1, self.fragments)} steps, since a fragment is "
-                "applied before the next is sent",
+                f"--delay {self.delay} must be from 0 to {(every - 1) // max(1, self.fragments)} steps, because a "
+                "fragment is applied before the next one is sent",
             )
-            yield 0 <= self.local_share < 1, f"--local-share {self.local_share}: from 0 up to, not including, 1"
+            yield 0 <= self.local_share < 1, f"--local-share {self.local_share} must be at least 0 and less than 1"
 
     def _checks_of_outer_step(self) -> Iterator[tuple[bool, str]]:
         for name, value in (("--outer-lr", self.outer_lr), ("--outer-momentum", self.outer_momentum)):
             shown = f"{name} {value}"
-            yield value is None or self.optimizer != "compressed-adam", f"{shown}: compressed-adam has no outer step"
-            yield value is None or 0 <= value <= 1, f"{shown}: from 0 to 1"
+            yield (
+                value is None or self.optimizer != "compressed-adam",
+                f"{shown} does not work with compressed-adam, which has no outer step",
+            )
+            yield value is None or 0 <= value <= 1, f"{shown} must be from 0 to 1"
 
     def _checks_of_refreshes(self) -> list[tuple[bool, str]]:
         refreshes, shown = self.refreshes_per_gap, f"--refreshes-per-gap {self.refreshes_per_gap}"
         return [
-            (refreshes is None or refreshes >= 1, f"{shown}: at least 1"),
+            (refreshes is None or refreshes >= 1, f"{shown} must be at least 1"),
             (
                 refreshes is None or self.optimizer == "compressed-adam",
-                f"{shown} is of --optimizer compressed-adam; leave it out with --optimizer {self.optimizer}",
+                f"{shown} works only with --optimizer compressed-adam; leave it out with --optimizer {self.optimizer}",
             ),
             (
                 refreshes is None or not self.steps_alone,
-                f"{shown} does not go with --local-steps {self.local_steps}, whose exchanges have no gradient of all "
-                "ranks; leave one of the two out",
+                f"{shown} does not work with --local-steps {self.local_steps}, because local steps exchange no "
+                "gradient of all ranks; leave one of the two out",
             ),
         ]
 
@@ -444,7 +475,7 @@ class TrainingOptions:
         ranks, simulated = self.simulate_ranks, self.simulate_ranks is not None
         shown, links = f"--simulate-ranks {ranks}", links_of(self.link)
         return [
-            (ranks is None or ranks >= 1, f"{shown}: at least 1"),
+            (ranks is None or ranks >= 1, f"{shown} must be at least 1"),
             (
                 self.link is None or simulated,
                 f"--link {self.link} needs simulated ranks; give --simulate-ranks N too, or leave it out",
@@ -453,48 +484,50 @@ class TrainingOptions:
                 (
                     link == NO_TIME or _is_rate(link),
                     f"--link {link!r} is not a rate: give 100mbit, 1gbit, 10gbit, or {NO_TIME} for a link that takes "
-                    "no time; separate several by commas",
+                    "no time; separate several links by commas",
                 )
                 for link in links
             ),
-            (len(set(links)) == len(links), f"--link {self.link}: each rate once"),
+            (len(set(links)) == len(links), f"--link {self.link} contains a rate twice; give each rate once"),
             (
                 not simulated or self.checkpoint_folder is None,
-                f"{shown} saves no checkpoints; leave out --checkpoint-folder {self.checkpoint_folder}",
+                f"{shown} cannot save checkpoints; leave out --checkpoint-folder {self.checkpoint_folder}",
             ),
             (
                 not simulated or self.overlap != "on",
-                f"--overlap on: {shown} sends compressed gradients after the backward pass; use --overlap auto",
+                f"--overlap on does not work with {shown}, which sends compressed gradients after the backward pass; "
+                "use --overlap auto",
             ),
         ]
 
     def _checks_of_fsdp(self) -> list[tuple[bool, str]]:
         if not self.fsdp:
-            weights = f"--fsdp-weights {self.fsdp_weights} is for shards: add --fsdp, or leave it out"
+            weights = f"--fsdp-weights {self.fsdp_weights} works only with --fsdp: add --fsdp, or leave it out"
             return [(self.fsdp_weights is None, weights)]
         return [
             (
                 self.framework == "torch" and self.backend in ("auto", "ddp") and self.simulate_ranks is None,
-                "--fsdp is for PyTorch's torch.distributed: start it with torchrun, and leave out --framework, "
+                "--fsdp needs PyTorch's torch.distributed: start it with torchrun, and leave out --framework, "
                 "--backend and --simulate-ranks",
             ),
             (
                 self.model in TRANSFORMERS,
-                f"--fsdp shards the blocks of transformers, which --model {self.model} has not; take one of "
+                f"--fsdp shards the blocks of transformers, and --model {self.model} is not a transformer; use one of "
                 f"{', '.join(TRANSFORMERS)}",
             ),
             (
                 self.optimizer in ("sgd", "adamw") and not self.steps_alone,
-                f"--fsdp does not go with --optimizer {self.optimizer} and --local-steps {self.local_steps}: each rank "
-                "has shards only; take --optimizer sgd or adamw, and no local steps",
+                f"--fsdp does not work with --optimizer {self.optimizer} and --local-steps {self.local_steps}, "
+                "because each rank has only shards; use --optimizer sgd or adamw, and no local steps",
             ),
             (
                 self.bucket_bytes is None and self.overlap != "on",
-                "--fsdp leaves it to FSDP what is sent when; leave out --bucket-bytes and --overlap",
+                "--fsdp lets FSDP decide when gradients are sent; leave out --bucket-bytes and --overlap",
             ),
             (
                 self.policy is None,
-                f"--fsdp does not go with --policy {self.policy}: gradients come module by module; leave it out",
+                f"--fsdp does not work with --policy {self.policy}, because gradients arrive module by module; leave "
+                "the policy out",
             ),
         ]
 
@@ -506,10 +539,15 @@ class TrainingOptions:
             target = Target.parse(self.until)
         except ValueError as error:
             raise SetupError(f"--until {error}") from None
-        unmeasured = "accuracy" if self.data in TEXT_DATA else "perplexity"
-        if target.metric == unmeasured:
-            metrics = "loss, perplexity" if self.data in TEXT_DATA else "loss, accuracy"
-            raise SetupError(f"--until {self.until}: --data {self.data} is measured by {metrics}")
+        if target.metric not in ("loss", self.metric):
+            raise SetupError(
+                f"--until {self.until} cannot be used: the metrics of --data {self.data} are loss, {self.metric}"
+            )
+
+    @property
+    def metric(self) -> str:
+        """The one of `target.METRICS` that the data are measured by."""
+        return "perplexity" if self.data in TEXT_DATA else "rmse" if self.data in TABULAR_DATA else "accuracy"
 
     @property
     def has_validation(self) -> bool:
@@ -545,7 +583,11 @@ class TrainingOptions:
         every, has_outer = self.common_every or 1, self.optimizer != "compressed-adam"
         within = (self.steps or 0) <= steps_per_epoch or (has_outer and self.evaluate_every is not None)
         if not within and steps_per_epoch % every:
-            way = "--evaluate-every N, a multiple" if has_outer else "--samples N, so that its steps are a multiple"
+            way = (
+                "--evaluate-every N, a multiple"
+                if has_outer
+                else "--samples N, so that the steps of an epoch are a multiple"
+            )
             raise SetupError(
                 f"--local-steps {self.local_steps}: an epoch of {steps_per_epoch} steps would end while the ranks have "
                 f"different weights; give {way} of {every}"

@@ -1,8 +1,8 @@
 """The files of a run, written by rank 0: steps.jsonl, evaluations.jsonl, epochs.jsonl, summary.json, and optionally
 TensorBoard's.
 
-Each line is written at once and completely, so that a killed run, or a full disk, leaves the records of all its steps;
-summary.json is written at the end of the run. JSON is strict: numbers that are not finite are null.
+Each line is written at once and completely, so the records of all steps remain if the run is killed or the disk is
+full. summary.json is written at the end of the run. JSON is strict: numbers that are not finite are null.
 """
 
 from __future__ import annotations
@@ -54,14 +54,16 @@ def _check_output(folder: Path, overwrite: bool, sizes: Mapping[str, int] | None
                 file = aside(file, sizes.get(_ASIDE, 0) + 1)  # the file was renamed since then
             if not file.is_file() or file.stat().st_size < sizes[name]:
                 raise SetupError(
-                    f"--output {folder}: {name} is not that of the run that was saved in --checkpoint-folder; name the "
-                    "same --output as before, or another --checkpoint-folder"
+                    f"--output {folder}: {name} does not belong to the run that was saved in --checkpoint-folder; "
+                    "name the same --output as before, or another --checkpoint-folder"
                 )
         return
     held = [name for name in (*RECORDS, SUMMARY, DECISIONS, TENSORBOARD) if (folder / name).exists()]
     held += [file.name for file in put_aside_before(folder / DECISIONS).values()]
     if held and not overwrite:
-        raise SetupError(f"--output {folder} holds a run already ({held[0]}): name another, or add --overwrite")
+        raise SetupError(
+            f"--output {folder} already contains a run ({held[0]}): name another folder, or add --overwrite"
+        )
     existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not existing.is_dir():
         raise SetupError(f"--output {folder}: {existing} is a file; name another folder")

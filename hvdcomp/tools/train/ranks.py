@@ -82,8 +82,8 @@ class Ranks(ABC):
         self.gather(None, "barrier")
 
     def leave(self, code: int) -> None:
-        """End the connection at the end of a program, which then exits with `code`, perhaps already in here. As a
-        launcher ends all ranks when one ends, each rank first waits for all, until rank 0 has printed its output."""
+        """End the connection at the end of a program. The program then exits with `code`, perhaps already in here. A
+        launcher ends all ranks when one ends, so each rank first waits for all, until rank 0 has printed its output."""
         self.barrier()
 
     def sum(self, values: Any, name: str) -> np.ndarray:
@@ -120,6 +120,6 @@ class Ranks(ABC):
             for name, value in everywhere[0].items():
                 if rank_facts[name] != value:
                     raise RunRefused(
-                        f"the ranks differ in {name}: {value!r} on rank 0, {rank_facts[name]!r} on rank {rank}; "
-                        "start all with the same command, Python and data"
+                        f"the ranks differ in {name}: {value!r} on rank 0, {rank_facts[name]!r} on rank {rank}; start "
+                        "all ranks with the same command, Python and data"
                     )

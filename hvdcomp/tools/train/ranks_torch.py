@@ -78,12 +78,11 @@ def _start(timeout: timedelta | None) -> None:
     nodes, restarts = os.environ["GROUP_WORLD_SIZE"], os.environ["TORCHELASTIC_MAX_RESTARTS"]
     if nodes != "1" and restarts != "0":
         raise SetupError(
-            f"--max-restarts {restarts} of torchrun on {nodes} nodes: the ranks would wait for ever after a restart, "
-            "because torchrun gives them the addresses of earlier ranks; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for "
-            "torchrun on every node, or give --max-restarts 0"
+            f"--max-restarts {restarts} of torchrun does not work on {nodes} nodes: the ranks would wait forever "
+            "after a restart, because torchrun gives them the addresses of earlier ranks; set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on every node, or give --max-restarts 0"
         )
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False)
     restart_store = dist.PrefixStore(f"hvdcomp/{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     dist.init_process_group(backend, store=restart_store, rank=rank, world_size=size, timeout=timeout)
-

@@ -20,6 +20,7 @@ from rich.progress import (
 
 from hvdcomp.tools.terminal import make_console, make_table, print_table
 from hvdcomp.tools.train import environment
+from hvdcomp.tools.train.target import METRICS
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -78,7 +79,7 @@ class Reporter:
     def epoch(self, record: dict[str, Any]) -> None:
         if not self._visible:
             return
-        metric = "accuracy" if "accuracy" in record else "perplexity"
+        metric = next(name for name in METRICS if name in record)
         part = "test" if "test_loss" in record else "validation"
         self._line(
             f"epoch {self._of(record['epoch'])}  train loss {record['train_loss']:.4f}  "
@@ -87,7 +88,7 @@ class Reporter:
         )
 
     def _of(self, epoch: int) -> str:
-        """An epoch of how many. A run that goes on with other ranks may need more epochs for its steps."""
+        """An epoch and the number of epochs; a run that continues with other ranks may need more epochs."""
         return f"{epoch}/{max(epoch, self._epochs)}"
 
     def _line(self, text: str) -> None:
@@ -96,7 +97,7 @@ class Reporter:
 
     def summary(self, summary: dict[str, Any], output: str | None) -> None:
         """Prints the table at the end."""
-        metric = "accuracy" if "accuracy" in summary else "perplexity"
+        metric = next(name for name in METRICS if name in summary)
         best, of_best = f"best_{metric}", "best in validation" if "validation" in summary["best_over"] else "best"
         table = make_table("", "")
         rows = [
@@ -135,12 +136,13 @@ def _target(until: dict[str, Any] | None) -> list[tuple[str, str]]:
 
 
 def _quality(metric: str, value: float | None) -> str:
-    return "none" if value is None else f"{value:.2%}" if metric == "accuracy" else f"{value:.2f}"
+    form = {"accuracy": ".2%", "perplexity": ".2f", "rmse": ".4f"}[metric]
+    return "none" if value is None else format(value, form)
 
 
 def _within_nodes(sent: float | None) -> list[tuple[str, str]]:
     """The row for the sent bytes that stay within a node, if there are any."""
-    return [("of that within a node", _bytes(sent))] if sent else []
+    return [("of this within a node", _bytes(sent))] if sent else []
 
 
 def _tables(summary: dict[str, Any]) -> list[tuple[str, str]]:
@@ -149,12 +151,12 @@ def _tables(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if tables is None or not summary["steps"]:
         return []
     factor = _or_none(tables["compression_factor"], "{:.1f}")
-    return [("of that for rows of tables", f"{_bytes(tables['bytes_sent'] / summary['steps'])}, {factor} times fewer")]
+    return [("of this for rows of tables", f"{_bytes(tables['bytes_sent'] / summary['steps'])}, {factor} times fewer")]
 
 
 def _factor(summary: dict[str, Any]) -> str:
     """The compression factor, without the bytes of `_within_nodes`."""
-    counted = " (without what stays within a node)" if summary["bytes_in_node_per_step"] else ""
+    counted = " (without bytes that stay within a node)" if summary["bytes_in_node_per_step"] else ""
     return _or_none(summary["compression_factor"], "{:.1f}") + counted
 
 

@@ -66,7 +66,7 @@ class Run:
             progress=options.progress,
         )
         self._augmenting = np.random.default_rng([options.seed, ranks.rank])
-        self._metric = "perplexity" if data.is_text else "accuracy"
+        self._metric = options.metric
         # Shards are gathered for it, so not when the run has failed.
         self._parameters = sum(parameter.size for parameter in learner.parameters().values())
         self._step = 0
@@ -105,9 +105,9 @@ class Run:
         now = self._ranks.now()
         self._start, self._epoch_start = now - saved["seconds"], now - saved["epoch_seconds"]
         for damage in self._checkpoints.damaged:
-            self._reporter.say(f"passed over a checkpoint: {damage}")
-        over = ", which was the last: nothing is left to train" if self._over and not self._losses else ""
-        self._reporter.say(f"going on after step {self._step} from {self._options.checkpoint_folder}{over}")
+            self._reporter.say(f"skipped a checkpoint: {damage}")
+        over = ", which was the last step: nothing is left to train" if self._over and not self._losses else ""
+        self._reporter.say(f"continuing after step {self._step} from {self._options.checkpoint_folder}{over}")
         if self._checkpoints.change is not None:
             self._reporter.say(self._checkpoints.change)
 
@@ -165,7 +165,8 @@ class Run:
         """Ends the run on every rank if a rank could not write."""
         for problem in filter(None, problems):
             raise ConfigurationError(
-                f"{problem}; what was written before is whole. Make room, or name another --output, and start again"
+                f"{problem}; everything that was written before is complete. Free some space, or name another "
+                "--output, and start again"
             )
 
     def _train(self) -> str:
@@ -205,7 +206,7 @@ class Run:
             due = self._checkpoints is not None and self._checkpoints.due(self._step)
             if (due or self._step >= self._next_check) and (ended := self._agree(save=due)):
                 return ended
-        # A run that ends within an epoch is saved before the epoch's record, as what is saved may go on with the rest.
+        # A run that ends within an epoch is saved before the epoch's record, because it may later continue the epoch.
         if ended := self._agree(save=len(shard) >= self._next_accumulation()):
             return ended
         self._end_epoch()
@@ -367,7 +368,7 @@ class Run:
         self._learner.set_buffers(means)
 
     def _quality_on(self, part: Part) -> dict[str, float]:
-        """Mean loss (of text: per token), and accuracy or perplexity, on a part of the data, shared by the ranks."""
+        """Mean loss (of tokens: per token), and the metric, on a part of the data, shared by the ranks."""
         totals = np.zeros(3)  # loss, right answers, answers
         shard = evaluation_shard(len(part.x), self._ranks.size, self._ranks.rank)
         with self._learner.common_weights():
@@ -377,7 +378,9 @@ class Run:
                 loss, right = self._learner.evaluate(self._data.model_input(part.x[samples]), targets)
                 totals += loss * targets.size, right, targets.size
         loss, right, count = self._ranks.sum(totals, "evaluation").tolist()
-        return {"loss": loss / count, self._metric: right / count if self._metric == "accuracy" else _exp(loss / count)}
+        loss, accuracy = loss / count, right / count
+        of_loss = {"perplexity": _exp, "rmse": math.sqrt}
+        return {"loss": loss, self._metric: accuracy if self._metric == "accuracy" else of_loss[self._metric](loss)}
 
     def _summary(self, status: str, digests: list[str], final: dict[str, Any]) -> dict[str, Any]:
         options, totals = self._options, self._totals
@@ -472,11 +475,11 @@ def _digest(parameters: Arrays) -> str:
 
 
 def _cost(spent: Any, last: Any) -> dict[str, float | None]:
-    """What the ledgers say of a step.
+    """The bytes and times of a step, from the ledgers.
 
     Args:
         spent: in it, as a difference of sums.
-        last: the latest entry of layers, which has the times; None with one rank, of which Horovod compresses nothing.
+        last: the latest entry of layers, which has the times; None with one rank: Horovod then compresses nothing.
     """
     counts = ("bytes_sent", "bytes_in_node", "dense_bytes", "floats_sent")
     cost: dict[str, float | None] = {name: round(getattr(spent, name), 6) for name in counts}

@@ -32,8 +32,10 @@ class SimulatedRanks(Ranks):
     def __init__(self, communicator: SimulatedCommunicator, links: tuple[str, ...], ranks_per_node: int) -> None:
         self.communicator = communicator
         self.links = links
-        exchange = f"that of exchanges is predicted for {' and '.join(links)}" if links else "an exchange takes none"
-        self.note = f"simulated ranks: the time of computing is measured, and {exchange}"
+        exchange = (
+            f"the time of exchanges is predicted for {' and '.join(links)}" if links else "exchanges take no time"
+        )
+        self.note = f"simulated ranks: the time of computation is measured, and {exchange}"
         self.rank, self.size = communicator.rank, communicator.world_size
         self.local_rank, self.local_size = self.rank % ranks_per_node, ranks_per_node
 

@@ -192,8 +192,9 @@ class TorchLearner(Learner):
     def evaluate(self, inputs: np.ndarray, targets: np.ndarray) -> tuple[float, int]:
         self._model.eval()
         answers = self._tensor(targets)
-        logits = self._model(self._tensor(inputs))
-        return loss_of(logits, answers).item(), int((logits.argmax(dim=-1) == answers).sum().item())
+        outputs = self._model(self._tensor(inputs))
+        right = 0 if answers.is_floating_point() else int((outputs.argmax(dim=-1) == answers).sum().item())
+        return loss_of(outputs, answers).item(), right
 
     def parameters(self) -> Arrays:
         return {name: as_array(parameter) for name, parameter in self._model.named_parameters()}
@@ -288,9 +289,11 @@ class TorchLearner(Learner):
         return torch.from_numpy(array).to(self._device)
 
 
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross entropy."""
-    return nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
+def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross entropy; of a regression, whose targets are floats, the mean squared error."""
+    if targets.is_floating_point():
+        return nn.functional.mse_loss(outputs.flatten(), targets)
+    return nn.functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 
 def as_array(tensor: Tensor) -> np.ndarray:

@@ -85,7 +85,10 @@ def _checked(options: TrainingOptions, ranks: Ranks) -> TrainingOptions:
 def _check_outputs(options: TrainingOptions, ranks: Ranks, saved: dict[str, Any] | None) -> None:
     if options.output is not None and ranks.rank == 0:
         if saved is not None and saved["sizes"] is None:
-            raise SetupError("--output: the run in --checkpoint-folder had none, so its first steps would be missing")
+            raise SetupError(
+                "--output cannot be added, because the run in --checkpoint-folder had none and its first steps would "
+                "be missing; leave it out, or name another --checkpoint-folder"
+            )
         overwrite = options.overwrite or ranks.restarts > 0  # of the time before the first checkpoint
         outputs.check_output(options.output, overwrite, None if saved is None else saved["sizes"])
     if options.tensorboard:
@@ -101,9 +104,7 @@ def _data(options: TrainingOptions, ranks: Ranks) -> tuple[DataSet, int]:
             f"--data-dir {options.data_dir} has no file of the validation part of --data {options.data}, which --until "
             "and --evaluate-every need: add the published file"
         )
-    return data, steps_per_epoch(
-        len(data.train_x), ranks.size, options.batch_size, options.backward_passes_per_step
-    )
+    return data, steps_per_epoch(len(data.train_x), ranks.size, options.batch_size, options.backward_passes_per_step)
 
 
 def _comparable(options: TrainingOptions) -> dict[str, Any]:

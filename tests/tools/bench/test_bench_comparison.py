@@ -126,8 +126,8 @@ def test_methods_are_not_compared_where_the_machine_was_not_equally_fast(
     assert ("fp16 (unsteady)" in result.output) == (not published)
     if not published:
         said = " ".join(result.stderr.split())
-        assert "10 ms beside none and 11.6 ms beside fp16: 16% more, where 15% is allowed" in said
-        assert "apart from most are: fp16. " in said
+        assert "10 ms beside none and 11.6 ms beside fp16, which is 16% more; at most 15% is allowed" in said
+        assert "differ from most of the others: fp16. " in said
         assert said in f"Error: {kept['refused']}. Nothing was written to {tmp_path / 'out'}."
     shown = encode(*words)
     assert shown.exit_code == 0
@@ -223,7 +223,7 @@ def test_what_is_no_earlier_comparison_is_refused(tmp_path: Path, monkeypatch: p
     (tmp_path / "old.json").write_text(text)
     result = encode("--before", str(tmp_path / "old.json"))
     assert result.exit_code == 2
-    assert "is not a file written by --json: " in " ".join(result.stderr.split())
+    assert "was not written by --json: " in " ".join(result.stderr.split())
     assert not machine.asked
 
 
@@ -248,8 +248,8 @@ def test_rows_that_were_measured_before_one_failed_are_kept(tmp_path: Path, monk
     ("words", "said"),
     [
         (["--method", "topq"], "unknown compressor 'topq'"),
-        (["--threads", "1,none"], "'1,none': expected positive integers, separated by commas"),
-        (["--threads", "0"], "'0': expected positive integers"),
+        (["--threads", "1,none"], "'1,none' is not a list of positive integers; separate"),
+        (["--threads", "0"], "'0' is not a list of positive integers"),
         (["--framework", "numpy", "--device", "cuda"], "--device cuda does not work with --framework numpy"),
         (["--json", "/proc/nowhere/rows.json"], "/proc/nowhere/rows.json cannot be written"),
     ],

@@ -94,9 +94,9 @@ def test_a_row_says_how_most_of_it_travels() -> None:
         "qsgd:bits=4,exchange=scatter": "scatter", "qsgd:bits=4": "gather",
     }  # fmt: skip
     said = summary(compare(run))
-    assert "of 3 gathered or in an allreduce, " in said
-    assert "of 1 scattered, " in said
-    assert "of 4 without overlap." in said  # nothing says that this run had any
+    assert "for 3 predictions with an all-gather or allreduce, " in said
+    assert "for 1 predictions with scattered payloads, " in said
+    assert "for 4 predictions without overlap." in said  # nothing says that this run had any
 
 
 def test_two_levels_are_predicted_from_what_is_known_of_nodes() -> None:
@@ -112,7 +112,7 @@ def test_two_levels_are_predicted_from_what_is_known_of_nodes() -> None:
     assert rows[both].encode_ms == pytest.approx(rows[flat].encode_ms / 2)
     # A reduce-scatter and an allgather of 4 MB in the node, half of it each way, and half a payload to the other node.
     assert rows[both].network_ms == pytest.approx(20 + 20 + rows[flat].network_ms / 3 / 2, rel=0.02)
-    assert "of 1 in two levels" in summary(list(rows.values()))
+    assert "for 1 predictions in two levels" in summary(list(rows.values()))
 
 
 def test_hosts_are_written_with_their_ranks() -> None:
@@ -133,7 +133,7 @@ def test_two_levels_are_left_out_where_hosts_have_one_rank() -> None:
     assert options.compressors_on(Hosts(2)) == specs[:1]
     assert options.compressors_on(Hosts(2, 2)) == specs[:2]
     said = runs.left_out([Hosts(2), Hosts(4), Hosts(2, 2)], options)
-    assert said.startswith("Left out on 2 hosts and 4 hosts, where hosts have one rank each")
+    assert said.startswith("Left out on 2 hosts and 4 hosts, because hosts with one rank each")
     assert said.endswith(": two_level(topk:ratio=0.01).")
     assert runs.left_out([Hosts(2, 2)], options) == ""
     assert runs.left_out([Hosts(2)], runs.Options(("mlp",), specs[:1], 4, 60.0)) == ""
@@ -215,9 +215,9 @@ def test_gains_and_files(tmp_path: Path) -> None:
     text = files[2].read_text()
     assert "Made by `hvdcomp bench steps`, at commit `abc123`. " in text
     assert [line for line in summary(rows).splitlines() if f"- {line}" not in text.splitlines()] == []
-    assert "faster one of dense and fp16: m 2.00 at 1gbit. The predictions named it in 0 of 2 settings." in text
+    assert "one of dense and fp16: m 2.00 at 1gbit. The predictions named this compressor in 0 of 2 settings." in text
     right = [replace(row, predicted_ms=row.measured_ms) for row in rows[: len(rows) // 2]]
-    assert "named it in 1 of 2 settings." in summary([*right, *rows[len(rows) // 2 :]])
+    assert "named this compressor in 1 of 2 settings." in summary([*right, *rows[len(rows) // 2 :]])
     assert "two are" in text.splitlines()
     assert "| topk:ratio=0.01 | 2 | 2 | " in text  # the fastest in both, and its errors
     assert "| powersgd:rank=4 | 2 | 0 | " in text
@@ -229,7 +229,7 @@ def test_gains_and_files(tmp_path: Path) -> None:
     assert [tuple(row[name] for name in names) for row in fastest] == [
         (hosts, "1gbit", "m", "topk:ratio=0.01", "3.0", "2.0", "2.0", "powersgd:rank=4") for hosts in ("2", "4")
     ]
-    assert "medians of 1 differ by more than 15%, at most by 42% (m, passes; m, 2 hosts, 1gbit)." in text
+    assert "1 calibrated numbers differ by more than 15%, at most by 42% (m, passes; m, 2 hosts, 1gbit)." in text
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in (files[3], files[5]))
 
 
@@ -256,8 +256,8 @@ def test_auto_is_held_against_the_best_static_choice_turn_by_turn() -> None:
     (close,) = choices([near])
     assert close.over_dense == pytest.approx(1.0)
     said = auto_summary([found, close])
-    assert "1.025 times that of the best static choice in the median" in said
-    assert "1.000 times that of dense at most (m, 2 hosts, 1gbit)" in said
+    assert "1.025 times as long as with the best static choice" in said
+    assert "at most 1.000 times as long as with dense gradients (m, 2 hosts, 1gbit)" in said
     assert choices([result()]) == []
     del run["steps"]["auto"]["compressors"]
     run["steps"]["auto"]["compressor"] = "efsignsgd"  # as it was kept when there was one

@@ -112,7 +112,7 @@ def test_the_bucket_holds_a_frame_and_little_time() -> None:
 
 def test_without_root_or_programs_it_is_said_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(ClusterError, match=r"needs root if its hosts stay.*run it with sudo"):
+    with pytest.raises(ClusterError, match=r"needs root if its hosts remain.*run it with sudo"):
         Cluster(2, "1gbit")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", "/nonexistent")
@@ -148,7 +148,7 @@ def test_without_root_a_run_makes_its_hosts_in_a_user_namespace() -> None:
         assert "tbf" in line
         assert "rate 100Mbit" in line
     up = run("up", *hosts)
-    assert (up.returncode, "needs root if its hosts stay" in up.stderr) == (1, True), up.stderr
+    assert (up.returncode, "needs root if its hosts remain" in up.stderr) == (1, True), up.stderr
 
 
 def test_a_kernel_without_user_namespaces_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def _step(gradients_in_graph: bool, table: Any, optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("in_graph", "said"), [(True, "put both into one tf.function"), (False, "is sparse, as that of an embedding")]
+    ("in_graph", "said"), [(True, "put both into one tf.function"), (False, "is sparse, like the gradient of an")]
 )
 def test_steps_whose_times_would_say_nothing_are_refused(in_graph: bool, said: str) -> None:
     watch = KerasWatch(1, 0, print)

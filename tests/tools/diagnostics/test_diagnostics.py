@@ -407,7 +407,7 @@ def test_before_the_first_comparison_nothing_is_said_of_agreement() -> None:
 @pytest.mark.parametrize(
     ("noted", "message"),
     [
-        ({"eigenvalue": None, "gradient_norm": 1.0}, "eigenvalue=None at the end of epoch 1"),
+        ({"eigenvalue": None, "gradient_norm": 1.0}, "eigenvalue is None at the end of epoch 1"),
         ({"eigenvalue": "7", "gradient_norm": 1.0}, "eigenvalue='7' is not allowed"),
         ({"eigenvalue": 7.0, "gradient_norm": -1.0}, r"gradient_norm=-1\.0 is not allowed"),
         ({"eigenvalue": 7.0, "gradient_norm": None}, "gradient_norm=None is not allowed"),

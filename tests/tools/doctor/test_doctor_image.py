@@ -140,7 +140,7 @@ def test_triton_needs_no_compiler_where_its_driver_lies_compiled(driver: Path, m
     monkeypatch.setenv("HVDCOMP_TRITON_CACHE", str(driver))
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     (wrong,) = image.look_at_triton(_NO_FACTS)
-    assert wrong.startswith(f"Triton's driver, which should lie compiled in {driver}: ")
+    assert wrong.startswith(f"Triton's driver, which should be compiled in {driver}: ")
     text = (Path(__file__).parents[3] / "docker" / "Dockerfile").read_text()
     (program,) = re.findall(r"python3 -c '(.*CudaUtils\(\))'", text)
     subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"TRITON_CACHE_DIR": str(driver)})

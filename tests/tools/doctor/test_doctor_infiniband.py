@@ -27,9 +27,9 @@ def _card(folder: Path, name: str, state: str) -> None:
 @pytest.mark.parametrize(
     ("found", "what", "remedy"),
     [
-        (InfiniBand(("mlx5_0", "mlx5_1"), error="cannot open"), "(mlx5_0, mlx5_1), but libibverbs does", "libibverbs1"),
+        (InfiniBand(("mlx5_0", "mlx5_1"), error="cannot open"), "(mlx5_0, mlx5_1), but libibverbs can", "libibverbs1"),
         (InfiniBand(("mlx5_0",)), "libibverbs finds no card that this process may use", "/dev/infiniband"),
-        (InfiniBand(("mlx5_0",), usable=1, locked_memory=65536), "lock 64 KiB of memory only", "ulimit -l unlimited"),
+        (InfiniBand(("mlx5_0",), usable=1, locked_memory=65536), "lock only 64 KiB of memory", "ulimit -l unlimited"),
     ],
 )
 def test_what_keeps_nccl_from_a_card_is_named_with_its_remedy(found: InfiniBand, what: str, remedy: str) -> None:

@@ -223,4 +223,4 @@ def test_pods_train_save_when_one_is_told_to_end_and_go_on(name: str, tmp_path: 
     assert "213" in "".join(texts), texts
     codes, texts = ended([start(0), start(1)])
     assert codes == [0, 0], texts
-    assert "going on after step" in texts[0], texts[0]
+    assert "continuing after step" in texts[0], texts[0]

@@ -83,15 +83,15 @@ def test_flags_win_and_mappings_are_joined(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("nodes =", "nods =", "no setting 'nods'; there are: exclusive, folder, hours, limits, mode, modules, nodes"),
-        ("ranks =", "rank =", "[job]: there is no setting 'rank'; there are: backend, command, environment, name,"),
+        ("nodes =", "nods =", "no setting 'nods'; the settings are: exclusive, folder, hours, limits, mode, modules,"),
+        ("ranks =", "rank =", "[job]: there is no setting 'rank'; the settings are: backend, command, environment,"),
         ("nodes = 2", 'nodes = "2"', "batch.nodes: '2' must be a whole number"),
         ("nodes = 2", "nodes = 2.0", "batch.nodes: 2.0 must be a whole number"),
         ("nodes = 2", "nodes = true", "batch.nodes: True must be a whole number"),
         ("hours = 3", 'hours = "3"', "batch.hours: '3' must be a number"),
         ("exclusive = true", "exclusive = 1", "batch.exclusive: 1 must be true or false"),
         ('partition = "gpu"', "partition = 1", "batch.partition: 1 must be text in quotes"),
-        ('partition = "gpu"', "", "partition: not set: give the flag, or write partition in the table [batch] of"),
+        ('partition = "gpu"', "", "partition must be set: give the flag, or write partition in the table [batch] of"),
         ('mode = "slow"', 'mode = "sloww"', "batch.mode: 'sloww' is not one of fast, slow"),
         ('["x", "y"]', '"x y"', "batch.modules: 'x y' must be a list"),
         ('["x", "y"]', '["x", 1]', "batch.modules[1]: 1 must be text"),
@@ -130,8 +130,8 @@ def test_all_that_is_missing_is_said_at_once() -> None:
     with pytest.raises(ConfigurationError) as raised:
         read_settings(None, "batch", Settings, {"ranks": 2})
     assert str(raised.value) == (
-        "name, command, partition: not set: give the flags, or write name, command in the table [job] and partition in "
-        "the table [batch] of a settings file"
+        "name, command, partition must be set: give the flags, or write name, command in the table [job] and partition "
+        "in the table [batch] of a settings file"
     )
 
 
@@ -142,7 +142,7 @@ def test_ranks_may_follow_from_what_the_scheduler_is_told() -> None:
     flags = {"name": "run", "command": ("x",), "partition": "gpu"}
     assert read_settings(None, "batch", Settings, {**flags, "nodes": 3}, twice).job.ranks == 6
     assert read_settings(None, "batch", Settings, {**flags, "nodes": 3, "ranks": 1}, twice).job.ranks == 1
-    with pytest.raises(ConfigurationError, match="ranks: not set"):
+    with pytest.raises(ConfigurationError, match="ranks must be set"):
         read_settings(None, "batch", Settings, flags, twice)
 
 
@@ -158,8 +158,8 @@ def test_ranks_may_follow_from_what_the_scheduler_is_told() -> None:
         ({"name": "ä"}, "name: 'ä' is not a name"),
         ({"name": "a\n"}, "name: 'a\\n'"),
         ({"name": "a" * 41}, "at most 40"),
-        ({"command": ()}, "command: it is empty"),
-        ({"command": ("", "a")}, "command: it is empty"),
+        ({"command": ()}, "command: the command is empty"),
+        ({"command": ("", "a")}, "command: the command is empty"),
         ({"command": ("a", "b\0c")}, "NUL"),
         ({"command": ("a", "\ud800")}, "not valid Unicode"),
         ({"ranks": 0}, "ranks: 0"),
@@ -168,7 +168,7 @@ def test_ranks_may_follow_from_what_the_scheduler_is_told() -> None:
         ({"environment": {"1A": "1"}}, "no digit first"),
         ({"environment": {"A\n": "1"}}, "is not the name of a variable"),
         ({"environment": {"A": "\0"}}, "environment: A: '\\x00' has a NUL"),
-        ({"environment": {"LOCAL_RANK": "0"}, "backend": "torch"}, "environment: LOCAL_RANK is set for each rank"),
+        ({"environment": {"LOCAL_RANK": "0"}, "backend": "torch"}, "environment: hvdcomp sets LOCAL_RANK for each"),
     ],
 )
 def test_a_job_that_no_scheduler_can_take_is_refused(values: dict[str, Any], said: str) -> None:

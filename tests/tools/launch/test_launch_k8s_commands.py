@@ -41,7 +41,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.mark.parametrize(
     ("status", "message", "said"),
     [
-        (403, cannot("create", "mpijobs"), "ask for that right in namespace team"),
+        (403, cannot("create", "mpijobs"), "ask for this right in namespace team"),
         (403, QUOTA, "ask for a larger quota"),
         (401, "Unauthorized", "the cluster does not know you"),
         (404, "the server could not find the requested resource", "the cluster has no mpi-operator"),
@@ -54,7 +54,7 @@ def test_refusals_to_create_are_explained(api: KubernetesApi, status: int, messa
     assert result.exit_code == 125
     assert message in result.stderr
     assert said in result.stderr
-    assert ("ask for that right" in result.stderr) is ("cannot" in message)
+    assert ("ask for this right" in result.stderr) is ("cannot" in message)
     assert len(result.stderr.splitlines()) == 1
 
 
@@ -160,7 +160,7 @@ def test_nothing_is_sent_by_a_dry_run_or_for_settings_that_are_wrong(api: Kubern
     assert invoke(*SUBMIT, "--worker-memory", "4GB", *PROGRAM).exit_code == 2
     nothing = invoke("launch", "k8s")
     assert nothing.exit_code == 2
-    missing = "name (--name), command (-- PROGRAM), ranks (--ranks), image (--image): not set"
+    missing = "name (--name), command (-- PROGRAM), ranks (--ranks), image (--image) must be set"
     assert missing in nothing.stderr
     assert not api.requests
 

@@ -297,7 +297,7 @@ def test_a_first_watch_that_is_forbidden_is_given_up(api: KubernetesApi) -> None
     api.put("mpijobs", {"metadata": {"name": "mnist"}, "spec": spec(1)})
     denied = cannot("watch", "mpijobs")
     api.fail = lambda verb, path, query: (403, denied) if verb == "watch" and path.endswith("mpijobs") else None
-    with pytest.raises(KubernetesError, match="ask for that right in namespace team"):
+    with pytest.raises(KubernetesError, match="ask for this right in namespace team"):
         follow(Cluster(), "mnist", report=lambda state: None, lost=pytest.fail, write=print, remain=pytest.fail)
 
 
@@ -324,7 +324,7 @@ def test_what_was_granted_and_stays_denied_is_given_up(api: KubernetesApi, told:
     api.end = lambda path, sent: "/pods" in path
     denied = cannot("list", "pods")
     api.fail = lambda verb, path, query: (403, denied) if api.asked("list", "pods$") > 1 and "pods" in path else None
-    with pytest.raises(KubernetesError, match="ask for that right in namespace team"):
+    with pytest.raises(KubernetesError, match="ask for this right in namespace team"):
         follow(
             Cluster(),
             "mnist",
@@ -344,7 +344,7 @@ def test_a_log_that_is_denied_is_told_and_asked_for_again(api: KubernetesApi) ->
     )
     result = play(api, succeeds(api, lambda: api.asked("list", "/log$") >= 4))
     assert (result.exit_code, result.stdout) == (0, "epoch 1\nepoch 2\n")
-    assert result.stderr.count("ask for that right in namespace team, or use another --namespace; asking again") == 1
+    assert result.stderr.count("ask for this right in namespace team, or use another --namespace; asking again") == 1
 
 
 def test_a_log_that_stays_denied_does_not_keep_the_end_from_being_told(api: KubernetesApi) -> None:

@@ -44,23 +44,23 @@ def _waits(launch: Launcher, reason: str, *arguments: str) -> str:
     finally:
         launch.cluster.command("scancel", str(job))
         process.communicate(timeout=100)
-    assert f"`hvdcomp launch slurm delete {job}` ends it" in said
+    assert f"To end the job: `hvdcomp launch slurm delete {job}`" in said
     return said
 
 
 def test_a_time_limit_that_the_partition_does_not_allow_is_said(launch: Launcher) -> None:
     said = _waits(launch, "PartitionTimeLimit", "--time", "2:00:00")
-    assert "it never starts: the time limit (--time) is longer than the partition" in said
+    assert "it will never start: the time limit (--time) is longer than the partition" in said
 
 
 def test_an_account_that_the_partition_does_not_allow_is_said(launch: Launcher) -> None:
     said = _waits(launch, "Job's_account_not", "--partition", "physics", "--account", "art")
-    assert "it never starts: the account (--account) may not use the partition (--partition)" in said
+    assert "it will never start: the account (--account) may not use the partition (--partition)" in said
 
 
 def test_more_nodes_than_the_cluster_has_is_said(launch: Launcher) -> None:
     said = _waits(launch, "PartitionConfig", "--ranks", "4", "--nodes", "4")
-    assert "it starts only if the partition gets as many nodes (--nodes)" in said
+    assert "it asks for more nodes (--nodes) than the partition has" in said
 
 
 def test_more_nodes_than_the_partition_allows_is_said(launch: Launcher) -> None:
@@ -69,7 +69,7 @@ def test_more_nodes_than_the_partition_allows_is_said(launch: Launcher) -> None:
         said = _waits(launch, "PartitionNodeLimit", "--nodes", "2")
     finally:
         launch.cluster.command("scontrol", "update", "PartitionName=tests", "MaxNodes=UNLIMITED")
-    assert "it never starts: the partition allows more or fewer nodes (--nodes)" in said
+    assert "it will never start: the partition does not allow this number of nodes (--nodes)" in said
 
 
 _REFUSED = {

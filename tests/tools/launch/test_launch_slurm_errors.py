@@ -54,7 +54,7 @@ _REFUSED = {
     ),
     "Invalid qos specification": ("(no --qos, --partition gpu): use a QOS", "sacctmgr show associations"),
     "User's group not permitted to use this partition": ("(--partition gpu): use one", "scontrol show partition"),
-    "Required partition not available (inactive or drain)": ("(--partition gpu): it takes no jobs now", "sinfo"),
+    "Required partition not available (inactive or drain)": ("(--partition gpu): it accepts no jobs now", "sinfo"),
     "Access denied to requested reservation": ("(no --reservation): use one that is yours", "scontrol show res"),
     "Memory required by task is not available": ("(no --memory, --partition gpu): ask for less", "sinfo"),
     "More processors requested than permitted": ("(--partition gpu, --nodes 2,", "scontrol show partition"),
@@ -91,7 +91,7 @@ def test_a_controller_that_does_not_answer_may_have_the_job(folder: Path) -> Non
     done = _launch(*_JOB, *_PROGRAM)
     assert done.exit_code == 125
     (line,) = done.stderr.splitlines()
-    assert f"{text}: `squeue --me` shows whether it has the job nevertheless" in line
+    assert f"{text}: Slurm may have the job nevertheless. If `squeue --me`" in line
 
 
 def test_a_job_has_nothing_of_another_one_that_it_is_submitted_in(
@@ -131,7 +131,7 @@ def test_what_is_asked_of_slurm_is_said_also_where_nobody_gave_it(folder: Path) 
     ],
 )
 def test_a_job_that_can_never_start_is_said_so(reason: str) -> None:
-    assert explain_reason(reason).startswith("it never starts: ")
+    assert explain_reason(reason).startswith("it will never start: ")
 
 
 @pytest.mark.parametrize("reason", ["Priority", "Resources", "None", "QOSMaxJobsPerUserLimit", "AssocGrpCpuLimit"])
@@ -142,5 +142,5 @@ def test_of_a_job_that_waits_for_its_turn_nothing_is_said(reason: str) -> None:
 def test_other_things_that_keep_a_job_are_said() -> None:
     assert "scontrol release" in explain_reason("JobHeldUser")
     assert "scontrol release" in explain_reason("launch_failed_requeued_held")
-    assert "takes no jobs now" in explain_reason("PartitionDown")
+    assert "accepts no jobs now" in explain_reason("PartitionDown")
     assert "down or reserved" in explain_reason("ReqNodeNotAvail,_UnavailableNodes:node3")

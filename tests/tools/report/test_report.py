@@ -139,7 +139,7 @@ def test_the_headline_says_who_won(tmp_path):
     assert sentences(tmp_path) == [
         "topk:ratio=0.01 sent 50.0 times fewer bytes than dense training, and ended at 97.01% accuracy; dense training "
         "ended at 98.00% accuracy.",
-        "topk:ratio=0.001 sent fewest, 400.0 times fewer, but ended at 96.99% accuracy.",
+        "topk:ratio=0.001 sent the fewest bytes, 400.0 times fewer, but ended at 96.99% accuracy.",
         "fp16 ended best, at 98.50% accuracy, with 2.0 times fewer bytes.",
     ]
 
@@ -149,9 +149,21 @@ def test_a_headline_where_nothing_is_as_good_as_dense(tmp_path):
     write_run(tmp_path / "dense", perplexity=5.0, **common)
     write_run(tmp_path / "topk", "topk:ratio=0.01", factor=50, perplexity=5.51, **common)
     assert sentences(tmp_path) == [
-        "No method with fewer bytes ended within 10% of dense training (a perplexity of 5.00).",
-        "topk:ratio=0.01 sent fewest, 50.0 times fewer, but ended at a perplexity of 5.51.",
+        "No method that sent fewer bytes ended within 10% of dense training (a perplexity of 5.00).",
+        "topk:ratio=0.01 sent the fewest bytes, 50.0 times fewer, but ended at a perplexity of 5.51.",
     ]
+
+
+def test_a_headline_of_regressions(tmp_path):
+    common = {"metric": "rmse", "model": "mlp", "data": "heavy-tails"}
+    write_run(tmp_path / "dense", rmse=0.3458, **common)
+    write_run(tmp_path / "int4", "int4", factor=7, rmse=0.3461, **common)
+    assert sentences(tmp_path) == [
+        "int4 sent 7.0 times fewer bytes than dense training, and ended at an RMSE of 0.3461; dense training ended at "
+        "an RMSE of 0.3458."
+    ]
+    rows = read_table(tmp_path / "int4")
+    assert [cells(row)[3] for row in rows] == ["0.3461"]
 
 
 def test_unfinished_run_with_truncated_last_line(tmp_path):
@@ -193,7 +205,7 @@ def test_value_that_is_no_number_is_an_error(tmp_path, key):
     folder = write_run(tmp_path / "run", **{key: "high"})
     result = report(folder, "--output", tmp_path / "out")
     assert result.exit_code == 1
-    assert f'{key}: "high" is not a number; remove it to read the run as unfinished' in result.output
+    assert f'{key}: "high" is not a number; remove the file to read the run as unfinished' in result.output
 
 
 @pytest.mark.parametrize(

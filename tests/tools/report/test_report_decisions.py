@@ -216,7 +216,7 @@ def test_half_a_last_line_is_left_out(tmp_path):
         (2, '"fc1.weight": 4', '"fc1.weight": "much"', "line 2.*much"),
         (1, '{"kind": "start"', '\n{"kind": "start"', "line 1"),
         (2, '"fc1.weight": 4', f'"fc1.weight": {10**400}', "line 2.*OverflowError"),
-        (2, '"from_step": 21', f'"from_step": {2**70}', "line 2: no run has a step of this number"),
+        (2, '"from_step": 21', f'"from_step": {2**70}', "line 2: the number of the step is out of range"),
     ],
 )
 def test_damaged_log_is_an_error_that_names_the_line(tmp_path, number, old, new, said):
@@ -238,7 +238,7 @@ def test_damaged_log_is_an_error_that_names_the_line(tmp_path, number, old, new,
 def test_log_without_its_start_is_an_error(tmp_path):
     path = write_log(tmp_path / "run/decisions.jsonl", "adaqs:start=64,fall=0.2", falling_ratios)
     path.write_text(path.read_text().partition("\n")[2])
-    with pytest.raises(RunError, match="line 1: a decision log begins with a start line"):
+    with pytest.raises(RunError, match="line 1: the decision log does not begin with a start line"):
         find_runs([path.parent])
 
 
@@ -303,7 +303,7 @@ def test_a_policy_that_was_taken_out_is_named_and_not_drawn(tmp_path):
     result = report(tmp_path / "runs", "--output", tmp_path / "out")
     assert result.exit_code == 0, result.output
     old = "accordion_joint:low=4,high=1,interval=1"
-    said = f"The decisions of old are not drawn: {old!r}: the policy accordion_joint was taken out"
+    said = f"The decisions of old are not drawn: {old!r}: the policy accordion_joint was removed"
     page = (tmp_path / "out/report.html").read_text().replace("&#39;", "'")
     for text in (" ".join(result.output.split()), page):
         assert text.count(said) == 1
@@ -420,7 +420,7 @@ def test_what_auto_chose_is_drawn_with_the_times_that_it_chose_by(tmp_path):
     assert log.measured["dense"][-1] == pytest.approx(1.0)
     (one,), _ = find_runs([folder])
     ((_, caption, figure),) = draw_decisions(one)
-    assert "the method in force" in caption
+    assert "the method in use" in caption
     figure.canvas.draw()
     labels = [text.get_text() for text in figure.axes[1].get_yticklabels()]
     assert "fp16: 500 ms (predicted 950)" in labels

@@ -114,7 +114,7 @@ def test_a_series_is_shown_by_mean_and_interval(tmp_path: Path) -> None:
     assert shown(section) == [
         {
             "Series": "topk:ratio=0.01", "Seeds": "4 (1 diverged)", "Loss": "0.600 (±0.248)",
-            "Accuracy %": "82.00 (±4.97)", "Sent in all": "3.2 MB", "CF": "50.0x", "Seconds": "2.00",
+            "Accuracy %": "82.00 (±4.97)", "Sent in total": "3.2 MB", "CF": "50.0x", "Seconds": "2.00",
         }
     ]  # fmt: skip
 
@@ -140,14 +140,14 @@ def test_what_a_target_took_is_compared_with_dense_and_fp16(tmp_path: Path) -> N
     write_seed(tmp_path / "other-link", "int8", options={"simulate_ranks": 4, "link": "1gbit"}, seconds=0.1)
     rows = {row["Series"].partition(" (")[0]: row for row in shown(section_of(tmp_path)) if "lr=" not in row["Series"]}
     topk, dense, fp16 = rows["topk:ratio=0.01"], rows["none"], rows["fp16"]
-    assert (topk["Target reached"], topk["Steps to it"]) == ("1 of 2 (accuracy=0.8)", "60.0")
-    assert (topk["Sent to it"], topk["Seconds to it"]) == ("4.8 MB", "3.00")
-    assert (dense["Target reached"], dense["Seconds to it"]) == ("2 of 2 (accuracy=0.8)", "15.0 (±38.1)")
+    assert (topk["Target reached"], topk["Steps to target"]) == ("1 of 2 (accuracy=0.8)", "60.0")
+    assert (topk["Sent to target"], topk["Seconds to target"]) == ("4.8 MB", "3.00")
+    assert (dense["Target reached"], dense["Seconds to target"]) == ("2 of 2 (accuracy=0.8)", "15.0 (±38.1)")
     # The other seed of topk never got there.
-    assert (topk["Speed to it vs none"], topk["Speed to it vs fp16"]) == ("5.00x*", "2.50x*")
-    assert (fp16["Speed to it vs none"], dense["Speed to it vs fp16"]) == ("2.00x", "0.50x")
+    assert (topk["Speed to target vs none"], topk["Speed to target vs fp16"]) == ("5.00x*", "2.50x*")
+    assert (fp16["Speed to target vs none"], dense["Speed to target vs fp16"]) == ("2.00x", "0.50x")
     for name in ("signsgd", "int8"):
-        assert rows[name]["Speed to it vs none"] == "-", "another target, another link"
+        assert rows[name]["Speed to target vs none"] == "-", "another target, another link"
 
 
 def test_a_reference_is_plain_and_preferably_always_there(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_reference_is_plain_and_preferably_always_there(tmp_path: Path) -> Non
     assert found["speed_to_target_vs_none"] == pytest.approx(2.5)
     assert found["speed_to_target_vs_none_over"] == "all runs"
     assert found["speed_to_target_vs_fp16"] is None
-    assert "Speed to it vs fp16" not in section_of(tmp_path).series_headings
+    assert "Speed to target vs fp16" not in section_of(tmp_path).series_headings
 
 
 def test_the_headline_says_who_was_first_at_the_target(tmp_path: Path) -> None:
@@ -169,8 +169,9 @@ def test_the_headline_says_who_was_first_at_the_target(tmp_path: Path) -> None:
     write_seed(tmp_path / "topk", "topk:ratio=0.01", seconds=1.0, factor=50)
     write_seed(tmp_path / "dgc", "dgc:ratio=0.001", seconds=1.0, factor=100, accuracies=(0.1, 0.2, 0.3, 0.4, 0.8))
     assert headline(section_of(tmp_path)) == [
-        "topk:ratio=0.01 reached accuracy=0.8 first, in 3.00 seconds of training, 4.0 times as fast as dense training.",
-        "dgc:ratio=0.001 sent fewest bytes to get there, 4.0 MB, 60.0 times fewer than dense training.",
+        "topk:ratio=0.01 reached accuracy=0.8 first, in 3.00 seconds of training, 4.0 times faster than dense "
+        "training.",
+        "dgc:ratio=0.001 sent the fewest bytes to reach it, 4.0 MB, 60.0 times fewer than dense training.",
     ]
     write_seed(tmp_path / "int8", "int8", seconds=0.1, target="accuracy=0.7")
     assert headline(section_of(tmp_path)) == [], "different targets are not compared"
@@ -260,7 +261,7 @@ def test_real_ranks_share_a_machine_and_simulated_ones_do_not(tmp_path: Path) ->
     links = {"simulate_ranks": 4, "link": "100mbit"}
     write_seed(tmp_path / "simulated" / "one", options=links, ms=50.0, **simulated)
     real, predicted, both = (section_of(place) for place in (tmp_path / "real", tmp_path / "simulated", tmp_path))
-    says = "computing measured, exchange predicted for 100mbit"
+    says = "the time of computation is measured, and the time of exchanges is predicted for 100mbit"
     assert "share one machine" in " ".join(real.notes())
     assert says not in " ".join(real.notes())
     assert says in " ".join(predicted.notes())
@@ -300,7 +301,8 @@ def test_two_seeds_that_were_really_trained(trained: Path, tmp_path: Path) -> No
         assert row[key] == pytest.approx(np.mean([summary[name] for summary in summaries]))
     assert row["steps_to_target"] == np.mean([summary["until"]["step"] for summary in summaries])
     assert row["bytes_to_target"] == np.mean([summary["until"]["bytes_sent"] for summary in summaries])
-    assert "computing measured, exchange predicted for 100mbit" in " ".join(result.output.split())
+    said = " ".join(result.output.split())
+    assert "the time of computation is measured, and the time of exchanges is predicted for 100mbit" in said
     assert "share one machine" not in result.output
     page = (tmp_path / "out/report.html").read_text()
     assert re.search(r'data-heading="Target reached" class="number">2 of 2<small>accuracy=0.5</small>', page)

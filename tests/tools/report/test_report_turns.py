@@ -89,11 +89,11 @@ def test_table_and_page_say_what_the_times_are_of(tmp_path: Path) -> None:
     page = (tmp_path / "out" / "report.html").read_text()
     for text in (" ".join(result.output.split()), " ".join(page.split())):
         assert "The 4 ranks of a run share one machine" in text
-        assert "Predicted, not measured: a step of 4 such ranks with a link of 100 Mb/s or 1 Gb/s" in text
-        assert "Predictions may be wrong by 10%; smaller differences mean nothing" in text
+        assert "Predicted, not measured: the times of a step of 4 such ranks with a link of 100 Mb/s or 1 Gb/s" in text
+        assert "Predictions may be wrong by 10%; ignore smaller differences" in text
         assert "On a link of 100 Mb/s, a step of topk:ratio=0.01 (framework=torch) is predicted to take" in text
-        assert "times as fast as dense training." in text
-        assert "Measured here, it is 3.00 times as fast." in text
+        assert "times faster than dense training." in text
+        assert "Measured on this machine, without the slow link, it is faster than dense training (3.00x)." in text
         assert "540 / 108" in text
         assert "25.0*" in text
     heading = next(line for line in result.output.splitlines() if "Predicted" in line)
@@ -114,9 +114,9 @@ def test_steps_that_were_measured_on_a_link_take_the_place_of_its_predictions(tm
     page = (tmp_path / "out" / "report.html").read_text().replace("\u00a0", " ")
     for text in (" ".join(result.output.split()), " ".join(page.split())):
         assert "On a link of 100 Mb/s, a step of topk:ratio=0.01 (framework=torch) took 50 ms instead of 500" in text
-        assert "Without such a link, it is 3.00 times as fast." in text
-        assert "Measured at 100 Mb/s: the same steps of the same ranks, each on an emulated host" in text
-        assert "Predicted, not measured: a step of 4 such ranks with a link of 1 Gb/s between them" in text
+        assert "On this machine, without the slow link, it is faster than dense training (3.00x)." in text
+        assert "Measured at 100 Mb/s: the same steps of the same ranks, each rank on an emulated host" in text
+        assert "Predicted, not measured: the times of a step of 4 such ranks with a link of 1 Gb/s between them" in text
     for heading, dense, topk in (("Measured ms at 100 Mb/s", "500", "50.0"), ("Predicted ms at 1 Gb/s", "108", "81.4")):
         assert heading in page
         assert f">{dense}<" in page
@@ -130,8 +130,8 @@ def test_steps_that_were_measured_on_a_link_take_the_place_of_its_predictions(tm
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({}, "in a file without --rate and at most a file for each --rate"),
-        ({"rate": "100mbit", "model": "cnn@digits"}, "must be of one model, data set"),
+        ({}, "Give one file without --rate, and at most one file for each --rate"),
+        ({"rate": "100mbit", "model": "cnn@digits"}, "must have the same model, data"),
         ({"rate": "10mbit"}, "has links of '10mbit'; a report can only show 100mbit or 1gbit"),
     ],
 )
@@ -160,8 +160,8 @@ def test_predictions_from_noise_are_withheld(tmp_path: Path) -> None:
     place = next(place for place, heading in enumerate(section.headings) if heading.startswith("Predicted"))
     assert (dense[place], topk[place]) == ("540 / -", "- / -")
     note = section.notes()[-1]
-    assert "that differed by more than 15% when repeated: 2. " in note
-    assert "The most important is network, allreduce of 64 bytes: 2130%." in note
+    assert "2 of its measurements differed by more than 15%" in note
+    assert "the most important is network, allreduce of 64 bytes, by 2130%." in note
     assert "Predictions that may be wrong by more than 15% are left out" in note
     assert "time" in [name for name, _, _ in draw_section(section)]
 
@@ -175,10 +175,10 @@ def test_without_a_prediction_that_can_be_trusted_there_is_no_column(tmp_path: P
     page = (tmp_path / "out" / "report.html").read_text()
     for text in (" ".join(result.output.split()), " ".join(page.split())):
         assert "Predicted" not in text
-        assert "There is no prediction for a link of 100 Mb/s: this machine was too busy" in text
+        assert "There is no prediction for a link of 100 Mb/s, because this machine was too busy" in text
         assert "There are no predictions for links of 100 Mb/s or 1 Gb/s" in text
-        assert "The most important is cnn@digits, passes: 200%." in text
-        assert "smaller differences mean nothing" not in text
+        assert "the most important is cnn@digits, passes, by 200%." in text
+        assert "ignore smaller differences" not in text
     rows = json.loads((tmp_path / "out" / "report.json").read_text())["rows"]
     assert {row["predicted_ms_1gbit"] for row in rows} == {None}
     assert [row["turns_ms"] for row in rows] == [120.0, None, 40.0]

@@ -346,12 +346,12 @@ def test_trainings_on_published_data(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert outcome.about["command"].endswith(f"accordion-fig11 --quick --data-dir {tmp_path} --epochs 3")
     lacking = CliRunner().invoke(main, ["reproduce", "accordion-fig9", *words[2:], "--epochs", "1"])
     assert lacking.exit_code == 1
-    assert "holds no CIFAR-100" in lacking.output
+    assert "contains no CIFAR-100" in lacking.output
 
 
 def test_epochs_need_data() -> None:
     done = CliRunner().invoke(main, ["reproduce", "accordion-fig9", "--epochs", "3"])
-    assert (done.exit_code, "by --data-dir" in done.output) == (2, True)
+    assert (done.exit_code, "with --data-dir" in done.output) == (2, True)
 
 
 def test_numbers_are_shown_with_what_they_mean() -> None:

@@ -314,13 +314,13 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     folder, output = str(tmp_path / "c"), str(tmp_path / "b")
     base = [*_TOPK, "--epochs", "1", "--checkpoint-folder", folder]
     refused = {
-        "is of a run with seed=0, and this one has 1": [*base, "--output", output, "--seed", "1"],
-        "is of a run with compression='topk:ratio=0.02'": [*base, "--output", output, "--compression", "fp16"],
-        "steps.jsonl is not that of the run that was saved": [*base, "--output", str(tmp_path / "elsewhere")],
+        "was saved by a run with seed=0, but this run has 1": [*base, "--output", output, "--seed", "1"],
+        "was saved by a run with compression='topk:ratio=0.02'": [*base, "--output", output, "--compression", "fp16"],
+        "steps.jsonl does not belong to the run that was saved": [*base, "--output", str(tmp_path / "elsewhere")],
         "run-0.json cannot be read": [*_TOPK, "--checkpoint-folder", str(tmp_path / "damaged")],
-        "file: File exists; name another": [*_TOPK, "--checkpoint-folder", str(tmp_path / "file")],
+        "file cannot be used: File exists; name another": [*_TOPK, "--checkpoint-folder", str(tmp_path / "file")],
         "--checkpoint-every needs --checkpoint-folder DIR": [*_TOPK, "--checkpoint-every", "5"],
-        "--checkpoint-every 0: at least 1": [*base, "--checkpoint-every", "0"],
+        "--checkpoint-every 0 must be at least 1": [*base, "--checkpoint-every", "0"],
     }
     runs: list[dict[str, Any]] = [{"options": one} for one in ([*base, "--output", output], *refused.values())]
     copy = str(tmp_path / "foreign")
@@ -334,8 +334,8 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
         assert f"run {number} ends on rank 0 with 2" in said
     others = [[*base, "--output", output], [*base, "--output", output, "--seed", "1"]]
     other_ranks = _run(2, tmp_path, [{"options": one} for one in others])
-    assert other_ranks.count("checkpoint of 1 rank, this run has 2 ranks") == 1
-    assert other_ranks.count("is of a run with seed=0, and this one has 1") == 1
+    assert other_ranks.count("the checkpoint has 1 rank, and this run has 2 ranks") == 1
+    assert other_ranks.count("was saved by a run with seed=0, but this run has 1") == 1
     for rank in (0, 1):
         assert f"run 0 ends on rank {rank} with 0" in other_ranks
         assert f"run 1 ends on rank {rank} with 2" in other_ranks
@@ -391,13 +391,13 @@ if rank == 0:
     resumed_at = _summary(tmp_path / "b")["resumed_at"]
     assert resumed_at[0] == 21
     assert 21 < resumed_at[1] < 35
-    assert said.count("rank-1.pt is not what was written (its SHA-256 differs") == 2, "once a run, by rank 0"
+    assert said.count("rank-1.pt is damaged: its SHA-256 differs") == 2, "once a run, by rank 0"
     assert resumed_at[2:] == [56], "the run was over, and its last step was made again"
     _check_same_run(tmp_path / "a", tmp_path / "b", resumed_at)
     for rank in (0, 1):
         assert f"run 3 ends on rank {rank} with 0" in said
         assert f"run 5 ends on rank {rank} with 2" in said
-    assert "holds no checkpoint that can be read" in " ".join(said.split())
+    assert "contains no checkpoint that can be read" in " ".join(said.split())
 
 
 @pytest.mark.thorough
@@ -429,19 +429,19 @@ def test_what_cannot_be_written_ends_all_ranks_with_the_first_cause(tmp_path: Pa
     for number, code in enumerate((0, 1, 1, 0, 2, 2, 2, 1)):
         for rank in (0, 1):
             assert f"run {number} ends on rank {rank} with {code}" in said, number
-    assert said.count(f"Error: {file} cannot be written: File too large; what was written before is whole") == 2
+    assert said.count(f"Error: {file} cannot be written: File too large; everything that was written be") == 2
     assert [line["step"] for line in _lines(output / "steps.jsonl")] == list(range(1, 21))
     assert f"{file} cannot be written" in _summary(output)["error"]
     assert not list(output.glob("*.part"))
     assert said.count(f"the checkpoint in {folder} cannot be written on rank 1: File too large") == 2
     assert _held(folder) == ["step-00000056", "step-00000060"]
-    assert said.count("going on after step 7 ") == 1
+    assert said.count("continuing after step 7 ") == 1
     weights = [place / "step-00000060" / "model.pt" for place in (folder, tmp_path / "d")]
     assert weights[0].read_bytes() == weights[1].read_bytes(), "the run of before, bit for bit"
     for place in (tmp_path / "file" / "below", Path("/proc/hvdcomp"), tmp_path / ("long" * 100)):
         assert said.count(f"--output {place}") == 1, "rank 0 alone says it"
     assert said.count(f"the checkpoint in {gone} cannot be written on rank 0: ") == 2, "once per rank"
-    assert "the one before it, if any, is complete" in said
+    assert "the previous checkpoint, if there is one, is complete" in said
     assert _summary(failed)["status"] == "failed"
     assert [line["step"] for line in _lines(failed / "steps.jsonl")] == list(range(1, 15))
 
@@ -504,5 +504,5 @@ def test_a_checkpoint_of_the_first_release_is_one_of_horovod(tmp_path: Path) -> 
     (tmp_path / "step-00000007").mkdir()
     (tmp_path / "step-00000007" / "run-0.json").write_text(json.dumps(record))
     assert Checkpoints(options, facts, _Alone()).find() == run
-    with pytest.raises(RunRefused, match="is of a run with backend='horovod', and this one has 'ddp'"):
+    with pytest.raises(RunRefused, match="was saved by a run with backend='horovod', but this run has 'ddp'"):
         Checkpoints(options, {**facts, "backend": "ddp"}, _Alone()).find()

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdcomp.tools.train import data as data_module
-from hvdcomp.tools.train import data_cifar, data_criteo, data_mnist1d, data_text
+from hvdcomp.tools.train import data_cifar, data_criteo, data_heavy_tails, data_mnist1d, data_shapes, data_text
 from hvdcomp.tools.train.data import epoch_shard, evaluation_shard, load_data, steps_per_epoch
 from hvdcomp.tools.train.dataset import DataSet, augment
 from hvdcomp.tools.train.options import SetupError, TrainingOptions
@@ -38,7 +38,7 @@ def _load(**options: object) -> DataSet:
 )
 def test_shards_of_an_epoch(samples: int, world_size: int, batch: int, seed: int, epoch: int) -> None:
     if samples // world_size < batch:
-        with pytest.raises(SetupError, match=f"--batch-size {batch} .* each of {world_size} ranks"):
+        with pytest.raises(SetupError, match=f"--batch-size {batch} .* on {world_size} ranks"):
             steps_per_epoch(samples, world_size, batch, passes=1)
         return
     steps = steps_per_epoch(samples, world_size, batch, passes=1)
@@ -112,6 +112,66 @@ def test_synthetic_is_learnable_and_seeded() -> None:
     assert (distances.argmin(axis=1) == data.test_y).mean() > 0.9
 
 
+@pytest.mark.parametrize(("model", "name"), [("cnn", "shapes"), ("encoder", "sorting"), ("mlp", "heavy-tails")])
+def test_generated_data_are_the_same_for_every_seed_and_no_sample_is_in_two_parts(model: str, name: str) -> None:
+    data = _load(model=model, data=name, seed=3)
+    assert data.validation is not None
+    parts = [data.train_x, data.validation.x, data.test_x]
+    samples = np.concatenate([part.reshape(len(part), -1) for part in parts])
+    assert len(np.unique(samples, axis=0)) == len(samples)
+    loader = data_module.__dict__[f"data_{name.replace('-', '_')}"].load
+    loader.cache_clear()
+    again = _load(model=model, data=name, seed=4)
+    assert again is not data, "drawn anew"
+    for one, other in ((data.train_x, again.train_x), (data.train_y, again.train_y), (data.test_y, again.test_y)):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_shapes_are_whole_where_the_label_says_so_and_pieces_are_small() -> None:
+    draws = np.random.default_rng(0)
+    labels = np.arange(10).repeat(50)
+    whole = data_shapes._drawn(labels, (7.5, 7.5), draws)
+    sizes = whole.sum((1, 2)).reshape(10, 50).mean(1)
+    disc, ring, square, frame = sizes[:4]
+    low, high = data_shapes._RADII
+    squared_radius = (high**3 - low**3) / (high - low) / 3  # its mean
+    assert disc == pytest.approx(0.8 * np.pi * squared_radius, rel=0.1)
+    assert ring < disc
+    assert frame < square == pytest.approx(2.25 * squared_radius, rel=0.1)
+    turned = [len(np.unique(whole[labels == label].reshape(50, -1), axis=0)) for label in range(10)]
+    assert min(turned[2:]) > 25, "angles and sizes differ"
+    windows = data_shapes._windows(2000, draws)
+    assert set(windows.sum((1, 2))) == {25}
+    assert windows.any(0).all(), "they are everywhere"
+    data = _load(model="cnn", data="shapes")
+    assert (data.channels, data.size, data.classes) == (1, 16, 10)
+    assert np.bincount(data.train_y).min() > 1000
+
+
+def test_numbers_to_sort_have_the_same_numbers_in_order_as_targets() -> None:
+    data = _load(model="encoder", data="sorting")
+    assert (data.has_tokens, data.size, data.classes) == (True, 16, 64)
+    assert (np.diff(data.train_y) >= 0).all()
+    for x, y in zip(data.train_x[:20].tolist(), data.train_y[:20].tolist(), strict=True):
+        assert sorted(x) == y != x
+
+
+def test_half_of_the_features_of_a_regression_have_outliers() -> None:
+    data = _load(model="mlp", data="heavy-tails")
+    assert (data.channels, data.size, data.classes) == (16, 1, 1)
+    x, y = data.model_input(data.train_x)[:, :, 0, 0], data.train_y
+    assert (x.dtype, y.dtype) == (np.float32, np.float32)
+    np.testing.assert_allclose([x.mean(0).max(), x.std(), y.mean(), y.std()], [0, 1, 0, 1], atol=1e-3)
+    largest = abs(x).max(0)
+    assert largest[:8].min() > 15 > 6 > largest[8:].max()
+    # There is something to learn, and it is not linear.
+    rows = np.c_[x, np.ones(len(x))]
+    fitted = rows @ np.linalg.lstsq(rows, y, rcond=None)[0]
+    assert 0.3 < ((y - fitted) ** 2).mean() < 0.9
+    heavy = data.train_x[:, :8, 0, 0]
+    np.testing.assert_allclose((np.log1p(abs(heavy)) / data_heavy_tails._GROWTH).mean(0), (2 / np.pi) ** 0.5, atol=0.02)
+
+
 def test_samples_and_label_noise() -> None:
     whole = _load(data="synthetic", image_size=8)
     part = _load(data="synthetic", image_size=8, samples=50)
@@ -121,14 +181,14 @@ def test_samples_and_label_noise() -> None:
     assert np.array_equal(noisy.test_y, whole.test_y)
     # Of the replaced labels one in ten is drawn as it was.
     assert (noisy.train_y != whole.train_y).mean() == pytest.approx(0.45, abs=0.05)
-    with pytest.raises(SetupError, match="--samples 3000: --data synthetic has 2000"):
+    with pytest.raises(SetupError, match="--samples 3000 is more than the 2000 training samples of --data synthetic"):
         _load(data="synthetic", image_size=8, samples=3000)
 
 
 @pytest.mark.parametrize(("unit", "vocabulary"), [("char", range(60, 300)), ("word", range(1000, 10_001))])
 def test_standard_library_text(unit: str, vocabulary: range) -> None:
     data = data_text.standard_library(50_000 if unit == "char" else 200_000, unit, 20)
-    assert data.is_text
+    assert data.has_tokens
     assert data.classes in vocabulary
     assert data.size == 20
     assert np.array_equal(data.train_x[0, 1:], data.train_y[0, :-1]), "targets are the inputs one further"
@@ -141,13 +201,13 @@ def test_standard_library_text(unit: str, vocabulary: range) -> None:
 
 
 def test_standard_library_cannot_be_longer_than_it_is() -> None:
-    with pytest.raises(SetupError, match=r"--text-size 10000000000: the standard library in .* has"):
+    with pytest.raises(SetupError, match=r"--text-size 10000000000 is too large: the standard library in .* has"):
         data_text.standard_library(10**10, "char", 20)
 
 
 def test_bytes_of_the_standard_library_are_in_one_part_only() -> None:
     data = data_text.bytes_of_standard_library(200_000, 64)
-    assert (data.classes, data.is_text, data.train_x.shape) == (256, True, (3124, 64))
+    assert (data.classes, data.has_tokens, data.train_x.shape) == (256, True, (3124, 64))
     assert data.validation is not None
     parts = {"train": data.train_x, "validation": data.validation.x, "test": data.test_x}
     texts = {name: part.astype(np.uint8).tobytes() for name, part in parts.items()}
@@ -159,7 +219,7 @@ def test_bytes_of_the_standard_library_are_in_one_part_only() -> None:
 
 
 def test_too_many_bytes_of_the_standard_library() -> None:
-    with pytest.raises(SetupError, match=r"--text-size 10000000000: the standard library in .* has \d+ bytes"):
+    with pytest.raises(SetupError, match=r"--text-size 10000000000 is too large: .* has \d+ bytes"):
         data_text.bytes_of_standard_library(10**10, 64)
 
 
@@ -231,7 +291,7 @@ def test_validation_samples_are_held_back_from_the_training() -> None:
     assert np.array_equal(np.concatenate([data.train_y, data.validation.y]), whole.train_y)
     assert len(data.validation.x) == 100
     assert np.array_equal(data.test_x, whole.test_x)
-    with pytest.raises(SetupError, match="--validation-samples 1437: give fewer than the 1437 training samples"):
+    with pytest.raises(SetupError, match="--validation-samples 1437 must be fewer than the 1437 training samples"):
         _load(data="digits", validation_samples=1437)
 
 
@@ -380,11 +440,11 @@ def test_cifar_pickles_cannot_run_code(tmp_path: Path) -> None:
 
 
 def test_missing_cifar_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match=r"holds no CIFAR-10: expected the folder cifar-10-batches-py .* test_batch"):
+    with pytest.raises(SetupError, match=r"contains no CIFAR-10; it must contain the folder cifar-10-batches-py .* t"):
         data_cifar.load(tmp_path, "cifar10")
     missing = _write_cifar10(tmp_path) / "data_batch_5"
     missing.unlink()
-    with pytest.raises(SetupError, match=f"{re.escape(str(missing))} is missing; CIFAR-10 has data_batch_1"):
+    with pytest.raises(SetupError, match=f"{re.escape(str(missing))} is missing; CIFAR-10 consists of data_batch_1"):
         data_cifar.load(tmp_path, "cifar10")
 
 
@@ -439,7 +499,7 @@ def test_criteo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = _load(model="dlrm", data="criteo", data_dir=tmp_path, table_rows=50, samples=30)
     assert [len(part) for part in (first.train_x, first.validation.x, first.test_x)] == [30, 3, 2]
     np.testing.assert_array_equal(np.concatenate([first.train_x, first.validation.x[:1]]), data.train_x[:31])
-    with pytest.raises(SetupError, match=r"--samples 61: --data criteo has 60 to train on"):
+    with pytest.raises(SetupError, match=r"--samples 61 is more than the 60 training samples of --data criteo"):
         _load(model="dlrm", data="criteo", data_dir=tmp_path, samples=61)
 
 
@@ -463,10 +523,10 @@ def test_damaged_criteo_is_named_with_the_line(tmp_path: Path, place: int, field
 
 
 def test_missing_criteo_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match=r"holds no Criteo: expected the file train\.txt of Kaggle's"):
+    with pytest.raises(SetupError, match=r"contains no Criteo; it must contain the file train\.txt of"):
         data_criteo.load(tmp_path, 100, None)
     path = _write_criteo(tmp_path, _criteo_lines(2))
-    with pytest.raises(SetupError, match=f"{re.escape(str(path))} has 2 lines, and --data criteo needs three"):
+    with pytest.raises(SetupError, match=f"{re.escape(str(path))} has 2 lines, and --data criteo needs at least three"):
         data_criteo.load(tmp_path, 100, None)
 
 
@@ -507,7 +567,7 @@ def test_ptb(tmp_path: Path) -> None:
 
 
 def test_missing_or_damaged_text_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SetupError, match=r"holds no WikiText-2: expected .*wiki.train.tokens and wiki.test.tokens"):
+    with pytest.raises(SetupError, match=r"contains no WikiText-2; it must .*wiki.train.tokens and wiki.test.tokens"):
         data_text.load(tmp_path, "wikitext2", 4)
     train, test = tmp_path / "wiki.train.tokens", tmp_path / "wiki.test.tokens"
     train.write_text(_WIKI)
@@ -520,5 +580,5 @@ def test_missing_or_damaged_text_is_named(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match=f"{re.escape(str(test))} is empty"):
         data_text.load(tmp_path, "wikitext2", 4)
     test.write_text("the cat")
-    with pytest.raises(SetupError, match=r"wiki.test.tokens: a text of 3 tokens has no sequence of .* 4; shorten"):
+    with pytest.raises(SetupError, match=r"wiki.test.tokens: a text of 3 tokens is too short for .* 4; give"):
         data_text.load(tmp_path, "wikitext2", 4)

@@ -131,8 +131,8 @@ def test_one_process_alone_trains(tmp_path: Path) -> None:
         ("ddp", "torch", False, "ddp"),
         ("horovod", "torch", False, "horovod"),
         ("horovod", "torch", True, "torchrun has started"),
-        ("auto", "tensorflow", True, "torchrun is for PyTorch"),
-        ("ddp", "tensorflow", False, "--backend ddp is for PyTorch"),
+        ("auto", "tensorflow", True, "torchrun works only with PyTorch"),
+        ("ddp", "tensorflow", False, "--backend ddp works only with PyTorch"),
     ],
 )
 def test_the_launcher_chooses_the_backend(backend: str, framework: str, torchrun: bool, chosen: str) -> None:
@@ -147,9 +147,9 @@ def test_the_launcher_chooses_the_backend(backend: str, framework: str, torchrun
 @pytest.mark.parametrize(
     ("timeout", "torchrun", "refusal"),
     [
-        (60.0, False, "--timeout 60 is for torch.distributed. With Horovod leave it out; set HOROVOD_GLOO_TIMEOUT_S"),
-        (0.0, True, "--timeout 0: give more than 0 seconds"),
-        (float("nan"), True, "--timeout nan: give more than 0 seconds"),
+        (60.0, False, "--timeout 60 works only with torch.distributed. With Horovod leave it out; set HOROVOD_GLOO_"),
+        (0.0, True, "--timeout 0 must be more than 0 seconds"),
+        (float("nan"), True, "--timeout nan must be more than 0 seconds"),
     ],
 )
 def test_a_timeout_that_cannot_be_is_refused(timeout: float, torchrun: bool, refusal: str) -> None:

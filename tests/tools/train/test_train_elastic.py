@@ -104,7 +104,7 @@ def test_ranks_come_and_go(framework: str, signal: str, tmp_path: Path) -> None:
     steps = [json.loads(line)["step"] for line in (output / "steps.jsonl").read_text().splitlines()]
     assert steps == list(range(1, summary["steps"] + 1))
     for then, now in (("2 ranks", "3 ranks"), ("3 ranks", "2 ranks"), ("2 ranks", "1 rank")):
-        assert f"checkpoint of {then}, this run has {now}: what was left to be sent is kept" in done.stdout
+        assert f"the checkpoint has {then}, and this run has {now}: the residuals are kept" in done.stdout
 
 
 @pytest.mark.alone
@@ -142,7 +142,7 @@ def test_elastic_ranks_that_lack_a_folder_end_and_say_so(tmp_path: Path) -> None
 def test_what_elastic_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     said = CliRunner().invoke(command, ["--elastic", "--backend", "ddp", "--checkpoint-folder", "x"])
     assert said.exit_code == 2
-    assert "--elastic is for Horovod. torchrun starts all ranks again when some come or go" in said.output
+    assert "--elastic works only with Horovod. torchrun starts all ranks again when ranks are lost or" in said.output
 
 
 def test_a_refusal_after_a_change_is_said_by_the_rank_0_of_then(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,7 @@ def test_changes_of_weights_are_sent_quantized(tmp_path: Path) -> None:
     assert ours["loss"] == pytest.approx(exact["loss"], rel=0.01)
     assert ours["loss"] != exact["loss"]
     said = _said(tmp_path / "none", "--fsdp", "--fsdp-weights", "topk:ratio=0.1", fails=True)
-    assert "take hvdcomp.Int8(), hvdcomp.Int4() or another quantizer" in said
+    assert "give hvdcomp.Int8(), hvdcomp.Int4() or another quantizer" in said
     said = _said(tmp_path / "unknown", "--fsdp", "--fsdp-weights", "int9", fails=True)
     assert said.count("Error: unknown compressor 'int9'") == 1, said
 
@@ -127,11 +127,11 @@ def test_two_ranks_then_four_then_two(tmp_path: Path) -> None:
     options = ["--fsdp", "--compression", "int4", "--memory", "error_feedback", "--checkpoint-folder", str(saved)]
     _said(output, *options, "--steps", "3")
     said = _said(output, *options, "--steps", "4", ranks=4)
-    assert said.count("checkpoint of 2 ranks, this run has 4 ranks: what was left to be sent is kept, cut anew") == 1
+    assert said.count("the checkpoint has 2 ranks, and this run has 4 ranks: the residuals are kept, and cut") == 1
     said = _said(output, *options, "--steps", "6")
-    assert said.count("checkpoint of 4 ranks, this run has 2 ranks: what was left to be sent is kept, cut anew") == 1
+    assert said.count("the checkpoint has 4 ranks, and this run has 2 ranks: the residuals are kept, and cut") == 1
     said = _said(output, *options, "--steps", "8", "--residuals", "drop", ranks=3)
-    assert said.count("what was left to be sent is dropped, as --residuals drop says") == 1
+    assert said.count("the residuals are dropped, because of --residuals drop") == 1
     summary = _summary(output)
     assert (summary["resumed_at"], summary["steps"], summary["identical"]) == ([3, 4, 6], 8, True)
 
@@ -142,20 +142,20 @@ def test_a_full_disk_of_one_rank_ends_all(tmp_path: Path) -> None:
     (program := tmp_path / "program.py").write_text(_FULL)
     saved = tmp_path / "saved"
     said = _said(tmp_path / "run", "--fsdp", "--checkpoint-folder", str(saved), program=program, fails=True)
-    assert said.count(" on rank 1; the one before it, if any, is complete") == 2, said
+    assert said.count(" on rank 1; the previous checkpoint, if there is one, is complete") == 2, said
     assert _summary(tmp_path / "run")["status"] == "failed"
     assert not list(saved.iterdir())
 
 
 def test_quantized_weights_without_shards_are_refused() -> None:
-    with pytest.raises(SetupError, match="--fsdp-weights int8 is for shards: add --fsdp"):
+    with pytest.raises(SetupError, match="--fsdp-weights int8 works only with --fsdp: add"):
         TrainingOptions(fsdp_weights="int8").resolved()
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"model": "mlp"}, "take one of gpt"),
+        ({"model": "mlp"}, "use one of gpt"),
         ({"backend": "horovod"}, "start it with torchrun"),
         ({"framework": "tensorflow", "model": "gpt", "data": "text"}, "start it with torchrun"),
         ({"simulate_ranks": 2}, "--simulate-ranks"),

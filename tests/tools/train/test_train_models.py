@@ -49,6 +49,7 @@ def test_image_models_take_other_sizes(name: str, channels: int, size: int) -> N
 @pytest.mark.parametrize(
     ("name", "millions", "tolerance"),
     [
+        ("resnet8", 0.078, 0.0005),
         ("resnet20", 0.27, 0.005),  # He et al. 2016, Table 6
         ("resnet18", 11.17, 0.01),
         # The convolutions of Simonyan and Zisserman's configurations D and E, and 512 x 10 weights.
@@ -62,7 +63,7 @@ def test_number_of_parameters(name: str, millions: float, tolerance: float) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "convolutions"), [("resnet20", 19), ("resnet18", 17), ("vgg16", 13), ("vgg19_bn", 16)]
+    ("name", "convolutions"), [("resnet8", 7), ("resnet20", 19), ("resnet18", 17), ("vgg16", 13), ("vgg19_bn", 16)]
 )
 def test_depth_is_as_named(name: str, convolutions: int) -> None:
     model = build_model(name, channels=3, size=32, classes=10)
@@ -122,6 +123,21 @@ def test_language_models_give_logits_per_token_and_do_not_look_ahead(name: str, 
     assert not torch.allclose(model(changed)[:, 4:], logits[:, 4:])
 
 
+def test_the_encoder_knows_places_and_each_token_attends_to_all() -> None:
+    torch.manual_seed(0)
+    model = build_model("encoder", channels=0, size=6, classes=9).eval()
+    tokens = torch.tensor([[4, 1, 7, 1, 3, 2]])
+    logits = model(tokens)
+    assert logits.shape == (1, 6, 9)
+    changed = tokens.clone()
+    changed[0, 5] = 8
+    assert ((model(changed) - logits).abs().amax(dim=2) > 1e-6).all(), "the first token has seen the last"
+    assert not torch.allclose(logits[0, 1], logits[0, 3], atol=1e-3), "equal tokens at two places"
+    torch.nn.init.zeros_(model.position.weight)
+    order = torch.tensor([3, 0, 5, 1, 4, 2])
+    torch.testing.assert_close(model(tokens[:, order]), model(tokens)[:, order])
+
+
 @pytest.mark.parametrize(("name", "size"), [("vgg16", 8), ("vgg19_bn", 31), ("resnet18", 4), ("cnn", 3)])
 def test_too_small_images_are_refused(name: str, size: int) -> None:
     with pytest.raises(SetupError, match=rf"--model {name} needs images of at least .* these have {size}x{size}.*mlp"):
@@ -129,18 +145,19 @@ def test_too_small_images_are_refused(name: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("name", [
-    "mlp", "cnn", "resnet20", pytest.param("resnet18", marks=pytest.mark.thorough), "vit", "cnn1d", "lstm", "gpt",
+    "mlp", "cnn", "resnet8", pytest.param("resnet20", marks=pytest.mark.thorough),
+    pytest.param("resnet18", marks=pytest.mark.thorough), "vit", "cnn1d", "encoder", "lstm", "gpt",
 ])  # fmt: skip
 def test_models_learn_one_batch(name: str) -> None:
     torch.manual_seed(0)
-    if name in TEXT_MODELS:
+    if name in TEXT_MODELS or name == "encoder":
         x, classes = torch.randint(20, (4, 8)), 20
         y = torch.randint(20, (4, 8))
     else:
         x, classes = torch.randn((8, 3, 8) if name == "cnn1d" else (8, 3, 8, 8)), 10
         y = torch.randint(10, (8,))
     model = build_model(name, channels=3, size=8, classes=classes)
-    rate = {"lstm": 1.0, "gpt": 0.1, "vit": 0.05}.get(name, 0.02)
+    rate = {"lstm": 1.0, "gpt": 0.1, "vit": 0.05, "encoder": 0.05}.get(name, 0.02)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     losses = []
     for _ in range(40):

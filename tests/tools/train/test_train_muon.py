@@ -28,10 +28,11 @@ _HIDDEN = {
     "cnn": ["7.weight"],
     "cnn1d": ["7.weight"],
     "lstm": [f"lstm.weight_{kind}_l{layer}" for layer in (0, 1) for kind in ("ih", "hh")],
+    "encoder": [f"blocks.{block}.{layer}.weight" for block in range(2) for layer in _LAYERS],
     "vit": [f"blocks.{block}.{layer}.weight" for block in range(4) for layer in _LAYERS],
     "gpt": [f"blocks.{block}.{layer}.weight" for block in range(3) for layer in _LAYERS],
 }
-_DATA = {"cnn1d": "mnist1d", "lstm": "text", "gpt": "text"}  # the others: digits
+_DATA = {"cnn1d": "mnist1d", "encoder": "sorting", "lstm": "text", "gpt": "text"}  # the others: digits
 _RATES = (1e-3, 3e-3, 2e-3, 1e-3)  # of the steps
 _BETAS, _DECAY = (0.8, 0.9), 0.3
 

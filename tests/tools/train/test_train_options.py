@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -21,7 +22,10 @@ from hvdcomp.tools.train.options import (
     CLICK_DATA,
     CLICK_MODELS,
     DATA,
+    FAMILIES,
     FOLDER_DATA,
+    IMAGE_DATA,
+    IMAGE_MODELS,
     MODELS,
     SIGNAL_DATA,
     SIGNAL_MODELS,
@@ -38,8 +42,9 @@ from hvdcomp.tools.train.target import Target
 @pytest.mark.parametrize("data", DATA)
 def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: str) -> None:
     settings = TrainingOptions(model=model, data=data, data_dir=Path() if data in FOLDER_DATA else None)
-    families = ((TEXT_MODELS, TEXT_DATA), (SIGNAL_MODELS, SIGNAL_DATA), (CLICK_MODELS, CLICK_DATA))
-    if all((model in models) == (data in suited) for models, suited in families):
+    families = [(IMAGE_MODELS, IMAGE_DATA), (TEXT_MODELS, TEXT_DATA), (SIGNAL_MODELS, SIGNAL_DATA)]
+    families += [(CLICK_MODELS, CLICK_DATA), (("mlp",), ("heavy-tails",)), (("encoder",), ("sorting",))]
+    if any(model in models and data in suited for models, suited in families):
         options = settings.resolved().as_json()
         open_options = {key for key, value in options.items() if value is None}
         assert open_options <= {
@@ -49,8 +54,25 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
             "fsdp_weights",
         }  # fmt: skip
     else:
-        with pytest.raises(SetupError, match=f"--model {model} cannot learn --data {data}; it takes"):
+        with pytest.raises(SetupError, match=f"--model {model} cannot learn --data {data}; choose"):
             settings.resolved()
+
+
+def test_the_manual_says_which_data_suit_a_model_and_how_they_are_measured() -> None:
+    page = (Path(__file__).parents[3] / "docs/commands.md").read_text()
+    table = page.partition("| `--model` |")[2].partition("\n\n")[0].splitlines()[2:]
+    said = set()
+    for line in table:
+        models, data, _, metric = (cell.strip() for cell in line.strip("|").split("|"))
+        pairs = ((model, name) for model in re.findall("`(.+?)`", models) for name in re.findall("`(.+?)`", data))
+        said |= {(*pair, metric.lower()) for pair in pairs}
+    known = {
+        (model, name, TrainingOptions(data=name).metric)
+        for models, data in FAMILIES
+        for model in models
+        for name in data
+    }
+    assert said == known
 
 
 @pytest.mark.parametrize(
@@ -60,13 +82,13 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
         ({"data": "mnist"}, "--data 'mnist' is unknown; choose one of digits"),
         ({"data": "cifar10"}, "--data cifar10 is read from a folder"),
         ({"model": "dlrm", "data": "criteo"}, "--data criteo is read from a folder"),
-        ({"model": "dlrm", "data": "clicks", "table_rows": 1}, "--table-rows 1: from 2 to 16777216"),
+        ({"model": "dlrm", "data": "clicks", "table_rows": 1}, "--table-rows 1 must be from 2 to 16777216"),
         ({"data_dir": Path("x")}, "--data digits needs no --data-dir"),
         ({"overlap": "yes"}, "--overlap 'yes' is unknown; choose one of auto, on, off"),
         ({"residuals": "sum"}, "--residuals 'sum' is unknown; choose one of keep, drop"),
-        ({"framework": "tensorflow", "overlap": "on"}, "--overlap on: --framework tensorflow hands over all gradients"),
-        ({"bucket_bytes": 0}, "--bucket-bytes 0: at least 1 byte"),
-        ({"framework": "tensorflow", "bucket_bytes": 5}, "--bucket-bytes 5: --framework tensorflow hands over all"),
+        ({"framework": "tensorflow", "overlap": "on"}, "--overlap on is not possible, because --framework ten"),
+        ({"bucket_bytes": 0}, "--bucket-bytes 0 must be at least 1"),
+        ({"framework": "tensorflow", "bucket_bytes": 5}, "--bucket-bytes 5 is not possible, because --framework"),
         ({"epochs": 0}, "--epochs 0"),
         ({"batch_size": 0}, "--batch-size 0"),
         ({"lr": 0.0}, "--lr 0.0"),
@@ -75,10 +97,10 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
         ({"nesterov": True, "momentum": 0.0}, "--nesterov needs"),
         ({"weight_decay": -1.0}, "--weight-decay -1.0"),
         ({"gamma": 0.0}, "--gamma 0.0"),
-        ({"milestones": (4.0, 3.0)}, "--milestones 4,3: .* later"),
-        ({"milestones": (3.0, 3.0)}, "--milestones 3,3: .* later"),
-        ({"milestones": (3.0, 10.0)}, "--milestones 3,10: .* --epochs 10"),
-        ({"milestones": (2.0,), "warm_up": 3.0}, "--warm-up 3.0: over before"),
+        ({"milestones": (4.0, 3.0)}, "--milestones 4,3 .* later"),
+        ({"milestones": (3.0, 3.0)}, "--milestones 3,3 .* later"),
+        ({"milestones": (3.0, 10.0)}, "--milestones 3,10 .* --epochs 10"),
+        ({"milestones": (2.0,), "warm_up": 3.0}, "--warm-up 3.0 must end before"),
         ({"warm_up": -1.0}, "--warm-up -1.0"),
         ({"clip_norm": -1.0}, "--clip-norm -1.0"),
         ({"backward_passes_per_step": 0}, "--backward-passes-per-step 0"),
@@ -87,92 +109,99 @@ def test_every_model_has_defaults_for_the_data_that_suit_it(model: str, data: st
         ({"label_noise": 1.5}, "--label-noise 1.5"),
         (
             {"model": "lstm", "data": "stdlib-text", "label_noise": 0.5},
-            "--label-noise: --data stdlib-text has no labels",
+            "--label-noise needs labels, and --data stdlib-text has none",
+        ),
+        ({"model": "mlp", "data": "heavy-tails", "label_noise": 0.5}, "needs labels, and --data heavy-tails has none"),
+        ({"model": "mlp", "data": "heavy-tails", "until": "accuracy=1"}, "of --data heavy-tails are loss, rmse"),
+        ({"model": "encoder", "data": "sorting", "until": "perplexity=2"}, "of --data sorting are loss, accuracy"),
+        (
+            {"model": "mlp", "data": "sorting"},
+            "choose one of digits, synthetic, shapes, cifar10, cifar100, heavy-tails",
         ),
         ({"data": "synthetic", "image_size": 2}, "--image-size 2"),
         ({"text_size": 10}, "--text-size 10"),
         ({"text_unit": "line"}, "--text-unit 'line'"),
         ({"sequence_length": 0}, "--sequence-length 0"),
-        ({"metrics_port": 0}, "--metrics-port 0: from 1 to 65535"),
-        ({"metrics_port": 65536}, "--metrics-port 65536: from 1 to 65535"),
-        ({"metrics_address": ""}, "--metrics-address '': an address of rank 0's host"),
+        ({"metrics_port": 0}, "--metrics-port 0 must be from 1 to 65535"),
+        ({"metrics_port": 65536}, "--metrics-port 65536 must be from 1 to 65535"),
+        ({"metrics_address": ""}, "--metrics-address is empty; give an address of rank 0's host"),
         ({"tensorboard": True}, "--tensorboard needs --output"),
         ({"optimizer": "lamb"}, "--optimizer 'lamb' is unknown; choose one of sgd, adamw, compressed-adam"),
-        ({"freeze_after": 5}, "--freeze-after 5 is of --optimizer compressed-adam; leave it out with --optimizer sgd"),
-        ({"optimizer": "compressed-adam", "freeze_after": 0}, "--freeze-after 0: at least 1 step"),
-        ({"refreshes_per_gap": 16}, "--refreshes-per-gap 16 is of --optimizer compressed-adam; leave it out with"),
-        ({"optimizer": "compressed-adam", "refreshes_per_gap": 0}, "--refreshes-per-gap 0: at least 1"),
+        ({"freeze_after": 5}, "--freeze-after 5 works only with --optimizer compressed-adam; leave it out with --opt"),
+        ({"optimizer": "compressed-adam", "freeze_after": 0}, "--freeze-after 0 must be at least 1"),
+        ({"refreshes_per_gap": 16}, "--refreshes-per-gap 16 works only with --optimizer compressed-adam; leave"),
+        ({"optimizer": "compressed-adam", "refreshes_per_gap": 0}, "--refreshes-per-gap 0 must be at least 1"),
         (
             {"optimizer": "compressed-adam", "refreshes_per_gap": 16, "local_steps": 2, "steps": 4},
-            "--refreshes-per-gap 16 does not go with --local-steps 2",
+            "--refreshes-per-gap 16 does not work with --local-steps 2",
         ),
-        ({"local_steps": 0}, "--local-steps 0: at least 1"),
-        ({"local_steps": "often", "steps": 4}, "--local-steps often: a number, auto, or such as auto:share=0.05"),
-        ({"local_steps": "auto"}, "--local-steps auto: give --steps N too, after which the ranks exchange once more"),
+        ({"local_steps": 0}, "--local-steps 0 must be at least 1"),
+        ({"local_steps": "often", "steps": 4}, "--local-steps often must be a number, auto, or a rule such as auto:sh"),
+        ({"local_steps": "auto"}, "--local-steps auto also needs --steps N, after which the ranks exchange once more"),
         (
             {"local_steps": "auto", "steps": 4, "optimizer": "compressed-adam"},
-            "--local-steps auto: --optimizer compressed-adam takes a number",
+            "--local-steps auto does not work with --optimizer compressed-adam; give a number",
         ),
-        ({"local_steps": 4, "fragments": 2}, "--local-steps 4: give --steps N too, after which"),
-        ({"fragments": 2}, "--fragments 2 needs --local-steps N, a number above 1"),
+        ({"local_steps": 4, "fragments": 2}, "--local-steps 4 also needs --steps N, after which"),
+        ({"fragments": 2}, "--fragments 2 needs --local-steps N with a number above 1"),
         ({"local_steps": "auto", "steps": 4, "delay": 2}, "--delay 2 needs --local-steps N"),
-        ({"local_steps": 4, "steps": 9, "fragments": 5}, "--fragments 5: from 1 to --local-steps 4"),
-        ({"local_steps": 4, "steps": 9, "fragments": 2, "delay": 2}, "--delay 2: from 0 to 1 steps"),
-        ({"local_steps": 4, "steps": 9, "local_share": 1.0}, "--local-share 1.0: from 0 up to, not including, 1"),
-        ({"outer_lr": 0.5, "optimizer": "compressed-adam"}, "--outer-lr 0.5: compressed-adam has no outer step"),
-        ({"outer_lr": 0.5, "framework": "tensorflow"}, "--local-steps 1: only --framework torch has it"),
-        ({"local_steps": 2, "steps": 4, "outer_momentum": 1.5}, "--outer-momentum 1.5: from 0 to 1"),
-        ({"local_steps": 2}, "--local-steps 2: give --steps N too, a multiple of 2"),
-        ({"optimizer": "compressed-adam", "local_steps": 2}, "--local-steps 2: give --steps N too, a multiple of 2"),
+        ({"local_steps": 4, "steps": 9, "fragments": 5}, "--fragments 5 must be from 1 to --local-steps 4"),
+        ({"local_steps": 4, "steps": 9, "fragments": 2, "delay": 2}, "--delay 2 must be from 0 to 1 steps"),
+        ({"local_steps": 4, "steps": 9, "local_share": 1.0}, "--local-share 1.0 must be at least 0 and less than 1"),
+        ({"outer_lr": 0.5, "optimizer": "compressed-adam"}, "--outer-lr 0.5 does not work with compressed-adam"),
+        ({"outer_lr": 0.5, "framework": "tensorflow"}, "--local-steps 1 works only with --framework torch"),
+        ({"local_steps": 2, "steps": 4, "outer_momentum": 1.5}, "--outer-momentum 1.5 must be from 0 to 1"),
+        ({"local_steps": 2}, "--local-steps 2 also needs --steps N, a multiple of 2"),
+        ({"optimizer": "compressed-adam", "local_steps": 2}, "--local-steps 2 also needs --steps N, a multiple of 2"),
         (
             {"optimizer": "compressed-adam", "local_steps": 2, "steps": 4, "framework": "tensorflow"},
-            "--local-steps 2: only --framework torch has it",
+            "--local-steps 2 works only with --framework torch",
         ),
         (
             {
                 **{"optimizer": "compressed-adam", "local_steps": 2, "steps": 4},
                 **{"evaluate_every": 3, "validation_samples": 9},
             },
-            "--evaluate-every 3 has to be a multiple of 2",
+            "--evaluate-every 3 must be a multiple of 2",
         ),
         (
             {
                 **{"optimizer": "compressed-adam", "local_steps": 2, "steps": 4, "evaluate_every": 2},
                 **{"validation_samples": 9, "checkpoint_folder": Path("saved")},
             },
-            "--local-steps 2 of compressed-adam saves no checkpoints; leave out --checkpoint-folder saved",
+            "--local-steps 2 with compressed-adam cannot save checkpoints; leave out --checkpoint-folder saved",
         ),
         ({"optimizer": "adamw", "nesterov": True}, "--nesterov is a form of SGD's momentum"),
-        ({"model": "vit", "framework": "tensorflow"}, "--model vit: only --framework torch has it"),
+        ({"model": "vit", "framework": "tensorflow"}, "--model vit works only with --framework torch"),
         (
             {"optimizer": "muon", "framework": "tensorflow"},
-            "--optimizer muon: only --framework torch has it; use --optimizer adamw with --framework tensorflow",
+            "--optimizer muon works only with --framework torch; use --optimizer adamw with --framework tensorflow",
         ),
         (
             {"optimizer": "muon", "model": "resnet20"},
-            "--optimizer muon is for hidden matrices, of which --model resnet20 has none; use --optimizer sgd or",
+            "--optimizer muon is for hidden matrices, and --model resnet20 has none; use --optimizer sgd or",
         ),
         ({"optimizer": "muon", "nesterov": True}, "leave it out with --optimizer muon"),
         ({"optimizer": "muon", "freeze_after": 5}, "leave it out with --optimizer muon"),
-        ({"betas": (0.9,)}, "--betas 0.9: two numbers"),
-        ({"betas": (0.9, 1.0)}, "--betas 0.9,1: two numbers"),
+        ({"betas": (0.9,)}, "--betas 0.9 must be two numbers"),
+        ({"betas": (0.9, 1.0)}, "--betas 0.9,1 must be two numbers"),
         ({"schedule": "linear"}, "--schedule 'linear' is unknown; choose one of step, cosine"),
-        ({"schedule": "cosine", "milestones": (3.0,)}, "--milestones 3 are of --schedule step"),
-        ({"steps": 0}, "--steps 0: at least 1"),
-        ({"until": "accuracy=0.9"}, "--until accuracy=0.9: --data digits has no validation part of its own"),
-        ({"evaluate_every": 5}, "--evaluate-every 5: --data digits has no validation part of its own"),
-        ({"evaluate_every": 0, "validation_samples": 9}, "--evaluate-every 0: at least 1 step"),
+        ({"schedule": "cosine", "milestones": (3.0,)}, "--milestones 3 work only with --schedule step"),
+        ({"steps": 0}, "--steps 0 must be at least 1"),
+        ({"until": "accuracy=0.9"}, "--until accuracy=0.9 needs a validation part, and --data digits has none"),
+        ({"evaluate_every": 5}, "--evaluate-every 5 needs a validation part, and --data digits has none"),
+        ({"evaluate_every": 0, "validation_samples": 9}, "--evaluate-every 0 must be at least 1"),
         ({"model": "gpt", "data": "text", "validation_samples": 9}, "--data text has a validation part of its own"),
         ({"until": "accuracy", "validation_samples": 9}, "--until 'accuracy' is not a target; give one of accuracy"),
-        ({"until": "perplexity=9", "validation_samples": 9}, "--data digits is measured by loss, accuracy"),
+        ({"until": "perplexity=9", "validation_samples": 9}, "the metrics of --data digits are loss, accuracy"),
         ({"until": "accuracy=93", "validation_samples": 9}, "--until 'accuracy=93' cannot be reached"),
-        ({"simulate_ranks": 0}, "--simulate-ranks 0: at least 1"),
+        ({"simulate_ranks": 0}, "--simulate-ranks 0 must be at least 1"),
         ({"link": "1gbit"}, "--link 1gbit needs simulated ranks; give --simulate-ranks"),
         ({"simulate_ranks": 2, "link": "1 gig"}, "--link '1 gig' is not a rate"),
         ({"simulate_ranks": 2, "link": "1gbit,"}, "--link '' is not a rate"),
-        ({"simulate_ranks": 2, "link": "1gbit, 1gbit"}, "--link 1gbit, 1gbit: each rate once"),
+        ({"simulate_ranks": 2, "link": "1gbit, 1gbit"}, "--link 1gbit, 1gbit contains a rate twice"),
         ({"simulate_ranks": 2, "backend": "ddp"}, "--backend 'ddp' is unknown; choose one of auto"),
-        ({"simulate_ranks": 2, "checkpoint_folder": Path("x")}, "--simulate-ranks 2 saves no checkpoints"),
+        ({"simulate_ranks": 2, "checkpoint_folder": Path("x")}, "--simulate-ranks 2 cannot save checkpoints"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, object], message: str) -> None:
@@ -206,8 +235,8 @@ def test_only_compressed_adam_needs_equal_weights_at_the_ends_of_epochs() -> Non
     adam, outer = ({"optimizer": name, **common} for name in ("compressed-adam", "adamw"))
     evaluated = {"evaluate_every": 24}
     for options, steps, way in (
-        (adam, 487, "an epoch of 487 steps .*; give --samples N, so that its steps are a multiple of 4"),
-        ({**adam, **evaluated}, 487, "give --samples N, so that its steps are a multiple of 4"),
+        (adam, 487, "an epoch of 487 steps .*; give --samples N, so that the steps of an epoch are a multiple of 4"),
+        ({**adam, **evaluated}, 487, "give --samples N, so that the steps of an epoch are a multiple of 4"),
         (outer, 487, "give --evaluate-every N, a multiple of 4"),
     ):
         with pytest.raises(SetupError, match=f"--local-steps 4: .*{way}"):
@@ -218,7 +247,7 @@ def test_only_compressed_adam_needs_equal_weights_at_the_ends_of_epochs() -> Non
 
 def test_milestones_may_lie_beyond_epochs_that_are_not_trained() -> None:
     milestones = (12.0, 16.0)
-    with pytest.raises(SetupError, match="--milestones 12,16: all before the end, --epochs 10"):
+    with pytest.raises(SetupError, match="--milestones 12,16 must all be before the end of the run, --epochs 10"):
         TrainingOptions(milestones=milestones).resolved()
     assert TrainingOptions(milestones=milestones, steps=5000).resolved().milestones == milestones
 
@@ -234,7 +263,7 @@ def test_output_that_holds_a_run_is_refused(tmp_path: Path) -> None:
     check_output(tmp_path / "new" / "deep", overwrite=False)
     assert not (tmp_path / "new").exists()
     (tmp_path / "steps.jsonl").touch()
-    with pytest.raises(SetupError, match=r"holds a run already \(steps.jsonl\).*--overwrite"):
+    with pytest.raises(SetupError, match=r"already contains a run \(steps.jsonl\).*--overwrite"):
         check_output(tmp_path, overwrite=False)
     check_output(tmp_path, overwrite=True)
     with pytest.raises(SetupError, match="is a file"):
@@ -266,7 +295,7 @@ def test_help_needs_no_framework_and_names_every_option() -> None:
 def test_milestones_that_are_no_numbers() -> None:
     result = CliRunner().invoke(main, ["train", "--milestones", "3,x"])
     assert result.exit_code == 2
-    assert "'3,x': expected epochs, such as 3,4" in result.output
+    assert "'3,x' is not a list of epochs, such as 3,4" in result.output
 
 
 def test_a_checkpoint_is_of_the_options_by_which_it_was_made() -> None:
@@ -305,13 +334,13 @@ def test_what_is_wrong_is_said_before_a_framework_is_imported(tmp_path: Path) ->
         "unknown memory 'diary'": ["train", "--memory", "diary"],
         "'accordion' does not set low, high": ["train", "--compression", "topk:ratio=0.1", "--policy", "accordion"],
         "cannot be used: nope.json cannot be read": ["train", "--policy", "auto:calibration=nope.json"],
-        "overlap=True compresses gradients before all of them are there": [
+        "overlap=True does not work with the memory": [
             *("train", "--compression", "topk:ratio=0.01", "--overlap", "on", "--memory", "momentum_correction:clip=1"),
         ],
         "--output": ["train", "--output", str(tmp_path)],
         "--elastic needs --checkpoint-folder": ["train", "--elastic"],
         "--model lstm cannot learn --data digits": ["train", "--model", "lstm"],
-        "--backend ddp is for PyTorch": ["train", "--framework", "tensorflow", "--backend", "ddp"],
+        "--backend ddp works only with PyTorch": ["train", "--framework", "tensorflow", "--backend", "ddp"],
         "unknown compressor 'zap'": ["calibrate", "--compressor", "zap"],
         f"--output {missing} cannot be written": ["calibrate", "--output", missing],
     }
@@ -343,7 +372,7 @@ def test_a_file_is_refused_early_where_the_launcher_then_ends_all_ranks(
         monkeypatch.setenv(name, value)
     (tmp_path / "steps.jsonl").touch()
     for options, words in (
-        (TrainingOptions(output=tmp_path), "holds a run already"),
+        (TrainingOptions(output=tmp_path), "already contains a run"),
         (TrainingOptions(policy="auto:calibration=nope.json"), "nope.json cannot be read"),
     ):
         with pytest.raises((SetupError, ConfigurationError), match=words) if early else nullcontext():

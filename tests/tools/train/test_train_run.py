@@ -118,7 +118,7 @@ def test_one_process(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     ends = [line[-1] for line in done.stdout.splitlines() if line.startswith("rank 0 ends with ")]
     assert ends == ["0", "2", "0", "0"]
-    assert done.stdout.count("holds a run already") == 1
+    assert done.stdout.count("already contains a run") == 1
     summary = _check_files(folder, steps=30, epochs=3)
     assert (summary["world_size"], summary["bytes_sent"], summary["compression_factor"]) == (1, 0, None)
     assert summary["spec"] == "topk:ratio=0.01"
@@ -212,7 +212,7 @@ def test_bytes_within_a_node_do_not_count_in_the_compression_factor(tmp_path: Pa
     assert in_node > summary["dense_bytes"]
     assert summary["bytes_in_node_per_step"] == in_node / 5
     assert summary["compression_factor"] == summary["dense_bytes"] / (summary["bytes_sent"] - in_node)
-    assert f"{summary['compression_factor']:.1f} (without what stays within a node)" in done.stdout
+    assert f"{summary['compression_factor']:.1f} (without bytes that stay within a node)" in done.stdout
 
 
 @pytest.mark.thorough
@@ -300,7 +300,7 @@ def test_what_is_wrong_on_any_rank_is_said_once_and_stops_all(tmp_path: Path) ->
     refused = {
         "--batch-size 1000 (times 1 backward passes) is more than the 718": ["--batch-size", "1000"],
         "--model vgg16 needs images of at least 32x32": ["--model", "vgg16"],
-        f"on rank 1: --data-dir {tmp_path}/data1 holds no WikiText-2": [
+        f"on rank 1: --data-dir {tmp_path}/data1 contains no WikiText-2": [
             *("--model", "lstm", "--data", "wikitext2"),
             *("--data-dir", f"{tmp_path}/dataRANK"),
         ],

@@ -211,6 +211,24 @@ def test_a_run_ends_at_its_target(tmp_path: Path) -> None:
     assert until["trained_seconds"] == pytest.approx(summary["trained_seconds"])
 
 
+@pytest.mark.parametrize(
+    "framework", ["torch", pytest.param("tensorflow", marks=[pytest.mark.thorough, pytest.mark.alone])]
+)
+def test_a_regression_is_measured_by_the_root_of_its_loss(framework: str, tmp_path: Path) -> None:
+    if framework == "tensorflow":
+        pytest.importorskip("tf_keras")
+    options = ["--framework", framework, "--model", "mlp", "--data", "heavy-tails", "--samples", "6400"]
+    options += ["--lr", "2e-3", "--compression", "int8", "--evaluate-every", "4", "--until", "rmse=0.8"]
+    summary = _in_a_process(2, tmp_path, *options)
+    lines = (tmp_path / "simulated" / "evaluations.jsonl").read_text().splitlines()
+    first, *_, last = (json.loads(line) for line in lines)
+    assert summary["rmse"] == pytest.approx(summary["loss"] ** 0.5)
+    assert "accuracy" not in summary
+    assert "perplexity" not in summary
+    assert last["rmse"] <= 0.8 < first["rmse"] < 1.2, "guessing the mean has 1"
+    assert (summary["identical"], summary["until"]["rmse"]) == (True, last["rmse"])
+
+
 def test_a_loss_that_is_lost_in_the_last_steps_is_no_finished_run() -> None:
     words = ["train", "--simulate-ranks", "2", *_MLP, "--steps", "5", "--lr", "1e30", "--no-progress"]
     done = CliRunner().invoke(main, words)

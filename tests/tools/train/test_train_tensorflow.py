@@ -262,7 +262,7 @@ def test_what_a_step_refuses_is_said_in_one_line(tmp_path: Path) -> None:
     options = ["--compression", "topk:ratio=0.01", "--memory", "momentum_correction", "--output", str(tmp_path)]
     done = _ranks("mpi", "--framework", "tensorflow", *options)
     assert done.returncode != 0
-    assert "Error: the optimizer has momentum=0.9, but momentum_correction applies momentum itself" in done.stdout
+    assert "Error: the optimizer has momentum=0.9, but momentum_correction already applies momentum" in done.stdout
     assert "Traceback" not in done.stdout
     assert _summary(tmp_path)["status"] == "failed"
 

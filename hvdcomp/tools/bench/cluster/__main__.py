@@ -57,13 +57,13 @@ def main() -> None:
 @main.command(context_settings={"ignore_unknown_options": True})
 @_hosts
 @_rate
-@click.option("--ranks", type=int, metavar="N", help="Number of ranks. [default: a rank on each host]")
+@click.option("--ranks", type=int, metavar="N", help="Number of ranks. [default: one rank on each host]")
 @click.option(
     "--backend",
     type=click.Choice(list(BACKENDS)),
     default="horovod",
     show_default=True,
-    help="Variables that the ranks get: those of horovodrun, or of torchrun.",
+    help="Launcher whose variables the ranks get: horovodrun or torchrun.",
 )
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
 def run(hosts: int | None, rate: str | None, ranks: int | None, backend: str, command: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""The variables by which the ranks of a run find each other, as each backend's launcher sets them.
+"""The variables that the ranks of a run need to find each other, as each backend's launcher sets them.
 
 A backend is a function that is called on host0, where it may start a server at which the ranks meet. From the number of
 hosts and of ranks on each host, it returns the variables of every rank, in the order of ranks; ranks of a host are

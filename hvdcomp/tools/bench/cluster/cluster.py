@@ -41,7 +41,7 @@ class Cluster:
 
     def __init__(self, hosts: int, rate: str, *, standing: bool = False) -> None:
         if not 2 <= hosts <= namespaces.MOST_HOSTS:
-            raise ClusterError(f"a cluster of {hosts} host(s): it can have 2 to {namespaces.MOST_HOSTS}")
+            raise ClusterError(f"a cluster of {hosts} host(s) is not possible; use 2 to {namespaces.MOST_HOSTS} hosts")
         parse_rate(rate)
         namespaces.check_machine()
         self.hosts = hosts
@@ -127,7 +127,9 @@ class Cluster:
         """
         ranks = self.hosts if ranks is None else ranks
         if ranks < self.hosts or ranks % self.hosts:
-            raise ClusterError(f"{ranks} ranks on {self.hosts} hosts: the number must be a multiple of {self.hosts}")
+            raise ClusterError(
+                f"{ranks} ranks on {self.hosts} hosts: the number of ranks must be a multiple of {self.hosts}"
+            )
         if backend not in BACKENDS:
             raise ClusterError(f"the backend {backend!r} is not one of {', '.join(BACKENDS)}")
         if not command:

@@ -32,7 +32,8 @@ def check_machine() -> None:
     """
     if os.geteuid() != 0:
         raise ClusterError(
-            "an emulated cluster needs root if its hosts stay, or if another program creates it: run it with sudo"
+            "an emulated cluster needs root if its hosts remain after the command, or if another program creates it: "
+            "run it with sudo"
         )
     _check_programs()
 
@@ -52,7 +53,7 @@ def become_root() -> None:
     tried = subprocess.run([*enter, "mount -t tmpfs none /run"], capture_output=True, text=True)
     if tried.returncode != 0:
         raise ClusterError(
-            "the emulated cluster needs network namespaces, and so root, or a kernel that lets users make user "
+            "the emulated cluster needs network namespaces. They need root, or a kernel that lets users make user "
             f"namespaces ({tried.stderr.strip()}): run it with sudo"
         )
     os.execvp(enter[0], [*enter, 'mount -t tmpfs none /run && exec "$@"', "sh", *sys.orig_argv])
@@ -176,7 +177,7 @@ def _command(command: str) -> str:
     message = (process.stderr or process.stdout).strip()
     hint = ""
     if "not permitted" in message or "Permission denied" in message:
-        hint = "; this root lacks the right, as in most containers: start the container with --privileged"
+        hint = "; root does not have this right here, as in most containers: start the container with --privileged"
     elif any(words in message.lower() for words in ("unknown", "not supported", "no such file")):
         hint = "; the kernel seems to lack a feature: bridges, veth, network namespaces and the qdisc tbf are needed"
     raise ClusterError(f"{command!r} failed: {message}{hint}")

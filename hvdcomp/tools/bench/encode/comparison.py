@@ -1,6 +1,6 @@
 """Decides which measurements may be compared.
 
-The copy beside each method is always the same work, so its time shows the machine's speed.
+The copy that is measured in turns with each method is always the same work, so its time shows the machine's speed.
 """
 
 from __future__ import annotations
@@ -148,9 +148,9 @@ def check_steady(measurements: Sequence[Measurement]) -> None:
         if spread > MOST_SPREAD:
             apart = [measurements[place].request.method for place in places if place not in equally_fast]
             raise UnsteadyError(
-                f"one copy of the same gradients took {fast.copy_ms.median:.3g} ms beside {fast.request.method} and "
-                f"{slow.copy_ms.median:.3g} ms beside {slow.request.method}: {spread:.0%} more, where "
-                f"{MOST_SPREAD:.0%} is allowed. The machine was not equally fast for all methods, so their rows cannot "
-                f"be compared; apart from most are: {', '.join(apart)}. End other programs, or use another "
-                "machine, and measure again with more --seconds or --retries"
+                f"a copy of the same gradients took {fast.copy_ms.median:.3g} ms beside {fast.request.method} and "
+                f"{slow.copy_ms.median:.3g} ms beside {slow.request.method}, which is {spread:.0%} more; at most "
+                f"{MOST_SPREAD:.0%} is allowed. The machine was not equally fast for all methods, so their rows "
+                f"cannot be compared. These methods differ from most of the others: {', '.join(apart)}. End other "
+                "programs, or use another machine, and measure again with more --seconds or --retries"
             )

@@ -38,8 +38,9 @@ class Gradients(ABC):
     def copy(self) -> None:
         """Copies all original gradients at once into memory that was allocated at the beginning.
 
-        The cost of fresh memory would depend on what a method has freed before. A copy of each single tensor would
-        depend on how a framework's threads wait for each other, which PyTorch's hooks change.
+        If the memory were allocated anew, its cost would depend on the memory that a method has freed before. If each
+        tensor were copied separately, the time would depend on how a framework's threads wait for each other, and
+        PyTorch's hooks change this.
         """
 
     def through(self, work: Work) -> None:

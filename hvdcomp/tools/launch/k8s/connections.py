@@ -1,7 +1,7 @@
 """Ending threads that wait for the API server.
 
-Python cannot end a thread that waits in C, and must not exit beside such a thread: the Kubernetes client runs inside
-Rust (pydantic), where the end of a thread aborts the process. A cut connection ends the wait.
+Python cannot end a thread that waits in C. It must not exit while such a thread exists either: the Kubernetes client
+runs inside Rust (pydantic), and there the end of a thread aborts the process. Closing the connection ends the wait.
 """
 
 from __future__ import annotations

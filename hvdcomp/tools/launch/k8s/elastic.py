@@ -6,8 +6,8 @@ options.
 LIST is the operator's program that prints the hosts of the running workers. The launcher waits until WORKERS of them
 answer on the port. Then it runs horovodrun, which follows the list, and returns the exit code of the ranks.
 
-A pod that is to end gets SIGTERM, at which horovodrun would end the ranks. The launcher instead sends SIGUSR2 to the
-ranks of all workers: ranks that handle it save and end with code 213.
+A pod that must end gets SIGTERM. On SIGTERM, horovodrun would end the ranks, so the launcher sends SIGUSR2 to the ranks
+of all workers instead: ranks that handle it save and end with code 213.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def explained(failed: str, server: str, namespace: str, creating: str | None = N
     def unanswered(error: BaseException) -> KubernetesError:
         message = f"{failed}: no answer from {server} ({_innermost(error)})"
         if creating is not None and not _never_sent(error):
-            message += f"; it may have been created nevertheless: see `hvdcomp launch k8s status {creating}`"
+            message += f"; the job may have been created nevertheless: see `hvdcomp launch k8s status {creating}`"
         return KubernetesError(message, transient=True)
 
     try:
@@ -93,7 +93,7 @@ def _advice(status: int, message: str, namespace: str, creating: str | None) -> 
     if status == 401:
         return "the cluster does not know you; log in again, see `kubectl auth whoami`"
     if status == 403 and _NO_RIGHT.search(message):
-        return f"ask for that right in namespace {namespace}, or use another --namespace"
+        return f"ask for this right in namespace {namespace}, or use another --namespace"
     if status == 403 and "exceeded quota" in message:
         return (
             f"delete jobs that are no longer needed (`hvdcomp launch k8s list --namespace {namespace}`), ask for a "

@@ -18,8 +18,8 @@ from hvdcomp.tools.launch.k8s.log import Log, pause
 from hvdcomp.tools.launch.k8s.state import MPIJobState, attempt, is_active, newest_launcher, read_state, remaining
 
 PATIENCE = 300.0
-"""Seconds for which the API server may be silent, or deny what it granted before, as it does while it starts. Then
-following ends; the job itself continues."""
+"""Seconds for which the API server may be silent, or may deny a request that it granted before, as it does while it
+starts. After that, following ends; the job itself continues."""
 
 STILL_WRITING = 10.0
 """Seconds for which the log is still read if the launcher runs although its job has failed."""
@@ -126,8 +126,8 @@ def _still_writing(pods: Objects) -> float | None:
 class _Watch(threading.Thread):
     """Puts all objects of a kind into a queue whenever one changes, and its errors.
 
-    A denied request is repeated if it was granted before; also the first watch, if it is refused to a user whom the
-    server knew when it listed the objects (401), as by a server that has started anew in between.
+    A denied request is repeated if it was granted before. The first watch is also repeated if the server refuses it
+    with 401 although it knew the user when it listed the objects: the server may have restarted in between.
     """
 
     def __init__(

@@ -3,9 +3,9 @@
 mpirun in a launcher that restarts after the loss of a worker would not wait for the new worker; so the launcher waits
 until the sshd of every worker answers on the port. Then it runs mpirun, and returns its exit code.
 
-A pod that is to end, by a drain, a preemption or a deletion, gets SIGTERM, at which mpirun would kill the ranks. The
-launcher instead sends them SIGUSR1, as the batch script does under Slurm: ranks that handle it save and end with code
-213.
+A pod that must end, because of a drain, a preemption or a deletion, gets SIGTERM. On SIGTERM, mpirun would kill the
+ranks, so the launcher sends them SIGUSR1 instead, like the batch script under Slurm: ranks that handle it save and end
+with code 213.
 """
 
 from __future__ import annotations

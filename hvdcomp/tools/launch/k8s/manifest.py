@@ -30,9 +30,9 @@ _COMMUNICATION = {
     # Ranks of one pod may not read each other's memory (no CAP_SYS_PTRACE): messages go through /dev/shm.
     "OMPI_MCA_btl_vader_single_copy_mechanism": "none",
 }
-"""What Horovod exchanges through, or agrees through where NCCL carries the data."""
+"""Variables for Horovod's data exchange, or only for its coordination if NCCL carries the data."""
 _RANK = ("sh", "-c", "trap '' USR1; exec python3 -m hvdcomp.tools.launch.rank")
-"""What each rank starts with. A program that takes no notice of the warning is not ended by it."""
+"""The beginning of each rank's command. The warning does not end a program that ignores it."""
 _ELASTIC_RANK = ("sh", "-c", "trap '' USR1 USR2; exec python3 -m hvdcomp.tools.launch.rank")
 
 WORKERS = "/etc/mpi/discover_hosts.sh"
@@ -41,9 +41,9 @@ change arrives there after a minute or two."""
 _WORKERS_WITHIN = 1800
 """Seconds that the ranks of an elastic job wait when they have become too few."""
 _USED_AGAIN = (60, 600)
-"""After how many seconds a worker of which a rank failed, or left, is used again: after two or three times the first
-number, then later and later, up to the second. Its pod may be made again under the same name, and before that the list
-may still hold it."""
+"""Seconds after which a worker is used again if one of its ranks failed or left: two or three times the first number,
+then later and later, up to the second number. The worker's pod may be created again under the same name. Until then,
+the list of workers may still contain it."""
 
 _ELASTIC_COMMUNICATION = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "60"}
 """The default, 30, is too short for a new rank to start in a new pod, and all ranks would fail with it."""
@@ -125,8 +125,8 @@ def _template(settings: KubernetesSettings, spec: dict[str, Any], annotations: M
 
 
 def _scraped(settings: KubernetesSettings) -> dict[str, str]:
-    """Annotations that make Prometheus scrape a job's only worker. Of several workers the first alone answers, in which
-    mpirun starts rank 0; all share a template, and Prometheus would call the others down."""
+    """Annotations that make Prometheus scrape a job's only worker. Of several workers only the first would answer,
+    because mpirun starts rank 0 there. All workers share a template, so Prometheus would report the others as down."""
     if settings.metrics_port is None or settings.bounds[1] > settings.slots_per_worker:
         return {}
     return {"prometheus.io/scrape": "true", "prometheus.io/port": str(settings.metrics_port)}

@@ -35,7 +35,9 @@ def read_patch(path: Path) -> dict[str, Any]:
         for key in place:
             value = value.get(key) if isinstance(value, Mapping) else None
         if value is not None:
-            raise ConfigurationError(f"patch: {path} sets {'.'.join(place)}, which the settings set: leave it out")
+            raise ConfigurationError(
+                f"patch: {path} sets {'.'.join(place)}, which other settings set already: leave it out"
+            )
     return patch
 
 

@@ -22,6 +22,6 @@ def quantity(name: str, text: str) -> Decimal:
     match = _QUANTITY.fullmatch(text)
     if match is None:
         raise ConfigurationError(
-            f"{name}: {text!r} is not a quantity: write a number and, if needed, a unit, as 500m, 4 or 16Gi"
+            f"{name}: {text!r} is not a quantity: write a number and, if needed, a unit, such as 500m, 4 or 16Gi"
         )
     return Decimal(match[1]) * _SCALES[match[2] or ""]

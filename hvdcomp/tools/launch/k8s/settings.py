@@ -189,15 +189,17 @@ class KubernetesSettings:
             return None
         if not re.fullmatch(r"[0-9]{1,5}", port) or not 1 <= int(port) <= 65535 or int(port) == SSH_PORT:
             raise ConfigurationError(
-                f"command: {_METRICS_PORT} {port!r} is not a port for metrics: use a number from 1 to 65535 other "
-                f"than {SSH_PORT}, which is sshd's, as 9400"
+                f"command: {_METRICS_PORT} {port!r} is not a port for metrics: use a number from 1 to 65535, such as "
+                f"9400, but not {SSH_PORT}, which sshd uses"
             )
         return int(port)
 
     def _check_names(self) -> None:
         check_job_name(self.job.name)
         if not self.image:
-            raise ConfigurationError("image: it is empty: give the image to run, as registry.example.org/hvdcomp:cpu")
+            raise ConfigurationError(
+                "image: the name is empty: give the image to run, such as registry.example.org/hvdcomp:cpu"
+            )
         if not _IMAGE.fullmatch(self.image):
             raise ConfigurationError(
                 f"image: {self.image!r} is not an image's name: write it as registry.example.org/path/name:tag"
@@ -230,11 +232,11 @@ class KubernetesSettings:
             for key, value in getattr(self, name).items():
                 if not _LABEL_VALUE.fullmatch(value):
                     raise ConfigurationError(
-                        f"{name}.{key}: {value!r} is not a label's value: at most 63 letters, digits and -_."
+                        f"{name}.{key}: {value!r} is not a label's value: use at most 63 letters, digits and -_."
                     )
         for key in self.pod_labels:
             if key.startswith(OPERATOR_DOMAIN):
-                raise ConfigurationError(f"pod_labels: {key!r} is the mpi-operator's own: leave it out")
+                raise ConfigurationError(f"pod_labels: the mpi-operator sets {key!r} itself: leave it out")
 
     def _check_mounts(self) -> None:
         folders = [("checkpoint_path", self.checkpoint_path), ("home", self.home)]
@@ -259,8 +261,8 @@ class KubernetesSettings:
             raise ConfigurationError(f"slots_per_worker: {self.slots_per_worker} must be 1 or more")
         if self.job.ranks % self.slots_per_worker:
             raise ConfigurationError(
-                f"ranks: {self.job.ranks} do not fill pods of slots_per_worker={self.slots_per_worker}: use a multiple "
-                "of it, or another slots_per_worker"
+                f"ranks: {self.job.ranks} ranks do not fill pods of slots_per_worker={self.slots_per_worker} ranks "
+                f"each: use a multiple of {self.slots_per_worker}, or another slots_per_worker"
             )
         self._check_last(self.workers)
 
@@ -268,8 +270,8 @@ class KubernetesSettings:
         last = f"{self.job.name}-worker-{workers - 1}"
         if len(last) > HOST_NAME_LENGTH:
             raise ConfigurationError(
-                f"name: the last worker would be {last!r}, longer than the {HOST_NAME_LENGTH} characters of a host "
-                "name: use a shorter name"
+                f"name: the last worker would be called {last!r}, which is longer than the {HOST_NAME_LENGTH} "
+                "characters that a host name may have: use a shorter name"
             )
 
     def _check_elastic(self) -> None:
@@ -277,41 +279,41 @@ class KubernetesSettings:
         if self.elastic is None:
             if trains and "--elastic" in self.job.command:
                 raise ConfigurationError(
-                    "command: `hvdcomp train --elastic` needs an elastic job: set elastic, as 2:8, or leave --elastic "
-                    "out"
+                    "command: `hvdcomp train --elastic` needs an elastic job: set elastic, such as 2:8, or leave "
+                    "--elastic out"
                 )
             return
         if not re.fullmatch(r"[1-9][0-9]*:[1-9][0-9]*", self.elastic, re.ASCII):
             raise ConfigurationError(
                 f"elastic: {self.elastic!r} must be MIN:MAX, the least and the largest number of ranks, both 1 or "
-                "more, as 2:8"
+                "more, such as 2:8"
             )
         least, most = self.bounds
         if not least <= self.job.ranks <= most:
             raise ConfigurationError(
-                f"elastic: {self.elastic} must contain ranks={self.job.ranks}, with which the job begins: use MIN <= "
-                "ranks <= MAX"
+                f"elastic: the range {self.elastic} must contain the number of ranks with which the job begins, "
+                f"ranks={self.job.ranks}: use MIN <= ranks <= MAX"
             )
         if least % self.slots_per_worker or most % self.slots_per_worker:
             raise ConfigurationError(
-                f"elastic: {self.elastic} does not fill pods of slots_per_worker={self.slots_per_worker}: use "
-                "multiples of it"
+                f"elastic: the limits {self.elastic} do not fill pods of slots_per_worker={self.slots_per_worker} "
+                f"ranks each: use multiples of {self.slots_per_worker}"
             )
         self._check_last(most // self.slots_per_worker)
         if self.job.backend != "horovod":
             raise ConfigurationError(
-                f"elastic: only Horovod is elastic, and backend is {self.job.backend}: leave elastic out. With "
-                "retries, a job that lost a worker restarts from its checkpoint"
+                f"elastic: only Horovod can be elastic, and backend is {self.job.backend}: leave elastic out. If you "
+                "set retries, a job that lost a worker restarts from its checkpoint"
             )
         if not re.fullmatch(r"[\w.-]{1,15}", self.interface, re.ASCII):
             raise ConfigurationError(
-                f"interface: {self.interface!r} is not a network interface: use one name, as eth0"
+                f"interface: {self.interface!r} is not a network interface: use one name, such as eth0"
             )
         memory = 128 + 32 * most
         if quantity("launcher_memory", self.launcher_memory) < memory * 2**20:
             raise ConfigurationError(
-                f"launcher_memory: {self.launcher_memory} is too little for elastic={self.elastic}, as the launcher "
-                f"has processes for each rank: use {memory}Mi or more"
+                f"launcher_memory: {self.launcher_memory} is too little for elastic={self.elastic}, because the "
+                f"launcher runs processes for each rank: use {memory}Mi or more"
             )
         if trains:
             self._check_training()
@@ -344,8 +346,8 @@ class KubernetesSettings:
         for key, amount in self.resources.items():
             if not re.fullmatch(r"[1-9][0-9]*", amount, re.ASCII) or key == self.gpu_resource:
                 raise ConfigurationError(
-                    f"resources.{key}: {amount!r} must be a whole number in quotes, of a resource that is not "
-                    "gpu_resource too"
+                    f"resources.{key}: {amount!r} must be a whole number in quotes, and the resource must not be "
+                    "gpu_resource"
                 )
         if quantity("shared_memory", self.shared_memory) >= quantity("worker_memory", self.worker_memory):
             raise ConfigurationError(
@@ -363,7 +365,7 @@ class KubernetesSettings:
                 )
         for name, source in self.secrets.items():
             if name in self.job.environment or name in (COMMAND, EXPECTED_SIZE) or name.startswith("OMPI_MCA_"):
-                raise ConfigurationError(f"secrets: {name} is set elsewhere, or is Open MPI's own: use another name")
+                raise ConfigurationError(f"secrets: {name} is set elsewhere, or belongs to Open MPI: use another name")
             if not VARIABLE.fullmatch(name):
                 raise ConfigurationError(f"secrets: {name!r} is not the name of a variable: write the name alone")
             secret, _, key = source.partition("/")
@@ -389,12 +391,12 @@ def check_job_name(name: str) -> None:
     """
     if not _DNS_LABEL.fullmatch(name) or len(name) > NAME_LENGTH:
         raise ConfigurationError(
-            f"name: {name!r} is not a name for a job on Kubernetes, whose hosts are called after it: use at most "
-            f"{NAME_LENGTH} lower-case letters, digits and hyphens, with a letter or digit first and last"
+            f"name: {name!r} cannot be the name of a job on Kubernetes, because the job's hosts are named after it: "
+            f"use at most {NAME_LENGTH} lower-case letters, digits and hyphens, with a letter or digit first and last"
         )
     # The operator also creates a Service of this name, which must not begin with a digit (DNS-1035).
     if name[0].isdigit():
-        raise ConfigurationError(f"name: {name!r} must begin with a letter: a Service has this name, too")
+        raise ConfigurationError(f"name: {name!r} must begin with a letter, because a Service gets the same name")
 
 
 def _check_object(name: str, value: str | None) -> None:

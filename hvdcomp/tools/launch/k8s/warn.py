@@ -1,11 +1,11 @@
 """The preStop hook of a worker's container: `python3 -m hvdcomp.tools.launch.k8s.warn`.
 
-Kubernetes would send SIGTERM to sshd, and so end all ranks of the pod at once. The hook warns them by SIGUSR1, and
-returns when they have ended, within the pod's grace period. Ranks agree on when to save, so those of other pods need no
-warning.
+Kubernetes would send SIGTERM to sshd, and so end all ranks of the pod at once. The hook warns the ranks with SIGUSR1,
+and returns when they have ended, within the pod's grace period. All ranks agree on when to save, so the ranks of other
+pods need no warning.
 
 `python3 -m hvdcomp.tools.launch.k8s.warn all` sends SIGUSR2 once, which tells the ranks of an elastic job that all of
-them must end; at SIGUSR1 those of other pods continue.
+them must end; after SIGUSR1 the ranks of other pods continue.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def submit(script: str) -> int:
         output = _run(["sbatch", "--parsable"], text=script, variables=variables)
     except SchedulerUnavailableError as error:
         raise SchedulerUnavailableError(
-            f"{error}: `squeue --me` shows whether it has the job nevertheless; if not, submit again"
+            f"{error}: Slurm may have the job nevertheless. If `squeue --me` does not list it, submit again"
         ) from None
     match = re.match(r"(\d+)(;|$)", output.strip().splitlines()[-1] if output.strip() else "")
     if match is None:
@@ -182,7 +182,7 @@ def _parse_job(job_id: int, text: str) -> SlurmJobState:
 
 def _accounted(job_id: int) -> SlurmJobState:
     """The state from the accounting, which knows neither the file of the output nor the restarts."""
-    forgotten = f"Slurm knows no job {job_id}, or forgot it after its end"
+    forgotten = f"Slurm does not know job {job_id}, or forgot it after its end"
     try:
         output = _run(
             ["sacct", f"--jobs={job_id}", "--allocations", "--noheader", "--parsable2", f"--format={_ACCOUNTED}"]

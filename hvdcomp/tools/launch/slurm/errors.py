@@ -11,7 +11,7 @@ from hvdcomp.tools.launch.slurm.settings import SlurmJob
 
 _PARTITIONS = "`sinfo --summarize` lists the partitions"
 _ACCOUNTS = "`sacctmgr show associations user=$USER format=account,partition,qos` lists yours"
-_LIMITS = "`sinfo --format='%P %l'` lists the longest of each partition"
+_LIMITS = "`sinfo --format='%P %l'` lists each partition's limit"
 _SIZE = ("nodes", "tasks_per_node", "cpus_per_task", "gpus_per_node", "gres", "memory")
 
 _REFUSALS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -22,11 +22,11 @@ _REFUSALS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "User's group not permitted to use this partition": (
         ("partition",),
-        "use one whose AllowGroups has a group of yours (`scontrol show partition`)",
+        "use one whose AllowGroups contains one of your groups (`scontrol show partition`)",
     ),
     "Required partition not available": (
         ("partition",),
-        f"it takes no jobs now, so use another, or wait ({_PARTITIONS})",
+        f"it accepts no jobs now, so use another, or wait ({_PARTITIONS})",
     ),
     "Invalid account or account/partition combination specified": (
         ("account", "partition"),
@@ -56,7 +56,7 @@ _REFUSALS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "Invalid feature specification": (
         ("constraint",),
-        "use features that nodes have (`sinfo --format='%P %f'` lists them)",
+        "use features that the nodes have (`sinfo --format='%P %f'` lists them)",
     ),
     "Requested reservation is invalid": (("reservation",), "use one that `scontrol show reservation` lists"),
     "Access denied to requested reservation": (
@@ -77,33 +77,37 @@ _REFUSALS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
 }
 
-_NEVER = "it never starts"
+_NEVER = "it will never start"
 _REASONS: dict[str, str] = {
     r"PartitionTimeLimit|(Assoc|QOS)MaxWallDurationPerJobLimit": (
         f"{_NEVER}: the time limit (--time) is longer than the partition, account or QOS allows; {_LIMITS}"
     ),
     "PartitionNodeLimit": (
-        f"{_NEVER}: the partition allows more or fewer nodes (--nodes); `scontrol show partition` lists how many"
+        f"{_NEVER}: the partition does not allow this number of nodes (--nodes); `scontrol show partition` lists the "
+        "allowed numbers"
     ),
     r"(Assoc|QOS)Max\w+Per(Job|Node).*": (
-        f"{_NEVER}: it asks for more than the account or QOS allows one job; `sacctmgr show qos` lists that"
+        f"{_NEVER}: it asks for more than the account or QOS allows one job; `sacctmgr show qos` lists the limits"
     ),
     r"AccountNotAllowed|InvalidAccount|Job's_account_not.*": (
         f"{_NEVER}: the account (--account) may not use the partition (--partition); {_ACCOUNTS}"
     ),
     r"QOSNotAllowed|InvalidQOS|Job's_QOS_not.*": (
-        f"{_NEVER}: the QOS (--qos) may not be used there; {_ACCOUNTS}"
+        f"{_NEVER}: the QOS (--qos) may not be used with this account or partition; {_ACCOUNTS}"
     ),
     "PartitionConfig": (
-        "it starts only if the partition gets as many nodes (--nodes); `sinfo --format='%P %D'` lists how many it has"
+        "it asks for more nodes (--nodes) than the partition has, and starts only if the partition gets more; `sinfo "
+        "--format='%P %D'` lists how many it has"
     ),
-    "BadConstraints": f"{_NEVER}: no nodes have all that it asks for",
-    "PartitionDown|PartitionInactive": f"its partition takes no jobs now, and it waits for that; {_PARTITIONS}",
+    "BadConstraints": f"{_NEVER}: no node has everything that it asks for",
+    "PartitionDown|PartitionInactive": (
+        f"its partition accepts no jobs now, and the job waits until it does; {_PARTITIONS}"
+    ),
     r"ReqNodeNotAvail.*|Nodes_required_for_job_are_DOWN.*": (
-        "nodes that it needs are down or reserved, and it waits for them; `sinfo --list-reasons` says why"
+        "nodes that it needs are down or reserved, and the job waits for them; `sinfo --list-reasons` says why"
     ),
     r"JobHeldUser|JobHeldAdmin|launch_failed_requeued_held": (
-        "it is held until `scontrol release`; `scontrol show job` says more"
+        "it is held until somebody calls `scontrol release`; `scontrol show job` says more"
     ),
 }
 

@@ -95,7 +95,7 @@ class Follower:
             except SchedulerUnavailableError as error:
                 if time.monotonic() > deadline:
                     raise
-                self._say_once(f"job {self._job_id}: Slurm does not answer, asking again ({error})")
+                self._say_once(f"job {self._job_id}: Slurm does not answer; asking again ({error})")
             self._read_log_for(self._poll_seconds)
 
     def _show_state(self, state: SlurmJobState) -> None:
@@ -106,7 +106,9 @@ class Follower:
             details.append(f"start {state.restarts + 1}")
         cause = explain_reason(state.reason) if state.state == "PENDING" else ""
         line = f"job {self._job_id}: {state.state}" + (f" ({', '.join(details)})" if details else "")
-        self._say_once(f"{line}: {cause}. `hvdcomp launch slurm delete {self._job_id}` ends it" if cause else line)
+        self._say_once(
+            f"{line}: {cause}. To end the job: `hvdcomp launch slurm delete {self._job_id}`" if cause else line
+        )
 
     def _say_once(self, text: str) -> None:
         if text != self._last_line:

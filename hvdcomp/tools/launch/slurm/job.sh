@@ -14,7 +14,8 @@ if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
 fi
 #@modules
 
-# sbatch, called in another job, passes on that job's variables: srun would take its cores and memory for this job's.
+# If sbatch is called in another job, it passes on that job's variables: srun would use them for the cores and memory of
+# this job.
 unset "${!SLURM_CPU_BIND@}"
 [ -n "${SLURM_MEM_PER_NODE:-}" ] && unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU
 
@@ -32,7 +33,7 @@ command=(
 #@command
 )
 
-# The whole program as one word, as mpirun would interpret a program's arguments as its own options.
+# The whole program as one word, because mpirun would interpret a program's arguments as its own options.
 #@program
 
 # The command that starts it on all ranks. The warning does not end a program that ignores it.
@@ -42,7 +43,7 @@ command=(
 echo "job $SLURM_JOB_ID: $SLURM_NTASKS ranks on $SLURM_JOB_NODELIST, start $((${SLURM_RESTART_COUNT:-0} + 1))"
 
 # A signal ends `wait` before the launcher has ended: then wait again. srun and mpirun pass SIGUSR1 to all ranks, but
-# kill them at SIGTERM. The warning is repeated, as a program that is still starting ignores it.
+# kill them on SIGTERM. The warning is repeated, because a program that is still starting ignores it.
 signals=0
 launcher=
 repeating=
@@ -66,8 +67,8 @@ done
 [ -n "$repeating" ] && kill "$repeating" 2>/dev/null
 #@code
 
-# Slurm's controller may be away for some minutes. Slurm would requeue a cancelled job, too: so only a job that is known
-# to be RUNNING is requeued.
+# Slurm's controller may not answer for some minutes. Slurm would requeue a cancelled job, too, so only a job that is
+# known to be RUNNING is requeued.
 requeue() {
   local state asked=
   for _ in {1..20}; do
@@ -76,7 +77,7 @@ requeue() {
       echo "job $SLURM_JOB_ID: saved; it was cancelled and is not requeued"
       return
     elif [ -n "$state" ]; then
-      # Said before it is done, as Slurm may kill this script at once.
+      # Printed before the requeue, because Slurm may kill this script at once.
       [ -n "$asked" ] || echo "job $SLURM_JOB_ID: saved; Slurm is asked to requeue it, and it continues from there"
       asked=yes
       scontrol requeue "$SLURM_JOB_ID" && return

@@ -140,22 +140,25 @@ class SlurmJob:
             raise ConfigurationError(f"ranks: {self.job.ranks} ranks do not fill {self._misfit()}")
         if self.gpus_per_node and tasks > self.gpus_per_node:
             raise ConfigurationError(
-                f"gpus_per_node: {self.gpus_per_node} GPUs are too few for {tasks} ranks on each node, one for each: "
-                "ask for more GPUs, or use more nodes (nodes)"
+                f"gpus_per_node: {self.gpus_per_node} GPUs are too few for {tasks} ranks on each node, because each "
+                "rank needs one: ask for more GPUs, or use more nodes (nodes)"
             )
 
     def _misfit(self) -> str:
         """The nodes that the ranks do not fill, and the way out."""
         if self.tasks_per_node is None:
-            return f"{self.nodes} nodes evenly: use a multiple of {self.nodes} (ranks), or another number (nodes)"
+            return (
+                f"{self.nodes} nodes evenly: use a multiple of {self.nodes} (ranks), or another number of nodes (nodes)"
+            )
         if self.nodes is None:
             return (
                 f"nodes of {self.tasks_per_node} tasks (tasks_per_node): use a multiple of {self.tasks_per_node}, or "
                 "leave tasks_per_node out"
             )
         return (
-            f"{self.nodes} nodes of {self.tasks_per_node} tasks (tasks_per_node), which are "
-            f"{self.nodes * self.tasks_per_node}: leave nodes or tasks_per_node out, which then follows from the ranks"
+            f"{self.nodes} nodes of {self.tasks_per_node} tasks (tasks_per_node), which need "
+            f"{self.nodes * self.tasks_per_node} ranks: leave nodes or tasks_per_node out; it then follows from the "
+            "ranks"
         )
 
     def _check_resources(self) -> None:
@@ -172,10 +175,12 @@ class SlurmJob:
     def _check_time(self) -> None:
         seconds = seconds_of(self.time)
         if seconds < 60:
-            raise ConfigurationError(f"time: {self.time!r} is less than a minute, Slurm's unit of time: use more")
+            raise ConfigurationError(
+                f"time: {self.time!r} is less than a minute, which is Slurm's unit of time: use a longer time"
+            )
         if not 1 <= self.warning_seconds <= 65535:
             raise ConfigurationError(
-                f"warning_seconds: {self.warning_seconds} is not between 1 and 65535: use such a number"
+                f"warning_seconds: {self.warning_seconds} must be a number of seconds between 1 and 65535"
             )
         if self.warning_seconds >= seconds:
             raise ConfigurationError(
@@ -187,7 +192,9 @@ class SlurmJob:
         if self.container == "none":
             for field in ("image", "mounts"):
                 if getattr(self, field):
-                    raise ConfigurationError(f'{field}: it needs a container: set container to "apptainer" or "enroot"')
+                    raise ConfigurationError(
+                        f'{field}: this setting needs a container: set container to "apptainer" or "enroot"'
+                    )
             return
         if not self.image:
             raise ConfigurationError(f'image: container "{self.container}" needs an image: give its file or name')

@@ -1,0 +1,99 @@
+"""Gradient compression for loops in Hugging Face's accelerate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from weakref import finalize, ref
+
+from torch.nn.parallel import DistributedDataParallel
+
+from hvdcomp import ddp
+from hvdcomp.bindings.setup import UsedCompression
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.torch import trainers
+
+try:
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+except ModuleNotFoundError as error:
+    raise trainers.missing(error, "accelerate") from None
+
+__all__ = ["register"]
+
+
+def register(accelerator: Accelerator, model: Any, compression: UsedCompression, optimizer: Any = None) -> None:
+    """Lets a model that accelerate has prepared exchange its gradients compressed.
+
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
+        hvdcomp.accelerate.register(accelerator, model, compression, optimizer)
+
+    To be called on every rank, right after `prepare`. `accelerator.save_state` then saves the state of each rank to
+    `compressionRANK.pt` in the checkpoint's folder, and `accelerator.load_state` restores it; call it after `register`
+    and before the first step. If the number of ranks has changed, the new ranks share the residuals of all old ranks.
+    In float16 hvdcomp finds the GradScaler by itself.
+
+    Args:
+        accelerator: the accelerator, with two or more processes.
+        model: what `prepare` returned for the model: it is in DistributedDataParallel.
+        compression: a compression of this model only.
+        optimizer: what `prepare` returned for the optimizer; needed by policies that follow the learning rate.
+
+    Raises:
+        ConfigurationError: if accelerate has not put the model in DistributedDataParallel, or the compression serves
+            another model.
+        RankMismatchError: on every rank, if some ranks cannot take part.
+    """
+    if not isinstance(accelerator, Accelerator):
+        raise ConfigurationError(
+            f"hvdcomp.accelerate.register was given a {type(accelerator).__name__} as accelerator; give it the "
+            "accelerate.Accelerator, then the model, the compression and the optimizer"
+        )
+    if not isinstance(_inner(model), DistributedDataParallel):
+        raise ConfigurationError(
+            f"hvdcomp.accelerate.register was given a {type(model).__name__} that is not in DistributedDataParallel "
+            f"(accelerate: num_processes={accelerator.num_processes}, distributed_type="
+            f"{accelerator.distributed_type.value}); give it what accelerator.prepare(model) returns, and start two or "
+            "more processes, with torchrun or accelerate launch --multi_gpu. FSDP2 has hvdcomp.fsdp.register"
+        )
+    if isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    ddp.register(model, compression, optimizer, accelerator.scaler)
+    prepared = ref(_inner(model))  # the accelerator keeps its hooks, and must be able to free the model
+
+    def names_of(models: list[Any]) -> str | None:
+        """What the names of this model's files begin with; None if the accelerator has let go of the model."""
+        # The accelerator lists modules as they were before it put them in DistributedDataParallel.
+        parameters = [_first_parameter(one) for one in models]
+        own = _first_parameter(prepared())
+        if own not in parameters:
+            return None
+        number = parameters.index(own)
+        return "compression" if number == 0 else f"compression_{number}_"
+
+    def save(models: list[Any], weights: list[Any], folder: str) -> None:
+        if (name := names_of(models)) is not None:
+            trainers.save(compression, Path(folder, f"{name}{accelerator.process_index}.pt"))
+
+    def load(models: list[Any], folder: str) -> None:
+        if (name := names_of(models)) is not None:
+            trainers.restore(
+                compression,
+                lambda rank: trainers.read(Path(folder, f"{name}{rank}.pt")),
+                accelerator.process_index,
+                accelerator.num_processes,
+                folder,
+            )
+
+    for hook in (accelerator.register_save_state_pre_hook(save), accelerator.register_load_state_pre_hook(load)):
+        finalize(_inner(model), hook.remove)
+
+
+def _inner(model: Any) -> Any:
+    """The model without torch.compile."""
+    return getattr(model, "_orig_mod", model)
+
+
+def _first_parameter(model: Any) -> int:
+    return id(next(model.parameters(), None))

@@ -1,0 +1,148 @@
+"""The boxes of parameters that ranks have on a mesh, and what is left to be sent of them on another mesh.
+
+What a mean still lacks is the sum of the replicas' residuals, divided by the number of replicas. It stays the same on
+another mesh: replica j of M takes over the residuals of the old replicas j, j + M, j + 2M, and so on, of N, times
+M / N; of these, each rank takes the elements of its box. `hvdcomp.state_for` shares whole residuals in the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from torch.distributed.tensor import DTensor
+
+from hvdcomp.bindings.state_check import parts_of
+from hvdcomp.errors import ConfigurationError, listed
+
+
+class Cut(NamedTuple):
+    """What a dimension of the mesh does with a parameter.
+
+    Attributes:
+        place: the number of the piece that this rank has.
+        pieces: the number of pieces; 1 if the dimension does not cut the parameter.
+    """
+
+    place: int
+    pieces: int
+
+
+class Box(NamedTuple):
+    """The elements of a parameter that a rank has.
+
+    Attributes:
+        whole: shape of the parameter.
+        start: place of the first element, in each dimension.
+        shape: number of elements, in each dimension.
+    """
+
+    whole: tuple[int, ...]
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def place_of(self, other: Box) -> tuple[slice, ...]:
+        """The place in this box of the elements that another box of the same parameter has too."""
+        places = []
+        for start, size, other_start, other_size in zip(self.start, self.shape, other.start, other.shape, strict=True):
+            first = max(start, other_start)
+            last = max(first, min(start + size, other_start + other_size))
+            places.append(slice(first - start, last - start))
+        return tuple(places)
+
+
+def cuts_of(parameter: DTensor) -> list[Cut]:
+    """What each dimension of its mesh does with a parameter."""
+    places, sizes = parameter.device_mesh.get_coordinate(), parameter.device_mesh.mesh.shape
+    assert places is not None  # this rank is in the mesh
+    dimensions = zip(places, sizes, parameter.placements, strict=True)
+    return [Cut(0, 1) if placement.is_replicate() else Cut(place, size) for place, size, placement in dimensions]
+
+
+def number_of_boxes(parameter: DTensor) -> int:
+    """The number of boxes into which a mesh cuts a parameter."""
+    return math.prod(cut.pieces for cut in cuts_of(parameter))
+
+
+def shared_in_replica(parameters: Mapping[str, DTensor]) -> set[str]:
+    """Names of the parameters of which several ranks of a replica have the same box, as with tensor parallelism.
+
+    Each of these ranks exchanges with ranks of its own. The means must be the same, though the ranks have different
+    boxes of other parameters.
+    """
+    most = max(map(number_of_boxes, parameters.values()), default=1)
+    return {name for name, parameter in parameters.items() if number_of_boxes(parameter) < most}
+
+
+def box_of(parameter: DTensor) -> Box:
+    """The box of a parameter that this rank has."""
+    (chunk,) = parameter.__create_chunk_list__()  # as torch.distributed.checkpoint asks for it
+    return Box(tuple(parameter.shape), tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def boxes_in(own: Mapping[str, Any]) -> dict[str, Box]:
+    """The boxes in a rank's own part of a state, by the parameter's name; none in states of earlier versions."""
+    return {name: Box(*map(tuple, box)) for name, box in own.get("boxes", {}).items()}
+
+
+def on_other_mesh(
+    states: Iterable[Mapping[str, Any]], own: Mapping[str, Any], boxes: Mapping[str, Box], rank: int, ranks: int
+) -> dict[str, Any]:
+    """The state of a rank that has other boxes than before, or that exchanges with another number of replicas.
+
+    Warm starts begin anew. A policy continues without what it has measured since its latest decision.
+
+    Args:
+        states: the states that all ranks saved, read one by one.
+        own: the own part of any of them, whose counts continue.
+        boxes: the boxes that this rank has now, by the parameter's name.
+        rank, ranks: this rank and the number of ranks among the replicas.
+
+    Raises:
+        ConfigurationError: if the states are of other parameters, or of several memories.
+    """
+    shared: Mapping[str, Any] = {}
+    known: set[str] = set()
+    divided_by: dict[str, float | None] = {}
+    residuals: dict[str, dict[str, Any]] = {}
+    added: set[tuple[str, int, Box]] = set()  # several ranks of a replica may have the same box
+    for state in states:
+        its_shared, its_own = parts_of(state)
+        its_boxes = {name: box for name, box in boxes_in(its_own).items() if name in boxes}
+        if wrong := [name for name, box in its_boxes.items() if box.whole != boxes[name].whole]:
+            raise ConfigurationError(f"the checkpoint is of another model; these parameters differ: {listed(wrong)}")
+        if its_boxes and not shared:
+            shared = its_shared
+        known |= its_boxes.keys()
+        divided_by |= {name: factor for name, factor in its_own["divided_by"].items() if name in boxes}
+        replica, factor = its_own["rank"], ranks / its_own["size"]
+        for name, box in its_boxes.items():
+            kept = its_own["residuals"].get(name)
+            if kept is None:
+                continue
+            new = residuals.setdefault(name, _nothing_left(kept, boxes[name]))
+            if new["memory"] != kept["memory"]:
+                raise ConfigurationError(
+                    f"what is left of {name} was kept by {new['memory']} on some ranks, and by {kept['memory']} on "
+                    'others, and cannot be added up; give hvdcomp.dcp.load residuals="drop"'
+                )
+            if replica % ranks == rank and (name, replica, box) not in added:
+                added.add((name, replica, box))
+                for total, array in zip(new["arrays"], kept["arrays"], strict=True):
+                    total[boxes[name].place_of(box)] += array[box.place_of(boxes[name])] * factor
+    if missing := sorted(boxes.keys() - known):
+        raise ConfigurationError(f"the checkpoint is of another model, without the parameters {listed(missing)}")
+    policy = shared["coordinator"] and {**shared["coordinator"], "ended": None, "partial": True}
+    shapes = {name: list(box.shape) for name, box in boxes.items()}
+    kept_here = {"residuals": residuals, "divided_by": divided_by, "coordinator": None}
+    return {
+        "shared": {**shared, "tensors": shapes, "warm_starts": {}, "coordinator": policy},
+        "own": {**own, "rank": rank, "size": ranks, **kept_here},
+    }
+
+
+def _nothing_left(kept: Mapping[str, Any], box: Box) -> dict[str, Any]:
+    """A residual of zeros like another one, of a box. All ranks must have one, as the exchange of a step depends on
+    whether there are residuals."""
+    return {"memory": kept["memory"], "arrays": [array.new_zeros(box.shape) for array in kept["arrays"]]}

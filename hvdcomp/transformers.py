@@ -1,0 +1,108 @@
+"""Gradient compression for the Trainer of Hugging Face's Transformers."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from hvdcomp import ddp
+from hvdcomp.bindings.callers import caller_local
+from hvdcomp.bindings.setup import UsedCompression, require_compression
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.torch import trainers
+
+try:
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+except ModuleNotFoundError as error:
+    raise trainers.missing(error, "transformers") from None
+
+__all__ = ["CompressionCallback"]
+
+
+class CompressionCallback(TrainerCallback):
+    """Lets a Trainer exchange its gradients compressed, and adds the state of each rank to its checkpoints.
+
+        compression = hvdcomp.Compression(hvdcomp.TopK(ratio=0.01))
+        trainer = Trainer(model, arguments, callbacks=[hvdcomp.transformers.CompressionCallback(compression)], ...)
+
+    The rest of the training does not change. Start two or more ranks, with torchrun or accelerate launch. Each rank
+    saves its state to `compressionRANK.pt` in the folder of each checkpoint, and
+    `trainer.train(resume_from_checkpoint=...)` restores it. If the number of ranks has changed, the new ranks share the
+    residuals of all old ranks. In float16 the callback finds the Trainer's GradScaler by itself. Evaluations and
+    checkpoints do not count in step times, by which some policies decide.
+
+    Args:
+        compression: a compression of this trainer's model only. If `train` is called again, it continues with the
+            residuals that it has.
+
+    Raises:
+        ConfigurationError: if it is no compression, or has a policy that changes the batch size. In `train`, if the
+            Trainer has not put the model in DistributedDataParallel, as with one rank; and in `hyperparameter_search`.
+    """
+
+    def __init__(self, compression: UsedCompression) -> None:
+        require_compression(compression, "hvdcomp.transformers.CompressionCallback")
+        trainers.refuse_batch_sizes(compression, "the Trainer of Transformers")
+        self.compression = compression
+        self._model: Any = None  # that the compression serves
+        self._pause = ExitStack()  # of the clock, from the end of a step to the begin of the next
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Registers the compression, and restores its state."""
+        if state.is_hyper_param_search:
+            raise ConfigurationError(
+                "hyperparameter_search trains several models, and a hvdcomp.Compression serves one: search without "
+                "hvdcomp.transformers.CompressionCallback, then train with it"
+            )
+        # The Trainer gives a callback the model, but neither itself, nor what it has put the model in, nor the
+        # checkpoint. `train`, which has called this method, has both in variables whose names are public.
+        trainer = caller_local("self", lambda value: isinstance(value, Trainer))
+        model = trainer.model_wrapped
+        if not isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel):
+            raise ConfigurationError(
+                f"the Trainer trains a {type(model).__name__} in {args.world_size} process"
+                f"{'es' * (args.world_size > 1)}, and hvdcomp.transformers.CompressionCallback needs "
+                "DistributedDataParallel: start two or more ranks, torchrun --nproc-per-node 2 PROGRAM, without FSDP "
+                "and DeepSpeed; for one rank leave the callback out"
+            )
+        if state.global_step:
+            checkpoint = caller_local("resume_from_checkpoint", lambda value: isinstance(value, str | Path))
+            trainers.restore(
+                self.compression,
+                lambda rank: trainers.read(_file(checkpoint, rank)),
+                args.process_index,
+                args.world_size,
+                checkpoint,
+            )
+        if model is not self._model:
+            ddp.register(model, self.compression, trainer.optimizer.optimizer, trainer.accelerator.scaler)
+            self._model = model
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Saves the state of this rank."""
+        if not args.save_only_model:
+            folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+            trainers.save(self.compression, _file(folder, args.process_index))
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Stops the clock before an evaluation or a checkpoint."""
+        if control.should_evaluate or control.should_save:
+            self._pause.enter_context(self.compression.paused())
+
+    on_epoch_end = on_step_end
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Starts the clock again."""
+        self._pause.close()
+
+
+def _file(checkpoint: Any, rank: int) -> Path:
+    return Path(checkpoint, f"compression{rank}.pt")
