@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,12 +13,13 @@ import numpy as np
 from hvdcomp.compressors import Compressor, needs_nodes
 from hvdcomp.compressors.bucket import BUCKET_BYTES, LEAST_BYTES
 from hvdcomp.compressors.choice import Chooser
+from hvdcomp.compressors.evidence import lost_with
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.routing import require_matches
 from hvdcomp.perfmodel.by_size import encode_times
 from hvdcomp.perfmodel.calibration import Calibration, ModelFacts
 from hvdcomp.perfmodel.compute import EncodeTime
-from hvdcomp.perfmodel.exchanges import Exchange, exchange_of
+from hvdcomp.perfmodel.exchanges import Exchange, exchange_of, sharded_exchange_of
 from hvdcomp.perfmodel.fields import CalibrationError
 from hvdcomp.perfmodel.predict import (
     UNCOMPRESSED,
@@ -29,7 +30,7 @@ from hvdcomp.perfmodel.predict import (
     predict,
 )
 from hvdcomp.perfmodel.schedule import Parts
-from hvdcomp.perfmodel.ways import encode_time_of, in_each_way, in_two_levels
+from hvdcomp.perfmodel.ways import encode_time_of, in_each_way, in_two_levels, reduces_shards
 
 FREE = (UNCOMPRESSED, "fp16")
 """Methods that the libraries have themselves. They need no encoding; the time of a cast counts if it was measured."""
@@ -42,11 +43,17 @@ MODEL_ERROR = 0.1
 """Least relative difference of predicted times at which a method counts as faster, whatever the calibration's noise.
 Of 240 predictions, 210 were within 10 % of measured steps (docs/exchange/steps-measured.md)."""
 
+HARMLESS = 0.02
+"""Largest relative loss of quality, in hvdcomp's own trainings, of a method that is recommended first."""
+
 _BANDWIDTHS = np.geomspace(1e-3, 1e4, 1401) * 1.25e8  # bytes/s: from 1 Mb/s to 10 Tb/s, 200 to a decade
 BUCKET_SIZES = (50_000_000, BUCKET_BYTES, 10_000_000, 5_000_000, 2_500_000, LEAST_BYTES)
 """Sizes of early buckets to choose from, in bytes of gradients; among equally fast ones, the first is taken."""
 
 Range = tuple[float | None, float | None]
+
+_exchange_of = lru_cache(maxsize=4096)(exchange_of)  # presets share models, and a map asks for each at several rates
+_sharded_exchange_of = lru_cache(maxsize=4096)(sharded_exchange_of)
 
 
 @dataclass(frozen=True)
@@ -113,6 +120,17 @@ class Advice:
         return tuple(free for free in FREE if self.methods[free].step_s / own - 1 >= self.error)
 
 
+def is_harmless(compressor: Compressor, optimizer: str | None) -> bool:
+    """Whether a method lost at most `HARMLESS` of quality in hvdcomp's own trainings; False if that was not measured.
+
+    Args:
+        compressor: the method.
+        optimizer: as in `hvdcomp.compressors.evidence.Evidence`; None for SGD and Adam.
+    """
+    lost = lost_with(compressor, optimizer)
+    return lost is not None and lost <= HARMLESS
+
+
 class Adviser:
     """Answers questions about one model of a calibration.
 
@@ -125,6 +143,8 @@ class Adviser:
         early_bytes: least bytes of gradients in a bucket sent during the backward pass, `bucket_bytes` of
             `hvdcomp.Compression`; 0 if all are sent at its end, as in TensorFlow; None for the calibration's, or else
             hvdcomp's default. It matters only if the calibration has the times when gradients are ready.
+        optimizer: as in `hvdcomp.compressors.evidence.Evidence`: compare only compressors that lost at most `HARMLESS`
+            with it in hvdcomp's own trainings; None for all.
 
     Attributes:
         compressors: the compressors by spec.
@@ -142,6 +162,7 @@ class Adviser:
         model: str | None = None,
         specs: Sequence[str] | None = None,
         early_bytes: float | None = None,
+        optimizer: str | None = None,
     ) -> None:
         self.calibration = calibration
         self.model = _model_name(calibration, model)
@@ -151,12 +172,22 @@ class Adviser:
         compressors = list(map(parse_compressor, [*FREE, *(known if specs is None else specs)]))
         for compressor in compressors if specs is not None else ():
             require_matches(compressor, [tensor.name for tensor in self.facts.tensors])
-        if specs is None:
+        if self.facts.sharded:
+            if specs is None:
+                compressors = [one for one in compressors if str(one) in FREE or reduces_shards(one)]
+            elif refused := [str(one) for one in compressors if str(one) not in FREE and not reduces_shards(one)]:
+                raise CalibrationError(
+                    f"{self.model} is sharded (FSDP2), and its reduce-scatter does not work with {', '.join(refused)}; "
+                    "use a quantizer, such as int8 or int4"
+                )
+        elif specs is None:
             compressors = [way for compressor in compressors for way in (compressor, *in_each_way(compressor))]
             if self.ranks_per_node is not None:
                 compressors += [
                     two_level for compressor in compressors if (two_level := in_two_levels(compressor)) is not None
                 ]
+        if optimizer is not None:
+            compressors = [one for one in compressors if str(one) in FREE or is_harmless(one, optimizer)]
         self.compressors: dict[str, Compressor] = {str(compressor): compressor for compressor in compressors}
         of_nodes = (self.facts.tensors, self.ranks_per_node)
         self.encode = {
@@ -190,14 +221,14 @@ class Adviser:
         """The exchange of a method."""
         key = spec, self._equivalent_ranks(spec, ranks)
         if key not in self._exchanges:
-            compressor, tensors = self.compressors[spec], self.facts.tensors
-            self._exchanges[key] = exchange_of(compressor, tensors, key[1], self.ranks_per_node)
+            known = (self.compressors[spec], self.facts.tensors, key[1], self.ranks_per_node)
+            self._exchanges[key] = _sharded_exchange_of(*known) if self.facts.sharded else _exchange_of(*known)
         return self._exchanges[key]
 
     def _equivalent_ranks(self, spec: str, ranks: int) -> int:
         """A small number of ranks with the same exchange; the exchange of few methods depends on the number."""
         compressor = self.compressors[spec]
-        if any(leaf.scatters(ranks) for leaf in compressor.leaves()):
+        if self.facts.sharded or any(leaf.scatters(ranks) for leaf in compressor.leaves()):
             return ranks
         if not needs_nodes(compressor):
             return 1
@@ -233,10 +264,12 @@ class Adviser:
         return predict(network, facts.compute, exchange, *times)
 
     def kept_bytes(self, spec: str) -> float:
-        """The bytes per parameter that a method keeps on a device from step to step."""
+        """The bytes per parameter that a method keeps on a device from step to step. With a sharded model, a rank keeps
+        them only for its share of what its node sends."""
         tensors = self.facts.tensors
         kept = Chooser(tensors, self.compressors[spec]).kept_bytes(self.compressors[spec])
-        return kept / sum(tensor.size for tensor in tensors)
+        share = 1 / (self.ranks_per_node or 1) if self.facts.sharded else 1.0
+        return share * kept / sum(tensor.size for tensor in tensors)
 
     def step_s(self, spec: str, setting: Setting) -> Any:
         """Seconds of a step with one method."""
@@ -244,27 +277,35 @@ class Adviser:
 
     def local_step_s(self, spec: str, setting: Setting, every: int) -> float | None:
         """Seconds of a step with one method if the ranks exchange only in every `every`-th step; None for methods that
-        `hvdcomp.torch.LocalSteps` refuses. The setting has numbers, not arrays."""
-        if not all(leaf.in_units for leaf in self.compressors[spec].leaves()):
+        `hvdcomp.torch.LocalSteps` refuses, and for sharded models. The setting has numbers, not arrays."""
+        if self.facts.sharded or not all(leaf.in_units for leaf in self.compressors[spec].leaves()):
             return None
         exchange = self.exchange(spec, int(np.asarray(setting.world_size)))
         known = self.calibration.network, self.facts.compute
         return float(local_step_s(*known, exchange, setting, self.encode[spec], every))
 
     def least_factor(self, setting: Setting, efficiency: float = 0.95) -> Any:
-        """The compression factor that an ideal compressor would need; see `least_compression_factor`."""
+        """The compression factor that an ideal compressor would need; see `least_compression_factor`. NaN for a sharded
+        model, whose weights are exchanged, too."""
         facts = self.facts
+        if facts.sharded:
+            return np.full(np.broadcast_shapes(*(np.shape(value) for value in vars(setting).values())), np.nan)
         dense = self.exchange(UNCOMPRESSED, 1)
         return least_compression_factor(
             self.calibration.network, facts.compute, dense, facts.bucket_bytes, setting, efficiency
         )
 
-    def wins(self, spec: str, setting: Setting) -> tuple[Range, ...]:
+    def wins(self, spec: str, setting: Setting, dense_s: Any = None) -> tuple[Range, ...]:
         """Ranges of bandwidth, bytes/s, in which a method is faster than dense, all else as in the setting.
 
         Evaluated from 1 Mb/s to 10 Tb/s at 200 points per decade; a range that reaches an end is taken to be open.
+
+        Args:
+            spec: spec of the method.
+            setting: the setting.
+            dense_s: seconds of a dense step at each of these bandwidths; None to compute them.
         """
-        faster = _faster(self, spec, setting, _BANDWIDTHS)
+        faster = _faster(self, spec, setting, _BANDWIDTHS, dense_s)
         changes = np.flatnonzero(np.diff(faster.astype(int)))
         bounds = [_change(self, spec, setting, _BANDWIDTHS[at], _BANDWIDTHS[at + 1]) for at in changes]
         ends: list[float | None] = [*([None] if faster[0] else []), *bounds, *([None] if faster[-1] else [])]
@@ -274,12 +315,13 @@ class Adviser:
         """The advice for one setting, which has numbers, not arrays."""
         methods = {}
         ranks = int(np.asarray(setting.world_size))
+        dense_s = self.step_s(UNCOMPRESSED, replace(setting, bytes_per_s=_BANDWIDTHS))
         for spec in self.compressors:
             if not self.possible(spec, ranks):
                 continue
             parts, at_end = self.parts(spec, setting), self.parts(spec, setting, early=False)
             at_end_s = float(at_end.total) if at_end != parts else None
-            wins = () if spec == UNCOMPRESSED else self.wins(spec, setting)
+            wins = () if spec == UNCOMPRESSED else self.wins(spec, setting, dense_s)
             exchange, encode = self.exchange(spec, ranks), self.encode[spec]
             methods[spec] = Method(spec, exchange, encode, parts, at_end_s, str(limited_by(parts)), wins)
         if setting.world_size == 1:
@@ -328,18 +370,17 @@ def _model_name(calibration: Calibration, model: str | None) -> str:
     return model
 
 
-def _faster(adviser: Adviser, spec: str, setting: Setting, bytes_per_s: Any) -> Any:
+def _faster(adviser: Adviser, spec: str, setting: Setting, bytes_per_s: Any, dense_s: Any = None) -> Any:
     """Whether a method is faster than dense, up to rounding, at each bandwidth."""
     at_bandwidth = replace(setting, bytes_per_s=bytes_per_s)
-    return np.broadcast_to(
-        adviser.step_s(spec, at_bandwidth) < adviser.step_s(UNCOMPRESSED, at_bandwidth) * (1 - 1e-12),
-        np.shape(bytes_per_s),
-    )
+    if dense_s is None:
+        dense_s = adviser.step_s(UNCOMPRESSED, at_bandwidth)
+    return np.broadcast_to(adviser.step_s(spec, at_bandwidth) < dense_s * (1 - 1e-12), np.shape(bytes_per_s))
 
 
 def _change(adviser: Adviser, spec: str, setting: Setting, low: float, high: float) -> float:
-    """The bandwidth between `low` and `high` at which the faster method changes, to 11 digits."""
-    for _ in range(4):
+    """The bandwidth between `low` and `high` at which the faster method changes, to 7 digits."""
+    for _ in range(2):
         between = np.geomspace(low, high, 256)
         faster = _faster(adviser, spec, setting, between)
         at = max(1, int(np.argmax(faster != faster[0])))  # the first that differs

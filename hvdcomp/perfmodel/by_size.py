@@ -1,4 +1,4 @@
-"""Estimated encode times, from those of another model by the models' sizes."""
+"""Estimated encode times: scaled from another model by the models' sizes, or those of hvdcomp's kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -7,25 +7,27 @@ import math
 from collections.abc import Mapping
 
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.perfmodel.calibration import Calibration, ModelFacts, load
+from hvdcomp.perfmodel.calibration import Calibration, ModelFacts
+from hvdcomp.perfmodel.cards import CARDS
 from hvdcomp.perfmodel.compute import EncodeTime
+from hvdcomp.perfmodel.kernel_times import KERNELS, encode_time
 
-REFERENCE = "v100-p3.8xlarge"
-"""The preset whose encode times are used if a calibration has none."""
+REFERENCE = "h100"
+"""The card whose encode times are used if a calibration has neither encode times nor a card."""
 
 
 def encode_times(calibration: Calibration, model: str) -> dict[str, EncodeTime]:
     """The encode times of a model by spec: its own, and estimates of other methods.
 
     Encode time is taken to be proportional to the number of elements. The estimate is from the model of nearest size
-    with a time of the method, among the calibration's models; if none has an encode time, among those of `REFERENCE`.
+    with a time of the method, among the calibration's models; if none has an encode time, it is that of hvdcomp's own
+    kernels on the calibration's card, or on `REFERENCE`.
     """
     facts, own = calibration.models[model], calibration.models[model].compute.encode
     models: Mapping[str, ModelFacts] = calibration.models
-    where = ""
     if not any(_encoded(other) for other in models.values()):
-        reference = load(REFERENCE)
-        models, where = reference.models, f" in {REFERENCE} ({reference.machine['accelerator']})"
+        card = CARDS[calibration.card or REFERENCE]
+        return {**{spec: encode_time(spec, card, _size(facts)) for spec in KERNELS}, **own}
     times = dict(own)
     for spec in dict.fromkeys(spec for other in models.values() for spec in _encoded(other)):
         if spec in own:
@@ -33,7 +35,7 @@ def encode_times(calibration: Calibration, model: str) -> dict[str, EncodeTime]:
         known = [name for name, other in models.items() if spec in other.compute.encode]
         factor, nearest = min(((_size(facts) / _size(models[name]), name) for name in known), key=_distance)
         scaled = models[nearest].compute.encode[spec].part(factor)
-        source = f"estimated: the encode time of {nearest}{where} times {factor:.3g}, the ratio of the models' elements"
+        source = f"estimated: the encode time of {nearest} times {factor:.3g}, the ratio of the models' elements"
         times[spec] = dataclasses.replace(scaled, source=source, estimated=True)
     return times
 

@@ -1,7 +1,7 @@
 """The calibration file: measured (or published) times of a network, of models and of compressors on one machine.
 
-JSON, version 1; `docs/calibration-file.md` documents its fields. The presets of the package are such files, with
-published numbers.
+JSON, version 1; `docs/calibration-file.md` documents its fields. The presets of the package are such files. Those of
+today's machines name a GPU of `cards` instead of models, whose times are then estimated (`workloads`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,20 @@ from hvdcomp.compressors import FIRST, TensorInfo
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import SpecError
 from hvdcomp.files import parse_json, replace_text
+from hvdcomp.perfmodel.cards import CARDS
 from hvdcomp.perfmodel.compute import Compute, EncodeTime
 from hvdcomp.perfmodel.fields import CalibrationError, Fields
-from hvdcomp.perfmodel.network import ALGORITHMS, Among, CollectiveCost, Inner, Network, TwoLevelCosts
+from hvdcomp.perfmodel.network import (
+    ALGORITHMS,
+    Among,
+    CollectiveCost,
+    Inner,
+    Network,
+    TwoLevelCosts,
+    network_of_nodes,
+)
 from hvdcomp.perfmodel.shapes import MODELS, tensors_of
+from hvdcomp.perfmodel.workloads import models_on
 
 FORMAT = "hvdcomp-calibration"
 VERSION = 1
@@ -47,6 +57,8 @@ class ModelFacts:
         estimated: names of fields that were estimated, as `sources` says, and not measured.
         optimizer: kind of the training's optimizer, as in `hvdcomp.compressors.evidence`, or `OTHER`; None if the
             numbers are not of a user's training.
+        sharded: whether the model is sharded over all ranks (FSDP2). Then `bucket_bytes` is the size of the gradients
+            of one module, because FSDP2 gathers weights module by module.
     """
 
     tensors: tuple[TensorInfo, ...]
@@ -57,6 +69,7 @@ class ModelFacts:
     sources: Mapping[str, str] = field(default_factory=dict)
     estimated: tuple[str, ...] = ()
     optimizer: str | None = None
+    sharded: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,6 +83,8 @@ class Calibration:
         noise: relative difference of times below which no method counts as faster.
         noise_note: the basis of `noise`.
         network_source: source of the network's numbers.
+        card: key of `hvdcomp.perfmodel.cards.CARDS`, the GPU for which unknown encode times are estimated; empty if
+            the GPU is not one of these.
     """
 
     name: str
@@ -79,6 +94,7 @@ class Calibration:
     noise: float = 0.0
     noise_note: str = ""
     network_source: str = ""
+    card: str = ""
 
 
 def presets() -> tuple[str, ...]:
@@ -150,7 +166,10 @@ def from_json(data: Any, where: str = "the calibration") -> Calibration:
         )
     noise = top.section("noise", optional=True)
     network = top.section("network")
-    models = top.section("models")
+    card = top.text("card", "")
+    if card and card not in CARDS:
+        raise top.error(f"{card!r} is not known; use one of: {', '.join(CARDS)}", "card")
+    models = top.section("models") if top.has("models") or not card else Fields(models_on(CARDS[card]), where, "models")
     calibration = Calibration(
         name=top.text("name"),
         network=_network(network),
@@ -159,6 +178,7 @@ def from_json(data: Any, where: str = "the calibration") -> Calibration:
         machine=top.section("machine", optional=True).texts(),
         noise=noise.number("relative", 0.0, lowest=0),
         noise_note=noise.text("note", ""),
+        card=card,
     )
     if not calibration.models:
         raise models.error("is empty: at least one model is needed")
@@ -176,6 +196,7 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
         "version": VERSION,
         "name": calibration.name,
         "machine": dict(calibration.machine),
+        **({"card": calibration.card} if calibration.card else {}),
         "noise": {"relative": calibration.noise, "note": calibration.noise_note},
         "network": {
             "source": calibration.network_source,
@@ -188,6 +209,8 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
 
 
 def _network(fields: Fields) -> Network:
+    if fields.has("nodes"):
+        return _nodes(fields.section("nodes"))
     inner = None
     if fields.has("inner"):
         section = fields.section("inner")
@@ -196,6 +219,19 @@ def _network(fields: Fields) -> Network:
         section.finish()
     levels = _levels(fields.section("levels")) if fields.has("levels") else None
     return Network(**_costs(fields), inner=inner, levels=levels)
+
+
+def _nodes(fields: Fields) -> Network:
+    """The short form of a network, which `network_of_nodes` completes."""
+    network = network_of_nodes(
+        ranks_per_node=fields.whole("ranks_per_node", lowest=2),
+        bytes_per_s=fields.number("bytes_per_s", above=0),
+        latency_s=fields.number("latency_s", lowest=0),
+        inside_bytes_per_s=fields.number("inside_bytes_per_s", above=0),
+        inside_latency_s=fields.number("inside_latency_s", lowest=0),
+    )
+    fields.finish()
+    return network
 
 
 def _levels(fields: Fields) -> TwoLevelCosts:
@@ -288,6 +324,7 @@ def _model(fields: Fields) -> ModelFacts:
         sources=fields.section("sources", optional=True).texts(),
         estimated=tuple(fields.list_of_texts("estimated")),
         optimizer=_optimizer(fields),
+        sharded=fields.truth("sharded", False),
     )
     fields.finish()
     return facts
@@ -326,6 +363,7 @@ def _encode(fields: Fields) -> EncodeTime:
         decode_per_rank_s=fields.number("decode_per_rank_s", 0.0, lowest=0),
         source=fields.text("source", ""),
         estimated=fields.truth("estimated", False),
+        host_s=fields.number("host_s", 0.0, lowest=0),
     )
     fields.finish()
     return time
@@ -364,6 +402,7 @@ def _model_as_json(facts: ModelFacts) -> dict[str, Any]:
         "bucket_bytes": facts.bucket_bytes,
         **({} if facts.early_bytes is None else {"early_bytes": facts.early_bytes}),
         **({} if facts.optimizer is None else {"optimizer": facts.optimizer}),
+        **({"sharded": True} if facts.sharded else {}),
         "sources": dict(facts.sources),
         "estimated": list(facts.estimated),
         "encode": {
@@ -373,6 +412,7 @@ def _model_as_json(facts: ModelFacts) -> dict[str, Any]:
                 "decode_per_rank_s": time.decode_per_rank_s,
                 "source": time.source,
                 "estimated": time.estimated,
+                **({"host_s": time.host_s} if time.host_s else {}),
             }
             for spec, time in compute.encode.items()
         },

@@ -22,6 +22,8 @@ class EncodeTime:
             are gathered, and about two if they are scattered (`Exchange.decoded`).
         source: source of the numbers.
         estimated: whether they were estimated, as `source` says, and not measured.
+        host_s: time that the host needs to launch the kernels of a step, while the device works. Encoding and decoding
+            take at least this time, even if only a part of the model is compressed.
     """
 
     encode_s: float
@@ -29,14 +31,17 @@ class EncodeTime:
     decode_per_rank_s: float = 0.0
     source: str = ""
     estimated: bool = False
+    host_s: float = 0.0
 
     def seconds(self, decoded: ArrayLike) -> Array:
         """Seconds of encoding and decoding, if a rank decodes this number of payloads."""
-        return self.encode_s + self.decode_s + self.decode_per_rank_s * np.asarray(decoded, float)
+        seconds = self.encode_s + self.decode_s + self.decode_per_rank_s * np.asarray(decoded, float)
+        return np.maximum(seconds, self.host_s)
 
     def part(self, share: float) -> EncodeTime:
         """The time of a share of the model, taken to be proportional."""
-        return EncodeTime(self.encode_s * share, self.decode_s * share, self.decode_per_rank_s * share)
+        device = (self.encode_s * share, self.decode_s * share, self.decode_per_rank_s * share)
+        return EncodeTime(*device, host_s=self.host_s)
 
 
 @dataclass(frozen=True)

@@ -3,28 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.perfmodel.advice import FREE, Adviser
-from hvdcomp.perfmodel.calibration import Calibration
+from hvdcomp.perfmodel.by_size import encode_times
+from hvdcomp.perfmodel.calibration import Calibration, ModelFacts, load
+from hvdcomp.perfmodel.cards import CARDS
+from hvdcomp.perfmodel.compute import EncodeTime
+from hvdcomp.perfmodel.kernel_times import KERNELS, encode_time, host_s
 from hvdcomp.perfmodel.predict import Setting
 from hvdcomp.perfmodel.rates import GBPS
+from hvdcomp.perfmodel.ways import encode_time_of, reduces_shards
 
 WORLD_SIZES = (8, 16, 32, 64, 96, 128)
 BATCHES = (0.25, 0.5, 1, 2)
 """Batch sizes of the set-ups, as factors of the calibration's; times of the passes are proportional."""
 RATES = (1, 10, 25)
 """Gb/s of the link in `setups`, besides the calibration's rate. Source: Agarwal et al. 2022, On the Utility."""
+OF_2021 = "v100-p3.8xlarge-2021"
+"""The preset with the encode times of Agarwal et al. 2022, measured with their code of 2021 on a V100."""
 
 
-def counts(calibration: Calibration, specs: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+def counts(
+    calibration: Calibration, specs: Sequence[str] | None = None, optimizer: str | None = None
+) -> Iterator[dict[str, Any]]:
     """A row for each model of a calibration, over `WORLD_SIZES` and, if the calibration has a batch size, `BATCHES`.
+
+    If the calibration has a card, each row also counts with the encode times of 2021, scaled from a V100 by the
+    bandwidth of the memory. In the rows of the preset of 2021, the other columns have the encode times of hvdcomp's own
+    kernels on its V100.
 
     Args:
         calibration: the calibration.
-        specs: as in `Adviser`.
+        specs: as in `Adviser`. If it is None and the calibration has a card, only methods with encode times both of
+            today and of 2021 are counted.
+        optimizer: as in `Adviser`.
 
     Yields:
         calibration, model, setups: the names, and the number of set-ups.
@@ -33,35 +51,99 @@ def counts(calibration: Calibration, specs: Sequence[str] | None = None) -> Iter
             error.
         often: the compressor that is most often the fastest compressor; empty if there is none.
         largest_gain_percent: the largest lead of a compressor over the free methods.
+        compressor_taken_2021, often_2021, largest_gain_percent_2021: the same with the encode times of 2021; None if
+            the calibration has no card.
     """
-    for model in calibration.models:
-        adviser = Adviser(calibration, model, specs)
-        times = {spec: _times(adviser, spec, [adviser.bytes_per_s]) for spec in adviser.compressors}
-        dense, fp16 = (times.pop(spec) for spec in FREE)
-        free = np.minimum(dense, fp16)
-        best = np.min([*times.values(), np.full_like(free, np.inf)], axis=0)
-        gain = free / best - 1
-        wins = {spec: int(np.sum(seconds == best)) for spec, seconds in times.items()}
+    published = load(OF_2021)
+    known_then = published.models["resnet50"].compute.encode
+    for model, facts in calibration.models.items():
+        if calibration.name == OF_2021:
+            facts = with_own_kernels(facts, calibration.card)
+        if calibration.card and specs is None:
+            encode = {spec: time for spec, time in facts.compute.encode.items() if spec in known_then}
+            facts = replace(facts, compute=replace(facts.compute, encode=encode))
+        adviser = adviser_of(replace(calibration, models={model: facts}), model, specs, optimizer)
+        now = _count(adviser)
+        then: dict[str, Any] = dict.fromkeys(now)
+        if calibration.card:
+            then = _count(_with_encode_times(adviser, _encode_times_of_2021(published, facts, calibration.card)))
         yield {
             "calibration": calibration.name,
             "model": model,
-            "setups": free.size,
-            "dense_fastest": int(np.sum((dense <= fp16) & (gain <= 0))),
-            "fp16_fastest": int(np.sum((fp16 < dense) & (gain <= 0))),
-            "compressor_fastest": int(np.sum(gain > 0)),
-            "compressor_taken": int(np.sum(gain >= adviser.error)),
-            "often": max(wins, key=lambda spec: wins[spec], default=""),
-            "largest_gain_percent": round(100 * float(gain.max()), 1),
+            **now,
+            **{f"{key}_2021": then[key] for key in ("compressor_taken", "often", "largest_gain_percent")},
         }
 
 
-def setups(calibration: Calibration, specs: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+def _count(adviser: Adviser) -> dict[str, Any]:
+    times = {spec: _times(adviser, spec, [adviser.bytes_per_s]) for spec in adviser.compressors}
+    dense, fp16 = (times.pop(spec) for spec in FREE)
+    free = np.minimum(dense, fp16)
+    best = np.min([*times.values(), np.full_like(free, np.inf)], axis=0)
+    gain = free / best - 1
+    wins = {spec: int(np.sum(seconds == best)) for spec, seconds in times.items()}
+    return {
+        "setups": free.size,
+        "dense_fastest": int(np.sum((dense <= fp16) & (gain <= 0))),
+        "fp16_fastest": int(np.sum((fp16 < dense) & (gain <= 0))),
+        "compressor_fastest": int(np.sum(gain > 0)),
+        "compressor_taken": int(np.sum(gain >= adviser.error)),
+        "often": max(wins, key=lambda spec: wins[spec], default=""),
+        "largest_gain_percent": round(100 * float(gain.max()), 1),
+    }
+
+
+def adviser_of(
+    calibration: Calibration, model: str, specs: Sequence[str] | None = None, optimizer: str | None = None
+) -> Adviser:
+    """An adviser for a model, without the compressors that cannot be used if it is sharded."""
+    if specs is not None and calibration.models[model].sharded:
+        specs = [spec for spec in specs if reduces_shards(parse_compressor(spec))]
+    return Adviser(calibration, model, specs, optimizer=optimizer)
+
+
+def with_own_kernels(facts: ModelFacts, card: str) -> ModelFacts:
+    """A model with the encode times of hvdcomp's own kernels on a card, in place of all others."""
+    elements = sum(tensor.size for tensor in facts.tensors)
+    encode = {spec: encode_time(spec, CARDS[card], elements, facts.shapes) for spec in KERNELS}
+    return replace(facts, compute=replace(facts.compute, encode=encode))
+
+
+def _encode_times_of_2021(published: Calibration, facts: ModelFacts, card: str) -> dict[str, EncodeTime]:
+    """Encode times of the code of 2021 on a card, from the times of the same model, or the nearest one, on a V100."""
+    same = [name for name, known in published.models.items() if known.tensors == facts.tensors]
+    without = replace(facts, compute=replace(facts.compute, encode={}))
+    models = published.models if same else {**published.models, "": without}
+    known = encode_times(replace(published, models=models), same[0] if same else "")
+    slower = CARDS["v100"].bytes_per_s / CARDS[card].bytes_per_s
+    # We assume that no code launches fewer kernels than hvdcomp, so the host needs at least hvdcomp's time.
+    return {
+        spec: replace(time.part(slower), host_s=host_s(KERNELS[spec]) if spec in KERNELS else 0.0)
+        for spec, time in known.items()
+    }
+
+
+def _with_encode_times(adviser: Adviser, known: dict[str, EncodeTime]) -> Adviser:
+    """The adviser with other encode times. Methods without such an encode time are left out."""
+    of_nodes = (adviser.facts.tensors, adviser.ranks_per_node)
+    times = {spec: encode_time_of(method, known, *of_nodes) for spec, method in adviser.compressors.items()}
+    other = copy(adviser)
+    other.compressors = {
+        spec: method for spec, method in adviser.compressors.items() if spec in FREE or times[spec] is not None
+    }
+    other.encode = times
+    return other
+
+
+def setups(
+    calibration: Calibration, specs: Sequence[str] | None = None, optimizer: str | None = None
+) -> Iterator[dict[str, Any]]:
     """A row for each set-up and compressor that can be used in it: set-ups as in `counts`, at the calibration's rate
     and at `RATES`.
 
     Args:
         calibration: the calibration.
-        specs: as in `Adviser`.
+        specs, optimizer: as in `Adviser`.
 
     Yields:
         calibration, gpu, model, method: the names; the GPU is empty if the calibration has none.
@@ -72,7 +154,7 @@ def setups(calibration: Calibration, specs: Sequence[str] | None = None) -> Iter
         estimated: whether the encode time is an estimate.
     """
     for model in calibration.models:
-        adviser = Adviser(calibration, model, specs)
+        adviser = adviser_of(calibration, model, specs, optimizer)
         rates = np.union1d(adviser.bytes_per_s, np.array(RATES) * GBPS)
         times = {spec: _times(adviser, spec, rates) for spec in adviser.compressors}
         dense, fp16 = (times.pop(spec) for spec in FREE)

@@ -17,6 +17,7 @@ import numpy as np
 from hvdcomp.arrays.types import dtype_bytes, wide_dtype
 from hvdcomp.compressors import Compressor, TensorInfo
 from hvdcomp.compressors.choice import MIN_NDIM, MIN_NUMEL, Chooser, Plan
+from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.protocol import Group
 from hvdcomp.compressors.scatter_bucket import payloads_of_chunks
 from hvdcomp.compressors.sizes import SentPayload, state_elements
@@ -63,12 +64,15 @@ class Exchange:
             are only cast. Other exchanges are after the backward pass.
         dense_bytes: bytes of the gradients.
         ranks_per_node: number of ranks of a node; matters for collectives within and between nodes.
+        weights_bytes: bytes of the whole model's weights if the model is sharded (FSDP2); 0 if it is not. FSDP2 gathers
+            the weights in both passes, and the rounds reduce gradients to shards during the backward pass.
     """
 
     rounds: tuple[Round, ...]
     overlapped: bool
     dense_bytes: float
     ranks_per_node: int = 1
+    weights_bytes: float = 0.0
 
     @property
     def bytes(self) -> float:
@@ -165,6 +169,34 @@ def exchange_of(
     chooser = Chooser(tensors, compressor, min_numel=min_numel, min_ndim=min_ndim)
     plan = chooser.plan_for(compressor)
     return exchange_of_plan(chooser.tensors.values(), plan, chooser.casts(plan), ranks, ranks_per_node)
+
+
+def sharded_exchange_of(
+    compressor: Compressor, tensors: Sequence[TensorInfo], ranks: int, ranks_per_node: int | None = None
+) -> Exchange:
+    """The exchange of one step of a model that is sharded over all ranks, as `hvdcomp.fsdp` carries it out.
+
+    Without compression, gradients are reduced in float32, or in the 16 bits of a cast. Other methods reduce them
+    exactly within a node, and between nodes by an alltoall: as the first half of a scattered exchange in two levels. On
+    a single node nothing is compressed.
+
+    Args:
+        compressor: a cast, or a method whose payloads can be scattered.
+        tensors, ranks, ranks_per_node: as in `exchange_of`.
+    """
+    elements = sum(tensor.size for tensor in tensors)
+    dense_bytes, weights_bytes = 4.0 * elements, 2.0 * elements
+    per_node = ranks_per_node or 1
+    wire = compressor.wire_dtype("float32")
+    if wire is not None or ranks <= per_node:
+        dtype = wire or "float32"
+        reduced = Collective("reducescatter", elements * dtype_bytes(dtype), dtype)
+        return Exchange(((reduced,),), True, dense_bytes, per_node, weights_bytes)
+    scattered = compressor.with_exchange("scatter") if isinstance(compressor, Gathering) else compressor
+    between = TwoLevel(scattered) if per_node > 1 else scattered
+    rounds = exchange_of(between, tensors, ranks, ranks_per_node, min_numel=0, min_ndim=0).rounds
+    upto = 1 + next(number for number, one in enumerate(rounds) if any(each.kind == "alltoall" for each in one))
+    return Exchange(rounds[:upto], True, dense_bytes, per_node, weights_bytes)
 
 
 def exchange_of_plan(

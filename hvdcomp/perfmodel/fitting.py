@@ -27,7 +27,9 @@ def model_of(calibration: Calibration, tensors: Iterable[TensorInfo], source: st
     if model is not None and model not in calibration.models:
         raise CalibrationError(f"{source} has no model {model!r}; its models are: {', '.join(calibration.models)}")
     named = {name: facts for name, facts in calibration.models.items() if model in (None, name)}
-    fitting = [name for name, facts in named.items() if _shapes(facts.tensors) == own]
+    # Sharded models are predicted without a policy, and have the shapes of others.
+    unsharded = {name: facts for name, facts in named.items() if not facts.sharded}
+    fitting = [name for name, facts in unsharded.items() if _shapes(facts.tensors) == own]
     if not fitting:
         sizes = ", ".join(f"{name} ({_size(_shapes(facts.tensors))})" for name, facts in named.items())
         raise CalibrationError(

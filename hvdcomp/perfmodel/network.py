@@ -185,6 +185,36 @@ def network_of_link(bits_per_s: float, latency_s: float) -> Network:
     return Network(cost, cost)
 
 
+def network_of_nodes(
+    ranks_per_node: int, bytes_per_s: float, latency_s: float, inside_bytes_per_s: float, inside_latency_s: float
+) -> Network:
+    """The network of nodes that each have one link, with ring algorithms as NCCL's.
+
+    A ring through all ranks leaves each node once, so a rank has the whole link, and a message takes the mean latency
+    of the hops. In an alltoall, and in an exchange between nodes, all ranks of a node send at once, so each rank has
+    only its share of the link.
+
+    Args:
+        ranks_per_node: number of ranks of a node, at least 2.
+        bytes_per_s: bandwidth of a node's link, both ways at once.
+        latency_s: seconds of a message between nodes.
+        inside_bytes_per_s, inside_latency_s: the same between the ranks of a node, for each rank's own link.
+    """
+
+    def costs(ring_bytes_per_s: float, shared_bytes_per_s: float, seconds: float) -> Among:
+        ring = CollectiveCost("ring", seconds, ring_bytes_per_s)
+        pairwise = CollectiveCost("pairwise", seconds, shared_bytes_per_s)
+        return Among(ring, ring, alltoall=pairwise, reducescatter=ring)
+
+    share = bytes_per_s / ranks_per_node
+    mean_latency_s = (latency_s + (ranks_per_node - 1) * inside_latency_s) / ranks_per_node
+    every, across = costs(bytes_per_s, share, mean_latency_s), costs(share, share, latency_s)
+    levels = TwoLevelCosts(ranks_per_node, costs(inside_bytes_per_s, inside_bytes_per_s, inside_latency_s), across)
+    return Network(
+        every.allreduce, every.allgather, alltoall=every.alltoall, reducescatter=every.reducescatter, levels=levels
+    )
+
+
 def reduction_of_scatter(of_allreduce: Mapping[str, float]) -> dict[str, float]:
     """`reduction_s_per_byte` of a reduce-scatter, from that of an allreduce.
 

@@ -1,18 +1,25 @@
-"""Draws a sweep: step times by method, and the compression factor needed below. Needs matplotlib."""
+"""Draws a sweep, step times by method with the compression factor needed below, and the map. Needs matplotlib."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter
 
 from hvdcomp.files import replace_files
 from hvdcomp.perfmodel.advice import UNCOMPRESSED
 from hvdcomp.perfmodel.figures import COLOURS, INK, LINES, as_png, new_figure
+from hvdcomp.perfmodel.map import short
 from hvdcomp.perfmodel.sweep import AXES, Sweep
+from hvdcomp.perfmodel.verdict import times
 
 
 def draw(swept: Sweep, title: str, marked: float | None, file: Path) -> None:
@@ -63,3 +70,45 @@ def _if_leading_digit(digits: tuple[int, ...], value: float, _position: int | No
 
 def _leading_digit(value: float) -> int:
     return round(value / 10 ** np.floor(np.log10(value))) if value > 0 else 0
+
+
+_FULL_COLOUR = 4.0
+"""Cells of the map have their full colour at this factor and above."""
+
+
+def draw_map(rows: Sequence[dict[str, Any]], title: str, file: Path) -> None:
+    """Writes a PNG of the rows of `map.cells`, with a panel for each number of ranks.
+
+    A cell shows the fastest method and its speedup over the better of dense and fp16. The cell is grey if the lead is
+    within the model's error.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    ranks, models, rates = (list(dict.fromkeys(row[key] for row in rows)) for key in ("ranks", "model", "gbps"))
+    figure = new_figure(1.6 + 1.25 * len(rates), 1.0 + len(ranks) * (0.5 + 0.42 * len(models)))
+    figure.suptitle(title, fontsize=10)
+    panels = figure.subplots(len(ranks), 1, squeeze=False)[:, 0]
+    for axes, number in zip(panels, ranks, strict=True):
+        for row in rows:
+            if row["ranks"] == number:
+                _draw_cell(axes, row, rates.index(row["gbps"]), models.index(row["model"]))
+        axes.set(xlim=(0, len(rates)), ylim=(len(models), 0))
+        axes.set_xticks([place + 0.5 for place in range(len(rates))], [f"{rate:g} Gb/s" for rate in rates], fontsize=8)
+        axes.set_yticks([place + 0.5 for place in range(len(models))], models, fontsize=8)
+        axes.tick_params(length=0)
+        axes.set_title(f"{number} ranks", fontsize=9)
+    replace_files({file: as_png(figure)})
+
+
+def _draw_cell(axes: Axes, row: dict[str, Any], column: int, line: int) -> None:
+    factor = 1.0 if row["gain_percent"] is None else 1 + row["gain_percent"] / 100
+    strength = 0.25 + 0.75 * min(1.0, math.log(max(1.0, factor)) / math.log(_FULL_COLOUR))
+    # Opaque, so that its text is legible on light and dark pages.
+    colour = 1 - strength * (1 - np.array(to_rgb(COLOURS[0]))) if row["pays"] else (*to_rgb(COLOURS[-1]), 0.2)
+    axes.add_patch(Rectangle((column + 0.02, line + 0.04), 0.96, 0.92, facecolor=colour, linewidth=0))
+    if row["pays"]:
+        ink = "white" if strength > 0.6 else "#202020"
+        style: dict[str, Any] = {"ha": "center", "va": "center", "color": ink}
+        axes.text(column + 0.5, line + 0.36, f"{times(factor)} x", fontsize=8, **style)
+        axes.text(column + 0.5, line + 0.74, short(row["method"]), fontsize=5.5, **style)

@@ -15,7 +15,7 @@ from hvdcomp.compressors.bucket import GATHERED_BYTES
 from hvdcomp.perfmodel.compute import Compute, EncodeTime
 from hvdcomp.perfmodel.exchanges import Exchange
 from hvdcomp.perfmodel.network import Network, Seconds
-from hvdcomp.perfmodel.schedule import Buckets, Parts, cut, early, overlapped, pieces, sequential, when_ready
+from hvdcomp.perfmodel.schedule import Buckets, Parts, cut, early, overlapped, pieces, sequential, sharded, when_ready
 
 Array = Any
 
@@ -36,6 +36,9 @@ class Setting:
         compute_speed: factor by which the computer is faster than calibrated, encoding included.
         encode_speed: additional factor by which encoding and decoding are faster.
         payload: factor of the bytes sent after the backward pass.
+        micro_batches: number of backward passes of a step, of which only the last one hides communication (gradient
+            accumulation). The batch size is that of one of them.
+        recompute: share of the forward pass that the backward pass repeats (activation checkpointing).
 
     Raises:
         ValueError: for a value out of range.
@@ -47,9 +50,11 @@ class Setting:
     compute_speed: ArrayLike = 1.0
     encode_speed: ArrayLike = 1.0
     payload: ArrayLike = 1.0
+    micro_batches: ArrayLike = 1
+    recompute: ArrayLike = 0.0
 
     def __post_init__(self) -> None:
-        for name, least in (("world_size", 1), ("batch_size", 1)):
+        for name, least in (("world_size", 1), ("batch_size", 1), ("micro_batches", 1), ("recompute", 0)):
             value = getattr(self, name)
             if value is not None and not np.all(np.asarray(value) >= least):
                 raise ValueError(f"{name} must be at least {least}, not {value}")
@@ -88,6 +93,12 @@ def predict(
     """
     step, backward = passes(compute, setting)
     cost_of = _cost_of(network, setting)
+    if exchange.weights_bytes:
+        modules = exchange.dense_bytes / bucket_bytes
+        encoded = 0.0 if encode is None else _sharded_encode_s(encode, setting, exchange, modules)
+        gamma = np.where(setting.exchanges, compute.gamma, 1.0)
+        known = (exchange, modules, setting.world_size, cost_of, setting.micro_batches)
+        return sharded(step, backward, gamma, encoded, *known)
     if exchange.overlapped:
         parts = _overlapped_step(compute, exchange, exchange.bytes, bucket_bytes, setting, cost_of)
         if exchange.is_dense:
@@ -143,11 +154,13 @@ def _overlapped_step(
 
 
 def passes(compute: Compute, setting: Setting) -> tuple[Array, Array]:
-    """Seconds of a step without communication, and of its backward pass."""
+    """Seconds of a step without communication, and of its last backward pass."""
     faster = np.asarray(setting.compute_speed, float)
     share = compute.share(setting.batch_size) / faster
-    passes_s = ((compute.forward_s or 0.0) + compute.backward_s) * share
-    return passes_s + compute.optimizer_s / faster, compute.backward_s * share
+    forward = compute.forward_s or 0.0
+    backward = compute.backward_s + forward * np.asarray(setting.recompute, float)
+    passes_s = (forward + backward) * share * np.asarray(setting.micro_batches, float)
+    return passes_s + compute.optimizer_s / faster, backward * share
 
 
 def encode_s(encode: EncodeTime | None, setting: Setting, exchange: Exchange) -> Array:
@@ -156,6 +169,17 @@ def encode_s(encode: EncodeTime | None, setting: Setting, exchange: Exchange) ->
         return 0.0
     faster = np.asarray(setting.compute_speed, float) * np.asarray(setting.encode_speed, float)
     return np.where(setting.exchanges, encode.seconds(exchange.decoded(setting.world_size)) / faster, 0.0)
+
+
+def _sharded_encode_s(encode: EncodeTime, setting: Setting, exchange: Exchange, modules: float) -> Array:
+    """Seconds of encoding and decoding between nodes if FSDP reduces one module after the other. The host needs its
+    time for each module. A rank encodes and decodes only its share of what its node sends."""
+    if not any(collective.kind == "alltoall" for collectives in exchange.rounds for collective in collectives):
+        return 0.0
+    faster = np.asarray(setting.compute_speed, float) * np.asarray(setting.encode_speed, float)
+    own = encode.part(1 / exchange.ranks_per_node)
+    seconds = replace(own, host_s=own.host_s * modules).seconds(1)
+    return np.where(setting.exchanges, seconds / faster, 0.0)
 
 
 def _overhead_s(encode: EncodeTime | None, setting: Setting, dense: Exchange) -> Array:
@@ -167,7 +191,7 @@ def decode_s(encode: EncodeTime | None, setting: Setting, exchange: Exchange) ->
     """Seconds of decoding, as far as they are known separately."""
     if encode is None:
         return 0.0
-    return encode_s(replace(encode, encode_s=0.0), setting, exchange)
+    return encode_s(replace(encode, encode_s=0.0, host_s=0.0), setting, exchange)
 
 
 def limited_by(parts: Parts) -> Array:

@@ -3,7 +3,8 @@
 Overlapped (dense and casts): Horovod sends buckets during the backward pass; or, if the times when gradients are ready
 are known, all ready gradients, one collective after the other. Sequential (other methods): hvdcomp's engine encodes,
 exchanges and decodes after the backward pass. Both after Agarwal et al. 2022, section 4.1 and appendix B. Early: the
-engine starts buckets during the backward pass.
+engine starts buckets during the backward pass. Sharded (FSDP2): weights are gathered, and gradients reduced, module by
+module during both passes.
 """
 
 from __future__ import annotations
@@ -258,3 +259,51 @@ def early(
     done = np.maximum(network, ends + decode * meanwhile) + decode * (1 - meanwhile)
     exposed = spent * ((done - ends - decode) / np.where(spent.total > 0, spent.total, 1))
     return Parts(compute + slowed, encode + decode, exposed.transfer, exposed.latency + exposed.start, np.False_)
+
+
+def sharded(
+    compute: Array,
+    backward: Array,
+    gamma: Array,
+    encode: Array,
+    exchange: Exchange,
+    modules: float,
+    ranks: Array,
+    cost_of: CostOf,
+    micro_batches: Array = 1,
+) -> Parts:
+    """max(before, (2 m - 1) G) + max(gamma backward + encode, G + R - R / modules) + R / modules.
+
+    `before` are the passes before the last of m backward passes. G gathers the weights of all modules, once in each
+    pass, as modules are resharded after the forward pass. R reduces the gradients of all modules to the ranks' shards.
+    Both run beside the computation on other modules; only the reduction of the last module follows the backward pass.
+    Encoding competes with the backward pass for the device.
+
+    Args:
+        compute: seconds of a step without communication.
+        backward: seconds of the last backward pass.
+        gamma: as in `Compute`.
+        encode: seconds of encoding and decoding.
+        exchange: the exchange, whose rounds reduce the gradients.
+        modules: number of modules.
+        ranks: number of ranks.
+        cost_of: cost of collectives.
+        micro_batches: m, the number of backward passes; only the last one reduces gradients.
+    """
+    gathered = cost_of("allgather", exchange.weights_bytes / modules / np.asarray(ranks, float)) * modules
+    reduced = Seconds(0.0, 0.0)
+    for collectives in exchange.rounds:
+        reduced = reduced + _of_round(collectives, cost_of, 1 / modules) * modules
+    last = reduced * (1 / modules)
+    gathered_before = gathered * (2 * np.asarray(micro_batches, float) - 1)
+    before, busy = compute - backward, gamma * backward + encode
+    beyond_before = np.maximum(gathered_before.total - before, 0)
+    hidden = gathered + reduced * (1 - 1 / modules)
+    beyond_busy = np.maximum(hidden.total - busy, 0)
+    spent = gathered_before + hidden
+    # The exposed part has the same proportions as the whole.
+    share = (beyond_before + beyond_busy) / np.where(spent.total > 0, spent.total, 1)
+    exposed = spent * share + last
+    waiting = exposed.latency + exposed.start
+    waits = (beyond_before > 0) | (beyond_busy > 0)
+    return Parts(before + gamma * backward, encode + np.zeros_like(exposed.total), exposed.transfer, waiting, waits)

@@ -1,15 +1,17 @@
 """The parameter shapes of well-known models: gradients to compress, without the models or their data.
 
 Tensors and parameters are those of torchvision's ResNets, VGG-16 and ViT-L/16; BERT-base and BERT-large (uncased) and
-RoBERTa-base, all with pooler; the smallest GPT-2, whose output weights are its embedding; the 252 MB two-layer LSTM of
-GraVAC (Tyagi and Swany 2023, table 1) with Penn Treebank's 10,000 words and 1,500 units; and ResNet-20 for CIFAR-10
-(He et al. 2016, section 4.2), whose shortcuts have no parameters. `small-tensors` is no model but 200 matrices of
-64 x 64, whose cost per tensor exceeds that of their elements.
+RoBERTa-base, all with pooler; the smallest and the largest GPT-2, and Llama 3.2 1B, whose output weights are the
+embedding; Llama 2 7B; the perceptrons of DLRM as in MLPerf Training v0.7, without its embedding tables; the 252 MB two-
+layer LSTM of GraVAC (Tyagi and Swany 2023, table 1) with Penn Treebank's 10,000 words and 1,500 units; and ResNet-20
+for CIFAR-10 (He et al. 2016, section 4.2), whose shortcuts have no parameters. `small-tensors` is no model but 200
+matrices of 64 x 64, whose cost per tensor exceeds that of their elements.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 from hvdcomp.compressors import TensorInfo
 
@@ -92,11 +94,10 @@ def _bert(layers: int, hidden: int, words: int, positions: int, types: int) -> S
     return {**shapes, "pooler.weight": (hidden, hidden), "pooler.bias": (hidden,)}
 
 
-def _gpt2() -> Shapes:
+def _gpt2(layers: int, hidden: int) -> Shapes:
     """GPT-2; matrices are inputs x outputs, as published."""
-    hidden = 768
     shapes: Shapes = {"wte": (50257, hidden), "wpe": (1024, hidden)}
-    for layer in range(12):
+    for layer in range(layers):
         for name, inputs, outputs in (
             ("attn.c_attn", hidden, 3 * hidden),
             ("attn.c_proj", hidden, hidden),
@@ -108,6 +109,36 @@ def _gpt2() -> Shapes:
         for norm in ("ln_1", "ln_2"):
             shapes[f"h.{layer}.{norm}.weight"] = shapes[f"h.{layer}.{norm}.bias"] = (hidden,)
     return {**shapes, "ln_f.weight": (hidden,), "ln_f.bias": (hidden,)}
+
+
+def _llama(layers: int, hidden: int, inner: int, keys: int, words: int, tied: bool) -> Shapes:
+    """Llama; `keys` is the width of keys and values, and `tied` says whether the output weights are the embedding."""
+    shapes: Shapes = {"embed_tokens": (words, hidden)}
+    for layer in range(layers):
+        for name, outputs, inputs in (
+            ("self_attn.q_proj", hidden, hidden),
+            ("self_attn.k_proj", keys, hidden),
+            ("self_attn.v_proj", keys, hidden),
+            ("self_attn.o_proj", hidden, hidden),
+            ("mlp.gate_proj", inner, hidden),
+            ("mlp.up_proj", inner, hidden),
+            ("mlp.down_proj", hidden, inner),
+        ):
+            shapes[f"layers.{layer}.{name}.weight"] = (outputs, inputs)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"layers.{layer}.{norm}.weight"] = (hidden,)
+    return {**shapes, "norm.weight": (hidden,), **({} if tied else {"lm_head.weight": (words, hidden)})}
+
+
+def _dlrm() -> Shapes:
+    """The two perceptrons of DLRM: of 13 numbers, and of 26 embeddings of 128 numbers and their products."""
+    pairs = 27 * 26 // 2
+    shapes: Shapes = {}
+    for part, widths in (("bottom", (13, 512, 256, 128)), ("top", (pairs + 128, 1024, 1024, 512, 256, 1))):
+        for layer, (inputs, outputs) in enumerate(pairwise(widths)):
+            shapes[f"{part}.{layer}.weight"] = (outputs, inputs)
+            shapes[f"{part}.{layer}.bias"] = (outputs,)
+    return shapes
 
 
 def _vit_l_16() -> Shapes:
@@ -152,8 +183,12 @@ _MODELS: dict[str, Callable[[], Shapes]] = {
     "bert-base": lambda: _bert(12, 768, words=30522, positions=512, types=2),
     "bert-large": lambda: _bert(24, 1024, words=30522, positions=512, types=2),
     "roberta-base": lambda: _bert(12, 768, words=50265, positions=514, types=1),
-    "gpt2": _gpt2,
+    "gpt2": lambda: _gpt2(12, 768),
+    "gpt2-xl": lambda: _gpt2(48, 1600),
+    "llama-1b": lambda: _llama(16, 2048, inner=8192, keys=512, words=128256, tied=True),
+    "llama-7b": lambda: _llama(32, 4096, inner=11008, keys=4096, words=32000, tied=False),
     "vit-l-16": _vit_l_16,
+    "dlrm": _dlrm,
     "gravac-lstm": _gravac_lstm,
     "resnet20": _resnet20,
     "small-tensors": lambda: {f"matrix{number}": (64, 64) for number in range(200)},

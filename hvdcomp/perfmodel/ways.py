@@ -43,6 +43,11 @@ def _is_decoded_by_ranks(compressor: Compressor) -> TypeGuard[Gathering]:
     return isinstance(compressor, Gathering) and compressor.wire_dtype("float32") is None
 
 
+def reduces_shards(compressor: Compressor) -> bool:
+    """Whether the method can be used in the reduce-scatter of a sharded model (`hvdcomp.fsdp`), besides casts."""
+    return _is_decoded_by_ranks(compressor) and not compressor.of_matrices
+
+
 def in_two_levels(compressor: Compressor) -> Compressor | None:
     """The method between nodes only; None if it is not allowed there, or only casts.
 

@@ -258,9 +258,9 @@ def test_batches_and_ranks_count(file: Path) -> None:
 
 
 def test_a_preset_by_its_name_and_a_model_by_its_shapes() -> None:
-    facts = load("v100-p3.8xlarge").models["resnet50"]
+    facts = load("v100-p3.8xlarge-2021").models["resnet50"]
     shapes = {f"my {tensor.name}": tensor.shape for tensor in facts.tensors}
-    found = candidates("v100-p3.8xlarge", "powersgd:rank=4", ranks=2, shapes=shapes)
+    found = candidates("v100-p3.8xlarge-2021", "powersgd:rank=4", ranks=2, shapes=shapes)
     assert set(found.candidates) >= {"dense", "fp16", "compressed", "compressed and dense"}
 
 

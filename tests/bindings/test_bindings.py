@@ -99,7 +99,7 @@ def test_a_log_that_rank_0_cannot_write_is_told_to_all(
     [
         ({**LOGGED, "decision_log": "/proc/nowhere/log"}, "the decision log /proc/nowhere/log cannot be written"),
         ({"policy": "auto:calibration=nope.json"}, "calibration='nope.json' cannot be used: nope.json cannot be read"),
-        ({"policy": "auto:calibration=nope"}, "'nope' is neither a file nor a preset; the presets are: v100"),
+        ({"policy": "auto:calibration=nope"}, "'nope' is neither a file nor a preset; the presets are: a100x8"),
     ],
 )
 def test_a_file_that_rank_0_cannot_use_is_named_when_the_object_is_made(
@@ -117,7 +117,7 @@ def test_a_file_that_rank_0_cannot_use_is_named_when_the_object_is_made(
     "options",
     [
         {"spec": '{"v*": "topk:ratio=0.1", "*": "none"}'},
-        {"policy": 'auto:calibration=v100x8-10gbit,compressors=({"v*": "topk:ratio=0.1", "*": "none"}|natural)'},
+        {"policy": 'auto:calibration=v100x8,compressors=({"v*": "topk:ratio=0.1", "*": "none"}|natural)'},
     ],
 )
 def test_a_pattern_that_matches_no_tensor_is_refused(options: dict[str, Any]) -> None:

@@ -91,7 +91,7 @@ def test_presets_are_written_as_they_are_read(name: str) -> None:
 
 
 def test_there_are_presets() -> None:
-    assert "v100-p3.8xlarge" in presets()
+    assert "v100-p3.8xlarge-2021" in presets()
 
 
 def test_compressors_are_found_however_they_are_written() -> None:
@@ -210,7 +210,7 @@ def test_an_unknown_model_of_shapes() -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(CalibrationError, match="'a100' is neither a file nor a preset; the presets are: v100"):
+    with pytest.raises(CalibrationError, match="'a100' is neither a file nor a preset; the presets are: a100x8"):
         load("a100")
     with pytest.raises(CalibrationError, match="cannot be read: No such file"):
         load(tmp_path / "none.json")

@@ -115,24 +115,32 @@ def test_what_is_wrong_is_named() -> None:
 def test_a_file_may_take_from_a_preset_what_it_does_not_say(tmp_path: Path) -> None:
     own = as_json(calibration())
     file = tmp_path / "own.json"
-    file.write_text(json.dumps({"like": "v100-p3.8xlarge", **{name: own[name] for name in own if name != "models"}}))
-    assert load(file) == replace(load("v100-p3.8xlarge"), name="test", network=NETWORK, machine={}, noise=0.0,
-                                 noise_note="", network_source="")  # fmt: skip
+    published = "v100-p3.8xlarge-2021"
+    file.write_text(json.dumps({"like": published, **{name: own[name] for name in own if name != "models"}}))
+    assert load(file) == replace(load(published), name="test", network=NETWORK, machine={}, noise=0.0, noise_note="",
+                                 network_source="")  # fmt: skip
     file.write_text(json.dumps({"like": "a100"}))
-    with pytest.raises(CalibrationError, match="like is 'a100', which is not a preset; the presets are: v100"):
+    with pytest.raises(CalibrationError, match="like is 'a100', which is not a preset; the presets are: a100x8"):
         load(file)
 
 
-@pytest.mark.parametrize("gbps", [10, 25, 100])
-def test_presets_of_eight_gpus_a_node(gbps: int) -> None:
-    """Between nodes a rank has an eighth of the link; models are the published ones."""
-    preset, published = load(f"v100x8-{gbps}gbit"), load("v100-p3.8xlarge")
-    assert preset.models == published.models
-    network = preset.network
+def test_a_network_of_nodes_has_a_short_form() -> None:
+    """A ring leaves a node once; in an alltoall, and between nodes, its ranks share the link."""
+    nodes = {
+        "ranks_per_node": 8, "bytes_per_s": 8e9, "latency_s": 6e-6,
+        "inside_bytes_per_s": 3e11, "inside_latency_s": 1e-6,
+    }  # fmt: skip
+    network = from_json({**as_json(calibration()), "network": {"nodes": nodes}}).network
     assert network.ranks_per_node == 8
-    assert network.allreduce.bytes_per_s == gbps * 1.25e8
-    assert network.levels is not None
-    assert network.levels.across.allreduce.bytes_per_s == gbps * 1.25e8 / 8
+    for kind in ("allreduce", "allgather", "reducescatter"):
+        assert network.cost(kind).bytes_per_s == 8e9
+        assert network.cost(kind).latency_s == pytest.approx((6e-6 + 7 * 1e-6) / 8)
+        assert network.costs_among("across").cost(kind) == CollectiveCost("ring", 6e-6, 1e9)
+        assert network.costs_among("node").cost(kind) == CollectiveCost("ring", 1e-6, 3e11)
+    assert network.costs_among("across").cost("alltoall") == CollectiveCost("pairwise", 6e-6, 1e9)
+    assert network.cost("alltoall").bytes_per_s == 1e9
+    with pytest.raises(CalibrationError, match=r"network\.nodes\.ranks_per_node is 1, and must be at least 2"):
+        from_json({**as_json(calibration()), "network": {"nodes": {**nodes, "ranks_per_node": 1}}})
 
 
 # A step ---------------------------------------------------------------------------------------------------------------

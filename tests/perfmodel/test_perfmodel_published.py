@@ -15,7 +15,7 @@ import pytest
 from hvdcomp.perfmodel import ALGORITHMS, Adviser, Calibration, EncodeTime, Setting, load
 from hvdcomp.perfmodel.sweep import GBPS
 
-PRESET = load("v100-p3.8xlarge")
+PRESET = load("v100-p3.8xlarge-2021")
 PUBLISHED = [spec for spec, time in PRESET.models["resnet50"].compute.encode.items() if not time.estimated]
 GPUS = Setting(64)
 

@@ -262,14 +262,14 @@ def test_a_share_that_is_none(spec: str) -> None:
 
 @needs_trainings
 def test_a_memory_of_the_users_has_no_evidence() -> None:
-    auto = Auto(calibration="v100-p3.8xlarge", loss=0.02)
+    auto = Auto(calibration="v100-p3.8xlarge-2021", loss=0.02)
     for compressor, memory, words in (
         (hvdcomp.NoCompression(), ErrorFeedback(), "memory=error_feedback"),
         (hvdcomp.DGC(ratio=0.01), None, "dgc:ratio=0.01"),
     ):
         with pytest.raises(SpecError, match=f"loss=0.02 does not work with {words}: .* leave out loss, and list the"):
             Compression(compressor, memory=memory, policy=auto)
-    assert str(auto) == "auto:calibration=v100-p3.8xlarge,loss=0.02"
+    assert str(auto) == "auto:calibration=v100-p3.8xlarge-2021,loss=0.02"
     assert parse_policy(str(auto)) == auto
 
 

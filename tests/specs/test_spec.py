@@ -137,7 +137,7 @@ def test_memories() -> None:
         ("gravac:min=20,max=1000,lag=1", GraVAC(min=20)),
         ("gravac:factor=elements,gain=raw", GraVAC(factor="elements", gain="raw")),
         ("auto:calibration=runs/cluster.json", Auto(calibration="runs/cluster.json")),
-        ("auto:calibration=v100-p3.8xlarge,model=bert", Auto(calibration="v100-p3.8xlarge", model="bert")),
+        ("auto:calibration=v100-p3.8xlarge-2021,model=bert", Auto(calibration="v100-p3.8xlarge-2021", model="bert")),
         ("auto:compressors=(natural),calibration=c.json", Auto(calibration="c.json", compressors=[Natural()])),
         ("auto:calibration=c.json,compressors=( )", Auto(calibration="c.json")),
         (

@@ -5,35 +5,38 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 from click.core import ParameterSource
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hvdcomp.compressors import BUCKET_BYTES, Compressor, evidence_in_words, first_to_try, lost_with
+from hvdcomp.compressors import BUCKET_BYTES, Compressor, evidence_in_words, first_to_try
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import SpecError
-from hvdcomp.files import csv_of
+from hvdcomp.files import csv_of, replace_files
 from hvdcomp.perfmodel import CalibrationError, Setting, load, presets
-from hvdcomp.perfmodel.advice import FREE, UNCOMPRESSED, Advice, Adviser, Method
+from hvdcomp.perfmodel.advice import FREE, HARMLESS, UNCOMPRESSED, Advice, Adviser, Method, is_harmless
 from hvdcomp.perfmodel.calibration import OTHER
 from hvdcomp.perfmodel.count import BATCHES, RATES, WORLD_SIZES, counts, setups
+from hvdcomp.perfmodel.map import MAP_RANKS, MAP_RATES, cells, short
+from hvdcomp.perfmodel.predict import passes as seconds_of_passes
 from hvdcomp.perfmodel.rates import GBPS, parse_gbps
 from hvdcomp.perfmodel.sweep import AXES, Sweep, parse_axis, sweep
+from hvdcomp.perfmodel.verdict import lines_of, times, verdict
 from hvdcomp.tools.terminal import fits, make_console, make_table, print_table
 
-_PRESET = "v100-p3.8xlarge"
-HARMLESS = 0.02
-"""Largest relative loss of quality, in hvdcomp's own trainings, of a method that is recommended first."""
+_PRESET = "h100x8"
+_OPTIMIZERS = {"sgd": "SGD", "adam": "Adam", "adamw": "Adam", "compressedadam": "CompressedAdam", "muon": "Muon"}
 _LISTED = 4  # specs in a sentence
 _LESS_NEEDED = ("kept", "dense", "latency", "compute", "limited", "network", "encode")
 """Columns that are left out on a narrow console, in this order."""
-_LIBRARIES = {"horovod": "Horovod", "ddp": "DistributedDataParallel"}
+_LIBRARIES = {"horovod": "Horovod", "ddp": "DistributedDataParallel", "fsdp": "FSDP2"}
 
 
 def _axis(_context: click.Context, _option: click.Parameter, value: str | None) -> tuple[str, np.ndarray] | None:
@@ -56,7 +59,7 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
     metavar="FILE|PRESET",
     default=_PRESET,
     show_default=True,
-    help="File that hvdcomp calibrate wrote on your machines, or name of a preset of published measurements.",
+    help=f"File that hvdcomp calibrate wrote on your machines, or one of the presets {', '.join(presets())}.",
 )
 @click.option("--model", help="Name of the model in the calibration. [default: the calibration's first model]")
 @click.option("--world-size", type=click.IntRange(1), default=64, show_default=True, help="Number of ranks.")
@@ -89,7 +92,7 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
 @click.option(
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="PNG file for the plot of --sweep. [default: advise-NAME.png]",
+    help="PNG file for the plot of --sweep or --map. [default: advise-NAME.png]",
 )
 @click.option(
     "--bucket-bytes",
@@ -122,6 +125,33 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
     f"bandwidth and at {', '.join(map(str, RATES))} Gb/s: predicted times, gain, and whether the compressor is "
     "recommended.",
 )
+@click.option(
+    "--map",
+    "listed",
+    flag_value="map",
+    help="Instead of a table, draw a map: for each model of the calibration and links of "
+    f"{', '.join(map(str, MAP_RATES))} Gb/s per node, the fastest compressor and its speedup over the better of dense "
+    "and fp16 gradients. Writes a picture, and a CSV with the numbers and the same name. The map is for "
+    f"{', '.join(map(str, MAP_RANKS))} ranks, or for --world-size.",
+)
+@click.option(
+    "--optimizer",
+    type=click.Choice(list(_OPTIMIZERS), case_sensitive=False),
+    help=f"Compare only compressors that lost at most {HARMLESS:.0%} with this optimizer in hvdcomp's own trainings.",
+)
+@click.option(
+    "--accumulate",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Number of batches whose gradients are added up in each step. Only the last backward pass hides an exchange.",
+)
+@click.option(
+    "--recompute",
+    is_flag=True,
+    help="Predict activation checkpointing, which repeats the forward pass during the backward pass.",
+)
+@click.option("--all", "shows_all", is_flag=True, help="Print the table of all methods, and all notes.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, for programs.")
 @click.pass_context
 def command(
@@ -138,6 +168,10 @@ def command(
     bucket_bytes: int | None,
     every: int | None,
     listed: str | None,
+    optimizer: str | None,
+    accumulate: int,
+    recompute: bool,
+    shows_all: bool,
     as_json: bool,
 ) -> None:
     """Predict whether compression makes training faster, and with which compressor.
@@ -147,15 +181,20 @@ def command(
     recommended if it is faster than dense and fp16 gradients by more than the model's error. Libraries send dense and
     fp16 gradients by themselves. This command measures and runs nothing.
     """
+    kind = None if optimizer is None else _OPTIMIZERS[optimizer.lower()]
+    passes: dict[str, Any] = {"micro_batches": accumulate, "recompute": float(recompute)}
+    if listed == "map":
+        _map(context, calibration, compressors, world_size, kind, output, passes)
+        return
     if listed is not None:
-        _list(context, listed, calibration, compressors)
+        _list(context, listed, calibration, compressors, kind)
         return
     if axis is None and (growth is not None or output is not None):
         raise click.UsageError("--growth and --output need --sweep; add --sweep NAME=LOW..HIGH, or leave them out")
     try:
-        setting = Setting(world_size, None if bandwidth is None else bandwidth * GBPS, batch)
+        setting = Setting(world_size, None if bandwidth is None else bandwidth * GBPS, batch, **passes)
         figures = load(calibration)
-        adviser = Adviser(figures, model or next(iter(figures.models)), compressors or None, bucket_bytes)
+        adviser = Adviser(figures, model or next(iter(figures.models)), compressors or None, bucket_bytes, kind)
         advice = adviser.advise(setting)
         swept = None if axis is None else sweep(adviser, setting, *axis, growth)
     except (CalibrationError, SpecError, ValueError) as error:
@@ -168,33 +207,46 @@ def command(
             f"are: {other_models}"
         )
     report = _report(adviser, setting, advice, swept, notes)
+    if kind is not None:
+        report |= {"optimizer": kind, "to_begin_with": _narrowed(report, kind)}
     if every is not None:
         _add_local_steps(report, adviser, setting, every)
+        notes.append(report["notes"][-1])
     if as_json:
         click.echo(json.dumps(report, indent=1, allow_nan=False))
     else:
-        _print(report)
+        _print(report, shows_all, notes)
     if swept is not None:
         file = output or Path(f"advise-{swept.axis}.png")
-        _draw(swept, report, file)
+        current = {key: report[key] for key in ("world_size",)}
+        current |= {"bandwidth": report["bandwidth_gbps"], "batch": report["batch_size"]}
+        _draw(lambda plot: plot.draw(swept, _title(report), current.get(swept.axis), file), file)
         click.echo(f"Wrote {file}", err=as_json)
 
 
 def show_advice(adviser: Adviser, setting: Setting, advice: Advice) -> None:
     """Prints advice for a setting, as the command does."""
-    _print(_report(adviser, setting, advice, None, []))
+    _print(_report(adviser, setting, advice, None, []), shows_all=True, answers=[])
 
 
-def _list(context: click.Context, listed: str, calibration: str, compressors: tuple[str, ...]) -> None:
-    """Prints the number of set-ups in which compression makes a step faster, or all set-ups, as CSV."""
-    set_by_user = [name for name in context.params if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
+def _set_by_user(context: click.Context, listed: str, allowed: tuple[str, ...]) -> list[str]:
+    """Names of the options that the user set. Raises UsageError for an option that cannot be used with --`listed`."""
+    given = [name for name in context.params if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
     options = {param.name: param.opts[0] for param in context.command.params}
-    if wrong := [options[name] for name in set_by_user if name not in ("listed", "calibration", "compressors")]:
+    if wrong := [options[name] for name in given if name not in ("listed", *allowed)]:
         raise click.UsageError(f"--{listed} uses a fixed list of set-ups: leave out {', '.join(wrong)}")
+    return given
+
+
+def _list(
+    context: click.Context, listed: str, calibration: str, compressors: tuple[str, ...], optimizer: str | None
+) -> None:
+    """Prints the number of set-ups in which compression makes a step faster, or all set-ups, as CSV."""
+    set_by_user = _set_by_user(context, listed, ("calibration", "compressors", "optimizer"))
     rows_of = counts if listed == "count" else setups
     try:
         sources = (calibration,) if "calibration" in set_by_user else presets()
-        rows = [row for source in sources for row in rows_of(load(source), compressors or None)]
+        rows = [row for source in sources for row in rows_of(load(source), compressors or None, optimizer)]
     except (CalibrationError, SpecError) as error:
         raise click.ClickException(str(error)) from None
     if not rows:
@@ -204,21 +256,72 @@ def _list(context: click.Context, listed: str, calibration: str, compressors: tu
     click.echo(csv_of(rows).decode(), nl=False)
 
 
+def _map(
+    context: click.Context,
+    calibration: str,
+    compressors: tuple[str, ...],
+    world_size: int,
+    optimizer: str | None,
+    output: Path | None,
+    passes: dict[str, Any],
+) -> None:
+    """Prints, draws and writes the map of one calibration."""
+    allowed = ("calibration", "compressors", "world_size", "optimizer", "output", "accumulate", "recompute")
+    given = _set_by_user(context, "map", allowed)
+    ranks = (world_size,) if "world_size" in given else MAP_RANKS
+    try:
+        rows = list(cells(load(calibration), ranks, compressors or None, optimizer, **passes))
+    except (CalibrationError, SpecError) as error:
+        raise click.ClickException(str(error)) from None
+    console = make_console()
+    for number in ranks:
+        headings = ["model", *(f"{rate} Gb/s" for rate in MAP_RATES)]
+        table = make_table(*headings, whole=True)
+        shown = [row for row in rows if row["ranks"] == number]
+        for model in dict.fromkeys(row["model"] for row in shown):
+            table.add_row(model, *(_in_map(row) for row in shown if row["model"] == model))
+        print_table(console, table, f"{calibration}, {number} ranks: times as fast as the better of dense and fp16")
+    console.print("A dash means that no compressor is faster by more than the model's error.", soft_wrap=True)
+    file = output or Path("advise-map.png")
+    table_file = file.with_suffix(".csv")
+    try:
+        replace_files({table_file: csv_of(rows)})
+    except OSError as error:
+        raise click.ClickException(f"{table_file} cannot be written: {error.strerror or error}") from None
+    click.echo(f"Wrote {table_file}")
+    named = f" of those that lost at most {HARMLESS:.0%} with {optimizer}" if optimizer else ""
+    title = f"{calibration}: times as fast as the better of dense and fp16, by the fastest compressor{named}"
+    _draw(lambda plot: plot.draw_map(rows, f"{title}\n(grey: within the model's error)", file), file)
+    click.echo(f"Wrote {file}")
+
+
+def _in_map(row: dict[str, Any]) -> str:
+    return f"{times(1 + row['gain_percent'] / 100)} {short(row['method'])}" if row["pays"] else "-"
+
+
+def _narrowed(report: dict[str, Any], optimizer: str) -> list[str]:
+    """What a user who named the optimizer has to know."""
+    lost = f"lost at most {HARMLESS:.0%} with {optimizer} in hvdcomp's own trainings"
+    if set(report["methods"]) <= set(FREE):
+        return [f"None of the compressors that can be compared {lost}."]
+    return [f"Only compressors that {lost} are compared."]
+
+
 def _report(
     adviser: Adviser, setting: Setting, advice: Advice, swept: Sweep | None, notes: list[str]
 ) -> dict[str, Any]:
     """The advice as plain data: times in ms, bandwidths in Gb/s, None for a missing value."""
     dense = advice.methods[UNCOMPRESSED]
     compute = adviser.facts.compute
-    linear = (compute.forward_s or 0.0) + compute.backward_s
-    linear *= float(compute.share(setting.batch_size))
+    linear = float(seconds_of_passes(compute, setting)[0]) - compute.optimizer_s
     bytes_per_s = adviser.bytes_per_s if setting.bytes_per_s is None else setting.bytes_per_s
-    backend = adviser.calibration.machine.get("backend")
+    backend = "fsdp" if adviser.facts.sharded else adviser.calibration.machine.get("backend")
     report: dict[str, Any] = {
         "calibration": adviser.calibration.name,
         "model": adviser.model,
         "world_size": setting.world_size,
         "batch_size": compute.batch_size if setting.batch_size is None else setting.batch_size,
+        "micro_batches": setting.micro_batches,
         "bandwidth_gbps": float(np.asarray(bytes_per_s)) / GBPS,
         "one_rank_ms": 1e3 * linear,
         "forward_included": compute.forward_s is not None,
@@ -239,6 +342,7 @@ def _report(
         "optimizer": adviser.facts.optimizer,
         "to_begin_with": [],
         "least_compression_factor": advice.least_factor,
+        "sharded": adviser.facts.sharded,
         "notes": notes + _notes(adviser, advice),
     }
     if advice.winner is not None and advice.free is not None:
@@ -269,11 +373,11 @@ def to_begin_with(adviser: Adviser, advice: Advice) -> list[str]:
         advice: the adviser's, for several ranks.
     """
     optimizer = None if adviser.facts.optimizer == OTHER else adviser.facts.optimizer
-    harmless = []
-    for method in advice.methods.values():
-        lost = lost_with(adviser.compressors[method.spec], optimizer)
-        if lost is not None and lost <= HARMLESS and method.spec not in FREE:
-            harmless.append(method)
+    harmless = [
+        method
+        for method in advice.methods.values()
+        if method.spec not in FREE and is_harmless(adviser.compressors[method.spec], optimizer)
+    ]
     best = min(harmless, key=lambda method: method.step_s, default=None)
     trainings = f"with {optimizer}" if optimizer else "with SGD and with Adam"
     methods = f"Of the methods that lost at most {HARMLESS:.0%} {trainings} in hvdcomp's own trainings,"
@@ -325,7 +429,8 @@ def lines_to_type(spec: str | None, backend: str | None) -> dict[str, str]:
 
     Args:
         spec: the compressor.
-        backend: the calibrated library; None if it is not known, for the lines of all libraries.
+        backend: the calibrated library. If it is None, because it is not known, the lines are for the libraries that
+            keep the whole model on each rank.
     """
     if spec in (None, UNCOMPRESSED):
         return {}
@@ -335,6 +440,9 @@ def lines_to_type(spec: str | None, backend: str | None) -> dict[str, str]:
         hooks = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
         horovod = "hvd.Compression.fp16"
         ddp = f"from {hooks} import fp16_compress_hook; model.register_comm_hook(None, fp16_compress_hook)"
+    if backend == "fsdp":
+        lower = "fully_shard(..., mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))"
+        return {"fsdp": lower if spec == "fp16" else f"hvdcomp.fsdp.register(model, {compression})"}
     lines = {"horovod": f"optimizer = hvd.DistributedOptimizer(optimizer, compression={horovod})", "ddp": ddp}
     return {name: line for name, line in lines.items() if backend in (None, name)}
 
@@ -410,16 +518,53 @@ def _title(report: dict[str, Any]) -> str:
         [
             str(report["model"]),
             f"{report['world_size']} rank{'' if report['world_size'] == 1 else 's'}",
-            "unknown batch size" if batch is None else f"batch {batch}",
+            ("unknown batch size" if batch is None else f"batch {batch}")
+            + (f" added up {report['micro_batches']} times" if report["micro_batches"] > 1 else ""),
             f"{report['bandwidth_gbps']:g} Gb/s",
             str(report["calibration"]),
         ]
     )
 
 
-def _print(report: dict[str, Any]) -> None:
-    """Prints the table, on a narrow console with fewer columns or else row by row, and the words."""
+def _print(report: dict[str, Any], shows_all: bool, answers: Sequence[str]) -> None:
+    """Prints the verdict, and then a few lines for the methods that matter, or everything.
+
+    Args:
+        report: the advice.
+        shows_all: whether to print the table and all notes.
+        answers: the notes to print in any case.
+    """
     console = make_console()
+    if not shows_all:
+        console.print(Text(_title(report), "bold"), soft_wrap=True)
+    for line in verdict(report):
+        console.print(line, soft_wrap=True)
+    if shows_all:
+        _print_table(console, report)
+    for line in _conclusions(report):
+        console.print(line, soft_wrap=True)
+    if not shows_all:
+        _print_few(console, report)
+    for line in report["notes"] if shows_all else answers:
+        console.print(line, soft_wrap=True)
+
+
+def _print_few(console: Console, report: dict[str, Any]) -> None:
+    """Prints three lines each for dense, fp16 and the methods that the advice names, and what --all adds."""
+    methods = report["methods"]
+    named = dict.fromkeys([report["winner"], report["take"], *FREE])
+    for spec in named:
+        if spec is not None:
+            ranges = "" if report["winner"] is None else _ranges(methods[spec]["wins_in_gbps"])
+            for line in lines_of(spec, methods[spec], ranges.replace("\n", " ")):
+                console.print(line, soft_wrap=True)
+    count = len(report["notes"])
+    further = f"{count} note{'' if count == 1 else 's'} about estimates (~) and about what is left out"
+    console.print(f"--all shows all {len(methods)} methods and {further}.", soft_wrap=True)
+
+
+def _print_table(console: Console, report: dict[str, Any]) -> None:
+    """Prints the table, on a narrow console with fewer columns or else row by row."""
     tables = [_table(report, _LESS_NEEDED[:count]) for count in range(len(_LESS_NEEDED) + 1)]
     table = next((table for table in tables if fits(console, table)), tables[0])
     print_table(console, table, _title(report))
@@ -427,8 +572,6 @@ def _print(report: dict[str, Any]) -> None:
         console.print(
             f"The table has more columns if your terminal is wider than {console.width} characters.", soft_wrap=True
         )
-    for line in [*_conclusions(report), *report["notes"]]:
-        console.print(line, soft_wrap=True)
 
 
 def _table(report: dict[str, Any], left_out: Sequence[str] = ()) -> Table:
@@ -518,6 +661,8 @@ def _conclusions(report: dict[str, Any]) -> list[str]:
     elif take != UNCOMPRESSED:
         lines.append(first_to_try())
     factor = report["least_compression_factor"]
+    if report["sharded"]:
+        return lines
     ideal = "an ideal compressor (no encode time, fully overlapped with the backward pass)"
     if factor is None:
         lines.append(f"Even {ideal} does not reach 95% of linear scaling, because of latency.")
@@ -537,19 +682,18 @@ def _kept(compressor: Compressor, kept: float) -> str:
 
 
 def _as_fast(ratio: float) -> str:
-    times = f"{ratio:.2f}" if ratio < 2 else f"{ratio:.1f}" if ratio < 100 else f"{ratio:.0f}"
-    return "as fast as" if times == "1.00" else f"{times} times as fast as"
+    return "as fast as" if times(ratio) == "1.00" else f"{times(ratio)} times as fast as"
 
 
-def _draw(swept: Sweep, report: dict[str, Any], file: Path) -> None:
+def _draw(work: Callable[[Any], None], file: Path) -> None:
+    """Draws with the module of plots, which needs matplotlib."""
     try:
-        from hvdcomp.perfmodel.plot import draw
+        from hvdcomp.perfmodel import plot
     except ModuleNotFoundError as error:
         raise click.ClickException(
             f"the plot needs {error.name}, which is not installed: pip install 'hvdcomp[plot]'"
         ) from None
-    current = {"bandwidth": report["bandwidth_gbps"], "world_size": report["world_size"], "batch": report["batch_size"]}
     try:
-        draw(swept, _title(report), current.get(swept.axis), file)
+        work(plot)
     except OSError as error:
         raise click.ClickException(f"{file} cannot be written: {error.strerror or error}") from None

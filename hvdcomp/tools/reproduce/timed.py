@@ -66,7 +66,7 @@ def ratios(artefact: Artefact, quick: bool) -> Outcome:
     """Table 3 of On the Utility: factors for ResNet-50, and times relative to PowerSGD rank 4."""
     published: Mapping[str, Sequence[float]] = artefact.published
     model, ours = _encode_ms(list(published), quick)
-    adviser = Adviser(load("v100-p3.8xlarge"), "resnet50", list(published))
+    adviser = Adviser(load("v100-p3.8xlarge-2021"), "resnet50", list(published))
     rows = []
     for spec, (factor, _) in published.items():
         exchange = adviser.exchange(spec, 64)

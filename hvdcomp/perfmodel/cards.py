@@ -1,0 +1,77 @@
+"""GPUs by the numbers that decide how long a training step and its compression take on them.
+
+All numbers are those of NVIDIA's data sheets. The rate of whole-number operations is that of 64 units for 32-bit
+integers in each multiprocessor, at the boost clock; all of these architectures have 64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_INTEGER_UNITS = 64  # of a multiprocessor
+
+
+@dataclass(frozen=True)
+class Card:
+    """One GPU.
+
+    Attributes:
+        title: its name in output.
+        bytes_per_s: bandwidth of its memory.
+        multiprocessors, clock_hz: number of multiprocessors, and boost clock.
+        flops: floating-point operations per second of its tensor cores, 16 bits, without sparsity.
+        utilisation: share of `flops` that a training of transformers reaches.
+        memory: bytes of its memory.
+        sources: source of each number.
+        measured: models of `shapes` in whose shapes our kernels were timed on this card (docs/encode/gpu.md).
+    """
+
+    title: str
+    bytes_per_s: float
+    multiprocessors: int
+    clock_hz: float
+    flops: float
+    utilisation: float
+    memory: float
+    sources: str
+    measured: tuple[str, ...] = ()
+
+    @property
+    def integers_per_s(self) -> float:
+        """Whole-number operations per second."""
+        return _INTEGER_UNITS * self.multiprocessors * self.clock_hz
+
+
+_FOUNDRY = "utilisation: that of 1B parameters and 2,048 tokens in MosaicML's table (llm-foundry, training benchmarks)"
+_NO_TABLE = "utilisation: estimated, as on an H100"
+
+CARDS = {
+    "v100": Card(
+        "NVIDIA V100 SXM2 16GB", 900e9, 80, 1.53e9, 125e12, 0.40, 16e9,
+        f"data sheet of the Tesla V100; {_NO_TABLE}",
+    ),
+    "a100": Card(
+        "NVIDIA A100 SXM4 40GB", 1555e9, 108, 1.41e9, 312e12, 0.55, 40e9,
+        f"data sheet of the A100; {_FOUNDRY}, 54 to 56 %",
+    ),
+    "h100": Card(
+        "NVIDIA H100 SXM5 80GB", 3350e9, 132, 1.98e9, 989e12, 0.41, 80e9,
+        f"data sheet of the H100, clock as nvidia-smi shows it; {_FOUNDRY}, 41 to 42 %",
+        measured=("resnet50",),
+    ),
+    "h200": Card(
+        "NVIDIA H200 SXM 141GB", 4800e9, 132, 1.98e9, 989e12, 0.41, 141e9,
+        "data sheet of the H200, clock and utilisation those of the H100, whose chip it has",
+        measured=("resnet50", "bert-base"),
+    ),
+    "l4": Card("NVIDIA L4 24GB", 300e9, 58, 2.04e9, 121e12, 0.40, 24e9, f"data sheet of the L4; {_NO_TABLE}"),
+    "a10g": Card(
+        "NVIDIA A10G 24GB", 600e9, 80, 1.71e9, 70e12, 0.40, 24e9,
+        f"data sheet of the A10G in Amazon's g5 instances; {_NO_TABLE}",
+    ),
+    "rtx4090": Card(
+        "NVIDIA GeForce RTX 4090 24GB", 1008e9, 128, 2.52e9, 165e12, 0.40, 24e9,
+        f"whitepaper of the Ada architecture, 16 bits added up in 32; {_NO_TABLE}",
+    ),
+}  # fmt: skip
+"""The cards by the names that a calibration's field `card` may have."""

@@ -1,0 +1,153 @@
+"""The encode times of hvdcomp's own kernels on any GPU, from those measured on an H200.
+
+For one step of a method, the device needs
+
+    launches x LAUNCH_S  +  elements x (bytes / bandwidth  +  arithmetic x integer rate of an H200 / integer rate)
+
+`bytes` is the number of bytes that the kernels read and write for an element; it follows from the method. `arithmetic`
+is the rest of the time that an H200 needs for an element. This rest was measured, and most of it is whole-number
+operations. The bandwidth is `REACHED` times the bandwidth in the data sheet. On any card, the host needs `HOST_S` for a
+step and `HOST_LAUNCH_S` for each launch. It works while the device works, so a step takes the longer of the two times.
+
+`benchmarks/other_card.py` predicts each measured card from the other one, and compares the predictions with the
+measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hvdcomp.perfmodel.cards import CARDS, Card
+from hvdcomp.perfmodel.compute import EncodeTime
+
+LAUNCH_S = 6e-6
+"""Seconds that the device needs to launch a kernel, in addition to the kernel's own work."""
+HOST_S, HOST_LAUNCH_S = 0.8e-3, 75e-6
+"""Seconds that the host needs for a step, and for each launch of a kernel, with Python on a Xeon."""
+REACHED = 0.85
+"""Share of a card's bandwidth that a copying kernel reaches."""
+
+MEASURED_ON = CARDS["h200"]
+BENCH = "docs/encode/gpu.json, part bench"
+ROOFLINE = "docs/encode/gpu.json, part roofline"
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of one step of a method.
+
+    Attributes:
+        launches: number of launches.
+        bytes: bytes per element that the kernels read and write, for one payload.
+        arithmetic_ps: picoseconds per element that an H200 needs in addition to launches and bytes.
+        payload: bytes per element of each further rank's payload, if payloads are gathered or scattered; 0 if not.
+        decode_ps: picoseconds per element that an H200 needs to decode a payload, in addition to its bytes.
+        source: the measurement, or how the numbers were estimated.
+    """
+
+    launches: int
+    bytes: float
+    arithmetic_ps: float
+    payload: float = 0.0
+    decode_ps: float = 0.0
+    source: str = BENCH
+
+    @property
+    def estimated(self) -> bool:
+        """Whether the method itself was not measured on any card."""
+        return self.source.startswith("estimated")
+
+
+def arithmetic_ps(device_s: Mapping[int, float], kernels: Kernels, card: Card) -> float:
+    """`Kernels.arithmetic_ps`, from seconds measured on a card.
+
+    Args:
+        device_s: seconds of the device's own time, by number of elements.
+        kernels: the kernels of the method; only their launches and bytes are used.
+        card: the card.
+    """
+    beyond = (sum(device_s.values()) - len(device_s) * kernels.launches * LAUNCH_S) / sum(device_s)
+    beyond -= kernels.bytes / (REACHED * card.bytes_per_s)
+    return 1e12 * max(0.0, beyond) * card.integers_per_s / MEASURED_ON.integers_per_s
+
+
+def device_s(kernels: Kernels, card: Card, elements: float) -> float:
+    """Seconds of a step by the device's own time, with one payload."""
+    return kernels.launches * LAUNCH_S + elements * _element_s(kernels.bytes, kernels.arithmetic_ps, card)
+
+
+def host_s(kernels: Kernels) -> float:
+    """Seconds that the host needs for a step."""
+    return HOST_S + kernels.launches * HOST_LAUNCH_S
+
+
+def _element_s(moved: float, picoseconds: float, card: Card) -> float:
+    slower = MEASURED_ON.integers_per_s / card.integers_per_s
+    return moved / (REACHED * card.bytes_per_s) + 1e-12 * picoseconds * slower
+
+
+# Bytes of an element: making x takes 12 if residuals are kept (gradient and residual are read, x is written), or else
+# 4, and a momentum 8 more. The payload is written once and read once, and a result takes 4. Codes read x once more,
+# after their scales are known. PowerSGD multiplies x once more (4), and its decoding reads and writes x (8).
+_SCATTERED = 64 * 0.01  # 1 % of the elements, each in a sector of 32 bytes that is read and written
+
+_SAME = "of the same kernels"
+_BY_CPU = "its arithmetic times the ratio of the processor times of both on a CPU (docs/encode/"
+
+KERNELS = {
+    "powersgd:rank=4": Kernels(23, 28, 5.7),
+    "powersgd:rank=8": Kernels(23, 28, 11.4, source="estimated: twice the arithmetic of powersgd:rank=4"),
+    "powersgd:rank=16": Kernels(23, 28, 22.8, source="estimated: four times the arithmetic of powersgd:rank=4"),
+    "topk:ratio=0.01": Kernels(19, 16, 4.7, _SCATTERED, 0.6),
+    "mstopk:ratio=0.01": Kernels(19, 16, 6.9, _SCATTERED, 0.6),
+    "mstopk:ratio=0.001": Kernels(19, 16, 6.9, _SCATTERED / 10, 0.06, f"estimated: mstopk:ratio=0.01, {_SAME}"),
+    "redsync:ratio=0.01": Kernels(24, 16, 8.5, _SCATTERED, 0.6),
+    "dgc:ratio=0.01": Kernels(24, 24, 9.7, _SCATTERED, 0.6),
+    "topkc:ratio=0.01": Kernels(
+        19, 16, 6.4, source=f"estimated: mstopk:ratio=0.01, {_BY_CPU}presets-sparsifiers.json)"
+    ),
+    "randomk:ratio=0.01": Kernels(15, 16, 2.1),
+    "signsgd": Kernels(12, 8.5, 3.1, 0.125, 1.9, ROOFLINE),
+    "efsignsgd": Kernels(12, 16.25, 1.1, 0.125, 0.5),
+    "onebit": Kernels(12, 16.25, 1.3, 0.125, 0.5),
+    "qsgd:bits=2": Kernels(12, 12.5, 4.2, 0.25, 1.1, f"estimated: qsgd:bits=4, {_SAME}"),
+    "qsgd:bits=4": Kernels(12, 13, 4.2, 0.5, 1.1),
+    "terngrad": Kernels(13, 12.5, 3.1, 0.25, 0.8),
+    "natural": Kernels(11, 10.25, 3.4, 1.125, 1.7),
+    "globalqsgd": Kernels(13, 14, 0.4, source=ROOFLINE),
+    "int8": Kernels(12, 14, 2.8, 1.0, 1.2),
+    "int4": Kernels(12, 25, 3.8, 0.5, 1.6, f"estimated: int8 with residuals, {_BY_CPU}presets.json)"),
+    "fp8": Kernels(12, 14, 2.0, 1.0, 0.4),
+    "bf16": Kernels(7, 12, 0.4, 2.0, 0.3, ROOFLINE),
+    "eden": Kernels(12, 12.5, 6.7, 0.25, 1.8, f"estimated: qsgd:bits=2, {_BY_CPU}presets-rotated.json)"),
+    "eden:bits=1": Kernels(12, 12.25, 6.0, 0.125, 1.6, f"estimated: qsgd:bits=2, {_BY_CPU}presets-rotated.json)"),
+}
+"""The kernels of each method, by its spec."""
+
+
+def encode_time(spec: str, card: Card, elements: float, model: str | None = None) -> EncodeTime:
+    """The encode time of a method on a card.
+
+    Args:
+        spec: a key of `KERNELS`.
+        card: the card.
+        elements: number of elements of the model.
+        model: name of the model in `shapes`, if it has one; tells whether the time was measured.
+
+    Example:
+        >>> time = encode_time("topk:ratio=0.01", CARDS["v100"], elements=25_557_032)
+        >>> f"{1e3 * time.seconds(1):.1f} ms, of which the host needs {1e3 * time.host_s:.1f}"
+        '2.2 ms, of which the host needs 2.2'
+    """
+    kernels = KERNELS[spec]
+    further_s = elements * _element_s(kernels.payload, kernels.decode_ps, card)
+    measured = not kernels.estimated and kernels.source == BENCH and model in card.measured
+    on = "" if measured else f", and from an H200 to {card.title} by bandwidth and integer rate"
+    return EncodeTime(
+        encode_s=device_s(kernels, card, elements) - further_s,
+        decode_per_rank_s=further_s,
+        host_s=host_s(kernels),
+        source=kernels.source if measured else f"{'' if kernels.estimated else 'estimated: '}{kernels.source}{on}",
+        estimated=not measured,
+    )

@@ -1,0 +1,80 @@
+"""The advice in plain words: whether compression is faster than each of its rivals, and three lines per method."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdcomp.perfmodel.advice import FREE
+from hvdcomp.perfmodel.predict import UNCOMPRESSED
+
+_RIVALS = {UNCOMPRESSED: "dense gradients", "fp16": "fp16 gradients"}
+
+
+def verdict(report: dict[str, Any]) -> list[str]:
+    """One sentence that says whether compression pays, and one sentence for each rival.
+
+    Args:
+        report: the JSON of `hvdcomp advise`.
+    """
+    winner, methods = report["winner"], report["methods"]
+    compressors = {spec: row for spec, row in methods.items() if spec not in FREE}
+    if winner is None or not compressors:
+        return []
+    best = min(compressors, key=lambda spec: compressors[spec]["step_ms"])
+    error = report["error_percent"] / 100
+    factors = {rival: methods[rival]["step_ms"] / methods[best]["step_ms"] for rival in FREE}
+    beaten = [rival for rival in FREE if factors[rival] - 1 >= error]
+    if len(beaten) == len(FREE):
+        answer = "Compression pays here."
+    elif beaten:
+        answer = (
+            f"Compression pays here only in comparison with {_named(beaten)}: measure it before you rely on it."
+        )
+    else:
+        answer = "Compression does not pay here."
+    return [f"{answer} The fastest compressor is {best}:", *(_over(rival, factors[rival], error) for rival in FREE)]
+
+
+def _named(rivals: list[str]) -> str:
+    return " and ".join(_RIVALS[rival] for rival in rivals)
+
+
+def _over(rival: str, factor: float, error: float) -> str:
+    """Compare a compressor with a rival whose step takes `factor` times the time."""
+    if factor - 1 >= error:
+        return f"- It is {times(factor)} times as fast as {_RIVALS[rival]}."
+    if 1 / factor - 1 >= error:
+        return f"- It is slower than {_RIVALS[rival]}: they are {times(1 / factor)} times as fast."
+    within = f"within the model's error of {100 * error:.1f}%"
+    return f"- It is {times(factor)} times as fast as {_RIVALS[rival]}, a difference {within}."
+
+
+def times(ratio: float) -> str:
+    """Write a ratio with two decimals below 2, one below 100, and none above."""
+    return f"{ratio:.2f}" if ratio < 2 else f"{ratio:.1f}" if ratio < 100 else f"{ratio:.0f}"
+
+
+def lines_of(spec: str, row: dict[str, Any], ranges: str) -> list[str]:
+    """Three lines for a method: the time of a step, its parts, and the bandwidths at which it is faster than dense.
+
+    Args:
+        spec: the method.
+        row: its entry in the JSON of `hvdcomp advise`.
+        ranges: these bandwidths in words; empty for dense gradients.
+    """
+    beside = "" if spec == UNCOMPRESSED else f", {times(row['speedup_over_dense'])} times as fast as dense"
+    parts = [f"{part} {row[f'{part}_ms']:.1f}" for part in ("compute", "encode", "network", "latency")]
+    if row["estimated"]:
+        parts[1] = parts[1].replace("encode ", "encode ~")
+    unit = "" if ranges in ("always", "never") else " Gb/s"
+    third = "" if spec == UNCOMPRESSED else f"faster than dense {ranges}{unit}; "
+    third += f"sends {(row['bytes_sent'] - row['bytes_in_node']) / 1e6:,.1f} MB of gradients"
+    if row["bytes_in_node"]:
+        third += " between nodes"
+    if row["kept_bytes_per_parameter"]:
+        third += f"; keeps {row['kept_bytes_per_parameter']:.1f} bytes per parameter"
+    return [
+        f"{spec}: {row['step_ms']:.1f} ms{beside}",
+        f"    in ms: {', '.join(parts)}; limited by {row['limited_by']}",
+        f"    {third}",
+    ]
