@@ -453,7 +453,8 @@ def _method(method: Method, dense: Method, linear: float) -> dict[str, Any]:
     return {
         "step_ms": 1e3 * method.step_s,
         "at_end_ms": None if method.at_end_s is None else 1e3 * method.at_end_s,
-        **{f"{name}_ms": 1e3 * float(seconds) for name, seconds in times.items()},
+        # Hidden times are differences, which may be rounded below 0.
+        **{f"{name}_ms": 1e3 * max(0.0, float(seconds)) for name, seconds in times.items()},
         "limited_by": method.limited_by,
         "speedup_over_dense": dense.step_s / method.step_s,
         "scaling_efficiency": linear / method.step_s,
