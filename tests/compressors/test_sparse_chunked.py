@@ -127,7 +127,7 @@ def test_bins_end_where_the_paper_has_them() -> None:
     (256, 8, "2bit", 1 << 20, 4096 * 8 * 10 // 8 + 16),
     (1 << 16, 1000, "float32", 1 << 17, 2 * 1000 * 6),
     (2, 1, "float32", 64, 32 * 4 + 4),
-    *((2**bits, 1, "sign", 2**bits * 4096, 4096 * (bits + 1) // 8 + 4) for bits in range(1, 17)),
+    *((2**bits, 1, "sign", 2**bits * 64, 64 * (bits + 1) // 8 + 4) for bits in range(1, 17)),
     (8, 1, "sign", 8 * 4096 + 3, 4097 * 2 // 8 + 1 + 2 * (4097 // 8 + 1) + 4),
     (64, 3, "sign", 100, 3 + 2 + 1 + 4),  # three of 64 elements and two of 36: planes of 4 and 2 bits, and signs
 ])  # fmt: skip
