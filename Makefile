@@ -85,7 +85,8 @@ lint: setup  ## check style, types, and what imports what (ruff, mypy, import-li
 test: setup  ## lint, then the quick tests: what continuous integration runs (15 minutes on two cores)
 	@STARTED=$(STARTED) scripts/run-tests quick $(PARTS)
 
-test-all: setup  ## lint, then all tests; PARTS="lint in-process ranks clusters" chooses, SEED=N repeats random examples
+test-all: export HVDCOMP_EXAMPLES := $(or $(EXAMPLES),12)
+test-all: setup  ## lint, then all tests (2 hours); PARTS="lint in-process ranks clusters", SEED=N, EXAMPLES=100 a test
 	@STARTED=$(STARTED) SEED=$(SEED) scripts/run-tests all $(PARTS)
 
 bench: setup  ## measure what compression costs and what it does to accuracy (about an hour)

@@ -162,6 +162,8 @@ def test_some_parts_can_be_chosen_and_a_seed_repeated(suite: Suite) -> None:
     assert len(calls) == 1
     assert "--hypothesis-profile=fresh --hypothesis-seed=7" in calls[0]
     assert "make test-all SEED=7" in output
+    assert "HVDCOMP_EXAMPLES=12 pytest" in output
+    assert "HVDCOMP_EXAMPLES=100 pytest" in suite.run("all", "lint", HVDCOMP_EXAMPLES="100")[1]
     seeds = [re.findall(r"seed (\d+)", suite.run("all", "lint")[1]) for _ in range(2)]
     assert seeds[0] != seeds[1]
     assert suite.run("all", "ranks", "rank")[0] == 2
