@@ -213,7 +213,7 @@ def test_a_public_workflow_runs_targets_that_there_are_on_all_pythons() -> None:
     targets = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     commands = [step.get("run", "") for job in workflow["jobs"].values() for step in job["steps"]]
     commands = [command for command in commands if command.startswith("make ")]
-    assert commands == ["make test", "make release"]
+    assert commands == ["make lint", "make test", "make release"]
     assert {command.removeprefix("make ") for command in commands} <= set(targets)
     tested = workflow["jobs"]["test"]["strategy"]["matrix"]["python"]
     supported = re.findall(r"Python :: (3\.\d+)", "\n".join(SETTINGS["project"]["classifiers"]))
