@@ -170,6 +170,15 @@ def test_some_parts_can_be_chosen_and_a_seed_repeated(suite: Suite) -> None:
     assert suite.run("some")[0] == 2
 
 
+def test_lint_needs_no_set_up() -> None:
+    """Neither the frameworks nor Horovod."""
+    words = ["make", "--dry-run", "--no-print-directory", "lint"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "scripts/run-tests quick lint" in done.stdout
+    assert not re.search(r"torch|tensorflow|horovod|\.venv", done.stdout), done.stdout
+
+
 def test_a_quiet_command_speaks_only_if_it_fails(tmp_path: Path) -> None:
     def run(script: str) -> subprocess.CompletedProcess[str]:
         words = [str(ROOT / "scripts" / "quietly"), "sh", "-c", script]
