@@ -17,7 +17,7 @@ def verdict(report: dict[str, Any]) -> list[str]:
         report: the JSON of `hvdcomp advise`.
     """
     winner, methods = report["winner"], report["methods"]
-    compressors = {spec: row for spec, row in methods.items() if spec not in FREE}
+    compressors = {spec: row for spec, row in methods.items() if spec not in FREE and row["why_not"] is None}
     if winner is None or not compressors:
         return []
     best = min(compressors, key=lambda spec: compressors[spec]["step_ms"])
