@@ -29,7 +29,7 @@ from hvdcomp.perfmodel.predict import passes as seconds_of_passes
 from hvdcomp.perfmodel.quality import HARMLESS, MUCH, is_harmless
 from hvdcomp.perfmodel.rates import GBPS, parse_gbps
 from hvdcomp.perfmodel.sweep import AXES, Sweep, parse_axis, sweep
-from hvdcomp.perfmodel.verdict import lines_of, times, verdict
+from hvdcomp.perfmodel.verdict import compared, lines_of, times, verdict
 from hvdcomp.tools.terminal import fits, make_console, make_table, print_table
 
 _PRESET = "h100x8"
@@ -288,7 +288,7 @@ def _map(
         shown = [row for row in rows if row["ranks"] == number]
         for model in dict.fromkeys(row["model"] for row in shown):
             table.add_row(model, *(_in_map(row) for row in shown if row["model"] == model))
-        print_table(console, table, f"{calibration}, {number} ranks: times as fast as the better of dense and fp16")
+        print_table(console, table, f"{calibration}, {number} ranks: times faster than the better of dense and fp16")
     console.print("A dash means that no compressor is faster by more than the model's error.", soft_wrap=True)
     file = output or Path("advise-map.png")
     table_file = file.with_suffix(".csv")
@@ -298,7 +298,7 @@ def _map(
         raise click.ClickException(f"{table_file} cannot be written: {error.strerror or error}") from None
     click.echo(f"Wrote {table_file}")
     named = f" of those that lost at most {HARMLESS:.0%} with {optimizer}" if optimizer else ""
-    title = f"{calibration}: times as fast as the better of dense and fp16, by the fastest compressor{named}"
+    title = f"{calibration}: times faster than the better of dense and fp16, with the fastest compressor{named}"
     _draw(lambda plot: plot.draw_map(rows, f"{title}\n(grey: within the model's error)", file), file)
     click.echo(f"Wrote {file}")
 
@@ -393,7 +393,7 @@ def to_begin_with(adviser: Adviser, advice: Advice) -> list[str]:
         return [f"{methods} none is compared here: name some with --compressor, such as int4 or powersgd:rank=4."]
 
     def lead_over(spec: str) -> str:
-        return f"{advice.methods[spec].step_s / best.step_s:.1f} times as fast as {_called(spec)}"
+        return compared(advice.methods[spec].step_s / best.step_s, _called(spec))
 
     def lines(spec: str) -> list[str]:
         return list(lines_to_type(spec, adviser.calibration.machine.get("backend")).values())
@@ -604,7 +604,7 @@ def _table(report: dict[str, Any], left_out: Sequence[str] = ()) -> Table:
         times = {"step": times.pop("step"), "at_end": "all at\nthe end", **times}
     if every is not None:
         times = {"step": times.pop("step"), "local_step": f"{every} local\nsteps", **times}
-    numbers = {**times, "dense": "times\ndense", "kept": "kept\nB/param"}
+    numbers = {**times, "dense": "speedup", "kept": "kept\nB/param"}
     headings = {"method": "method", **numbers, "wins": "beats dense\nat Gb/s", "limited": "limited\nby"}
     shown = [column for column in headings if column not in left_out]
     table = make_table(*(headings[column] for column in shown), numbers=list(numbers.values()), whole=True)
@@ -651,8 +651,8 @@ def _conclusions(report: dict[str, Any]) -> list[str]:
     if winner is None:
         return ["One rank exchanges nothing, so no method is faster than another."]
     over_free, over_dense = (1 + report[f"gain_over_{base}_percent"] / 100 for base in ("free", "dense"))
-    beside_free = "" if free in (winner, UNCOMPRESSED) else f", {_as_fast(over_free)} {free}"
-    lines = [f"Fastest: {winner}{'' if winner == UNCOMPRESSED else f', {_as_fast(over_dense)} dense'}{beside_free}."]
+    beside_free = "" if free in (winner, UNCOMPRESSED) else f", {compared(over_free, free)}"
+    lines = [f"Fastest: {winner}{'' if winner == UNCOMPRESSED else f', {compared(over_dense, _called(UNCOMPRESSED))}'}{beside_free}."]
     lead = f"Its lead over {_called(free)}, which libraries send by themselves, is"
     if not _compared(report):
         lines.append("No compressor was compared: name some with --compressor.")
@@ -713,10 +713,6 @@ def _kept(compressor: Compressor, kept: float) -> str:
     if any(leaf.default_memory.name == "error_feedback" for leaf in compressor.leaves()):
         said += " With memory=error_feedback:dtype=bf16, residuals need half of this memory."
     return said
-
-
-def _as_fast(ratio: float) -> str:
-    return "as fast as" if times(ratio) == "1.00" else f"{times(ratio)} times as fast as"
 
 
 def _draw(work: Callable[[Any], None], file: Path) -> None:
