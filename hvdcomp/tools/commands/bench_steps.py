@@ -178,7 +178,7 @@ def steps(
             "times as fast as fp16",
             soft_wrap=True,
         )
-    console.print(summary(rows), soft_wrap=True)
+    console.print("\n".join(summary(rows)), soft_wrap=True)
     if auto_choices := choices(results):
         console.print(auto_summary(auto_choices), soft_wrap=True)
     for result in results:
