@@ -31,7 +31,7 @@ from hvdcomp.torch.learning_rate import rates_of
 from hvdcomp.torch.local_steps_auto import AutoRounds, RoundLength
 from hvdcomp.torch.local_steps_binding import NO_NEW_GROUP, LocalStepsBinding
 from hvdcomp.torch.local_steps_rounds import Rounds, Sent, grouped
-from hvdcomp.torch.local_steps_shards import local_part, replicas_of
+from hvdcomp.torch.local_steps_shards import local_part, require_whole
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -88,8 +88,11 @@ class LocalSteps(torch.optim.Optimizer):
             With 1 and 0 it averages the ranks' weights.
         communicator: the communicator of the ranks that exchange. Default: all ranks of torch.distributed, or if that
             was not started, of Horovod.
-        mesh: for parameters that are sharded by FSDP2, the dimension of the replicas, `mesh["replicate"]`. Each replica
-            makes its own steps, and the ranks with the same shards exchange them.
+        model: the model, if FSDP2 shards it on a mesh that has a dimension of replicas, or if it was given to
+            `replicate`. Each replica makes its own steps, and the ranks with the same shards exchange them. From then
+            on FSDP averages gradients only inside each replica.
+        mesh: the dimension of the replicas, `mesh["replicate"]`, if `fully_shard` was given only the dimension of the
+            shards, `mesh["shard"]`. The steps are then as with `model`.
 
     Attributes:
         inner, outer: the two optimizers.
@@ -120,15 +123,18 @@ class LocalSteps(torch.optim.Optimizer):
         outer_momentum: float = 0.9,
         nesterov: bool = True,
         communicator: Ranks | None = None,
+        model: torch.nn.Module | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
         _check(optimizer, outer_lr, outer_momentum)
         # Those that the ranks exchange; the binding refuses later ones on every rank.
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if mesh is None:
-            _require_whole(self._parameters)
+        if mesh is None and model is None:
+            require_whole(self._parameters)
         else:
-            communicator = replicas_of(self._parameters, mesh, communicator)
+            from hvdcomp.torch.local_steps_replicas import replicas_of  # needs FSDP2
+
+            communicator = replicas_of(self._parameters, mesh, model, communicator)
         sizes = [own.numel() for own in self._own()]
         self._auto = parse(every, {AutoRounds.name: AutoRounds}, "round length") if isinstance(every, str) else None
         first = every if self._auto is None else self._auto.start
@@ -162,6 +168,10 @@ class LocalSteps(torch.optim.Optimizer):
         self._binding = compression.serve(
             lambda setup: LocalStepsBinding(setup, optimizer, anchors, self._settings, every, ranks), self.outer
         )
+        if model is not None:
+            from hvdcomp.torch.replicas import leave_to_nobody
+
+            leave_to_nobody(model)  # last, because nothing refuses these settings from here on
 
     @classmethod
     def diloco(cls, optimizer: torch.optim.Optimizer, every: int = 500, **options: Any) -> LocalSteps:
@@ -543,16 +553,6 @@ def _check(optimizer: Any, rate: Any, momentum: Any) -> None:
     if not (is_number(momentum) and 0 <= momentum < 1):
         raise ConfigurationError(
             f"LocalSteps: outer_momentum={momentum!r} is not allowed; give a number of at least 0 and below 1"
-        )
-
-
-def _require_whole(parameters: Iterable[torch.Tensor]) -> None:
-    """Raises ConfigurationError if a parameter is sharded."""
-    if any(hasattr(parameter, "device_mesh") for parameter in parameters):
-        raise ConfigurationError(
-            "the parameters are sharded (FSDP, tensor parallelism), but LocalSteps does not know which ranks have the "
-            "same shards: call fully_shard(model, mesh=mesh['shard']), and give LocalSteps mesh=mesh['replicate'] of "
-            "the same mesh"
         )
 
 

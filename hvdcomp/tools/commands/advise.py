@@ -107,9 +107,10 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
 @click.option(
     "--local-steps",
     "every",
-    type=click.IntRange(2),
+    type=click.IntRange(1),
     metavar="N",
-    help="Also predict the mean step time if the ranks exchange only every N steps (LocalSteps, DiLoCo).",
+    help="Also predict the mean step time if the ranks exchange only every N steps (LocalSteps, DiLoCo). With 1, they "
+    "exchange after each step how far the weights have moved.",
 )
 @click.option(
     "--count",
@@ -218,8 +219,7 @@ def command(
     if kind is not None:
         report |= {"optimizer": kind, "to_begin_with": _narrowed(adviser, kind)}
     if every is not None:
-        _add_local_steps(report, adviser, setting, every)
-        notes.append(report["notes"][-1])
+        notes += _add_local_steps(report, adviser, setting, every)
     if as_json:
         click.echo(json.dumps(report, indent=1, allow_nan=False))
     else:
@@ -417,20 +417,32 @@ def _called(spec: str) -> str:
     return "dense" if spec == UNCOMPRESSED else spec
 
 
-def _add_local_steps(report: dict[str, Any], adviser: Adviser, setting: Setting, every: int) -> None:
-    """Adds to a report the step times with an exchange every `every` steps, and a note on the fastest method."""
-    times = {spec: adviser.local_step_s(spec, setting, every) for spec in report["methods"]}
-    for spec, seconds in times.items():
-        report["methods"][spec]["local_step_ms"] = None if seconds is None else 1e3 * seconds
+def _add_local_steps(report: dict[str, Any], adviser: Adviser, setting: Setting, every: int) -> list[str]:
+    """Adds to a report the step times with an exchange every `every` steps; returns notes, which it adds too."""
+    seconds = {spec: adviser.local_step_s(spec, setting, every) for spec in report["methods"]}
+    for spec, step_s in seconds.items():
+        report["methods"][spec]["local_step_ms"] = None if step_s is None else 1e3 * step_s
     report["local_steps"] = every
-    compared = {spec: times[spec] for spec in adviser.recommended if spec in times}
-    predicted = {spec: seconds for spec, seconds in compared.items() if seconds is not None}
-    best = min(predicted, key=lambda spec: predicted[spec])
-    report["notes"].append(
-        f"With an exchange every {every} steps (--local-steps {every}), the fastest method is {best}: "
-        f"{1e3 * predicted[best]:.1f} ms per step. Local steps change the training: compare the accuracy with dense "
-        "training."
-    )
+    compared = {spec: seconds[spec] for spec in adviser.recommended if spec in seconds}
+    predicted = {spec: step_s for spec, step_s in compared.items() if step_s is not None}
+    if not predicted:
+        note = (
+            f"--local-steps {every} predicts nothing here, because {adviser.model} is sharded over all ranks, so each "
+            "weight is on one rank only. LocalSteps works if the model has replicas."
+        )
+    else:
+        best = min(predicted, key=lambda spec: predicted[spec])
+        note = (
+            f"With an exchange of weight changes {_every(every)} (--local-steps {every}), the fastest method is "
+            f"{best}: {1e3 * predicted[best]:.1f} ms per step. Local steps change the training: compare the accuracy "
+            "with dense training."
+        )
+    report["notes"].append(note)
+    return [note]
+
+
+def _every(steps: int) -> str:
+    return "after every step" if steps == 1 else f"every {steps} steps"
 
 
 def lines_to_type(spec: str | None, backend: str | None) -> dict[str, str]:
