@@ -7,7 +7,7 @@ default. None means "not given". From these declarations come
 
 - the command line with its help (`hvdcomp.tools.commands.declared`),
 - the checks of single values (`check`), also of those that a program gives,
-- what a resumed run may change, and the values of older runs that lacked the option (`may_change`, `before`).
+- what a resumed run may change, and the values of older runs that lacked an option (`may_change`, `of_older_runs`).
 
 What several options must fulfil together is checked where they are declared.
 """
@@ -39,7 +39,7 @@ class Option:
         flags: names on the command line, if they differ from the field's name.
         items: for a list of numbers, what its items are, with an example.
         may_change: whether a resumed run may have another value.
-        before: the value that describes what versions without the option did; `...` if there were none.
+        before: the value that describes what versions without the option did; `...` if the default does.
     """
 
     help: str
@@ -91,9 +91,10 @@ def may_change(kind: Any) -> set[str]:
     return {name for name, declared in options_of(kind).items() if declared.may_change}
 
 
-def before(kind: Any) -> dict[str, Any]:
-    """The values of options that earlier versions lacked."""
-    return {name: declared.before for name, declared in options_of(kind).items() if declared.before is not ...}
+def of_older_runs(kind: Any) -> dict[str, Any]:
+    """The values that describe what versions without an option did."""
+    defaults = {name: getattr(kind, name) for name in options_of(kind)}
+    return {name: defaults[name] if one.before is ... else one.before for name, one in options_of(kind).items()}
 
 
 def text_of(value: Any) -> str:

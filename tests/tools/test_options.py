@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from hvdcomp.tools.commands.declared import declared_options
-from hvdcomp.tools.options import at_least, before, below, between, check, may_change, option
+from hvdcomp.tools.options import at_least, below, between, check, may_change, of_older_runs, option
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Settings:
     count: int | None = option(None, "Count.", at_least(1), metavar="N", may_change=True)
     share: float = option(0.5, "Share.", below(0, 1), before=1.0)
     port: int | None = option(None, "Port.", between(1, 9), shown=False)
-    ends: tuple[float, ...] = option((), "Ends.", items="numbers, such as 3,4", before=None)
+    ends: tuple[float, ...] = option((), "Ends.", items="numbers, such as 3,4")
     every: int | str = option(1, "Every.")
     folder: Path | None = option(None, "Folder.")
     quiet: bool = option(False, "Quiet.", may_change=True)
@@ -96,4 +96,5 @@ def test_choices_can_be_others_than_the_command_line_offers() -> None:
 
 def test_what_a_resumed_run_may_change_and_what_older_runs_did() -> None:
     assert may_change(Settings) == {"count", "quiet"}
-    assert before(Settings) == {"share": 1.0, "ends": None}
+    older = {"colour": "red", "count": None, "share": 1.0, "port": None, "ends": (), "every": 1}
+    assert of_older_runs(Settings) == {**older, "folder": None, "quiet": False}

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.files import parse_json, write_file
-from hvdcomp.tools.options import before, may_change
+from hvdcomp.tools.options import may_change, of_older_runs
 from hvdcomp.tools.train.learner import Learner, UnreadableError
 from hvdcomp.tools.train.options import SetupError, TrainingOptions
 from hvdcomp.tools.train.ranks import Ranks
@@ -219,7 +219,8 @@ class Checkpoints:
         if record["format"] not in _FORMATS:
             raise SetupError(f"{place} was written by another version of hvdcomp; name another --checkpoint-folder")
         self.old_ranks = record["facts"].get(_RANKS, self._ranks.size)
-        facts = json.loads(json.dumps(before(TrainingOptions))) | record["facts"]
+        older = {name: value for name, value in of_older_runs(TrainingOptions).items() if name in self._facts}
+        facts = json.loads(json.dumps(older)) | record["facts"]
         names = sorted({*facts, *self._facts} - {_RANKS})
         # All differences are listed: another model, for example, also has another default learning rate.
         if differing := [name for name in names if facts.get(name) != self._facts.get(name)]:

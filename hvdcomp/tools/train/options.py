@@ -115,188 +115,122 @@ class SetupError(ValueError):
 class TrainingOptions:
     """The options of a run. None means "choose a value", which `resolved` does."""
 
+    # fmt: off
     framework: str = option("torch", "Framework to train in.", choices=FRAMEWORKS)
     backend: str = option(
-        "auto",
-        "Library that averages gradients: Horovod, or PyTorch's DistributedDataParallel. auto: "
+        "auto", "Library that averages gradients: Horovod, or PyTorch's DistributedDataParallel. auto: "
         "DistributedDataParallel under torchrun, or else Horovod.",
-        choices=BACKENDS,
-        before="horovod",
+        choices=BACKENDS, before="horovod",
     )
     timeout: float | None = option(
-        None,
-        "With torchrun: how long a rank waits for another rank.",
-        metavar="SECONDS",
-        shown="PyTorch's: 1800",
-        may_change=True,
+        None, "With torchrun: how long a rank waits for another rank.",
+        metavar="SECONDS", shown="PyTorch's: 1800", may_change=True,
     )
-    fsdp: bool = option(
-        False, "With torchrun: shard a transformer over all ranks with FSDP's fully_shard.", before=False
-    )
+    fsdp: bool = option(False, "With torchrun: shard a transformer over all ranks with FSDP's fully_shard.")
     fsdp_weights: str | None = option(
-        None,
-        "With --fsdp: quantize the changes of the weights that ranks send, with int8 or int4.",
-        metavar="SPEC",
-        shown="weights are sent as they are",
-        before=None,
+        None, "With --fsdp: quantize the changes of the weights that ranks send, with int8 or int4.",
+        metavar="SPEC", shown="weights are sent as they are",
     )
     model: str = option("cnn", "Model to train; vit, dlrm and encoder only in PyTorch.", choices=MODELS)
     data: str = option("digits", "Data to train on.", choices=DATA)
     data_dir: Path | None = option(None, "Folder with the published files of CIFAR, Criteo, WikiText-2 or PTB.")
     compression: str = option("none", "Compressor of the gradients, such as topk:ratio=0.01.", metavar="SPEC")
     small_tensors: str = option(
-        "none",
-        "Compressor of tensors with fewer than 1,024 elements or fewer than two dimensions, such as int8.",
+        "none", "Compressor of tensors with fewer than 1,024 elements or fewer than two dimensions, such as int8.",
         metavar="SPEC",
-        before="none",
     )
     memory: str | None = option(
-        None,
-        "Memory for the part of a gradient that is not sent: none, error_feedback, or error_feedback:dtype=bf16, "
-        "which needs only 2 bytes per parameter.",
-        metavar="SPEC",
-        shown="depends on the compressor",
+        None, "Memory for the part of a gradient that is not sent: none, error_feedback, or "
+        "error_feedback:dtype=bf16, which needs only 2 bytes per parameter.",
+        metavar="SPEC", shown="depends on the compressor",
     )
     policy: str | None = option(
-        None,
-        "Policy that changes the level of compression, such as warmup:levels=0.25|0.05,epochs=1.",
-        metavar="SPEC",
-        shown="constant",
+        None, "Policy that changes the level of compression, such as warmup:levels=0.25|0.05,epochs=1.",
+        metavar="SPEC", shown="constant",
     )
     overlap: str = option(
-        "auto",
-        "Whether to send gradients during the backward pass; only in PyTorch. auto: on if the gradients are on "
-        "the CPU.",
-        choices=tuple(OVERLAP),
-        may_change=True,
+        "auto", "Whether to send gradients during the backward pass; only in PyTorch. auto: on if the gradients are "
+        "on the CPU.",
+        choices=tuple(OVERLAP), may_change=True,
     )
     bucket_bytes: int | None = option(
-        None,
-        "Size in bytes of the smallest bucket of gradients that is sent during the backward pass, or of "
+        None, "Size in bytes of the smallest bucket of gradients that is sent during the backward pass, or of "
         "DistributedDataParallel's buckets.",
-        at_least(1),
-        metavar="N",
-        shown="the choice of the policy auto, or else 25 MiB",
-        may_change=True,
+        at_least(1), metavar="N", shown="the choice of the policy auto, or else 25 MiB", may_change=True,
     )
     epochs: int = option(10, "Number of passes over the training data.", at_least(1), may_change=True)
     steps: int | None = option(
-        None,
-        "Number of optimizer steps, instead of --epochs.",
-        at_least(1),
-        shown="the steps of --epochs",
-        may_change=True,
+        None, "Number of optimizer steps, instead of --epochs.",
+        at_least(1), shown="the steps of --epochs", may_change=True,
     )
     until: str | None = option(
-        None,
-        "Stop as soon as the validation part reaches this quality: accuracy=0.93, loss=2.2, perplexity=9 or rmse=0.4.",
-        metavar="METRIC=VALUE",
-        shown=False,
-        may_change=True,
+        None, "Stop as soon as the validation part reaches this quality: accuracy=0.93, loss=2.2, perplexity=9 or "
+        "rmse=0.4.",
+        metavar="METRIC=VALUE", shown=False, may_change=True,
     )
     evaluate_every: int | None = option(
-        None,
-        "Number of steps between evaluations on the validation part.",
-        at_least(1),
-        metavar="STEPS",
-        shown="at the end of each epoch",
-        may_change=True,
+        None, "Number of steps between evaluations on the validation part.",
+        at_least(1), metavar="STEPS", shown="at the end of each epoch", may_change=True,
     )
     batch_size: int | None = option(None, "Samples per rank and backward pass.", at_least(1))
     optimizer: str | None = option(
-        None,
-        "Optimizer. muon (only in PyTorch) uses Muon for hidden matrices, and AdamW for the head, embeddings, "
+        None, "Optimizer. muon (only in PyTorch) uses Muon for hidden matrices, and AdamW for the head, embeddings, "
         "convolutions, norms and biases.",
-        choices=OPTIMIZERS,
-        shown="adamw for gpt, vit, encoder and heavy-tails, else sgd",
-        before="sgd",
+        choices=OPTIMIZERS, shown="adamw for gpt, vit, encoder and heavy-tails, else sgd", before="sgd",
     )
     lr: float | None = option(None, "Learning rate. It is not scaled by the number of ranks.", _POSITIVE)
     momentum: float = option(0.9, "Momentum of SGD.", below(0, 1))
     nesterov: bool = option(False, "Use Nesterov's momentum.")
     betas: tuple[float, float] = option(
-        (0.9, 0.95),
-        "Decay rates of AdamW's moments.",
-        _TWO_RATES,
-        metavar="B1,B2",
-        items="numbers, such as 0.9,0.95",
-        before=(0.9, 0.95),
+        (0.9, 0.95), "Decay rates of AdamW's moments.", _TWO_RATES, metavar="B1,B2", items="numbers, such as 0.9,0.95"
     )
     freeze_after: int | None = option(
-        None,
-        "With compressed-adam: number of steps after which the second moment is frozen, and ranks send the momentum.",
-        at_least(1),
-        metavar="STEPS",
-        shown="15 % of the run",
-        before=None,
+        None, "With compressed-adam: number of steps after which the second moment is frozen, and ranks send the "
+        "momentum.",
+        at_least(1), metavar="STEPS", shown="15 % of the run",
     )
     freeze_compression: str = option(
-        "int4", "With compressed-adam: compressor of the gradients before freezing.", metavar="SPEC", before="int4"
+        "int4", "With compressed-adam: compressor of the gradients before freezing.", metavar="SPEC"
     )
     local_steps: int | str = option(
-        1,
-        "Number of steps that each rank makes on its own between two exchanges; only in PyTorch. An outer "
-        "Nesterov step follows each exchange, as in DiLoCo. With compressed-adam, local steps begin after "
-        "freezing, and there is no outer step. auto: the number is chosen from the times of steps and exchanges, "
-        "and from how far the ranks drift apart.",
+        1, "Number of steps that each rank makes on its own between two exchanges; only in PyTorch. An outer Nesterov "
+        "step follows each exchange, as in DiLoCo. With compressed-adam, local steps begin after freezing, and there "
+        "is no outer step. auto: the number is chosen from the times of steps and exchanges, and from how far the "
+        "ranks drift apart.",
         metavar="K|auto",
-        before=1,
     )
     fragments: int = option(
-        1,
-        "With local steps: number of groups of parameters, which are exchanged at staggered steps, as in "
-        "Streaming DiLoCo.",
+        1, "With local steps: number of groups of parameters, which are exchanged at staggered steps, as in Streaming "
+        "DiLoCo.",
         metavar="P",
-        before=1,
     )
     delay: int = option(
-        0,
-        "With local steps: number of steps that ranks continue to train while a group is exchanged.",
+        0, "With local steps: number of steps that ranks continue to train while a group is exchanged.",
         metavar="STEPS",
-        before=0,
     )
     local_share: float = option(
-        0.0,
-        "With local steps: share of its own weights that a rank keeps after an exchange.",
-        below(0, 1),
-        metavar="SHARE",
-        before=0.0,
+        0.0, "With local steps: share of its own weights that a rank keeps after an exchange.",
+        below(0, 1), metavar="SHARE",
     )
     outer_lr: float | None = option(
-        None,
-        "Learning rate of the outer step. With --outer-lr 1 --outer-momentum 0 and no --local-steps, the ranks "
+        None, "Learning rate of the outer step. With --outer-lr 1 --outer-momentum 0 and no --local-steps, the ranks "
         "exchange the change of the weights in each step instead of the gradient.",
-        between(0, 1),
-        metavar="LR",
-        shown="0.7",
-        before=None,
+        between(0, 1), metavar="LR", shown="0.7",
     )
-    outer_momentum: float | None = option(
-        None, "Momentum of the outer step.", between(0, 1), metavar="M", shown="0.9", before=None
-    )
+    outer_momentum: float | None = option(None, "Momentum of the outer step.", between(0, 1), metavar="M", shown="0.9")
     refreshes_per_gap: int | None = option(
-        None,
-        "With compressed-adam: number of refreshes of the frozen second moment after which the gap between "
+        None, "With compressed-adam: number of refreshes of the frozen second moment after which the gap between "
         "refreshes doubles. 0/1 Adam uses 16.",
-        at_least(1),
-        metavar="N",
-        shown="no refresh",
-        before=None,
+        at_least(1), metavar="N", shown="no refresh",
     )
     weight_decay: float | None = option(
-        None,
-        "Weight decay. SGD applies it to all parameters, other optimizers only to matrices.",
+        None, "Weight decay. SGD applies it to all parameters, other optimizers only to matrices.",
         at_least(0, "0 or more"),
     )
-    schedule: str = option(
-        "step", "Learning-rate schedule: steps at --milestones, or a cosine.", choices=SCHEDULES, before="step"
-    )
+    schedule: str = option("step", "Learning-rate schedule: steps at --milestones, or a cosine.", choices=SCHEDULES)
     milestones: tuple[float, ...] = option(
-        (),
-        "Epochs after which the learning rate is multiplied by --gamma.",
-        _GROWING,
-        metavar="E,E,...",
-        items="epochs, such as 3,4",
+        (), "Epochs after which the learning rate is multiplied by --gamma.",
+        _GROWING, metavar="E,E,...", items="epochs, such as 3,4",
     )
     gamma: float = option(0.1, "Factor of the learning rate at each milestone, or at the end of the cosine.", SHARE)
     warm_up: float = option(0.0, "Epochs over which the learning rate grows from 0.", at_least(0, "0 epochs or more"))
@@ -305,20 +239,14 @@ class TrainingOptions:
     )
     backward_passes_per_step: int = option(1, "Number of backward passes per optimizer step.", at_least(1))
     simulate_ranks: int | None = option(
-        None,
-        "Train N simulated ranks in this process, without a launcher. The weights equal the weights of real ranks.",
-        at_least(1),
-        metavar="N",
-        shown=False,
-        may_change=True,
+        None, "Train N simulated ranks in this process, without a launcher. The weights equal the weights of real "
+        "ranks.",
+        at_least(1), metavar="N", shown=False, may_change=True,
     )
     link: str | None = option(
-        None,
-        "Rate of each simulated rank's link, for predicted times: 100mbit, 1gbit or 10gbit. If you give several "
+        None, "Rate of each simulated rank's link, for predicted times: 100mbit, 1gbit or 10gbit. If you give several "
         "rates, separated by commas, the same run is timed for each of them.",
-        metavar="RATE,...",
-        shown="exchanges take no time",
-        may_change=True,
+        metavar="RATE,...", shown="exchanges take no time", may_change=True,
     )
     seed: int = option(
         0, "Seed of all random numbers, except the split into training and test data.", between(0, 2**31 - 1)
@@ -327,69 +255,50 @@ class TrainingOptions:
     overwrite: bool = option(False, "Replace an earlier run in --output.", may_change=True)
     tensorboard: bool = option(False, "Also write TensorBoard's files, in --output.", may_change=True)
     metrics_port: int | None = option(
-        None,
-        "Port on which rank 0 gives bytes, levels and times to Prometheus.",
-        between(1, 65535, "from 1 to 65535, such as 9400"),
-        metavar="PORT",
-        shown=False,
-        may_change=True,
+        None, "Port on which rank 0 gives bytes, levels and times to Prometheus.",
+        between(1, 65535, "from 1 to 65535, such as 9400"), metavar="PORT", shown=False, may_change=True,
     )
     metrics_address: str = option(
-        "127.0.0.1",
-        "Address on which rank 0 listens; 0.0.0.0 for access from other hosts.",
-        metavar="ADDRESS",
-        may_change=True,
+        "127.0.0.1", "Address on which rank 0 listens; 0.0.0.0 for access from other hosts.",
+        metavar="ADDRESS", may_change=True,
     )
     checkpoint_folder: Path | None = option(
-        None,
-        "Folder for checkpoints, shared by all hosts. The run resumes from the newest checkpoint. On SIGUSR1 or "
+        None, "Folder for checkpoints, shared by all hosts. The run resumes from the newest checkpoint. On SIGUSR1 or "
         "SIGTERM, it saves a checkpoint and stops.",
     )
     checkpoint_every: int | None = option(
-        None,
-        "Number of steps between checkpoints.",
-        at_least(1),
-        metavar="STEPS",
-        shown="at the end of each epoch",
-        may_change=True,
+        None, "Number of steps between checkpoints.",
+        at_least(1), metavar="STEPS", shown="at the end of each epoch", may_change=True,
     )
     residuals: str = option(
-        "keep",
-        "When the run resumes, on any number of ranks: keep or drop the checkpoint's residuals.",
-        choices=RESIDUALS,
-        may_change=True,
+        "keep", "When the run resumes, on any number of ranks: keep or drop the checkpoint's residuals.",
+        choices=RESIDUALS, may_change=True,
     )
     elastic: bool = option(
-        False,
-        "Resume from the checkpoint when ranks are lost or added; needs horovodrun --host-discovery-script.",
+        False, "Resume from the checkpoint when ranks are lost or added; needs horovodrun --host-discovery-script.",
         may_change=True,
     )
     samples: int | None = option(None, "Train on the first N samples.", at_least(1), metavar="N", shown="all")
     validation_samples: int = option(
-        0,
-        "Number of training samples to use for validation instead, if the data have no validation part.",
-        at_least(0, "0 or more"),
-        metavar="N",
-        before=0,
+        0, "Number of training samples to use for validation instead, if the data have no validation part.",
+        at_least(0, "0 or more"), metavar="N",
     )
     label_noise: float = option(
         0.0, "Fraction of training labels to replace by random labels.", between(0, 1, "a fraction from 0 to 1")
     )
     image_size: int = option(32, "Side of synthetic images, in pixels.", at_least(4, "at least 4 pixels"))
     table_rows: int = option(
-        20_000,
-        "Number of rows in each of dlrm's tables. Criteo's categories are hashed into these rows.",
+        20_000, "Number of rows in each of dlrm's tables. Criteo's categories are hashed into these rows.",
         between(2, 2**24, "from 2 to 16777216, because larger ids are not exact in float32"),
-        before=20_000,
     )
     text_size: int | None = option(
-        None,
-        "Size of the training text: in bytes for the data text, in characters for stdlib-text.",
+        None, "Size of the training text: in bytes for the data text, in characters for stdlib-text.",
         at_least(10_000, "at least 10000 characters"),
     )
     text_unit: str = option("char", "What a token of stdlib-text is.", choices=("char", "word"))
     sequence_length: int | None = option(None, "Number of tokens in a sequence of text.", at_least(1))
     progress: bool = option(True, "Show the progress.", flags=("--progress/--no-progress",), may_change=True)
+    # fmt: on
 
     def resolved(self) -> TrainingOptions:
         """These options with a value for every None, checked.
