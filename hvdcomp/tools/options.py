@@ -58,6 +58,11 @@ def option(default: Any, help: str, rule: Rule | None = None, **attributes: Any)
     return dataclasses.field(default=default, metadata={_KEY: Option(help, rule, **attributes)})
 
 
+def required(help: str, **attributes: Any) -> Any:
+    """A field that is an option without a default."""
+    return dataclasses.field(metadata={_KEY: Option(help, **attributes)})
+
+
 def options_of(kind: Any) -> dict[str, Option]:
     """The options that a dataclass declares, by field."""
     return {field.name: field.metadata[_KEY] for field in dataclasses.fields(kind) if _KEY in field.metadata}

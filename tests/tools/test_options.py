@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 import pytest
 from click.testing import CliRunner
 
-from hvdcomp.tools.commands.declared import declared_options
-from hvdcomp.tools.options import at_least, below, between, check, may_change, of_older_runs, option
+from hvdcomp.tools.commands.declared import declared_flags, declared_options
+from hvdcomp.tools.options import at_least, below, between, check, may_change, of_older_runs, option, required
 
 
 @dataclass(frozen=True)
@@ -98,3 +98,33 @@ def test_what_a_resumed_run_may_change_and_what_older_runs_did() -> None:
     assert may_change(Settings) == {"count", "quiet"}
     older = {"colour": "red", "count": None, "share": 1.0, "port": None, "ends": (), "every": 1}
     assert of_older_runs(Settings) == {**older, "folder": None, "quiet": False}
+
+
+@dataclass(frozen=True)
+class Job:
+    image: str = required("Image.")
+    mode: Literal["a", "b"] = option("a", "Mode.")
+    mounts: tuple[str, ...] = option((), "Mount; repeatable.", flags=("--mounts", "--mount"))
+    again: bool = option(True, "Again.", flags=("--again/--once",))
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        ("", {}),
+        (
+            "--image x --mode b --mount 1 --mounts 2 --once",
+            {"image": "x", "mode": "b", "mounts": ("1", "2"), "again": False},
+        ),
+    ],
+)
+def test_flags_beside_a_file_have_no_defaults(words: str, given: dict[str, Any]) -> None:
+    """What is not given is None, also where the setting has a default or is required."""
+
+    @click.command()
+    @declared_flags(Job)
+    def launch(**flags: Any) -> None:
+        assert flags == {"image": None, "mode": None, "mounts": None, "again": None, **given}
+
+    done = CliRunner().invoke(launch, words.split())
+    assert done.exit_code == 0, done.exception

@@ -20,16 +20,36 @@ def declared_options(kind: Any, unset: str) -> Callable[[Any], Any]:
         kind: the dataclass.
         unset: what the help says of a default of None, unless the option says it.
     """
-    hints, defaults = typing.get_type_hints(kind), kind()
+    return _decorator(kind, lambda option, hint, default: _attributes(option, hint, default, unset))
+
+
+def declared_flags(kind: Any) -> Callable[[Any], Any]:
+    """A decorator that adds all options of a dataclass to a command that reads a file with the same settings.
+
+    An option that is not given is None, because the value is then the file's, or else the default.
+    """
+    return _decorator(kind, lambda option, hint, default: {"default": None, **_type_of_flag(hint)})
+
+
+def _decorator(kind: Any, attributes_of: Callable[[Option, Any, Any], dict[str, Any]]) -> Callable[[Any], Any]:
+    hints = typing.get_type_hints(kind)
 
     def decorate(command: Any) -> Any:
         for name, option in reversed(options_of(kind).items()):
-            attributes = _attributes(option, _without_none(hints[name]), getattr(defaults, name), unset)
             flags = option.flags or (flag_of(name),)
+            attributes = attributes_of(option, _without_none(hints[name]), getattr(kind, name, None))
             command = click.option(*flags, name, help=option.help, metavar=option.metavar, **attributes)(command)
         return command
 
     return decorate
+
+
+def _type_of_flag(kind: Any) -> dict[str, Any]:
+    if typing.get_origin(kind) is tuple:
+        return {"multiple": True, "callback": lambda context, parameter, values: values or None}
+    if typing.get_origin(kind) is typing.Literal:
+        return {"type": click.Choice(typing.get_args(kind))}
+    return {"type": kind}
 
 
 def _attributes(option: Option, kind: Any, default: Any, unset: str) -> dict[str, Any]:
