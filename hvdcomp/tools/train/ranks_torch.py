@@ -19,7 +19,7 @@ _PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 class TorchRanks(Ranks):
     """All ranks of torchrun, or of another launcher that sets the same variables; without a launcher, this process.
-    torch.distributed is initialized if necessary: with Gloo, and with NCCL if there are CUDA devices.
+    torch.distributed is initialized if necessary: with Gloo, and with NCCL for CUDA devices, unless ranks share one.
 
     Args:
         timeout: seconds that a rank waits for another; None for PyTorch's default.
@@ -60,9 +60,16 @@ class TorchRanks(Ranks):
         os._exit(code)
 
 
+def _libraries() -> str:
+    """The libraries that carry tensors, as `init_process_group` names them. NCCL refuses ranks that share a device."""
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    have_own_device = torch.cuda.is_available() and torch.cuda.device_count() >= local_size
+    return "cpu:gloo,cuda:nccl" if have_own_device else "gloo"
+
+
 def _start(timeout: timedelta | None) -> None:
     """Calls `init_process_group`, also after a restart by torchrun."""
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    backend = _libraries()
     present = [name for name in _PLACE if name in os.environ]
     if not present:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)

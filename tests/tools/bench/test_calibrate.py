@@ -50,6 +50,7 @@ from hvdcomp.tools.bench.fit import (
 from hvdcomp.tools.bench.levels import Levels, find_levels
 from hvdcomp.tools.commands.advise import command as advise
 from hvdcomp.tools.commands.calibrate import TWO_LEVELS, _checked
+from hvdcomp.tools.commands.calibrate import command as calibrate
 from hvdcomp.tools.train.options import SetupError
 from tests.launched import run_ranks
 
@@ -461,6 +462,23 @@ def test_without_a_cuda_device_all_ranks_are_told_so() -> None:
         use_device("cuda", 0)
 
 
+@pytest.mark.parametrize(
+    ("devices", "local_size", "libraries"),
+    [(0, "2", "gloo"), (1, "2", "gloo"), (1, "1", "cpu:gloo,cuda:nccl"), (8, "8", "cpu:gloo,cuda:nccl")],
+)
+def test_ranks_that_share_a_device_exchange_over_gloo(
+    devices: int, local_size: str, libraries: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL refuses ranks that share one."""
+    torch = pytest.importorskip("torch")
+    from hvdcomp.tools.train import ranks_torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local_size)
+    assert ranks_torch._libraries() == libraries
+
+
 def test_each_rank_of_a_host_takes_a_cuda_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as that can be seen without one."""
     torch = pytest.importorskip("torch")
@@ -534,6 +552,35 @@ def test_one_rank_is_told_how_to_start() -> None:
     assert "one rank" in done.stderr
     assert "horovodrun -np 2 hvdcomp calibrate" in done.stderr
     assert "torchrun --nproc-per-node 2 -m hvdcomp calibrate" in done.stderr
+    assert "or use the network of a preset, such as --network h100x8" in done.stderr
+
+
+def test_an_unknown_network_is_refused() -> None:
+    pytest.importorskip("torch")
+    answer = CliRunner().invoke(calibrate, ["--network", "h100x9"])
+    assert answer.exit_code == 2
+    assert "'h100x9' is neither a file nor a preset" in answer.output
+
+
+@pytest.mark.thorough
+def test_one_rank_calibrates_a_model_for_the_network_of_a_preset(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "own_model.py").write_text(OWN)
+    file = tmp_path / "one.json"
+    options = ["--model", "own_model:small", "--compressor", "int4", "--seconds", "1", "--batch-size", "4"]
+    arguments = ["-m", "hvdcomp", "calibrate", "--network", "h100x8", *options, "--output", str(file)]
+    done = run_ranks(1, "torchrun", arguments, beside(tmp_path), timeout=300)
+    assert done.returncode == 0, done.stdout
+    assert "one, 1 rank\nThe network was not measured, but taken from h100x8:" in done.stdout
+    assert f"Next: hvdcomp advise --calibration {file}\n" in done.stdout
+    found, preset = load(file), load("h100x8")
+    assert found.network == preset.network
+    assert found.network_source == f"{preset.network_source} (h100x8)"
+    encode = found.models["own_model:small"].compute.encode["int4"]
+    assert encode.encode_s > 0
+    answer = CliRunner().invoke(advise, ["--calibration", str(file), "--world-size", "64", "--json"])
+    assert answer.exit_code == 0, answer.output
+    assert json.loads(answer.output)["methods"]["two_level(int4:exchange=scatter)"]["encode_ms"] > 0
 
 
 @pytest.mark.parametrize(
