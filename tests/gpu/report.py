@@ -14,7 +14,7 @@ MOST_COPIES = {"topk:ratio=0.01": 4.0, "efsignsgd": 2.5, "onebit": 2.5, "qsgd:bi
 """Of a step on ResNet-50, in copies of the gradients by the device's own time."""
 HOOKS = {"powersgd:rank=4": POWERSGD, "fp16": FP16}
 LEAST_SPEED = 3.0
-"""How many times as fast as PyTorch's hook a step on ResNet-50 should be."""
+"""How many times faster than PyTorch's hook a step on ResNet-50 should be."""
 NOT_MEASURED = "not measured"
 
 STEP = (
@@ -34,6 +34,10 @@ TRAINING = (
 )
 SEVERAL = "The same with a rank on each of several GPUs, over NCCL."
 NETWORK = "Collectives between all GPUs, as `hvdcomp calibrate` has measured them."
+PREDICTIONS = (
+    "Milliseconds of a step, as predicted from `hvdcomp calibrate` and `hvdcomp profile` on the same GPU, and as "
+    "measured. Two ranks share the GPU over Gloo, or one rank has the GPU alone over NCCL. One rank exchanges nothing."
+)
 KERNELS = (
     "The bytes that a kernel has to move over its time, on BERT-base's matrices, and the share of a copy's: kernels "
     f"below {LEAST_SHARE:.0%}. The others are in the JSON file."
@@ -58,6 +62,7 @@ def as_markdown(document: Mapping[str, Any]) -> str:
     lines += ["## A step of a training", "", TRAINING, "", *_trainings(_rows(parts, "training"))]
     lines += ["## A step of a training on several GPUs", "", SEVERAL, "", *_trainings(_rows(parts, "nccl"))]
     lines += ["## The network", "", NETWORK, "", *table(("link",), [(one["link"],) for one in _rows(parts, "network")])]
+    lines += ["## Predictions", "", PREDICTIONS, "", *_predictions(parts)]
     lines += ["## A kernel", "", KERNELS, ""]
     cells = [
         (one["method"], one["kernel"], _giga(one["bytes_a_second"]), _percent(one["share"]))
@@ -99,6 +104,19 @@ def _trainings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return table(("method", "ms", "quartiles", "DDP", "MB", "DDP's MB"), cells)
 
 
+def _predictions(parts: Mapping[str, Any]) -> list[str]:
+    """A row for each step that was predicted and measured."""
+    cells = [
+        (
+            name, str(one["ranks"]), one["method"], number(one["predicted_ms"]), number(one["measured_ms"]),
+            f"{one['error']:+.0%}",
+        )
+        for name in ("calibrate", "profile")
+        for one in _rows(parts, name)
+    ]  # fmt: skip
+    return table(("command", "ranks", "method", "predicted", "measured", "error"), cells)
+
+
 def aims(parts: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
     """What was aimed at, the aim, what was measured, and "met" or "missed"."""
     steps = {one["method"]: one for one in _rows(parts, "bench") if one["model"] == "resnet50"}
@@ -110,7 +128,7 @@ def aims(parts: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
         pair = steps.get(method), steps.get(hook)
         times = None if None in pair else pair[1]["device_ms"] / pair[0]["device_ms"]  # type: ignore[index]
         met = times is not None and times >= LEAST_SPEED
-        yield f"{method} beside {hook}", f"at least {LEAST_SPEED} times as fast", number(times), _met(met, times)
+        yield f"{method}, compared with {hook}", f"at least {LEAST_SPEED} times faster", number(times), _met(met, times)
     shares = {
         f"{one['kernel']} of {one['method']}": one["share"]
         for one in _rows(parts, "roofline")
