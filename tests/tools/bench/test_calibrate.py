@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -463,20 +465,27 @@ def test_without_a_cuda_device_all_ranks_are_told_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "local_size", "libraries"),
-    [(0, "2", "gloo"), (1, "2", "gloo"), (1, "1", "cpu:gloo,cuda:nccl"), (8, "8", "cpu:gloo,cuda:nccl")],
+    ("devices", "libraries"),
+    [((0, 0), "gloo"), ((1, 1), "gloo"), ((1, 2), "gloo"), ((2, 1), "gloo"), ((2, 2), "cpu:gloo,cuda:nccl")],
 )
 def test_ranks_that_share_a_device_exchange_over_gloo(
-    devices: int, local_size: str, libraries: str, monkeypatch: pytest.MonkeyPatch
+    devices: tuple[int, int], libraries: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL refuses ranks that share one."""
+    """Two ranks on each host, where hosts may have other numbers of devices: NCCL refuses ranks that share one."""
     torch = pytest.importorskip("torch")
     from hvdcomp.tools.train import ranks_torch
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", local_size)
-    assert ranks_torch._libraries() == libraries
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    store, here = torch.distributed.HashStore(), threading.local()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: here.devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: here.devices)
+
+    def rank(number: int) -> str:
+        here.devices = devices[number // 2]
+        return ranks_torch._libraries(store, 4)
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(rank, range(4))) == [libraries] * 4
 
 
 def test_each_rank_of_a_host_takes_a_cuda_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
