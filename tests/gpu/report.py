@@ -36,6 +36,10 @@ TRAINING = (
 )
 SEVERAL = "The same training with a rank on each of several GPUs, over NCCL."
 NETWORK = "Collectives between all GPUs, measured by `hvdcomp calibrate`."
+PREDICTIONS = (
+    "Milliseconds of a step, as predicted from `hvdcomp calibrate` and `hvdcomp profile` on the same GPU, and as "
+    "measured. Two ranks share the GPU over Gloo, or one rank has the GPU alone over NCCL. One rank exchanges nothing."
+)
 KERNELS = (
     "GB/s is the number of bytes that a kernel has to move, divided by its time, on the matrices of BERT-base. The "
     "table compares it with a copy, and lists kernels with less than "
@@ -61,6 +65,7 @@ def as_markdown(document: Mapping[str, Any]) -> str:
     lines += ["## A step of a training", "", TRAINING, "", *_trainings(_rows(parts, "training"))]
     lines += ["## A step of a training on several GPUs", "", SEVERAL, "", *_trainings(_rows(parts, "nccl"))]
     lines += ["## The network", "", NETWORK, "", *table(("link",), [(one["link"],) for one in _rows(parts, "network")])]
+    lines += ["## Predictions", "", PREDICTIONS, "", *_predictions(parts)]
     lines += ["## A kernel", "", KERNELS, ""]
     cells = [
         (one["method"], one["kernel"], _giga(one["bytes_a_second"]), _percent(one["share"]))
@@ -100,6 +105,19 @@ def _trainings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         if "ms" in one
     ]  # fmt: skip
     return table(("method", "ms", "quartiles", "DDP", "MB", "DDP's MB"), cells)
+
+
+def _predictions(parts: Mapping[str, Any]) -> list[str]:
+    """A row for each step that was predicted and measured."""
+    cells = [
+        (
+            name, str(one["ranks"]), one["method"], number(one["predicted_ms"]), number(one["measured_ms"]),
+            f"{one['error']:+.0%}",
+        )
+        for name in ("calibrate", "profile")
+        for one in _rows(parts, name)
+    ]  # fmt: skip
+    return table(("command", "ranks", "method", "predicted", "measured", "error"), cells)
 
 
 def aims(parts: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:

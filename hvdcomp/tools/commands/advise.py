@@ -695,7 +695,8 @@ def _conclusions(report: dict[str, Any]) -> list[str]:
         return ["One rank exchanges nothing, so no method is faster than another."]
     over_free, over_dense = (1 + report[f"gain_over_{base}_percent"] / 100 for base in ("free", "dense"))
     beside_free = "" if free in (winner, UNCOMPRESSED) else f", {compared(over_free, free)}"
-    lines = [f"Fastest: {winner}{'' if winner == UNCOMPRESSED else f', {compared(over_dense, _called(UNCOMPRESSED))}'}{beside_free}."]
+    beside_dense = "" if winner == UNCOMPRESSED else f", {compared(over_dense, _called(UNCOMPRESSED))}"
+    lines = [f"Fastest: {winner}{beside_dense}{beside_free}."]
     lead = f"Its lead over {_called(free)}, which libraries send by themselves, is"
     if not _compared(report):
         lines.append("No compressor was compared: name some with --compressor.")
