@@ -30,6 +30,7 @@ from hvdcomp.perfmodel.quality import HARMLESS, MUCH, is_harmless
 from hvdcomp.perfmodel.rates import GBPS, parse_gbps
 from hvdcomp.perfmodel.sweep import AXES, Sweep, parse_axis, sweep
 from hvdcomp.perfmodel.verdict import compared, lines_of, times, verdict
+from hvdcomp.perfmodel.ways import in_each_way, in_two_levels
 from hvdcomp.tools.terminal import fits, make_console, make_table, print_table
 
 _PRESET = "h100x8"
@@ -107,9 +108,10 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
 @click.option(
     "--local-steps",
     "every",
-    type=click.IntRange(2),
+    type=click.IntRange(1),
     metavar="N",
-    help="Also predict the mean step time if the ranks exchange only every N steps (LocalSteps, DiLoCo).",
+    help="Also predict the mean step time if the ranks exchange only every N steps (LocalSteps, DiLoCo). With 1, they "
+    "exchange after each step how far the weights have moved.",
 )
 @click.option(
     "--count",
@@ -218,8 +220,7 @@ def command(
     if kind is not None:
         report |= {"optimizer": kind, "to_begin_with": _narrowed(adviser, kind)}
     if every is not None:
-        _add_local_steps(report, adviser, setting, every)
-        notes.append(report["notes"][-1])
+        notes += _add_local_steps(report, adviser, setting, every)
     if as_json:
         click.echo(json.dumps(report, indent=1, allow_nan=False))
     else:
@@ -417,20 +418,62 @@ def _called(spec: str) -> str:
     return "dense" if spec == UNCOMPRESSED else spec
 
 
-def _add_local_steps(report: dict[str, Any], adviser: Adviser, setting: Setting, every: int) -> None:
-    """Adds to a report the step times with an exchange every `every` steps, and a note on the fastest method."""
-    times = {spec: adviser.local_step_s(spec, setting, every) for spec in report["methods"]}
-    for spec, seconds in times.items():
-        report["methods"][spec]["local_step_ms"] = None if seconds is None else 1e3 * seconds
+def _add_local_steps(report: dict[str, Any], adviser: Adviser, setting: Setting, every: int) -> list[str]:
+    """Adds to a report the step times with an exchange every `every` steps; returns notes, which it adds too."""
+    seconds = {spec: adviser.local_step_s(spec, setting, every) for spec in report["methods"]}
+    for spec, step_s in seconds.items():
+        report["methods"][spec]["local_step_ms"] = None if step_s is None else 1e3 * step_s
     report["local_steps"] = every
-    compared = {spec: times[spec] for spec in adviser.recommended if spec in times}
-    predicted = {spec: seconds for spec, seconds in compared.items() if seconds is not None}
-    best = min(predicted, key=lambda spec: predicted[spec])
-    report["notes"].append(
-        f"With an exchange every {every} steps (--local-steps {every}), the fastest method is {best}: "
-        f"{1e3 * predicted[best]:.1f} ms per step. Local steps change the training: compare the accuracy with dense "
-        "training."
-    )
+    compared = {spec: seconds[spec] for spec in adviser.recommended if spec in seconds}
+    predicted = {spec: step_s for spec, step_s in compared.items() if step_s is not None}
+    if not predicted:
+        note = (
+            f"--local-steps {every} predicts nothing here, because {adviser.model} is sharded over all ranks, so each "
+            "weight is on one rank only. LocalSteps works if the model has replicas."
+        )
+    else:
+        best = min(predicted, key=lambda spec: predicted[spec])
+        note = (
+            f"With an exchange of weight changes {_every(every)} (--local-steps {every}), the fastest method is "
+            f"{best}: {1e3 * predicted[best]:.1f} ms per step. Local steps change the training: compare the accuracy "
+            "with dense training."
+        )
+    notes = [note, *_compressed_steps(report, adviser, setting, every)]
+    report["notes"] += notes
+    return notes
+
+
+def _compressed_steps(report: dict[str, Any], adviser: Adviser, setting: Setting, every: int) -> list[str]:
+    """What `LocalSteps.compressed` would gain, in sentences; none if that cannot be predicted.
+
+    No policy and no record decides about compressed steps, so these sentences do not, either: hvdcomp's own trainings
+    have not compared compressed steps with dense training, both at their best learning rates.
+    """
+    free, world_size = report["free"], report["world_size"]
+    if free is None:  # one rank alone
+        return []
+    signs = parse_compressor("efsignsgd")  # what `LocalSteps.compressed` sends by default
+    ways = [signs, *in_each_way(signs)]
+    if adviser.ranks_per_node is not None:
+        ways += [two_level for way in ways if (two_level := in_two_levels(way)) is not None]
+    try:
+        of_steps = Adviser(adviser.calibration, adviser.model, [str(way) for way in ways])
+    except CalibrationError:  # no encode time of signs, or sharded over all ranks
+        return []
+    possible = [str(way) for way in ways if of_steps.possible(str(way), world_size)]
+    seconds = {spec: of_steps.local_step_s(spec, setting, every) for spec in possible}
+    step_s, spec = min((step_s, spec) for spec, step_s in seconds.items() if step_s is not None)
+    factor = report["methods"][free]["step_ms"] / (1e3 * step_s)
+    return [
+        f"Compressed steps, hvdcomp.torch.LocalSteps.compressed(optimizer, every={every}), are predicted to take "
+        f"{1e3 * step_s:.1f} ms with {spec}: {times(factor)} times as fast as {_called(free)} in each step. Their "
+        "quality is not measured at tuned rates: search the learning rate again, and compare the loss with dense "
+        "training by the same optimizer (docs/compressed-steps.md)."
+    ]
+
+
+def _every(steps: int) -> str:
+    return "after every step" if steps == 1 else f"every {steps} steps"
 
 
 def lines_to_type(spec: str | None, backend: str | None) -> dict[str, str]:

@@ -179,7 +179,7 @@ def steps(
             f"{compared(gain.over_fp16, 'fp16')}",
             soft_wrap=True,
         )
-    console.print(summary(rows), soft_wrap=True)
+    console.print("\n".join(summary(rows)), soft_wrap=True)
     if auto_choices := choices(results):
         console.print(auto_summary(auto_choices), soft_wrap=True)
     for result in results:
