@@ -1,4 +1,4 @@
-"""What methods cost at their own best learning rates: searches each one's rate, and then trains it over five seeds.
+"""Compares methods at their own best learning rates: searches the rate of each method, and trains it with five seeds.
 
     python benchmarks/best_rates.py --dry-run                   # lists the first trainings
     python benchmarks/best_rates.py                             # all trainings; many hours of each core
@@ -6,11 +6,13 @@
     python benchmarks/best_rates.py --page-only                 # only the page, from the existing trainings
 
 The search of a method trains rates that differ by factors of two, and continues until the best rate is between two
-others. It trains each rate with one seed, and the rates that are close to the best with two more: near the highest
-rates that work, one seed may train well and the next one badly. The search begins around the best rate of dense
-training, whose own search comes first. The best rate is then trained with other seeds, which the search has not seen;
-so is the best rate of dense training. Each training is a separate process, is kept below --runs, and is not repeated;
-trainings.csv there has the figures of all.
+others. It trains each rate with one seed, and the rates close to the best with two more seeds. The reason is that near
+the highest usable rates, one seed may train well and the next one badly. The search for dense training comes first, and
+the other searches begin around its best rate.
+
+Then each method is trained at its best rate, and at the best rate of dense training, with seeds that the search has not
+used. Each training is a separate process and has a folder below --runs. A complete training is not repeated. The file
+trainings.csv in --runs keeps the figures of all trainings.
 """
 
 from __future__ import annotations
@@ -474,7 +476,7 @@ def name_of(spec: str) -> str:
 
 @click.command()
 @options_of_trainings(WORKLOADS, "best-rates", seeds="101,102,103,104,105")
-@click.option("--only", multiple=True, metavar="NAME", help="Compressor, or compressed-adam; repeatable; default: all.")
+@click.option("--only", multiple=True, metavar="NAME", help="Compressor, or compressed-adam; repeatable. Default: all.")
 def main(
     workloads: tuple[str, ...],
     only: tuple[str, ...],
