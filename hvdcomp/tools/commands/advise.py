@@ -528,10 +528,10 @@ def _notes(adviser: Adviser, advice: Advice) -> list[str]:
     rounds = [payloads for method in advice.methods.values() for payloads in method.exchange.rounds]
     for kind, among in sorted({(payload.kind, payload.among) for payloads in rounds for payload in payloads}):
         if (stand_in := network.costs_among(among).stand_in(kind)) is not None:
-            where = {"all": "", "node": " within nodes", "across": " between nodes"}[among]
+            scope = {"all": "", "node": " within nodes", "across": " between nodes"}[among]
             shared = " Ranks that share a link will take longer." if (kind, among) == ("alltoall", "all") else ""
             notes.append(
-                f"The calibration has no times of {kind}{where}, so they are predicted from {stand_in}.{shared}"
+                f"The calibration has no times of {kind}{scope}, so they are predicted from {stand_in}.{shared}"
             )
     if facts.compute.forward_s is None:
         notes.append(

@@ -301,12 +301,12 @@ def _links(network: Network) -> Iterator[str]:
     if (levels := network.levels) is not None:
         links |= {" within nodes": levels.node, " between nodes": levels.across}
         yield f"{levels.ranks_per_node} ranks on each node"
-    for where, costs in links.items():
+    for scope, costs in links.items():
         for kind in ALGORITHMS:
             if costs.stand_in(kind) is None:
                 cost = costs.cost(kind)
                 yield (
-                    f"{kind}{where}: {8e-9 * cost.bytes_per_s:.3g} Gb/s, starts after {1e3 * cost.start_s:.2f} ms, "
+                    f"{kind}{scope}: {8e-9 * cost.bytes_per_s:.3g} Gb/s, starts after {1e3 * cost.start_s:.2f} ms, "
                     f"{1e6 * cost.latency_s:.0f} us per message"
                 )
 

@@ -77,7 +77,7 @@ def command(context: click.Context, **options: Any) -> None:
         context.exit(2)
     except (ConfigurationError, RankMismatchError) as error:
         raise click.ClickException(str(error)) from None
-    code = _exit_code(summary, says=ranks.rank == 0)
+    code = _exit_code(summary, is_first=ranks.rank == 0)
     ranks.leave(code)
     context.exit(code)
 
@@ -90,14 +90,15 @@ def _simulate(context: click.Context, chosen: TrainingOptions) -> int:
 
     try:
         chosen.resolved()  # once, instead of on every rank
-        return _exit_code(on_simulated_ranks(chosen, lambda ranks: train(chosen, ranks)), says=True)
+        return _exit_code(on_simulated_ranks(chosen, lambda ranks: train(chosen, ranks)), is_first=True)
     except (SetupError, RunRefused) as error:
         raise click.UsageError(str(error), context) from None
     except (ConfigurationError, RankMismatchError) as error:
         raise click.ClickException(str(error)) from None
 
 
-def _exit_code(summary: dict[str, Any], says: bool) -> int:
-    if summary["status"] == "diverged" and says:
+def _exit_code(summary: dict[str, Any], is_first: bool) -> int:
+    """The exit code of a run; rank 0 (`is_first`) prints why it failed."""
+    if summary["status"] == "diverged" and is_first:
         click.echo("Error: the loss is no longer a finite number; try a smaller --lr", err=True)
     return {"finished": 0, "stopped": EXIT_SAVED, "diverged": 1}[summary["status"]]

@@ -128,9 +128,9 @@ def rows_as_csv(outcomes: Mapping[str, Outcome]) -> str:
             artefact, outcome = artefacts()[name], outcomes.get(name, Outcome(name=name))
             why = artefact.why or (outcome.reason if verdict == NOT_SHOWN else "")
             of_all = {"name": name, "place": artefact.place, "shows": artefact.shows, "verdict": verdict, "why": why}
-            made = {"trained": outcome.ours, **{key: outcome.about.get(key) for key in ("command", "commit")}}
+            origin = {"trained": outcome.ours, **{key: outcome.about.get(key) for key in ("command", "commit")}}
             rows = [{**asdict(row), "trainings": "; ".join(row.trainings)} for row in outcome.rows]
-            writer.writerows({**of_all, **made, **row} for row in rows or [{}])
+            writer.writerows({**of_all, **origin, **row} for row in rows or [{}])
     return target.getvalue()
 
 

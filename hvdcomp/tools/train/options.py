@@ -493,15 +493,15 @@ class TrainingOptions:
 
     def _checks_of_streaming(self) -> Iterator[tuple[bool, str]]:
         every = self.local_steps
-        takes = self.steps_alone and self.optimizer != "compressed-adam"
+        has_outer = self.steps_alone and self.optimizer != "compressed-adam"
         for name in ("fragments", "delay", "local_share"):
             value = getattr(self, name)
             yield (
-                (takes and isinstance(every, int)) or value == getattr(TrainingOptions, name),
+                (has_outer and isinstance(every, int)) or value == getattr(TrainingOptions, name),
                 f"--{name.replace('_', '-')} {value} needs --local-steps N with a number above 1, and does not work "
                 "with compressed-adam",
             )
-        if takes and isinstance(every, int):
+        if has_outer and isinstance(every, int):
             yield 1 <= self.fragments <= every, f"--fragments {self.fragments} must be from 1 to --local-steps {every}"
             yield (
                 0 <= self.delay * self.fragments < every,
