@@ -1,6 +1,6 @@
 """What methods cost at their own best learning rates: searches each one's rate, and then trains it over five seeds.
 
-    python benchmarks/best_rates.py --dry-run                   # lists the first trainings
+    python benchmarks/best_rates.py --dry-run                   # lists the next trainings, and the hours of all
     python benchmarks/best_rates.py                             # all trainings; many hours of each core
     python benchmarks/best_rates.py --workload gpt --only eden:bits=1 --only terngrad
     python benchmarks/best_rates.py --page-only                 # only the page, from the existing trainings
@@ -11,21 +11,28 @@ rates that work, one seed may train well and the next one badly. The search begi
 training, whose own search comes first. The best rate is then trained with other seeds, which the search has not seen;
 so is the best rate of dense training. Each training is a separate process, is kept below --runs, and is not repeated;
 trainings.csv there has the figures of all.
+
+First comes what decides README's table (best_rates_rule.py). A method that loses too much on a quick task needs no
+slow one. The command can be stopped at any time, and continues with the same words.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 from best_rates_page import write_page
-from best_rates_rows import DENSE, WORKLOADS, RateRun, methods_of, name_of
-from best_rates_search import FARTHEST, HELD_OUT, SEARCHED, at_best_rates, at_rate_of_dense, grid_of, search
+from best_rates_plan import LONG, SAME, STAGES, Item, estimates, items, long_runs, next_items
+from best_rates_rows import TRAINED, WORKLOADS, RateRun, methods_of, name_of
+from best_rates_search import FARTHEST, HELD_OUT, SEARCHED, at_best_rates, at_rate_of_dense, grid_of, search, start_of
 from pages import end_if_failed, options_of_trainings
 
-from hvdcomp.tools.reproduce.trainings import Run, keep_records, seeds_there, train_missing
+from hvdcomp.tools.reproduce.trainings import Run, keep_records, kept_records, seeds_there, train_missing
 from hvdcomp.tools.terminal import make_console
+
+Train = Callable[[Sequence[RateRun]], list[Run]]
 
 
 def trained(runs: Path) -> list[RateRun]:
@@ -33,11 +40,44 @@ def trained(runs: Path) -> list[RateRun]:
     seeds = seeds_there(runs)
     return [
         RateRun(workload, seed, runs, spec, doublings)
-        for workload in WORKLOADS
+        for workload in TRAINED
         for spec in methods_of(workload)
         for doublings in range(-FARTHEST, FARTHEST + 1)
         for seed in seeds
     ]
+
+
+def train_items(group: Sequence[Item], runs: Path, seeds: Sequence[int], train: Train) -> list[Run]:
+    """Trains rows of one workload and kind; returns the trainings that failed."""
+    workload, methods = group[0].workload, [item.method for item in group]
+    if group[0].kind == LONG:
+        return train(long_runs(workload, methods, runs))
+    if group[0].kind == SAME:
+        return train(at_rate_of_dense(workload, methods, runs, seeds))
+    failed = search(workload, methods, runs, train)
+    return failed + train(at_best_rates(workload, methods, runs, seeds))
+
+
+def show_plan(plan: Sequence[Item], runs: Path, console: Any) -> None:
+    """Prints the commands of the next trainings, and how long all of them take."""
+    first: list[RateRun] = []
+    done: list[Item] = []
+    while not first and (group := next_items(plan, done)):
+        searches = [(one.workload, one.method, start_of(one.workload, one.method, runs)) for one in group]
+        first = [run for workload, method, start in searches for run in grid_of(workload, method, runs, start).next]
+        done += group
+    train_missing(first, console, dry_run=True)
+    least = usual = 0.0
+    for number, estimate in enumerate(estimates(plan, runs), 1):
+        least, usual = least + estimate.least, usual + estimate.usual
+        console.print(
+            f"{number}. {estimate.stage}: {estimate.rows} rows, about {estimate.trainings:.0f} trainings, "
+            f"{estimate.least:.1f} to {estimate.usual:.1f} hours of a core"
+        )
+    console.print(
+        f"All {len(STAGES)} together take {least:.1f} to {usual:.1f} hours of a core, if no row makes another one "
+        "needless. The two numbers are for the quickest and for the median training of each workload so far"
+    )
 
 
 @click.command()
@@ -58,37 +98,44 @@ def main(
         shown = ", ".join(map(str, seen))
         raise click.BadParameter(f"the search sees {shown}; give others, from 101 on", param_hint="--seeds")
     console = make_console(soft_wrap=True)
-    chosen = {
-        name: [spec for spec in methods_of(name) if not only or spec in only or name_of(spec) in only]
-        for name in workloads or WORKLOADS
-    }
-    if not any(chosen.values()):
-        rows = ", ".join(dict.fromkeys(spec for name in workloads or WORKLOADS for spec in methods_of(name)))
-        raise click.BadParameter(f"{', '.join(only)} is no row; choose from {rows}", param_hint="--only")
+    names = workloads or tuple(WORKLOADS)
 
+    def plan() -> list[Item]:
+        return [item for item in items(runs) if item.workload in names and _is_chosen(item.method, only)]
+
+    if not plan():
+        rows = ", ".join(dict.fromkeys(spec for name in names for spec in methods_of(name)))
+        raise click.BadParameter(f"{', '.join(only)} is no row; choose from {rows}", param_hint="--only")
     if dry_run:
-        first = [run for name in chosen for run in grid_of(name, DENSE, runs, 0).next]
-        train_missing(first, console, dry_run=True)
+        show_plan(plan(), runs, console)
         return
 
     def train(todo: Sequence[RateRun]) -> list[Run]:
-        return train_missing(todo, console, workers=workers)
+        missing = [run for run in todo if run.record is None]
+        try:
+            return train_missing(missing, console, workers=workers) if missing else []
+        finally:
+            keep_records(missing, runs)  # so that nothing is lost if the command is stopped
 
     failed: list[Run] = []
-    try:
-        if not page_only:
-            for name, specs in chosen.items():
-                failed += search(name, specs, runs, train)
-                failed += train(at_best_rates(name, specs, runs, seeds))
-            for name, specs in chosen.items():
-                failed += train(at_rate_of_dense(name, specs, runs, seeds))
-    finally:
+    if page_only:
         keep_records(trained(runs), runs)
+    else:
+        order, done, count = plan(), list[Item](), 0
+        while group := next_items(order, done):
+            failed += train_items(group, runs, seeds, train)
+            done += group
+            if (now := len(kept_records(runs))) > count:  # it may have decided what comes next
+                order, count = plan(), now
     if write_page(table, runs, seeds):
         console.print(f"wrote {table}, and a CSV beside it")
     else:
         console.print(f"there is no finished training in {runs}")
     end_if_failed(failed, console)
+
+
+def _is_chosen(method: str, only: Sequence[str]) -> bool:
+    return not only or method in only or name_of(method) in only
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def outcome_of(workload: str, spec: str, runs: Path, seeds: Sequence[int]) -> Ou
     lacks = _lacks_of(grid, own, seeds)
     if spec == DENSE:
         return Outcome(workload, spec, grid, own, None, lacks)
-    of_dense = grid_of(workload, DENSE, runs, 0)
+    of_dense = grid_of(workload, DENSE, runs, start_of(workload, DENSE, runs))
     if _lacks_of(of_dense, row_of(workload, DENSE, of_dense.best, runs, seeds), seeds):
         lacks += ("a complete row of dense training",)
     return Outcome(workload, spec, grid, own, row_of(workload, spec, of_dense.best, runs, seeds), lacks)

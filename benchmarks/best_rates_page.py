@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from best_rates_outcomes import FORGIVING, Outcome, Row, interval_of, outcomes_of
-from best_rates_rows import DENSE, PAIRS, WORKLOADS, is_accuracy, rate_of, rivals_of
+from best_rates_outcomes import FORGIVING, Outcome, Row, interval_of, outcomes_of, row_of
+from best_rates_rows import DENSE, LONG_SEEDS, PAIRS, TRAINED, WORKLOADS, is_accuracy, long_of, rate_of, rivals_of
+from best_rates_rule import BOUNDS
 from best_rates_search import CLOSE, FARTHEST, HELD_OUT, SEARCHED
 from pages import filled, findings_of, verdict, with_interval
 
@@ -33,6 +34,7 @@ def write_page(file: Path, runs: Path, seeds: Sequence[int]) -> bool:
         *_summary(found),
         *_explanation(seeds),
         *(line for name, outcomes in found.items() for line in section_of(name, outcomes)),
+        *_long_trainings(found, runs),
         *_for_reviewers(records, runs, seeds),
         "<!-- end of tables -->",
     ]
@@ -89,6 +91,9 @@ def _explanation(seeds: Sequence[int]) -> list[str]:
         "compared with the method's best rate. These numbers come from the seeds of the search.",
         "**`compressed-adam`**: these rows change AdamW, too. They are compared with uncompressed training by AdamW "
         "itself. The row `compressed-adam none` shows what the change alone does.",
+        "**`local-steps`, `diloco` and `sparseloco`**: the ranks exchange how far their weights have moved, after each "
+        "step or after several ([compressed steps](compressed-steps.md), [local steps](local-steps.md)). DiLoCo and "
+        "SparseLoCo have settings that send about as many bytes as `local-steps=4 efsignsgd`.",
         "**`powersgd`** has the lowest rank that sends at least as many bytes as the method that it is compared with.",
     )
     return ["## How to read the tables", "", *(filled(item, bullet=True) for item in items), ""]
@@ -149,12 +154,35 @@ def _missing(outcomes: Mapping[str, Outcome]) -> list[str]:
     """What incomplete rows lack, as a list."""
     begun = [outcome for outcome in outcomes.values() if outcome.lacks and outcome.is_begun]
     others = [f"`{outcome.spec}`" for outcome in outcomes.values() if not outcome.is_begun]
-    lines = [filled(f"`{outcome.spec}` lacks {_and(outcome.lacks)}.", bullet=True) for outcome in begun]
-    lines += [filled(f"No training was made with {_and(others)}.", bullet=True)] if others else []
+    lines = [filled(f"`{outcome.spec}` lacks {in_one_sentence(outcome.lacks)}.", bullet=True) for outcome in begun]
+    lines += [filled(f"No training was made with {in_one_sentence(others)}.", bullet=True)] if others else []
     return ["Not measured yet:", "", *lines, ""] if lines else []
 
 
-def _and(words: Sequence[str]) -> str:
+def _long_trainings(found: ByWorkload, runs: Path) -> list[str]:
+    """Rows that were trained for more steps, seed by seed: two seeds have no interval that says anything."""
+    lines = []
+    for name in (name for name in found if long_of(name) in TRAINED):
+        complete = {spec: outcome.complete for spec, outcome in found[name].items() if not outcome.lacks}
+        rows = {spec: row_of(long_of(name), spec, own.doublings, runs, LONG_SEEDS) for spec, own in complete.items()}
+        dense = rows.pop(DENSE, None)
+        for spec, row in rows.items():
+            if dense is not None and row is not None:
+                unit = "points" if is_accuracy(name) else "%"
+                shown = ", ".join(f"{lost:+.2f}" for lost in row.lost_beside(dense)) or "diverged"
+                lines.append(f"| {name} | `{spec}` | {TRAINED[long_of(name)]['steps']} | {shown} {unit} |")
+    head = ["| workload | method | steps | lost |", "|---|---|--:|---|"]
+    text = (
+        "The methods that the README recommends are trained for three times as many steps, with the seeds "
+        f"{in_one_sentence(list(map(str, LONG_SEEDS)))}. The learning rates are those of the tables above. The last "
+        "column shows how much each seed lost compared with uncompressed training of the same length."
+    )
+    body = [*head, *lines] if lines else ["No long training was made yet."]
+    return ["## Three times as many steps", "", filled(text), "", *body, ""]
+
+
+def in_one_sentence(words: Sequence[str]) -> str:
+    """Words as a list in a sentence: a, b and c."""
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
@@ -185,6 +213,19 @@ def _for_reviewers(records: Sequence[Mapping[str, Any]], runs: Path, seeds: Sequ
         "training that it is compared with. Replace the workload and the method by those of your row.",
     )
     return [
+        "## How the README chooses",
+        "",
+        filled(
+            "For each optimizer, the README recommends the method that sends the fewest bytes and loses little on "
+            "every task with this optimizer. Little means that the upper end of the 95 % interval is at most "
+            f"{BOUNDS[0]:g} % of the loss or {BOUNDS[0]:g} point of accuracy. A second method may lose up to "
+            f"{BOUNDS[1]:g} % or {BOUNDS[1]:g} points, if it sends fewer bytes still. Rows with 16 ranks count as soon "
+            "as they are complete. `python benchmarks/which_method.py` makes the table from the records. It also "
+            "writes the figures that `auto`, `hvdcomp advise`, `hvdcomp profile` and the [warning about "
+            "Adam](adam.md#when-hvdcomp-warns-you) use. Tasks without complete rows keep their [older "
+            "figures](convergence.md), which were measured at one learning rate."
+        ),
+        "",
         "## For reviewers",
         "",
         *(filled(item, bullet=True) for item in items),
@@ -210,7 +251,7 @@ def record_of(outcome: Outcome, dense: Outcome) -> dict[str, Any]:
     workload = outcome.workload
     figures = dict.fromkeys(_FIGURES) if outcome.lacks else _figures(outcome, outcome.complete, dense.complete)
     head = {"workload": workload, "method": outcome.spec, "ranks": WORKLOADS[workload]["simulate_ranks"]}
-    return {**head, **figures, "lacks": _and(outcome.lacks)}
+    return {**head, **figures, "lacks": in_one_sentence(outcome.lacks)}
 
 
 _FIGURES = (

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from best_rates_rows import DENSE, RateRun, is_accuracy, lost_beside
+from best_rates_rows import DENSE, RAISED, RateRun, is_accuracy, lost_beside
 
 from hvdcomp.tools.reproduce.trainings import Run
 
@@ -80,9 +80,17 @@ def grid_of(workload: str, spec: str, runs: Path, start: int) -> Grid:
     return Grid(lost, best, untrained((best - 1, best + 1), SEARCHED[:1]) or untrained(close, SEARCHED))
 
 
+_DENSE_STARTS = {"gpt-muon": 3, "gpt-16": 2, "gpt-muon-16": 3}
+"""The doublings at which dense training's search begins, of workloads whose own rate is far from the best one."""
+
+
 def start_of(workload: str, spec: str, runs: Path) -> int:
-    """The doublings around which the search of a method begins: those of dense training's best rate."""
-    return 0 if spec == DENSE else grid_of(workload, DENSE, runs, 0).best
+    """The doublings around which the search of a method begins: those of dense training's best rate, or twice this
+    rate if the ranks send the mean of compressed steps, which is shorter than each of them."""
+    start = _DENSE_STARTS.get(workload, 0)
+    if spec == DENSE:
+        return start
+    return grid_of(workload, DENSE, runs, start).best + (spec in RAISED)
 
 
 def search(

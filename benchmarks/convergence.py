@@ -16,7 +16,7 @@ once (docs/simulated-ranks.md). So that rows can be compared, all rows of a work
 the median over its methods, or --compute-ms. What encoding, decoding and waiting for a link take is the method's own.
 
     python benchmarks/convergence.py --times --workers 1       # half an hour
-    python benchmarks/convergence.py --page-only --evidence hvdcomp/compressors/evidence.json
+    python benchmarks/convergence.py --page-only --evidence hvdcomp/compressors/evidence_one_rate.json
 """
 
 from __future__ import annotations
@@ -701,7 +701,7 @@ _OTHERWISE = (*UNCOMPRESSED, "bf16", "dgc", "signsgd")
 
 
 def evidence_of(tables: Iterable[Table]) -> list[dict[str, Any]]:
-    """What `hvdcomp.compressors.evidence` knows: from trainings whose ranks exchange in each step. None: diverged."""
+    """What `hvdcomp.compressors.evidence` knows at one rate, if ranks exchange in each step. None: diverged."""
     records = []
     for table in tables:
         options = table.workload.options

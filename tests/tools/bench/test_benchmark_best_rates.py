@@ -89,6 +89,8 @@ def test_quick_workloads_have_harsh_methods_and_another_optimizer_in_place_of_ad
     assert frozen == (set(benchmark_file.FROZEN) if given["optimizer"] == "adamw" else set())
     for spec in methods:
         own = options[spec]
+        if spec in benchmark_file.STEPS:
+            continue
         assert own.lr == given["lr"]
         assert own.compression == spec.removeprefix("compressed-adam ")
         assert own.optimizer == ("compressed-adam" if spec in frozen else given["optimizer"])
