@@ -104,8 +104,8 @@ def rows_of(situation: Situation, runs: Path) -> list[tuple[str, str, str, str]]
         best = "each at its own best learning rate" if len(missing) > 1 else "at its own best learning rate"
         rows.append((situation.name, "not measured yet", "", f"{in_one_sentence(first)}, {best}"))
     if not rows:
-        bound = f"{max(BOUNDS):g} % or {max(BOUNDS):g} points"
-        rows.append((situation.name, "none", "1", f"each method may lose more than {bound} on some task"))
+        most = f"{max(BOUNDS):g} % or {max(BOUNDS):g} points"
+        rows.append((situation.name, "none", "1", f"each method may lose more than {most} on some task"))
     return rows
 
 
