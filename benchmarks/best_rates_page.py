@@ -193,7 +193,8 @@ def _for_reviewers(records: Sequence[Mapping[str, Any]], runs: Path, seeds: Sequ
     raw = f"[{RECORDS}](../{runs.relative_to(ROOT) / RECORDS})" if inside else f"`{runs / RECORDS}`"
     items = (
         "**What was tuned**: only the learning rate. The search begins with three rates that differ by factors of two, "
-        "around the best rate of uncompressed training. It continues until the best rate is between two worse ones, "
+        "around the best rate of uncompressed training, or around twice this rate for compressed steps. The search "
+        "continues until the best rate is between two worse ones, "
         f"but at most {FARTHEST} factors of two from the first rate of the workload. Levels, warm-ups, schedules and "
         "optimizers were not tuned for any row.",
         f"**On what**: the validation part at the end of the training. Each rate was trained with seed {SEARCHED[0]}, "
@@ -209,8 +210,9 @@ def _for_reviewers(records: Sequence[Mapping[str, Any]], runs: Path, seeds: Sequ
         "rate, the seed, the commit, the seconds, the factor and bytes of a rank, and the loss and accuracy at the "
         "end. An empty loss means that the training diverged. The CSV file beside this page has the rows of the "
         "tables.",
-        "**To make a row again**: train it in an empty folder. This command makes one row, and the row of uncompressed "
-        "training that it is compared with. Replace the workload and the method by those of your row.",
+        "**To make a row again**: train it in an empty folder. This command makes one row, the row of uncompressed "
+        "training that it is compared with, and the long trainings of the method if the README names it. Replace the "
+        "workload and the method by those of your row.",
     )
     return [
         "## How the README chooses",
