@@ -17,7 +17,7 @@ compared: the median over the methods, or --compute-ms. The times of encoding, d
 of each method.
 
     python benchmarks/convergence.py --times --workers 1       # half an hour
-    python benchmarks/convergence.py --page-only --evidence hvdcomp/compressors/evidence.json
+    python benchmarks/convergence.py --page-only --evidence hvdcomp/compressors/evidence_one_rate.json
 """
 
 from __future__ import annotations
@@ -730,7 +730,7 @@ _OTHERWISE = (*UNCOMPRESSED, "bf16", "dgc", "signsgd")
 
 
 def evidence_of(tables: Iterable[Table]) -> list[dict[str, Any]]:
-    """The records of `hvdcomp.compressors.evidence`, from trainings whose ranks exchange in each step.
+    """The records at one learning rate for `hvdcomp.compressors.evidence`, if the ranks exchange in each step.
 
     A loss of None means that a run diverged.
     """

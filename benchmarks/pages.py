@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,15 @@ def verdict(gains: Sequence[float]) -> str:
 def commits_of(runs: Iterable[Run]) -> str:
     """The commits at which runs were trained, for a page."""
     return commits_in_words(record["commit"] for run in runs if (record := run.record) is not None)
+
+
+def filled(text: str, bullet: bool = False) -> str:
+    """A paragraph or an item of a list, in lines of at most 120 characters."""
+    first, others = ("- ", "  ") if bullet else ("", "")
+    return textwrap.fill(
+        " ".join(text.split()), 120, initial_indent=first, subsequent_indent=others,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def end_if_failed(failed: Sequence[Run], console: Any) -> None:

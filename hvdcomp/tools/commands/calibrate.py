@@ -44,7 +44,7 @@ _WELL_KNOWN = (
     "eden",
     "eden:bits=1",
 )
-COMPRESSORS = ("fp16", *RECOMMENDED, *_WELL_KNOWN)
+COMPRESSORS = tuple(dict.fromkeys(("fp16", *RECOMMENDED, *_WELL_KNOWN)))
 """The methods that are measured by default: all recommended methods, and others to compare with them."""
 DEVICES = ("auto", "cpu", "cuda")
 TWO_LEVELS = ("two_level(qsgd:bits=4)", "two_level(topk:ratio=0.01)")
