@@ -1,4 +1,4 @@
-"""`hvdcomp bench steps`: predicted beside measured step times, by `hvdcomp.tools.bench`."""
+"""`hvdcomp bench steps`: predicted and measured step times, compared by `hvdcomp.tools.bench`."""
 
 from __future__ import annotations
 

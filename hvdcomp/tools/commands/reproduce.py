@@ -1,4 +1,4 @@
-"""`hvdcomp reproduce`: published tables and figures beside hvdcomp's results."""
+"""`hvdcomp reproduce`: published tables and figures, compared with hvdcomp's results."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def _of(numbers: Mapping[str, float], quantity: str, a: str, b: str, ratio: bool
 
 
 def levels(artefact: Artefact, t: Trainings) -> Outcome:
-    """Accordion's tables 1 to 4 and their curves: fixed levels, Accordion, and a control with as many floats."""
+    """Accordion's tables 1 to 4 and their curves: fixed levels, Accordion, and a control with the same floats."""
     compressor = artefact.settings["compressor"]
     workload = t.of(artefact, artefact.settings.get("workload", "images"))
     compared, control = controls.of_levels(t, _fixed_and_accordion(t, compressor, workload), "Accordion", compressor)
@@ -187,7 +187,7 @@ def ranks(artefact: Artefact, t: Trainings) -> Outcome:
 
 
 def batch(artefact: Artefact, t: Trainings) -> Outcome:
-    """Accordion's tables 5 and 6, and figures 4, 5, 10, 16 and 17: small and large batches beside Accordion."""
+    """Accordion's tables 5 and 6, and figures 4, 5, 10, 16 and 17: small and large batches compared with Accordion."""
     settings, workload = artefact.settings, t.of(artefact)
     small, large, extreme = workload.batch_sizes
     if settings.get("extreme"):

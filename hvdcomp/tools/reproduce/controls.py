@@ -88,6 +88,6 @@ def beside(compared: Compared, policy: str, label: str, words: str) -> Row:
 
 
 def _with(compared: Compared, policy: str, label: str, words: str, runs: list[Trained]) -> tuple[Compared, Row]:
-    """The comparison with the control's trainings, and the row of the policy beside them."""
+    """The comparison with the control's trainings, and the row that compares the policy with them."""
     compared = compared.also(label, runs)
     return compared, beside(compared, policy, label, f"`{words}`")

@@ -1,6 +1,7 @@
 """Counterparts from the shapes of models: parameters, and the floats that a whole training sends.
 
-They need no training, as a compressor's payload only depends on shapes. With them are those that are counted on ids.
+They need no training, because a compressor's payload only depends on shapes. `COUNTERPARTS` also has the counterpart
+that is counted on ids.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def static(artefact: Artefact, t: Trainings) -> Outcome:
 
 
 def gain(artefact: Artefact, t: Trainings) -> Outcome:
-    """GraVAC's figures 4 to 6: TopK at 10x and 1000x beside dense SGD, and the gain of both factors."""
+    """GraVAC's figures 4 to 6: TopK at 10x and 1000x compared with dense SGD, and the gain of both factors."""
     workload = t.of(artefact, artefact.settings["workload"])
     runs = {
         "dense": t.train(workload, "none"),
@@ -131,7 +131,7 @@ def _gain_row(label: str, values: Sequence[float], training: str) -> Row:
 
 
 def gravac(artefact: Artefact, t: Trainings) -> Outcome:
-    """GraVAC's figures 7 to 10: GraVAC beside dense SGD."""
+    """GraVAC's figures 7 to 10: GraVAC compared with dense SGD."""
     workload = t.of(artefact, artefact.settings["workload"])
     published = artefact.published
     compared = Compared(workload, {"dense": t.train(workload, "none")})

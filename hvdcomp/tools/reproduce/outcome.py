@@ -34,7 +34,7 @@ class Row:
         open: there is a claim, which the interval of `ours` leaves open.
         main: the claim is the paper's main conclusion from the table or figure.
         note: how `ours` was found, or why there is none.
-        control: of a policy beside its control, what the control is.
+        control: the control of a policy, in a row that compares the two.
         share: floats of the control over those of the policy.
         trainings: names of the trainings that the row compares.
     """

@@ -2,7 +2,7 @@
 
 Two small trainings replace the papers': a convolutional network on MNIST-1D (Greydanus and Kobak 2020), and an LSTM on
 text. As in the papers, low compression ends better than high compression. Their learning rate and length are those at
-which low compression loses little beside dense gradients, so that what a policy loses is due to its decisions.
+which low compression loses little compared with dense gradients, so that what a policy loses is due to its decisions.
 """
 
 from __future__ import annotations
