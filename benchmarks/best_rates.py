@@ -37,7 +37,7 @@ from pages import (
 )
 
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.files import csv_of, replace_files
+from hvdcomp.files import csv_of, provenance_last, replace_files
 from hvdcomp.tools.reproduce.trainings import Run, keep_records, seeds_there, train_missing
 from hvdcomp.tools.terminal import make_console
 from hvdcomp.tools.train.options import TrainingOptions
@@ -451,7 +451,7 @@ training of AdamW itself. The CSV file beside this page has the same figures."""
         for name, outcomes in by_workload.items()
         for spec, outcome in outcomes.items()
     ]
-    replace_files({file: text.encode(), file.with_suffix(".csv"): csv_of(records)})
+    replace_files({file: provenance_last(text).encode(), file.with_suffix(".csv"): csv_of(records)})
     return True
 
 

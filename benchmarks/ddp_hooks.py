@@ -25,7 +25,7 @@ from typing import Any
 import click
 
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.files import commit, commits_in_words, csv_of, replace_files
+from hvdcomp.files import commit, commits_in_words, csv_of, provenance_last, replace_files
 from hvdcomp.perfmodel.rates import parse_rate
 from hvdcomp.tools.bench.cluster import Cluster, ClusterError
 from hvdcomp.tools.bench.compare import ratio
@@ -183,8 +183,9 @@ def markdown(runs: Sequence[Mapping[str, Any]], details: Mapping[str, Any]) -> s
     lines = [
         "# PyTorch's communication hooks and hvdcomp's",
         "",
-        f"Made by `{details['command']}`, at commit {commits}, on {details['cores']} cores, with "
-        f"{_versions(runs)}. {summary(rows)}",
+        f"Made by `{details['command']}`, at commit {commits}, on {details['cores']} cores, with {_versions(runs)}.",
+        "",
+        summary(rows),
         "",
         ABOUT.format(**details),
         "",
@@ -197,7 +198,7 @@ def markdown(runs: Sequence[Mapping[str, Any]], details: Mapping[str, Any]) -> s
         "",
         *_refused(runs),
     ]
-    return "\n".join(lines)
+    return provenance_last("\n".join(lines))
 
 
 def _bounds(ratios: Iterable[float | None]) -> str:

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from hvdcomp.files import commit, csv_of, replace_files
+from hvdcomp.files import commit, csv_of, provenance_last, replace_files
 from tests.faults.table import Fault, Row
 
 NAME = "faults"
@@ -70,9 +70,8 @@ def as_markdown(command: str, found: dict[str, Any], rows: Sequence[Row]) -> str
     lines = [
         "# Faults, and what comes of them",
         "",
-        f"    {command}",
+        f"Made by `{command}`, with {versions} on {found['cores']} cores, at commit `{found['commit']}`.",
         "",
-        f"It was run with {versions} on {found['cores']} cores, at commit `{found['commit']}`. "
         f"{len(rows) - len(failed)} of {len(rows)} rows are as documented. "
         "A row is a fault over a transport: Horovod with Gloo or with MPI (`gloo`, `mpi`), or torch.distributed under "
         f"torchrun (`ddp`). [{NAME}.csv]({NAME}.csv) has all rows, with what happened in each and the seconds from the "
@@ -99,7 +98,7 @@ def as_markdown(command: str, found: dict[str, Any], rows: Sequence[Row]) -> str
         slowest = max(alike, key=lambda row: row.seconds or 0)
         seconds = "-" if slowest.seconds is None else f"{slowest.seconds:.1f} of {slowest.within:.0f}"
         lines.append(f"| {' | '.join(_cell(text) for text in ('; '.join(named), documented, seconds))} |")
-    return "\n".join(lines) + "\n"
+    return provenance_last("\n".join(lines))
 
 
 def _cell(text: str) -> str:
