@@ -5,9 +5,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-# What `make bench` times a step of: the methods with a form for buckets, in their usual setting.
+# What `make bench-encode` times a step of: the methods with a form for buckets, in their usual setting.
 BENCH := --retries 2 $(addprefix --method ,none topk:ratio=0.01 mstopk:ratio=0.01 redsync:ratio=0.01 dgc:ratio=0.01 \
-  randomk:ratio=0.01 efsignsgd onebit qsgd:bits=4 terngrad natural powersgd:rank=4)
+  randomk:ratio=0.01 efsignsgd onebit qsgd:bits=4 terngrad natural int8 int4 fp8 globalqsgd eden eden:bits=1 \
+  powersgd:rank=4)
 
 ifeq ($(shell uname -m),x86_64)
 TENSORFLOW := tensorflow-cpu
@@ -44,10 +45,10 @@ unexport PYTHONDONTWRITEBYTECODE
 faults test test-all: export TF_ENABLE_ONEDNN_OPTS := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint bench faults gpu-check image wheel site release clean
+.PHONY: help setup demo test test-all lint bench bench-encode faults gpu-check image wheel site release clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s  %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s  %s\n", $$1, $$2 }' Makefile
 	@echo "Another Python: make PYTHON=python3.12 ... (3.10 to 3.13)"
 
 $(VENV_STAMP):
@@ -103,12 +104,14 @@ test-all: export HVDCOMP_EXAMPLES := $(or $(EXAMPLES),12)
 test-all: setup  ## lint, then all tests (2 hours); PARTS="lint in-process ranks clusters", SEED=N, EXAMPLES=100 a test
 	@STARTED=$(STARTED) SEED=$(SEED) scripts/run-tests all $(PARTS)
 
-bench: setup  ## measure what compression costs and what it does to accuracy (about an hour)
+bench-encode: setup  ## measure what encoding costs, and write the pages in docs/encode (10 minutes, on an idle machine)
 	@hvdcomp bench encode --model resnet50 --threads 1,2 $(BENCH) --before docs/encode/resnet50/before.json --output docs/encode/resnet50
 	@for model in resnet20 small-tensors; do \
 	  hvdcomp bench encode --model $$model --threads 1 $(BENCH) --before docs/encode/$$model/before.json \
 	    --output docs/encode/$$model || exit 1; \
 	done
+
+bench: bench-encode  ## measure what compression costs and what it does to accuracy (about an hour)
 	@python benchmarks/convergence.py --workload mnist1d --runs runs/convergence --table runs/convergence/mnist1d.md
 
 faults: setup  ## kill, stop and cut off ranks of trainings: a table in docs/faults; GROUP=, ROW=, TRANSPORT=, RESUME=1 choose

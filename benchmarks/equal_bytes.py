@@ -37,6 +37,7 @@ from pages import (
 )
 
 from hvdcomp.communicators.loopback import LoopbackCommunicator
+from hvdcomp.compressors import with_small
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.exchange.engine import Engine
@@ -212,19 +213,24 @@ def bytes_of_step(workload: Workload, row: Row) -> tuple[int, int]:
 
 
 def payload_bytes(options: Mapping[str, Any], spec: str) -> int:
-    """Bytes that a rank sends in a step of a training.
+    """Bytes that a rank sends in an exchange of a training.
 
     Args:
         options: of `hvdcomp train`.
         spec: the compressor.
     """
-    return _payload_bytes(options["model"], options["data"], options["simulate_ranks"], spec)
+    small = options.get("small_tensors", "none")
+    return _payload_bytes(options["model"], options["data"], options["simulate_ranks"], spec, small)
 
 
 @cache
-def _payload_bytes(model: str, data: str, ranks: int, spec: str) -> int:
-    tensors = _tensors(model, data)
-    engine = Engine(LoopbackCommunicator(), list(tensors), parse_compressor(spec))
+def _payload_bytes(model: str, data: str, ranks: int, spec: str, small: str) -> int:
+    tensors, compressor = _tensors(model, data), parse_compressor(spec)
+    if small == "none":
+        engine = Engine(LoopbackCommunicator(), list(tensors), compressor)
+    else:
+        both = with_small(compressor, parse_compressor(small))
+        engine = Engine(LoopbackCommunicator(), list(tensors), both, min_numel=0, min_ndim=0)
     plan = engine.planner.plan_for(engine.compressor)
     return sum(plan[tensor.name].payload_bytes(tensor.shape, dtype=tensor.dtype, ranks=ranks) for tensor in tensors)
 

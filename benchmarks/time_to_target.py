@@ -300,7 +300,7 @@ def _seconds(record: Mapping[str, Any]) -> float:
 @click.option("--seeds", default="0,1,2,3,4", show_default=True, callback=parse_seeds, metavar="SEED,...")
 @click.option("--runs", type=click.Path(path_type=Path), default=MEASURED / "time-to-target", show_default=True)
 @click.option("--table", type=click.Path(path_type=Path), default=Path("docs/time-to-target.md"), show_default=True)
-@click.option("--page-only", is_flag=True, help="Train nothing; write the page.")
+@click.option("--page-only", is_flag=True, help="Only write the page, without any training.")
 def main(
     workload: str,
     hosts: int,

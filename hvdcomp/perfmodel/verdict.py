@@ -41,7 +41,8 @@ def _named(rivals: list[str]) -> str:
 
 def _over(rival: str, factor: float, error: float) -> str:
     """Compare a compressor with a rival whose step takes `factor` times the time."""
-    within = "" if max(factor, 1 / factor) - 1 >= error else f", which is within the model's error of {100 * error:.1f}%"
+    is_clear = max(factor, 1 / factor) - 1 >= error
+    within = "" if is_clear else f", which is within the model's error of {100 * error:.1f}%"
     return f"- It is {compared(factor, _RIVALS[rival])}{within}."
 
 

@@ -460,6 +460,10 @@ class LocalSteps(torch.optim.Optimizer):
         and momentum, with the moments of the group's first rank, and at the same step of the round. A rank that is left
         out loses its steps since its latest exchanges. An exchange under way is sent again in the new group.
 
+        A rank that lags is at the step of the group's first rank from then on. If it has made fewer steps of the same
+        round, it keeps them. If the group's first rank has exchanged something without it, it begins like a new rank,
+        but keeps its residuals.
+
         Args:
             group: the process group; its first rank must have made a step.
 
@@ -480,8 +484,10 @@ class LocalSteps(torch.optim.Optimizer):
                 "the first rank of the group that was given to LocalSteps.change_ranks has not made a step, so it "
                 "cannot give the other ranks the weights of the training; give a group whose first rank has made a step"
             )
-        if OWN not in own:
+        if OWN not in own or not self._has_exchanged_like(common[OWN]):
             self.join(common)
+        else:
+            self._steps = common[OWN]["steps"]
 
     @torch.no_grad()
     def _load(self, state_dict: Mapping[str, Any], load_compression: Callable[[dict[str, Any]], None]) -> None:
@@ -517,6 +523,13 @@ class LocalSteps(torch.optim.Optimizer):
                 moved = [torch.empty_like(self._anchors()[place]) for place in sent["places"]]
                 put(moved, sent["moved"])
                 self._sent = Sent(sent["places"], sent["at"], moved)
+
+    def _has_exchanged_like(self, other: Mapping[str, Any]) -> bool:
+        """Whether this rank has made and begun the same exchanges as the rank of another state."""
+        pairs = zip(self._anchors(), other["anchors"], strict=True)
+        sent = None if self._sent is None else (self._sent.at, self._sent.places)
+        other_sent = None if other["sent"] is None else (other["sent"]["at"], other["sent"]["places"])
+        return sent == other_sent and all(torch.equal(own, anchor.to(own.device)) for own, anchor in pairs)
 
     def _share_groups(self) -> None:
         self.param_groups, self.state = self.inner.param_groups, self.inner.state

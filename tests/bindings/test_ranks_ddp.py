@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.alone, pytest.mark.timeout(3600)]
 _SETTINGS = ((2, "torchrun"), (4, "torchrun"))
 _MODULES = {
     "cases_torch_distributed": _SETTINGS,
+    "cases_compiled": _SETTINGS,
     "cases_ddp": _SETTINGS,
     "cases_ddp_compiled": _SETTINGS,
     "cases_ddp_policies": _SETTINGS,

@@ -198,7 +198,7 @@ def test_an_exchange_after_each_local_step_adds_an_outer_step(tmp_path: Path) ->
     save(calibrated(optimizer_s=2e-3), file)
     asked = ("--calibration", file, "--world-size", "2", "--bandwidth", "1", "--compressor", "randomk:ratio=0.01")
     for every, expected in ((1, 192), (10, 111)):
-        report = as_json(*asked, "--local-steps", every)
+        report = as_json(*asked, "--local-steps", str(every))
         assert report["methods"]["randomk:ratio=0.01"]["local_step_ms"] == pytest.approx(expected, rel=1e-6)
         assert report["local_steps"] == every
     said = run(*asked, "--local-steps", "1").stdout
@@ -206,6 +206,26 @@ def test_an_exchange_after_each_local_step_adds_an_outer_step(tmp_path: Path) ->
     faster = Adviser(load(str(file))).local_step_s("none", Setting(2, GBPS, compute_speed=2.0), 1)
     assert faster == pytest.approx(0.051 + 0.8 + 0.001, rel=1e-6)
     assert "0 is not in the range x>=1" in error(*asked, "--local-steps", "0")
+
+
+def test_compressed_steps_are_advised_in_words_that_say_what_was_not_measured() -> None:
+    """The fastest way to send signs, also if the optimizer's filter leaves signs out, because the filter is about error
+    feedback of gradients."""
+    asked = ("--calibration", "h100x8", "--model", "resnet50", "--bandwidth", "1", "--local-steps", "4")
+    adviser, setting = Adviser(load("h100x8"), "resnet50"), Setting(64, GBPS)
+    fastest, gathered = "two_level(efsignsgd:exchange=scatter)", "efsignsgd"
+    milliseconds, slowest = (1e3 * adviser.local_step_s(spec, setting, 4) for spec in (fastest, gathered))
+    assert slowest > 5 * milliseconds
+    gain = 1e3 * adviser.step_s("fp16", setting) / milliseconds
+    for options in (("--optimizer", "AdamW"), ("--compressor", "int4")):
+        said = " ".join(run(*asked, *options).stdout.split())
+        assert (
+            f"LocalSteps.compressed(optimizer, every=4), are predicted to take {milliseconds:.1f} ms with {fastest}: "
+            f"{gain:.1f} times as fast as fp16 in each step. Their quality is not measured at tuned rates"
+        ) in said, options
+    assert "Compressed steps" not in run(*asked[:-2], "--compressor", "int4").stdout
+    assert "Compressed steps" not in run(*asked, "--compressor", "int4", "--world-size", "1").stdout
+    assert "Compressed steps" not in run(*PRESET, "--local-steps", "4").stdout  # it has no encode time of signs
 
 
 def test_local_steps_of_a_model_that_is_sharded_over_all_ranks_are_not_predicted() -> None:

@@ -30,6 +30,7 @@ from hvdcomp.perfmodel.quality import HARMLESS, MUCH, is_harmless
 from hvdcomp.perfmodel.rates import GBPS, parse_gbps
 from hvdcomp.perfmodel.sweep import AXES, Sweep, parse_axis, sweep
 from hvdcomp.perfmodel.verdict import compared, lines_of, times, verdict
+from hvdcomp.perfmodel.ways import in_each_way, in_two_levels
 from hvdcomp.tools.terminal import fits, make_console, make_table, print_table
 
 _PRESET = "h100x8"
@@ -437,8 +438,38 @@ def _add_local_steps(report: dict[str, Any], adviser: Adviser, setting: Setting,
             f"{best}: {1e3 * predicted[best]:.1f} ms per step. Local steps change the training: compare the accuracy "
             "with dense training."
         )
-    report["notes"].append(note)
-    return [note]
+    notes = [note, *_compressed_steps(report, adviser, setting, every)]
+    report["notes"] += notes
+    return notes
+
+
+def _compressed_steps(report: dict[str, Any], adviser: Adviser, setting: Setting, every: int) -> list[str]:
+    """What `LocalSteps.compressed` would gain, in sentences; none if that cannot be predicted.
+
+    No policy and no record decides about compressed steps, so these sentences do not, either: hvdcomp's own trainings
+    have not compared compressed steps with dense training, both at their best learning rates.
+    """
+    free, world_size = report["free"], report["world_size"]
+    if free is None:  # one rank alone
+        return []
+    signs = parse_compressor("efsignsgd")  # what `LocalSteps.compressed` sends by default
+    ways = [signs, *in_each_way(signs)]
+    if adviser.ranks_per_node is not None:
+        ways += [two_level for way in ways if (two_level := in_two_levels(way)) is not None]
+    try:
+        of_steps = Adviser(adviser.calibration, adviser.model, [str(way) for way in ways])
+    except CalibrationError:  # no encode time of signs, or sharded over all ranks
+        return []
+    possible = [str(way) for way in ways if of_steps.possible(str(way), world_size)]
+    seconds = {spec: of_steps.local_step_s(spec, setting, every) for spec in possible}
+    step_s, spec = min((step_s, spec) for spec, step_s in seconds.items() if step_s is not None)
+    factor = report["methods"][free]["step_ms"] / (1e3 * step_s)
+    return [
+        f"Compressed steps, hvdcomp.torch.LocalSteps.compressed(optimizer, every={every}), are predicted to take "
+        f"{1e3 * step_s:.1f} ms with {spec}: {times(factor)} times as fast as {_called(free)} in each step. Their "
+        "quality is not measured at tuned rates: search the learning rate again, and compare the loss with dense "
+        "training by the same optimizer (docs/compressed-steps.md)."
+    ]
 
 
 def _every(steps: int) -> str:
@@ -497,10 +528,10 @@ def _notes(adviser: Adviser, advice: Advice) -> list[str]:
     rounds = [payloads for method in advice.methods.values() for payloads in method.exchange.rounds]
     for kind, among in sorted({(payload.kind, payload.among) for payloads in rounds for payload in payloads}):
         if (stand_in := network.costs_among(among).stand_in(kind)) is not None:
-            where = {"all": "", "node": " within nodes", "across": " between nodes"}[among]
+            scope = {"all": "", "node": " within nodes", "across": " between nodes"}[among]
             shared = " Ranks that share a link will take longer." if (kind, among) == ("alltoall", "all") else ""
             notes.append(
-                f"The calibration has no times of {kind}{where}, so they are predicted from {stand_in}.{shared}"
+                f"The calibration has no times of {kind}{scope}, so they are predicted from {stand_in}.{shared}"
             )
     if facts.compute.forward_s is None:
         notes.append(
@@ -664,7 +695,8 @@ def _conclusions(report: dict[str, Any]) -> list[str]:
         return ["One rank exchanges nothing, so no method is faster than another."]
     over_free, over_dense = (1 + report[f"gain_over_{base}_percent"] / 100 for base in ("free", "dense"))
     beside_free = "" if free in (winner, UNCOMPRESSED) else f", {compared(over_free, free)}"
-    lines = [f"Fastest: {winner}{'' if winner == UNCOMPRESSED else f', {compared(over_dense, _called(UNCOMPRESSED))}'}{beside_free}."]
+    beside_dense = "" if winner == UNCOMPRESSED else f", {compared(over_dense, _called(UNCOMPRESSED))}"
+    lines = [f"Fastest: {winner}{beside_dense}{beside_free}."]
     lead = f"Its lead over {_called(free)}, which libraries send by themselves, is"
     if not _compared(report):
         lines.append("No compressor was compared: name some with --compressor.")

@@ -183,9 +183,11 @@ def test_trainings_have_a_form_for_each_overlap_but_casts_have_one(monkeypatch: 
         numel = 10**7
 
         def __init__(
-            self, _carrier: Any, method: str, _model: str, _batch: int, _seed: int, overlap_bytes: int | None = None
-        ) -> None:
+            self, _carrier: Any, method: str, _model: str, _batch: int, _seed: int, overlap_bytes: int | None = None,
+            device: str = "",
+        ) -> None:  # fmt: skip
             self.times = Times(method, overlap_bytes)
+            self.device = device
 
     carrier: Any = SimpleNamespace(early_bytes=5 * 10**6)
     monkeypatch.setattr("hvdcomp.tools.bench.trainings.Training", Named)
@@ -197,6 +199,8 @@ def test_trainings_have_a_form_for_each_overlap_but_casts_have_one(monkeypatch: 
     assert [one.times.name for one in trainings_of(carrier, "mlp", methods[2:], (5000, 0), 4, 0)][2:] == [
         "qsgd:bits=4, 5,000", "qsgd:bits=4, at the end"
     ]  # fmt: skip
+    there: list[Any] = trainings_of(carrier, "mlp", methods, (None,), 4, 0, "cuda:1")
+    assert {one.device for one in there} == {"cuda:1"}
     Named.numel = 10**6  # of which nothing is sent early
     assert names(methods, "both") == [*once, "qsgd:bits=4"]
 
