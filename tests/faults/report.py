@@ -72,7 +72,8 @@ def as_markdown(command: str, found: dict[str, Any], rows: Sequence[Row]) -> str
         "",
         f"Made by `{command}`, with {versions} on {found['cores']} cores, at commit `{found['commit']}`.",
         "",
-        "The command at the end of this page causes faults in trainings, and compares the consequences with the documented ones. "
+        "The command at the end of this page causes faults in trainings, and compares the consequences with the "
+        "documented ones. "
         f"{len(rows) - len(failed)} of {len(rows)} rows are as documented.",
         "",
         "A row is a fault with a transport: Horovod with Gloo or MPI (`gloo`, `mpi`), or torch.distributed under "
