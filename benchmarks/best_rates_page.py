@@ -14,7 +14,7 @@ from best_rates_rule import BOUNDS
 from best_rates_search import CLOSE, FARTHEST, HELD_OUT, SEARCHED
 from pages import filled, findings_of, verdict, with_interval
 
-from hvdcomp.files import commits_in_words, csv_of, replace_files
+from hvdcomp.files import commits_in_words, csv_of, provenance_last, replace_files
 from hvdcomp.tools.reproduce.trainings import RECORDS, ROOT, kept_records
 
 ByWorkload = Mapping[str, Mapping[str, Outcome]]
@@ -41,7 +41,7 @@ def write_page(file: Path, runs: Path, seeds: Sequence[int]) -> bool:
     rows = [record_of(outcome, outcomes[DENSE]) for outcomes in found.values() for outcome in outcomes.values()]
     file.parent.mkdir(parents=True, exist_ok=True)
     text = "\n".join(lines).rstrip() + "\n"
-    replace_files({file: text.encode(), file.with_suffix(".csv"): csv_of(rows)})
+    replace_files({file: provenance_last(text).encode(), file.with_suffix(".csv"): csv_of(rows)})
     return True
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import click
 
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.files import commit, commits_in_words, csv_of, replace_files
+from hvdcomp.files import commit, commits_in_words, csv_of, provenance_last, replace_files
 from hvdcomp.perfmodel.rates import parse_rate
 from hvdcomp.tools.bench.cluster import Cluster, ClusterError
 from hvdcomp.tools.bench.compare import ratio
@@ -203,7 +203,7 @@ def markdown(runs: Sequence[Mapping[str, Any]], details: Mapping[str, Any]) -> s
         "",
         *_refused(runs),
     ]
-    return "\n".join(lines)
+    return provenance_last("\n".join(lines))
 
 
 def _bounds(ratios: Iterable[float | None]) -> str:

@@ -41,7 +41,7 @@ from hvdcomp.compressors import with_small
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.files import csv_of, replace_files
+from hvdcomp.files import csv_of, provenance_last, replace_files
 from hvdcomp.policies.lgreco import LGreCo
 from hvdcomp.tools.reproduce.trainings import Run, keep_records, seeds_there, train_missing
 from hvdcomp.tools.terminal import make_console
@@ -567,7 +567,7 @@ The columns of the tables:
     text = "\n".join(lines).rstrip() + "\n"
     file.parent.mkdir(parents=True, exist_ok=True)
     records = csv_of([pair.record() for pair in pairs])
-    replace_files({file: text.encode(), table: records, plot: draw(by_workload)})
+    replace_files({file: provenance_last(text).encode(), table: records, plot: draw(by_workload)})
     return True
 
 

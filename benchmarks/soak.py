@@ -36,7 +36,7 @@ from typing import Any
 
 import click
 
-from hvdcomp.files import commit
+from hvdcomp.files import commit, provenance_last
 
 CASES: dict[str, tuple[str, str | None]] = {
     "fp16": ("fp16", None),
@@ -293,7 +293,7 @@ def page_of(cases: dict[str, dict[str, Any]], steps: int, ranks: int, faults: fl
         "",
         *table_of(cases),
     ]
-    return "\n".join(lines) + "\n"
+    return provenance_last("\n".join(lines))
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

@@ -26,7 +26,7 @@ import click
 import convergence
 from pages import MEASURED, commits_of, end_if_failed, findings_of, parse_seeds, with_interval
 
-from hvdcomp.files import commit, csv_of, replace_files
+from hvdcomp.files import commit, csv_of, provenance_last, replace_files
 from hvdcomp.tools.bench.cluster import Cluster, ClusterError
 from hvdcomp.tools.reproduce.trainings import Run, keep_records
 from hvdcomp.tools.terminal import make_console
@@ -247,7 +247,11 @@ The table shows means over the seeds, with their 95 % confidence intervals (Stud
 {chr(10).join(lines)}
 """
     replace_files(
-        {file: text.encode(), file.with_suffix(".csv"): csv_of(records), file.with_suffix(".png"): draw(records)}
+        {
+            file: provenance_last(text).encode(),
+            file.with_suffix(".csv"): csv_of(records),
+            file.with_suffix(".png"): draw(records),
+        }
     )
     return True
 

@@ -88,6 +88,21 @@ def commits_in_words(commits: Iterable[str]) -> str:
     return ", ".join(f"`{commit}`" for commit in sorted(set(commits)))
 
 
+def provenance_last(page: str) -> str:
+    """A page with the sentence that begins with "Made by" at its foot: readers want the results first, and need the
+    command and the commits only if they repeat the measurement.
+
+    Example:
+        >>> provenance_last("# Times\\n\\nMade by `make times`, at commit `abc`.\\n\\nAll are short.\\n")
+        '# Times\\n\\nAll are short.\\n\\n## How this page was made\\n\\nMade by `make times`, at commit `abc`.\\n'
+    """
+    made = re.search(r"^Made by `.*?\.\n+", page, re.MULTILINE | re.DOTALL)
+    if made is None:
+        return page
+    rest = page[: made.start()] + page[made.end() :]
+    return f"{rest.rstrip()}\n\n## How this page was made\n\n{made[0].rstrip()}\n"
+
+
 def with_block(text: str, begin: str, end: str, block: str) -> str | None:
     """A text with the lines between two marks replaced by a block; None if it lacks a mark."""
     before, first, rest = text.partition(begin)

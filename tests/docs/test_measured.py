@@ -44,6 +44,13 @@ def test_no_page_is_stale(page: Page) -> None:
     )
 
 
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: str(page.relative_to(DOCS)))
+def test_no_page_begins_with_commits(page: Path) -> None:
+    """Readers want the results first; `provenance_last` puts the command and the commits at the foot."""
+    first = "\n".join(page.read_text(encoding="utf-8").splitlines()[:15])
+    assert re.findall(r"commit `?[0-9a-f]{7,}|\| `[0-9a-f]{7,}` \|", first) == []
+
+
 def test_a_page_on_what_is_gone_names_the_commit_or_when() -> None:
     for page in PAGES.values():
         if page.gone and page.measures == "quality":

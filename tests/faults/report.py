@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from hvdcomp.files import commit, csv_of, replace_files
+from hvdcomp.files import commit, csv_of, provenance_last, replace_files
 from tests.faults.table import Fault, Row
 
 NAME = "faults"
@@ -70,10 +70,10 @@ def as_markdown(command: str, found: dict[str, Any], rows: Sequence[Row]) -> str
     lines = [
         "# Faults, and their consequences",
         "",
-        f"    {command}",
+        f"Made by `{command}`, with {versions} on {found['cores']} cores, at commit `{found['commit']}`.",
         "",
-        f"This command was run with {versions} on {found['cores']} cores, at commit `{found['commit']}`. It causes "
-        "faults in trainings, and compares the consequences with the documented ones. "
+        "The command at the end of this page causes faults in trainings, and compares the consequences with the "
+        "documented ones. "
         f"{len(rows) - len(failed)} of {len(rows)} rows are as documented.",
         "",
         "A row is a fault with a transport: Horovod with Gloo or MPI (`gloo`, `mpi`), or torch.distributed under "
@@ -101,7 +101,7 @@ def as_markdown(command: str, found: dict[str, Any], rows: Sequence[Row]) -> str
         slowest = max(alike, key=lambda row: row.seconds or 0)
         seconds = "-" if slowest.seconds is None else f"{slowest.seconds:.1f} of {slowest.within:.0f}"
         lines.append(f"| {' | '.join(_cell(text) for text in ('; '.join(named), documented, seconds))} |")
-    return "\n".join(lines) + "\n"
+    return provenance_last("\n".join(lines))
 
 
 def _cell(text: str) -> str:

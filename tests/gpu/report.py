@@ -50,9 +50,7 @@ KERNELS = (
 def as_markdown(document: Mapping[str, Any]) -> str:
     """The page, from the content of `gpu.json`."""
     parts = document["parts"]
-    lines = ["# Measured on GPUs", "", "Made by `make gpu-check`, on", "", *_machines(parts), ""]
-    results = [(name, _result(parts.get(name)), _commit(parts.get(name))) for name in PARTS]
-    lines += table(("part", "result", "commit"), results)
+    lines = ["# Measured on GPUs", ""]
     failures = [f"- {name}: {one.splitlines()[0]}" for name, part in parts.items() for one in part["failures"]]
     lines += failures + [""] * bool(failures)
     lines += ["## Compared with the aims", ""]
@@ -73,6 +71,9 @@ def as_markdown(document: Mapping[str, Any]) -> str:
         if one["kernel"] == "copy" or (one["share"] is not None and one["share"] < LEAST_SHARE)
     ]
     lines += table(("method", "kernel", "GB/s", "share of the copy's rate"), cells)
+    lines += ["## How this page was made", "", "Made by `make gpu-check`, on", "", *_machines(parts), ""]
+    results = [(name, _result(parts.get(name)), _commit(parts.get(name))) for name in PARTS]
+    lines += table(("part", "result", "commit"), results)
     return "\n".join(lines)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdcomp.files import DEEPEST_JSON, RecordFile, csv_of, parse_json, replace_files, replace_text
+from hvdcomp.files import DEEPEST_JSON, RecordFile, csv_of, parse_json, provenance_last, replace_files, replace_text
 
 
 def test_files_are_replaced_together(tmp_path: Path) -> None:
@@ -90,6 +90,13 @@ def test_a_text_that_looks_like_a_formula_stays_text_in_a_table() -> None:
     made = list(csv.DictReader(io.StringIO(csv_of(rows).decode(), newline="")))
     assert [row["name"] for row in made] == [*(f"'{text}" for text in texts[:6]), *texts[6:]]
     assert {row["number"] for row in made} == {"-1.5"}
+
+
+def test_a_page_ends_with_the_command_that_made_it() -> None:
+    made = "Made by `make times --x 0.5`,\nat commit `abc`.\n"
+    page = provenance_last(f"# Times\n\n{made}\nAll are short.\n\n| a |\n|---|\n")
+    assert page == f"# Times\n\nAll are short.\n\n| a |\n|---|\n\n## How this page was made\n\n{made}"
+    assert provenance_last("# Nothing was measured.\n") == "# Nothing was measured.\n"
 
 
 @pytest.mark.parametrize("depth", [DEEPEST_JSON + 1, 300, 900, 100_000])

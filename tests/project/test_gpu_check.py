@@ -145,12 +145,13 @@ def test_parts_of_several_machines_are_on_one_page(tmp_path: Path, monkeypatch: 
     nothing = {"kernels": part | {"rows": []}, "network": part | {"rows": [], "notes": ["there is one GPU"]}}
     program._write(tmp_path, nothing)  # is not written
     lines = (tmp_path / "gpu.md").read_text().splitlines()
+    made = lines[lines.index("## How this page was made") :]
     with_versions = "compute capability 9.0, driver 1, CUDA 13.0, NCCL 2.28; torch 2.13.0"
-    assert lines[4:6] == [
+    assert made[4:6] == [
         f"- A GPU, {with_versions}: kernels",
         f"- Another, {with_versions}: steps, nccl, training",
     ]
-    assert lines[9 : lines.index("## Compared with the aims")] == [
+    assert made[9:] == [
         "| kernels | passed | `abc` |",
         "| steps | failed: 1 | `def` |",
         "| ranks | not measured | - |",
@@ -164,10 +165,8 @@ def test_parts_of_several_machines_are_on_one_page(tmp_path: Path, monkeypatch: 
         "| calibrate | not measured | - |",
         "| profile | not measured | - |",
         "| network | not measured | - |",
-        "",
-        "- steps: one",
-        "",
     ]
+    assert lines[2:4] == ["- steps: one", ""]
     alone, of_several = (lines[lines.index(f"## A step of a training{more}") :] for more in ("", " on several GPUs"))
     assert alone[6] == "| int8 | 33 | 31 to 35 | 30 | - | - |"
     assert of_several[6:8] == ["| int8 | 33 | 31 to 35 | 30 | 2500 | 2000 |", ""]

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hvdcomp.files import commits_in_words, csv_of, replace_files
+from hvdcomp.files import commits_in_words, csv_of, provenance_last, replace_files
 from hvdcomp.perfmodel import NOISY, STOCK_SPECS
 from hvdcomp.perfmodel.rates import parse_rate
 from hvdcomp.tools.bench.compare import SCATTER, TWO_LEVELS, Choice, Gain, Row, choices, errors, gains
@@ -154,7 +154,7 @@ def markdown(stem: str, rows: Sequence[Row], details: dict[str, Any]) -> str:
         *_auto(choices(details.get("runs", ()))),
         *_noise(details.get("runs", ())),
     ]
-    return "\n".join(lines)
+    return provenance_last("\n".join(lines))
 
 
 def _by_method(rows: Sequence[Row], all_gains: Sequence[Gain]) -> Iterator[tuple[str, ...]]:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 
-from hvdcomp.files import commits_in_words
+from hvdcomp.files import commits_in_words, provenance_last
 from hvdcomp.tools.reproduce.outcome import (
     AS_PUBLISHED,
     IN_PART,
@@ -96,7 +96,7 @@ def page(outcomes: Mapping[str, Outcome]) -> str:
     quick = sum(str(outcome.about.get("command", "")).endswith("--quick") for outcome in outcomes.values())
     found = {commit for outcome in outcomes.values() for commit in outcome.about.get("commit", "").split(", ")} - {""}
     commits = [_COMMITS.format(commits=commits_in_words(found))] if found else []
-    lines = [_HEAD, *commits, *([_QUICK.format(quick=quick)] if quick else []), *_counts(groups, outcomes), ""]
+    lines = [_HEAD, *([_QUICK.format(quick=quick)] if quick else []), *_counts(groups, outcomes), ""]
     for verdict, names in groups.items():
         if not names:
             continue
@@ -114,7 +114,7 @@ def page(outcomes: Mapping[str, Outcome]) -> str:
             lines += [", ".join(f"`{name}`" for name in names) + "."]
         lines += [""]
     lines += [*_comparisons(numbers), *_beside_controls(outcomes)]
-    return "\n".join(lines).rstrip("\n") + "\n"
+    return "\n".join([provenance_last("\n".join(lines)), *commits])
 
 
 def rows_as_csv(outcomes: Mapping[str, Outcome]) -> str:
