@@ -25,13 +25,14 @@ EVERY = 4
 GENERATIONS = ([0, 1, 2], [0, 2], [0, 2, 3])
 
 
-def start(folder: Path, generation: int, number: int) -> None:
-    """Starts torch.distributed with the processes of a generation."""
+def start(folder: Path, generation: int, number: int) -> Any:
+    """Starts torch.distributed with the processes of a generation, and returns their process group."""
     members = GENERATIONS[generation]
     if dist.is_initialized():
         dist.destroy_process_group()
     store = dist.FileStore(str(folder / f"generation-{generation}"), len(members))
     dist.init_process_group("gloo", store=store, rank=members.index(number), world_size=len(members))
+    return dist.group.WORLD
 
 
 def residuals(optimizer: LocalSteps) -> torch.Tensor:
@@ -41,7 +42,7 @@ def residuals(optimizer: LocalSteps) -> torch.Tensor:
 
 def main(folder: Path, number: int) -> None:
     generation = 0 if number < 3 else 2
-    start(folder, generation, number)
+    group = start(folder, generation, number)
     model, generator = small_model(), torch.Generator().manual_seed(number)
     inner = torch.optim.AdamW(model.parameters(), lr=2e-3)
     optimizer = LocalSteps.compressed(inner, EVERY, named_parameters=model.named_parameters())
@@ -64,16 +65,16 @@ def main(folder: Path, number: int) -> None:
             raise AssertionError("an exchange without process 1")
         except RuntimeError as error:
             print(f"process {number} lost process 1: {error}", flush=True)
-        start(folder, 1, number)
+        group = start(folder, 1, number)
         model.load_state_dict(saved[0])
         optimizer.roll_back(saved[1])
-        optimizer.change_ranks(dist.group.WORLD)
+        optimizer.change_ranks(group)
         train(1)
         torch.testing.assert_close(residuals(optimizer), kept * 2 / 3)  # shares of two ranks instead of three
         train(EVERY)
-        start(folder, 2, number)
+        group = start(folder, 2, number)
     before = weights(model)
-    optimizer.change_ranks(dist.group.WORLD)
+    optimizer.change_ranks(group)
     assert torch.equal(weights(model), before) == (number < 3), "only the new one begins with the outer weights"
     with optimizer.outer_weights():
         assert_same_everywhere(weights(model))
