@@ -83,7 +83,8 @@ def _start(timeout: timedelta | None) -> None:
         first = present[0]
         raise SetupError(f"{first} is set and {missing} is not: start the ranks with torchrun, or unset {first}")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        store, rank, size = next(dist.rendezvous("env://", **({} if timeout is None else {"timeout": timeout})))
+        options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+        store, rank, size = next(dist.rendezvous("env://", **options))
         _connect(dist.PrefixStore("hvdcomp", store), rank, size, timeout)
         return
     # torchrun's store, which all its restarts share, contains addresses of earlier ranks.
