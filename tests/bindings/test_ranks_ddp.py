@@ -29,6 +29,7 @@ _MODULES = {
     "cases_look_ahead": _SETTINGS,
     "cases_sharded_tables": _SETTINGS,
     "cases_bench_ddp": _SETTINGS,
+    "cases_simple": _SETTINGS[:1],
 }
 
 

@@ -14,7 +14,7 @@ from hvdcomp.compressors import evidence
 from hvdcomp.compressors.evidence import DIVERGED, Evidence, in_words, lost_with, measured_specs
 from hvdcomp.compressors.first import FIRST, RECOMMENDED
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.tools.commands.advise import HARMLESS
+from hvdcomp.perfmodel.quality import HARMLESS
 from hvdcomp.tools.commands.calibrate import COMPRESSORS
 from hvdcomp.tools.commands.calibrate import command as calibrate
 from hvdcomp.tools.commands.profile import command as profile
