@@ -12,7 +12,7 @@ from best_rates_outcomes import FORGIVING, Outcome, Row, interval_of, outcomes_o
 from best_rates_rows import DENSE, LONG_SEEDS, PAIRS, TRAINED, WORKLOADS, is_accuracy, long_of, rate_of, rivals_of
 from best_rates_rule import BOUNDS
 from best_rates_search import CLOSE, FARTHEST, HELD_OUT, SEARCHED
-from pages import filled, findings_of, verdict, with_interval
+from pages import MEASURED, filled, findings_of, verdict, with_interval
 
 from hvdcomp.files import commits_in_words, csv_of, provenance_last, replace_files
 from hvdcomp.tools.reproduce.trainings import RECORDS, ROOT, kept_records
@@ -35,7 +35,7 @@ def write_page(file: Path, runs: Path, seeds: Sequence[int]) -> bool:
         *_explanation(seeds),
         *(line for name, outcomes in found.items() for line in section_of(name, outcomes)),
         *_long_trainings(found, runs),
-        *_for_reviewers(records, runs, seeds),
+        *_for_reviewers(records, seeds),
         "<!-- end of tables -->",
     ]
     rows = [record_of(outcome, outcomes[DENSE]) for outcomes in found.values() for outcome in outcomes.values()]
@@ -186,11 +186,10 @@ def in_one_sentence(words: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
-def _for_reviewers(records: Sequence[Mapping[str, Any]], runs: Path, seeds: Sequence[int]) -> list[str]:
+def _for_reviewers(records: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> list[str]:
     searched = sum(record["seed"] in SEARCHED for record in records)
     hours = sum(record["seconds"] or 0 for record in records) / 3600
-    inside = runs.is_relative_to(ROOT)
-    raw = f"[{RECORDS}](../{runs.relative_to(ROOT) / RECORDS})" if inside else f"`{runs / RECORDS}`"
+    raw = f"[{RECORDS}](../{MEASURED.relative_to(ROOT)}/best-rates/{RECORDS})"
     items = (
         "**What was tuned**: only the learning rate. The search begins with three rates that differ by factors of two, "
         "around the best rate of uncompressed training, or around twice this rate for compressed steps. The search "

@@ -730,7 +730,7 @@ _OTHERWISE = (*UNCOMPRESSED, "bf16", "dgc", "signsgd")
 
 
 def evidence_of(tables: Iterable[Table]) -> list[dict[str, Any]]:
-    """The records at one learning rate for `hvdcomp.compressors.evidence`, if the ranks exchange in each step.
+    """The records of `hvdcomp.compressors.evidence` at one rate, from trainings whose ranks exchange in each step.
 
     A loss of None means that a run diverged.
     """

@@ -12,7 +12,7 @@ from tests.loaded import ROOT, load_benchmark
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["convergence", "equal-bytes", "time-to-target"])
+@pytest.mark.parametrize("name", ["best-rates", "convergence", "equal-bytes", "time-to-target"])
 def test_the_page_in_docs_is_that_of_the_records(name: str, tmp_path: Path) -> None:
     page = ROOT / "docs" / f"{name}.md"
     shutil.copy(page, tmp_path)  # some text on the page is written by hand
