@@ -178,8 +178,8 @@ def backend(
     """
 
     def compile_compressed(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        # A new module, because AOTAutograd looks up where each tensor of a module from Dynamo comes from in the program.
-        # The step comes from nowhere.
+        # A new module: AOTAutograd looks up which variable of the program each tensor of a module from Dynamo is, and
+        # Dynamo knows no variable for the step.
         module = GraphModule(module, module.graph)
         compress_all_reduces(module, spec, step, **options)
         return graph_pass.compile_by(then, module, inputs)

@@ -133,13 +133,15 @@ def group_of(name: str) -> dist.ProcessGroup:
     Raises:
         ConfigurationError: if torch.distributed has none.
     """
+    resolve: Any = dist.distributed_c10d._resolve_process_group  # whose argument is a type of its own in PyTorch 2.13
     try:
-        return dist.distributed_c10d._resolve_process_group(name)
+        group: dist.ProcessGroup = resolve(name)
     except RuntimeError as error:
         raise ConfigurationError(
             f"torch.distributed has no process group of the name {name!r}: {error}. Call init_process_group() first, "
             "and give the name of a group that exists, group.group_name"
         ) from None
+    return group
 
 
 class _Node:

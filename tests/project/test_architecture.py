@@ -18,7 +18,8 @@ TOOLS = {"perfmodel", "tools"}
 CORE = sorted(path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in TOOLS)
 
 FRAMEWORKS = re.compile(r"(?<![a-z])(torch|pytorch|tensorflow|tf|keras)(?![a-z])", re.IGNORECASE)
-OF_FRAMEWORKS = {"arrays", "communicators", "dcp.py", "ddp.py", "fsdp.py", "kernels", "torch", "tensorflow"}
+OF_FRAMEWORKS = {"arrays", "communicators", "kernels", "torch", "tensorflow"}
+OF_FRAMEWORKS |= {"compiled.py", "dcp.py", "ddp.py", "fsdp.py"}
 OF_FRAMEWORKS |= {"accelerate.py", "lightning.py", "transformers.py"}  # trainers of PyTorch
 TABLE = PACKAGE / "bindings" / "frameworks.py"
 
