@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hvdcomp.arrays.types import Array
-from hvdcomp.compressors import Compressor
+from hvdcomp.compressors import Compressor, inside
 from hvdcomp.compressors.bucket import Bucket
 from hvdcomp.compressors.each_tensor import preview_of
 from hvdcomp.compressors.memory import ErrorFeedback
@@ -154,8 +154,8 @@ class Previews:
         return energies
 
     def _of_tensor(self, xp: ModuleType, x: Array, compressor: Compressor, context: Context) -> Array | SparseVector:
-        state = self._states[context.name].prepare(xp, x, compressor, context)
-        return compressor.preview(xp, x, state, context)
+        kept = self._states[context.name].kept_for(compressor)
+        return inside.preview(compressor, xp, x, kept, context)
 
     def _grouped(
         self, xp: ModuleType, names: Sequence[str], xs: Mapping[str, Array], compressors: Mapping[str, Compressor]

@@ -18,6 +18,7 @@ from hvdcomp.arrays import arrays_for, numpy_arrays
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors import checked
 from hvdcomp.compressors.bucket import Bucket
+from hvdcomp.compressors.inside import LARGE, numbers_may_overflow
 from hvdcomp.compressors.protocol import (
     Aggregation,
     AllReduce,
@@ -27,9 +28,6 @@ from hvdcomp.compressors.protocol import (
 )
 from hvdcomp.compressors.sizes import bytes_of
 from hvdcomp.kernels.tables import NOTHING, PRODUCT
-
-LARGE = 1 << 16
-"""Elements up to which `aggregate` of a tensor takes less time in NumPy than in the framework."""
 
 
 def step_of(bucket: Bucket) -> Generator[Request | list[Request], Any, bool | Array]:
@@ -74,11 +72,6 @@ def _preview_each(bucket: Bucket) -> None:
             sent = compressor.preview(*arguments)
             tensors.put(place, sent)
             tensors.take_off(place, sent)
-
-
-def numbers_may_overflow() -> Any:
-    """Silences NumPy's warnings: the step's flag reports an inf or NaN."""
-    return np.errstate(over="ignore", invalid="ignore", divide="ignore")
 
 
 class _TensorByTensor:

@@ -20,7 +20,8 @@ from hvdcomp.arrays.types import Array, allreduce_dtype, number_of_elements, wid
 from hvdcomp.compressors.base import Compressor, Count
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.casts import NoCompression
-from hvdcomp.compressors.each_tensor import compressed, numbers_may_overflow
+from hvdcomp.compressors.each_tensor import compressed
+from hvdcomp.compressors.inside import numbers_may_overflow
 from hvdcomp.compressors.low_rank import matrix_shape
 from hvdcomp.compressors.packing import pad
 from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome, TensorInfo
