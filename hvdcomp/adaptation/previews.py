@@ -172,7 +172,7 @@ class Previews:
             families: dict[Any, list[str]] = {}
             for name in names:
                 compressor, tensor = compressors[name], self._tensors[name]
-                if not where or cuda.takes(compressor, tensor.size):
+                if compressor.has_bucket_form and (not where or cuda.takes(compressor, tensor.size)):
                     families.setdefault((compressor.bucket_family, tensor.dtype), []).append(name)
             buckets = [
                 _PreviewBucket(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterator, Set
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from types import MethodType, ModuleType
 from typing import Annotated, Any, ClassVar
@@ -20,7 +20,6 @@ from hvdcomp.compressors.memory import ErrorFeedback, Memory, NoMemory
 from hvdcomp.compressors.protocol import Aggregation, Context, SparseVector, TensorInfo, run_alone
 from hvdcomp.compressors.sizes import SentPayload, payloads_of, payloads_of_step
 from hvdcomp.errors import ConfigurationError, SpecError
-from hvdcomp.kernels.tables import NARROW
 from hvdcomp.specs.described import Described, Rule, is_whole
 from hvdcomp.specs.levels import Level
 
@@ -127,12 +126,6 @@ class Compressor(Described):
         """Whether the class itself defines a bucket form. An inherited one does not count: it would ignore what a
         subclass changes in `aggregate`."""
         return self.form in vars(type(self))
-
-    @property
-    def bucket_dtypes(self) -> Set[str]:
-        """The element types of gradients that buckets take: float32, and with a bucket form also the 16-bit types.
-        Without a bucket form, `aggregate` must see the gradient's own type."""
-        return NARROW.keys() if self.has_bucket_form else {"float32"}
 
     @property
     def bucket_family(self) -> Hashable:

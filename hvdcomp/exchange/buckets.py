@@ -1,8 +1,8 @@
 """Which tensors of a step go together: in a bucket, through kernels, or in a group, through array functions.
 
 A bucket takes gradients of float32, or of 16 bits, on the host or on a device that has kernels for their compressor.
-Everything else is in groups (`group_step`): float64, memories of a user's own, gradients of 16 bits whose compressor
-has no bucket form, and without compiled kernels all that has 16 bits on the host, gradients or residuals.
+Everything else is in groups (`group_step`): methods without a bucket form, float64, memories of a user's own, and
+without compiled kernels all that has 16 bits on the host, gradients or residuals.
 """
 
 from __future__ import annotations
@@ -289,7 +289,7 @@ class Buckets:
     def _kind(self, name: str, compressor: Compressor) -> tuple[Any, Memory, str] | None:
         """Key that tensors of one bucket have in common; None for a tensor that is in no bucket."""
         tensor = self._tensors[name]
-        if tensor.dtype not in compressor.bucket_dtypes or not tensor.size:
+        if not compressor.has_bucket_form or not tensor.size:
             return None
         if isinstance(self._residuals, DeviceResiduals) and not cuda.takes(compressor, tensor.size):
             return None
