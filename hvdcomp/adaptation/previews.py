@@ -12,7 +12,6 @@ import numpy as np
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors import Compressor, inside
 from hvdcomp.compressors.bucket import Bucket
-from hvdcomp.compressors.each_tensor import preview_of
 from hvdcomp.compressors.memory import ErrorFeedback
 from hvdcomp.compressors.protocol import Context, SparseVector, TensorInfo
 from hvdcomp.exchange.buckets import prepared_states
@@ -265,7 +264,7 @@ class _PreviewBucket:
         if sources:
             bucket.call("make_x")
             segments["source"] = [sources.get(name, addresses[name]) for name in self.names]
-        preview_of(bucket)
+        bucket.compressors[0].preview_bucket(bucket)
 
     def means(self, xp: ModuleType, like: Array) -> Sequence[Array]:
         """C(x) of each tensor; like: an array of the framework."""

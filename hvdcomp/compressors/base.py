@@ -82,7 +82,6 @@ class Compressor(Described):
             for methods that keep elements of x.
         period: number of steps after which payload sizes repeat.
         keeps_state: whether the method has a state from step to step.
-        needs_no_kernels: whether the bucket form calls no kernels but those that are in NumPy too (`kernels.in_numpy`).
         of_matrices: whether the method treats a tensor as a matrix whose rows are the first dimension.
         form: name of the class's method that gives it a bucket form.
         reference: the publication.
@@ -101,7 +100,6 @@ class Compressor(Described):
     nested: ClassVar[bool] = False
     period: ClassVar[int] = 1
     keeps_state: ClassVar[bool] = False
-    needs_no_kernels: ClassVar[bool] = False
     of_matrices: ClassVar[bool] = False
     form: ClassVar[str] = "aggregate_bucket"
     reference: ClassVar[str] = ""
@@ -136,8 +134,8 @@ class Compressor(Described):
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
         """Runs one step for all tensors of a bucket: `aggregate` of each tensor, in compiled code.
 
-        Optional: without it, `each_tensor` runs `aggregate` for each tensor of the bucket. `aggregate` remains the
-        plain statement that tests compare it with, and serves tensors whose type no bucket takes.
+        Optional: `aggregate` serves tensors that are in no bucket, and is the plain statement that tests compare the
+        bucket form with.
         """
         raise NotImplementedError
 

@@ -1,8 +1,8 @@
 """Which tensors of a step go together: in a bucket, through kernels, or in a group, through array functions.
 
-A bucket takes gradients of float32, or of 16 bits, on the host or on a device that has kernels for their compressor.
-Everything else is in groups (`group_step`): methods without a bucket form, float64, memories of a user's own, and
-without compiled kernels all that has 16 bits on the host, gradients or residuals.
+A bucket takes gradients of float32, or of 16 bits, where there are kernels for their compressor. Everything else is in
+groups (`group_step`): methods without a bucket form, float64, memories of a user's own, and all gradients on hosts and
+devices without kernels.
 """
 
 from __future__ import annotations
@@ -46,12 +46,14 @@ class Member(NamedTuple):
     Attributes:
         name: the tensor's name.
         compressor, memory: those of the plan.
+        floats: what the compressor sends, as `Compressor.payload_floats`.
         state: of the tensor; a step writes what is kept for the next one.
     """
 
     name: str
     compressor: Compressor
     memory: Memory
+    floats: float
     state: TensorState
 
 
@@ -170,7 +172,12 @@ class Buckets:
     ) -> TensorGroup:
         """A group of tensors; states: by name, if they are others than those of the training."""
         states = self._states if states is None else states
-        return TensorGroup([Member(name, plan[name], self._memory_for(plan[name]), states[name]) for name in names])
+        members = []
+        for name in names:
+            compressor = plan[name]
+            floats = compressor.payload_floats(self._tensors[name].shape)
+            members.append(Member(name, compressor, self._memory_for(compressor), floats, states[name]))
+        return TensorGroup(members)
 
     def _placed(self, xp: ModuleType, arrays: Sequence[Array], dtype: str) -> tuple[list[Array], list[int]] | None:
         """The gradients and their addresses, where kernels serve them and residuals are kept; else None."""
@@ -181,15 +188,14 @@ class Buckets:
                 self._residuals = DeviceResiduals(self._sizes, xp, like)
             kept = self._residuals
             return placed if isinstance(kept, DeviceResiduals) and kept.device == arrays[0].device else None
-        served = dtype == "float32" or kernels.available()
-        return xp.hosted(arrays, dtype) if served and isinstance(self._residuals, Residuals) else None
+        return xp.hosted(arrays, dtype) if kernels.available() and isinstance(self._residuals, Residuals) else None
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of residuals, velocities and the methods' own arrays from step to step; on the host with the places
         that a step fills while it may still come to nothing."""
         states = [held.bucket.states for held in self.now]
-        return self._residuals.nbytes + sum(kept.nbytes for kept in states if isinstance(kept, BucketStates))
+        return self._residuals.nbytes + sum(kept.nbytes for kept in states if kept is not None)
 
     def start_early(self, order: Sequence[Sequence[str]], least_bytes: int) -> None:
         """From the next step on there are buckets that do not wait for all gradients.
@@ -294,8 +300,6 @@ class Buckets:
         if isinstance(self._residuals, DeviceResiduals) and not cuda.takes(compressor, tensor.size):
             return None
         memory = self._states[name].memory_for(self._memory_for(compressor))
-        if memory.rounds_to and not kernels.available() and isinstance(self._residuals, Residuals):
-            return None
         return (compressor.bucket_family, memory, tensor.dtype) if type(memory) in KNOWN_TO_KERNELS else None
 
     def _early_pieces(self, names: Sequence[str], kinds: Mapping[str, Any], hosted: bool) -> list[list[str]]:
@@ -352,19 +356,14 @@ def in_parts(
 
 def prepared_states(
     xp: ModuleType, bucket: Bucket, states: Sequence[TensorState], arrays: Sequence[Array]
-) -> BucketStates | list[tuple[np.ndarray, ...]] | None:
-    """The compressors' arrays of a bucket's tensors, which have these states; None if the method keeps none.
-
-    A bucket form gets them fitted to its levels; without one, `each_tensor` does that.
+) -> BucketStates | None:
+    """The compressors' arrays of a bucket's tensors, which have these states, fitted to the compressors' levels; None
+    if the method keeps none.
 
     Args:
         arrays: in the shapes of the tensors, where the bucket works.
     """
-    method = bucket.compressors[0]
-    if not bucket.has_form:
-        bucket.like = xp.zeros((0,), like=arrays[0])  # not the gradient itself: that would keep it
-        return [tuple(map(xp.to_numpy, state.kept_for(method))) for state in states]
-    if not method.keeps_state:
+    if not bucket.compressors[0].keeps_state:
         return None
     context, each = bucket.context, zip(states, bucket.tensors, bucket.compressors, arrays, strict=True)
     if bucket.device is None:
@@ -525,23 +524,15 @@ class EngineBucket:
         if step not in self._costs:
             costs = self._costs[step] = {}
             for tensor, compressor in zip(self.bucket.tensors, self.bucket.compressors, strict=True):
-                sent, in_node = self._bytes_of(tensor, compressor)
+                sent, in_node = compressor.bytes_in_bucket(tensor, self.bucket.context)
                 floats = compressor.payload_floats(tensor.shape)
                 dense = tensor.size * dtype_bytes(tensor.dtype)
                 costs[tensor.name] = Cost(int(sent), dense, floats, bytes_in_node=int(in_node))
         return self._costs[step]
 
-    def _bytes_of(self, tensor: TensorInfo, compressor: Compressor) -> tuple[float, float]:
-        context, handed = self.bucket.context, self.bucket.handed
-        if handed is None:
-            return compressor.bytes_in_bucket(tensor, context)
-        sent, in_node = handed[self.places[tensor.name]].tolist()
-        return sent, in_node if in_node and context.has_other_nodes else 0
-
     def prepare_states(self, xp: ModuleType) -> None:
         """Brings the compressors' arrays into the bucket, fitted to its levels, unless they are there already."""
-        method = self.bucket.compressors[0]
-        if not self.has_states and (method.keeps_state or not self.bucket.has_form):
+        if not self.has_states and self.bucket.compressors[0].keeps_state:
             states = [state for _, state, _ in self.tensors]
             self.bucket.states = prepared_states(xp, self.bucket, states, self.arrays)
 
@@ -549,7 +540,7 @@ class EngineBucket:
         """Keeps what a step has made of the compressors' arrays for the next one, in place of another method's; on a
         device, if it counts."""
         states, method = self.bucket.states, self.bucket.compressors[0]
-        if isinstance(states, BucketStates):
+        if states is not None:
             states.commit() if found_inf is None else states.settle(found_inf)
         if self.has_states or method.lossless:  # a dense step keeps the warm start of the method it interrupts
             return
@@ -557,11 +548,11 @@ class EngineBucket:
         self._wrap_state = _itself if self.on_device else functools.partial(xp.from_numpy, like=like)
         for place, (_, state, _) in enumerate(self.tensors):
             state.method = method.name
-            if isinstance(states, BucketStates):
-                state.lie_in_bucket(self, place)
+            if states is None:
+                state.compressor = ()
             else:
-                state.compressor = tuple(map(self._wrap_state, states[place])) if states else ()
-        self.has_states = self.bucket.has_form
+                state.lie_in_bucket(self, place)
+        self.has_states = True
 
     def state(self, place: int) -> tuple[Array, ...]:
         """The compressor's arrays of a tensor, as `TensorState.compressor` has them."""

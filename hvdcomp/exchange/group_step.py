@@ -11,14 +11,13 @@ import numpy as np
 
 from hvdcomp.arrays import arrays_for, numpy_arrays
 from hvdcomp.arrays.types import Array, wide_dtype
-from hvdcomp.compressors import Compressor, checked, inside
-from hvdcomp.compressors.bucket import any_found_inf
-from hvdcomp.compressors.inside import numbers_may_overflow
+from hvdcomp.compressors import Compressor, checked
+from hvdcomp.compressors.inside import Inside, inside_of, numbers_may_overflow
 from hvdcomp.compressors.memory import NoMemory
-from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome, Request
+from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome, Request, SparseVector
 from hvdcomp.compressors.sizes import bytes_of
 from hvdcomp.exchange.bucket_step import BucketStep, Sums
-from hvdcomp.exchange.buckets import EngineBucket, Member, TensorGroup
+from hvdcomp.exchange.buckets import KNOWN_TO_KERNELS, EngineBucket, Member, TensorGroup
 from hvdcomp.exchange.clock import Clock, Spans
 from hvdcomp.exchange.energies import Energies, of_arrays, of_errors
 from hvdcomp.exchange.fusion import part_bytes
@@ -82,12 +81,12 @@ class GroupStep:
 
     def energies(self, names: Set[str]) -> Energies:
         """||x||^2 of those of the tensors that have these names."""
-        return of_arrays(self._xp, {name: tensor.x for name, tensor in self._tensors.items() if name in names})
+        return of_arrays(self._xp, {name: self.x(name) for name in self.names if name in names})
 
     def lost(self, names: Set[str]) -> Energies:
         """||x - C(x)||^2 of the same, once the generators have ended."""
-        tensors = {name: tensor for name, tensor in self._tensors.items() if name in names}
-        return of_errors(self._xp, {name: (tensor.x, tensor.outcome.sent) for name, tensor in tensors.items()})
+        own = [name for name in self.names if name in names]
+        return of_errors(self._xp, {name: (self.x(name), self._tensors[name].sent) for name in own})
 
     # The step.
 
@@ -102,7 +101,7 @@ class GroupStep:
         self._in_place, self._sums = in_place, sums
         with self._clock.around(self._spans.encoding), numbers_may_overflow():
             for name, tensor in self._tensors.items():
-                tensor.open(sources.get(name, tensor.x))
+                tensor.open(sources.get(name))
 
     def advance(self, answers: Sequence[Any]) -> list[Request]:
         """Gives the generators the answers to their last requests, at first none; their next requests, none at the end
@@ -116,14 +115,12 @@ class GroupStep:
 
     @property
     def found_inf(self) -> bool | Array:
-        """Whether x, or what is sent of it, holds an inf or NaN, as of `Bucket.call`; after the first turn.
+        """Whether x, or what is sent of it, holds an inf or NaN, as `flag_of` takes it; after the first turn.
 
         Not whether the gradient does: the sum with what was kept back may overflow, and an infinity must not be kept.
         """
-        xs = {name: tensor.x for name, tensor in self._tensors.items()}
-        sums = [(request.array, xs[name]) for name, request in self._asked.items() if isinstance(request, AllReduce)]
-        casts = [sent for sent, x in sums if _dtype_of(sent) == "float16" != _dtype_of(x)]  # for the wire
-        return _found_inf(self._xp, [*xs.values(), *casts])
+        arrays = [array for tensor in self._tensors.values() for array in tensor.sends()]
+        return _found_inf(self._xp, arrays)
 
     @property
     def found_inf_after(self) -> bool | Array:
@@ -131,8 +128,8 @@ class GroupStep:
 
         Sums overflow within a method, or over the ranks, although all that was put in is finite.
         """
-        made = [(tensor.mean, *tensor.outcome.state) for tensor in self._tensors.values()]
-        return _found_inf(self._xp, [array for arrays in made for array in arrays])
+        arrays = [array for tensor in self._tensors.values() for array in tensor.made()]
+        return _found_inf(self._xp, arrays)
 
     @property
     def part(self) -> tuple[Part, Spans]:
@@ -144,12 +141,15 @@ class GroupStep:
         sums, tensors = self._sums, self._tensors
         if sums is not None and not sums.of_results:
             sums.add({name: tensor.gradient for name, tensor in tensors.items()}, found_inf)
-        counts = self._xp.waits(found_inf) or found_inf.item() == 0  # a device chooses what it keeps
+        on_host = not self._xp.waits(found_inf)  # on a device nobody knows yet whether the step counts
+        counts = on_host and found_inf.item() == 0
         with self._clock.around(self._spans.decoding), numbers_may_overflow():
-            if counts:
+            if counts or not on_host:
                 for tensor in tensors.values():
-                    tensor.keep(found_inf)
-            results = {name: tensor.result(self._in_place, found_inf) for name, tensor in tensors.items()}
+                    tensor.keep(None if counts else found_inf)
+            results = {
+                name: tensor.result(self._in_place, None if counts else found_inf) for name, tensor in tensors.items()
+            }
         if sums is not None and sums.of_results:
             sums.add(results, found_inf)
         return results
@@ -173,56 +173,76 @@ class GroupStep:
 class _TensorStep:
     """One tensor on its way through a step: its memory, and `aggregate`. Making it makes x.
 
+    If the memory keeps anything, x is at least of single precision, as all that is kept.
+
     Attributes:
         member, gradient: as given.
-        x: what is compressed unless an observer puts something else in its place. If the memory keeps anything, x is
-            at least of single precision, as all that is kept.
         cost: of the tensor in the step.
-        outcome: what the generator has returned; then also `mean`, like the gradient.
     """
 
     def __init__(
-        self, xp: ModuleType, member: Member, gradient: Array, context: Context, factor: Array | None
+        self, framework: ModuleType, member: Member, gradient: Array, context: Context, factor: Array | None
     ) -> None:
-        self._xp = xp
         self.member, self.gradient = member, gradient
-        self._context = dataclasses.replace(context, name=member.name)
         # What an earlier plan left is still to be sent, and only the memory that kept it knows how.
-        self._memory = member.state.memory_for(member.memory)
-        x = xp.reshape(xp.flatten(gradient), gradient.shape)
-        if not isinstance(self._memory, NoMemory):
-            x = xp.astype(x, wide_dtype(xp.dtype_name(x)))
+        self._memory = memory = member.state.memory_for(member.memory)
+        self._inside = inside = Inside(framework, framework, gradient)
+        if type(memory) in KNOWN_TO_KERNELS and memory.rounds_to is None:  # NumPy may lack the types of others
+            self._inside = inside = inside_of(framework, gradient)
+        self._xp = xp = inside.xp
+        self._context = dataclasses.replace(context, name=member.name)
+        self._gradient = inside.enter(gradient)
+        x = xp.reshape(xp.flatten(self._gradient), gradient.shape)
+        self._dtype = xp.dtype_name(x)
+        if not isinstance(memory, NoMemory):
+            x = xp.astype(x, wide_dtype(self._dtype))
         if factor is not None:
-            x = x * xp.astype(factor, xp.dtype_name(x))
-        # The memory's arrays, and later the method's, that a step which does not count goes back to.
-        self._kept_before = self._memory.prepare(xp, x, member.state.memory)
-        self.x, self._compensated = self._memory.compensate(xp, x, self._kept_before)
-        self.cost = Cost(dense_bytes=part_bytes(xp, gradient))
+            x = x * xp.astype(inside.enter(factor), xp.dtype_name(x))
+        # Of the memory, and later of the method: what a step that does not count goes back to.
+        self._kept_before = memory.prepare(xp, x, tuple(map(inside.enter, member.state.memory)))
+        self._x, self._compensated = memory.compensate(xp, x, self._kept_before)
+        self.cost = Cost(dense_bytes=part_bytes(xp, self._gradient), floats_sent=member.floats)
         self._state_before: tuple[Array, ...] = ()
         self._generator: Aggregation
-        self.outcome: Outcome
-        self.mean: Array
+        self._asked: Request | None = None
+        self._outcome: Outcome
+        self._mean: Array  # of the outcome, like the gradient
 
-    def open(self, source: Array) -> None:
+    @property
+    def x(self) -> Array:
+        """What is compressed unless an observer puts something else in its place; of the framework."""
+        return self._inside.leave(self._x)
+
+    @property
+    def sent(self) -> Array | SparseVector:
+        """What was sent of it, once the generator has ended; of the framework."""
+        return self._inside.sent(self._outcome.sent)
+
+    def open(self, source: Array | None) -> None:
         """Makes the generator. It gets what it compresses in the gradient's element type, so that no more travels
-        because more is kept. What that type does not hold stays in the memory."""
-        xp, compressor = self._xp, self.member.compressor
-        dtype = xp.dtype_name(self.gradient)
-        if xp.dtype_name(source) != dtype:
-            source = xp.astype(source.clip(-LARGEST[dtype], LARGEST[dtype]), dtype)
-        kept = self.member.state.kept_for(compressor)
-        self._state_before, self._generator = inside.start(compressor, xp, source, kept, self._context)
-        self.cost.floats_sent = compressor.payload_floats(tuple(source.shape))
+        because more is kept. What that type does not hold stays in the memory.
+
+        Args:
+            source: what is compressed in place of x, an array of the framework; None for x.
+        """
+        xp, compressor, enter = self._xp, self.member.compressor, self._inside.enter
+        compressed = self._x if source is None else enter(source)
+        if xp.dtype_name(compressed) != self._dtype:
+            bound = LARGEST[self._dtype]
+            compressed = xp.astype(compressed.clip(-bound, bound), self._dtype)
+        kept = tuple(map(enter, self.member.state.kept_for(compressor)))
+        self._state_before = checked.prepare(compressor, xp, compressed, kept, self._context)
+        self._generator = checked.aggregate(compressor, xp, compressed, self._state_before, self._context)
 
     def advance(self, answer: Any) -> Request | None:
         """Gives the generator the answer to its last request; its next request, None at its end."""
         try:
-            request = self._generator.send(answer)
+            self._asked = request = self._generator.send(answer)
         except StopIteration as stop:
-            self.outcome = outcome = stop.value
+            self._outcome = outcome = stop.value
             # Memories may change x in place, and whoever gets the mean may change it.
-            mean = checked.without_sharing(outcome.mean, (self.x, *outcome.state))
-            self.mean = self._xp.like_original(mean, self.gradient)
+            mean = checked.without_sharing(outcome.mean, (self._x, *outcome.state))
+            self._mean = self._xp.like_original(mean, self._gradient)
             return None
         sent = bytes_of(request)
         self.cost.bytes_sent += sent
@@ -230,14 +250,31 @@ class _TensorStep:
             self.cost.bytes_in_node += sent
         return request
 
-    def keep(self, found_inf: Array) -> None:
-        """Keeps what was not sent, or on a device everything as it was if `found_inf` is NaN."""
-        xp, x, memory, state = self._xp, self.x, self._memory, self.member.state
-        mean, sent, made = self.outcome
-        if (wide := xp.dtype_name(x)) != xp.dtype_name(self.mean):
+    def sends(self) -> list[Array]:
+        """x, and what was cast from it to half precision for the wire, which makes large values infinite."""
+        if isinstance(self._asked, AllReduce):
+            sent = arrays_for(self._asked.array).dtype_name(self._asked.array)
+            if sent == "float16" != self._xp.dtype_name(self._x):
+                return [self._x, self._asked.array]
+        return [self._x]
+
+    def made(self) -> list[Array]:
+        """What the compressor has made of the exchange: the mean, and the method's new state."""
+        return [self._mean, *self._outcome.state]
+
+    def keep(self, found_inf: Array | None) -> None:
+        """Keeps what was not sent.
+
+        Args:
+            found_inf: an element on a device: everything stays as it was if the element is NaN. None if the step is
+                known to count.
+        """
+        xp, x, memory, state = self._xp, self._x, self._memory, self.member.state
+        mean, sent, made = self._outcome
+        if (wide := xp.dtype_name(x)) != self._dtype:
             # What a narrower element type takes off the mean is the same on all ranks. If each keeps it, it is in the
             # mean of what they send later.
-            x = x + (xp.astype(xp.reshape(mean, x.shape), wide) - xp.astype(self.mean, wide))
+            x = x + (xp.astype(xp.reshape(mean, x.shape), wide) - xp.astype(self._mean, wide))
         kept = memory.update(xp, x, sent, self._compensated)
         state.memory = self._select(found_inf, kept, self._kept_before)
         state.keeper = memory
@@ -245,40 +282,37 @@ class _TensorStep:
             state.method = self.member.compressor.name
             state.compressor = self._select(found_inf, made, self._state_before)
 
-    def result(self, in_place: bool, found_inf: Array) -> Array:
-        """The mean, which holds a NaN if the step does not count; to be called after `keep`.
+    def _select(
+        self, found_inf: Array | None, after: tuple[Array, ...], before: tuple[Array, ...]
+    ) -> tuple[Array, ...]:
+        if found_inf is None:
+            return tuple(map(self._inside.leave, after))
+        return tuple(self._xp.select(found_inf, new, old) for new, old in zip(after, before, strict=True))
+
+    def result(self, in_place: bool, found_inf: Array | None) -> Array:
+        """The mean, of the framework; to be called after `keep`.
 
         Args:
             in_place: whether the mean takes the gradient's place.
+            found_inf: an element that is added to an element of the mean; None for 0.
         """
-        mean = self._xp.spoil(self.mean, found_inf)
-        if not in_place:
-            return mean
-        self.gradient[...] = mean
-        return self.gradient
+        if in_place:
+            self._gradient[...] = self._mean
+        result = self.gradient if in_place else self._inside.leave(self._mean)
+        return result if found_inf is None else self._inside.framework.spoil(result, found_inf)
 
     @property
     def sends_residual(self) -> bool:
-        """Whether the memory has added something that is sent once, to x."""
+        """Whether the memory has added something to x that is sent once."""
         return bool(self._kept_before) and not self._memory.is_momentum
-
-    def _select(self, found_inf: Array, after: tuple[Array, ...], before: tuple[Array, ...]) -> tuple[Array, ...]:
-        if not self._xp.waits(found_inf):
-            return tuple(after)
-        return tuple(self._xp.select(found_inf, new, old) for new, old in zip(after, before, strict=True))
-
-
-def _dtype_of(array: Array) -> str:
-    name: str = arrays_for(array).dtype_name(array)
-    return name
 
 
 def _found_inf(xp: ModuleType, arrays: Sequence[Array]) -> bool | Array:
-    """Whether arrays of the framework or of NumPy hold an inf or NaN, as of `Bucket.call`."""
+    """Whether arrays of the framework or of NumPy hold an inf or NaN, as `flag_of` takes it."""
     in_numpy = [array for array in arrays if isinstance(array, np.ndarray | np.generic)]
     others = [array for array in arrays if not isinstance(array, np.ndarray | np.generic)]
-    flags = [functions.found_inf(own) for functions, own in ((numpy_arrays, in_numpy), (xp, others)) if own]
-    return any_found_inf(*(flag if arrays_for(flag).waits(flag) else bool(flag[0] != 0) for flag in flags))
+    found = bool(in_numpy) and bool(numpy_arrays.found_inf(in_numpy)[0] != 0)
+    return xp.found_inf(others) + (np.nan if found else 0.0) if others else found
 
 
 Step = BucketStep | GroupStep
