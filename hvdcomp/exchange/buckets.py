@@ -65,7 +65,7 @@ class TensorGroup:
         number, gathered: as the attributes of `EngineBucket`.
     """
 
-    on_device = False  # nobody may launch the next kernels before these arrays are there
+    on_device = False  # array functions may wait for what is computed
 
     def __init__(self, members: Sequence[Member], number: int | None = None, gathered: float = 0.0) -> None:
         self.members = members
