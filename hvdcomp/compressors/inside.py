@@ -41,11 +41,13 @@ class Inside:
     like: Array
 
     def enter(self, array: Array) -> Array:
-        """An array of the framework as one of `xp`, in the same storage."""
-        return array if self.xp is self.framework else self.framework.to_numpy(array)
+        """An array of the framework or of `xp` as one of `xp`, in the same storage."""
+        if self.xp is self.framework or isinstance(array, np.ndarray | np.generic):
+            return array
+        return self.framework.to_numpy(array)
 
     def leave(self, array: Array) -> Array:
-        """An array of `xp` as one of the framework, in the same storage if the framework can share it."""
+        """An array of `xp` or of the framework as one of the framework, in the same storage if possible."""
         if self.xp is self.framework or not isinstance(array, np.ndarray | np.generic):
             return array
         array = np.asarray(array)

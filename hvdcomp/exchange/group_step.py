@@ -186,24 +186,26 @@ class _TensorStep:
         self.member, self.gradient = member, gradient
         # What an earlier plan left is still to be sent, and only the memory that kept it knows how.
         self._memory = memory = member.state.memory_for(member.memory)
-        self._inside = inside = Inside(framework, framework, gradient)
-        if type(memory) in KNOWN_TO_KERNELS and memory.rounds_to is None:  # NumPy may lack the types of others
-            self._inside = inside = inside_of(framework, gradient)
-        self._xp = xp = inside.xp
+        self._inside = inside = inside_of(framework, gradient)
         self._context = dataclasses.replace(context, name=member.name)
         self._gradient = inside.enter(gradient)
-        x = xp.reshape(xp.flatten(self._gradient), gradient.shape)
+        known = type(memory) in KNOWN_TO_KERNELS and not memory.rounds_to
+        remembering = inside if known else Inside(framework, framework, gradient)  # NumPy may lack types of others
+        self._memory_xp, enter = remembering.xp, remembering.enter
+        xp = remembering.xp
+        x = xp.reshape(xp.flatten(enter(gradient)), gradient.shape)
         self._dtype = xp.dtype_name(x)
         if not isinstance(memory, NoMemory):
             x = xp.astype(x, wide_dtype(self._dtype))
         if factor is not None:
-            x = x * xp.astype(inside.enter(factor), xp.dtype_name(x))
+            x = x * xp.astype(enter(factor), xp.dtype_name(x))
         # Of the memory, and later of the method: what a step that does not count goes back to.
-        self._kept_before = memory.prepare(xp, x, tuple(map(inside.enter, member.state.memory)))
+        self._kept_before = memory.prepare(xp, x, tuple(map(enter, member.state.memory)))
         self._x, self._compensated = memory.compensate(xp, x, self._kept_before)
         self.cost = Cost(dense_bytes=part_bytes(xp, self._gradient), floats_sent=member.floats)
         self._state_before: tuple[Array, ...] = ()
         self._generator: Aggregation
+        self._compressed: Array
         self._asked: Request | None = None
         self._outcome: Outcome
         self._mean: Array  # of the outcome, like the gradient
@@ -225,11 +227,12 @@ class _TensorStep:
         Args:
             source: what is compressed in place of x, an array of the framework; None for x.
         """
-        xp, compressor, enter = self._xp, self.member.compressor, self._inside.enter
-        compressed = self._x if source is None else enter(source)
+        xp, compressor, enter = self._inside.xp, self.member.compressor, self._inside.enter
+        compressed = enter(self._x if source is None else source)
         if xp.dtype_name(compressed) != self._dtype:
             bound = LARGEST[self._dtype]
             compressed = xp.astype(compressed.clip(-bound, bound), self._dtype)
+        self._compressed = compressed
         kept = tuple(map(enter, self.member.state.kept_for(compressor)))
         self._state_before = checked.prepare(compressor, xp, compressed, kept, self._context)
         self._generator = checked.aggregate(compressor, xp, compressed, self._state_before, self._context)
@@ -241,8 +244,8 @@ class _TensorStep:
         except StopIteration as stop:
             self._outcome = outcome = stop.value
             # Memories may change x in place, and whoever gets the mean may change it.
-            mean = checked.without_sharing(outcome.mean, (self._x, *outcome.state))
-            self._mean = self._xp.like_original(mean, self._gradient)
+            mean = checked.without_sharing(outcome.mean, (self._compressed, *outcome.state))
+            self._mean = self._inside.xp.like_original(mean, self._gradient)
             return None
         sent = bytes_of(request)
         self.cost.bytes_sent += sent
@@ -254,7 +257,7 @@ class _TensorStep:
         """x, and what was cast from it to half precision for the wire, which makes large values infinite."""
         if isinstance(self._asked, AllReduce):
             sent = arrays_for(self._asked.array).dtype_name(self._asked.array)
-            if sent == "float16" != self._xp.dtype_name(self._x):
+            if sent == "float16" != self._memory_xp.dtype_name(self._x):
                 return [self._x, self._asked.array]
         return [self._x]
 
@@ -269,8 +272,10 @@ class _TensorStep:
             found_inf: an element on a device: everything stays as it was if the element is NaN. None if the step is
                 known to count.
         """
-        xp, x, memory, state = self._xp, self._x, self._memory, self.member.state
+        xp, x, memory, state = self._memory_xp, self._x, self._memory, self.member.state
         mean, sent, made = self._outcome
+        if xp is self._inside.framework:
+            sent = self.sent
         if (wide := xp.dtype_name(x)) != self._dtype:
             # What a narrower element type takes off the mean is the same on all ranks. If each keeps it, it is in the
             # mean of what they send later.
@@ -287,7 +292,8 @@ class _TensorStep:
     ) -> tuple[Array, ...]:
         if found_inf is None:
             return tuple(map(self._inside.leave, after))
-        return tuple(self._xp.select(found_inf, new, old) for new, old in zip(after, before, strict=True))
+        select = self._inside.framework.select
+        return tuple(select(found_inf, new, old) for new, old in zip(after, before, strict=True))
 
     def result(self, in_place: bool, found_inf: Array | None) -> Array:
         """The mean, of the framework; to be called after `keep`.
@@ -296,10 +302,13 @@ class _TensorStep:
             in_place: whether the mean takes the gradient's place.
             found_inf: an element that is added to an element of the mean; None for 0.
         """
-        if in_place:
-            self._gradient[...] = self._mean
-        result = self.gradient if in_place else self._inside.leave(self._mean)
-        return result if found_inf is None else self._inside.framework.spoil(result, found_inf)
+        mean, inside = self._mean, self._inside
+        if found_inf is not None:
+            mean = inside.framework.spoil(inside.leave(mean), found_inf)
+        if not in_place:
+            return inside.leave(mean)
+        self._gradient[...] = inside.enter(mean)
+        return self.gradient
 
     @property
     def sends_residual(self) -> bool:

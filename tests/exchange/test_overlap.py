@@ -16,7 +16,7 @@ from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange import overlap
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.specs.levels import DENSE
-from tests.exchange.test_buckets import BUCKETED, needs_kernels
+from tests.exchange.test_buckets import EVERY, needs_kernels
 from tests.harness import (
     TWO_LEVELS,
     CountingCommunicator,
@@ -197,7 +197,7 @@ def test_it_ends_where_no_bucket_starts_by_itself(who: str, recwarn: pytest.Warn
     assert_same(found, run("topk:ratio=0.1", None, **options))
 
 
-@pytest.mark.parametrize(("spec", "backend"), in_turns([*BUCKETED, *TWO_LEVELS]))
+@pytest.mark.parametrize(("spec", "backend"), in_turns([*EVERY, *TWO_LEVELS]))
 def test_it_changes_no_bit(spec: str, backend: str) -> None:
     """With ranks that start early and one that does not, a missing gradient, and a step that does not count.
 
