@@ -5,9 +5,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-# What `make bench` times a step of: the methods with a form for buckets, in their usual setting.
+# What `make bench-encode` times a step of: the methods with a form for buckets, in their usual setting.
 BENCH := --retries 2 $(addprefix --method ,none topk:ratio=0.01 mstopk:ratio=0.01 redsync:ratio=0.01 dgc:ratio=0.01 \
-  randomk:ratio=0.01 efsignsgd onebit qsgd:bits=4 terngrad natural powersgd:rank=4)
+  randomk:ratio=0.01 efsignsgd onebit qsgd:bits=4 terngrad natural int8 int4 fp8 globalqsgd eden eden:bits=1 \
+  powersgd:rank=4)
 
 ifeq ($(shell uname -m),x86_64)
 TENSORFLOW := tensorflow-cpu
@@ -25,6 +26,11 @@ PACKAGES_STAMP := $(VENV)/.installed-$(call checksum,cat constraints.txt pyproje
 PIP := scripts/quietly $(BIN)/python -m pip install --no-input --disable-pip-version-check --no-compile \
   --constraint constraints.txt
 
+# What `make lint` needs: the linters, and the packages whose types mypy reads.
+LINT := .lint
+LINT_PACKAGES := ruff mypy import-linter types-PyYAML click numpy rich
+LINT_STAMP := $(LINT)/.made-$(call checksum,echo $(CURDIR) $(LINT_PACKAGES); $(PYTHON) --version; cat constraints.txt)
+
 PATH_BEFORE := $(PATH)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TF_CPP_MIN_LOG_LEVEL := 3
@@ -39,10 +45,10 @@ unexport PYTHONDONTWRITEBYTECODE
 faults test test-all: export TF_ENABLE_ONEDNN_OPTS := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint bench faults gpu-check image wheel site release clean
+.PHONY: help setup demo test test-all lint bench bench-encode faults gpu-check image wheel site release clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s  %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s  %s\n", $$1, $$2 }' Makefile
 	@echo "Another Python: make PYTHON=python3.12 ... (3.10 to 3.13)"
 
 $(VENV_STAMP):
@@ -76,24 +82,36 @@ setup: $(PACKAGES_STAMP)  ## make .venv with all dependencies, Horovod built fro
 demo: setup  ## train with four compressions on two ranks each, one in TensorFlow too, then compare them
 	@hvdcomp demo --backend horovod --seconds 10
 
-lint: setup  ## check style, types, and what imports what (ruff, mypy, import-linter)
-	@ruff check .
-	@mypy
-	@lint-imports --no-cache --no-logo
+# An environment of its own, without Horovod and frameworks. `make test` runs the same with them, so that mypy also checks
+# how their types are used.
+$(LINT_STAMP):
+	@rm -rf $(LINT)
+	@$(PYTHON) -m venv $(LINT)
+	@scripts/quietly $(LINT)/bin/python -m pip install --no-input --disable-pip-version-check --no-compile \
+	  --constraint constraints.txt $(LINT_PACKAGES)
+	@touch $@
+
+lint: export PATH := $(CURDIR)/$(LINT)/bin:$(PATH_BEFORE)
+lint: export MYPY_CACHE_DIR := $(LINT)/mypy
+lint: $(LINT_STAMP)  ## check style, types, and what imports what (a minute, without set-up)
+	@STARTED=$(STARTED) scripts/run-tests quick lint
 
 # `pytest` alone runs everything in turn, and `pytest FILE` all of a file; `-m "not thorough"` makes either quick.
 test: setup  ## lint, then the quick tests: what continuous integration runs (15 minutes on two cores)
 	@STARTED=$(STARTED) scripts/run-tests quick $(PARTS)
 
-test-all: setup  ## lint, then all tests; PARTS="lint in-process ranks clusters" chooses, SEED=N repeats random examples
+test-all: export HVDCOMP_EXAMPLES := $(or $(EXAMPLES),12)
+test-all: setup  ## lint, then all tests (2 hours); PARTS="lint in-process ranks clusters", SEED=N, EXAMPLES=100 a test
 	@STARTED=$(STARTED) SEED=$(SEED) scripts/run-tests all $(PARTS)
 
-bench: setup  ## measure what compression costs and what it does to accuracy (about an hour)
+bench-encode: setup  ## measure what encoding costs, and write the pages in docs/encode (10 minutes, on an idle machine)
 	@hvdcomp bench encode --model resnet50 --threads 1,2 $(BENCH) --before docs/encode/resnet50/before.json --output docs/encode/resnet50
 	@for model in resnet20 small-tensors; do \
 	  hvdcomp bench encode --model $$model --threads 1 $(BENCH) --before docs/encode/$$model/before.json \
 	    --output docs/encode/$$model || exit 1; \
 	done
+
+bench: bench-encode  ## measure what compression costs and what it does to accuracy (about an hour)
 	@python benchmarks/convergence.py --workload mnist1d --runs runs/convergence --table runs/convergence/mnist1d.md
 
 faults: setup  ## kill, stop and cut off ranks of trainings: a table in docs/faults; GROUP=, ROW=, TRANSPORT=, RESUME=1 choose
@@ -126,7 +144,7 @@ release: setup  ## make a source distribution and wheels in dist/, checked and t
 	@scripts/release $(BIN)/python
 
 clean:  ## remove .venv, runs/ and caches in this folder
-	rm -rf $(VENV) runs build dist hvdcomp/kernels/_native.* .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(LINT) runs build dist hvdcomp/kernels/_native.* .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@cache="$${HVDCOMP_CACHE:-$${XDG_CACHE_HOME:-$$HOME/.cache}/hvdcomp}"; \
 	echo "Built Horovod wheels are kept in $$cache/horovod; to remove them too: rm -r $$cache/horovod"

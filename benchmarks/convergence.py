@@ -1,22 +1,23 @@
-"""What every compressor does to accuracy: trains reference models with each on four simulated ranks, over three seeds.
+"""Measures the effect of every compressor on accuracy: trains reference models on four simulated ranks.
 
-    python benchmarks/convergence.py --dry-run                 # what would be trained
-    python benchmarks/convergence.py                           # everything; many hours of each core
+    python benchmarks/convergence.py --dry-run                 # lists the runs
+    python benchmarks/convergence.py                           # trains all runs; takes many hours on every core
     python benchmarks/convergence.py --workload mnist1d --only topk --only 'powersgd*' --seeds 0
-    python benchmarks/convergence.py --page-only               # the page, from the runs that are there
+    python benchmarks/convergence.py --page-only               # writes the page from the complete runs
 
-Each run is a process of its own with one thread, and writes to a folder of its own below --runs. One that is there
-already, complete and of the same settings, is not trained again, so that an interrupted benchmark goes on where it
-stopped. In the end all runs found there make the tables of the page --table, and the CSV and the plot beside it. Their
-figures go to trainings.csv in --runs: runs in that file count as there, too. Another --runs trains all anew.
+Each run is a separate process with one thread, and writes to its own folder below --runs. A complete run with the same
+settings is not trained again, so an interrupted benchmark continues where it stopped. At the end, the benchmark writes
+the page --table, a CSV file and a plot from all complete runs. It keeps the figures of all runs in trainings.csv in
+--runs. A run in this file counts as complete. To train everything again, name another folder with --runs.
 
-Trainings may run on any machine, busy ones and GPUs too: quality, steps and bytes are taken from them. What a step
-takes is measured by a few steps of each method, --times, on a machine that does nothing else, and on several links at
-once (docs/simulated-ranks.md). So that rows can be compared, all rows of a workload get one time of computing a step:
-the median over its methods, or --compute-ms. What encoding, decoding and waiting for a link take is the method's own.
+Trainings give the quality, steps and bytes. They may run on any machine, also on a busy one or on a GPU. The times of a
+step come from a few steps of each method: run --times on an idle machine. It measures several links at once
+(docs/simulated-ranks.md). All rows of a workload use the same time for computing a step, so that the rows can be
+compared: the median over the methods, or --compute-ms. The times of encoding, decoding and waiting for a link are those
+of each method.
 
     python benchmarks/convergence.py --times --workers 1       # half an hour
-    python benchmarks/convergence.py --page-only --evidence hvdcomp/compressors/evidence.json
+    python benchmarks/convergence.py --page-only --evidence hvdcomp/compressors/evidence_one_rate.json
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ from hvdcomp.tools.train.target import Target
 
 RANKS = 4
 LINKS = {"100mbit": "100 Mb/s", "1gbit": "1 Gb/s"}
-ALL_LINKS = ",".join((NO_TIME, *LINKS))  # the first one's times are those of computing alone
-UNCOMPRESSED = ("none", "fp16")  # the better of which counts as what one has without hvdcomp
-NODES = {"HVDCOMP_RANKS_PER_NODE": "2"}  # of the methods with two levels
+ALL_LINKS = ",".join((NO_TIME, *LINKS))  # with the first link, only computing takes time
+UNCOMPRESSED = ("none", "fp16")  # speedups are over the faster of the two, which you have without hvdcomp
+NODES = {"HVDCOMP_RANKS_PER_NODE": "2"}  # for methods with two levels
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,10 @@ class Workload:
 
     Attributes:
         options: of `hvdcomp train`.
-        target: of the validation part, to which steps, bytes and seconds are counted.
-        beside: the workload whose uncompressed runs are those to compare with; None for its own.
-        only: the methods it is trained with; none for all.
-        ranks: how many.
+        target: a quality on the validation data. Steps, bytes and seconds are counted until a run reaches it.
+        beside: the workload whose uncompressed runs are the baseline; None for the workload itself.
+        only: the methods to train with; empty for all.
+        ranks: the number of ranks.
     """
 
     options: dict[str, Any]
@@ -73,8 +74,10 @@ class Workload:
 
     @property
     def lost(self) -> str:
-        """In what a method is compared with dense training: where there is an accuracy, by chance the loss differs by
-        many times more than that does."""
+        """The unit in which a method is compared with dense training.
+
+        It is accuracy if the workload has one, because the loss then varies much more by chance.
+        """
         return "points of accuracy lost" if self.metric == "accuracy" else "loss above dense (%)"
 
 
@@ -105,14 +108,14 @@ WORKLOADS = {
     ),
     "gpt": Workload(_GPT, "loss=2.15"),
     "gpt-frozen": Workload({**_GPT, "optimizer": "compressed-adam"}, "loss=2.15", beside="gpt"),
-    # Four steps of each rank by itself, and one exchange.
+    # Each rank trains on its own for four steps, then the ranks exchange once.
     "gpt-local": Workload(
         {**_GPT, "optimizer": "compressed-adam", "local_steps": 4, "evaluate_every": 24},
         "loss=2.15",
         beside="gpt",
         only=("none", "efsignsgd", "onebit", "powersgd:rank=4", "int4"),
     ),
-    # 200 exchanges, beside an exchange in each step, and beside one rank that exchanges nothing.
+    # 200 exchanges, compared with an exchange in each step, and with one rank that exchanges nothing.
     "gpt-long": Workload(_LONG, "loss=1.6", only=("none", "int4")),
     "gpt-rounds": Workload(
         {**_LONG, "local_steps": 30}, "loss=1.6", beside="gpt-long", only=("none", "int4", "chunkedtopk")
@@ -139,8 +142,8 @@ class Method:
     """How gradients are sent.
 
     Attributes:
-        changes: of the options, by workload or optimizer; `lr` is a factor.
-        left_out: of which workloads, and why.
+        changes: changed options, by workload or optimizer; `lr` is a factor.
+        left_out: workloads without this method, with the reason.
     """
 
     spec: str
@@ -161,10 +164,10 @@ def _methods(*specs: str, **attributes: Any) -> list[Method]:
     return [Method(spec, **attributes) for spec in specs]
 
 
-# What int4 leaves over cannot be sent by these later: their noise is too large for error feedback.
+# These methods cannot send the residuals that int4 leaves, because their noise is too large for error feedback.
 _BEFORE_NOISE = {"compressed-adam": {"freeze_compression": "int8"}}
 METHODS = (
-    # The steps of compressed-adam before it freezes, by default sent as int4.
+    # compressed-adam sends the steps before it freezes as int4 by default.
     Method("none", {"compressed-adam": {"freeze_compression": "none"}}),
     Method("fp16", {"compressed-adam": {"freeze_compression": "fp16"}}),
     Method("bf16", {"compressed-adam": {"freeze_compression": "bf16"}}),
@@ -172,33 +175,34 @@ METHODS = (
     *_methods("mstopk:ratio=0.01", "mstopk:ratio=0.001", "redsync:ratio=0.01", "redsync:ratio=0.001"),
     *_methods("sidco:ratio=0.01", "sidco:ratio=0.001", "stc:ratio=0.01", "stc:ratio=0.001"),
     *_methods("topkc:ratio=0.01", "topkc:ratio=0.05,chunk=16", "arctopk:ratio=0.02"),
-    # As many bytes as `topkc` and `arctopk` send there; other models would need other levels.
+    # These levels send the same number of bytes as `topkc` and `arctopk` on mnist1d; other models need other levels.
     *_methods(
         *("topk:ratio=0.0751", "topk:ratio=0.024", "topk:ratio=0.0175"),
         left_out=dict.fromkeys(("gpt", "gpt-frozen", "lstm"), "its level is for mnist1d"),
     ),
     *_methods("chunkedtopk:chunk=512,k=8"),  # the published 1 in 64, in chunks that small tensors fill
-    # As `LocalSteps.sparseloco` has it.
+    # The settings of `LocalSteps.sparseloco`.
     Method(
         "chunkedtopk",
         {"gpt-rounds": {"memory": "error_feedback:decay=0.95", "outer_lr": 1.0, "outer_momentum": 0.0}},
         left_out=dict.fromkeys(("mnist1d", "gpt", "gpt-frozen", "lstm"), "its chunks are for larger tensors"),
     ),
-    # Momentum is DGC's own: the optimizer has none.
+    # DGC applies the momentum, so the optimizer has none.
     *_methods(
         "dgc:ratio=0.01",
         "dgc:ratio=0.001",
         changes={"sgd": {"momentum": 0.0}, "adamw": {"betas": (0.0, 0.95)}},
-        left_out={"gpt-frozen": "what is sent there is a momentum already"},
+        left_out={"gpt-frozen": "CompressedAdam already sends a momentum"},
     ),
-    # A vote has no magnitude. SGD's rate is to be that of signs, and clipping makes the norm that of dense steps.
+    # A vote has no magnitude. SGD therefore needs a learning rate for signs; clipping makes the norm of a step that of
+    # a dense step.
     *_methods(
         "signsgd",
         changes={"mnist1d": {"lr": 0.02}, "lstm": {"lr": 0.1}},
-        left_out={"gpt-frozen": "its votes have no magnitude, and the frozen second moment is of gradients"},
+        left_out={"gpt-frozen": "votes have no magnitude, but the frozen second moment has that of gradients"},
     ),
     *_methods("onebit", "onebit:per_row=True"),
-    # So that the first steps are no large part of what is sent in all.
+    # With `powersgd`, the first steps are only a small part of all bytes.
     *_methods("efsignsgd", changes={"gpt-local": {"freeze_compression": "powersgd:rank=4"}}),
     *_methods("qsgd:bits=4", "qsgd:bits=2", "qsgd:bits=4,exchange=scatter", changes=_BEFORE_NOISE),
     *_methods("terngrad", "natural", "globalqsgd:bits=8", "globalqsgd:bits=4"),
@@ -239,7 +243,7 @@ class MethodRun(Run):
         return WORKLOADS[self.workload].target
 
     def figures(self) -> dict[str, Any]:
-        """As `Outcome` has them. Waiting is for the links, from the first step to the target."""
+        """The fields of `Outcome`, and the seconds that the rank waits for each link until it reaches the target."""
         assert self.summary is not None
         metric = WORKLOADS[self.workload].metric
         evaluations = self.records("evaluations.jsonl")
@@ -268,7 +272,7 @@ TIMED_STEPS = 24
 
 @dataclass(frozen=True)
 class TimedRun(MethodRun):
-    """Some steps of a method in a workload, which tell what a step takes."""
+    """A few steps of a method in a workload, to measure the time of a step."""
 
     @cached_property
     def options(self) -> dict[str, Any]:
@@ -286,7 +290,7 @@ class TimedRun(MethodRun):
         steps, on_links = self.records("steps.jsonl"), self.summary["trained_seconds_on_links"]
         coding = [(step["encode_ms"] or 0.0) + (step["decode_ms"] or 0.0) for step in steps]
         alone = [step["ms"] - spent for step, spent in zip(steps, coding, strict=True)]
-        spent = [ms for ms in coding if ms > 0]  # in each step, or in each of local steps' exchanges
+        spent = [ms for ms in coding if ms > 0]  # in each step, or in each exchange of local steps
         return {
             "compute_ms": statistics.median(alone),
             "coding_ms": statistics.median(spent) * len(spent) / len(steps) if spent else 0.0,
@@ -299,10 +303,10 @@ class TimedRun(MethodRun):
 
 
 def planned(workloads: Iterable[str], seeds: Iterable[int], only: Sequence[str], runs: Path) -> list[MethodRun]:
-    """All runs asked for, in order: one seed of everything before the next seed.
+    """The chosen runs, sorted by seed: all runs with one seed come before the next seed.
 
     Args:
-        only: patterns of specs, or names of compressors; none for all.
+        only: patterns of specs, or names of compressors; empty for all.
     """
 
     def is_chosen(spec: str) -> bool:
@@ -318,18 +322,18 @@ def planned(workloads: Iterable[str], seeds: Iterable[int], only: Sequence[str],
     ]
 
 
-# What came out.
+# The results.
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a finished run came to.
+    """The results of a finished run.
 
     Attributes:
-        factor: dense bytes over those sent.
-        loss, quality: of the validation part in the end; None if it diverged.
+        factor: dense bytes / sent bytes.
+        loss, quality: on the validation data at the end; None if the run diverged.
         steps_to_target, bytes_to_target: until the first evaluation that reached the target; None if none did.
-        waits: seconds until then in which the rank waits for a link, by link.
+        waits: by link, the seconds that the rank waited until it reached the target.
     """
 
     run: MethodRun
@@ -341,7 +345,7 @@ class Outcome:
     waits: Mapping[str, float | None]
 
     def lost_beside(self, dense: Outcome) -> float:
-        """As `Workload.lost` says."""
+        """The loss of quality compared with dense training, in the unit of `Workload.lost`."""
         assert self.loss is not None
         assert self.quality is not None
         assert dense.loss is not None
@@ -352,7 +356,7 @@ class Outcome:
 
     @classmethod
     def of(cls, run: MethodRun) -> Outcome | None:
-        """None if it is not finished."""
+        """The outcome of a run; None if it is not finished."""
         record = run.record
         if record is None:
             return None
@@ -361,10 +365,14 @@ class Outcome:
         return cls(run, **{name: record[name] for name in names}, waits=waits)
 
     def seconds(self, link: str, compute_ms: float) -> float | None:
-        """To the target on a link, with so much computing in each step; None if steps of the method were not timed.
+        """Seconds to the target on a link; None if no steps of the method were timed.
 
-        What a step waits for a link depends on the machine where gradients travel while others are computed: then it
-        is that of the timed steps. Steps of CompressedAdam are not alike, and none of its gradients travels so early.
+        With overlap, the time that a step waits for a link depends on the machine. It is therefore measured in the
+        timed steps. With CompressedAdam there is no overlap, and steps before and after the freezing differ, so the
+        waits of the whole training are used.
+
+        Args:
+            compute_ms: the time to compute each step.
         """
         waits, timed = self.waits[link], TimedRun.of(self.run).record
         assert self.steps_to_target is not None
@@ -381,8 +389,8 @@ class Row:
     """All finished runs of a method in a workload.
 
     Attributes:
-        dense: what uncompressed training came to, by seed.
-        label: the method, and the workload if it is not that of the table.
+        dense: by seed, the outcome of uncompressed training.
+        label: the method, with the workload if it is not the workload of the table.
     """
 
     label: str
@@ -395,7 +403,10 @@ class Row:
 
     @property
     def difference(self) -> list[float]:
-        """What is lost beside dense training with the same seed, as `Workload.lost` says; empty if any diverged."""
+        """For each seed, the loss of quality compared with dense training, in the unit of `Workload.lost`.
+
+        It is empty if any run diverged.
+        """
         if any(outcome.loss is None for outcome in self.outcomes):
             return []
         return [
@@ -410,7 +421,7 @@ class Row:
 
     @property
     def has_nodes(self) -> bool:
-        """Whether ranks lie on nodes, within which nothing takes time."""
+        """Whether several ranks share a node. An exchange within a node takes no time."""
         return self.outcomes[0].run.method.spec.startswith("two_level")
 
     @property
@@ -418,7 +429,11 @@ class Row:
         return {outcome.run.seed for outcome in self.outcomes}
 
     def seconds(self, link: str, compute_ms: float, seeds: Collection[int] | None = None) -> float | None:
-        """Seconds to the target, the mean over some seeds, by default all; None unless all their runs reached it."""
+        """The mean seconds to the target over some seeds; None unless all of their runs reached it.
+
+        Args:
+            seeds: None for all.
+        """
         chosen = self.seeds if seeds is None else seeds
         reached = [one.seconds(link, compute_ms) for one in self.reached if one.run.seed in chosen]
         found = [seconds for seconds in reached if seconds is not None]
@@ -430,8 +445,8 @@ class Table:
     """The rows of a workload.
 
     Attributes:
-        compute_ms: of a step, of all rows.
-        runs, failed: of this workload.
+        compute_ms: the time to compute a step, for all rows.
+        runs, failed: the finished and the failed runs of this workload.
     """
 
     name: str
@@ -445,9 +460,13 @@ class Table:
         return WORKLOADS[self.name]
 
     def times_as_fast(self, row: Row, link: str, beside: Sequence[str] = UNCOMPRESSED) -> float | None:
-        """How many times as fast as the quickest of some methods a row is at the target, on the seeds of the row.
+        """The speedup of a row to the target over the fastest of some methods, on the seeds of the row.
 
-        None if either did not get there, and for methods with nodes: the others have a link for each rank.
+        It is None if the row or all of these methods missed the target. It is also None for methods with nodes, because
+        the other methods have a link for each rank.
+
+        Args:
+            beside: specs of the methods to compare with.
         """
         plain = [row for row in self.rows if row.outcomes[0].run.method.spec in beside]
         if self.workload.beside is not None:
@@ -458,7 +477,7 @@ class Table:
 
 
 def table_of(name: str, seeds: Sequence[int], runs: Path, compute_ms: float | None) -> Table | None:
-    """The table of a workload; None if nothing of it is there."""
+    """The table of a workload; None if it has no finished run."""
     beside = WORKLOADS[name].beside
     everything = planned([name], seeds, (), runs)
     others = [] if beside is None else [run for run in planned([beside], seeds, (), runs) if run.label in UNCOMPRESSED]
@@ -487,7 +506,7 @@ def table_of(name: str, seeds: Sequence[int], runs: Path, compute_ms: float | No
 
 
 def records_of(table: Table) -> list[dict[str, Any]]:
-    """The rows of a workload as the CSV has them: means over the seeds, and half of their 95 % intervals."""
+    """The rows of a workload for the CSV file: means over the seeds, and half of their 95 % intervals."""
     return [_record(table, row) for row in table.rows]
 
 
@@ -500,7 +519,7 @@ def _record(table: Table, row: Row) -> dict[str, Any]:
     seconds = {link: row.seconds(link, table.compute_ms) for link in LINKS if len(steps) == runs}
     return {
         "workload": table.name,
-        "trained_in": run.workload,  # another one for the uncompressed runs that this one is compared with
+        "trained_in": run.workload,  # another workload for the baseline's uncompressed runs
         "method": run.method.spec,
         "ranks": table.workload.ranks,
         "seeds": runs,
@@ -531,12 +550,14 @@ WELL_KNOWN = (
     *UNCOMPRESSED, "int8", "int4", "qsgd:bits=4", "terngrad", "powersgd:rank=4", "topk:ratio=0.01", "dgc:ratio=0.01",
     "efsignsgd",
 )  # fmt: skip
-LOSES_TOO_MUCH = 5.0  # points or percent; methods that lose as much are left out, however little they send
+LOSES_TOO_MUCH = 5.0  # points or percent; a method that loses at least this is never bold
 
 
 def front_of(table: Table) -> list[Row]:
-    """The rows that lose less than each row that sends less, in the order of their bytes; only of several seeds, and
-    without nodes, as bytes between nodes are not those of a rank."""
+    """The rows that lose less than every row with fewer bytes, sorted by their bytes.
+
+    Rows with one seed are left out, and so are rows with nodes, because their bytes are those between nodes.
+    """
     front: list[Row] = []
     own = [row for row in table.rows if row.outcomes[0].run.workload == table.name]
     chosen = [row for row in own if len(row.difference) > 1 and not row.has_nodes]
@@ -548,7 +569,7 @@ def front_of(table: Table) -> list[Row]:
 
 
 def block_of(table: Table) -> str:
-    """A workload's training and its methods that matter, in Markdown."""
+    """In Markdown: a table of a workload's well-known and best methods, and the options of its trainings."""
     workload, front = table.workload, front_of(table)
     options = ", ".join(f"{name} {value}" for name, value in workload.options.items())
     lines = [
@@ -562,8 +583,8 @@ def block_of(table: Table) -> str:
             times = [_time(record[f"seconds_{link}"], record[f"times_as_fast_{link}"]) for link in LINKS]
             lines.append(f"| {' | '.join([label, f'{row.factor:.1f}', lost, *times])} |")
     seeds = ", ".join(map(str, sorted({run.seed for run in table.runs})))
-    ends = f"Target: {workload.target}. A step computes for {table.compute_ms:.1f} ms."
-    lines += ["", f"{workload.ranks} ranks, seeds {seeds}: {options}. {ends}"]
+    ends = f"Target: {workload.target}. Computing a step takes {table.compute_ms:.1f} ms."
+    lines += ["", f"Ranks: {workload.ranks}. Seeds: {seeds}. Options: {options}. {ends}"]
     for run in table.failed:
         lines += ["", f"Failed: `{run.method.spec}`, seed {run.seed}: {run.about['error']}"]
     return "\n".join(lines)
@@ -574,8 +595,11 @@ def _time(seconds: float | None, times: float | None) -> str:
 
 
 def savings_of(tables: Sequence[Table]) -> str:
-    """The best method's seconds to the target on each link, beside those of uncompressed training, in Markdown; without
-    workloads of which no time is known beside those."""
+    """In Markdown: for each workload and link, the method with the largest speedup to the target over uncompressed
+    training.
+
+    Workloads without any speedup are left out.
+    """
     lines = [f"| | {' | '.join(LINKS.values())} |", f"|---|{'--:|' * len(LINKS)}"]
     for table in tables:
         cells = []
@@ -586,7 +610,7 @@ def savings_of(tables: Sequence[Table]) -> str:
                 continue
             best, row = max(times, key=lambda entry: entry[0])
             beside_none = table.times_as_fast(row, link, ["none"])
-            cells.append(f"{row.label} {best:.2f} x" + ("" if beside_none is None else f" ({beside_none:.1f} x)"))
+            cells.append(f"{row.label} {best:.2f}x" + ("" if beside_none is None else f" ({beside_none:.1f}x)"))
         if set(cells) == {"-"}:
             continue
         lines.append(f"| {table.name}, {OPTIMIZERS[table.workload.options['optimizer']]} | {' | '.join(cells)} |")
@@ -609,14 +633,16 @@ def marks_of(name: str) -> tuple[str, str]:
 
 
 def tables_of(runs: Path, seeds: Sequence[int], compute_ms: Mapping[str, float]) -> list[Table]:
-    """The tables of all runs that are there."""
+    """The tables of all finished runs."""
     found = [table_of(name, seeds, runs, compute_ms.get(name)) for name in WORKLOADS]
     return [table for table in found if table is not None]
 
 
 def write_page(file: Path, tables: Sequence[Table]) -> None:
-    """Writes the tables between their marks on the page, the rest of which is written by hand, and beside it the plot
-    and the CSV of all rows. A new page has the marks of all workloads."""
+    """Writes the tables between their marks on the page, and beside the page the plot and the CSV file of all rows.
+
+    The rest of the page is written by hand, and is kept. A new page has the marks of all workloads.
+    """
     own = {table.name: block_of(table) for table in tables}
     blocks = {"origin": origin_of(tables), **own, "savings": savings_of(tables)}
     marks = ["\n".join([f"## {name}\n", *marks_of(name)]) for name in blocks]
@@ -625,7 +651,7 @@ def write_page(file: Path, tables: Sequence[Table]) -> None:
     for name, block in blocks.items():
         text = with_block(text, *marks_of(name), block) or text
     records = [record for table in tables for record in records_of(table)]
-    columns = {key: None for record in records for key in record}  # an accuracy, or a perplexity
+    columns = {key: None for record in records for key in record}  # some rows have an accuracy, others a perplexity
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_files(
         {
@@ -644,18 +670,21 @@ _FAMILIES = {
     "cast": ("fp16", "bf16"),
 }
 _COLOURS = dict(zip(_FAMILIES, ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#888888"), strict=True))
-_MOST = 20.0  # points or percent, where the plot ends
+_MOST = 20.0  # points or percent; the largest loss in the plot
 
 
 def family_of(spec: str) -> str | None:
-    """What kind of method a spec is of; None for none."""
+    """The family of a spec's method; None for uncompressed training."""
     name = re.split("[:()]", spec.removeprefix("two_level("))[0]
     return next((family for family, names in _FAMILIES.items() if name in names), None)
 
 
 def draw(tables: Sequence[Table]) -> bytes:
-    """What is lost over the factor, as a PNG: all methods, with a line through those beside which no other is better
-    in both, and the names of the well-known. Workloads with a few methods are left out."""
+    """Plots the lost quality of all methods over the factor; returns a PNG.
+
+    A line joins the methods that no other method beats in both, and the well-known methods have their names. Workloads
+    with few methods are left out.
+    """
     from matplotlib.lines import Line2D
 
     from hvdcomp.perfmodel.figures import INK, as_png, new_figure
@@ -697,11 +726,14 @@ def draw(tables: Sequence[Table]) -> bytes:
 
 OPTIMIZERS = {"sgd": "SGD", "adamw": "Adam", "compressed-adam": "CompressedAdam"}
 _OTHERWISE = (*UNCOMPRESSED, "bf16", "dgc", "signsgd")
-"""Methods that say nothing of others: casts, and those that were trained in another way."""
+"""Methods that are no evidence: casts, and methods that were trained with other settings."""
 
 
 def evidence_of(tables: Iterable[Table]) -> list[dict[str, Any]]:
-    """What `hvdcomp.compressors.evidence` knows: from trainings whose ranks exchange in each step. None: diverged."""
+    """The records at one learning rate for `hvdcomp.compressors.evidence`, if the ranks exchange in each step.
+
+    A loss of None means that a run diverged.
+    """
     records = []
     for table in tables:
         options = table.workload.options
@@ -736,23 +768,23 @@ def _compute_ms(context: click.Context, parameter: click.Parameter, values: tupl
 
 
 def _check(runs: Sequence[MethodRun]) -> None:
-    """Refuses what `hvdcomp train` would, before anything is trained."""
+    """Refuses options that `hvdcomp train` would refuse, before the first training."""
     for run in runs:
         TrainingOptions(**run.options).resolved()
 
 
 @click.command()
 @options_of_trainings(WORKLOADS, "convergence", seeds="0,1,2")
-@click.option("--only", multiple=True, metavar="PATTERN", help="Which specs: a pattern, or a compressor; default: all.")
+@click.option("--only", multiple=True, metavar="PATTERN", help="Pattern of specs, or a compressor. Default: all.")
 @click.option(
     "--compute-ms",
     multiple=True,
     callback=_compute_ms,
     metavar="WORKLOAD=MS",
-    help="What a rank computes in a step, for the page; default: the median of the timed steps.",
+    help="Time to compute a step, for the page. Default: the median of the timed steps.",
 )
-@click.option("--evidence", type=click.Path(path_type=Path), help="A file for what `auto` goes by.")
-@click.option("--times", is_flag=True, help="Time some steps of each method, in place of training.")
+@click.option("--evidence", type=click.Path(path_type=Path), help="File to write for the policy `auto`.")
+@click.option("--times", is_flag=True, help="Time a few steps of each method, instead of training.")
 def main(
     workloads: tuple[str, ...],
     only: tuple[str, ...],
@@ -766,7 +798,7 @@ def main(
     dry_run: bool,
     page_only: bool,
 ) -> None:
-    """Trains with every compressor on simulated ranks, and writes the page of all runs that are there."""
+    """Train with every compressor on simulated ranks, and write the page of all complete runs."""
     chosen = planned(workloads or tuple(WORKLOADS), seeds, only, runs)
     for pattern in only:
         if not planned(WORKLOADS, [0], [pattern], runs):
@@ -777,14 +809,14 @@ def main(
     failed = [] if page_only else train_missing(todo, console, workers=workers, dry_run=dry_run)
     if dry_run:
         return
-    # Of all seeds that are there, not only those of this command.
+    # The page has all seeds with runs, not only those of this command.
     everywhere = seeds_there(runs)
     keep_records(planned(WORKLOADS, everywhere, (), runs), runs)
     keep_records([TimedRun.of(run) for run in planned(WORKLOADS, [0], (), runs)], runs / "times")
     tables = tables_of(runs, everywhere, compute_ms)
     if tables:
         write_page(table, tables)
-        console.print(f"wrote {table}, and a plot and a CSV beside it")
+        console.print(f"wrote {table}, and a CSV file and a plot beside it")
         if evidence is not None:
             replace_text(evidence, json.dumps(evidence_of(tables), indent=1) + "\n")
     else:

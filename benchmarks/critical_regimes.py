@@ -2,10 +2,10 @@
 
     python benchmarks/critical_regimes.py        # without Horovod; some minutes on one core
 
-Trains the reference network on the digits with dense SGD and a learning rate that falls once, measures both at the end
-of every epoch, and writes critical_regimes.json and critical_regimes.png: figure 3 of the Accordion paper, for a model
-that is small enough for every machine. By default a fifth of the labels is drawn at random: otherwise the loss would be
-near zero before the learning rate falls, and the fall would change nothing.
+The program trains the reference network on the digits with dense SGD. The learning rate falls once. The program
+measures both quantities at the end of every epoch, and writes critical_regimes.json and critical_regimes.png: figure 3
+of the Accordion paper, for a model that is small enough for every machine. By default, a fifth of the labels is random.
+Otherwise the loss would be near zero before the learning rate falls, and the fall would change nothing.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def shown(record: RegimeRecord, rows: list[dict[str, Any]]) -> Table:
 @click.command()
 @click.option("--epochs", type=int, default=40, show_default=True)
 @click.option("--milestone", type=int, default=20, show_default=True, help="Epochs after which the rate falls to 1/10.")
-@click.option("--lr", type=float, help="Learning rate; default: the network's own.")
+@click.option("--lr", type=float, help="Learning rate. Default: the network's own.")
 @click.option("--label-noise", type=float, default=0.2, show_default=True, help="Share of labels drawn at random.")
 @click.option("--interval", type=int, default=5, show_default=True, help="Epochs between comparisons.")
 @click.option("--eta", type=float, default=0.5, show_default=True, help="Relative change that is critical.")

@@ -2,12 +2,12 @@
 
     sudo .venv/bin/python benchmarks/ddp_hooks.py --output docs/ddp-hooks
 
-Makes emulated clusters (docs/emulated-cluster.md) and measures all methods on each in turns; the ranks run
-`ddp_hooks_worker.py`. Writes ddp-hooks.json with all times of steps, ddp-hooks.csv with a row for each setting and
-method, and ddp-hooks.md with a summary.
+The program creates emulated clusters (docs/emulated-cluster.md). On each cluster, it measures all methods in turns. The
+ranks run `ddp_hooks_worker.py`. The results are ddp-hooks.json with the times of all steps, ddp-hooks.csv with a row
+for each setting and method, and ddp-hooks.md with a summary.
 
-A setting takes eight steps of each method, and then --seconds, or five more steps of each method if these take longer.
-With all methods a rank needs 3 GB for ResNet-18.
+Each setting first runs eight steps of each method. Then it measures for --seconds, but for at least five more steps of
+each method. With all methods, a rank needs 3 GB for ResNet-18.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hvdcomp.tools.bench.steps import StepsError, check, earlier, environment_fa
 
 WORKER = Path(__file__).with_name("ddp_hooks_worker.py")
 STEM = "ddp-hooks"
-COMPUTE, DENSE = "compute", "DDP"  # as of the worker
+COMPUTE, DENSE = "compute", "DDP"  # names in the worker
 
 ALIKE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "dense": ((DENSE,), ("none",)),
@@ -43,7 +43,7 @@ ALIKE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "low rank": (("powerSGD_hook", "batched_powerSGD_hook"), ("powersgd",)),
     "8 bit": (("quantization_pertensor_hook", "quantization_perchannel_hook"), ("int8",)),
 }
-"""What is of like accuracy: of each kind, PyTorch's methods, and hvdcomp's compressors by name."""
+"""By kind, methods with similar accuracy: PyTorch's methods, and the names of hvdcomp's compressors."""
 
 THEIRS = tuple(method for theirs, _ in ALIKE.values() for method in theirs)
 METHODS = (
@@ -54,36 +54,38 @@ METHODS = (
     *("topk:ratio=0.01", "int4", "efsignsgd"),
 )
 
-ABOUT = """All methods train the same model, in turns, in one process on each rank and in one process group with Gloo: \
-batch size {batch_size}, random data, SGD with momentum, one thread, each host on cores of its own where there are \
-enough. `compute` is the training without any exchange, `DDP` is without a hook; the names of hooks are PyTorch's, all \
-else is hvdcomp. Times are those of the slowest rank: the median of all steps, and the quartiles. Bytes are those that \
-one step sends over the link of a host, with headers and acknowledgements, by the counter of its interface.
+ABOUT = """All methods train the same model. They take turns in one process on each rank, and use the same process \
+group with Gloo. The trainings use batch size {batch_size}, random data, SGD with momentum, and one thread. Each host \
+has its own cores if the machine has enough cores. `compute` is a training without any exchange, and `DDP` is a \
+training without a hook. Names that end in `_hook` are PyTorch's hooks, and all other methods are hvdcomp's. Times are \
+those of the slowest rank: the median and the quartiles of all steps. Bytes are those that one step sends over the \
+link of a host, including headers and acknowledgements. They come from the counter of the host's network interface.
 
-PyTorch's PowerSGD has rank 4, error feedback and warm start, and compresses from the third step on, which is before \
-anything is measured. It gets all gradients in one bucket: with several, Gloo's threads start its collectives in an \
-order that differs between the ranks, and the run dies. All else has DDP's buckets as they are by themselves."""
+PyTorch's PowerSGD has rank 4, error feedback and warm start. It compresses from the third step on, which is before \
+the measurement begins. It gets all gradients in one bucket, because with several buckets, Gloo's threads start its \
+collectives in a different order on each rank, and the run fails. All other methods use DDP's default buckets."""
 
-ALTERNATING = """**`alternating=true` is not of like accuracy.** It sends one factor of the two in a step, which \
-neither PyTorch's hook nor `powersgd:rank=4` does. In [convergence.csv](../convergence.csv) the loss of an \
-LSTM with `powersgd:rank=4` ends 6 % above dense, and with `alternating=True` 15 %. So it is \
-compared with no hook."""
+ALTERNATING = """**`alternating=true` is less accurate**, so we compare it with no hook. In each step it sends only \
+one of the two factors, while PyTorch's hook and `powersgd:rank=4` send both. In \
+[convergence.csv](../convergence.csv), the loss of an LSTM is 6 % above dense training with `powersgd:rank=4`, and \
+15 % above it with `alternating=True`."""
 
 
 @dataclass(frozen=True)
 class Row(Place):
-    """One method in one place. Times in ms, of one step.
+    """One method in one place. Times are in ms, of one step.
 
     Attributes:
-        method: as of the worker.
-        kind: of `ALIKE`; empty for what has nothing alike.
-        theirs: whether it is PyTorch's.
+        method: the method's name in the worker.
+        kind: of `ALIKE`; empty if no other method has similar accuracy.
+        theirs: whether the method is PyTorch's.
         median_ms, low_ms, high_ms: median and quartiles of the steps.
-        wire_bytes, ledger_bytes: of a step: over the link, and handed to collectives by hvdcomp's ledger.
-        over_ddp: how many times as fast as DDP without a hook, the median of rounds.
+        wire_bytes: bytes of a step over the link.
+        ledger_bytes: bytes of a step that were given to collectives, by hvdcomp's ledger.
+        over_ddp: speedup over DDP without a hook, as the median of rounds.
         over_ddp_error: its standard error.
-        hook: PyTorch's fastest of the same kind, where there is one and this is not PyTorch's.
-        over_hook, over_hook_error: how many times as fast as that hook.
+        hook: PyTorch's fastest method of the same kind; None if there is none, or if this method is PyTorch's.
+        over_hook, over_hook_error: speedup over this hook, and its standard error.
     """
 
     method: str
@@ -102,7 +104,10 @@ class Row(Place):
 
 
 def kind_of(method: str) -> str:
-    """The kind of a method; empty if it has none, as PowerSGD that alternates: it trains worse than the hook."""
+    """The kind of a method; empty if it has none.
+
+    PowerSGD with `alternating=True` has none, because it trains worse than PyTorch's hook.
+    """
     compressor = None if method in (*THEIRS, COMPUTE) else parse_compressor(method)
     if getattr(compressor, "alternating", False):
         return ""
@@ -146,7 +151,7 @@ def rows_of(run: Mapping[str, Any]) -> list[Row]:
 
 
 def best_of_kinds(rows: Sequence[Row]) -> list[Row]:
-    """Of each place and kind, hvdcomp's fastest, where PyTorch has a hook of that kind that runs."""
+    """For each place and kind, hvdcomp's fastest method, if a hook of PyTorch of this kind runs there."""
     compared = [row for row in rows if row.over_hook is not None]
     groups = dict.fromkeys((row.place, row.kind) for row in compared)
     return [
@@ -156,21 +161,21 @@ def best_of_kinds(rows: Sequence[Row]) -> list[Row]:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """How often hvdcomp is faster than every hook that is alike, and where it is least so."""
+    """Sentences on how often hvdcomp is faster than every hook of the same kind, and on its smallest speedup."""
     best = best_of_kinds(rows)
     if not best:
-        return "No hook of PyTorch ran beside a compressor of hvdcomp of like accuracy."
+        return "In no setting, a hook of PyTorch and a compressor of hvdcomp with similar accuracy both ran."
     least = min(best, key=lambda row: row.over_hook or 0)
     faster = sum((row.over_hook or 0) > 1 for row in best)
     return (
-        f"hvdcomp's fastest of a kind is faster than PyTorch's fastest of that kind in {faster} of {len(best)} "
-        f"comparisons; the least is {least.over_hook:.2f} times as fast ({least.method} and {least.hook}, "
+        f"In {faster} of {len(best)} comparisons, hvdcomp's fastest method of a kind is faster than PyTorch's fastest "
+        f"method of this kind. The smallest speedup is {least.over_hook:.2f} ({least.method} over {least.hook}, "
         f"{least.in_words()})."
     )
 
 
 def markdown(runs: Sequence[Mapping[str, Any]], details: Mapping[str, Any]) -> str:
-    """What was measured, each method in a line, and what did not run."""
+    """The page: what was measured, a line for each method, and the methods that did not run."""
     rows = [row for run in runs for row in rows_of(run)]
     commits = commits_in_words(run["commit"] for run in runs)
     rates = sorted(dict.fromkeys(row.rate for row in rows), key=parse_rate)
@@ -181,19 +186,20 @@ def markdown(runs: Sequence[Mapping[str, Any]], details: Mapping[str, Any]) -> s
         hooks = ", ".join(dict.fromkeys(row.hook for row in of_method if row.hook))
         methods.append((method, *over_ddp, hooks and f"{hooks}: {_bounds(row.over_hook for row in of_method)}"))
     lines = [
-        "# PyTorch's communication hooks and hvdcomp's",
+        "# PyTorch's communication hooks compared with hvdcomp",
         "",
-        f"Made by `{details['command']}`, at commit {commits}, on {details['cores']} cores, with "
-        f"{_versions(runs)}. {summary(rows)}",
+        f"Made by `{details['command']}`, at commit {commits}, on {details['cores']} cores, with {_versions(runs)}.",
+        "",
+        summary(rows),
         "",
         ABOUT.format(**details),
         "",
         *([ALTERNATING, ""] if any("alternating" in row.method for row in rows) else []),
-        "How many times as fast as DDP without a hook each method is, and as PyTorch's fastest hook of like accuracy: "
-        f"the least and the most over the clusters and models. [{STEM}.csv]({STEM}.csv) has every setting with times, "
-        "quartiles, bytes and standard errors of the ratios.",
+        "The table shows the speedup of each method over DDP without a hook, by rate. The last column shows its "
+        "speedup over PyTorch's fastest hook with similar accuracy. A range is over the clusters and models. "
+        f"[{STEM}.csv]({STEM}.csv) has every setting with times, quartiles, bytes and standard errors of the speedups.",
         "",
-        *_table(("method", *rates, "as the hook"), methods),
+        *_table(("method", *rates, "over the hook"), methods),
         "",
         *_refused(runs),
     ]
@@ -201,7 +207,7 @@ def markdown(runs: Sequence[Mapping[str, Any]], details: Mapping[str, Any]) -> s
 
 
 def _bounds(ratios: Iterable[float | None]) -> str:
-    """The least and the largest ratio."""
+    """The smallest and the largest ratio."""
     found = sorted(value for value in ratios if value is not None)
     return " to ".join(dict.fromkeys(f"{value:.2f}" for value in (found[0], found[-1]))) if found else ""
 
@@ -223,7 +229,7 @@ def _refused(runs: Sequence[Mapping[str, Any]]) -> list[str]:
         f"- {method} ({'everywhere' if len(places) == len(runs) else '; '.join(places)}): `{reason}`"
         for (method, reason), places in reasons.items()
     ]
-    return ["PyTorch's hooks that did not run on the CPU with Gloo, and what they said:", "", *lines, ""]
+    return ["These hooks of PyTorch did not run on the CPU with Gloo, with these errors:", "", *lines, ""]
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -245,13 +251,13 @@ def write(folder: Path, runs: Sequence[Mapping[str, Any]], details: Mapping[str,
 def measure(
     places: Sequence[Place], methods: Sequence[str], batch_size: int, seconds: float
 ) -> Iterator[dict[str, Any]]:
-    """Measures setting by setting; those of one cluster follow each other.
+    """Measures one setting after the other. All settings of a cluster follow each other.
 
     Yields:
         The results of the ranks, with the fields of `Place`.
 
     Raises:
-        StepsError: if a run failed; its ranks have written the reason.
+        StepsError: if a run failed. Its ranks have printed the reason.
     """
     for (hosts, rate), of_cluster in itertools.groupby(places, key=lambda place: (place.cluster, place.rate)):
         with Cluster(hosts.number, rate) as cluster, tempfile.TemporaryDirectory() as folder:
@@ -264,7 +270,7 @@ def measure(
                     [sys.executable, str(WORKER), *words, "--output", str(file)],
                     ranks=hosts.number * hosts.ranks,
                     backend="torch",
-                    # Names of hosts cannot be looked up there, which PyTorch would say of each connection.
+                    # Emulated hosts have no names, and PyTorch would warn about this for each connection.
                     env={"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
                 )
                 if code != 0:
@@ -277,7 +283,7 @@ def _list(_context: click.Context, _option: click.Parameter, value: str) -> tupl
 
 
 def _methods(_context: click.Context, _option: click.Parameter, value: tuple[str, ...]) -> tuple[str, ...]:
-    """Sees that each is one of PyTorch's, or the spec of a compressor."""
+    """Checks that each method is one of PyTorch's, or the spec of a compressor."""
     for method in value:
         try:
             kind_of(method)

@@ -1,10 +1,12 @@
-"""The error of the mean of ranks that send EDEN's levels, in two tables: with one rotation for all ranks, as hvdcomp
-has it, and with a rotation of each rank's own; and scattered, by the bits of chunks and of means.
+"""The error of the mean gradient if ranks send EDEN's levels, in two tables.
+
+The first table compares one rotation for all ranks, which hvdcomp uses, with a separate rotation for each rank. The
+second table is for a scattered exchange, by the bits of chunks and of means.
 
     python benchmarks/eden_rotations.py
 
-A rank's gradient is normal, and shares a part of its energy with those of all others. Errors are |error of the
-mean|^2 / |mean|^2, in percent. It takes about a minute.
+A rank's gradient has a normal distribution, and a part of its energy is common to all ranks. Errors are
+|error of the mean|^2 / |mean|^2, in percent. The program takes about a minute.
 """
 
 from __future__ import annotations

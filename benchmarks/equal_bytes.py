@@ -1,14 +1,17 @@
-"""The worth of adaptive levels: compares each policy with a fixed level that sends equally many bytes, over five seeds.
+"""Compares each policy of levels with a fixed level that sends the same number of bytes, over several seeds.
 
     python benchmarks/equal_bytes.py --dry-run                  # lists the first runs, and their time
     python benchmarks/equal_bytes.py                            # all runs; many hours of each core
     python benchmarks/equal_bytes.py --workload mnist1d --only budget --seeds 0,1
     python benchmarks/equal_bytes.py --page-only                # only the page, from the existing runs
 
-First the policies are trained, and fixed levels of three budgets. A policy's control is the fixed level of the same
-compressor whose training sends as many bytes as the mean over the policy's seeds; bisection finds it. A policy with two
-levels has a second control: equally many bytes, with the less compressed steps in the middle of the training. Each run
-is a separate process, is kept below --runs, and is not trained again; trainings.csv there has the figures of all.
+First the policies and the fixed levels of three budgets are trained. Then each policy gets a control: the fixed level
+of the same compressor whose training sends the mean number of bytes of the policy's seeds. Bisection finds this level.
+A policy with two levels gets a second control. It sends the same number of bytes, with the less compressed steps in the
+middle of the training.
+
+Each run is a separate process and has a folder below --runs. A complete run is not trained again. The file
+trainings.csv in --runs keeps the figures of all runs.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from pages import (
 )
 
 from hvdcomp.communicators.loopback import LoopbackCommunicator
+from hvdcomp.compressors import with_small
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.exchange.engine import Engine
@@ -44,11 +48,12 @@ from hvdcomp.tools.terminal import make_console
 from hvdcomp.tools.train.options import TrainingOptions
 
 POLICIES = ("budget", "budget-narrow", "lgreco", "accordion", "gravac", "adaqs")
-# With factors of elements and the gain of the authors' code, large factors pass as in the paper's tables.
+# With factors counted in elements, and with the gain of the authors' code, GraVAC accepts large factors, as in the
+# paper's tables.
 GRAVAC = "min=10,max=1000,epsilon=0.7,smoothing=0.2,factor=elements,gain=raw"
-GRAVACS_LINK = "100mbit"  # it looks at throughput
+GRAVACS_LINK = "100mbit"  # GraVAC measures throughput
 ALIKE = 0.005
-"""Share by which the bytes of a policy and of its control may differ."""
+"""The bytes of a policy and of its control may differ by this share."""
 LEVEL_NAMES = {"topk": "ratio", "powersgd": "rank"}
 
 
@@ -60,9 +65,9 @@ class Workload:
         options: of `hvdcomp train`.
         levels: by compressor, the fixed levels of three budgets, from many bytes to few.
         extremes: by compressor, the levels between which Accordion chooses: low and high compression. GraVAC and AdaQS
-            begin at low.
-        window: steps of Accordion between comparisons, and of GraVAC for a candidate: published ones are of long
-            trainings.
+            begin at low compression.
+        window: number of steps between Accordion's comparisons, and for each of GraVAC's candidates. The published
+            numbers are for longer trainings.
     """
 
     options: dict[str, Any]
@@ -90,7 +95,7 @@ WORKLOADS = {
     "mnist1d": Workload(_of_convergence("mnist1d"), levels=_LEVELS, extremes=_EXTREMES, window=40),
     "mnist1d-8": Workload(_of_convergence("mnist1d", 8), levels=_LEVELS),
     "gpt": Workload(_of_convergence("gpt-frozen"), levels=_LONG),
-    # So short that few bytes cost accuracy: with more steps all levels end near 99 %.
+    # The training is short, so that few bytes cost accuracy. With more steps, all levels end near 99 %.
     "resnet20": Workload(
         {
             "model": "resnet20",
@@ -115,11 +120,11 @@ WORKLOADS = {
 
 @dataclass(frozen=True)
 class Row:
-    """How gradients are sent: a compressor at a level, and a policy of levels if there is one.
+    """How gradients are sent: a compressor at a level, with a policy of levels if there is one.
 
     Attributes:
-        kind: of the row, "fixed", "mid" (a schedule: lower compression in mid-training) or a policy.
-        control_of: the row that it is the control of; None for one that stands by itself.
+        kind: "fixed", "mid" (a schedule with lower compression in mid-training), or the name of a policy.
+        control_of: label of the row for which this row is the control; None if it is no control.
     """
 
     kind: str
@@ -138,7 +143,7 @@ class Row:
 
 
 def rows_of(workload: Workload) -> list[Row]:
-    """What is trained first: fixed levels, and the policies."""
+    """The rows that are trained first: fixed levels, and the policies."""
     rows = []
     for compressor, levels in workload.levels.items():
         for level in levels:
@@ -146,7 +151,7 @@ def rows_of(workload: Workload) -> list[Row]:
             factor = f"{factor_of(workload, Row('fixed', compressor, level)):.4g}"
             rows.append(Row("budget", compressor, level, f"budget:factor={factor}"))
             rows.append(Row("budget-narrow", compressor, level, f"budget:factor={factor},least=0.3,most=3"))
-            if workload.options["steps"] > LGreCo.interval:  # else it decides nothing
+            if workload.options["steps"] > LGreCo.interval:  # else LGreCo never decides
                 rows.append(Row("lgreco", compressor, level, "lgreco:least=0.1,most=10,levels=13"))
     for compressor, (low, high) in workload.extremes.items():
         rows.append(Row("fixed", compressor, low))
@@ -175,7 +180,10 @@ class LevelRun(Run):
         return {**WORKLOADS[self.workload].options, "compression": self.row.spec, **policy, "seed": self.seed}
 
     def figures(self) -> dict[str, Any]:
-        """Bytes that a rank sent, the factor, and quality of the validation part in the end; None if it diverged."""
+        """The compression factor, the bytes that a rank sent, and the final quality (None if the training diverged).
+
+        The quality is measured on the validation data.
+        """
         assert self.summary is not None
         ended = self.summary["status"] == "finished"
         metric = WORKLOADS[self.workload].metric
@@ -186,7 +194,7 @@ class LevelRun(Run):
         }
 
 
-# What a level sends.
+# The bytes of a level.
 
 
 @cache
@@ -200,24 +208,29 @@ def _tensors(model: str, data: str) -> tuple[TensorInfo, ...]:
 
 
 def bytes_of_step(workload: Workload, row: Row) -> tuple[int, int]:
-    """Bytes of a rank and step at the row's fixed level, and uncompressed."""
+    """Bytes that a rank sends in a step: at the row's fixed level, and uncompressed."""
     return payload_bytes(workload.options, row.spec), payload_bytes(workload.options, "none")
 
 
 def payload_bytes(options: Mapping[str, Any], spec: str) -> int:
-    """Bytes that a rank sends in a step of a training.
+    """Bytes that a rank sends in an exchange of a training.
 
     Args:
         options: of `hvdcomp train`.
         spec: the compressor.
     """
-    return _payload_bytes(options["model"], options["data"], options["simulate_ranks"], spec)
+    small = options.get("small_tensors", "none")
+    return _payload_bytes(options["model"], options["data"], options["simulate_ranks"], spec, small)
 
 
 @cache
-def _payload_bytes(model: str, data: str, ranks: int, spec: str) -> int:
-    tensors = _tensors(model, data)
-    engine = Engine(LoopbackCommunicator(), list(tensors), parse_compressor(spec))
+def _payload_bytes(model: str, data: str, ranks: int, spec: str, small: str) -> int:
+    tensors, compressor = _tensors(model, data), parse_compressor(spec)
+    if small == "none":
+        engine = Engine(LoopbackCommunicator(), list(tensors), compressor)
+    else:
+        both = with_small(compressor, parse_compressor(small))
+        engine = Engine(LoopbackCommunicator(), list(tensors), both, min_numel=0, min_ndim=0)
     plan = engine.planner.plan_for(engine.compressor)
     return sum(plan[tensor.name].payload_bytes(tensor.shape, dtype=tensor.dtype, ranks=ranks) for tensor in tensors)
 
@@ -228,13 +241,13 @@ def factor_of(workload: Workload, row: Row) -> float:
 
 
 def training_bytes(workload: Workload, row: Row, measured: Mapping[float, float]) -> float:
-    """Bytes that a training at the row's fixed level sends.
+    """Predicts the bytes that a training at the row's fixed level sends.
 
-    What a training sends beside the level's bytes does not depend on the level: steps before a second moment is frozen,
-    and numbers that ride along. It follows from two trainings that were measured.
+    A part of a training's bytes does not depend on the level: the steps before a second moment is frozen, and the
+    numbers that are sent along with the gradients. This part follows from two measured trainings.
 
     Args:
-        measured: by level, the bytes of whole trainings, of two levels or more.
+        measured: by level, the bytes of a whole training, for at least two levels.
     """
     levels = sorted(measured)
     first, last = (bytes_of_step(workload, Row("fixed", row.compressor, level))[0] for level in (levels[0], levels[-1]))
@@ -243,9 +256,10 @@ def training_bytes(workload: Workload, row: Row, measured: Mapping[float, float]
 
 
 def level_of_bytes(workload: Workload, compressor: str, target: float, measured: Mapping[float, float]) -> float:
-    """The fixed level whose training sends as many bytes; of ranks the lowest one that sends at least as many.
+    """The fixed level whose training sends `target` bytes. For ranks, the lowest rank that sends at least `target`.
 
-    A level that is trained anyway is taken if its bytes differ by less than `ALIKE`: trainings take hours.
+    If the bytes of a measured level differ from the target by at most `ALIKE`, the function returns this level, because
+    a new training takes hours.
     """
 
     def sent(level: float) -> float:
@@ -264,7 +278,11 @@ def level_of_bytes(workload: Workload, compressor: str, target: float, measured:
 
 
 def controls_of(name: str, runs: Path, seeds: Sequence[int], only: Sequence[str] = ()) -> list[Row]:
-    """The controls of a workload's trained policies, or of those of some kinds."""
+    """The controls of a workload's trained policies.
+
+    Args:
+        only: kinds of policies; empty for all.
+    """
     workload, controls = WORKLOADS[name], []
     for compressor in workload.levels:
         rows = [row for row in rows_of(workload) if row.compressor == compressor]
@@ -286,7 +304,10 @@ def controls_of(name: str, runs: Path, seeds: Sequence[int], only: Sequence[str]
 def _in_mid_training(
     workload: Workload, row: Row, low: float, high: float, value: float, measured: Mapping[float, float]
 ) -> Row:
-    """Low compression for as many steps as send as many bytes, in the middle of a training with high compression."""
+    """The control with low compression in the middle of a training, and high compression elsewhere.
+
+    The number of steps with low compression is chosen so that the training sends `value` bytes.
+    """
     least, most = (training_bytes(workload, Row("fixed", row.compressor, level), measured) for level in (high, low))
     steps = workload.options["steps"]
     count = max(1, min(steps - 2, round(steps * (value - least) / (most - least))))
@@ -296,6 +317,7 @@ def _in_mid_training(
 
 
 def mean_bytes(name: str, row: Row, runs: Path, seeds: Sequence[int]) -> float | None:
+    """The mean of the bytes that the row's trainings sent; None if there are none."""
     records = [LevelRun(name, seed, runs, row).record for seed in seeds]
     sent = [record["bytes_sent"] for record in records if record is not None]
     return statistics.mean(sent) if sent else None
@@ -306,11 +328,12 @@ def mean_bytes(name: str, row: Row, runs: Path, seeds: Sequence[int]) -> float |
 
 @dataclass(frozen=True)
 class Outcome:
-    """A row over its seeds.
+    """The results of a row's trainings.
 
     Attributes:
-        qualities: by seed, of the trainings that did not diverge.
-        count: of trainings.
+        factor, megabytes: means over the seeds.
+        qualities: by seed, the final quality of each training that did not diverge.
+        count: the number of trainings.
     """
 
     row: Row
@@ -340,10 +363,11 @@ def outcome_of(name: str, row: Row, runs: Path, seeds: Sequence[int]) -> Outcome
 
 @dataclass(frozen=True)
 class Pair:
-    """A policy and a control of it.
+    """A policy, and one of its controls.
 
     Attributes:
-        ends: the compressor's fixed levels that send most and fewest bytes; between their qualities is the gap.
+        ends: the compressor's fixed levels that send the most and the fewest bytes. The gap is the difference between
+            their qualities.
     """
 
     workload: str
@@ -353,8 +377,10 @@ class Pair:
 
     @property
     def shares_of_gap(self) -> tuple[float, float]:
-        """What policy and control recover of the gap, over the seeds that all have: 0 at the level with fewest bytes, 1
-        at that with most."""
+        """The shares of the gap that the policy and its control recover, over the seeds that all four rows have.
+
+        A share is 0 for the quality of the level with the fewest bytes, and 1 for the level with the most bytes.
+        """
         outcomes = (self.policy, self.control, *self.ends)
         seeds = set.intersection(*(set(outcome.qualities) for outcome in outcomes))
         if not seeds:
@@ -367,7 +393,7 @@ class Pair:
 
     @property
     def gains(self) -> list[float]:
-        """By how much the policy is better, seed by seed: points of accuracy, or percent of the loss."""
+        """The policy's advantage over its control for each seed: points of accuracy, or percent of the loss."""
         workload = WORKLOADS[self.workload]
         pairs = [
             (self.policy.qualities[seed], self.control.qualities[seed])
@@ -403,7 +429,7 @@ class Pair:
 
 
 def pairs_of(name: str, runs: Path, seeds: Sequence[int]) -> list[Pair]:
-    """All pairs of which both are there, by factor."""
+    """All pairs of which both rows have trainings, sorted by policy and factor."""
     pairs = []
     by_label = {row.label: row for row in rows_of(WORKLOADS[name])}
     for control in controls_of(name, runs, seeds):
@@ -417,7 +443,7 @@ def pairs_of(name: str, runs: Path, seeds: Sequence[int]) -> list[Pair]:
 
 
 def ends_of(name: str, compressor: str, runs: Path, seeds: Sequence[int]) -> tuple[Outcome, Outcome] | None:
-    """The fixed levels that send most and fewest bytes; None if fewer than two are trained."""
+    """The fixed levels that send the most and the fewest bytes; None if fewer than two levels are trained."""
     fixed = [row for row in rows_of(WORKLOADS[name]) if row.kind == "fixed" and row.compressor == compressor]
     trained = [outcome for row in fixed if (outcome := outcome_of(name, row, runs, seeds)) is not None]
     by_bytes = sorted(trained, key=lambda outcome: outcome.megabytes)
@@ -433,7 +459,14 @@ def _shown(outcome: Outcome, workload: Workload) -> str:
     return text + (f"; {lost} of {outcome.count} diverged" if lost else "")
 
 
-def section_of(name: str, pairs: Sequence[Pair], seeds: Iterable[int]) -> list[str]:
+def _in_words(seeds: Sequence[int]) -> str:
+    """Such as "0 to 14", or "0, 2" if a seed is missing between the first and the last."""
+    first, last = seeds[0], seeds[-1]
+    return f"{first} to {last}" if list(seeds) == list(range(first, last + 1)) else ", ".join(map(str, seeds))
+
+
+def section_of(name: str, pairs: Sequence[Pair], seeds: Sequence[int]) -> list[str]:
+    """The section of a workload: its options, and a table of its pairs."""
     workload = WORKLOADS[name]
     quality = "accuracy (%)" if workload.higher_is_better else "validation loss"
     unit = "points" if workload.higher_is_better else "%"
@@ -441,17 +474,18 @@ def section_of(name: str, pairs: Sequence[Pair], seeds: Iterable[int]) -> list[s
     lines = [
         f"## {name}",
         "",
-        f"{options}; seeds {', '.join(map(str, seeds))}.",
+        f"Seeds: {_in_words(seeds)}. Options: {options}.",
         "",
-        f"| compressor | policy | factor | {quality} | control | its bytes | its {quality} | of the gap "
-        f"| gain ({unit}) | |",
-        "|---|---|--:|--:|---|--:|--:|--:|--:|---|",
+        f"| compressor | policy | seeds | factor | {quality} | control | control's bytes | control's {quality} "
+        f"| share of the gap | gain ({unit}) | |",
+        "|---|---|--:|--:|--:|---|--:|--:|--:|--:|---|",
     ]
     for pair in pairs:
         control = f"`{pair.control.row.spec if pair.control.row.kind == 'fixed' else pair.control.row.policy}`"
         cells = [
-            f"`{pair.policy.row.spec}`", f"`{pair.policy.row.policy}`", f"{pair.policy.factor:.1f}",
-            _shown(pair.policy, workload), control, f"{pair.share:.1%}", _shown(pair.control, workload),
+            f"`{pair.policy.row.spec}`", f"`{pair.policy.row.policy}`", str(len(pair.gains)),
+            f"{pair.policy.factor:.1f}", _shown(pair.policy, workload),
+            control, f"{pair.share:.1%}", _shown(pair.control, workload),
             ", ".join(f"{round(share, 2) + 0.0:.0%}" for share in pair.shares_of_gap),  # no -0%
             with_interval(pair.gains, "+.2f"),
             verdict(pair.gains),
@@ -461,10 +495,12 @@ def section_of(name: str, pairs: Sequence[Pair], seeds: Iterable[int]) -> list[s
 
 
 def summary_of(pairs: Sequence[Pair]) -> list[str]:
-    """How often each policy is better and worse than the fixed level of its bytes."""
+    """The section that counts how often each policy is better or worse than the fixed level of the same bytes."""
     fixed = [pair for pair in pairs if pair.control.row.kind == "fixed"]
     lines = [
-        "## Against the fixed level of equal bytes",
+        "## Policies compared with the fixed level of the same bytes",
+        "",
+        "Number of comparisons with each result:",
         "",
         "| policy | compressor | better | no difference shown | worse |",
         "|---|---|--:|--:|--:|",
@@ -479,7 +515,7 @@ def summary_of(pairs: Sequence[Pair]) -> list[str]:
 
 
 def write_page(file: Path, runs: Path, seeds: Sequence[int]) -> bool:
-    """Writes the page of all runs that are there, a CSV and a plot beside it; False if there are none."""
+    """Writes the page of all complete runs, with a CSV file and a plot; returns False if there are no runs."""
     by_workload = {name: pairs_of(name, runs, seeds) for name in WORKLOADS}
     by_workload = {name: pairs for name, pairs in by_workload.items() if pairs}
     pairs = [pair for workload_pairs in by_workload.values() for pair in workload_pairs]
@@ -493,17 +529,31 @@ def write_page(file: Path, runs: Path, seeds: Sequence[int]) -> bool:
     )
     table, plot = file.with_suffix(".csv"), file.with_suffix(".png")
     lines = [
-        "# Adaptive levels beside a fixed level of the same bytes",
+        "# Adaptive levels compared with a fixed level of the same bytes",
         "",
         f"""Made by `{_command(by_workload)}`, at commit {shown}.
-Each training is one of `hvdcomp train` on [simulated ranks](simulated-ranks.md). A policy's control is the fixed level
-of the same compressor whose training sends as many bytes on average, found by bisection (of ranks, the lowest that
-sends at least as many). `schedule` is a second control of a rule with two levels: as many bytes, with the less
-compressed steps in mid-training. **Of the gap** is what policy and control recover of the difference between the fixed
-levels that send fewest and most bytes (of Accordion, its high and low), over the seeds of all four. A **gain** is the
-mean of the differences seed by seed, with its 95 % interval (Student's t): a policy counts as better only where zero is
-outside of it. The CSV file beside this page has the figures too, [reproduction.md](reproduction.md) what papers show of
-their policies.""",
+
+Does a policy train better than a fixed level that sends the same number of bytes? Each training runs `hvdcomp train` on
+[simulated ranks](simulated-ranks.md). We compare each policy with one or two controls:
+
+- **A fixed level** of the same compressor. On average, its training sends the same number of bytes. Bisection finds the
+  level. For ranks of PowerSGD, it is the lowest rank that sends at least this number of bytes.
+- **A `schedule`**, if the policy chooses between two levels. It sends the same number of bytes, with the less
+  compressed steps in the middle of the training.
+
+The columns of the tables:
+
+- **seeds** is the number of seeds for which there are trainings of both the policy and the control.
+- **factor** is the bytes of dense training divided by the bytes with the policy.
+- **control's bytes** are in percent of the policy's bytes.
+- **share of the gap** has two numbers, one for the policy and one for the control. The gap is the difference in quality
+  between the fixed levels that send the fewest and the most bytes. For Accordion, these are its high and low levels.
+  The shares are over the seeds that all four rows have.
+- **gain** is the mean difference between policy and control over the seeds, with its 95 % confidence interval
+  (Student's t). A policy counts as better or worse only if zero is outside of this interval.
+
+[{table.name}]({table.name}) has the same figures. For results that papers report about their policies, see
+[reproduction.md](reproduction.md).""",
         "",
         findings_of(file),
         "",
@@ -522,7 +572,7 @@ their policies.""",
 
 
 def _command(by_workload: Mapping[str, Sequence[Pair]]) -> str:
-    """That trains what the page shows."""
+    """The command that trains all rows of the page."""
     words = ["python", "benchmarks/equal_bytes.py"]
     if list(by_workload) != list(WORKLOADS):
         words += [word for name in by_workload for word in ("--workload", name)]
@@ -546,7 +596,7 @@ _COLOURS = {
 
 
 def pareto_front(quality: Mapping[float, float], higher_is_better: bool) -> list[tuple[float, float]]:
-    """Bytes and quality of what nothing with as few bytes is better than, by bytes."""
+    """The points that are better than every point with fewer bytes, sorted by bytes: bytes and quality."""
     front: list[tuple[float, float]] = []
     for size, value in sorted(quality.items()):
         if not front or (value > front[-1][1] if higher_is_better else value < front[-1][1]):
@@ -555,7 +605,7 @@ def pareto_front(quality: Mapping[float, float], higher_is_better: bool) -> list
 
 
 def draw(by_workload: Mapping[str, Sequence[Pair]]) -> bytes:
-    """Quality over bytes, of the policies and of fixed levels, as a PNG."""
+    """Plots the quality of policies and of fixed levels over their bytes; returns a PNG."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     from hvdcomp.perfmodel.figures import as_png, new_figure
@@ -597,7 +647,7 @@ def draw(by_workload: Mapping[str, Sequence[Pair]]) -> bytes:
 def planned(
     workloads: Iterable[str], seeds: Sequence[int], runs: Path, rows: Callable[[str], Sequence[Row]]
 ) -> list[LevelRun]:
-    """Runs in order: one seed of everything before the next seed."""
+    """All runs, sorted by seed: all rows with one seed come before the next seed."""
     of_workloads = {name: rows(name) for name in workloads}
     found = [LevelRun(name, seed, runs, row) for seed in seeds for name, own in of_workloads.items() for row in own]
     return list({run.folder: run for run in found}.values())
@@ -605,7 +655,7 @@ def planned(
 
 @click.command()
 @options_of_trainings(WORKLOADS, "equal-bytes", seeds="0,1,2,3,4")
-@click.option("--only", multiple=True, type=click.Choice(POLICIES), help="Policy; repeatable; default: all.")
+@click.option("--only", multiple=True, type=click.Choice(POLICIES), help="Policy; repeatable. Default: all.")
 @click.option("--compressor", "compressors", multiple=True, type=click.Choice(list(LEVEL_NAMES)), help="Default: all.")
 def main(
     workloads: tuple[str, ...],
@@ -618,7 +668,7 @@ def main(
     dry_run: bool,
     page_only: bool,
 ) -> None:
-    """Trains policies of levels and their controls on simulated ranks, and writes the page of all runs."""
+    """Train policies of levels and their controls on simulated ranks, and write the page of all complete runs."""
     chosen = workloads or tuple(WORKLOADS)
     console = make_console(soft_wrap=True)
 
@@ -638,7 +688,7 @@ def main(
     for rows in (lambda name: rows_of(WORKLOADS[name]), lambda name: controls_of(name, runs, everywhere)):
         keep_records(planned(WORKLOADS, everywhere, runs, rows), runs)
     if write_page(table, runs, everywhere):
-        console.print(f"wrote {table}, and a CSV and a plot beside it")
+        console.print(f"wrote {table}, and a CSV file and a plot beside it")
     else:
         console.print(f"there is no finished pair of runs in {runs}")
     end_if_failed(failed, console)

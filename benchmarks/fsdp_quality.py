@@ -2,8 +2,8 @@
 
     python benchmarks/fsdp_quality.py --seeds 0,1,2,3,4 --steps 100 --output fsdp-quality.json
 
-Ranks are threads, two on each node; they exchange flat gradients module by module, as ranks of FSDP2 do. The text is
-the data of `hvdcomp train --data text`; the loss is of its validation part, in nats per byte.
+Ranks are threads, with two ranks on each node. They exchange flat gradients module by module, like ranks of FSDP2. The
+text is the data of `hvdcomp train --data text`. The loss is measured on its validation data, in nats per byte.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def energy(tensors: Mapping[str, Tensor]) -> float:
 @click.option("--factor", "factors", multiple=True, type=float, default=(10.0, 100.0, 1000.0), show_default=True)
 @click.option("--of", type=click.Choice(["bytes", "elements"]), default="bytes", show_default=True, help="Unit.")
 @click.option("--batch-size", "batches", multiple=True, type=int, default=(16, 256), show_default=True)
-@click.option("--steps", type=click.IntRange(2), default=180, show_default=True, help="Least number, of each training.")
+@click.option("--steps", type=click.IntRange(2), default=180, show_default=True, help="Minimum for each training.")
 @click.option("--seed", default=0, show_default=True)
 def main(factors: tuple[float, ...], of: str, batches: tuple[int, ...], steps: int, seed: int) -> None:
     """Prints GraVAC's gain by both formulas, at each batch size and compression factor."""

@@ -1,14 +1,17 @@
-"""Time of a step of embedding tables on the emulated cluster: stock, with `RowExchange.exchange`, with `LookAhead`, and
-with `LookAhead` of `ShardedTables`.
+"""Measures steps of embedding tables on the emulated cluster, with four ways to exchange the rows.
+
+The ways are PyTorch's own exchange (stock), `RowExchange.exchange`, `LookAhead`, and `LookAhead` with `ShardedTables`.
 
     sudo .venv/bin/python benchmarks/look_ahead.py                # 4 hosts, 1 Gb/s: some minutes
     sudo .venv/bin/python benchmarks/look_ahead.py --layers-ms 250 --rate 100mbit
 
-Stock is the sparse allreduce of each table's gradient, as DistributedDataParallel makes it over Gloo. All go in turns.
-About 90 % of the accesses are to 1 % of the rows (Zipf). In place of the layers' work, which would be on a device, each
-rank sleeps: so the hosts do not take each other's cores. Rank 0 prints JSON: milliseconds of a step and of its parts
-(medians over steps, without the first turn), how many times as fast as each other way LookAhead is (the median over
-turns, the smallest and the largest), the bytes that a rank hands over in a step, and those of the weights that it has.
+Stock is the sparse allreduce of each table's gradient, which DistributedDataParallel uses over Gloo. All ways take
+turns. About 90 % of the accesses are to 1 % of the rows (Zipf's law). The layers would run on a device, so each rank
+sleeps for their time. The hosts then do not use each other's cores.
+
+Rank 0 prints JSON: the milliseconds of a step and of its parts (medians over steps, without the first turn), the
+speedup of LookAhead over each other way (median, smallest and largest over turns), the bytes that a rank sends in a
+step, and the bytes of the rank's weights.
 """
 
 from __future__ import annotations
@@ -139,9 +142,9 @@ def work(turns: int, layers_ms: float, size: int) -> None:
 @click.command()
 @click.option("--hosts", default=4, show_default=True)
 @click.option("--rate", default="1gbit", show_default=True)
-@click.option("--turns", default=6, show_default=True, help="of 10 steps with each")
-@click.option("--layers-ms", default=25.0, show_default=True, help="that each rank sleeps in a step")
-@click.option("--batch", default=2048, show_default=True, help="examples of a rank; each looks up a row of each table")
+@click.option("--turns", default=6, show_default=True, help="Turns of 10 steps of each way.")
+@click.option("--layers-ms", default=25.0, show_default=True, help="Milliseconds that each rank sleeps in a step.")
+@click.option("--batch", default=2048, show_default=True, help="Examples per rank. Each looks up a row of each table.")
 def main(hosts: int, rate: str, turns: int, layers_ms: float, batch: int) -> None:
     if "RANK" in os.environ:
         work(turns, layers_ms, batch)

@@ -1,10 +1,10 @@
-"""How far the encode times of one measured GPU are off if they are predicted from those of another.
+"""The error of encode times on one measured GPU if they are predicted from the times on another GPU.
 
     python benchmarks/other_card.py
 
-The rule is that of `hvdcomp.perfmodel.kernel_times`. For each method, its arithmetic is taken from the times measured
-on one card, and the time on the other card follows from the data sheets. Prints a table in Markdown, in milliseconds of
-the device's own time, and last the medians of the errors.
+The rule is that of `hvdcomp.perfmodel.kernel_times`. The times measured on one card give the arithmetic of each
+method, and the data sheets give the time on the other card. The program prints a table in Markdown, in milliseconds of
+the device's own time, and then the median errors.
 """
 
 from __future__ import annotations

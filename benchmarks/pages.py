@@ -1,9 +1,10 @@
-"""Common parts of the pages of several benchmarks: intervals, commits, and the text that is written by hand."""
+"""Common parts of several benchmarks' pages: intervals, commits, and the text that is written by hand."""
 
 from __future__ import annotations
 
 import math
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,18 @@ from hvdcomp.tools.reproduce.trainings import ROOT, Run
 from hvdcomp.tools.train.spread import estimate
 
 MEASURED = ROOT / "benchmarks/measured"
-"""Default folder of the benchmarks' trainings: their folders, which git ignores, and the files of records."""
+"""Default folder for trainings: git ignores the folders of the trainings, but not the files of records."""
 
 
 def mean_and_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and half of its 95 % interval, which is nan for a single value."""
+    """The mean, and half of its 95 % confidence interval, which is nan for a single value."""
     interval = estimate(values)
     assert interval is not None
     return interval.mean, math.nan if interval.half is None else interval.half
 
 
 def with_interval(values: Sequence[float], form: str) -> str:
-    """The mean with half of its 95 % interval, each in a format; "-" without a value."""
+    """The mean with half of its 95 % confidence interval, in a format; "-" without a value."""
     if not values:
         return "-"
     mean, half = mean_and_interval(values)
@@ -34,7 +35,7 @@ def with_interval(values: Sequence[float], form: str) -> str:
 
 
 def verdict(gains: Sequence[float]) -> str:
-    """By the 95 % interval of the mean of paired differences: whether zero is outside."""
+    """Whether the mean of paired differences is better or worse than zero, by its 95 % confidence interval."""
     if len(gains) < 2:
         return "one seed says nothing"
     mean, half = mean_and_interval(gains)
@@ -48,8 +49,17 @@ def commits_of(runs: Iterable[Run]) -> str:
     return commits_in_words(record["commit"] for run in runs if (record := run.record) is not None)
 
 
+def filled(text: str, bullet: bool = False) -> str:
+    """A paragraph or an item of a list, in lines of at most 120 characters."""
+    first, others = ("- ", "  ") if bullet else ("", "")
+    return textwrap.fill(
+        " ".join(text.split()), 120, initial_indent=first, subsequent_indent=others,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+
+
 def end_if_failed(failed: Sequence[Run], console: Any) -> None:
-    """Names the runs that failed, and ends the process, if there are any."""
+    """If any runs failed, prints their names, and ends the process with status 1."""
     if failed:
         console.print(f"{len(failed)} failed: {', '.join(map(str, failed))}")
         sys.exit(1)
@@ -78,11 +88,11 @@ def parse_seeds(context: click.Context, parameter: click.Parameter, value: str) 
 def options_of_trainings(
     workloads: Iterable[str], name: str, seeds: str
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator that adds the options of all benchmarks that train workloads over seeds and write a page.
+    """A decorator that adds the common options of benchmarks that train workloads over seeds and write a page.
 
     Args:
         workloads: names of the workloads.
-        name: of the folder of trainings below `MEASURED`, and of the page below docs.
+        name: the name of the folder of trainings below `MEASURED`, and of the page in docs.
         seeds: the default of --seeds.
     """
     path = click.Path(path_type=Path)
@@ -92,14 +102,14 @@ def options_of_trainings(
             "workloads",
             multiple=True,
             type=click.Choice(list(workloads)),
-            help="Repeatable; default: all.",
+            help="Workload; repeatable. Default: all.",
         ),
         click.option("--seeds", default=seeds, show_default=True, callback=parse_seeds, metavar="SEED,..."),
-        click.option("--workers", type=click.IntRange(1), help="Parallel trainings; default: the number of cores."),
+        click.option("--workers", type=click.IntRange(1), help="Parallel trainings. Default: the number of cores."),
         click.option("--runs", type=path, default=MEASURED / name, show_default=True),
         click.option("--table", type=path, default=Path(f"docs/{name}.md"), show_default=True),
-        click.option("--dry-run", is_flag=True, help="List the first trainings, and end."),
-        click.option("--page-only", is_flag=True, help="Train nothing; write the page."),
+        click.option("--dry-run", is_flag=True, help="Only list the first trainings."),
+        click.option("--page-only", is_flag=True, help="Only write the page, without any training."),
     )
 
     def add(command: Callable[..., None]) -> Callable[..., None]:

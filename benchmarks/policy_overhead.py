@@ -149,7 +149,7 @@ def keep_to_one_core(number: int) -> None:
 @click.command()
 @click.option("--steps", default=3000, show_default=True, help="Steps of each training of a case.")
 @click.option("--model", default="cnn", show_default=True, type=click.Choice(list(MODELS)))
-@click.option("--only", multiple=True, type=click.Choice(list(CASES)), help="Case; repeatable; default: all.")
+@click.option("--only", multiple=True, type=click.Choice(list(CASES)), help="Case; repeatable. Default: all.")
 @click.option(
     "--output",
     default=Path("docs/policy_overhead.json"),

@@ -1,11 +1,13 @@
-"""What error feedback loses if residuals are rounded to 16 bits between steps: to nearest, as `ErrorFeedback.dtype`
-does, or at random.
+"""The loss of error feedback if residuals are rounded to 16 bits between steps, to nearest or at random.
+
+`ErrorFeedback.dtype` rounds to nearest.
 
     python benchmarks/rounded_residuals.py
 
-Gradients of 10,000 elements are normal around a constant mean, which has a third of their deviation. Top-k sends some
-of gradient and residual. The columns are norms at the end, relative to that of the sum of all gradients: "late" of the
-residual, "lost" of the part of the sum that was neither sent nor is in the residual.
+Gradients have 10,000 elements, and a normal distribution around a constant mean. The mean is a third of the standard
+deviation. Top-k sends some elements of the sum of gradient and residual. The columns are norms at the end, relative to
+the norm of the sum of all gradients: "late" is the residual, and "lost" is the part that was not sent and is not in the
+residual.
 """
 
 from __future__ import annotations

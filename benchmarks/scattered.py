@@ -1,9 +1,9 @@
-"""The time of encoding and decoding with gathered and with scattered payloads, by the number of ranks.
+"""The time of encoding and decoding with an all-gather and with a scattered exchange, by the number of ranks.
 
     python benchmarks/scattered.py --output scattered.json
 
-Measures one rank of many, in one thread and without a network: the payloads of the other ranks are copies of its own.
-The unit is the time of one copy of all gradients, so that the figures hardly depend on the machine.
+The program measures one of the ranks, in one thread and without a network. The payloads of the other ranks are copies
+of its own. The unit is the time of one copy of all gradients, so that the figures hardly depend on the machine.
 """
 
 from __future__ import annotations

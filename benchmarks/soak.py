@@ -1,22 +1,22 @@
-"""Tests whether a long training needs more and more memory, open files or disk, with each policy and many methods.
+"""Checks that memory, open files and disk space do not grow in a long training, for each policy and many methods.
 
     python benchmarks/soak.py --steps 2000
     python benchmarks/soak.py --steps 1000000 --case topk --case auto --output runs/soak
     python benchmarks/soak.py --faults 0
 
-Each case is a separate training of a small network, in real ranks. Each rank measures from time to time its resident
-memory, its open files, and the bytes of its decision log, whose file limit is small, so that files are rotated. In
-random steps a random rank has a fault: see `FAULTS`. The mean gradient is clipped, and a step with non-finite gradients
-is skipped, as in careful programs.
+Each case is a separate training of a small network on real ranks. Each rank regularly measures its resident memory,
+its open files, and the bytes of its decision log. The log's files have a small limit, so that they are rotated. In
+random steps, a random rank has a fault (`FAULTS`). The training clips the mean gradient, and skips a step if the
+gradients are not finite.
 
-A case is flat if the weights of all ranks are equal in every measurement, and for every rank
+A case is flat if all ranks have equal weights in every measurement, and if for every rank:
 
 - the median memory of the last quarter of the measurements is at most 2 MiB above the median of the quarter before,
 - no measurement of the last quarter has more open files than the largest number of the quarter before, and
-- the log never needs more than its files may, each of which may exceed its limit by one line.
+- the log never exceeds the limit of all its files together; each file may exceed its own limit by one line.
 
-The exit status is 1 if a case is not flat or fails. In a run of few steps memory is still growing to its normal size; a
-leak of 100 bytes per step shows from 100 000 steps on.
+The exit status is 1 if a case is not flat or fails. In a short run, memory is still growing to its normal size. A leak
+of 100 bytes per step shows only after 100,000 steps.
 """
 
 from __future__ import annotations
@@ -62,17 +62,18 @@ CASES: dict[str, tuple[str, str | None]] = {
 }
 """The compressor and the policy of each case, by name."""
 FAULTS = {
-    "nan": "one element of the gradient is NaN",
-    "inf": "one element of the gradient is infinite",
-    "huge": "all of the gradient is 1e12 times as large",
-    "missing": "the last layer has no gradient",
-    "full disk": "nothing can be written: no line of the decision log, and no checkpoint of the compression",
+    "nan": "One element of the gradient is NaN.",
+    "inf": "One element of the gradient is infinite.",
+    "huge": "All elements of the gradient are multiplied by 1e12.",
+    "missing": "The last layer has no gradient.",
+    "full disk": "The rank cannot write to any file: neither to the decision log nor to a checkpoint.",
 }
+"""What each fault does, by name."""
 LOOKS = 80
-MEMORY = 2 * 2**20  # bytes by which the median may grow
+MEMORY = 2 * 2**20  # bytes; the median may grow by this much
 LOG_BYTES, LOG_FILES, LONGEST_LINE = 2**14, 3, 2**15
 STEPS_PER_EPOCH = 100
-_WIDTH = 128  # of the network
+_WIDTH = 128  # of each layer
 
 
 def look(step: int, log: Path, model: Any) -> dict[str, int]:
@@ -115,7 +116,7 @@ def where_ranks_differ(looks_of_ranks: list[list[dict[str, int]]]) -> list[str]:
 
 @contextmanager
 def full_disk(full: bool) -> Iterator[None]:
-    """Lets every write to a file fail, if `full`."""
+    """Makes every write to a file fail, if `full`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if full:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
@@ -126,7 +127,7 @@ def full_disk(full: bool) -> Iterator[None]:
 
 
 def draw(random: Random, share: float, ranks: int) -> tuple[str | None, int]:
-    """The fault of a step, or None, and its rank. All ranks draw the same."""
+    """Draws the fault of a step, or None, and the rank that has it. All ranks draw the same."""
     happens, fault, rank = random.random() < share, random.choice(list(FAULTS)), random.randrange(ranks)
     return fault if happens else None, rank
 
@@ -149,7 +150,7 @@ def spoiled(parameters: list[Any], fault: str | None) -> Iterator[None]:
 
 
 def write_calibration(path: Path, spec: str, model: Any) -> None:
-    """A made-up calibration, with which no method is much faster than another."""
+    """Writes an invented calibration, in which all methods are about equally fast."""
     cost = {"algorithm": "ring", "latency_s": 1e-5, "bytes_per_s": 1e9}
     tensors = [{"name": name, "shape": list(parameter.shape)} for name, parameter in model.named_parameters()]
     trained = {
@@ -167,7 +168,7 @@ def write_calibration(path: Path, spec: str, model: Any) -> None:
 
 
 def train(case: str, steps: int, faults: float, folder: Path) -> None:
-    """Runs on each rank: makes the steps of a case, and writes a file of its measurements."""
+    """Runs on each rank: trains a case, and writes a file with the rank's measurements."""
     import horovod.torch as hvd
     import torch
     from torch.nn.functional import mse_loss
@@ -224,7 +225,7 @@ def train(case: str, steps: int, faults: float, folder: Path) -> None:
                     optimizer.step()
             else:
                 happened["left out"] += 1
-            # The rate falls and comes back, so that policies that follow it do not come to rest.
+            # The learning rate falls and rises again, so that policies that react to it keep changing levels.
             optimizer.param_groups[0]["lr"] = 1e-3 * (0.5 if step % STEPS_PER_EPOCH > STEPS_PER_EPOCH // 2 else 1)
             step += 1
         looks.append(look(step, log, model))
@@ -252,9 +253,9 @@ def run_case(case: str, steps: int, ranks: int, faults: float, folder: Path) -> 
 
 
 def table_of(cases: dict[str, dict[str, Any]]) -> list[str]:
-    """A Markdown table with the rank that grew most in each case."""
+    """A Markdown table: for each case, the rank whose memory grew most in the second half."""
     lines = [
-        "| case | compressor | policy | MiB at half | MiB at the end | open files | files of the log | faults | flat |",
+        "| case | compressor | policy | MiB halfway | MiB at the end | open files | log files | faults | flat |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, case in cases.items():
@@ -272,17 +273,23 @@ def table_of(cases: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def page_of(cases: dict[str, dict[str, Any]], steps: int, ranks: int, faults: float) -> str:
-    """The command, and the table."""
+    """The page: what was run, which faults there were, and the table."""
+    command = f"python benchmarks/soak.py --steps {steps} --ranks {ranks} --faults {faults:g}"
     lines = [
         "# Long trainings",
         "",
-        f"Made by `python benchmarks/soak.py --steps {steps} --ranks {ranks} --faults {faults:g}`, at commit "
-        f"`{commit()}`: {ranks} ranks, "
-        f"{steps} steps of each case, a fault in {faults:.0%} of them, drawn at random:",
+        "These trainings run for many steps, with faulty gradients and a full disk from time to time. "
+        f"{sum(not case['grows'] for case in cases.values())} of {len(cases)} cases are *flat*: memory, open files and "
+        "the decision log do not grow, and all ranks have the same weights.",
         "",
-        *[f"- {name}: {meaning}" for name, meaning in FAULTS.items()],
+        f"Made by `{command}`, at commit `{commit()}`.",
         "",
-        "A case is flat if memory, open files and the decision log do not grow, and all ranks have the same weights.",
+        f"Each case is a separate training of {steps} steps on {ranks} ranks. In {faults:.0%} of the steps, chosen at "
+        "random, one random rank has one of these faults:",
+        "",
+        *[f"- **{name}**: {meaning}" for name, meaning in FAULTS.items()],
+        "",
+        "For each case, the table shows the rank whose memory grew most in the second half.",
         "",
         *table_of(cases),
     ]
@@ -292,12 +299,12 @@ def page_of(cases: dict[str, dict[str, Any]], steps: int, ranks: int, faults: fl
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--steps", type=click.IntRange(LOOKS), default=2000, show_default=True, help="Steps of each case.")
 @click.option("--ranks", type=click.IntRange(2), default=2, show_default=True)
-@click.option("--case", "names", multiple=True, type=click.Choice(list(CASES)), help="Case; repeatable; default: all.")
+@click.option("--case", "names", multiple=True, type=click.Choice(list(CASES)), help="Case; repeatable. Default: all.")
 @click.option("--faults", type=click.FloatRange(0, 1), default=0.05, show_default=True, help="Share of faulty steps.")
 @click.option("--output", type=click.Path(path_type=Path), default=Path("runs/soak"), show_default=True)
 @click.option("--worker", type=click.Choice(list(CASES)), hidden=True)
 def main(steps: int, ranks: int, names: tuple[str, ...], faults: float, output: Path, worker: str | None) -> None:
-    """Trains for many steps, and checks that no resource grows."""
+    """Train for many steps, and check that no resource grows."""
     if worker is not None:
         train(worker, steps, faults, output)
         return

@@ -3,7 +3,7 @@
     horovodrun -np 2 python benchmarks/tensorflow_steps.py --method topk:ratio=0.01 --output steps.json
 
 The gradients are constants: those of the 65 variables of ResNet-20 for CIFAR, with 1x1 convolutions as shortcuts. So a
-step consists of the work of Horovod and hvdcomp, and of very little else; `compute` is the time of the latter. All
+step consists almost only of the work of Horovod and hvdcomp; `compute` is the time of the rest. All
 trainings of both frameworks take turns in one process, so that other work of the machine affects all alike. The output
 has each method's time in TensorFlow relative to Horovod's fp16 and to the same method in PyTorch: medians of all turns.
 """

@@ -1,13 +1,14 @@
-"""Measured seconds of trainings on the emulated cluster to a target, by method, and by policy of a method's levels.
+"""Measures how long trainings on the emulated cluster take to reach a target, for each method and each policy.
 
     sudo .venv/bin/python benchmarks/time_to_target.py                      # about 45 minutes
     sudo .venv/bin/python benchmarks/time_to_target.py --rate 1gbit --method none --policy budget:factor=50 --seeds 0
     .venv/bin/python benchmarks/time_to_target.py --page-only               # only the page, from the existing runs
 
-Trains with each method and policy in turns, on one rank of each host (docs/emulated-cluster.md), until the validation
-part reaches the target. For `auto`, which is given no list of compressors, the hosts are calibrated first.
-benchmarks/convergence.py predicts these times for simulated ranks. An existing complete run with the same options is
-not trained again.
+The methods and policies train one after the other, with one rank on each host (docs/emulated-cluster.md). A training
+ends when it reaches the target on the validation data. Before the trainings with `auto`, which gets no list of
+compressors, the benchmark calibrates the hosts. benchmarks/convergence.py predicts these times for simulated ranks.
+
+A complete run with the same options is not trained again.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from hvdcomp.tools.reproduce.trainings import Run, keep_records
 from hvdcomp.tools.terminal import make_console
 
 METHODS = ("none", "fp16", "terngrad", "powersgd:rank=4", "topk:ratio=0.01")
-# Each with the compressor whose levels it chooses. `budget` sends about as many bytes as that does by itself.
+# By policy, the compressor whose levels it chooses. `budget` sends about as many bytes as this compressor alone.
 POLICIES = {
     "budget:factor=50": "topk:ratio=0.01",
     "lgreco:least=0.1,most=10,levels=13": "topk:ratio=0.01",
     "accordion:low=0.1,high=0.002,steps=40": "topk:ratio=0.002",
-    "auto:loss=0.02": "none",  # that proposes compressors by itself
+    "auto:loss=0.02": "none",  # `auto` proposes compressors itself
 }
 CALIBRATED = ("fp16", "terngrad", "int4", "int8", "natural", "efsignsgd", "powersgd:rank=4", "topk:ratio=0.01")
 RATES = ("100mbit", "1gbit")
@@ -45,8 +46,10 @@ UNCOMPRESSED = convergence.UNCOMPRESSED
 
 @dataclass(frozen=True)
 class ClusterRun(Run):
-    """The training of a workload with a method, and with a policy unless that is "", on hosts whose links have a
-    rate."""
+    """The training of a workload with a method, on hosts with links of a given rate.
+
+    `policy` is "" for a training without a policy.
+    """
 
     method: str
     hosts: int
@@ -68,11 +71,11 @@ class ClusterRun(Run):
 
     @property
     def calibration(self) -> str:
-        """Name of the calibration of the hosts, in the folder of all trainings."""
+        """File name of the calibration of the hosts, in the folder of all trainings."""
         return f"{self.workload}-{self.hosts}x{self.rate}.json"
 
     def figures(self) -> dict[str, Any]:
-        """Seconds of training, steps and bytes until the evaluation that reached the target; None without it."""
+        """Seconds of training, steps and bytes until the target was reached; None for each if it was not."""
         assert self.summary is not None
         until = self.summary["until"]
         names = {"trained_seconds": "seconds_to_target", "step": "steps_to_target", "bytes_sent": "bytes_to_target"}
@@ -80,13 +83,13 @@ class ClusterRun(Run):
 
     @property
     def reached(self) -> dict[str, Any] | None:
-        """The record, if it reached the target."""
+        """The record if the run reached the target, else None."""
         record = self.record
         return None if record is None or record["seconds_to_target"] is None else record
 
 
 def network(batch_size: int) -> tuple[Any, Any]:
-    """The model of the workload $WORKLOAD, and a function that computes its loss of a batch, for `calibrate`."""
+    """For `hvdcomp calibrate`: the model of the workload $WORKLOAD, and a function that returns the loss of a batch."""
     import torch
 
     from hvdcomp.tools.train.data import load_data
@@ -102,7 +105,7 @@ def network(batch_size: int) -> tuple[Any, Any]:
 
 
 def calibrate(run: ClusterRun, cluster: Cluster, console: Any) -> None:
-    """Measures the hosts of a run, unless that was done."""
+    """Calibrates the hosts of a run with `auto`, unless the calibration exists."""
     if not run.policy.startswith("auto") or (file := run.runs / run.calibration).exists():
         return
     console.print(f"calibrating {run.hosts} hosts at {run.rate}")
@@ -117,10 +120,10 @@ def calibrate(run: ClusterRun, cluster: Cluster, console: Any) -> None:
 def train(runs: Sequence[ClusterRun], console: Any) -> list[ClusterRun]:
     """Trains the missing runs, each on a new cluster, and returns the runs that failed."""
     todo = [run for run in runs if run.record is None]
-    console.print(f"{len(runs) - len(todo)} of {len(runs)} runs are there already, {len(todo)} to train")
+    console.print(f"{len(runs) - len(todo)} of {len(runs)} runs are complete, {len(todo)} to train")
     failed, at_commit = [], commit()
     runs[0].runs.mkdir(parents=True, exist_ok=True)
-    os.chdir(runs[0].runs)  # where the calibrations are, of which options have the names
+    os.chdir(runs[0].runs)  # the options name the calibrations relative to this folder
     for number, run in enumerate(todo, 1):
         run.begin()
         with Cluster(run.hosts, run.rate) as cluster, (run.folder / "log.txt").open("w") as log:
@@ -145,8 +148,8 @@ def record_of(
     """The results of the runs of one method and policy.
 
     Args:
-        best: of each seed, the run of the faster of the methods that do not compress.
-        fixed: of each seed, the run of the same method without the policy; none for a method without one.
+        best: for each seed, the run of the faster uncompressed method.
+        fixed: for each seed, the run of the same method without the policy; empty for a method without a policy.
     """
     reached = _reached(runs)
     seconds = [evaluation["seconds_to_target"] for evaluation in reached.values()]
@@ -173,7 +176,7 @@ def _reached(runs: Sequence[ClusterRun]) -> dict[int, dict[str, Any]]:
 
 
 def _times_as_fast(reached: Mapping[int, Mapping[str, Any]], others: Sequence[ClusterRun]) -> list[float]:
-    """By how much the runs were faster than others, seed by seed, where both reached the target."""
+    """The speedup of the runs over others, for each seed with which both reached the target."""
     beside = _reached(others)
     pairs = [(beside[seed], evaluation) for seed, evaluation in reached.items() if seed in beside]
     return [other["seconds_to_target"] / evaluation["seconds_to_target"] for other, evaluation in pairs]
@@ -202,7 +205,7 @@ def records_of(runs: Sequence[ClusterRun]) -> list[dict[str, Any]]:
 
 
 def write_page(file: Path, runs: Sequence[ClusterRun]) -> bool:
-    """Writes the page of the existing runs, and a CSV file; returns False without runs."""
+    """Writes the page of the existing runs, with a CSV file and a plot; returns False if there are no runs."""
     records = records_of(runs)
     if not records:
         return False
@@ -222,18 +225,24 @@ def write_page(file: Path, runs: Sequence[ClusterRun]) -> bool:
     text = f"""# Time to a target, on the emulated cluster
 
 Made by `sudo .venv/bin/python benchmarks/time_to_target.py{chosen}`, at commit {commits}.
-Each training is one of `hvdcomp train` under Horovod on {first.hosts} [emulated hosts](emulated-cluster.md), one rank
-on each, until the validation part reaches {first.options["until"]}: {options}. All hosts share the machine's cores, so
-that steps compute for longer, and the network is a smaller part of them, than on hosts of their own. Seconds are those
-of training, without evaluations: means over the seeds, with the 95 % interval (Student's t). **times as fast** is
-beside the better of {" and ".join(f"`{one}`" for one in UNCOMPRESSED)}, seed by seed; **as fixed** is beside the same
-method at its fixed level, without the policy.
+
+Each training runs `hvdcomp train` under Horovod on {first.hosts} [emulated hosts](emulated-cluster.md), with one rank
+on each host. It ends when it reaches {first.options["until"]} on the validation data. Its options are: {options}.
+
+All hosts share the machine's cores. A step therefore computes for longer than on separate hosts, and the network takes
+a smaller part of the step.
+
+The table shows means over the seeds, with their 95 % confidence intervals (Student's t):
+
+- **seconds** is the time of training, without the evaluations.
+- **speedup** compares each run with the faster of {" and ".join(f"`{one}`" for one in UNCOMPRESSED)}, seed by seed.
+- **over fixed level** is the speedup over the same method at its fixed level, without the policy.
 
 {findings_of(file)}
 
 ![Seconds to the target]({file.with_suffix(".png").name})
 
-| rate | method | reached | steps | MB sent | seconds | times as fast | as fixed |
+| rate | method | reached | steps | MB sent | seconds | speedup | over fixed level |
 |---|---|--:|--:|--:|--:|--:|--:|
 {chr(10).join(lines)}
 """
@@ -244,7 +253,7 @@ method at its fixed level, without the policy.
 
 
 def draw(records: Sequence[Mapping[str, Any]]) -> bytes:
-    """A plot of the seconds to the target, by rate and record, as PNG; without methods that never reached it."""
+    """A plot of the seconds to the target, by rate and method, as PNG; the bar is empty if no run reached it."""
     from hvdcomp.perfmodel.figures import COLOURS, INK, as_png, new_figure
 
     figure = new_figure(8, 0.32 * len(records) + 1.2)
@@ -261,7 +270,7 @@ def draw(records: Sequence[Mapping[str, Any]]) -> bytes:
 
 
 def _name(record: Mapping[str, Any], between: str = " with ") -> str:
-    """The method, and the policy if there is one."""
+    """The method, with the policy if there is one."""
     return between.join(filter(None, (record["method"], record["policy"])))
 
 
@@ -287,7 +296,7 @@ def _seconds(record: Mapping[str, Any]) -> float:
 @click.option("--seeds", default="0,1,2,3,4", show_default=True, callback=parse_seeds, metavar="SEED,...")
 @click.option("--runs", type=click.Path(path_type=Path), default=MEASURED / "time-to-target", show_default=True)
 @click.option("--table", type=click.Path(path_type=Path), default=Path("docs/time-to-target.md"), show_default=True)
-@click.option("--page-only", is_flag=True, help="Train nothing; write the page.")
+@click.option("--page-only", is_flag=True, help="Only write the page, without any training.")
 def main(
     workload: str,
     hosts: int,
@@ -313,7 +322,7 @@ def main(
         raise click.ClickException(str(error)) from None
     keep_records(planned, runs)
     if write_page(table, planned):
-        console.print(f"wrote {table}, and a CSV beside it")
+        console.print(f"wrote {table}, and a CSV file and a plot beside it")
     else:
         console.print(f"there is no finished run in {runs}")
     end_if_failed(failed, console)

@@ -85,6 +85,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Imports modules of a framework or a trainer when they are first used."""
-    if name in ("accelerate", "dcp", "ddp", "fsdp", "lightning", "transformers", *NAMES):
+    if name in ("accelerate", "compiled", "dcp", "ddp", "fsdp", "lightning", "transformers", *NAMES):
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

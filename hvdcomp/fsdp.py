@@ -13,7 +13,7 @@ from hvdcomp.compressors import Compressor
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.torch.fsdp_binding import FSDPBinding
 from hvdcomp.torch.fsdp_shards import ShardsBinding
-from hvdcomp.torch.replicas import group_of_replicas
+from hvdcomp.torch.replicas import REGISTER, group_of_replicas
 from hvdcomp.torch.sharded import modules_of
 
 __all__ = ["register"]
@@ -77,7 +77,7 @@ def register(
         )
     require_compression(compression, "hvdcomp.fsdp.register")
     require_optimizer(optimizer, "hvdcomp.fsdp.register", "torch")
-    group = group_of_replicas(model, mesh)
+    group = group_of_replicas(model, mesh, REGISTER)
     if group is None:
         compression.serve(lambda setup: ShardsBinding(setup, model, weights), optimizer)
         return

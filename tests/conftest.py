@@ -20,16 +20,16 @@ from hvdcomp.kernels import cuda
 from tests.multirank.outcomes import SECONDS
 
 # No deadline, because machines differ. Examples are derived from the test's own code, so that a run can be repeated;
-# `make test-all` asks for "fresh" ones, by a seed that it prints.
+# `make test-all` asks for "fresh" ones, by a seed that it prints. HVDCOMP_EXAMPLES is their number in each test.
 hypothesis.settings.register_profile(
     "quick",
     deadline=None,
     derandomize=True,
-    max_examples=12,
+    max_examples=int(os.environ.get("HVDCOMP_EXAMPLES", "12")),
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.register_profile(
-    "fresh", hypothesis.settings.get_profile("quick"), derandomize=False, max_examples=100, print_blob=True
+    "fresh", hypothesis.settings.get_profile("quick"), derandomize=False, print_blob=True
 )
 hypothesis.settings.load_profile("quick")
 

@@ -10,9 +10,10 @@ from typing import Any
 
 from hvdcomp.bindings.training import Training
 from hvdcomp.compressors import Compressor
-from hvdcomp.compressors.evidence import MUON, lost_with
-from hvdcomp.compressors.harm import Measured, harm_with
-from hvdcomp.compressors.quantization_blocks import Int4
+from hvdcomp.compressors.evidence import MUON, is_at_best_rates
+from hvdcomp.compressors.first import FIRST
+from hvdcomp.compressors.harm import Measured, harm_with, measured_with
+from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import ConfigurationError, warn_alone
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.specs.described import is_number, is_whole
@@ -30,12 +31,8 @@ _SECOND_MOMENTS = {
     "v_mean",
 }
 """What else than `exp_avg_sq` and `v` optimizers call a mean of squared gradients."""
-_WAY_OUT = Int4()
-_MEASURED = {
-    "Adam": ("a small GPT under AdamW", ", or hvdcomp's CompressedAdam with efsignsgd"),
-    MUON: ("a small GPT in 100 steps under Muon (one seed)", ""),
-}
-"""The training in which a method was measured, and another way out beside `_WAY_OUT`; both in words."""
+_WAYS_OUT = {"Adam": FIRST["Adam"][0], MUON: FIRST.get(MUON, FIRST["Adam"])[0]}
+"""By optimizer, the spec of the method to use instead of one that harms it."""
 
 
 def name_of_adam(optimizer: Any) -> str | None:
@@ -50,6 +47,8 @@ def kind_of(optimizer: Any) -> str | None:
     kinds = [kind.__name__ for kind in type(optimizer).__mro__]
     if _COMPRESSED_ADAM in kinds:
         return _COMPRESSED_ADAM
+    if _is_muon(optimizer) and is_at_best_rates(MUON):  # else its trainings are too short to propose methods by
+        return MUON
     return "Adam" if name_of_adam(optimizer) else "SGD" if "SGD" in kinds else None
 
 
@@ -114,11 +113,11 @@ class HarmWarning:
         if optimizer is None:
             return
         name = type(optimizer).__name__
-        learns, measured_with = "", "Adam"
+        learns, kind = "", "Adam"
         if adam := name_of_adam(optimizer):
             learns = f"{adam} learns"
         elif _is_muon(optimizer):
-            learns, measured_with = f"{name} learns", MUON
+            learns, kind = f"{name} learns", MUON
         elif kind_of(optimizer) is None:
             kept = _kept_by(optimizer)
             if not kept:
@@ -126,9 +125,9 @@ class HarmWarning:
             if _keeps_second_moment(kept):
                 learns = f"{name} keeps a second moment of gradients, as AdamW does, and such optimizers learn"
         self._done = True
-        harmful = _harmful(self._training.engine, measured_with) if learns else {}
+        harmful = _harmful(self._training.engine, kind) if learns else {}
         if harmful:
-            warn_alone(_in_words(learns, harmful, measured_with))
+            warn_alone(_in_words(learns, harmful, kind))
 
 
 def _is_muon(optimizer: Any) -> bool:
@@ -160,15 +159,13 @@ def _harmful(engine: Engine, optimizer: str) -> dict[Compressor, Measured]:
     return {leaf: measured for leaf, measured in found.items() if measured is not None}
 
 
-def _in_words(learns: str, harmful: Mapping[Compressor, Measured], measured_with: str) -> str:
+def _in_words(learns: str, harmful: Mapping[Compressor, Measured], optimizer: str) -> str:
     """The warning about methods that harm an optimizer."""
-    rows = dict.fromkeys(harmful.values())
-    losses = ", ".join(f"{100 * row.lost:.0f} % higher with {row.spec}" for row in rows)
-    lost = lost_with(_WAY_OUT, measured_with)
-    assert lost is not None
-    training, also = _MEASURED[measured_with]
+    way_out = _WAYS_OUT[optimizer]
+    also = f", or hvdcomp's CompressedAdam with {FIRST['CompressedAdam'][0]}" if optimizer == "Adam" else ""
+    beside = measured_with(parse_compressor(way_out), optimizer)
+    rows = [measured.in_words() for measured in dict.fromkeys((*harmful.values(), *filter(None, [beside])))]
     return (
-        f"{learns} badly with {', '.join(map(str, harmful))}. Compared with uncompressed gradients, the validation "
-        f"loss of {training} was {losses}. It was {100 * lost:.0f} % higher with {_WAY_OUT}, which sends 7 times fewer "
-        f"bytes than uncompressed gradients. Use {_WAY_OUT}{also} (docs/adam.md)"
+        f"{learns} badly with {', '.join(map(str, harmful))}. Compared with uncompressed gradients in hvdcomp's own "
+        f"trainings with {optimizer}, {', '.join(rows)}. Use {way_out}{also} (docs/adam.md)"
     )

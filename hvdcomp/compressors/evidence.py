@@ -1,19 +1,27 @@
 """Measured losses of methods in trainings; `auto` proposes methods by them, and `advise` reports them.
 
-`evidence.json` holds means over the seeds of each training, every method with its default memory. It is written by
-`python benchmarks/convergence.py --evidence hvdcomp/compressors/evidence.json` from the trainings of
-docs/convergence.md. It leaves out methods that were trained with other settings: `dgc`, which has a momentum of its
-own, and `signsgd`, which had another learning rate.
+`evidence.json` has methods at their own best learning rates, beside uncompressed training at its own: the complete rows
+of docs/best-rates.md. `python benchmarks/which_method.py` writes it, with the methods to try first.
+
+`evidence_one_rate.json` has the older trainings of docs/convergence.md, all of them at one learning rate. It is written
+by `python benchmarks/convergence.py --evidence hvdcomp/compressors/evidence_one_rate.json`. It leaves out methods that
+were trained with other settings: `dgc`, which has a momentum of its own, and `signsgd`, which had another learning
+rate. A figure of this file counts only until `evidence.json` has the same method with the same optimizer on the same
+task.
+
+Both files have means over the seeds of each training, every method with its default memory.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.two_level import within
@@ -34,37 +42,72 @@ class Evidence:
 
     Attributes:
         optimizer: "SGD", "Adam", "CompressedAdam" or "Muon".
-        training: its name in docs/convergence.md.
+        training: its name in docs/best-rates.md or docs/convergence.md.
         metric: "loss" or "accuracy".
         lost: by spec, the relative increase of the loss, or the decrease of accuracy in points, against uncompressed
             gradients (CompressedAdam against AdamW); 0.01 is 1 % or one point.
+        at_best_rates: whether each method was trained at its own best learning rate; else all were at one rate.
     """
 
     optimizer: str
     training: str
     metric: str
     lost: Mapping[str, float]
+    at_best_rates: bool = False
 
 
 _WITH_MUON = Evidence(
     optimizer=MUON,
-    training="100 steps of gpt, one seed (docs/muon.md)",
+    training="gpt, 100 steps, one seed (docs/muon.md)",
     metric="loss",
     lost={"int4": 0.004, "terngrad": 0.029, "powersgd:rank=4": 0.037, "efsignsgd": 0.119, "topk:ratio=0.01": 0.185},
 )
-"""Too short to propose methods by; enough to warn of those that lost most."""
+"""At one rate. It is too short to propose methods by; enough to warn of those that lost most."""
 
 
 @cache
 def evidence() -> tuple[Evidence, ...]:
-    """The results of all trainings."""
-    records = json.loads(Path(__file__).with_name("evidence.json").read_text())
-    return tuple(
-        Evidence(
-            **{**record, "lost": {spec: DIVERGED if lost is None else lost for spec, lost in record["lost"].items()}}
-        )
-        for record in records
-    )
+    """The results of all trainings: at best rates, and at one rate if a task was not trained at best rates."""
+    at_best = [replace(one, at_best_rates=True) for one in map(_parse, _read("evidence.json")["trainings"])]
+    return (*at_best, *without_replaced([*map(_parse, _read("evidence_one_rate.json")), _WITH_MUON], at_best))
+
+
+def without_replaced(at_one_rate: Sequence[Evidence], at_best_rates: Sequence[Evidence]) -> list[Evidence]:
+    """Results at one rate, without those of methods with results at best rates, by the same optimizer on the same task.
+
+    A quick task at best rates does not replace another task: a method is judged by its worst result.
+    """
+    replaced = {(_task_of(training), spec) for training in at_best_rates for spec in training.lost}
+    left = [
+        {spec: lost for spec, lost in training.lost.items() if (_task_of(training), spec) not in replaced}
+        for training in at_one_rate
+    ]
+    return [replace(training, lost=lost) for training, lost in zip(at_one_rate, left, strict=True) if lost]
+
+
+def _task_of(training: Evidence) -> tuple[str, str]:
+    """The optimizer, and the task: gpt of gpt-frozen, which CompressedAdam learned, and of gpt-muon."""
+    return training.optimizer, re.split("[-,]", training.training)[0]
+
+
+def is_at_best_rates(optimizer: str) -> bool:
+    """Whether methods were trained with an optimizer at their own best rates."""
+    return any(training.at_best_rates for training in evidence() if training.optimizer == optimizer)
+
+
+@cache
+def chosen_by_rule() -> Mapping[str, tuple[str, ...]]:
+    """By optimizer, the methods to try first by the rule of README's table; optimizers that it decides only."""
+    return {optimizer: tuple(specs) for optimizer, specs in _read("evidence.json")["first"].items()}
+
+
+def _read(name: str) -> Any:
+    return json.loads(Path(__file__).with_name(name).read_text())
+
+
+def _parse(record: Mapping[str, Any]) -> Evidence:
+    lost = {spec: DIVERGED if lost is None else lost for spec, lost in record["lost"].items()}
+    return Evidence(record["optimizer"], record["training"], record["metric"], lost)
 
 
 def lost_with(compressor: Compressor, optimizer: str | None) -> float | None:
@@ -81,9 +124,15 @@ def lost_with(compressor: Compressor, optimizer: str | None) -> float | None:
         losses = [lost_with(compressor, name) for name in OPTIMIZERS]
         known = [lost for lost in losses if lost is not None]
         return max(known) if len(known) == len(OPTIMIZERS) else None
+    worst = worst_with(compressor, optimizer)
+    return None if worst is None else worst.lost[str(within(compressor))]
+
+
+def worst_with(compressor: Compressor, optimizer: str) -> Evidence | None:
+    """The training with an optimizer in which a method lost most; None if nothing was measured."""
     spec = str(within(compressor))
-    trainings = [training.lost for training in (*evidence(), _WITH_MUON) if training.optimizer == optimizer]
-    return max((lost[spec] for lost in trainings if spec in lost), default=None)
+    found = [training for training in evidence() if training.optimizer == optimizer and spec in training.lost]
+    return max(found, key=lambda training: training.lost[spec], default=None)
 
 
 def measured_specs() -> tuple[str, ...]:
@@ -94,14 +143,28 @@ def measured_specs() -> tuple[str, ...]:
 def in_words(compressor: Compressor) -> str:
     """The measured losses of a method, as a sentence."""
     optimizers = dict.fromkeys(training.optimizer for training in evidence())
-    losses = {name: lost for name in optimizers if (lost := lost_with(compressor, name)) is not None}
-    if not losses:
+    worst = [found for name in optimizers if (found := worst_with(compressor, name)) is not None]
+    if not worst:
         return f"hvdcomp's own trainings did not measure what {compressor} costs in accuracy."
-    phrases = [
-        f"with {optimizer} {'it diverged' if lost == DIVERGED else f'{100 * lost:.1f}'}"
-        for optimizer, lost in losses.items()
-    ]
+    phrases = []
+    for at_best_rates, source in _SOURCES.items():
+        losses = [
+            f"with {found.optimizer} {_in_percent(found.lost[str(within(compressor))])}"
+            for found in worst
+            if found.at_best_rates == at_best_rates
+        ]
+        phrases += [f"{', '.join(losses)} ({source})"] if losses else []
     return (
         f"The worst loss of quality with {compressor} in hvdcomp's own small trainings, compared with uncompressed "
-        f"gradients, in percent of the loss or points of accuracy: {', '.join(phrases)} (docs/convergence.md)."
+        f"gradients, in percent of the loss or points of accuracy: {'; '.join(phrases)}."
     )
+
+
+_SOURCES = {
+    True: "each at its own best learning rate, docs/best-rates.md",
+    False: "all at one learning rate, docs/convergence.md",
+}
+
+
+def _in_percent(lost: float) -> str:
+    return "it diverged" if lost == DIVERGED else f"{100 * lost:.1f}"

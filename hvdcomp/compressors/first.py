@@ -1,13 +1,18 @@
-"""The methods to try first, by their measured effect on trainings (docs/convergence.md and docs/adam.md)."""
+"""The methods to try first, by their measured effect on trainings (docs/best-rates.md, docs/convergence.md)."""
 
 from __future__ import annotations
 
-FIRST: dict[str, tuple[str, ...]] = {
+from hvdcomp.compressors.evidence import chosen_by_rule
+
+_AT_ONE_RATE: dict[str, tuple[str, ...]] = {
     "SGD": ("terngrad", "powersgd:rank=4"),
     "Adam": ("int4", "int8"),
     "CompressedAdam": ("efsignsgd",),
 }
-"""Specs by optimizer. The first of each is the one to begin with: it did not raise the loss."""
+"""Chosen by trainings at one learning rate, for optimizers that the rule does not decide yet."""
+
+FIRST: dict[str, tuple[str, ...]] = {**_AT_ONE_RATE, **chosen_by_rule()}
+"""Specs by optimizer, as in README's table. The first of each is the one to begin with."""
 
 RECOMMENDED: tuple[str, ...] = tuple(dict.fromkeys(spec for specs in FIRST.values() for spec in specs))
 """All of these specs, which `hvdcomp calibrate` and `hvdcomp profile` measure, so that every advice knows them."""

@@ -6,7 +6,7 @@ from functools import cache
 from typing import NamedTuple
 
 from hvdcomp.compressors import Compressor
-from hvdcomp.compressors.evidence import lost_with, measured_specs
+from hvdcomp.compressors.evidence import DIVERGED, measured_specs, worst_with
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.two_level import within
 from hvdcomp.specs.levels import Level
@@ -16,10 +16,29 @@ HARMFUL = 0.05
 
 
 class Measured(NamedTuple):
-    """A measured setting of a method, and its loss as in `Evidence`."""
+    """A measured setting of a method in the training in which it lost most; `lost` and the others as in `Evidence`."""
 
     spec: str
     lost: float
+    metric: str
+    training: str
+
+    def in_words(self) -> str:
+        """What the setting lost, beside uncompressed gradients."""
+        place = f"with {self.spec} in {self.training}"
+        if self.lost == DIVERGED:
+            return f"training diverged {place}"
+        amount = f"{abs(100 * self.lost):.0f}"
+        is_better = self.lost < 0 and amount != "0"
+        if self.metric == "accuracy":
+            return f"the accuracy was {amount} points {'higher' if is_better else 'lower'} {place}"
+        return f"the loss was {amount} % {'lower' if is_better else 'higher'} {place}"
+
+
+def measured_with(compressor: Compressor, optimizer: str) -> Measured | None:
+    """The measurement of a method with an optimizer; None if there is none."""
+    worst, spec = worst_with(compressor, optimizer), str(within(compressor))
+    return None if worst is None else Measured(spec, worst.lost[spec], worst.metric, worst.training)
 
 
 def harm_with(compressor: Compressor, optimizer: str, keeps: bool) -> Measured | None:
@@ -34,25 +53,20 @@ def harm_with(compressor: Compressor, optimizer: str, keeps: bool) -> Measured |
         keeps: whether the method is used with error feedback: only settings that were measured so count.
     """
     own = within(compressor)
-    settings = {spec: lost for spec, lost in _settings(own.name, optimizer).items() if _uses_memory(spec) == keeps}
-    if str(own) in settings:
-        settings = {str(own): settings[str(own)]}
-    no_harder = [Measured(*item) for item in settings.items() if _is_no_harder(parse_compressor(item[0]).level, own)]
-    candidates = no_harder or [Measured(*item) for item in settings.items()]
-    mildest = min(candidates, key=lambda measured: measured.lost, default=None)
+    settings = [measured for measured in _settings(own.name, optimizer) if _uses_memory(measured.spec) == keeps]
+    settings = [measured for measured in settings if measured.spec == str(own)] or settings
+    no_harder = [measured for measured in settings if _is_no_harder(parse_compressor(measured.spec).level, own)]
+    mildest = min(no_harder or settings, key=lambda measured: measured.lost, default=None)
     least = HARMFUL if no_harder else 2 * HARMFUL
     return mildest if mildest is not None and mildest.lost >= least else None
 
 
 @cache
-def _settings(method: str, optimizer: str) -> dict[str, float]:
-    """The losses of a method's measured settings, by spec."""
-    losses = {
-        spec: lost_with(parse_compressor(spec), optimizer)
-        for spec in measured_specs()
-        if spec.partition(":")[0] == method
-    }
-    return {spec: lost for spec, lost in losses.items() if lost is not None}
+def _settings(method: str, optimizer: str) -> tuple[Measured, ...]:
+    """A method's measured settings."""
+    specs = [spec for spec in measured_specs() if spec.partition(":")[0] == method]
+    found = (measured_with(parse_compressor(spec), optimizer) for spec in specs)
+    return tuple(measured for measured in found if measured is not None)
 
 
 def _uses_memory(spec: str) -> bool:

@@ -13,7 +13,6 @@ import numpy as np
 from hvdcomp.compressors import Compressor, needs_nodes
 from hvdcomp.compressors.bucket import BUCKET_BYTES, LEAST_BYTES
 from hvdcomp.compressors.choice import Chooser
-from hvdcomp.compressors.evidence import lost_with
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.routing import require_matches
 from hvdcomp.perfmodel.by_size import encode_times
@@ -29,6 +28,7 @@ from hvdcomp.perfmodel.predict import (
     local_step_s,
     predict,
 )
+from hvdcomp.perfmodel.quality import why_not
 from hvdcomp.perfmodel.schedule import Parts
 from hvdcomp.perfmodel.ways import encode_time_of, in_each_way, in_two_levels, reduces_shards
 
@@ -42,9 +42,6 @@ STOCK_SPECS = {name: spec for names in STOCK.values() for name, spec in zip(name
 MODEL_ERROR = 0.1
 """Least relative difference of predicted times at which a method counts as faster, whatever the calibration's noise.
 Of 240 predictions, 210 were within 10 % of measured steps (docs/exchange/steps-measured.md)."""
-
-HARMLESS = 0.02
-"""Largest relative loss of quality, in hvdcomp's own trainings, of a method that is recommended first."""
 
 _BANDWIDTHS = np.geomspace(1e-3, 1e4, 1401) * 1.25e8  # bytes/s: from 1 Mb/s to 10 Tb/s, 200 to a decade
 BUCKET_SIZES = (50_000_000, BUCKET_BYTES, 10_000_000, 5_000_000, 2_500_000, LEAST_BYTES)
@@ -68,6 +65,7 @@ class Method:
         at_end_s: time of a step that sends all after the backward pass, s; None if the step sends nothing earlier.
         limited_by: the largest part: "compute", "encode", "network" or "latency".
         wins: ranges of bandwidth, bytes/s, in which the method is faster than dense; None for an open end.
+        why_not: why the method is not recommended, as a clause; None if it may be.
     """
 
     spec: str
@@ -77,6 +75,7 @@ class Method:
     at_end_s: float | None
     limited_by: str
     wins: tuple[Range, ...]
+    why_not: str | None = None
 
     @property
     def step_s(self) -> float:
@@ -95,10 +94,11 @@ class Advice:
 
     Attributes:
         methods: the methods by spec, dense first; without two levels if nodes have different numbers of ranks.
-        winner: spec of the fastest method; None for one rank, which exchanges nothing.
+        winner: spec of the fastest method that may be recommended; None for one rank, which exchanges nothing.
         free: the faster of dense and fp16, which libraries have themselves.
         take: the recommended method: the winner, if its lead over `free` exceeds the model's error, or else `free`.
-        alike: methods whose times cannot be distinguished from that of `take`, the fastest first.
+        alike: methods that may be recommended and whose times cannot be distinguished from that of `take`, the fastest
+            first.
         bucket_bytes: the bucket size that would make the winner's step faster by more than the calibration's noise;
             None if there is none, or if buckets are the library's.
         error: largest relative difference at which two times count as equal.
@@ -120,17 +120,6 @@ class Advice:
         return tuple(free for free in FREE if self.methods[free].step_s / own - 1 >= self.error)
 
 
-def is_harmless(compressor: Compressor, optimizer: str | None) -> bool:
-    """Whether a method lost at most `HARMLESS` of quality in hvdcomp's own trainings; False if that was not measured.
-
-    Args:
-        compressor: the method.
-        optimizer: as in `hvdcomp.compressors.evidence.Evidence`; None for SGD and Adam.
-    """
-    lost = lost_with(compressor, optimizer)
-    return lost is not None and lost <= HARMLESS
-
-
 class Adviser:
     """Answers questions about one model of a calibration.
 
@@ -143,11 +132,13 @@ class Adviser:
         early_bytes: least bytes of gradients in a bucket sent during the backward pass, `bucket_bytes` of
             `hvdcomp.Compression`; 0 if all are sent at its end, as in TensorFlow; None for the calibration's, or else
             hvdcomp's default. It matters only if the calibration has the times when gradients are ready.
-        optimizer: as in `hvdcomp.compressors.evidence.Evidence`: compare only compressors that lost at most `HARMLESS`
-            with it in hvdcomp's own trainings; None for all.
+        optimizer: as in `hvdcomp.compressors.evidence.Evidence`: recommend only compressors that suit it, by
+            `hvdcomp.perfmodel.quality.why_not`. None if it is unknown: then all compressors of `specs` may be
+            recommended, or, without `specs`, those that `why_not` allows.
 
     Attributes:
         compressors: the compressors by spec.
+        why_not: by spec, why a compressor is not recommended; without those that may be.
         encode: time of encoding and decoding by spec; None if the library sends it itself and no time is known.
 
     Raises:
@@ -186,9 +177,11 @@ class Adviser:
                 compressors += [
                     two_level for compressor in compressors if (two_level := in_two_levels(compressor)) is not None
                 ]
-        if optimizer is not None:
-            compressors = [one for one in compressors if str(one) in FREE or is_harmless(one, optimizer)]
         self.compressors: dict[str, Compressor] = {str(compressor): compressor for compressor in compressors}
+        self.why_not: dict[str, str] = {}
+        if specs is None or optimizer is not None:
+            reasons = {spec: why_not(one, optimizer) for spec, one in self.compressors.items() if spec not in FREE}
+            self.why_not = {spec: reason for spec, reason in reasons.items() if reason is not None}
         of_nodes = (self.facts.tensors, self.ranks_per_node)
         self.encode = {
             spec: encode_time_of(compressor, known, *of_nodes) for spec, compressor in self.compressors.items()
@@ -216,6 +209,11 @@ class Adviser:
     def ranks_per_node(self) -> int | None:
         """Number of ranks of a node; None if unknown."""
         return self.calibration.network.ranks_per_node
+
+    @property
+    def recommended(self) -> list[str]:
+        """Specs of dense, of fp16, and of the compressors that may be recommended."""
+        return [spec for spec in self.compressors if spec not in self.why_not]
 
     def exchange(self, spec: str, ranks: int) -> Exchange:
         """The exchange of a method."""
@@ -323,10 +321,12 @@ class Adviser:
             at_end_s = float(at_end.total) if at_end != parts else None
             wins = () if spec == UNCOMPRESSED else self.wins(spec, setting, dense_s)
             exchange, encode = self.exchange(spec, ranks), self.encode[spec]
-            methods[spec] = Method(spec, exchange, encode, parts, at_end_s, str(limited_by(parts)), wins)
+            known = (spec, exchange, encode, parts, at_end_s, str(limited_by(parts)), wins)
+            methods[spec] = Method(*known, self.why_not.get(spec))
         if setting.world_size == 1:
             return Advice(methods)
-        first, *slower = sorted(methods.values(), key=lambda method: method.step_s)
+        compared = [method for method in methods.values() if method.why_not is None]
+        first, *slower = sorted(compared, key=lambda method: method.step_s)
         free = first if first.spec in FREE else next(method for method in slower if method.spec in FREE)
         error = self.error
         take = first if free.step_s / first.step_s - 1 >= error else free

@@ -76,7 +76,7 @@ def counts(
 
 
 def _count(adviser: Adviser) -> dict[str, Any]:
-    times = {spec: _times(adviser, spec, [adviser.bytes_per_s]) for spec in adviser.compressors}
+    times = {spec: _times(adviser, spec, [adviser.bytes_per_s]) for spec in adviser.recommended}
     dense, fp16 = (times.pop(spec) for spec in FREE)
     free = np.minimum(dense, fp16)
     best = np.min([*times.values(), np.full_like(free, np.inf)], axis=0)
@@ -138,8 +138,9 @@ def _with_encode_times(adviser: Adviser, known: dict[str, EncodeTime]) -> Advise
 def setups(
     calibration: Calibration, specs: Sequence[str] | None = None, optimizer: str | None = None
 ) -> Iterator[dict[str, Any]]:
-    """A row for each set-up and compressor that can be used in it: set-ups as in `counts`, at the calibration's rate
-    and at `RATES`.
+    """A row for each set-up and each compressor that may be recommended and can be used in it.
+
+    The set-ups are those of `counts`, at the calibration's rate and at `RATES`.
 
     Args:
         calibration: the calibration.
@@ -156,7 +157,7 @@ def setups(
     for model in calibration.models:
         adviser = adviser_of(calibration, model, specs, optimizer)
         rates = np.union1d(adviser.bytes_per_s, np.array(RATES) * GBPS)
-        times = {spec: _times(adviser, spec, rates) for spec in adviser.compressors}
+        times = {spec: _times(adviser, spec, rates) for spec in adviser.recommended}
         dense, fp16 = (times.pop(spec) for spec in FREE)
         free = np.minimum(dense, fp16)
         fastest = np.argmin([free, *times.values()], axis=0)

@@ -36,7 +36,7 @@ def cells(
 
     Yields:
         calibration, ranks, model, batch_size, gbps: of the set-up.
-        method: the fastest compressor; empty if none was compared.
+        method: the fastest compressor that may be recommended; empty if there is none.
         step_ms, dense_ms, fp16_ms: predicted times of a step with this compressor, with dense gradients and with fp16.
         gain_percent: the lead of this compressor over the faster of dense and fp16; negative if it is slower.
         pays: whether the lead is larger than the model's error.
@@ -46,7 +46,7 @@ def cells(
         adviser = adviser_of(calibration, model, specs, optimizer)
         for number in ranks:
             at = Setting(number, np.array(MAP_RATES) * GBPS, **setting)
-            usable = [spec for spec in adviser.compressors if adviser.possible(spec, number)]
+            usable = [spec for spec in adviser.recommended if adviser.possible(spec, number)]
             times = {spec: np.broadcast_to(adviser.step_s(spec, at), len(MAP_RATES)) for spec in usable}
             dense, fp16 = (times.pop(spec) for spec in FREE)
             for place, rate in enumerate(MAP_RATES):

@@ -119,18 +119,23 @@ def predict(
 def local_step_s(
     network: Network, compute: Compute, exchange: Exchange, setting: Setting, encode: EncodeTime | None, every: int
 ) -> Array:
-    """Mean seconds of a step if only every `every`-th step ends with an exchange, without overlap
-    (`hvdcomp.torch.LocalSteps`): a step without exchange, plus the exchange over `every`. Without the outer step.
+    """Mean seconds of a step if only every `every`-th step ends with an exchange (`hvdcomp.torch.LocalSteps`): a step
+    without exchange, plus the exchange and the outer step over `every`.
+
+    The exchange does not overlap with anything, because it begins after the optimizer's step. The outer step also goes
+    through all weights once, and is taken to last as long as the optimizer's step.
 
     Args:
         network, compute, exchange, setting, encode: as in `predict`.
-        every: number of steps between exchanges.
+        every: number of steps between exchanges; 1 for an exchange after each step, of the step instead of the
+            gradient.
     """
     step, _ = passes(compute, setting)
     spent = encode_s(encode, setting, exchange)
     parts = sequential(step, spent, exchange, _cost_of(network, setting), setting.payload)
     engine_s = np.where(setting.exchanges, compute.engine_s, 0.0)
-    return step + (parts.total - step + engine_s) / every
+    outer_s = compute.optimizer_s / np.asarray(setting.compute_speed, float)
+    return step + (parts.total - step + engine_s + outer_s) / every
 
 
 def _overlapped_step(

@@ -94,7 +94,7 @@ def parse_axis(text: str) -> tuple[str, np.ndarray]:
 
 
 def sweep(adviser: Adviser, setting: Setting, axis: str, values: np.ndarray, growth: float | None = None) -> Sweep:
-    """Predicts every method of an adviser along one axis.
+    """Predicts along one axis every method of an adviser that may be recommended.
 
     Args:
         adviser: the model and methods.
@@ -116,6 +116,6 @@ def sweep(adviser: Adviser, setting: Setting, axis: str, values: np.ndarray, gro
     return Sweep(
         axis,
         values,
-        {spec: np.broadcast_to(adviser.step_s(spec, varied), shape) for spec in adviser.compressors},
+        {spec: np.broadcast_to(adviser.step_s(spec, varied), shape) for spec in adviser.recommended},
         np.broadcast_to(adviser.least_factor(varied), shape),
     )

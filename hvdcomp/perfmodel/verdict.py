@@ -17,7 +17,7 @@ def verdict(report: dict[str, Any]) -> list[str]:
         report: the JSON of `hvdcomp advise`.
     """
     winner, methods = report["winner"], report["methods"]
-    compressors = {spec: row for spec, row in methods.items() if spec not in FREE}
+    compressors = {spec: row for spec, row in methods.items() if spec not in FREE and row["why_not"] is None}
     if winner is None or not compressors:
         return []
     best = min(compressors, key=lambda spec: compressors[spec]["step_ms"])
@@ -41,12 +41,20 @@ def _named(rivals: list[str]) -> str:
 
 def _over(rival: str, factor: float, error: float) -> str:
     """Compare a compressor with a rival whose step takes `factor` times the time."""
-    if factor - 1 >= error:
-        return f"- It is {times(factor)} times as fast as {_RIVALS[rival]}."
-    if 1 / factor - 1 >= error:
-        return f"- It is slower than {_RIVALS[rival]}: they are {times(1 / factor)} times as fast."
-    within = f"within the model's error of {100 * error:.1f}%"
-    return f"- It is {times(factor)} times as fast as {_RIVALS[rival]}, a difference {within}."
+    is_clear = max(factor, 1 / factor) - 1 >= error
+    within = "" if is_clear else f", which is within the model's error of {100 * error:.1f}%"
+    return f"- It is {compared(factor, _RIVALS[rival])}{within}."
+
+
+def compared(ratio: float, rival: str) -> str:
+    """Compare with a rival, given how many times faster than it something is.
+
+    Example:
+        >>> compared(1.28, "fp16"), compared(0.5, "dense"), compared(1.001, "fp16")
+        ('1.28 times faster than fp16', '2.0 times slower than dense', 'as fast as fp16')
+    """
+    factor, word = times(max(ratio, 1 / ratio)), "faster" if ratio > 1 else "slower"
+    return f"as fast as {rival}" if factor == "1.00" else f"{factor} times {word} than {rival}"
 
 
 def times(ratio: float) -> str:
@@ -62,7 +70,7 @@ def lines_of(spec: str, row: dict[str, Any], ranges: str) -> list[str]:
         row: its entry in the JSON of `hvdcomp advise`.
         ranges: these bandwidths in words; empty for dense gradients.
     """
-    beside = "" if spec == UNCOMPRESSED else f", {times(row['speedup_over_dense'])} times as fast as dense"
+    beside = "" if spec == UNCOMPRESSED else f", {compared(row['speedup_over_dense'], 'dense')}"
     parts = [f"{part} {row[f'{part}_ms']:.1f}" for part in ("compute", "encode", "network", "latency")]
     if row["estimated"]:
         parts[1] = parts[1].replace("encode ", "encode ~")

@@ -30,7 +30,7 @@ from hvdcomp.policies.request import Statistic
 from hvdcomp.torch.boxes import box_of, boxes_in, number_of_boxes, on_other_mesh, shared_in_replica
 from hvdcomp.torch.parameters import unique
 from hvdcomp.torch.presence import PresenceCheck
-from hvdcomp.torch.replicas import leave_to_hook, require_replicas, require_same_shards, shards_of
+from hvdcomp.torch.replicas import REGISTER, leave_to_hook, require_replicas, require_same_shards, shards_of
 from hvdcomp.torch.sharded import (
     all_parameter_groups,
     before_forward_passes,
@@ -72,12 +72,12 @@ class FSDPBinding(TorchTraining):
         with refused_on_every_rank(communicator, like):
             check_settings(setup)
             trained = check_sharding(parameters.items())
-            require_replicas(trained, group)
+            require_replicas(trained, group, REGISTER)
             _require_one_root(model)
             check_divide_factors(model)
             _require_decisions_of_whole_gradients(setup, trained)
         require_agreement(communicator, {}, like)  # meets an error of another rank
-        require_same_shards(trained, communicator, like)
+        require_same_shards(trained, communicator, like, REGISTER)
         self._trained = list(trained.values())
         self._registered = set(parameters.values())
         # What FSDP divided the gradients by that residuals are left of; None for its mean.

@@ -31,7 +31,7 @@ from hvdcomp.torch.learning_rate import rates_of
 from hvdcomp.torch.local_steps_auto import AutoRounds, RoundLength
 from hvdcomp.torch.local_steps_binding import NO_NEW_GROUP, LocalStepsBinding
 from hvdcomp.torch.local_steps_rounds import Rounds, Sent, grouped
-from hvdcomp.torch.local_steps_shards import local_part, replicas_of
+from hvdcomp.torch.local_steps_shards import local_part, require_whole
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -88,8 +88,11 @@ class LocalSteps(torch.optim.Optimizer):
             With 1 and 0 it averages the ranks' weights.
         communicator: the communicator of the ranks that exchange. Default: all ranks of torch.distributed, or if that
             was not started, of Horovod.
-        mesh: for parameters that are sharded by FSDP2, the dimension of the replicas, `mesh["replicate"]`. Each replica
-            makes its own steps, and the ranks with the same shards exchange them.
+        model: the model, if FSDP2 shards it on a mesh that has a dimension of replicas, or if it was given to
+            `replicate`. Each replica makes its own steps, and the ranks with the same shards exchange them. From then
+            on FSDP averages gradients only inside each replica.
+        mesh: the dimension of the replicas, `mesh["replicate"]`, if `fully_shard` was given only the dimension of the
+            shards, `mesh["shard"]`. The steps are then as with `model`.
 
     Attributes:
         inner, outer: the two optimizers.
@@ -120,15 +123,18 @@ class LocalSteps(torch.optim.Optimizer):
         outer_momentum: float = 0.9,
         nesterov: bool = True,
         communicator: Ranks | None = None,
+        model: torch.nn.Module | None = None,
         mesh: DeviceMesh | None = None,
     ) -> None:
         _check(optimizer, outer_lr, outer_momentum)
         # Those that the ranks exchange; the binding refuses later ones on every rank.
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if mesh is None:
-            _require_whole(self._parameters)
+        if mesh is None and model is None:
+            require_whole(self._parameters)
         else:
-            communicator = replicas_of(self._parameters, mesh, communicator)
+            from hvdcomp.torch.local_steps_replicas import replicas_of  # needs FSDP2
+
+            communicator = replicas_of(self._parameters, mesh, model, communicator)
         sizes = [own.numel() for own in self._own()]
         self._auto = parse(every, {AutoRounds.name: AutoRounds}, "round length") if isinstance(every, str) else None
         first = every if self._auto is None else self._auto.start
@@ -162,6 +168,10 @@ class LocalSteps(torch.optim.Optimizer):
         self._binding = compression.serve(
             lambda setup: LocalStepsBinding(setup, optimizer, anchors, self._settings, every, ranks), self.outer
         )
+        if model is not None:
+            from hvdcomp.torch.replicas import leave_to_nobody
+
+            leave_to_nobody(model)  # last, because nothing refuses these settings from here on
 
     @classmethod
     def diloco(cls, optimizer: torch.optim.Optimizer, every: int = 500, **options: Any) -> LocalSteps:
@@ -450,6 +460,10 @@ class LocalSteps(torch.optim.Optimizer):
         and momentum, with the moments of the group's first rank, and at the same step of the round. A rank that is left
         out loses its steps since its latest exchanges. An exchange under way is sent again in the new group.
 
+        A rank that lags is at the step of the group's first rank from then on. If it has made fewer steps of the same
+        round, it keeps them. If the group's first rank has exchanged something without it, it begins like a new rank,
+        but keeps its residuals.
+
         Args:
             group: the process group; its first rank must have made a step.
 
@@ -470,8 +484,10 @@ class LocalSteps(torch.optim.Optimizer):
                 "the first rank of the group that was given to LocalSteps.change_ranks has not made a step, so it "
                 "cannot give the other ranks the weights of the training; give a group whose first rank has made a step"
             )
-        if OWN not in own:
+        if OWN not in own or not self._has_exchanged_like(common[OWN]):
             self.join(common)
+        else:
+            self._steps = common[OWN]["steps"]
 
     @torch.no_grad()
     def _load(self, state_dict: Mapping[str, Any], load_compression: Callable[[dict[str, Any]], None]) -> None:
@@ -508,6 +524,13 @@ class LocalSteps(torch.optim.Optimizer):
                 put(moved, sent["moved"])
                 self._sent = Sent(sent["places"], sent["at"], moved)
 
+    def _has_exchanged_like(self, other: Mapping[str, Any]) -> bool:
+        """Whether this rank has made and begun the same exchanges as the rank of another state."""
+        pairs = zip(self._anchors(), other["anchors"], strict=True)
+        sent = None if self._sent is None else (self._sent.at, self._sent.places)
+        other_sent = None if other["sent"] is None else (other["sent"]["at"], other["sent"]["places"])
+        return sent == other_sent and all(torch.equal(own, anchor.to(own.device)) for own, anchor in pairs)
+
     def _share_groups(self) -> None:
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
@@ -543,16 +566,6 @@ def _check(optimizer: Any, rate: Any, momentum: Any) -> None:
     if not (is_number(momentum) and 0 <= momentum < 1):
         raise ConfigurationError(
             f"LocalSteps: outer_momentum={momentum!r} is not allowed; give a number of at least 0 and below 1"
-        )
-
-
-def _require_whole(parameters: Iterable[torch.Tensor]) -> None:
-    """Raises ConfigurationError if a parameter is sharded."""
-    if any(hasattr(parameter, "device_mesh") for parameter in parameters):
-        raise ConfigurationError(
-            "the parameters are sharded (FSDP, tensor parallelism), but LocalSteps does not know which ranks have the "
-            "same shards: call fully_shard(model, mesh=mesh['shard']), and give LocalSteps mesh=mesh['replicate'] of "
-            "the same mesh"
         )
 
 

@@ -3,6 +3,7 @@
 On a mesh of two dimensions FSDP itself allreduces gradients between replicas, before it calls any hook: then they have
 been sent whole. `leave_to_hook` lets FSDP end at this rank's shards, as on a mesh of one dimension. Parameters and
 their places on the mesh stay as they are: optimizers, clipping and checkpoints see the same model as before.
+`hvdcomp.fsdp.register` exchanges the gradients in a hook. `LocalSteps` has no hook, because it exchanges weights.
 """
 
 from __future__ import annotations
@@ -23,33 +24,46 @@ from hvdcomp.exchange.agreement import gather_rows
 from hvdcomp.torch.boxes import cuts_of, number_of_boxes
 from hvdcomp.torch.sharded import all_parameter_groups
 
+REGISTER = "hvdcomp.fsdp.register"
+LOCAL_STEPS = "LocalSteps"
+"""The two that FSDP leaves replicas to, by their names in messages."""
+
 _PLACES_BYTES = 64  # of the words in which a rank says which boxes it has
 
 
-def group_of_replicas(model: torch.nn.Module, mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+def group_of_replicas(model: torch.nn.Module, mesh: DeviceMesh | None, caller: str) -> dist.ProcessGroup | None:
     """The ranks that have the same shards as this rank, one of each replica; None for a model without replicas.
 
     Args:
         model: a model in FSDP2.
         mesh: the dimension of the replicas, of a model whose own mesh lacks it; or None.
+        caller: `REGISTER` or `LOCAL_STEPS`.
 
     Raises:
         ConfigurationError: if FSDP averages the gradients of only some modules, or between others than `mesh` has; or
-            if it has left them to hvdcomp before.
+            if it has left them to hvdcomp before. `LocalSteps` may take what was left to `LocalSteps` before.
     """
-    own = _group_of_fsdp(model)
+    own = _group_of_fsdp(model, caller)
     if mesh is None:
         return own
     given = mesh.get_group()
     if own is not None and (ranks := _ranks_of(own)) != _ranks_of(given):
         raise ConfigurationError(
-            f"hvdcomp.fsdp.register was given a mesh of the ranks {list(_ranks_of(given))}, and fully_shard one on "
-            f"which the ranks {list(ranks)} are replicas; leave mesh out"
+            f"{caller} was given a mesh of the ranks {list(_ranks_of(given))}, and fully_shard one on which the ranks "
+            f"{list(ranks)} are replicas; leave mesh out"
         )
     return given
 
 
-def leave_to_hook(group: Any, hook: Callable[[torch.Tensor], None]) -> None:
+def leave_to_nobody(model: torch.nn.Module) -> None:
+    """Makes FSDP reduce the gradients of a model to this rank's shards only; replicas have different gradients then."""
+    for groups in all_parameter_groups(model).values():
+        for group in groups:
+            if isinstance(group.mesh_info, DDPMeshInfo):
+                leave_to_hook(group, None)
+
+
+def leave_to_hook(group: Any, hook: Callable[[torch.Tensor], None] | None) -> None:
     """Makes FSDP reduce the gradients of a parameter group to this rank's shards only, and call a hook with them.
 
     The hook is that of `set_all_reduce_hook`, which takes no module with several groups. To leave out FSDP's own
@@ -73,7 +87,7 @@ def shards_of(group: Any) -> int:
     return int(getattr(group.mesh_info, "shard_mesh_size", 1))
 
 
-def require_replicas(trained: Mapping[str, DTensor], group: dist.ProcessGroup) -> None:
+def require_replicas(trained: Mapping[str, DTensor], group: dist.ProcessGroup, caller: str) -> None:
     """Raises ConfigurationError if ranks of the group have different parts of one replica."""
     members = set(_ranks_of(group))
     for name, parameter in trained.items():
@@ -83,35 +97,37 @@ def require_replicas(trained: Mapping[str, DTensor], group: dist.ProcessGroup) -
         if not shared.issubset(with_this_box.flatten().tolist()):
             raise ConfigurationError(
                 f"parameter {name} is sharded over ranks that include {sorted(shared)}, so these ranks have different "
-                "parts of it, but the mesh that was given to hvdcomp.fsdp.register contains them as replicas. Give "
-                "hvdcomp.fsdp.register mesh['replicate'] of the mesh whose mesh['shard'] was given to fully_shard. If "
-                "the model is sharded over all ranks, leave mesh out"
+                f"parts of it, but the mesh that was given to {caller} contains them as replicas. Give {caller} "
+                "mesh['replicate'] of the mesh whose mesh['shard'] was given to fully_shard."
+                + (" If the model is sharded over all ranks, leave mesh out" if caller == REGISTER else "")
             )
 
 
-def require_same_shards(trained: Mapping[str, DTensor], communicator: Communicator, like: torch.Tensor) -> None:
+def require_same_shards(
+    trained: Mapping[str, DTensor], communicator: Communicator, like: torch.Tensor, caller: str
+) -> None:
     """Raises ConfigurationError on every rank of the communicator if the ranks have different parts."""
     places = " and ".join(sorted({_place(parameter) for parameter in trained.values()})) or "of nothing"
     rows = gather_rows(communicator, places.encode()[:_PLACES_BYTES].ljust(_PLACES_BYTES), like, "hvdcomp.shards")
     if len(set(rows)) > 1:
         by_rank = ", ".join(row.decode().strip() for row in rows)
         raise ConfigurationError(
-            "the ranks of the mesh that was given to hvdcomp.fsdp.register have different parts of the parameters, by "
-            f"rank {by_rank}; give it mesh['replicate'] of the mesh whose mesh['shard'] was given to fully_shard"
+            f"the ranks of the mesh that was given to {caller} have different parts of the parameters, by rank "
+            f"{by_rank}; give it mesh['replicate'] of the mesh whose mesh['shard'] was given to fully_shard"
         )
 
 
-def _group_of_fsdp(model: torch.nn.Module) -> dist.ProcessGroup | None:
-    """The ranks between which FSDP itself averages gradients; None if it does not."""
+def _group_of_fsdp(model: torch.nn.Module, caller: str) -> dist.ProcessGroup | None:
+    """The ranks between which FSDP itself averages gradients, or did until it left them to `caller`; None if there are
+    none."""
     found: dict[tuple[int, ...], tuple[str, dist.ProcessGroup | None]] = {}
     for name, groups in all_parameter_groups(model).items():
-        for info in (group.mesh_info for group in groups):
-            own = info.replicate_process_group if isinstance(info, DDPMeshInfo) else None
-            if own is None and info.replicate_mesh_dim is not None:
-                raise ConfigurationError(
-                    "hvdcomp.fsdp.register was called for this model, or for a part of it, before. Call it once for "
-                    "each model, after all calls of fully_shard or replicate"
-                )
+        for group in groups:
+            info = group.mesh_info
+            own = None
+            if info.replicate_mesh_dim is not None:
+                _require_not_left(group, caller)
+                own = info.mesh.get_group(info.replicate_mesh_dim)
             found.setdefault(() if own is None else _ranks_of(own), (name or "the model", own))
     if len(found) > 1:
         (ranks, (name, _)), (other_ranks, (other_name, _)), *_ = found.items()
@@ -120,6 +136,23 @@ def _group_of_fsdp(model: torch.nn.Module) -> dist.ProcessGroup | None:
             f"{_between(other_ranks)}; give fully_shard the same replicas for all modules"
         )
     return next((own for _, own in found.values()), None)
+
+
+def _require_not_left(group: Any, caller: str) -> None:
+    """Raises ConfigurationError if FSDP has left the gradients of a parameter group to another caller, or to a hook."""
+    if isinstance(group.mesh_info, DDPMeshInfo):
+        return
+    left_to = LOCAL_STEPS if group._all_reduce_hook is None else REGISTER
+    if left_to == caller == REGISTER:
+        raise ConfigurationError(
+            "hvdcomp.fsdp.register was called for this model, or for a part of it, before. Call it once for each "
+            "model, after all calls of fully_shard or replicate"
+        )
+    if left_to != caller:
+        raise ConfigurationError(
+            f"{caller} was given a model that was given to {left_to} before. LocalSteps exchanges weights, and "
+            "hvdcomp.fsdp.register gradients: use only one of them"
+        )
 
 
 def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:

@@ -7,6 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from hvdcomp.compressors import evidence, harm
+
+
+@pytest.fixture
+def at_one_rate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Evidence from the trainings at one learning rate only, which does not change as others are trained."""
+    found = (*map(evidence._parse, evidence._read("evidence_one_rate.json")), evidence._WITH_MUON)
+    monkeypatch.setattr(evidence, "evidence", lambda: found)
+    harm._settings.cache_clear()
+    yield
+    monkeypatch.undo()
+    harm._settings.cache_clear()
+
 
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[None]:

@@ -581,13 +581,14 @@ def warnings_of(optimizer: Any, compressor: Any, steps: int = 3, **settings: Any
     return [one for one in caught if " badly with " in str(one.message)]
 
 
+@pytest.mark.usefixtures("at_one_rate")
 @pytest.mark.parametrize(
     ("optimizer", "compressor", "said"),
     [
         (torch.optim.AdamW, TopK(0.05), "AdamW learns badly with topk:ratio=0.05. "),
         (torch.optim.AdamW, EFSignSGD(), "AdamW learns badly with efsignsgd. "),
         (torch.optim.Adam, ByName({"matrix": TopK(0.05), "*": NoCompression()}), "Adam learns badly with topk"),
-        (torch.optim.AdamW, PowerSGD(rank=4), "was 8 % higher with powersgd:rank=4. It was 0 % higher with int4"),
+        (torch.optim.AdamW, PowerSGD(rank=4), "8 % higher with powersgd:rank=4 in gpt, the loss was 0 % higher with"),
         (torch.optim.AdamW, TwoLevel(PowerSGD(rank=3)), "was 8 % higher with powersgd:rank=4"),
         (torch.optim.AdamW, TernGrad(), "was 8 % higher with terngrad"),
         (torch.optim.AdamW, Int8(), None),
@@ -632,6 +633,7 @@ def test_a_method_is_judged_once_its_trainings_are_measured(
         harm._settings.cache_clear()
 
 
+@pytest.mark.usefixtures("at_one_rate")
 @pytest.mark.parametrize(
     ("names", "warns"),
     [
@@ -656,9 +658,24 @@ def test_an_unknown_optimizer_is_judged_by_what_it_keeps(names: tuple[str, ...],
     assert warnings_of(keeping(*names), Int8()) == []
 
 
+@pytest.mark.usefixtures("at_one_rate")
 def test_what_was_measured_with_error_feedback_says_nothing_of_a_method_without() -> None:
     assert warnings_of(torch.optim.AdamW, TopK(0.05), memory=NoMemory()) == []
     assert warnings_of(torch.optim.AdamW, TernGrad(), memory=ErrorFeedback()) == []
+
+
+@pytest.mark.usefixtures("at_one_rate")
+def test_muon_has_a_kind_of_its_own_once_methods_are_measured_at_their_best_rates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    muon = keeping("momentum_buffer", kind=Muon)([torch.zeros(2, requires_grad=True)], lr=1e-3)
+    assert kind_of(muon) is None
+    best = evidence.Evidence("Muon", "sorting-muon", "accuracy", {"topk:ratio=0.01": 0.061}, at_best_rates=True)
+    monkeypatch.setattr(evidence, "evidence", lambda: (best,))
+    harm._settings.cache_clear()
+    assert kind_of(muon) == "Muon"
+    (caught,) = warnings_of(keeping("momentum_buffer", kind=Muon), TopK(0.005), steps=1)
+    assert "the accuracy was 6 points lower with topk:ratio=0.01 in sorting-muon. Use " in str(caught.message)
 
 
 def test_an_optimizer_that_chooses_its_rate_itself_has_none_to_follow() -> None:

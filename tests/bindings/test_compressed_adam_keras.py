@@ -170,6 +170,7 @@ def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None
         CompressedAdam(freeze_after=5, **options)
 
 
+@pytest.mark.usefixtures("at_one_rate")
 @pytest.mark.parametrize(
     ("optimizer", "said"),
     [

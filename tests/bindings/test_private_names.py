@@ -19,6 +19,7 @@ NAMES = [
     "_C._current_graph_task_id",
     "_C._storage_Use_Count",
     "_C.Future",
+    "_dynamo.lookup_backend",
     "_foreach_add",
     "_foreach_add_",
     "_foreach_addcdiv_",
@@ -28,11 +29,14 @@ NAMES = [
     "_foreach_norm",
     "_foreach_sqrt",
     "autograd.Variable._execution_engine.queue_callback",
+    "_ops.OpOverload",
     "cuda._sleep",
     "distributed.ProcessGroup._get_backend",
+    "distributed.distributed_c10d._resolve_process_group",
     "distributed.distributed_c10d._world.group_count",
     "distributed.distributed_c10d._world.pg_names",
     "nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
+    "ops._c10d_functional",
 ]
 
 

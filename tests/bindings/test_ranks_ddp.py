@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.alone, pytest.mark.timeout(3600)]
 _SETTINGS = ((2, "torchrun"), (4, "torchrun"))
 _MODULES = {
     "cases_torch_distributed": _SETTINGS,
+    "cases_compiled": _SETTINGS,
     "cases_ddp": _SETTINGS,
     "cases_ddp_compiled": _SETTINGS,
     "cases_ddp_policies": _SETTINGS,
@@ -29,6 +30,7 @@ _MODULES = {
     "cases_look_ahead": _SETTINGS,
     "cases_sharded_tables": _SETTINGS,
     "cases_bench_ddp": _SETTINGS,
+    "cases_simple": _SETTINGS[:1],
 }
 
 

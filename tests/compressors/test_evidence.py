@@ -14,22 +14,79 @@ from hvdcomp.compressors import evidence
 from hvdcomp.compressors.evidence import DIVERGED, Evidence, in_words, lost_with, measured_specs
 from hvdcomp.compressors.first import FIRST, RECOMMENDED
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.tools.commands.advise import HARMLESS
+from hvdcomp.perfmodel.quality import HARMLESS
 from hvdcomp.tools.commands.calibrate import COMPRESSORS
 from hvdcomp.tools.commands.calibrate import command as calibrate
 from hvdcomp.tools.commands.profile import command as profile
 from tests.loaded import load_benchmark
 from tests.readme import README
 
-FILE = Path(evidence.__file__).with_name("evidence.json")
+FOLDER = Path(evidence.__file__).parent
 
 
-def test_the_file_is_made_of_the_trainings() -> None:
-    """If not: `python benchmarks/convergence.py --page-only --evidence hvdcomp/compressors/evidence.json`."""
+def test_the_file_of_best_rates_is_made_of_the_trainings() -> None:
+    """If not: `python benchmarks/which_method.py`."""
+    benchmark: Any = load_benchmark("which_method")
+    assert json.loads((FOLDER / "evidence.json").read_text()) == benchmark.evidence_of(benchmark.RUNS)
+
+
+def test_the_file_of_one_rate_is_made_of_the_trainings() -> None:
+    """If not: `python benchmarks/convergence.py --page-only --evidence hvdcomp/compressors/evidence_one_rate.json`."""
     benchmark: Any = load_benchmark("convergence")
     runs = load_benchmark("pages").MEASURED / "convergence"
     tables = benchmark.tables_of(runs, benchmark.seeds_there(runs), {})
-    assert json.loads(FILE.read_text()) == benchmark.evidence_of(tables)
+    assert json.loads((FOLDER / "evidence_one_rate.json").read_text()) == benchmark.evidence_of(tables)
+
+
+def test_a_result_at_best_rates_replaces_that_of_the_same_method_optimizer_and_task() -> None:
+    at_one_rate = [
+        Evidence("Adam", "gpt", "loss", {"terngrad": 0.08, "int4": 0.003}),
+        Evidence("SGD", "lstm", "loss", {"terngrad": 0.01, "topk:ratio=0.01": 0.09}),
+        Evidence("CompressedAdam", "gpt-frozen", "loss", {"efsignsgd": -0.04}),
+        evidence._WITH_MUON,
+    ]
+
+    def at_best(optimizer: str, training: str, *specs: str) -> Evidence:
+        return Evidence(optimizer, training, "loss", dict.fromkeys(specs, -0.001), at_best_rates=True)
+
+    left = evidence.without_replaced(
+        at_one_rate,
+        [
+            at_best("Adam", "gpt", "terngrad"),
+            at_best("Adam", "sorting", "int4"),
+            at_best("SGD", "shapes", "topk:ratio=0.01"),
+            at_best("CompressedAdam", "gpt", "efsignsgd"),
+            at_best("Muon", "gpt-muon", *evidence._WITH_MUON.lost),
+        ],
+    )
+    assert left == [Evidence("Adam", "gpt", "loss", {"int4": 0.003}), at_one_rate[1]]
+    assert not any(one.at_best_rates for one in left)
+
+
+def test_results_at_best_rates_come_first_and_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_best = {"optimizer": "Adam", "training": "gpt", "metric": "loss", "lost": {"terngrad": None, "eden": 0.001}}
+    files = {"evidence.json": {"first": {"Adam": ["eden"]}, "trainings": [at_best]}}
+    read = evidence._read
+    monkeypatch.setattr(evidence, "_read", lambda name: files.get(name) or read(name))
+    evidence.evidence.cache_clear()
+    evidence.chosen_by_rule.cache_clear()
+    try:
+        assert lost("terngrad", "Adam") == DIVERGED, "0.08 at one rate"
+        assert lost("eden", "Adam") == 0.001
+        assert lost("int4", "Adam") == pytest.approx(0.0027), "there is none at its best rate"
+        assert evidence.is_at_best_rates("Adam")
+        assert not evidence.is_at_best_rates("SGD")
+        assert evidence.chosen_by_rule() == {"Adam": ("eden",)}
+        assert "with Adam 0.1 (each at its own best learning rate, docs/best-rates.md)" in in_words(
+            parse_compressor("eden")
+        )
+        said = in_words(parse_compressor("terngrad"))
+        assert "with Adam it diverged (each at its own best" in said
+        assert re.search(r"; with SGD -?[\d.]+, .*\(all at one learning rate, docs/convergence.md\)", said)
+    finally:
+        monkeypatch.undo()
+        evidence.evidence.cache_clear()
+        evidence.chosen_by_rule.cache_clear()
 
 
 def test_all_specs_are_spelt_as_compressors_print() -> None:
@@ -95,7 +152,7 @@ def test_what_is_not_known_of_a_method_or_an_optimizer() -> None:
 
 @pytest.mark.usefixtures("few")
 def test_a_sentence_on_a_method() -> None:
-    assert "points of accuracy: with SGD 0.3, with Adam 0.9 (docs/" in in_words(parse_compressor("int4"))
-    assert "with SGD it diverged (docs" in in_words(parse_compressor("qsgd:bits=2"))
+    assert "points of accuracy: with SGD 0.3, with Adam 0.9 (all at one" in in_words(parse_compressor("int4"))
+    assert "with SGD it diverged (all at one learning rate, docs" in in_words(parse_compressor("qsgd:bits=2"))
     assert "quality with two_level(int4)" in in_words(parse_compressor("two_level(int4)"))
     assert "did not measure what fp8 costs in accuracy" in in_words(parse_compressor("fp8"))

@@ -73,8 +73,9 @@ def test_a_picture_has_no_background_of_its_own(picture: Path) -> None:
 
 
 def defined() -> dict[str, set[str]]:
-    """What each file of the code and of its tests defines: functions, classes, attributes, constants, kernels."""
-    sources = [*(ROOT / "hvdcomp").rglob("*.py"), *(ROOT / "hvdcomp").rglob("*.[ch]"), *(ROOT / "tests").rglob("*.py")]
+    """The functions, classes, attributes, constants and kernels that each file defines."""
+    sources = [file for folder in ("hvdcomp", "tests", "examples") for file in (ROOT / folder).rglob("*.py")]
+    sources += (ROOT / "hvdcomp").rglob("*.[ch]")
     sources.append(ROOT / "hvdcomp" / "kernels" / "src" / "kernels.def")
     return {
         str(path.relative_to(ROOT)): set(re.findall(r"\w+", str(DEFINED.findall(path.read_text()))))

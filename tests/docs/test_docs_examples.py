@@ -16,7 +16,7 @@ from hvdcomp.tools.cli import main
 from tests.readme import blocks, run
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ["how-to.md", *sorted(page.name for page in DOCS.glob("your-own-*.md"))]
+PAGES = ["compiled-graph.md", "how-to.md", *sorted(page.name for page in DOCS.glob("your-own-*.md"))]
 
 
 def program(text: str) -> str:

@@ -95,6 +95,14 @@ def test_it_goes_on_where_all_ranks_were(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
+def test_the_page_to_read_first_trains() -> None:
+    said = run_ranks(2, "torchrun", [str(EXAMPLES / "simple.py")], timeout=120).stdout
+    losses = re.findall(r"rank [01]: loss ([\d.]+)", said)
+    assert len(losses) == 2, said
+    assert all(float(loss) < 1 for loss in losses), said
+
+
+@pytest.mark.thorough
 def test_the_click_model_learns() -> None:
     said = run_ranks(2, "torchrun", [str(EXAMPLES / "embeddings.py")], timeout=120).stdout
     losses, factors = zip(*re.findall(r"step \d+: loss ([\d.]+); tables in (\d+), layers in", said), strict=True)

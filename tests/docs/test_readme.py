@@ -8,18 +8,21 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.docs.test_docs import ROOT
+from tests.loaded import load_benchmark
 from tests.package_index import fresh_environment, pip_with_index
 from tests.readme import README
 
 TEXT = README.read_text(encoding="utf-8")
+TABLE = TEXT.partition("<!-- which method -->")[2].partition("\n\n")[0].strip()
 FIRST_STEPS = TEXT.partition("<!-- first steps -->")[2].partition("<!-- end of first steps -->")[0]
 (COMMANDS, *_) = re.findall(r"^(?: {4}.*\n)+", FIRST_STEPS, re.MULTILINE)
 WITHOUT_HOROVOD = ["pip install -e '.[torch,train]'", "hvdcomp demo"]
-# Which trainings of docs/convergence.csv a row of the table is about.
+# Which trainings of docs/convergence.csv a row of the table is about, if it was measured at one learning rate.
 TRAININGS = {
     "SGD with momentum": ("mnist1d", "lstm"),
     "SGD, if `terngrad` sends too much": ("mnist1d", "lstm"),
@@ -45,11 +48,17 @@ def test_no_page_installs_hvdcomp_from_an_index(page: Path) -> None:
     assert not re.search(r"pip install[^`\n]* '?hvdcomp\b", page.read_text(encoding="utf-8"))
 
 
-def test_the_table_of_methods_pairs_bytes_and_quality_of_the_same_trainings() -> None:
+def test_the_table_of_methods_is_made_from_the_trainings_at_best_rates() -> None:
+    """If not: `python benchmarks/which_method.py`."""
+    benchmark: Any = load_benchmark("which_method")
+    assert benchmark.table_of(benchmark.RUNS).strip() == TABLE
+
+
+def test_rows_at_one_learning_rate_pair_bytes_and_quality_of_the_same_trainings() -> None:
     with (ROOT / "docs" / "convergence.csv").open(encoding="utf-8", newline="") as file:
         measured = {(row["workload"], row["method"]): row for row in csv.DictReader(file)}
-    table = TEXT.partition("<!-- which method -->")[2].partition("\n\n")[0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()[2:]]
+    benchmark: Any = load_benchmark("which_method")
+    rows = [row for rows in benchmark.AT_ONE_RATE.values() for row in rows]
     assert {situation for situation, *_ in rows} == TRAININGS.keys()
     for situation, method, factor, quality in rows:
         (spec,) = re.findall(r"`([a-z].*?)`", method)

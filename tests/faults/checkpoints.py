@@ -21,7 +21,7 @@ from tests.faults.world import World
 GROUP = "checkpoints"
 OLDER, NEWEST = 8, 10
 _WITHIN = 180  # the whole training, on a busy machine
-_PASSED_OVER = "All ranks pass it over, say so, and go on from the one before it."
+_PASSED_OVER = "All ranks report and skip it, and continue from the checkpoint before it."
 _REFUSED = "Refused on every rank with the reason, and nothing is changed. "
 
 
@@ -114,7 +114,7 @@ def _refused(
     options: tuple[str, ...] = (),
     remedy: str = "",
 ) -> Fault:
-    """What is refused. Without options that are others, the training goes on when the newest checkpoint is removed."""
+    """A fault that is refused. Without `options`, the training continues after the newest checkpoint is removed."""
 
     def run(world: World) -> str:
         newest = prepare(world)
@@ -126,7 +126,7 @@ def _refused(
         shutil.rmtree(newest)
         return f"{said}; without it: {world.goes_on(OLDER)}"
 
-    documented = _REFUSED + (remedy or "Without that checkpoint the training goes on from the one before it.")
+    documented = _REFUSED + (remedy or "Without this checkpoint, the training continues from the one before it.")
     return Fault(name, GROUP, documented, _WITHIN, run, transports)
 
 
@@ -195,7 +195,7 @@ def _as_it_is(newest: Path) -> None:
     pass
 
 
-_ANEW = "Start it as that one was, or name another --checkpoint-folder."
+_ANEW = "Train with the options of the earlier run, or name another --checkpoint-folder."
 
 FAULTS = [
     _passed_over("model.pt is cut off", lambda place: _cut_off(place / "model.pt"), "model.pt is damaged", short=True),
@@ -227,7 +227,7 @@ FAULTS = [
     _goes_on("a checkpoint of an older format, without digests", "It is read.", _before_digests, ("mpi", "ddp")),
     _goes_on(
         "what a rank left that was killed while it saved",
-        "It is removed. The training goes on from the newest complete checkpoint.",
+        "It is removed. The training continues from the newest complete checkpoint.",
         _never_complete,
         ("gloo",),
     ),

@@ -45,7 +45,7 @@ def _timing(world: World) -> str:
     return f"{said}; so are the {len(timed)} that the policy was told of"
 
 
-_DOCUMENTED = "Nothing comes of it: only clocks that go forward evenly are asked how long something took."
+_DOCUMENTED = "Nothing happens, because hvdcomp measures durations only with clocks that do not jump."
 
 FAULTS = [
     Fault("the clock of rank 1 jumps", GROUP, _DOCUMENTED, _WITHIN, _accordion, ("gloo", "ddp"), short=True),

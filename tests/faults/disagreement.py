@@ -17,7 +17,7 @@ def _row(act: str, name: str, message: str, transports: tuple[str, ...], short: 
         assert not world.saved, "a checkpoint was written"
         return f"refused before the first step, the launcher with exit code {ended.code}"
 
-    documented = "Refused on every rank before the first step, with what differs and where."
+    documented = "Refused on every rank before the first step. The message names the difference and the rank."
     return Fault(f"{name} on rank 1", GROUP, documented, _WITHIN, run, transports, short)
 
 

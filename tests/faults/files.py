@@ -15,8 +15,8 @@ GROUP = "files"
 _WITHIN = 60
 _WHOLE_TRAINING = 180  # on a busy machine
 _OF_CHECKPOINTS = ("model.pt", "rank-", "run-", "SHA256SUMS")
-_ENDS = "All ranks end with code 1 and the reason, and what was written before is whole. "
-_AGAIN = "Started again with room, the training goes on from the newest complete checkpoint."
+_ENDS = "All ranks end with code 1 and the reason. Files that were written before are complete. "
+_AGAIN = "After a restart with free space, the training continues from the newest complete checkpoint."
 
 
 class OwnDisk(World):
@@ -156,7 +156,7 @@ FAULTS = [
     Fault(
         "the disk is full for a moment in the middle of decisions.jsonl",
         GROUP,
-        "Rank 0 warns, the log ends with its last whole line, and the training goes on.",
+        "Rank 0 warns, the log ends with its last complete line, and the training continues.",
         _WITHIN,
         _decisions,
         ("gloo", "ddp"),
@@ -200,7 +200,7 @@ FAULTS = [
     Fault(
         f"each write to a file takes {SLOW} s longer on rank 0",
         GROUP,
-        "The other rank waits, within its timeout: the training goes on.",
+        "The other rank waits for less than its timeout, and the training continues.",
         _WHOLE_TRAINING,
         _slow,
         ("gloo", "ddp"),

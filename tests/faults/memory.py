@@ -18,8 +18,8 @@ def _row(act: str, name: str, point: str, step: int, after: int, transports: tup
     return Fault(
         name,
         GROUP,
-        "That rank ends, and the launcher ends all. Started again, the training goes on from the newest complete "
-        "checkpoint.",
+        "This rank ends, and the launcher ends all others. After a restart, the training continues from the newest "
+        "complete checkpoint.",
         _WITHIN,
         run,
         transports,

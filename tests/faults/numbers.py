@@ -42,8 +42,8 @@ def _spoilt(kind: str, name: str, rank: int, step_of: Callable[[str], int], shor
     return Fault(
         name,
         GROUP,
-        "All ranks end with code 1, and no checkpoint holds weights that are not finite. Started again, the training "
-        "goes on from the newest checkpoint.",
+        "All ranks end with code 1, and no checkpoint contains weights that are not finite. After a restart, the "
+        "training continues from the newest checkpoint.",
         _WITHIN,
         run,
         short=short,
@@ -91,7 +91,7 @@ def _skips_at_random(kind: str) -> Fault:
     return Fault(
         f"{kind} in a gradient of rank 1 in eight steps at random, with a loss scaler",
         GROUP,
-        "The loss scaler skips these steps on every rank, and residuals stay as they were.",
+        "The loss scaler skips these steps on every rank, and the residuals do not change.",
         _WITHIN,
         run,
     )
@@ -126,7 +126,8 @@ FAULTS = [
     Fault(
         "inf on rank 1 in forty steps on end, with a loss scaler",
         GROUP,
-        "The loss scale falls by half in each, and no residual is lost: the training goes on as if they had not been.",
+        "The loss scale is halved in each of these steps, and no residual is lost. The training continues as if these "
+        "steps had not happened.",
         _WITHIN,
         _falls,
         ("gloo", "ddp"),
@@ -134,7 +135,7 @@ FAULTS = [
     Fault(
         "NaN on rank 1 in all steps, with a loss scaler",
         GROUP,
-        "All ranks end with an error in the same step, when the loss scale has fallen to nothing.",
+        "All ranks end with an error in the same step, when the loss scale has fallen to zero.",
         _WITHIN,
         _lost,
     ),

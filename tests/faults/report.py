@@ -15,7 +15,7 @@ from tests.faults.table import Fault, Row
 
 NAME = "faults"
 NAMED = 3
-"""Faults with the same documented outcome are all named on the page if they are not more than this."""
+"""If more faults than this have the same documented outcome, the page names only the first of them."""
 
 
 def facts() -> dict[str, Any]:
@@ -68,20 +68,22 @@ def as_markdown(command: str, found: dict[str, Any], rows: Sequence[Row]) -> str
     versions = ", ".join(f"{name} {number}" for name, number in found["versions"].items())
     failed = [row for row in rows if not row.passed]
     lines = [
-        "# Faults, and what comes of them",
+        "# Faults, and their consequences",
         "",
         f"    {command}",
         "",
-        f"It was run with {versions} on {found['cores']} cores, at commit `{found['commit']}`. "
-        f"{len(rows) - len(failed)} of {len(rows)} rows are as documented. "
-        "A row is a fault over a transport: Horovod with Gloo or with MPI (`gloo`, `mpi`), or torch.distributed under "
-        f"torchrun (`ddp`). [{NAME}.csv]({NAME}.csv) has all rows, with what happened in each and the seconds from the "
-        "fault to the end of the last process of the training. Every row also sees that no process is left, and, where "
-        "ranks train with hvdcomp, that all had the same weights after each step.",
+        f"This command was run with {versions} on {found['cores']} cores, at commit `{found['commit']}`. It causes "
+        "faults in trainings, and compares the consequences with the documented ones. "
+        f"{len(rows) - len(failed)} of {len(rows)} rows are as documented.",
         "",
-        "In the table, faults with the same documented outcome share a line, which names them, or the first where they "
-        f"are more than {NAMED}, and has the seconds of the slowest row with the limit for it. Where ranks wait for "
-        "ever, they were told to end at the limit.",
+        "A row is a fault with a transport: Horovod with Gloo or MPI (`gloo`, `mpi`), or torch.distributed under "
+        f"torchrun (`ddp`). [{NAME}.csv]({NAME}.csv) has all rows, with what happened and the seconds from the "
+        "fault to the end of the training's last process. Each row also checks that no process is left. If ranks train "
+        "with hvdcomp, it checks that all ranks have the same weights after each step.",
+        "",
+        "In the table, faults with the same documented outcome share a line. The line names them, or only the first "
+        f"one if there are more than {NAMED}. It shows the seconds of the slowest row, and the time limit of this row. "
+        "Ranks that would wait forever were ended at the limit.",
         "",
         *(f"- **FAILED**: {row.fault}, over {row.transport}: {_short(row.happened)}" for row in failed),
         *([""] if failed else []),

@@ -47,8 +47,8 @@ def _left_alone(documented: str, transports: tuple[str, ...], finishes: bool) ->
 
 FAULTS = [
     _stopped("gloo", "The other rank gives up after HOROVOD_GLOO_TIMEOUT_SECONDS.", WAIT + 30),
-    _stopped("mpi", "The other rank waits, because MPI knows no timeout.", WAIT, waits=True),
+    _stopped("mpi", "The other rank waits, because MPI has no timeout.", WAIT, waits=True),
     _stopped("ddp", "The other rank gives up after the timeout of torch.distributed.", WAIT + 55),
     _left_alone("All ranks end.", ("gloo", "mpi"), finishes=False),
-    _left_alone("torchrun ends without a word to the ranks: they train on, to the end.", ("ddp",), finishes=True),
+    _left_alone("torchrun ends without telling the ranks, and the ranks train to the end.", ("ddp",), finishes=True),
 ]

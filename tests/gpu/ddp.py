@@ -52,7 +52,8 @@ BUSY = ", 64 sequences"
 _LEAST_MEMORY = 60e9
 
 TIMED = (
-    *HOOKS, "none", "fp16", "int8", "efsignsgd", "qsgd:bits=4", "topk:ratio=0.01", "dgc:ratio=0.01", "powersgd:rank=4",
+    *HOOKS, "none", "fp16", "int8", "eden", "efsignsgd", "qsgd:bits=4", "topk:ratio=0.01", "dgc:ratio=0.01",
+    "powersgd:rank=4",
     *(method + how for how in (EARLY, BUSY, BUSY + EARLY) for method in ("none", "efsignsgd", "topk:ratio=0.01")),
 )  # fmt: skip
 OVERLAP = " with and without overlap"

@@ -27,7 +27,7 @@ from hvdcomp.perfmodel.shapes import tensors_of
 from hvdcomp.tools.bench.encode.comparison import rows
 from hvdcomp.tools.bench.encode.measurement import Measurement, Request, measure_here
 from hvdcomp.tools.bench.encode.peers import PEERS
-from tests.gpu import cases, roofline, steps
+from tests.gpu import cases, predictions, roofline, steps
 from tests.gpu.ranks import Shapes, allocated
 
 Keep = Callable[..., None]
@@ -35,7 +35,8 @@ Keep = Callable[..., None]
 MODELS = ("resnet50", "bert-base", "small-tensors")
 METHODS = (
     "none", "fp16", "topk:ratio=0.01", "mstopk:ratio=0.01", "redsync:ratio=0.01", "dgc:ratio=0.01",
-    "randomk:ratio=0.01", "efsignsgd", "onebit", "qsgd:bits=4", "terngrad", "natural", "int8", "fp8", "powersgd:rank=4",
+    "randomk:ratio=0.01", "efsignsgd", "onebit", "qsgd:bits=4", "terngrad", "natural", "int8", "int4", "fp8", "eden",
+    "eden:bits=1", "powersgd:rank=4",
 )  # fmt: skip
 ROUNDED = ", residuals of bf16"
 KEPT = {
@@ -327,6 +328,8 @@ PARTS: dict[str, Callable[..., Any]] = {
     "training": training,
     "roofline": bandwidth,
     "sanitizer": sanitizer,
+    "calibrate": predictions.calibrate,
+    "profile": predictions.profile,
     NETWORK: network,
 }
 """By name, in the order in which they run."""

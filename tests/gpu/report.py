@@ -1,4 +1,4 @@
-"""The page of `make gpu-check`: its tables, and how they compare with what was aimed at."""
+"""The page of `make gpu-check`: its tables, and how the results compare with the aims."""
 
 from __future__ import annotations
 
@@ -11,44 +11,51 @@ from tests.gpu.parts import PARTS
 from tests.gpu.roofline import LEAST_SHARE
 
 MOST_COPIES = {"topk:ratio=0.01": 4.0, "efsignsgd": 2.5, "onebit": 2.5, "qsgd:bits=4": 2.5, "powersgd:rank=4": 5.0}
-"""Of a step on ResNet-50, in copies of the gradients by the device's own time."""
+"""The aim for a step on ResNet-50, by the device's own time, in times of a copy of the gradients."""
 HOOKS = {"powersgd:rank=4": POWERSGD, "fp16": FP16}
 LEAST_SPEED = 3.0
-"""How many times as fast as PyTorch's hook a step on ResNet-50 should be."""
+"""The aim for the speedup of a step on ResNet-50 over PyTorch's hook."""
 NOT_MEASURED = "not measured"
 
 STEP = (
-    "Milliseconds of one rank by the device's own time, the host being ahead, and in brackets how many copies of the "
-    "gradients those are; medians. Of the first model also ms by the clock, launches, and bytes for each "
-    "parameter that stay on the device from step to step."
+    "For each model: the median milliseconds of a step of one rank, by the device's own time. The host has queued the "
+    "work in advance. The number in brackets is this time divided by the time to copy the gradients once. For the "
+    "first model, the table also shows the milliseconds by the clock (wall), the kernel launches, and the bytes per "
+    "parameter that stay on the device from step to step (kept)."
 )
 MEMORY = (
-    "Bytes for each element of four matrices of 2048 x 4096 that PyTorch has handed out beside gradients: from step to "
-    "step, and the most within a step. Results take the gradients' place."
+    "Bytes that PyTorch has allocated in addition to the gradients, per element of four matrices of 2048 x 4096: the "
+    "bytes that stay from step to step (kept), and the maximum within a step (most). The results replace the gradients."
 )
 TRAINING = (
-    "DistributedDataParallel of one rank over NCCL: a decoder of 85 million parameters, 8 sequences of 512 bytes, in "
-    "bfloat16. Each method takes turns with DDP alone, 15 steps each: medians. The exchange costs nothing, so this is "
-    "what a method itself adds, and what starts in the backward pass hides nothing. MB: the most memory that PyTorch "
-    "has handed out in a step, the model included (-: not measured)."
+    "DistributedDataParallel trains a decoder with 85 million parameters in bfloat16, on 8 sequences of 512 bytes, "
+    "with one rank over NCCL. Each method takes turns with DDP alone, for 15 steps each. The table shows medians. With "
+    "one rank, the exchange costs nothing, so the table shows the time that the method itself adds, and overlap with "
+    "the backward pass saves nothing. MB is the maximum of the memory that PyTorch allocates in a step, including the "
+    'model\'s. "-" means not measured.'
 )
-SEVERAL = "The same with a rank on each of several GPUs, over NCCL."
-NETWORK = "Collectives between all GPUs, as `hvdcomp calibrate` has measured them."
+SEVERAL = "The same training with a rank on each of several GPUs, over NCCL."
+NETWORK = "Collectives between all GPUs, measured by `hvdcomp calibrate`."
+PREDICTIONS = (
+    "Milliseconds of a step, as predicted from `hvdcomp calibrate` and `hvdcomp profile` on the same GPU, and as "
+    "measured. Two ranks share the GPU over Gloo, or one rank has the GPU alone over NCCL. One rank exchanges nothing."
+)
 KERNELS = (
-    "The bytes that a kernel has to move over its time, on BERT-base's matrices, and the share of a copy's: kernels "
-    f"below {LEAST_SHARE:.0%}. The others are in the JSON file."
+    "GB/s is the number of bytes that a kernel has to move, divided by its time, on the matrices of BERT-base. The "
+    "table compares it with a copy, and lists kernels with less than "
+    f"{LEAST_SHARE:.0%} of the copy's rate. The JSON file has the other kernels."
 )
 
 
 def as_markdown(document: Mapping[str, Any]) -> str:
-    """The page of what `gpu.json` holds."""
+    """The page, from the content of `gpu.json`."""
     parts = document["parts"]
     lines = ["# Measured on GPUs", "", "Made by `make gpu-check`, on", "", *_machines(parts), ""]
     results = [(name, _result(parts.get(name)), _commit(parts.get(name))) for name in PARTS]
     lines += table(("part", "result", "commit"), results)
     failures = [f"- {name}: {one.splitlines()[0]}" for name, part in parts.items() for one in part["failures"]]
     lines += failures + [""] * bool(failures)
-    lines += ["## Beside what was aimed at", ""]
+    lines += ["## Compared with the aims", ""]
     lines += table(("what", "aim", "measured", ""), list(aims(parts)))
     lines += ["## A step", "", STEP, ""]
     lines += _steps(_rows(parts, "bench"))
@@ -58,18 +65,19 @@ def as_markdown(document: Mapping[str, Any]) -> str:
     lines += ["## A step of a training", "", TRAINING, "", *_trainings(_rows(parts, "training"))]
     lines += ["## A step of a training on several GPUs", "", SEVERAL, "", *_trainings(_rows(parts, "nccl"))]
     lines += ["## The network", "", NETWORK, "", *table(("link",), [(one["link"],) for one in _rows(parts, "network")])]
+    lines += ["## Predictions", "", PREDICTIONS, "", *_predictions(parts)]
     lines += ["## A kernel", "", KERNELS, ""]
     cells = [
         (one["method"], one["kernel"], _giga(one["bytes_a_second"]), _percent(one["share"]))
         for one in _rows(parts, "roofline")
         if one["kernel"] == "copy" or (one["share"] is not None and one["share"] < LEAST_SHARE)
     ]
-    lines += table(("method", "kernel", "GB/s", "of the copy's"), cells)
+    lines += table(("method", "kernel", "GB/s", "share of the copy's rate"), cells)
     return "\n".join(lines)
 
 
 def _steps(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A row for each method, with the device's ms, and their multiple of a copy, on each model."""
+    """A row for each method: for each model, the device's ms, and their multiple of a copy's ms."""
     models = list(dict.fromkeys(one["model"] for one in rows))
     methods: dict[str, dict[str, Mapping[str, Any]]] = {}
     for one in rows:
@@ -87,7 +95,7 @@ def _steps(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _trainings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A row for each method whose steps were timed, with ms and memory beside those of DDP alone."""
+    """A row for each method with timed steps: ms and memory, and the same for DDP alone."""
     cells = [
         (
             one["method"], number(one["ms"]), " to ".join(map(number, one["quartiles_ms"])), number(one["ddp_ms"]),
@@ -99,8 +107,21 @@ def _trainings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return table(("method", "ms", "quartiles", "DDP", "MB", "DDP's MB"), cells)
 
 
+def _predictions(parts: Mapping[str, Any]) -> list[str]:
+    """A row for each step that was predicted and measured."""
+    cells = [
+        (
+            name, str(one["ranks"]), one["method"], number(one["predicted_ms"]), number(one["measured_ms"]),
+            f"{one['error']:+.0%}",
+        )
+        for name in ("calibrate", "profile")
+        for one in _rows(parts, name)
+    ]  # fmt: skip
+    return table(("command", "ranks", "method", "predicted", "measured", "error"), cells)
+
+
 def aims(parts: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
-    """What was aimed at, the aim, what was measured, and "met" or "missed"."""
+    """For each aim: its subject, the aim, the measured value, and "met" or "missed"."""
     steps = {one["method"]: one for one in _rows(parts, "bench") if one["model"] == "resnet50"}
     for method, most in MOST_COPIES.items():
         copies = _copies(steps[method]) if method in steps else None
@@ -110,7 +131,7 @@ def aims(parts: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
         pair = steps.get(method), steps.get(hook)
         times = None if None in pair else pair[1]["device_ms"] / pair[0]["device_ms"]  # type: ignore[index]
         met = times is not None and times >= LEAST_SPEED
-        yield f"{method} beside {hook}", f"at least {LEAST_SPEED} times as fast", number(times), _met(met, times)
+        yield f"{method} compared with {hook}", f"speedup of at least {LEAST_SPEED}", number(times), _met(met, times)
     shares = {
         f"{one['kernel']} of {one['method']}": one["share"]
         for one in _rows(parts, "roofline")
@@ -123,14 +144,14 @@ def aims(parts: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
 
 
 def table(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of Markdown: a table, or that there was nothing to put into it."""
+    """Lines of Markdown: a table, or a line "Not measured." if it has no rows."""
     if not cells:
         return [f"{NOT_MEASURED.capitalize()}.", ""]
     return [*(f"| {' | '.join(line)} |" for line in (headings, ("---",) * len(headings), *cells)), ""]
 
 
 def is_measured(part: Mapping[str, Any] | None) -> bool:
-    """Whether a part has found anything; one that lacks a second GPU, or a program, has only said so."""
+    """Whether a part has results or failures. A part that lacks a second GPU or a program only has a note."""
     return part is not None and bool(part["rows"] or part["failures"])
 
 

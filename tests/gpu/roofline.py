@@ -23,7 +23,7 @@ from tests.gpu.ranks import synchronize
 
 SPECS = (
     "none", "fp16", "bf16", "signsgd", "efsignsgd", "onebit", "qsgd:bits=4", "terngrad", "natural", "globalqsgd",
-    "int8", "fp8", "topk:ratio=0.01", "redsync:ratio=0.01", "powersgd:rank=4", "randomk:ratio=0.01",
+    "int8", "fp8", "eden", "topk:ratio=0.01", "redsync:ratio=0.01", "powersgd:rank=4", "randomk:ratio=0.01",
 )  # fmt: skip
 LEAST_SHARE = 0.7
 """Of the copy's bandwidth, that a kernel should reach."""
@@ -69,6 +69,8 @@ BYTES: dict[str, Callable[[Moved], float]] = {
     "global_measure": lambda one: one.made,
     "global_encode": lambda one: 4 + one.payload + 4 * one.keeps,
     "global_decode": lambda one: one.payload + 4,
+    "eden_encode": lambda one: one.made + one.payload,
+    "eden_decode": lambda one: one.payload + 4,
     "note_candidates": lambda one: one.made,
     "zero_results": lambda one: 4,
     "sparse_decode": lambda one: one.payload + 4,

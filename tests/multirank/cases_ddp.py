@@ -68,7 +68,7 @@ def case_the_readme_trains() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with mock.patch.object(dist, "init_process_group"):  # which these ranks have called
         program = run(block_with("import torch.distributed"), train_as_before, model=model, optimizer=optimizer)
-    assert_same_everywhere(weights(model))
+    assert_same_everywhere(model)
     totals = program["compression"].ledger.totals
     assert 0 < 5 * totals.bytes_sent < totals.dense_bytes
 
@@ -83,7 +83,7 @@ def case_every_method_keeps_weights_identical() -> None:
         start = weights(model)
         distributed, optimizer, how = distribute(model, spec, 0 if spec.startswith("dgc") else 0.9)
         train(distributed, optimizer)
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
         assert not torch.equal(start, weights(model)), spec
         assert how is not None
         assert how.ledger.steps == 6, spec
@@ -96,7 +96,7 @@ def case_two_levels_keep_weights_identical() -> None:
         distributed, optimizer, how = distribute(model, spec)
         with nodes_of(max(1, dist.get_world_size() // 2)):
             train(distributed, optimizer)
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
         assert how is not None
         assert (how.ledger.totals.bytes_in_node > 0) == (dist.get_world_size() > 2), spec
 
@@ -163,7 +163,7 @@ def case_buckets_start_in_the_backward_pass_and_change_nothing() -> None:
             started = 1 + (dtype == torch.float64)  # of twice the bytes
             assert early == ([0, 0, 0, *[started] * 5] if overlap else [0] * 8), (spec, dtype, overlap, early)
             assert bool(binding.engine.buckets.groups) == ((spec, dtype) not in in_buckets)
-            assert_same_everywhere(weights(model))
+            assert_same_everywhere(model)
             results.append(weights(model))
         if spec != "powersgd:rank=2" or dist.get_world_size() == 2:  # sums over more ranks have an order
             assert torch.equal(*results), spec
@@ -184,7 +184,7 @@ def case_unused_parameters() -> None:
         assert how is not None
         binding = how._binding
         train(distributed, optimizer, steps=8, loss_of=loss_of)
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
         assert model.never.weight.grad is None
         if spec == "topk:ratio=0.05":
             assert torch.equal(kept[2][0], kept[3][0])
@@ -201,7 +201,7 @@ def case_static_graph() -> None:
             distributed, optimizer,
             loss_of=lambda m, x, y, step: torch.nn.functional.cross_entropy(m(x, "lr"), y),
         )  # fmt: skip
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
         assert how is not None
         assert set(how.ledger.last.tensors) == {"left.weight", "left.bias", "right.weight", "right.bias"}
         results.append(weights(model))
@@ -242,7 +242,7 @@ def case_a_static_graph_in_several_buckets() -> None:
                     with contextlib.nullcontext() if last else distributed.no_sync():
                         torch.nn.functional.cross_entropy(distributed(words), (words + 1) % 50).backward()
                 optimizer.step()
-            assert_same_everywhere(weights(model))
+            assert_same_everywhere(model)
             assert ours is None or ours.ledger.steps == 6
             results.append(weights(model))
         if dist.get_world_size() == 2:  # sums over more ranks have an order
@@ -257,7 +257,7 @@ def case_gradients_of_several_passes_are_exchanged_once() -> None:
         model = large_model()
         distributed, optimizer, compression = distribute(model, how)
         train(distributed, optimizer, steps=4, passes=3)
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
         assert compression is None or compression.ledger.steps == 4
         results.append(weights(model))
     torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-6)
@@ -270,14 +270,14 @@ def case_element_types_and_layouts() -> None:
             model = small_model(dtype)
             distributed, optimizer, _ = distribute(model, spec)
             train(distributed, optimizer, steps=3, dtype=dtype)
-            assert_same_everywhere(weights(model))
+            assert_same_everywhere(model)
             assert all(parameter.grad.dtype == dtype for parameter in model.parameters())
     for spec in SPECS:
         model = small_model().to(memory_format=torch.channels_last)
         for as_view in (False, True):
             distributed, optimizer, _ = distribute(model, spec, gradient_as_bucket_view=as_view)
             train(distributed, optimizer, steps=3)
-            assert_same_everywhere(weights(model))
+            assert_same_everywhere(model)
 
 
 def case_gradients_of_bfloat16_are_exchanged_in_buckets() -> None:
@@ -295,7 +295,7 @@ def case_gradients_of_bfloat16_are_exchanged_in_buckets() -> None:
         assert {*types.values()} == {"float32", "bfloat16"}
         grouped = {name: group.bucket.dtype for group in engine.buckets.now for name in group.names}
         assert grouped == types, spec
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
         kept = [one for state in engine.states.values() for one in state.memory]
         assert kept
         assert all(one.dtype == torch.float32 and one.any() for one in kept)
@@ -313,7 +313,7 @@ def case_several_models_in_one_backward_pass() -> None:
         for _, optimizer, _ in both:
             optimizer.step()
     for model in models:
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
     assert torch.equal(weights(models[0]), weights(models[1]))
 
 
@@ -355,7 +355,7 @@ def case_sparse_gradients_are_reduced_as_they_are() -> None:
             optimizer.step()
         if ours is not None:
             assert "words.weight" not in ours.ledger.last.tensors
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
         results.append(weights(model))
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-7)
     torch.testing.assert_close(results[0], results[2], rtol=1e-5, atol=1e-7)
@@ -419,7 +419,7 @@ def case_a_model_begins_its_step_in_the_middle_of_another() -> None:
                     optimizer.step()
         assert any(early) == (overlap == "auto" and dist.get_rank() == 0), early
         for model in (towers, other):
-            assert_same_everywhere(weights(model))
+            assert_same_everywhere(model)
             results.append(weights(model))
     assert torch.equal(results[0], results[2])
     assert torch.equal(results[1], results[3])
@@ -450,7 +450,7 @@ def case_a_layer_has_collectives_of_its_own_in_the_backward_pass() -> None:
         with only_rank_0_starts_early():
             train(distributed, optimizer)
         assert any(early) == (overlap == "auto" and dist.get_rank() == 0), early
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
         results.append(weights(model))
     assert torch.equal(*results)
 
@@ -513,7 +513,7 @@ def case_sparse_gradients_do_not_meet_buckets_that_start_early() -> None:
                 torch.nn.functional.cross_entropy(distributed(words), words % 40).backward()
                 optimizer.step()
         assert any(early) == (overlap == "auto" and dist.get_rank() == 0), early
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
         results.append(weights(model))
     assert torch.equal(*results)
 
@@ -539,7 +539,7 @@ def case_loss_scaler_skips_the_step_everywhere() -> None:
             scaler.update()
             assert_metrics(how, dense_bytes=4 * start.numel())
         assert scaler.get_scale() == how.state_dict()["own"]["loss_scale"] == 512.0
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
 
 
 def case_levels_change_between_steps() -> None:
@@ -552,7 +552,7 @@ def case_levels_change_between_steps() -> None:
             train(distributed, optimizer, steps=3)
             assert set(how.levels.values()) == {level}
             assert how.metrics()[f"hvdcomp/mean_{how.settings.compressor.level_name}"] == level
-            assert_same_everywhere(weights(model))
+            assert_same_everywhere(model)
         how.set_level(levels[dist.get_rank() % 2])
         told = raised(hvdcomp.RankMismatchError, lambda model=distributed, by=optimizer: train(model, by, steps=1))
         assert "levels" in told
@@ -565,7 +565,7 @@ def case_a_policy_decides_on_rank_0() -> None:
     )
     distributed, optimizer, _ = distribute(model, how)
     train(distributed, optimizer, steps=12)
-    assert_same_everywhere(weights(model))
+    assert_same_everywhere(model)
     found = gathered(how.levels)
     assert all(one == found[0] for one in found)
     assert found[0]
@@ -827,7 +827,7 @@ def case_what_ddp_was_told_to_ignore_is_left_alone() -> None:
     train(distributed, optimizer, steps=2)
     assert how is not None
     assert how.ledger.steps == 2
-    assert_same_everywhere(weights(model[2:]))
+    assert_same_everywhere(model[2:])
 
 
 def case_what_ddp_ignores_may_step_in_the_backward_pass() -> None:
@@ -839,7 +839,7 @@ def case_what_ddp_ignores_may_step_in_the_backward_pass() -> None:
     distributed, optimizer, _ = distribute(model, "topk:ratio=0.05")
     train(distributed, optimizer, steps=2)
     assert not torch.equal(model[0].weight, before)
-    assert_same_everywhere(weights(model[2:]))
+    assert_same_everywhere(model[2:])
 
 
 def case_only_what_was_unfrozen_later_is_refused() -> None:
@@ -872,7 +872,7 @@ def case_an_unfrozen_model_goes_on_in_a_new_ddp() -> None:
     hvdcomp.ddp.register(again, hvdcomp.Compression.from_spec("topk:ratio=0.05"), optimizer)
     start = weights(model)
     train(again, optimizer, steps=3)
-    assert_same_everywhere(weights(model))
+    assert_same_everywhere(model)
     assert not torch.equal(start[:1000], weights(model)[:1000])
 
 
@@ -898,7 +898,7 @@ def case_a_copy_is_averaged_without_the_hook() -> None:
         hvdcomp.ddp.register(copies[0], again)
         for one in (distributed, copies[0]):
             train(one, torch.optim.SGD(one.parameters(), lr=0.02), steps=2)
-            assert_same_everywhere(weights(one))
+            assert_same_everywhere(one)
         assert again.ledger.steps == 2
 
 
@@ -924,7 +924,7 @@ def case_zeros_are_no_sign_of_a_parameter_that_is_not_used() -> None:
             assert how is not None
             assert set(how.ledger.last.tensors) == set(dict(model.named_parameters())), (options, spec)
             train(distributed, optimizer, steps=3)
-            assert_same_everywhere(weights(model))
+            assert_same_everywhere(model)
 
 
 def case_fp16_is_divided_after_the_sum() -> None:
@@ -997,7 +997,7 @@ def case_muon_keeps_weights_identical() -> None:
         ours = hvdcomp.Compression.from_spec(spec)
         hvdcomp.ddp.register(distributed, ours, optimizer)
         train(distributed, optimizer, steps=4)
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
         assert not torch.equal(weights(model), weights(large_model()))
         assert ours.ledger.steps == 4
 
@@ -1016,7 +1016,7 @@ def case_local_steps_end_with_equal_weights() -> None:
         assert len({tuple(one[:8].tolist()) for one in gathered(weights(model))}) == dist.get_world_size()
         train(distributed, optimizer, steps=2)
         assert optimizer.in_sync
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
         assert ours.ledger.steps == 12
         plain = ours.ledger.last
         train(distributed, optimizer, steps=1)
@@ -1034,7 +1034,7 @@ def case_refreshes_are_of_all_ranks_and_uncompressed() -> None:
         assert optimizer.refreshes == due
         train(distributed, optimizer, steps=1)
         assert (ours.ledger.last.bytes_sent >= ours.ledger.last.dense_bytes) == due
-    assert_same_everywhere(weights(model))
+    assert_same_everywhere(model)
     moments = [state["exp_avg_sq"].reshape(-1).double() for state in optimizer.state.values()]
     assert_same_everywhere(1 / torch.cat(moments))  # of what is unused, a moment is infinite
 
@@ -1065,7 +1065,7 @@ def case_momenta_stay_out_of_gradients_that_no_rank_has() -> None:
             assert not model.right.weight.grad.any()
         optimizer.step()
     assert optimizer.frozen
-    assert_same_everywhere(weights(model))
+    assert_same_everywhere(model)
 
 
 def case_a_backward_pass_inside_of_autocast() -> None:
@@ -1081,7 +1081,7 @@ def case_a_backward_pass_inside_of_autocast() -> None:
                 with torch.autocast("cpu", torch.bfloat16, enabled=inside):
                     loss.backward()
                 optimizer.step()
-            assert_same_everywhere(weights(model))
+            assert_same_everywhere(model)
             results.append(weights(model))
         torch.testing.assert_close(*results, rtol=0.02, atol=0.02)  # PyTorch's own part of the pass has 16 bits
 

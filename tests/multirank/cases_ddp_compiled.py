@@ -32,7 +32,7 @@ def after_training(step: Callable[[torch.Tensor, torch.Tensor], None], model: An
     generator = own_generator()
     for _ in range(STEPS):
         step(*batch(generator))
-    assert_same_everywhere(weights(model))
+    assert_same_everywhere(model)
     return weights(model)
 
 

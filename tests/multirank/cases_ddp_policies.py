@@ -257,7 +257,7 @@ def case_residuals_of_rank_0_alone_do_not_part_the_ranks() -> None:
         optimizer.zero_grad()
         plain_loss(distributed, *batch(generator), 0).backward()
         optimizer.step()
-        assert_same_everywhere(weights(distributed.module))
+        assert_same_everywhere(distributed.module)
     binding = how._binding
     assert isinstance(binding, DDPBinding)
     assert all(one.whole for one in binding._step)

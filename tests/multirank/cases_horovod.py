@@ -17,7 +17,6 @@ from tests.multirank.training import (
     raised,
     small_model,
     train,
-    weights,
 )
 
 SPECS = ["none", "topk:ratio=0.05", "powersgd:rank=2"]
@@ -48,7 +47,7 @@ def case_every_optimizer_and_broadcast_of_its_state() -> None:
         hvd.broadcast_optimizer_state(optimizer, root_rank=0)  # does nothing for an optimizer without state
         assert optimizer.param_groups[0]["lr"] < 1
         train(model, optimizer, steps=2)
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
 
 
 def case_parameters_whose_gradient_is_switched_on_and_off() -> None:
@@ -59,7 +58,7 @@ def case_parameters_whose_gradient_is_switched_on_and_off() -> None:
         for step in range(6):
             first.requires_grad_(step % 2 == 0)
             train(model, optimizer, steps=1)
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
 
 
 def case_step_without_backward_still_exchanges() -> None:
@@ -72,7 +71,7 @@ def case_step_without_backward_still_exchanges() -> None:
                 inputs, classes = batch(own_generator())
                 torch.nn.functional.cross_entropy(model(inputs), classes).backward()
             optimizer.step()
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
 
 
 def case_early_step_of_an_accumulation() -> None:
@@ -81,7 +80,7 @@ def case_early_step_of_an_accumulation() -> None:
         model = small_model()
         optimizer = distribute(model, compression(spec, model), 0.01, backward_passes_per_step=4)
         train(model, optimizer, steps=4, passes=2)
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
 
 
 def case_synchronize_twice_warns_as_horovod_does() -> None:
@@ -94,7 +93,7 @@ def case_synchronize_twice_warns_as_horovod_does() -> None:
         warnings.simplefilter("always")
         optimizer.step()
     assert any("optimizer.step() called without" in str(warning.message) for warning in caught)
-    assert_same_everywhere(weights(model))
+    assert_same_everywhere(model)
 
 
 def case_too_many_backward_passes_raise_as_in_horovod() -> None:
@@ -109,7 +108,7 @@ def case_too_many_backward_passes_raise_as_in_horovod() -> None:
     assert "backward_passes_per_step" in raised(AssertionError, backward)
     optimizer.step()
     train(model, optimizer, steps=2)
-    assert_same_everywhere(weights(model))
+    assert_same_everywhere(model)
 
 
 def case_zero_grad_between_backward_and_step_raises_as_in_horovod() -> None:
@@ -119,7 +118,7 @@ def case_zero_grad_between_backward_and_step_raises_as_in_horovod() -> None:
     torch.nn.functional.cross_entropy(model(inputs), classes).backward()
     raised(AssertionError, optimizer.zero_grad)
     optimizer.step()
-    assert_same_everywhere(weights(model))
+    assert_same_everywhere(model)
 
 
 def case_horovod_needs_names_for_all_parameters() -> None:
@@ -141,7 +140,7 @@ def case_horovod_without_names_works_with_ours() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     optimizer = hvd.DistributedOptimizer(optimizer, compression=compression("topk:ratio=0.05", model))
     train(model, optimizer, steps=4)
-    assert_same_everywhere(weights(model))
+    assert_same_everywhere(model)
 
 
 def case_load_state_dict_of_the_optimizer() -> None:
@@ -150,7 +149,7 @@ def case_load_state_dict_of_the_optimizer() -> None:
     train(model, optimizer, steps=3)
     optimizer.load_state_dict(optimizer.state_dict())
     train(model, optimizer, steps=3)
-    assert_same_everywhere(weights(model))
+    assert_same_everywhere(model)
 
 
 def case_two_parameter_groups() -> None:
@@ -162,7 +161,7 @@ def case_two_parameter_groups() -> None:
         optimizer, named_parameters=model.named_parameters(), compression=compression("powersgd:rank=1", model)
     )
     train(model, optimizer, steps=5)
-    assert_same_everywhere(weights(model))
+    assert_same_everywhere(model)
 
 
 def case_tied_weights() -> None:
@@ -172,7 +171,7 @@ def case_tied_weights() -> None:
         model[2].weight = model[0].weight
         optimizer = distribute(model, compression(spec, model))
         train(model, optimizer, steps=5)
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
 
 
 def case_learning_rate_schedule() -> None:
@@ -183,7 +182,7 @@ def case_learning_rate_schedule() -> None:
         train(model, optimizer, steps=1)
         schedule.step()
     assert optimizer.param_groups[0]["lr"] == 0.05 / 4
-    assert_same_everywhere(weights(model))
+    assert_same_everywhere(model)
 
 
 def case_a_mean_that_overflows_is_skipped_everywhere_and_leaves_no_trace() -> None:

@@ -100,7 +100,7 @@ def case_fit_keeps_weights_identical() -> None:
         distribute = hvd_keras.DistributedOptimizer if long else hvd.DistributedOptimizer
         epochs = 5 if long else 1
         model = fitted(spec, 10, epochs, sgd(), distribute)
-        assert_same_everywhere(weights(model.trainable_variables))
+        assert_same_everywhere(model.trainable_variables)
         assert model.ours.ledger.steps == 10 * epochs, spec
         assert model.traces <= 2, spec
         if long:
@@ -122,7 +122,7 @@ def case_every_optimizer() -> None:
     optimizers += [getattr(tf_keras.optimizers.legacy, kind)(0.01) for kind in ("SGD", "Adam", "RMSprop")]
     for optimizer in optimizers:
         model = fitted("topk:ratio=0.05", steps=4, optimizer=optimizer)
-        assert_same_everywhere(weights(model.trainable_variables))
+        assert_same_everywhere(model.trainable_variables)
         assert model.ours.ledger.steps == 4, optimizer
 
 
@@ -132,7 +132,7 @@ def case_run_eagerly_and_several_steps_per_execution() -> None:
     for options in ({"run_eagerly": True}, {"steps_per_execution": 4}):
         model = fitted("topk:ratio=0.05", steps=8, compile_options=options)
         assert model.ours.ledger.steps == 8, options
-        assert_same_everywhere(weights(model.trainable_variables))
+        assert_same_everywhere(model.trainable_variables)
         np.testing.assert_allclose(weights(model.trainable_variables), plain, rtol=1e-4, atol=1e-6)
 
 
@@ -143,13 +143,13 @@ def case_backward_passes_per_step() -> None:
         ours = fitted(spec, steps=8, optimizer=sgd(0.02, momentum=0.0), **options)
         theirs = fitted(hvd.Compression.none, steps=8, optimizer=sgd(0.02, momentum=0.0), **options)
         assert ours.ours.ledger.steps == 4, (spec, average, ours.ours.ledger.steps)
-        assert_same_everywhere(weights(ours.trainable_variables))
+        assert_same_everywhere(ours.trainable_variables)
         np.testing.assert_allclose(
             weights(ours.trainable_variables), weights(theirs.trainable_variables), rtol=1e-3, atol=1e-5
         )
     model = fitted("powersgd:rank=2", steps=6, backward_passes_per_step=3)
     assert model.ours.ledger.steps == 2
-    assert_same_everywhere(weights(model.trainable_variables))
+    assert_same_everywhere(model.trainable_variables)
 
 
 @thorough
@@ -176,7 +176,7 @@ def case_local_variables_stay_local() -> None:
     optimizer.register_local_var(model.trainable_variables[0])
     model.compile(optimizer, cross_entropy(), jit_compile=False)
     model.fit(data(4), verbose=0)
-    assert_same_everywhere(weights(model.trainable_variables[2:]))
+    assert_same_everywhere(model.trainable_variables[2:])
     first = gathered(weights(model.trainable_variables[:1]))
     assert not np.array_equal(first[0], first[-1])
 
@@ -220,7 +220,7 @@ def _check_overflow(spec: str) -> None:
             assert all(np.array_equal(2 * kept[key], after[key]) for key in kept if ".memory." in key)
         scales.append(float(optimizer.loss_scale))
     assert scales[2:7] == [2048.0, 1024.0, 1024.0, 1024.0, 2048.0], scales
-    assert_same_everywhere(weights(model.trainable_variables))
+    assert_same_everywhere(model.trainable_variables)
 
 
 @thorough
@@ -233,7 +233,7 @@ def case_half_precision_policy() -> None:
         tf_keras.mixed_precision.set_global_policy("float32")
     assert isinstance(model.optimizer, tf_keras.mixed_precision.LossScaleOptimizer)
     assert binding_of(model.ours)._grad_scaler is model.optimizer
-    assert_same_everywhere(weights(model.trainable_variables))
+    assert_same_everywhere(model.trainable_variables)
 
 
 @thorough
@@ -257,7 +257,7 @@ def case_levels_change_in_fit_without_a_new_trace() -> None:
         assert len(set(seen.plans)) > 1, policy
         assert len({json.dumps(plans) for plans in hvd.allgather_object(seen.plans)}) == 1
         assert model.traces <= 2
-        assert_same_everywhere(weights(model.trainable_variables))
+        assert_same_everywhere(model.trainable_variables)
 
 
 def case_horovods_callbacks() -> None:
@@ -294,7 +294,7 @@ def case_horovods_callbacks() -> None:
         ],
     ).history
     # Horovod's broadcast comes after the first batch, whose means were the same everywhere but not the weights.
-    assert_same_everywhere(weights(model.trainable_variables))
+    assert_same_everywhere(model.trainable_variables)
     everyone = gathered(np.array(losses))
     assert not np.array_equal(everyone[0], everyone[1])
     np.testing.assert_allclose(history["loss"], everyone.mean(0), rtol=1e-5)
@@ -330,7 +330,7 @@ def case_momentum_is_corrected_where_it_can_be() -> None:
 def case_a_schedule_of_learning_rates() -> None:
     schedule = tf_keras.optimizers.schedules.PiecewiseConstantDecay([4, 8], [0.05, 0.01, 0.002])
     model = fitted("topk:ratio=0.1", steps=4, epochs=4, optimizer=sgd(schedule), options=_ACCORDION)
-    assert_same_everywhere(weights(model.trainable_variables))
+    assert_same_everywhere(model.trainable_variables)
     np.testing.assert_allclose(binding_of(model.ours).learning_rates(), [0.002], rtol=1e-5)
 
 
@@ -351,7 +351,7 @@ def case_a_saved_model_is_loaded_with_our_compression() -> None:
     loaded.compile(optimizer, cross_entropy(), jit_compile=False)
     loaded.fit(data(4), verbose=0)
     assert how.ledger.steps == 4
-    assert_same_everywhere(weights(loaded.trainable_variables))
+    assert_same_everywhere(loaded.trainable_variables)
 
 
 @thorough
@@ -412,7 +412,7 @@ def case_momenta_that_are_sent_whole_change_nothing() -> None:
     for how in ("none", "topk:ratio=1"):  # only what may lose something is sent as momentum
         model = fitted(how, steps=8, optimizer=_adam())
         assert model.optimizer.frozen
-        assert_same_everywhere(weights(model.trainable_variables))
+        assert_same_everywhere(model.trainable_variables)
         results.append(weights(model.trainable_variables))
     np.testing.assert_allclose(*results, rtol=1e-3, atol=1e-4)
     again = tf_keras.optimizers.deserialize(tf_keras.optimizers.serialize(_adam()))
@@ -421,7 +421,7 @@ def case_momenta_that_are_sent_whole_change_nothing() -> None:
 
 def case_momenta_are_sent_as_signs() -> None:
     model = fitted("efsignsgd", steps=8, optimizer=_adam(), compile_options={"steps_per_execution": 4})
-    assert_same_everywhere(weights(model.trainable_variables))
+    assert_same_everywhere(model.trainable_variables)
     assert 6 < model.ours.ledger.totals.compression_factor < 12
 
 
@@ -429,7 +429,7 @@ def case_momenta_are_sent_as_signs() -> None:
 def case_the_variance_is_refreshed() -> None:
     refreshing = CompressedAdam(1e-3, freeze_after=3, refreshes_per_gap=2, jit_compile=False)
     model = fitted("efsignsgd", steps=7, optimizer=refreshing)  # steps 4 and 6, from 0, are refreshes
-    assert_same_everywhere(weights(model.trainable_variables))
+    assert_same_everywhere(model.trainable_variables)
     totals, last = model.ours.ledger.totals, model.ours.ledger.last
     assert last.bytes_sent >= last.dense_bytes
     assert 0.7 < totals.bytes_sent / totals.dense_bytes < 0.9  # 5 of 7 steps

@@ -59,7 +59,7 @@ def case_weights_are_the_same_after_each_exchange_and_differ_in_between() -> Non
             assert differ(model) == (not optimizer.in_sync), (spec, step)
         train(model, optimizer, scheduler, generator)
         optimizer.exchange()
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
         assert not torch.equal(start, weights(model)), spec
         ledger = optimizer.compression.ledger
         assert ledger.steps == 11, spec
@@ -91,7 +91,7 @@ def case_it_goes_on_bit_for_bit_between_two_exchanges() -> None:
                 one.load_state_dict(state)
             assert differ(parts[0])
         train(*parts, generator, 12 - (stop or 0))
-        assert_same_everywhere(weights(parts[0]))
+        assert_same_everywhere(parts[0])
         results.append(weights(parts[0]))
     assert torch.equal(*results)
 
@@ -125,7 +125,7 @@ def case_rounds_are_short_where_the_exchange_takes_little_time() -> None:
     model, optimizer, scheduler = made(every="auto:start=4,share=0.999")
     train(model, optimizer, scheduler, own_generator(), 30)
     assert optimizer.every == 1
-    assert_same_everywhere(weights(model))
+    assert_same_everywhere(model)
 
 
 def case_a_node_averages_in_each_step_and_steps_alone_among_nodes() -> None:
@@ -212,7 +212,7 @@ def case_muon_of_its_page_steps_alone_and_goes_on_bit_for_bit() -> None:
             for one, state in zip(parts, states, strict=True):
                 one.load_state_dict(state)
             train(*parts, generator, 12 - stop)
-        assert_same_everywhere(weights(parts[0]))
+        assert_same_everywhere(parts[0])
         results.append(weights(parts[0]))
     assert torch.equal(*results)
     assert not torch.equal(results[0], weights(small_model()))
@@ -239,7 +239,7 @@ def case_compressed_steps_are_as_their_page_says() -> None:
             optimizer.step()
             assert optimizer.in_sync == (not differ(model.module)) == (step % 4 == 0)
         optimizer.exchange()
-        assert_same_everywhere(weights(model.module))
+        assert_same_everywhere(model.module)
         totals = optimizer.compression.ledger.totals
         assert 90 * totals.bytes_sent < totals.dense_bytes
 
@@ -250,7 +250,7 @@ def case_the_page_trains() -> None:
     # which these ranks have called, and will
     with mock.patch.object(dist, "init_process_group"), mock.patch.object(dist, "destroy_process_group"):
         exec(compile(program, str(PAGE), "exec"), variables)
-    assert_same_everywhere(weights(variables["model"]))
+    assert_same_everywhere(variables["model"])
     assert variables["loss"].item() < 1.5
     totals = variables["compression"].ledger.totals
     assert 40 * totals.bytes_sent < totals.dense_bytes

@@ -109,6 +109,51 @@ def case_a_rank_that_fails_is_left_out_and_the_others_go_back() -> None:
     dist.barrier()
 
 
+def case_a_rank_that_lags_is_left_out_and_comes_back_later() -> None:
+    for options in ({}, {"fragments": 2, "delay": 1}):
+        four, three, again = groups([0, 1, 2, 3], [0, 1, 2], [0, 1, 2, 3])
+        rank, generator = dist.get_rank(), own_generator()
+        model, optimizer = made(four, **options)
+        train(model, optimizer, generator, EVERY + 1)
+        if rank < 3:
+            optimizer.change_ranks(three)
+            train(model, optimizer, generator, 2 * EVERY + 1)
+        before, kept = weights(model), residual(optimizer)
+        optimizer.change_ranks(again)
+        assert equal_in(again, outer(model, optimizer))
+        assert torch.equal(weights(model), before) == (rank < 3), "the rank that lagged begins with the outer weights"
+        assert rank < 3 or weights(model).numpy().tobytes() == outer(model, optimizer)
+        train(model, optimizer, generator, 1)
+        if not options:  # no exchange was made since
+            torch.testing.assert_close(residual(optimizer), kept * (4 / 3 if rank < 3 else 1))
+        train(model, optimizer, generator, EVERY)
+        assert equal_in(again, outer(model, optimizer))
+        optimizer.exchange()
+        assert equal_in(again, weights(model).numpy().tobytes())
+        dist.barrier()
+
+
+def case_a_rank_that_lags_within_a_round_keeps_its_steps() -> None:
+    four, again = groups([0, 1, 2, 3], [0, 1, 2, 3])
+    rank, generator = dist.get_rank(), own_generator()
+    model, optimizer = made(four, compressor=hvdcomp.NoCompression())
+    train(model, optimizer, generator, EVERY)
+    anchors = weights(model)
+    train(model, optimizer, generator, 1 if rank == 3 else EVERY - 1)
+    before = weights(model)
+    optimizer.change_ranks(again)
+    assert torch.equal(weights(model), before)
+    moved = [torch.empty_like(before) for _ in range(4)]
+    optimizer.exchange()
+    assert optimizer.in_sync
+    dist.all_gather(moved, before)
+    torch.testing.assert_close(weights(model), sum(moved) / 4)
+    assert not torch.equal(weights(model), anchors)
+    train(model, optimizer, generator, EVERY)
+    assert optimizer.in_sync
+    assert equal_in(again, weights(model).numpy().tobytes())
+
+
 def case_a_group_that_begins_with_a_new_rank_is_refused() -> None:
     three, four = groups([1, 2, 3], [0, 1, 2, 3])
     rank = dist.get_rank()

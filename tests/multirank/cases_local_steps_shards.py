@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import SkipTest
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 import hvdcomp
 from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
 from hvdcomp.torch import LocalSteps
+from hvdcomp.torch.local_steps_shards import local_part
 from tests.multirank.cases_fsdp import mesh_of_ranks, sharded, weights
+from tests.multirank.cases_fsdp_meshes import mesh_of, replicate
 from tests.multirank.models import batch
 from tests.multirank.training_ddp import assert_same_everywhere, gathered, large_model, own_generator, raised
 
@@ -26,10 +29,17 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=2e-3)
 
 
-def made(wrap: Wrap = LocalSteps.compressed, **options: Any) -> tuple[Any, LocalSteps, DeviceMesh]:
+SHARDS, HSDP = "shards", "HSDP"
+"""Whether the model's own mesh has the shards only, or the replicas too."""
+
+
+def made(
+    wrap: Wrap = LocalSteps.compressed, way: str = SHARDS, **options: Any
+) -> tuple[Any, LocalSteps, DeviceMesh]:
     mesh = mesh_of_ranks()
-    model = sharded(mesh["shard"])
-    return model, wrap(adamw(model), EVERY, mesh=mesh["replicate"], **options), mesh
+    model = sharded(mesh["shard"] if way == SHARDS else mesh)
+    replicas = {"mesh": mesh["replicate"]} if way == SHARDS else {"model": model}
+    return model, wrap(adamw(model), EVERY, **replicas, **options), mesh
 
 
 def backward(model: Any, generator: torch.Generator) -> None:
@@ -81,30 +91,108 @@ def case_replicas_differ_between_two_exchanges_and_are_equal_after_each() -> Non
         assert_same_everywhere(weights(model))
 
 
+def case_a_mesh_with_replicas_gives_the_same_bits() -> None:
+    for wrap, options in ((LocalSteps, {}), (LocalSteps.compressed, {})):
+        results = []
+        for way in (SHARDS, HSDP):
+            model, optimizer, _ = made(wrap, way, **options)
+            train(model, optimizer, own_generator(), 2 * EVERY + 1)
+            results.append(torch.cat([one.detach().to_local().reshape(-1) for one in model.parameters()]))
+        assert torch.equal(*results), wrap
+
+
+def case_of_replicate_each_rank_is_a_replica() -> None:
+    """Steps of whole models, which no mesh knows, give the same bits."""
+    if replicate is None:
+        raise SkipTest("this PyTorch has no replicate of FSDP2")
+    for wrap in (LocalSteps, LocalSteps.compressed):
+        results = []
+        for wraps in (True, False):
+            model: Any = large_model()
+            if wraps:
+                replicate(model, mesh=mesh_of((dist.get_world_size(),)))
+            optimizer = wrap(adamw(model), EVERY, model=model if wraps else None)
+            train(model, optimizer, own_generator(), 2 * EVERY + 1)
+            results.append(torch.cat([local_part(one).reshape(-1) for one in model.parameters()]))
+        assert torch.equal(*results), wrap
+
+
+def case_fsdp_averages_nothing_between_replicas_any_more() -> None:
+    mesh = mesh_of_ranks()
+    model = sharded(mesh)
+    generator = own_generator()
+    for leaves in (False, True):
+        if leaves:
+            LocalSteps.compressed(adamw(model), EVERY, model=model)
+            LocalSteps.compressed(adamw(model), EVERY, model=model)  # another one of the same model
+        backward(model, generator)  # of the first pass, FSDP counts other collectives
+        with CommDebugMode() as seen:
+            backward(model, generator)
+        sums = sum(count for name, count in seen.get_comm_counts().items() if "allreduce" in str(name))
+        assert (sums > 0) != leaves, seen.get_comm_counts()
+
+
 def case_it_continues_bit_for_bit() -> None:
-    results = []
-    for stop in (8, 5):
-        model, optimizer, _ = made()
-        generator = own_generator()
-        train(model, optimizer, generator, stop)
-        if stop < 8:
-            saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
-            model, optimizer, _ = made()
-            model.load_state_dict(saved[0])
-            optimizer.load_state_dict(saved[1])
-            train(model, optimizer, generator, 8 - stop)
-        results.append(weights(model))
-    assert torch.equal(*results)
+    for way in (SHARDS, HSDP):
+        results = []
+        for stop in (8, 5):
+            model, optimizer, _ = made(way=way)
+            generator = own_generator()
+            train(model, optimizer, generator, stop)
+            if stop < 8:
+                saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+                model, optimizer, _ = made(way=way)
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+                train(model, optimizer, generator, 8 - stop)
+            results.append(weights(model))
+        assert torch.equal(*results)
+
+
+def refused(model: Any, /, **options: Any) -> str:
+    return raised(hvdcomp.ConfigurationError, lambda: LocalSteps(adamw(model), **options))
 
 
 def case_a_wrong_mesh_is_refused() -> None:
     mesh = mesh_of_ranks()
     model = sharded(mesh["shard"])
-    told = raised(hvdcomp.ConfigurationError, lambda: LocalSteps(adamw(model)))
-    assert "give LocalSteps mesh=mesh['replicate']" in told, told
-    told = raised(hvdcomp.ConfigurationError, lambda: LocalSteps(adamw(model), mesh=mesh))
-    assert "the dimension of the replicas" in told, told
-    everyone = sharded(mesh_of_ranks())
-    assert isinstance(next(everyone.parameters()), DTensor)
-    told = raised(hvdcomp.ConfigurationError, lambda: LocalSteps(adamw(everyone), mesh=mesh["replicate"]))
-    assert "so these ranks have different parts" in told, told
+    assert "give LocalSteps mesh=mesh['replicate']" in refused(model)
+    assert "the dimension of the replicas" in refused(model, mesh=mesh)
+    assert "FSDP averages their gradients in every step" in refused(sharded(mesh), mesh=mesh["replicate"])
+    if dist.get_world_size() == 4:
+        other = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("replicate", "shard"))
+        assert "so these ranks have different parts" in refused(sharded(other["shard"]), mesh=mesh["replicate"])
+        crossed = DeviceMesh("cpu", [[0, 1], [3, 2]], mesh_dim_names=("replicate", "shard"))
+        told = refused(model, mesh=crossed["replicate"])
+        assert "was given to LocalSteps have different parts of the parameters" in told, told
+
+
+def case_a_wrong_model_is_refused() -> None:
+    mesh = mesh_of_ranks()
+    model = sharded(mesh)
+    across = TorchDistributedCommunicator(mesh["replicate"].get_group())
+    assert "leave out the communicator" in refused(model, model=model, communicator=across)
+    assert "as model that is not sharded" in refused(model, model=large_model())
+    assert "as model that has no replicas" in refused(model, model=sharded(mesh["shard"]))
+    assert "8 of the optimizer's 8 parameters" in (told := refused(large_model(), model=model)), told
+    if dist.get_world_size() == 4:
+        assert "leave mesh out" in refused(model, model=model, mesh=mesh["shard"])
+    compression = hvdcomp.Compression(hvdcomp.SignSGD())
+    assert "has no magnitude" in refused(model, model=model, compression=compression)
+    hvdcomp.fsdp.register(model, hvdcomp.Compression(hvdcomp.Int4()))  # no refusal has left the replicas to LocalSteps
+    assert "was given to hvdcomp.fsdp.register before" in refused(model, model=model)
+    of_local_steps = sharded(mesh)
+    LocalSteps(adamw(of_local_steps), model=of_local_steps)
+    told = raised(
+        hvdcomp.ConfigurationError,
+        lambda: hvdcomp.fsdp.register(of_local_steps, hvdcomp.Compression(hvdcomp.Int4())),
+    )
+    assert "was given to LocalSteps before" in told, told
+
+
+def case_a_model_that_only_one_rank_forgot_is_refused_on_every_rank() -> None:
+    mesh = mesh_of_ranks()
+    model = sharded(mesh)
+    replicas = {"model": model} if mesh["replicate"].get_local_rank() else {"mesh": mesh["replicate"]}
+    told = raised(hvdcomp.RankMismatchError, lambda: LocalSteps(adamw(model), **replicas))
+    assert "FSDP averages their gradients in every step" in told, told

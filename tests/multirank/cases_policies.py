@@ -151,7 +151,7 @@ def _check_obeyed(settings: Sequence[tuple[str, str]]) -> None:
             for step in range(_STEPS):
                 assert len({plans[step] for plans in everyone}) == 1, (policy, step, [one[step] for one in everyone])
             assert len(set(training.plans)) > 1, f"{policy} never changed anything"
-            assert_same_everywhere(weights(training.model))
+            assert_same_everywhere(training.model)
             if hvd.rank() == 0:
                 lines = whole_lines(path)
                 assert [line["kind"] for line in lines[:2]] == ["start", "decision"], policy
@@ -267,7 +267,7 @@ def case_auto_changes_methods_on_all_ranks_in_the_same_step() -> None:
         everyone = hvd.allgather_object(training.plans)
         for step in range(60):
             assert len({plans[step] for plans in everyone}) == 1, (step, [plans[step] for plans in everyone])
-        assert_same_everywhere(weights(training.model))
+        assert_same_everywhere(training.model)
         if hvd.rank() == 0:
             lines = whole_lines(path)
             assert replay(path).difference is None, replay(path)
@@ -300,8 +300,8 @@ def case_auto_takes_turns_with_several_compressors_and_goes_on_after_a_restart()
         plans = [*training.plans, *resumed.plans]
         for step, one in enumerate(zip(*hvd.allgather_object(plans), strict=True)):
             assert len(set(one)) == 1, (step, one)
-        assert_same_everywhere(weights(training.model))
-        assert_same_everywhere(weights(resumed.model))
+        assert_same_everywhere(training.model)
+        assert_same_everywhere(resumed.model)
         used = {method for plan in plans for method in json.loads(plan)[0].values()}
         assert {"none", "fp16", spec, *_SEVERAL} == used, used
         if hvd.rank() == 0:
@@ -378,7 +378,7 @@ def case_a_budget_of_milliseconds_is_spent_by_what_rank_0_predicts() -> None:
         plans = hvd.allgather_object(whole.plans)
         assert all(one == plans[0] for one in plans), plans
         assert len(set(whole.plans)) > 1
-        assert_same_everywhere(weights(whole.model))
+        assert_same_everywhere(whole.model)
         resumed = Training(spec, policy, state)
         for _ in range(_STEPS - 9):
             resumed.step()
@@ -493,7 +493,7 @@ def case_a_checkpoint_of_one_rank_in_the_middle_of_a_step_leaves_the_step_as_it_
 
     for _ in range(20):
         training.step(look, synchronized=True)
-        assert_same_everywhere(weights(training.model))
+        assert_same_everywhere(training.model)
     assert len(set(training.plans)) > 1, "the batch never grew"
 
 

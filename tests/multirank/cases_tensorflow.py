@@ -38,7 +38,7 @@ def case_weights_are_identical_after_50_steps() -> None:
         first = np.mean([training.step() for _ in range(10)])
         training.run(30)
         last = np.mean([training.step() for _ in range(10)])
-        assert_same_everywhere(training.weights)
+        assert_same_everywhere(training.variables)
         assert not np.array_equal(start, training.weights)
         assert last < first, (spec, first, last)
         assert training.compression.ledger.steps == 50, spec
@@ -60,7 +60,7 @@ def case_the_readme_trains() -> None:
 def case_weights_are_identical_without_a_tf_function() -> None:
     for spec in ("none", "topk:ratio=0.05"):
         eager, graph = TapeTraining(spec, graph=False).run(20), TapeTraining(spec).run(20)
-        assert_same_everywhere(eager.weights)
+        assert_same_everywhere(eager.variables)
         np.testing.assert_allclose(eager.weights, graph.weights, rtol=1e-4, atol=1e-5)
         assert eager.compression.ledger.steps == 20, spec
 
@@ -75,14 +75,14 @@ def case_every_method_keeps_weights_identical() -> None:
         training = TapeTraining(spec, optimizer=sgd(0.005, momentum=momentum))
         start = training.weights
         training.run(3)
-        assert_same_everywhere(training.weights)
+        assert_same_everywhere(training.variables)
         assert not np.array_equal(start, training.weights), spec
 
 
 def case_casts_equal_horovods_own() -> None:
     for spec in ("none", "fp16"):
         training = TapeTraining(spec).run(20)
-        assert_same_everywhere(training.weights)
+        assert_same_everywhere(training.variables)
         assert (training.compression.ledger.steps, training.traces) == (20, 1), spec
         theirs = TapeTraining(getattr(hvd.Compression, spec)).run(20).weights
         assert_like_horovods(training.weights, theirs, *((1e-4, 1e-5) if spec == "none" else (1e-2, 1e-3)))
@@ -130,7 +130,7 @@ def case_weights_are_compared_as_they_are_between_steps() -> None:
         for _ in range(2):
             decaying = tf_keras.optimizers.AdamW(1e-3, weight_decay=0.1, jit_compile=False)
             for training in (TapeTraining(spec, optimizer=decaying), DecayingFirst(spec)):
-                assert_same_everywhere(training.run(3).weights)
+                assert_same_everywhere(training.run(3).variables)
 
 
 @thorough
@@ -142,11 +142,11 @@ def case_groups() -> None:
         for variable, fresh in zip(training.variables, Network().variables_in_order, strict=True):
             variable.assign(fresh)
         training.run(8)
-        assert_same_everywhere(training.weights)
+        assert_same_everywhere(training.variables)
         assert np.array_equal(training.weights, reference), options
         assert training.compression.ledger.steps == 8, options
     ours = TapeTraining("fp16", tape={"groups": 2}).run(8)
-    assert_same_everywhere(ours.weights)
+    assert_same_everywhere(ours.variables)
     assert ours.compression.ledger.steps == 8
 
 
@@ -168,7 +168,7 @@ class Embedded:
 
 def _train_embedded(how: Any, **tape: Any) -> np.ndarray:
     training = TapeTraining(how, model=Embedded(), optimizer=sgd(0.1, momentum=0.0), tape=tape).run(8)
-    assert_same_everywhere(training.weights)
+    assert_same_everywhere(training.variables)
     return training.weights
 
 
@@ -214,7 +214,7 @@ def case_gradients_that_are_none() -> None:
         ours, theirs = Partly(spec, graph=graph), Partly(hvd.Compression.none, graph=graph)
         ours.missing = theirs.missing = (1,)
         start = ours.weights
-        assert_same_everywhere(ours.run(4).weights)
+        assert_same_everywhere(ours.run(4).variables)
         np.testing.assert_allclose(ours.weights, theirs.run(4).weights, rtol=1e-3, atol=1e-5)
         assert not np.array_equal(ours.weights, start)
 
@@ -228,7 +228,7 @@ def case_local_sources_stay_local() -> None:
 
     ours, theirs = Local("topk:ratio=1").run(6), Local(hvd.Compression.none).run(6)
     np.testing.assert_allclose(ours.weights, theirs.weights, rtol=1e-3, atol=1e-5)
-    assert_same_everywhere(weights(ours.variables[:2]))
+    assert_same_everywhere(ours.variables[:2])
     own = gathered(weights([ours.model.second]))
     assert not np.array_equal(own[0], own[-1])
     assert not ours.binding.engine.states["second"].memory
@@ -256,7 +256,7 @@ def case_two_levels_keep_weights_identical() -> None:
         start = training.weights
         with nodes_of(max(1, hvd.size() // 2)):
             training.run(4)
-        assert_same_everywhere(training.weights)
+        assert_same_everywhere(training.variables)
         assert not np.array_equal(start, training.weights), spec
         assert (training.compression.ledger.totals.bytes_in_node > 0) == (hvd.size() > 2), spec
 
@@ -277,7 +277,7 @@ def case_steps_in_a_loop_inside_of_a_graph() -> None:
         run(inputs[3:], classes[3:])
         assert looped.traces == 1
         assert looped.compression.ledger.steps == 6
-        assert_same_everywhere(looped.weights)
+        assert_same_everywhere(looped.variables)
         np.testing.assert_allclose(looped.weights, one_by_one.weights, rtol=1e-4, atol=1e-6)
 
 
@@ -296,7 +296,7 @@ def case_two_tapes_in_one_step() -> None:
     for _ in range(8):
         step(*map(tf.constant, batch(generator)))
     for together, single in zip(trainings, alone, strict=True):
-        assert_same_everywhere(together.weights)
+        assert_same_everywhere(together.variables)
         assert together.compression.ledger.steps == 8
         np.testing.assert_allclose(together.weights, single.weights, rtol=1e-4, atol=1e-6)
 
@@ -312,7 +312,7 @@ def case_levels_change_between_steps_without_a_new_trace() -> None:
             assert_metrics(training.compression, dense_bytes=4 * training.weights.size)
         assert sizes[1] > sizes[0] > sizes[2]
         assert training.traces == 1
-        assert_same_everywhere(training.weights)
+        assert_same_everywhere(training.variables)
 
 
 def case_warm_up_schedule() -> None:
@@ -323,7 +323,7 @@ def case_warm_up_schedule() -> None:
         sizes.append(training.compression.ledger.last.bytes_sent)
     assert sizes[1] >= sizes[2] == sizes[3] > sizes[4] == sizes[5] > sizes[6] == sizes[7]
     assert training.traces == 1
-    assert_same_everywhere(training.weights)
+    assert_same_everywhere(training.variables)
 
 
 @thorough
@@ -354,7 +354,7 @@ def case_the_optimizer_of_tensorflow_1() -> None:
     start, generator = weights(model.variables_in_order), own_generator()
     for _ in range(10):
         step(*map(tf.constant, batch(generator)))
-    assert_same_everywhere(weights(model.variables_in_order))
+    assert_same_everywhere(model.variables_in_order)
     assert not np.array_equal(start, weights(model.variables_in_order))
     assert how.ledger.steps == 10
 

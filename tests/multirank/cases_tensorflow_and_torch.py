@@ -69,7 +69,7 @@ def case_both_frameworks_train_alike() -> None:
         start = training.weights
         in_torch, of_torch = _trained_in_torch(spec, training, steps=20)
         training.run(20)
-        assert_same_everywhere(training.weights)
+        assert_same_everywhere(training.variables)
         assert_same_everywhere(in_torch)
         assert np.abs(training.weights - start).max() > 0.01
         np.testing.assert_allclose(training.weights, in_torch, rtol=1e-3, atol=2e-5, err_msg=spec)

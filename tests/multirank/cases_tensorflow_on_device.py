@@ -66,7 +66,7 @@ def case_the_bits_of_the_host() -> None:
             device = _train(spec)
             _assert_on_device(device)
             _assert_same_residuals(device, host)
-        assert_same_everywhere(device.weights)
+        assert_same_everywhere(device.variables)
         assert np.array_equal(device.weights, host.weights), spec
         assert device.traces == 1
 
@@ -81,7 +81,7 @@ def case_several_rounds_and_a_tensor_in_no_bucket() -> None:
         _assert_on_device(device)
         grouped = {name for group in device.binding.engine.buckets.now for name in group.names}
         assert grouped == {"first", "first_bias", "second_bias"}
-    assert_same_everywhere(device.weights)
+    assert_same_everywhere(device.variables)
     np.testing.assert_allclose(device.weights, host.weights, rtol=1e-4, atol=1e-5)
 
 
@@ -90,7 +90,7 @@ def case_a_sum_in_float16() -> None:
     for dtype in ("float16", "bfloat16"):
         with on_device():
             training = _train("topk:ratio=0.05", model=Network(dtype), tape={"op": hvd.Sum})
-            assert_same_everywhere(training.weights)
+            assert_same_everywhere(training.variables)
         host = _train("topk:ratio=0.05", model=Network(dtype), tape={"op": hvd.Sum})
         assert np.array_equal(training.weights, host.weights), dtype
 

@@ -130,7 +130,7 @@ def _check_obeyed(settings: Sequence[tuple[str, str]], changing: bool = True) ->
             assert len({plans[step] for plans in everyone}) == 1, (policy, step, [plans[step] for plans in everyone])
         changed = len(set(training.plans)) > 1
         assert not changing or changed != policy.startswith("constant"), f"{policy}: {training.plans}"
-        assert_same_everywhere(training.weights)
+        assert_same_everywhere(training.variables)
 
 
 def case_auto_changes_methods_on_all_ranks_in_the_same_step_without_a_new_trace() -> None:
@@ -147,7 +147,7 @@ def case_auto_changes_methods_on_all_ranks_in_the_same_step_without_a_new_trace(
         everyone = hvd.allgather_object(training.plans)
         assert all(plans == training.plans for plans in everyone)
         assert len(set(training.plans)) > 1
-        assert_same_everywhere(training.weights)
+        assert_same_everywhere(training.variables)
 
 
 @thorough
@@ -221,7 +221,7 @@ def case_tensorflows_own_checkpoint() -> None:
         checkpoint(resumed).restore(path).assert_consumed()
         assert np.array_equal(whole.run(6).weights, resumed.run(6).weights)
         assert whole.plans[9:] == resumed.plans
-        assert_same_everywhere(resumed.weights)
+        assert_same_everywhere(resumed.variables)
 
 
 def case_a_step_after_the_batch_grew_is_plain_sgd_by_hand() -> None:
@@ -247,7 +247,7 @@ def case_a_policy_that_follows_no_learning_rate_needs_no_optimizer() -> None:
         for _ in range(4):
             training.step()
         assert training.compression.levels
-        assert_same_everywhere(training.weights)
+        assert_same_everywhere(training.variables)
 
 
 def case_a_checkpoint_of_one_rank_in_the_middle_of_a_step_leaves_the_step_as_it_is() -> None:
@@ -263,7 +263,7 @@ def case_a_checkpoint_of_one_rank_in_the_middle_of_a_step_leaves_the_step_as_it_
     training.optimizer.apply_gradients = look_and_apply
     for _ in range(20):
         training.step()
-        assert_same_everywhere(training.weights)
+        assert_same_everywhere(training.variables)
     assert len(set(training.plans)) > 1, "the batch never grew"
 
 

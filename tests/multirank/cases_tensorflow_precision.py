@@ -24,7 +24,7 @@ def case_element_types() -> None:
             training = TapeTraining(spec, model=Network(dtype), optimizer=PlainSGD(0.01))
             start = training.weights
             training.run(4)
-            assert_same_everywhere(training.weights)
+            assert_same_everywhere(training.variables)
             assert not np.array_equal(start, training.weights), (dtype, spec)
 
 
@@ -66,7 +66,7 @@ def case_non_finite_gradients_are_seen_by_all_and_change_nothing() -> None:
         assert len(before) > 0
         assert all(np.array_equal(before[key], after[key]) for key in before)
         training.found_inf.assign(1.0)
-        assert_same_everywhere(training.run(2).weights)
+        assert_same_everywhere(training.run(2).variables)
 
 
 class LossScaled(TapeTraining):
@@ -102,7 +102,7 @@ def case_an_overflow_on_one_rank_is_skipped_everywhere() -> None:
                 assert all(np.array_equal(kept[key] * scale, after[key]) for key in kept if ".memory." in key)
             scales.append(float(training.optimizer.loss_scale))
         assert scales[2:7] == [2048.0, 1024.0, 1024.0, 1024.0, 2048.0], scales
-        assert_same_everywhere(training.weights)
+        assert_same_everywhere(training.variables)
         assert_same_everywhere(np.array(scales))
 
 

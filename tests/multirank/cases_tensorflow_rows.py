@@ -112,7 +112,7 @@ def case_a_loop_trains_with_layers_compressed() -> None:
 
             for _ in range(6):
                 step(looked_up(generator))
-            assert_same_everywhere(weights(model.variables))
+            assert_same_everywhere(model.variables)
             assert compression.ledger.steps == 6
             results.append(weights(model.variables))
     for one in results[1:]:
@@ -132,7 +132,7 @@ def case_keras_fit() -> None:
         model.compile(optimizer, "mse", jit_compile=False)
         ids = looked_up(own_generator())
         model.fit(ids, np.zeros((len(ids), 100), np.float32), batch_size=24, epochs=2, verbose=0, shuffle=False)
-        assert_same_everywhere(weights(model.trainable_variables))
+        assert_same_everywhere(model.trainable_variables)
         found.append(weights(model.trainable_variables))
         assert rows is None or rows.ledger.steps == 6
     np.testing.assert_allclose(found[1], found[0], rtol=1e-4, atol=1e-6)

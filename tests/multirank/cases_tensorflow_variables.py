@@ -76,7 +76,7 @@ def case_an_unbuilt_keras_model() -> None:
         model.compile(optimizer, cross_entropy(), jit_compile=False)
         broadcast = hvd_keras.callbacks.BroadcastGlobalVariablesCallback(0)
         model.fit(data(5), verbose=0, callbacks=[broadcast])
-        assert_same_everywhere(weights(model.trainable_variables))
+        assert_same_everywhere(model.trainable_variables)
         names = {"dense/kernel", "dense/bias", "dense_1/kernel", "dense_1/bias"}
         assert set(binding_of(ours).engine.tensors) == names
         assert ours.ledger.steps == 5
@@ -104,7 +104,7 @@ def case_an_unbuilt_model_in_a_loop() -> None:
         if place == 0:
             hvd.broadcast_variables(model.variables, root_rank=0)
             hvd.broadcast_variables(optimizer.variables, root_rank=0)
-    assert_same_everywhere(weights(model.trainable_variables))
+    assert_same_everywhere(model.trainable_variables)
     assert ours.ledger.steps == 4
 
 
@@ -184,7 +184,7 @@ def case_two_models_in_one_function() -> None:
     assert binding_of(both).agreed
     assert both.ledger.steps == 6
     for model in models:
-        assert_same_everywhere(weights(model.variables_in_order))
+        assert_same_everywhere(model.variables_in_order)
 
 
 class Convolution:
@@ -206,7 +206,7 @@ class Convolution:
 def case_the_kernel_of_a_convolution_is_compressed() -> None:
     """And a checkpoint of when it was another matrix, of 3 by 576, is taken over."""
     training = TapeTraining("powersgd:rank=2", model=Convolution()).run(3)
-    assert_same_everywhere(training.weights)
+    assert_same_everywhere(training.variables)
     name = next(one for one in training.binding.engine.tensors if "kernel" in one)
     assert training.compression.ledger.tensors[name].bytes_sent == 3 * 4 * 2 * (27 + 64)
     state = training.compression.state_dict()
@@ -219,6 +219,6 @@ def case_the_kernel_of_a_convolution_is_compressed() -> None:
     loaded = [residuals(again.compression)[f"{name}.memory.{place}"] for place in range(len(kept))]
     assert all(np.array_equal(one.reshape(-1), was.reshape(-1)) for one, was in zip(loaded, kept, strict=True))
     again.run(2)
-    assert_same_everywhere(again.weights)
+    assert_same_everywhere(again.variables)
     (warm,) = again.compression.state_dict()["shared"]["warm_starts"][name]["arrays"]
     assert warm.shape == (64, 2)

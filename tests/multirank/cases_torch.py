@@ -45,7 +45,7 @@ def case_weights_are_identical_after_50_steps() -> None:
         start = weights(model)
         how = compression(spec, model)
         train(model, distribute(model, how))
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
         assert not torch.equal(start, weights(model))
         assert how.ledger.steps == 50, spec
 
@@ -58,7 +58,7 @@ def case_local_steps() -> None:
         train(model, optimizer, 1)
         differ = {vector.tobytes() for vector in hvd.allgather_object(weights(model).numpy())}
         assert (len(differ) == 1) == optimizer.in_sync == (step % 3 == 0), step
-    assert_same_everywhere(weights(model))
+    assert_same_everywhere(model)
     assert optimizer.compression.ledger.steps == 6
 
 
@@ -73,7 +73,7 @@ def case_the_readme_trains() -> None:
     model = small_model()
     block = block_with("import horovod.torch")
     program = run(block, lambda variables: train(model, variables["optimizer"], steps=3), model=model)
-    assert_same_everywhere(weights(model))
+    assert_same_everywhere(model)
     totals = program["compression"].ledger.totals
     assert 0 < 5 * totals.bytes_sent < totals.dense_bytes
 
@@ -87,7 +87,7 @@ def case_every_method_keeps_weights_identical() -> None:
         start = weights(model)
         momentum = 0 if spec.startswith("dgc") else 0.9  # which has its own
         train(model, distribute(model, compression(spec, model), 0.005, momentum), steps=3)
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
         assert not torch.equal(start, weights(model)), spec
 
 
@@ -96,7 +96,7 @@ def case_none_equals_horovods_own() -> None:
     how = compression("none", ours)
     train(ours, distribute(ours, how), steps=20)
     train(theirs, distribute(theirs, hvd.Compression.none), steps=20)
-    assert_same_everywhere(weights(ours))
+    assert_same_everywhere(ours)
     assert how.ledger.steps == 20
     if hvd.size() == 2:
         assert torch.equal(weights(ours), weights(theirs))
@@ -151,7 +151,7 @@ def case_hooks_in_different_order_and_missing_gradients() -> None:
             torch.nn.functional.cross_entropy(model(inputs, order), classes).backward()
             optimizer.step()
             assert how.ledger.last.dense_bytes == 4 * sum(parameter.numel() for parameter in model.parameters())
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
 
 
 def case_backward_passes_per_step() -> None:
@@ -162,7 +162,7 @@ def case_backward_passes_per_step() -> None:
         train(model, optimizer, steps=6, passes=3)
         optimizer.set_backward_passes_per_step(2)
         train(model, optimizer, steps=6, passes=2)
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
         assert how.ledger.steps == 12
 
 
@@ -173,12 +173,12 @@ def case_groups() -> None:
         model = small_model()
         groups = 2 if form == "number" else [list(model.parameters())[:3]]
         train(model, distribute(model, compression("topk:ratio=0.05", model), groups=groups), steps=10)
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
         assert torch.equal(weights(model), weights(reference)), form
     for spec in ("none", "fp16"):
         model = small_model()
         train(model, distribute(model, compression(spec, model), groups=2), steps=10)
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
 
 
 def case_gradient_clipping() -> None:
@@ -196,7 +196,7 @@ def case_gradient_clipping() -> None:
             assert norm <= 0.1001
             with optimizer.skip_synchronize():
                 optimizer.step()
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
 
 
 class Embedded(torch.nn.Module):
@@ -224,7 +224,7 @@ def _train_embedded(sparse: bool, spec: str | None, **options: object) -> torch.
         words = torch.randint(0, 100, (32,), generator=generator)
         torch.nn.functional.cross_entropy(model(words), (words + 1) % 100).backward()
         optimizer.step()
-    assert_same_everywhere(weights(model))
+    assert_same_everywhere(model)
     return weights(model)
 
 
@@ -279,7 +279,7 @@ def case_element_types() -> None:
         for spec in SPECS:
             model = small_model(dtype)
             train(model, distribute(model, compression(spec, model), 0.01), steps=4, dtype=dtype)
-            assert_same_everywhere(weights(model))
+            assert_same_everywhere(model)
             assert all(parameter.grad.dtype == dtype for parameter in model.parameters())
 
 
@@ -289,7 +289,7 @@ def case_channels_last() -> None:
         model, plain = small_model().to(memory_format=torch.channels_last), small_model()
         train(model, distribute(model, compression(spec, model)), steps=5)
         train(plain, distribute(plain, compression(spec, plain)), steps=5)
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
         torch.testing.assert_close(weights(model), weights(plain), rtol=1e-3, atol=1e-4)
 
 
@@ -327,7 +327,7 @@ def case_two_levels_keep_weights_identical() -> None:
         how = compression(spec, model)
         with nodes_of(max(1, hvd.size() // 2)):
             train(model, distribute(model, how, 0.005), steps=6)
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
         assert not torch.equal(start, weights(model)), spec
         totals = how.ledger.totals
         assert (totals.bytes_in_node > 0) == (hvd.size() > 2), spec
@@ -390,7 +390,7 @@ def case_non_finite_gradients_are_seen_by_all_and_change_nothing() -> None:
         assert_metrics(how, dense_bytes=4 * weights(model).numel())
         assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
         train(model, optimizer, steps=2)
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
 
 
 def case_loss_scaler_skips_the_step_everywhere() -> None:
@@ -416,7 +416,7 @@ def case_loss_scaler_skips_the_step_everywhere() -> None:
         scaler.update()
         scales.append(scaler.get_scale())
     assert min(scales) < 1024.0 or max(scales) > 1024.0
-    assert_same_everywhere(weights(model))
+    assert_same_everywhere(model)
     assert_same_everywhere(torch.tensor(scales))
 
 
@@ -479,7 +479,7 @@ def case_level_changes_between_steps() -> None:
             train(model, optimizer, steps=3)
             sizes.append(how.ledger.last.bytes_sent)
         assert sizes[1] > sizes[0] > sizes[2]
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
 
 
 def case_warm_up_schedule() -> None:
@@ -493,7 +493,7 @@ def case_warm_up_schedule() -> None:
         sizes.append(how.ledger.last.bytes_sent / how.ledger.last.dense_bytes)
     assert sizes[0] == sizes[1] == 1
     assert sizes[2] == sizes[3] > sizes[4] == sizes[5] > sizes[6] == sizes[7]
-    assert_same_everywhere(weights(model))
+    assert_same_everywhere(model)
 
 
 def case_global_random_state_is_untouched() -> None:
@@ -552,8 +552,8 @@ def case_two_optimizers_take_turns() -> None:
         training[1].step()
         for parameter in training[2].parameters():
             parameter.requires_grad_(True)
-    assert_same_everywhere(weights(maker))
-    assert_same_everywhere(weights(judge))
+    assert_same_everywhere(maker)
+    assert_same_everywhere(judge)
 
 
 def case_wrappers_change_neither_routing_nor_weights_nor_checkpoints() -> None:
@@ -612,7 +612,7 @@ def case_a_compiled_step() -> None:
             called, generator = torch.compile(step, backend="eager") if compiles else step, own_generator()
             for _ in range(6):
                 called(*batch(generator))
-            assert_same_everywhere(weights(model))
+            assert_same_everywhere(model)
             assert how.ledger.steps == 6
             results.append(weights(model))
         assert torch.equal(*results), spec
@@ -626,7 +626,7 @@ def case_momenta_that_are_sent_whole_change_nothing() -> None:
             optimizer = compressed_adam(model, compression(how, model), **options)
             train(model, optimizer, 8, passes)
             assert optimizer.frozen
-            assert_same_everywhere(weights(model))
+            assert_same_everywhere(model)
             results.append(weights(model))
         torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
@@ -640,7 +640,7 @@ def case_compressed_momenta_keep_weights_identical() -> None:
         train(model, optimizer, 3)
         before = how.ledger.totals.bytes_sent
         train(model, optimizer, 9)
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
         assert how.ledger.totals.bytes_sent - before < 2 * before, spec
         saved = optimizer.state_dict()
         assert {one["frozen_at"] for one in saved["state"].values()} == {3}
@@ -659,7 +659,7 @@ def case_refreshes_are_of_all_ranks_and_uncompressed() -> None:
         after = [state["exp_avg_sq"] for state in optimizer.state.values()]
         assert step == 3 or any(not torch.equal(*pair) for pair in zip(before, after, strict=True)) == due
         assert_same_everywhere(1 / torch.cat([one.reshape(-1).double() for one in after]))  # infinite where unused
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
         assert (how.ledger.last.bytes_sent >= how.ledger.last.dense_bytes) == due, how.ledger.last
 
 
@@ -676,7 +676,7 @@ def case_local_steps_end_with_equal_weights() -> None:
     train(model, optimizer, 11)
     assert not optimizer.in_sync
     train(model, optimizer, 1)
-    assert_same_everywhere(weights(model))
+    assert_same_everywhere(model)
     everything = len(list(model.parameters()))
     train(model, optimizer, 1)
     assert how.ledger.last.bytes_sent == 8 * everything  # by which Horovod knows that a rank goes on
@@ -695,7 +695,7 @@ def case_a_layer_that_is_frozen_stays_as_it_is() -> None:
     train(model, optimizer, 3)
     assert torch.equal(frozen, before)
     assert not torch.equal(weights(model), others)
-    assert_same_everywhere(weights(model))
+    assert_same_everywhere(model)
     frozen.requires_grad_(hvd.rank() == 0)
     if hvd.size() > 1:
         message = raised(hvdcomp.RankMismatchError, lambda: train(model, optimizer, 1))
@@ -710,7 +710,7 @@ def case_quantized_weights_are_left_alone() -> None:
     optimizer = torch.optim.SGD([parameter for _, parameter in named], lr=0.05)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=how)
     train(model, optimizer, 2)
-    assert_same_everywhere(weights(model))
+    assert_same_everywhere(model)
     assert "quantized" not in how.plan
 
 
@@ -731,7 +731,7 @@ def case_a_level_that_is_set_after_a_roll_back_holds() -> None:
     how.roll_back({})  # of a failure before anything was saved: what the program has set stays
     train(model, optimizer, 1)
     assert {*how.levels.values()} == {how.level} == {0.5}
-    assert_same_everywhere(weights(model))
+    assert_same_everywhere(model)
 
 
 def case_a_new_rank_gets_weights_and_state_of_an_optimizer() -> None:
@@ -755,11 +755,11 @@ def case_a_new_rank_gets_weights_and_state_of_an_optimizer() -> None:
             optimizer = make(model, how)
         state = hvd.elastic.TorchState(model=model, optimizer=optimizer, compression=how)
         state.sync()
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
         os.environ["HOROVOD_ELASTIC"] = "1"  # so that a binding without steps meets the others
         how.roll_back(how.state_dict())
         train(model, optimizer, 4)
         del os.environ["HOROVOD_ELASTIC"]
-        assert_same_everywhere(weights(model))
+        assert_same_everywhere(model)
         moments = [entry.reshape(-1) for one in optimizer.state.values() for entry in (one["exp_avg"], one["step"])]
         assert_same_everywhere(torch.cat(moments))

@@ -163,7 +163,7 @@ def case_accelerate_gives_its_scaler() -> None:
     model, optimizer = prepared(accelerator, compression)
     loop(accelerator.backward, model, optimizer, 0, STOP)
     assert_follows(accelerator.scaler, compression)
-    assert_same_everywhere(weights(model))
+    assert_same_everywhere(model)
 
 
 def case_accelerate_goes_on_with_other_ranks() -> None:
@@ -187,7 +187,7 @@ def case_accelerate_goes_on_with_other_ranks() -> None:
         torch.testing.assert_close(pending(gathered(resumed.state_dict()))[name], left, rtol=1e-5, atol=1e-7)
         assert left.any()
     loop(accelerator.backward, model, optimizer, STOP, STEPS)
-    assert_same_everywhere(weights(model))
+    assert_same_everywhere(model)
 
     for file in saved.glob("compression*") if accelerator.is_main_process else ():
         file.unlink()
@@ -200,7 +200,7 @@ def case_accelerate_goes_on_with_other_ranks() -> None:
     said = [str(warning.message) for warning in caught if "has no state of hvdcomp" in str(warning.message)]
     assert len(said) == (1 if accelerator.is_main_process else 0)
     loop(accelerator.backward, model, optimizer, STOP, STEPS)
-    assert_same_everywhere(weights(model))
+    assert_same_everywhere(model)
 
 
 def pending(states: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -404,7 +404,7 @@ def case_transformers_trains_once_more_and_keeps_no_states_of_models_only() -> N
     trainer = huggingface_trainer(saved, STOP, compression, save_only_model=True)
     trainer.train()
     trainer.train()
-    assert_same_everywhere(weights(trainer.model))
+    assert_same_everywhere(trainer.model)
     assert compression.ledger.steps == STEPS
     assert [file.parent.name for file in saved.glob("*/model.safetensors")] == ["checkpoint-10"]
     assert not list(saved.glob("*/compression*"))
@@ -426,7 +426,7 @@ def case_transformers_gives_its_scaler() -> None:
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu")  # as it makes one itself, on a GPU
     trainer.train()
     assert_follows(trainer.accelerator.scaler, compression)
-    assert_same_everywhere(weights(trainer.model))
+    assert_same_everywhere(trainer.model)
 
 
 @thorough

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,24 @@ def raised_everywhere(kind: type[Exception], work: Callable[[], object], gather:
     assert all(everyone), f"raised only on some ranks: {everyone}"
     assert message is not None
     return message
+
+
+def assert_same_tensors(sizes: Sequence[tuple[str, int]], ranks: Sequence[np.ndarray]) -> None:
+    """Asserts that the ranks' values are finite and the same, or names the tensors that differ.
+
+    Args:
+        sizes: of each tensor, its name and its number of elements.
+        ranks: of each rank, the elements of all tensors.
+    """
+    names, counts = zip(*sizes, strict=True)
+    ends = np.cumsum(counts)
+    for rank, vector in enumerate(ranks):
+        differing = []
+        for name, first, own in zip(names, np.split(ranks[0], ends), np.split(vector, ends), strict=False):
+            assert np.isfinite(own).all(), f"{name} of rank {rank} is not finite"
+            if count := np.count_nonzero(first != own):
+                differing.append(f"{name} in {count} of {len(own)} elements, by up to {abs(first - own).max():g}")
+        assert not differing, f"ranks 0 and {rank} differ: {'; '.join(differing)}"
 
 
 def halves(hvd: Any) -> list[Any]:

@@ -35,6 +35,14 @@ def weights(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().reshape(-1).double() for parameter in model.parameters()])
 
 
+def tensors_of(given: torch.nn.Module | torch.Tensor) -> dict[str, torch.Tensor]:
+    """The parameters of a model by name, or a tensor alone, as vectors."""
+    if isinstance(given, torch.Tensor):
+        vector = given.detach().reshape(-1)
+        return {"the tensor": vector.float() if given.dtype is torch.bfloat16 else vector}  # NumPy has no bfloat16
+    return {name: parameter.detach().reshape(-1).double() for name, parameter in given.named_parameters()}
+
+
 class Branches(torch.nn.Module):
     """Two branches; which is used, and in which order, is up to the caller. Nobody uses `never`."""
 

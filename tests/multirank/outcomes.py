@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from tests.launched import run_ranks
+from tests.multirank.requests import first_difference
+from tests.multirank.worker import requests_of
 
 # The first of a module's settings is that of the quick tests. With PyTorch, what is sent is tested in every setting;
 # most other modules see each number of ranks and each controller once: a compressor knows of neither. Four ranks on two
@@ -81,7 +83,7 @@ def run(wanted: Sequence[Case], count: int, controller: str, timeout: float = 40
     outcomes: Outcomes = {}
     while rest := [case for case in wanted if case not in outcomes]:
         modules = dict.fromkeys(module for module, _ in rest)
-        results, output = _start(rest, count, controller, timeout * len(modules))
+        results, output, requests = _start(rest, count, controller, timeout * len(modules))
         for case in rest:
             said = [f"rank {rank}: {result[case]}" for rank, result in enumerate(results) if case in result]
             bad = [line for line in said if not line.endswith(": passed") and ": skipped: " not in line]
@@ -90,13 +92,15 @@ def run(wanted: Sequence[Case], count: int, controller: str, timeout: float = 40
                 continue
             for other in (other for other in rest if other[0] == case[0] and other not in outcomes):
                 outcomes[other] = f"{case[1]} ended the ranks first; the launcher said:\n{output[-3000:]}"
-            outcomes[case] = "\n".join(bad) or outcomes[case]
+            outcomes[case] = "\n".join([*bad, requests]) if bad else f"{outcomes[case]}\n{requests}"
             break
     return outcomes
 
 
-def _start(wanted: Sequence[Case], count: int, controller: str, timeout: float) -> tuple[list[dict[Case, str]], str]:
-    """What each rank says of the cases that it came to, and the launcher's output."""
+def _start(
+    wanted: Sequence[Case], count: int, controller: str, timeout: float
+) -> tuple[list[dict[Case, str]], str, str]:
+    """What each rank says of the cases that it came to, the launcher's output, and how the last requests differ."""
     folder = Path(mkdtemp(prefix="hvdcomp-ranks-"))
     finished = run_ranks(
         count,
@@ -112,7 +116,7 @@ def _start(wanted: Sequence[Case], count: int, controller: str, timeout: float) 
         results.append({tuple(name.split(".")): result for name, (result, _) in said.items()})
         if rank == 0:
             SECONDS.update((f"{name}-{count}-{controller}", seconds) for name, (_, seconds) in said.items())
-    return results, finished.stdout
+    return results, finished.stdout, first_difference([requests_of(folder, rank) for rank in range(count)])
 
 
 run_once = cache(run)

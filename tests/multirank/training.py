@@ -9,8 +9,8 @@ import horovod.torch as hvd
 import torch
 
 import hvdcomp
-from tests.multirank.everywhere import raised_everywhere
-from tests.multirank.models import batch, small_model, weights
+from tests.multirank.everywhere import assert_same_tensors, raised_everywhere
+from tests.multirank.models import batch, small_model, tensors_of, weights
 
 __all__ = [
     "assert_same_everywhere", "batch", "compression", "distribute", "own_generator", "raised", "small_model", "train",
@@ -58,13 +58,11 @@ def train(
         optimizer.step()
 
 
-def assert_same_everywhere(vector: torch.Tensor) -> None:
-    """Asserts that a vector is finite and the same, bit for bit, on all ranks."""
-    assert torch.isfinite(vector).all()
-    everyone = hvd.allgather(vector.reshape(1, -1).contiguous(), name="test.same")
-    for rank in range(1, hvd.size()):
-        difference = (everyone[0] - everyone[rank]).abs().max()
-        assert torch.equal(everyone[0], everyone[rank]), f"ranks 0 and {rank} differ by up to {difference}"
+def assert_same_everywhere(given: torch.nn.Module | torch.Tensor) -> None:
+    """Asserts that the weights of a model, or a tensor, are finite and the same, bit for bit, on all ranks."""
+    tensors = tensors_of(given)
+    everyone = hvd.allgather(torch.cat([*tensors.values()]).reshape(1, -1), name="test.same")
+    assert_same_tensors([(name, len(vector)) for name, vector in tensors.items()], everyone.numpy())
 
 
 def raised(kind: type[Exception], work: Callable[[], object]) -> str:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import hvdcomp
-from tests.multirank.everywhere import raised_everywhere
-from tests.multirank.models import batch
+from tests.multirank.everywhere import assert_same_tensors, raised_everywhere
+from tests.multirank.models import batch, tensors_of
 
 Loss = Callable[[Any, torch.Tensor, torch.Tensor, int], torch.Tensor]
 
@@ -73,14 +73,13 @@ def train(
         optimizer.step()
 
 
-def assert_same_everywhere(vector: torch.Tensor) -> None:
-    """Asserts that a vector is finite and the same, bit for bit, on all ranks."""
-    assert torch.isfinite(vector).all()
+def assert_same_everywhere(given: torch.nn.Module | torch.Tensor) -> None:
+    """Asserts that the weights of a model, or a tensor, are finite and the same, bit for bit, on all ranks."""
+    tensors = tensors_of(given)
+    vector = torch.cat([*tensors.values()])
     everyone = [torch.empty_like(vector) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, vector)
-    for rank, other in enumerate(everyone):
-        difference = (everyone[0] - other).abs().max()
-        assert torch.equal(everyone[0], other), f"ranks 0 and {rank} differ by up to {difference}"
+    assert_same_tensors([(name, len(one)) for name, one in tensors.items()], [other.numpy() for other in everyone])
 
 
 def gathered(given: Any) -> list[Any]:

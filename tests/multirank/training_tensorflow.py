@@ -13,7 +13,7 @@ import tf_keras
 
 import hvdcomp
 from hvdcomp.tensorflow.binding import TensorFlowBinding
-from tests.multirank.everywhere import raised_everywhere
+from tests.multirank.everywhere import assert_same_tensors, raised_everywhere
 
 # What an error becomes that is raised while a graph runs, and not while it is made.
 IN_GRAPH = tf.errors.InvalidArgumentError
@@ -172,13 +172,13 @@ def gathered(vector: np.ndarray) -> np.ndarray:
     return hvd.allgather(tf.constant(vector[None]), name="test.gathered").numpy()
 
 
-def assert_same_everywhere(vector: np.ndarray) -> None:
-    """Asserts that a vector is finite and the same, bit for bit, on all ranks."""
-    assert np.isfinite(vector).all()
-    everyone = gathered(vector)
-    for rank in range(1, hvd.size()):
-        difference = np.abs(everyone[0] - everyone[rank]).max()
-        assert np.array_equal(everyone[0], everyone[rank]), f"ranks 0 and {rank} differ by up to {difference}"
+def assert_same_everywhere(given: Sequence[tf.Variable] | np.ndarray) -> None:
+    """Asserts that variables, or an array, are finite and the same, bit for bit, on all ranks."""
+    if isinstance(given, np.ndarray):
+        assert_same_tensors([("the array", given.size)], gathered(given.reshape(-1)))
+    else:
+        sizes = [(variable.name, int(tf.size(variable))) for variable in given]
+        assert_same_tensors(sizes, gathered(weights(given)))
 
 
 def assert_like_horovods(ours: np.ndarray, theirs: np.ndarray, rtol: float = 1e-4, atol: float = 1e-5) -> None:

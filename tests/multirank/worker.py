@@ -36,12 +36,20 @@ def _start(case: str) -> int:
     return hvd.rank()
 
 
+def requests_of(folder: Path, rank: int) -> Path:
+    """The file with the requests of a rank in its last case."""
+    return folder / f"rank{rank}.requests"
+
+
 def main(folder: str, cases: Sequence[str]) -> None:
-    file = Path(folder) / f"rank{_start(cases[0])}.json"
+    rank = _start(cases[0])
+    file = Path(folder) / f"rank{rank}.json"
+    requests = importlib.import_module("tests.multirank.requests").Requests(requests_of(Path(folder), rank))
     results: dict[str, tuple[str, float]] = {}
     for name in cases:
         module, _, case = name.partition(".")
         started = time.perf_counter()
+        requests.clear()
         try:
             getattr(importlib.import_module(f"tests.multirank.{module}"), case)()
             said = "passed"

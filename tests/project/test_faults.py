@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from hvdcomp.files import csv_of
 from tests.faults import __main__ as command
 from tests.faults import report
 from tests.faults.table import Fault, Row, all_faults, run_row
@@ -122,6 +123,15 @@ def test_faults_with_the_same_documented_outcome_share_a_line(tmp_path: Path) ->
     ]
     assert "8 of 8 rows are as documented" in page
     assert "FAILED" not in page
+
+
+def test_the_page_in_docs_is_that_of_the_rows_beside_it_in_the_words_of_the_table() -> None:
+    folder = Path(__file__).parents[2] / "docs" / "faults"
+    document, rows = json.loads((folder / "faults.json").read_text()), report.read(folder)
+    documented = {(fault.name, transport): fault.documented for fault in all_faults() for transport in fault.transports}
+    assert [row for row in rows if row.documented != documented[row.fault, row.transport]] == []
+    assert (folder / "faults.md").read_text() == report.as_markdown(document["command"], document, rows)
+    assert (folder / "faults.csv").read_bytes() == csv_of([row.as_json() for row in rows])
 
 
 @pytest.mark.alone

@@ -15,13 +15,14 @@ from unittest.mock import Mock
 
 import pytest
 
-from hvdcomp.compressors import COMPRESSORS
+from hvdcomp.compressors import COMPRESSORS, TensorInfo
+from hvdcomp.perfmodel import Calibration, Compute, EncodeTime, ModelFacts, load
 from tests.interpreted import needs_triton
 
 torch = pytest.importorskip("torch")
 from hvdcomp.torch import training  # noqa: E402
 from tests.captured import as_captured  # noqa: E402
-from tests.gpu import ddp, parts  # noqa: E402
+from tests.gpu import ddp, parts, predictions  # noqa: E402
 from tests.gpu.libraries import TorchDistributed  # noqa: E402
 
 pytestmark = needs_triton
@@ -37,7 +38,9 @@ CHECKED = [
     "topk:ratio=0.1 of a model in CUDA graphs", "topk:ratio=0.1 captured by a CUDA graph",
 ]  # fmt: skip
 SIMULATED = ["none on simulated ranks", "topk:ratio=0.01 on simulated ranks"]
-ALONE = ["none", "fp16", "int8", "efsignsgd", "qsgd:bits=4", "topk:ratio=0.01", "dgc:ratio=0.01", "powersgd:rank=4"]
+ALONE = [
+    "none", "fp16", "int8", "eden", "efsignsgd", "qsgd:bits=4", "topk:ratio=0.01", "dgc:ratio=0.01", "powersgd:rank=4",
+]  # fmt: skip
 TIMED = [
     *ALONE,
     *(spec + how
@@ -273,6 +276,50 @@ def test_a_large_payload_follows_the_memory(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(free), 0))
     library: Any = OneRank(backend)
     assert ddp.elements_of_large(library, place) == (elements, said)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("part", ["calibrate", "profile"])
+def test_predictions_are_compared_with_measured_steps(part: str) -> None:
+    """Of two ranks, and of one rank with the network of a preset."""
+    kept = Kept()
+    parts.PARTS[part]("cpu", kept, seconds=1)
+    assert kept.failures == []
+    methods = {"none", "fp16", *predictions.METHODS}
+    assert {(row["ranks"], row["method"]) for row in kept.rows} == {(size, one) for size in (2, 1) for one in methods}
+    for row in kept.rows:
+        assert row["error"] == pytest.approx(row["predicted_ms"] / row["measured_ms"] - 1)
+    starts = [f"{said} over gloo: predictions of 5 steps are off by " for said in ("2 ranks", "1 rank")]
+    assert all(note.startswith(start) for note, start in zip(kept.notes, starts, strict=True))
+
+
+def test_one_rank_computes_and_encodes() -> None:
+    """5 s for the passes and the optimizer. The engine takes 0.5 s, but only in steps through it; encoding takes 2 s,
+    and decoding 0.25 s for a payload."""
+    encode = {"int8": EncodeTime(2.0, decode_per_rank_s=0.25), "none": EncodeTime(0.125)}
+    compute = Compute(backward_s=3.0, forward_s=1.0, optimizer_s=1.0, engine_s=0.5, encode=encode)
+    network = load(predictions.NETWORK).network
+    known = Calibration("here", network, {"m": ModelFacts((TensorInfo("w", (64, 64)),), compute, bucket_bytes=1e9)})
+    none, int8 = predictions.rows(known, 1, {"none": 5125.0, "int8": 3875.0})
+    assert (none["predicted_ms"], none["error"]) == (5125.0, 0.0)
+    assert (int8["predicted_ms"], int8["error"]) == (7750.0, 1.0)
+
+
+def test_what_fails_on_some_ranks_is_named_and_the_others_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program ends with an error on two ranks, and is told which GPU to use."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "GPU $CUDA_VISIBLE_DEVICES, ranks $5"\nexit 3\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
+    predictions.calibrate("cpu", kept := Kept())
+    predictions.profile("cpu", kept, sizes=(1,))
+    assert kept.failures == [
+        "hvdcomp calibrate on 2 ranks ended with status 3: GPU 5, ranks 2\n",
+        "hvdcomp calibrate on 1 rank ended with status 3: GPU 5, ranks 1\n",
+        "hvdcomp profile on 1 rank ended with status 3: GPU 5, ranks 1\n",
+    ]
+    assert (kept.rows, kept.notes) == ([], [])
 
 
 @pytest.mark.thorough

@@ -68,7 +68,7 @@ except hvdcomp.ConfigurationError as error:
     assert "hvdcomp.Compression was given a gradient of type numpy.ndarray" in run(*hidden(code))
 
 
-@pytest.mark.parametrize("name", ["dcp", "ddp", "fsdp"])
+@pytest.mark.parametrize("name", ["compiled", "dcp", "ddp", "fsdp"])
 def test_what_needs_pytorch_is_a_module_like_any_other(name: str) -> None:
     pytest.importorskip("torch")
     module = importlib.import_module(f"hvdcomp.{name}")

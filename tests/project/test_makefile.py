@@ -162,10 +162,21 @@ def test_some_parts_can_be_chosen_and_a_seed_repeated(suite: Suite) -> None:
     assert len(calls) == 1
     assert "--hypothesis-profile=fresh --hypothesis-seed=7" in calls[0]
     assert "make test-all SEED=7" in output
+    assert "HVDCOMP_EXAMPLES=12 pytest" in output
+    assert "HVDCOMP_EXAMPLES=100 pytest" in suite.run("all", "lint", HVDCOMP_EXAMPLES="100")[1]
     seeds = [re.findall(r"seed (\d+)", suite.run("all", "lint")[1]) for _ in range(2)]
     assert seeds[0] != seeds[1]
     assert suite.run("all", "ranks", "rank")[0] == 2
     assert suite.run("some")[0] == 2
+
+
+def test_lint_needs_no_set_up() -> None:
+    """Neither the frameworks nor Horovod."""
+    words = ["make", "--dry-run", "--no-print-directory", "lint"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "scripts/run-tests quick lint" in done.stdout
+    assert not re.search(r"torch|tensorflow|horovod|\.venv", done.stdout), done.stdout
 
 
 def test_a_quiet_command_speaks_only_if_it_fails(tmp_path: Path) -> None:

@@ -48,10 +48,11 @@ def calibrate(
     seed: int,
     seconds: float,
     device: torch.device = HOST,
+    known_network: Calibration | None = None,
     show: Show = lambda _: None,
     beside: Callable[[], None] = lambda: None,
 ) -> Calibrated:
-    """Measures network and models. Every rank, of two or more, must call it with the same arguments.
+    """Measures network and models. Every rank must call it with the same arguments.
 
     Args:
         carrier: of the gradients.
@@ -62,6 +63,7 @@ def calibrate(
         seed: of weights and data.
         seconds: approximate time to measure.
         device: of the model and of the sent tensors.
+        known_network: the calibration whose network is used instead of a measured network; needed for one rank.
         show: called with the name of each next measurement.
         beside: called on every rank after each round of steps, for measurements to compare with the calibration, as the
             machine's speed changes. Its time is not part of `seconds`.
@@ -72,7 +74,8 @@ def calibrate(
     """
     levels = levels_for(compressors, carrier)
     tensors = [build(model, batch_size, seed, rank=0, device=device).tensors() for model in models]
-    network = network_for(tensors, compressors, carrier, levels, device, NETWORK_SHARE * seconds, show)
+    network_s = NETWORK_SHARE * seconds if known_network is None else 0.0
+    network = network_for(tensors, compressors, carrier, levels, device, network_s, show, known_network)
     readings: dict[str, Reading] = {}
     facts = {}
     for model in models:
@@ -85,7 +88,7 @@ def calibrate(
             device=device,
             batch_size=batch_size,
             seed=seed,
-            seconds=(1 - NETWORK_SHARE) * seconds / len(models),
+            seconds=(seconds - network_s) / len(models),
             show=lambda part, model=model: show(f"{model}: {part}"),  # type: ignore[misc]
             beside=beside,
         )
@@ -116,13 +119,17 @@ def network_for(
     device: torch.device,
     seconds: float,
     show: Show,
+    known: Calibration | None = None,
 ) -> NetworkProbe:
     """Measures the network, up to the largest collectives of these models with these compressors.
 
     Args:
         models: the tensors of each model.
         carrier, levels, device, seconds, show: as of `probe_network`.
+        known: the calibration whose network is used instead; None to measure the network.
     """
+    if known is not None:
+        return NetworkProbe(known.network, {}, f"{known.network_source} ({known.name})")
     largest = largest_collectives(models, compressors, carrier.ranks.size, levels.ranks_per_node)
     return probe_network(largest, carrier, levels, device, seconds, lambda part: show(f"network: {part}"))
 
@@ -154,7 +161,7 @@ def put_together(
         machine=machine_facts(carrier, device),
         noise=float(np.median([reading.spread for reading in all_readings.values()])),
         noise_note=noise_note(noisy),
-        network_source=f"{source}, {carrier.ranks.size} ranks of {carrier.network}",
+        network_source=network.source or f"{source}, {carrier.ranks.size} ranks of {carrier.network}",
     )
     return Calibrated(calibration, noisy)
 

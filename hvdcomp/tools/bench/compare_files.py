@@ -49,49 +49,58 @@ def write(folder: Path, stem: str, rows: Sequence[Row], details: dict[str, Any])
     return files
 
 
-def summary(rows: Sequence[Row]) -> str:
-    """The rows in lines: errors of the predictions, by kind of exchange, and speed-ups of compression."""
+def summary(rows: Sequence[Row]) -> list[str]:
+    """Paragraphs on the errors of all predictions, and on how often the predictions name the fastest compressor."""
     middle, worst = errors(rows)
-    lines = [
-        f"{len(rows)} predictions: median error {middle:.1%}, worst {worst.error:+.1%} ({worst.method}, "
-        f"{worst.in_words()}: predicted {worst.predicted_ms:.1f} ms, measured {worst.measured_ms:.1f} ms, quartiles "
-        f"{worst.low_ms:.1f} to {worst.high_ms:.1f})."
+    paragraphs = [
+        f"The median error of {len(rows)} predictions is {middle:.1%}. The largest error is {worst.error:+.1%}, for "
+        f"{worst.method} ({worst.in_words()}): predicted {worst.predicted_ms:.1f} ms, measured "
+        f"{worst.measured_ms:.1f} ms (quartiles {worst.low_ms:.1f} to {worst.high_ms:.1f})."
     ]
+    if all_gains := gains(rows):
+        predicted = sum(gain.best == gain.predicted_best for gain in all_gains)
+        paragraphs.append(f"The predictions name the fastest compressor in {predicted} of {len(all_gains)} settings.")
+    return paragraphs
+
+
+def _by_kind(rows: Sequence[Row]) -> Iterator[tuple[str, str, str]]:
+    """For each kind of exchange, the number of predictions for compressors, and their median error."""
     compressed = [row for row in rows if row.spec not in STOCK_SPECS.values()]
     kinds = {
-        "with an all-gather or allreduce": [row for row in compressed if row.way not in (SCATTER, TWO_LEVELS)],
-        "with scattered payloads": [row for row in compressed if row.way == SCATTER],
-        "in two levels": [row for row in compressed if row.way == TWO_LEVELS],
-        "with overlap": [row for row in compressed if row.overlap],
-        "without overlap": [row for row in compressed if not row.overlap],
+        "an all-gather or allreduce": [row for row in compressed if row.way not in (SCATTER, TWO_LEVELS)],
+        "scattered payloads": [row for row in compressed if row.way == SCATTER],
+        "two levels": [row for row in compressed if row.way == TWO_LEVELS],
+        "overlap": [row for row in compressed if row.overlap],
+        "no overlap": [row for row in compressed if not row.overlap],
     }
-    medians = [f"{errors(some)[0]:.1%} for {len(some)} predictions {kind}" for kind, some in kinds.items() if some]
-    if medians:
-        lines.append(f"The median errors for compressors are {', '.join(medians)}.")
-    if all_gains := gains(rows):
-        lines.append(_gains_summary(all_gains))
-    return "\n".join(lines)
+    for kind, some in kinds.items():
+        if some:
+            yield kind, str(len(some)), f"{errors(some)[0]:.1%}"
 
 
-def _gains_summary(all_gains: Sequence[Gain]) -> str:
-    """The speed-ups of the fastest compressors, by model and rate, over all clusters; how many predictions named."""
-    models = []
+def _speedups(all_gains: Sequence[Gain]) -> list[str]:
+    """A table of the speedups of the fastest compressors, by model and rate: the range over all clusters."""
+    if not all_gains:
+        return []
+    rates = sorted({gain.rate for gain in all_gains}, key=parse_rate)
+    lines = []
     for model in dict.fromkeys(gain.model for gain in all_gains):
-        rates = []
-        for rate in sorted({gain.rate for gain in all_gains if gain.model == model}, key=parse_rate):
+        cells = []
+        for rate in rates:
             speedups = sorted(gain.over_stock for gain in all_gains if (gain.model, gain.rate) == (model, rate))
-            bounds = dict.fromkeys(f"{value:.2f}" for value in (speedups[0], speedups[-1]))
-            rates.append(f"{' to '.join(bounds)} at {rate}")
-        models.append(f"{model} {', '.join(rates)}")
-    predicted = sum(gain.best == gain.predicted_best for gain in all_gains)
-    return (
-        "Speedup of the fastest compressor of each setting over the faster one of dense and fp16: "
-        f"{'; '.join(models)}. The predictions named this compressor in {predicted} of {len(all_gains)} settings."
-    )
+            cells.append(" to ".join(dict.fromkeys(f"{value:.2f}" for value in [*speedups[:1], *speedups[-1:]])))
+        lines.append((model, *cells))
+    ranges = ", as a range over the clusters" if len({gain.cluster for gain in all_gains}) > 1 else ""
+    return [
+        f"Speedup of the fastest compressor of each setting over dense gradients or fp16, whichever is faster{ranges}:",
+        "",
+        *_markdown_table(("model", *rates), lines),
+        "",
+    ]
 
 
 NOT_FAR = 0.05
-"""Choices of `auto` whose step takes longer than the best static choice by more than this have a row on the page."""
+"""If a step with `auto` takes longer than with the best static choice by more than this share, the page has a row."""
 
 HEADINGS = ("hosts", "rate", "model", "method", "measured ms", "quartiles", "predicted ms", "error", "compute", "of it")
 
@@ -115,27 +124,33 @@ def cells(row: Row) -> tuple[str, ...]:
 
 
 def markdown(stem: str, rows: Sequence[Row], details: dict[str, Any]) -> str:
-    """The summary, a table of the methods, where `auto` chose badly, and the notes on noise."""
-    commits = commits_in_words(run["commit"] for run in details["runs"])  # they may have been resumed
+    """The page: the summary, tables of errors and speedups, settings in which `auto` chose badly, and the noise."""
+    commits = commits_in_words(run["commit"] for run in details["runs"])  # more than one if the run was resumed
     all_gains = gains(rows)
     file = f"{stem}-gains.csv"
-    of_gains = f" [{file}]({file}) has the fastest compressor of each setting, and its speed-ups." if all_gains else ""
+    gains_file = f" [{file}]({file}) has the fastest compressor of each setting, and its speedups." if all_gains else ""
+    kinds = list(_by_kind(rows))
     lines = [
         "# Predicted and measured times of steps",
         "",
-        f"Made by `{details['command']}`, at commit {commits}. [{stem}.csv]({stem}.csv) has all {len(rows)} rows, "
-        f"with quartiles and the parts of each prediction.{of_gains}",
+        f"Made by `{details['command']}`, at commit {commits}.",
         "",
-        *(f"- {line}" for line in summary(rows).splitlines()),
+        f"[{stem}.csv]({stem}.csv) has all {len(rows)} rows, with quartiles and the parts of each "
+        f"prediction.{gains_file}",
         "",
         *([details["left_out"], ""] if details.get("left_out") else []),
-        "By method, over all settings:",
+        *(line for paragraph in summary(rows) for line in (paragraph, "")),
+        *_speedups(all_gains),
+        "Errors of the predictions by method, over all settings:",
         "",
         *_markdown_table(
-            ("method", "settings", "fastest compressor in", "median of the errors", "largest error"),
+            ("method", "settings", "fastest compressor in", "median error", "largest error"),
             list(_by_method(rows, all_gains)),
         ),
         "",
+        *(["Errors of the predictions for compressors, by kind of exchange:", ""] if kinds else []),
+        *(_markdown_table(("exchange with", "predictions", "median error"), kinds) if kinds else []),
+        *([""] if kinds else []),
         *_auto(choices(details.get("runs", ()))),
         *_noise(details.get("runs", ())),
     ]
@@ -143,7 +158,8 @@ def markdown(stem: str, rows: Sequence[Row], details: dict[str, Any]) -> str:
 
 
 def _by_method(rows: Sequence[Row], all_gains: Sequence[Gain]) -> Iterator[tuple[str, ...]]:
-    """Of each method, in how many settings it is the fastest compressor, and the errors of its predictions."""
+    """For each method, the number of settings in which it is the fastest compressor, and the errors of its
+    predictions."""
     for method in dict.fromkeys(row.method for row in rows):
         errors = [row.error for row in rows if row.method == method]
         fastest = "" if method in STOCK_SPECS else str(sum(gain.best == method for gain in all_gains))
@@ -152,13 +168,14 @@ def _by_method(rows: Sequence[Row], all_gains: Sequence[Gain]) -> Iterator[tuple
 
 
 def auto_summary(chosen: Sequence[Choice]) -> str:
-    """The results of `auto` in a sentence."""
+    """A paragraph on the step times with `auto`."""
     slowest, slower = (max(chosen, key=lambda choice: getattr(choice, name)) for name in ("over_best", "over_dense"))
     median = statistics.median(choice.over_best for choice in chosen)
     return (
-        f"In the median, a step with auto takes {median:.3f} times as long as with the best static choice, and at "
-        f"most {slowest.over_best:.3f} times as long ({slowest.in_words()}). It takes at most {slower.over_dense:.3f} "
-        f"times as long as with dense gradients ({slower.in_words()}). Standard errors of these ratios are up to "
+        f"With auto, a step takes {median:.3f} times as long as with the best static choice in the median, and "
+        f"{slowest.over_best:.3f} times as long in the worst setting ({slowest.in_words()}). Compared with dense "
+        f"gradients, it takes {slower.over_dense:.3f} times as long in the worst setting ({slower.in_words()}). The "
+        f"standard errors of the ratios to the best static choice are at most "
         f"{max(choice.over_best_error for choice in chosen):.3f}."
     )
 
@@ -166,8 +183,8 @@ def auto_summary(chosen: Sequence[Choice]) -> str:
 def _auto(chosen: Sequence[Choice]) -> list[str]:
     if not chosen:
         return []
-    headings = ("cluster", "rate", "model", "given", "chosen", "predicted ms", "measured ms", "best static",
-                "over best", "over dense")  # fmt: skip
+    headings = ("cluster", "rate", "model", "candidates", "chosen", "predicted ms", "measured ms", "best static choice",
+                "measured / best", "measured / dense")  # fmt: skip
     table = [
         (
             choice.cluster.in_words(), choice.rate, choice.model, _candidates(choice), choice.chosen,
@@ -181,8 +198,8 @@ def _auto(chosen: Sequence[Choice]) -> list[str]:
     if not table:
         return [auto_summary(chosen), ""]
     sentence = (
-        f"{auto_summary(chosen)} In these settings, it takes more than {NOT_FAR:.0%} longer than the best static "
-        "choice:"
+        f"{auto_summary(chosen)} In these settings, a step with auto takes more than {NOT_FAR:.0%} longer than with "
+        "the best static choice:"
     )
     return [sentence, "", *_markdown_table(headings, table), ""]
 
@@ -193,14 +210,15 @@ def _candidates(choice: Choice) -> str:
 
 
 def _noise(runs: Sequence[dict[str, Any]]) -> list[str]:
-    """The noisy measurements of the calibrations."""
+    """A paragraph on the noisy measurements of the calibrations."""
     noisy = [(number["spread"], number_name, run) for run in runs for number_name, number in run["noisy"].items()]
     if not noisy:
         return []
     spread, number_name, run = max(noisy, key=lambda entry: entry[0])
     return [
-        f"The repeated medians of {len(noisy)} calibrated numbers differ by more than {NOISY:.0%}, at most by "
-        f"{spread:.0%} ({number_name}; {place_of(run).in_words()}). The JSON file lists all of these numbers.",
+        f"Of the calibrated numbers, {len(noisy)} are noisy: their repeated medians differ by more than {NOISY:.0%}. "
+        f"The largest difference is {spread:.0%} ({number_name}; {place_of(run).in_words()}). The JSON file lists all "
+        "noisy numbers.",
         "",
     ]
 

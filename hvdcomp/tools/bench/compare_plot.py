@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import cycle
+from typing import Any
 
 from matplotlib import colormaps
 from matplotlib.artist import Artist
@@ -99,8 +100,8 @@ def draw_errors(rows: Sequence[Row]) -> bytes:
     axes = figure.add_subplot()
     markers = dict(zip(dict.fromkeys(row.cluster for row in rows), cycle(_MARKERS)))
     specs = list(dict.fromkeys(row.spec for row in rows))
-    many = tuple(colormaps["tab20"].colors)  # type: ignore[attr-defined]
-    colours = dict(zip(specs, cycle(COLOURS if len(specs) <= len(COLOURS) else many)))
+    tab20: Any = colormaps["tab20"]
+    colours = dict(zip(specs, cycle(COLOURS if len(specs) <= len(COLOURS) else tab20.colors)))
     for row in rows:
         axes.plot(
             row.measured_ms,

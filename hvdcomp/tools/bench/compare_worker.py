@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.perfmodel import NOISY, as_json, save, uncertain_shares
+from hvdcomp.perfmodel import NOISY, as_json, load, save, uncertain_shares
 from hvdcomp.tools.bench.auto_training import AUTO, AutoTraining
 from hvdcomp.tools.bench.compare import ratio
 from hvdcomp.tools.bench.trainings import COMPUTE, OVERLAPS, Training, Turns, trainings_of
@@ -61,6 +61,13 @@ _LONGEST = 3  # times --seconds, after which the turns end in any case
 )
 @click.option("--auto/--no-auto", "with_auto", default=True, help="Measure the policy auto after the compressors.")
 @click.option("--rate", help="Bandwidth of the links; it is noted in the file.")
+@click.option("--device", default="cpu", help="Device of the models: cpu, or cuda for a CUDA device of each rank.")
+@click.option(
+    "--network",
+    "known_network",
+    metavar="FILE|PRESET",
+    help="Calibration whose network is used instead of a measured network; needed for one rank.",
+)
 @click.option("--quiet", is_flag=True, help="Print no lines of progress.")
 @click.option("--output", type=click.Path(path_type=Path), required=True)
 def main(
@@ -74,6 +81,8 @@ def main(
     attempts: int,
     with_auto: bool,
     rate: str | None,
+    device: str,
+    known_network: str | None,
     quiet: bool,
     output: Path,
 ) -> None:
@@ -85,12 +94,14 @@ def main(
     ranks = reach(backend, "torch")
     carrier = carrier_on(ranks)
     environment.use_threads(ranks.local_size)
+    device_used = environment.use_device(device, ranks.local_rank)
 
     def show(text: str) -> None:
         if ranks.rank == 0 and not quiet:
             print(f"{PROGRESS}{text}", flush=True)
 
-    trainings = trainings_of(carrier, model, (*carrier.stock, *specs), OVERLAPS[overlap], batch_size, seed)
+    methods = (*carrier.stock, *specs)
+    trainings = trainings_of(carrier, model, methods, OVERLAPS[overlap], batch_size, seed, str(device_used))
     repeated: list[dict[str, Any]] = []
     for attempt in range(1, attempts + 1):
         turns = Turns(carrier, trainings, lambda text: show(f"measuring, {text}"))
@@ -102,6 +113,8 @@ def main(
             batch_size=batch_size,
             seed=seed,
             seconds=seconds,
+            device=device_used,
+            known_network=None if known_network is None else load(known_network),
             show=lambda text: show(f"calibrating, {text}"),
             beside=turns.round,
         )

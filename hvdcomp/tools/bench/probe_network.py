@@ -62,10 +62,12 @@ class NetworkProbe:
     Attributes:
         network: the costs for the performance model.
         readings: all times from which they were computed, by name.
+        source: the source of the numbers if nothing was measured; empty if they were measured.
     """
 
     network: Network
     readings: dict[str, Reading]
+    source: str = ""
 
 
 def probe_network(

@@ -18,7 +18,7 @@ from hvdcomp.communicators import Communicator
 from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.exchange import Engine
 from hvdcomp.perfmodel.advice import Adviser
-from hvdcomp.perfmodel.calibration import OTHER, ModelFacts
+from hvdcomp.perfmodel.calibration import OTHER, Calibration, ModelFacts
 from hvdcomp.perfmodel.compute import Compute
 from hvdcomp.perfmodel.exchanges import exchange_of
 from hvdcomp.perfmodel.predict import UNCOMPRESSED, Setting
@@ -49,7 +49,7 @@ class Profiled:
         calibrated: the calibration for `hvdcomp advise`, with the readings that are too noisy.
         step: of the training without hvdcomp, of the slowest rank.
         waits: seconds of a step in which ranks only wait for gradients.
-        tried: measured seconds of an exchange of all gradients after the backward pass, by spec.
+        tried: measured seconds of an exchange of all gradients after the backward pass, by spec; empty for one rank.
     """
 
     calibrated: Calibrated
@@ -65,9 +65,10 @@ def profile(
     *,
     name: str,
     seconds: float,
+    known_network: Calibration | None = None,
     show: Show = lambda _: None,
 ) -> Profiled:
-    """Measures the network and the methods. Every rank, of two or more, must call it in the same step.
+    """Measures the network and the methods. Every rank must call it in the same step.
 
     Args:
         watched: the times of the training's steps on this rank.
@@ -75,6 +76,7 @@ def profile(
         compressors: to time.
         name: of the calibration.
         seconds: approximate duration.
+        known_network: the calibration whose network is used instead of a measured network; needed for one rank.
         show: called with the name of the next measurement.
 
     Raises:
@@ -84,7 +86,7 @@ def profile(
     levels = levels_for(compressors, carrier)
     ranks, workload, device = carrier.ranks, watched.workload, watched.workload.device
     tensors = workload.tensors()
-    probe = network_for([tensors], compressors, carrier, levels, device, _NETWORK_SHARE * seconds, show)
+    probe = network_for([tensors], compressors, carrier, levels, device, _NETWORK_SHARE * seconds, show, known_network)
     parts = everywhere(watched.parts, ranks)  # (ranks, steps, parts)
     step = halves(slowest(parts))
     # Ranks wait for the slowest rank in every step, whatever they send: this waiting is no part of the exchange.
@@ -126,6 +128,8 @@ def profile(
         optimizer=watched.optimizer or OTHER,
     )
     calibrated = put_together(name, SOURCE, probe, {MODEL: facts}, readings, carrier, device)
+    if ranks.size == 1:
+        return Profiled(calibrated, step, max(0.0, step.seconds - computing.seconds), {})
     adviser = Adviser(calibrated.calibration)
     by_time = sorted(adviser.advise(Setting(ranks.size)).methods.values(), key=lambda method: method.step_s)
     compressed = [method.spec for method in by_time if not method.exchange.overlapped][:_TRIED]

@@ -56,11 +56,11 @@ class Options:
 
 def left_out(hosts: Sequence[Hosts], options: Options) -> str:
     """A sentence on requested compressors that some hosts cannot measure; empty if there are none."""
-    where = [host for host in hosts if options.compressors_on(host) != options.compressors]
-    if not where:
+    affected = [host for host in hosts if options.compressors_on(host) != options.compressors]
+    if not affected:
         return ""
-    specs = [spec for spec in options.compressors if spec not in options.compressors_on(where[0])]
-    places = " and ".join(host.in_words() for host in where)
+    specs = [spec for spec in options.compressors if spec not in options.compressors_on(affected[0])]
+    places = " and ".join(host.in_words() for host in affected)
     return f"Left out on {places}, because hosts with one rank each have only one level: {', '.join(specs)}."
 
 

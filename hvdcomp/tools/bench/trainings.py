@@ -67,6 +67,7 @@ class Training:
         method: one of the carrier's `stock`, `COMPUTE`, or the spec of a compressor.
         model_name, batch_size, seed: as for `hvdcomp.tools.bench.workload.build`.
         overlap_bytes: as of `Times`.
+        device: of the model, as text.
     """
 
     def __init__(
@@ -77,11 +78,14 @@ class Training:
         batch_size: int,
         seed: int,
         overlap_bytes: int | None = None,
+        device: str = "cpu",
     ) -> None:
+        import torch
+
         from hvdcomp.tools.bench.workload import build
 
         self._carrier = carrier
-        self._workload = build(model_name, batch_size, seed, carrier.ranks.rank)
+        self._workload = build(model_name, batch_size, seed, carrier.ranks.rank, torch.device(device))
         self.numel = sum(parameter.numel() for parameter in self._workload.model.parameters())
         self.times = Times(method, overlap_bytes, dense_bytes=4 * self.numel)
         self._distributed = self._distribute(method, seed)
@@ -136,10 +140,14 @@ class Training:
         self._counted = 0
 
     def _step(self) -> float:
+        from hvdcomp.tools.bench.marks import wait_for
+
+        device = self._workload.device
         start = time.perf_counter()
         self._distributed.optimizer.zero_grad()
         self._distributed.loss().backward()
         self._distributed.optimizer.step()
+        wait_for(device)
         return time.perf_counter() - start
 
     def _costs(self) -> dict[str, float | None]:
@@ -205,6 +213,7 @@ def trainings_of(
     overlaps: Sequence[int | None],
     batch_size: int,
     seed: int,
+    device: str = "cpu",
 ) -> list[Training]:
     """The trainings to compare; the first one is without communication.
 
@@ -213,14 +222,15 @@ def trainings_of(
         overlaps: each compressor has a training with each of these `overlap_bytes` of `Times`; if empty, with hvdcomp's
             default. There is one training without communication, and one for each of the library's own methods; also
             one for each compressor if the model is so small that hvdcomp sends all gradients at the end by default.
+        device: of the models, as text.
     """
-    compute = Training(carrier, COMPUTE, model, batch_size, seed)
+    compute = Training(carrier, COMPUTE, model, batch_size, seed, device=device)
     if None in overlaps and 4 * compute.numel <= carrier.early_bytes:
         overlaps = (None,)
     return [
         compute,
         *(
-            Training(carrier, method, model, batch_size, seed, least)
+            Training(carrier, method, model, batch_size, seed, least, device)
             for method in methods
             for least in (overlaps or (None,) if _may_overlap(method) else (None,))
         ),

@@ -21,14 +21,16 @@ from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import SpecError
 from hvdcomp.files import csv_of, replace_files
 from hvdcomp.perfmodel import CalibrationError, Setting, load, presets
-from hvdcomp.perfmodel.advice import FREE, HARMLESS, UNCOMPRESSED, Advice, Adviser, Method, is_harmless
+from hvdcomp.perfmodel.advice import FREE, UNCOMPRESSED, Advice, Adviser, Method
 from hvdcomp.perfmodel.calibration import OTHER
 from hvdcomp.perfmodel.count import BATCHES, RATES, WORLD_SIZES, counts, setups
 from hvdcomp.perfmodel.map import MAP_RANKS, MAP_RATES, cells, short
 from hvdcomp.perfmodel.predict import passes as seconds_of_passes
+from hvdcomp.perfmodel.quality import HARMLESS, MUCH, is_harmless
 from hvdcomp.perfmodel.rates import GBPS, parse_gbps
 from hvdcomp.perfmodel.sweep import AXES, Sweep, parse_axis, sweep
-from hvdcomp.perfmodel.verdict import lines_of, times, verdict
+from hvdcomp.perfmodel.verdict import compared, lines_of, times, verdict
+from hvdcomp.perfmodel.ways import in_each_way, in_two_levels
 from hvdcomp.tools.terminal import fits, make_console, make_table, print_table
 
 _PRESET = "h100x8"
@@ -75,7 +77,9 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
     "compressors",
     multiple=True,
     metavar="SPEC",
-    help="Compressor to compare; repeatable. [default: all compressors with a measured or estimated encode time]",
+    help="Compressor to compare; repeatable. [default: all compressors with a measured or estimated encode time. Those "
+    f"that hvdcomp's own trainings did not include, or that lost {MUCH:.0%} or more there with SGD and with Adam, are "
+    "not recommended]",
 )
 @click.option(
     "--sweep",
@@ -104,9 +108,10 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
 @click.option(
     "--local-steps",
     "every",
-    type=click.IntRange(2),
+    type=click.IntRange(1),
     metavar="N",
-    help="Also predict the mean step time if the ranks exchange only every N steps (LocalSteps, DiLoCo).",
+    help="Also predict the mean step time if the ranks exchange only every N steps (LocalSteps, DiLoCo). With 1, they "
+    "exchange after each step how far the weights have moved.",
 )
 @click.option(
     "--count",
@@ -115,13 +120,13 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
     help="Instead of a table, count the set-ups in which compression makes a step faster, and print the counts as CSV. "
     f"The set-ups are {', '.join(map(str, WORLD_SIZES))} ranks with "
     f"{', '.join(f'{share:g}' for share in BATCHES)} times the calibration's batch size, for all models of all "
-    "presets (or of --calibration) and all compressors (or those of --compressor).",
+    "presets (or of --calibration) and all compressors that may be recommended (or those of --compressor).",
 )
 @click.option(
     "--setups",
     "listed",
     flag_value="setups",
-    help="Instead of a table, print a CSV row for each set-up of --count and each compressor, at the calibration's "
+    help="Instead of a table, print a CSV row for each set-up and compressor of --count, at the calibration's "
     f"bandwidth and at {', '.join(map(str, RATES))} Gb/s: predicted times, gain, and whether the compressor is "
     "recommended.",
 )
@@ -137,7 +142,7 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
 @click.option(
     "--optimizer",
     type=click.Choice(list(_OPTIMIZERS), case_sensitive=False),
-    help=f"Compare only compressors that lost at most {HARMLESS:.0%} with this optimizer in hvdcomp's own trainings.",
+    help=f"Recommend only compressors that lost at most {HARMLESS:.0%} with this optimizer in hvdcomp's own trainings.",
 )
 @click.option(
     "--accumulate",
@@ -151,7 +156,12 @@ def _gbps(_context: click.Context, _option: click.Parameter, value: str | None) 
     is_flag=True,
     help="Predict activation checkpointing, which repeats the forward pass during the backward pass.",
 )
-@click.option("--all", "shows_all", is_flag=True, help="Print the table of all methods, and all notes.")
+@click.option(
+    "--all",
+    "shows_all",
+    is_flag=True,
+    help="Print the table of all methods, why some are not recommended, and all notes.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, for programs.")
 @click.pass_context
 def command(
@@ -208,10 +218,9 @@ def command(
         )
     report = _report(adviser, setting, advice, swept, notes)
     if kind is not None:
-        report |= {"optimizer": kind, "to_begin_with": _narrowed(report, kind)}
+        report |= {"optimizer": kind, "to_begin_with": _narrowed(adviser, kind)}
     if every is not None:
-        _add_local_steps(report, adviser, setting, every)
-        notes.append(report["notes"][-1])
+        notes += _add_local_steps(report, adviser, setting, every)
     if as_json:
         click.echo(json.dumps(report, indent=1, allow_nan=False))
     else:
@@ -280,7 +289,7 @@ def _map(
         shown = [row for row in rows if row["ranks"] == number]
         for model in dict.fromkeys(row["model"] for row in shown):
             table.add_row(model, *(_in_map(row) for row in shown if row["model"] == model))
-        print_table(console, table, f"{calibration}, {number} ranks: times as fast as the better of dense and fp16")
+        print_table(console, table, f"{calibration}, {number} ranks: times faster than the better of dense and fp16")
     console.print("A dash means that no compressor is faster by more than the model's error.", soft_wrap=True)
     file = output or Path("advise-map.png")
     table_file = file.with_suffix(".csv")
@@ -290,7 +299,7 @@ def _map(
         raise click.ClickException(f"{table_file} cannot be written: {error.strerror or error}") from None
     click.echo(f"Wrote {table_file}")
     named = f" of those that lost at most {HARMLESS:.0%} with {optimizer}" if optimizer else ""
-    title = f"{calibration}: times as fast as the better of dense and fp16, by the fastest compressor{named}"
+    title = f"{calibration}: times faster than the better of dense and fp16, with the fastest compressor{named}"
     _draw(lambda plot: plot.draw_map(rows, f"{title}\n(grey: within the model's error)", file), file)
     click.echo(f"Wrote {file}")
 
@@ -299,12 +308,12 @@ def _in_map(row: dict[str, Any]) -> str:
     return f"{times(1 + row['gain_percent'] / 100)} {short(row['method'])}" if row["pays"] else "-"
 
 
-def _narrowed(report: dict[str, Any], optimizer: str) -> list[str]:
+def _narrowed(adviser: Adviser, optimizer: str) -> list[str]:
     """What a user who named the optimizer has to know."""
     lost = f"lost at most {HARMLESS:.0%} with {optimizer} in hvdcomp's own trainings"
-    if set(report["methods"]) <= set(FREE):
+    if set(adviser.recommended) <= set(FREE):
         return [f"None of the compressors that can be compared {lost}."]
-    return [f"Only compressors that {lost} are compared."]
+    return [f"Only compressors that {lost} are recommended."]
 
 
 def _report(
@@ -385,7 +394,7 @@ def to_begin_with(adviser: Adviser, advice: Advice) -> list[str]:
         return [f"{methods} none is compared here: name some with --compressor, such as int4 or powersgd:rank=4."]
 
     def lead_over(spec: str) -> str:
-        return f"{advice.methods[spec].step_s / best.step_s:.1f} times as fast as {_called(spec)}"
+        return compared(advice.methods[spec].step_s / best.step_s, _called(spec))
 
     def lines(spec: str) -> list[str]:
         return list(lines_to_type(spec, adviser.calibration.machine.get("backend")).values())
@@ -409,19 +418,62 @@ def _called(spec: str) -> str:
     return "dense" if spec == UNCOMPRESSED else spec
 
 
-def _add_local_steps(report: dict[str, Any], adviser: Adviser, setting: Setting, every: int) -> None:
-    """Adds to a report the step times with an exchange every `every` steps, and a note on the fastest method."""
-    times = {spec: adviser.local_step_s(spec, setting, every) for spec in report["methods"]}
-    for spec, seconds in times.items():
-        report["methods"][spec]["local_step_ms"] = None if seconds is None else 1e3 * seconds
+def _add_local_steps(report: dict[str, Any], adviser: Adviser, setting: Setting, every: int) -> list[str]:
+    """Adds to a report the step times with an exchange every `every` steps; returns notes, which it adds too."""
+    seconds = {spec: adviser.local_step_s(spec, setting, every) for spec in report["methods"]}
+    for spec, step_s in seconds.items():
+        report["methods"][spec]["local_step_ms"] = None if step_s is None else 1e3 * step_s
     report["local_steps"] = every
-    predicted = {spec: seconds for spec, seconds in times.items() if seconds is not None}
-    best = min(predicted, key=lambda spec: predicted[spec])
-    report["notes"].append(
-        f"With an exchange every {every} steps (--local-steps {every}), the fastest method is {best}: "
-        f"{1e3 * predicted[best]:.1f} ms per step. Local steps change the training: compare the accuracy with dense "
-        "training."
-    )
+    compared = {spec: seconds[spec] for spec in adviser.recommended if spec in seconds}
+    predicted = {spec: step_s for spec, step_s in compared.items() if step_s is not None}
+    if not predicted:
+        note = (
+            f"--local-steps {every} predicts nothing here, because {adviser.model} is sharded over all ranks, so each "
+            "weight is on one rank only. LocalSteps works if the model has replicas."
+        )
+    else:
+        best = min(predicted, key=lambda spec: predicted[spec])
+        note = (
+            f"With an exchange of weight changes {_every(every)} (--local-steps {every}), the fastest method is "
+            f"{best}: {1e3 * predicted[best]:.1f} ms per step. Local steps change the training: compare the accuracy "
+            "with dense training."
+        )
+    notes = [note, *_compressed_steps(report, adviser, setting, every)]
+    report["notes"] += notes
+    return notes
+
+
+def _compressed_steps(report: dict[str, Any], adviser: Adviser, setting: Setting, every: int) -> list[str]:
+    """What `LocalSteps.compressed` would gain, in sentences; none if that cannot be predicted.
+
+    No policy and no record decides about compressed steps, so these sentences do not, either: hvdcomp's own trainings
+    have not compared compressed steps with dense training, both at their best learning rates.
+    """
+    free, world_size = report["free"], report["world_size"]
+    if free is None:  # one rank alone
+        return []
+    signs = parse_compressor("efsignsgd")  # what `LocalSteps.compressed` sends by default
+    ways = [signs, *in_each_way(signs)]
+    if adviser.ranks_per_node is not None:
+        ways += [two_level for way in ways if (two_level := in_two_levels(way)) is not None]
+    try:
+        of_steps = Adviser(adviser.calibration, adviser.model, [str(way) for way in ways])
+    except CalibrationError:  # no encode time of signs, or sharded over all ranks
+        return []
+    possible = [str(way) for way in ways if of_steps.possible(str(way), world_size)]
+    seconds = {spec: of_steps.local_step_s(spec, setting, every) for spec in possible}
+    step_s, spec = min((step_s, spec) for spec, step_s in seconds.items() if step_s is not None)
+    factor = report["methods"][free]["step_ms"] / (1e3 * step_s)
+    return [
+        f"Compressed steps, hvdcomp.torch.LocalSteps.compressed(optimizer, every={every}), are predicted to take "
+        f"{1e3 * step_s:.1f} ms with {spec}: {times(factor)} times as fast as {_called(free)} in each step. Their "
+        "quality is not measured at tuned rates: search the learning rate again, and compare the loss with dense "
+        "training by the same optimizer (docs/compressed-steps.md)."
+    ]
+
+
+def _every(steps: int) -> str:
+    return "after every step" if steps == 1 else f"every {steps} steps"
 
 
 def lines_to_type(spec: str | None, backend: str | None) -> dict[str, str]:
@@ -466,6 +518,7 @@ def _method(method: Method, dense: Method, linear: float) -> dict[str, Any]:
         "bytes_in_node": method.exchange.bytes_in_node,
         "compression_factor": method.exchange.compression_factor,
         "estimated": method.encode is not None and method.encode.estimated,
+        "why_not": method.why_not,
     }
 
 
@@ -475,10 +528,10 @@ def _notes(adviser: Adviser, advice: Advice) -> list[str]:
     rounds = [payloads for method in advice.methods.values() for payloads in method.exchange.rounds]
     for kind, among in sorted({(payload.kind, payload.among) for payloads in rounds for payload in payloads}):
         if (stand_in := network.costs_among(among).stand_in(kind)) is not None:
-            where = {"all": "", "node": " within nodes", "across": " between nodes"}[among]
+            scope = {"all": "", "node": " within nodes", "across": " between nodes"}[among]
             shared = " Ranks that share a link will take longer." if (kind, among) == ("alltoall", "all") else ""
             notes.append(
-                f"The calibration has no times of {kind}{where}, so they are predicted from {stand_in}.{shared}"
+                f"The calibration has no times of {kind}{scope}, so they are predicted from {stand_in}.{shared}"
             )
     if facts.compute.forward_s is None:
         notes.append(
@@ -490,6 +543,7 @@ def _notes(adviser: Adviser, advice: Advice) -> list[str]:
             "Left out, because two-level exchanges need the same number of ranks on each node "
             f"({adviser.ranks_per_node} here): {', '.join(left_out)}"
         )
+    notes += _not_recommended(advice)
     notes += [f"{name} is {facts.sources.get(name, 'estimated')}" for name in facts.estimated]
     if (better := advice.bucket_bytes) is not None:
         notes.append(f"{advice.winner} would be faster with buckets of {better:,} bytes: set bucket_bytes={better}")
@@ -499,6 +553,15 @@ def _notes(adviser: Adviser, advice: Advice) -> list[str]:
             sources.setdefault(method.encode.source, []).append(spec)
     notes += [f"The encode time of {_listed(specs)} is {source}" for source, specs in sources.items()]
     return notes
+
+
+def _not_recommended(advice: Advice) -> list[str]:
+    """A note for each reason why methods are not recommended."""
+    methods: dict[str, list[str]] = {}
+    for spec, method in advice.methods.items():
+        if method.why_not is not None:
+            methods.setdefault(method.why_not, []).append(spec)
+    return [f"* Not recommended: {', '.join(specs)} ({reason})" for reason, specs in methods.items()]
 
 
 def _listed(specs: Sequence[str]) -> str:
@@ -559,9 +622,10 @@ def _print_few(console: Console, report: dict[str, Any]) -> None:
             ranges = "" if report["winner"] is None else _ranges(methods[spec]["wins_in_gbps"])
             for line in lines_of(spec, methods[spec], ranges.replace("\n", " ")):
                 console.print(line, soft_wrap=True)
-    count = len(report["notes"])
+    count, left_out = len(report["notes"]), sum(row["why_not"] is not None for row in methods.values())
+    why = f", why {left_out} of them {'is' if left_out == 1 else 'are'} not recommended," if left_out else ""
     further = f"{count} note{'' if count == 1 else 's'} about estimates (~) and about what is left out"
-    console.print(f"--all shows all {len(methods)} methods and {further}.", soft_wrap=True)
+    console.print(f"--all shows all {len(methods)} methods{why} and {further}.", soft_wrap=True)
 
 
 def _print_table(console: Console, report: dict[str, Any]) -> None:
@@ -583,13 +647,13 @@ def _table(report: dict[str, Any], left_out: Sequence[str] = ()) -> Table:
         times = {"step": times.pop("step"), "at_end": "all at\nthe end", **times}
     if every is not None:
         times = {"step": times.pop("step"), "local_step": f"{every} local\nsteps", **times}
-    numbers = {**times, "dense": "times\ndense", "kept": "kept\nB/param"}
+    numbers = {**times, "dense": "speedup", "kept": "kept\nB/param"}
     headings = {"method": "method", **numbers, "wins": "beats dense\nat Gb/s", "limited": "limited\nby"}
     shown = [column for column in headings if column not in left_out]
     table = make_table(*(headings[column] for column in shown), numbers=list(numbers.values()), whole=True)
     for spec, row in sorted(methods.items(), key=lambda entry: entry[1]["step_ms"]):
         cells: dict[str, str | Text] = {
-            "method": Text(spec, "bold" if spec == report["winner"] else ""),
+            "method": Text(_marked(spec, row), "bold" if spec == report["winner"] else ""),
             **{part: _cell(part, row) for part in times},
             "dense": f"{row['speedup_over_dense']:.2f}",
             "kept": f"{row['kept_bytes_per_parameter']:.1f}",
@@ -598,6 +662,11 @@ def _table(report: dict[str, Any], left_out: Sequence[str] = ()) -> Table:
         }
         table.add_row(*(cells[column] for column in shown))
     return table
+
+
+def _marked(spec: str, row: dict[str, Any]) -> str:
+    """A method with an asterisk if it is not recommended."""
+    return spec if row["why_not"] is None else f"{spec} *"
 
 
 def _cell(part: str, row: dict[str, Any]) -> str:
@@ -625,10 +694,11 @@ def _conclusions(report: dict[str, Any]) -> list[str]:
     if winner is None:
         return ["One rank exchanges nothing, so no method is faster than another."]
     over_free, over_dense = (1 + report[f"gain_over_{base}_percent"] / 100 for base in ("free", "dense"))
-    beside_free = "" if free in (winner, UNCOMPRESSED) else f", {_as_fast(over_free)} {free}"
-    lines = [f"Fastest: {winner}{'' if winner == UNCOMPRESSED else f', {_as_fast(over_dense)} dense'}{beside_free}."]
+    beside_free = "" if free in (winner, UNCOMPRESSED) else f", {compared(over_free, free)}"
+    beside_dense = "" if winner == UNCOMPRESSED else f", {compared(over_dense, _called(UNCOMPRESSED))}"
+    lines = [f"Fastest: {winner}{beside_dense}{beside_free}."]
     lead = f"Its lead over {_called(free)}, which libraries send by themselves, is"
-    if set(report["methods"]) <= set(FREE):
+    if not _compared(report):
         lines.append("No compressor was compared: name some with --compressor.")
     elif winner == UNCOMPRESSED:
         lines.append("Use it: compression does not make the step faster here.")
@@ -661,6 +731,8 @@ def _conclusions(report: dict[str, Any]) -> list[str]:
         lines += report["to_begin_with"]
     elif take != UNCOMPRESSED:
         lines.append(first_to_try())
+    if report["optimizer"] is None and len(_compared(report)) + len(FREE) < len(report["methods"]):
+        lines.append("Which compressors are recommended depends on your optimizer: name it with --optimizer.")
     factor = report["least_compression_factor"]
     if report["sharded"]:
         return lines
@@ -674,16 +746,17 @@ def _conclusions(report: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _compared(report: dict[str, Any]) -> list[str]:
+    """The compressors that may be recommended."""
+    return [spec for spec, row in report["methods"].items() if spec not in FREE and row["why_not"] is None]
+
+
 def _kept(compressor: Compressor, kept: float) -> str:
     """The sentences on the memory that a method keeps, given the bytes per parameter."""
     said = f"On a GPU it keeps {kept:.1f} bytes per parameter in memory from step to step."
     if any(leaf.default_memory.name == "error_feedback" for leaf in compressor.leaves()):
         said += " With memory=error_feedback:dtype=bf16, residuals need half of this memory."
     return said
-
-
-def _as_fast(ratio: float) -> str:
-    return "as fast as" if times(ratio) == "1.00" else f"{times(ratio)} times as fast as"
 
 
 def _draw(work: Callable[[Any], None], file: Path) -> None:

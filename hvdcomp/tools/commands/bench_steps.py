@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.perfmodel import STOCK
+from hvdcomp.perfmodel.verdict import compared
 from hvdcomp.tools.bench.models import split_model
 from hvdcomp.tools.bench.places import Hosts, parse_hosts
 from hvdcomp.tools.bench.steps import Options
@@ -174,11 +175,11 @@ def steps(
     print_table(console, table)
     for gain in gains(rows):
         console.print(
-            f"{gain.in_words()}: {gain.best} is {gain.over_dense:.2f} times as fast as dense, {gain.over_fp16:.2f} "
-            "times as fast as fp16",
+            f"{gain.in_words()}: {gain.best} is {compared(gain.over_dense, 'dense')}, "
+            f"{compared(gain.over_fp16, 'fp16')}",
             soft_wrap=True,
         )
-    console.print(summary(rows), soft_wrap=True)
+    console.print("\n".join(summary(rows)), soft_wrap=True)
     if auto_choices := choices(results):
         console.print(auto_summary(auto_choices), soft_wrap=True)
     for result in results:

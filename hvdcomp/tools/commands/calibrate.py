@@ -18,6 +18,7 @@ from hvdcomp.communicators import allow_process_sets
 from hvdcomp.compressors import RECOMMENDED
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import ConfigurationError, SpecError
+from hvdcomp.perfmodel import CalibrationError, load
 from hvdcomp.tools.bench.models import TIMED
 from hvdcomp.tools.terminal import make_console, make_table, print_table
 from hvdcomp.tools.train import beforehand, environment
@@ -43,13 +44,17 @@ _WELL_KNOWN = (
     "eden",
     "eden:bits=1",
 )
-COMPRESSORS = ("fp16", *RECOMMENDED, *_WELL_KNOWN)
+COMPRESSORS = tuple(dict.fromkeys(("fp16", *RECOMMENDED, *_WELL_KNOWN)))
 """The methods that are measured by default: all recommended methods, and others to compare with them."""
 DEVICES = ("auto", "cpu", "cuda")
 TWO_LEVELS = ("two_level(qsgd:bits=4)", "two_level(topk:ratio=0.01)")
 _START = (
     "horovodrun -np 2 hvdcomp calibrate --output calibration.json, or "
     "torchrun --nproc-per-node 2 -m hvdcomp calibrate --output calibration.json"
+)
+NETWORK_HELP = (
+    "Do not measure the network, but use the network of this calibration file or preset. With this option, one rank is "
+    "enough."
 )
 _NEEDS = (
     "PyTorch and Horovod: pip install 'hvdcomp[torch,build]', then hvdcomp build-horovod; or PyTorch alone, started "
@@ -91,8 +96,10 @@ _NEEDS = (
     type=click.Choice(DEVICES),
     default="auto",
     show_default=True,
-    help="Device of the model. auto: a CUDA device for each rank of a host if there are any, or else the CPU.",
+    help="Device of the model. auto: a CUDA device for each rank of a host if there are any, or else the CPU. Ranks "
+    "share devices if a host has more ranks than devices.",
 )
+@click.option("--network", "known_network", metavar="FILE|PRESET", help=NETWORK_HELP)
 @click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True, help="Samples per rank.")
 @click.option(
     "--seconds",
@@ -117,6 +124,7 @@ def command(
     specs: tuple[str, ...],
     backend: str,
     device: str,
+    known_network: str | None,
     output: Path,
     name: str | None,
     **options: Any,
@@ -134,9 +142,10 @@ def command(
         choose(backend, "torch")
         for spec in specs:
             parse_compressor(spec)
+        known = None if known_network is None else load(known_network)
         if beforehand.uses_files():
             check_writable(output)
-    except (SetupError, SpecError) as error:
+    except (SetupError, SpecError, CalibrationError) as error:
         beforehand.let_rank_0_speak()
         raise click.UsageError(str(error), context) from None
     try:
@@ -151,17 +160,15 @@ def command(
         raise click.ClickException(f"{error}; hvdcomp calibrate needs {_NEEDS}") from None
     try:
         environment.check_world_size(ranks.size)
-        if ranks.size < 2:
-            raise SetupError(
-                f"there is only one rank, so there is no network to measure; start several ranks: {_START}"
-            )
+        check_network(ranks.size, known, _START)
         environment.use_threads(ranks.local_size)
         device_used = ranks.together(lambda: environment.use_device(device, ranks.local_rank))
         levels = find_levels(carrier.communicator())
         if levels.ranks_per_node is not None and not _is_given(context, "specs"):
             specs += TWO_LEVELS
         compressors = ranks.together(lambda: _checked(models, specs, options, output, ranks.rank, levels, device_used))
-        ranks.check_same({"options": (models, specs, sorted(options.items())), "device": device_used.type})
+        asked = (models, specs, known_network, sorted(options.items()))
+        ranks.check_same({"options": asked, "device": device_used.type})
     except (RunRefused, SetupError, ConfigurationError) as refused:
         if ranks.rank == 0:
             click.UsageError(str(refused), context).show()
@@ -181,19 +188,39 @@ def command(
             compressors,
             name=name or output.stem,
             device=device_used,
+            known_network=known,
             show=lambda stage: progress.update(task, description=stage),
             **options,
         )
     if ranks.rank == 0:
-        print_summary(calibrated, make_console())
+        print_summary(calibrated, make_console(), known)
         if levels.why_not:
             click.echo(f"Compressors in two levels were not measured, because {levels.why_not}.")
         try:
             save(calibrated.calibration, output)
         except OSError as error:
             raise click.ClickException(f"{output} cannot be written: {error.strerror or error}") from None
-        click.echo(f"Wrote {output}. Next: hvdcomp advise --calibration {output} --world-size {ranks.size}")
+        size = f" --world-size {ranks.size}" if ranks.size > 1 else ""
+        click.echo(f"Wrote {output}. Next: hvdcomp advise --calibration {output}{size}")
     ranks.leave(0)
+
+
+def check_network(size: int, known: Calibration | None, start: str) -> None:
+    """Checks that there is a network to measure, or a known network.
+
+    Args:
+        size: number of ranks.
+        known: the calibration with the known network; None without.
+        start: commands that start several ranks.
+
+    Raises:
+        SetupError: neither.
+    """
+    if size < 2 and known is None:
+        raise SetupError(
+            f"there is only one rank, so there is no network to measure; start several ranks: {start}; or use the "
+            "network of a preset, such as --network h100x8"
+        )
 
 
 def _checked(
@@ -244,10 +271,17 @@ def check_writable(file: Path) -> None:
         raise SetupError(f"--output {file} cannot be written: {target} is not writable")
 
 
-def print_summary(calibrated: Calibrated, console: Console) -> None:
-    """Prints the calibration, and which of its measurements are too noisy."""
+def print_summary(calibrated: Calibrated, console: Console, known: Calibration | None = None) -> None:
+    """Prints the calibration, and which of its measurements are too noisy.
+
+    Args:
+        known: the calibration whose network was used; None if the network was measured.
+    """
     calibration = calibrated.calibration
-    console.print(Text.assemble((calibration.name, "bold"), f", {calibration.machine['ranks']} ranks"))
+    number = int(calibration.machine["ranks"])
+    console.print(Text.assemble((calibration.name, "bold"), f", {number} rank{'' if number == 1 else 's'}"))
+    if known is not None:
+        console.print(f"The network was not measured, but taken from {known.name}:", soft_wrap=True)
     for line in _links(calibration.network):
         console.print(line, soft_wrap=True)
     print_table(console, _models_table(calibration), "One step")
@@ -267,12 +301,12 @@ def _links(network: Network) -> Iterator[str]:
     if (levels := network.levels) is not None:
         links |= {" within nodes": levels.node, " between nodes": levels.across}
         yield f"{levels.ranks_per_node} ranks on each node"
-    for where, costs in links.items():
+    for scope, costs in links.items():
         for kind in ALGORITHMS:
             if costs.stand_in(kind) is None:
                 cost = costs.cost(kind)
                 yield (
-                    f"{kind}{where}: {8e-9 * cost.bytes_per_s:.3g} Gb/s, starts after {1e3 * cost.start_s:.2f} ms, "
+                    f"{kind}{scope}: {8e-9 * cost.bytes_per_s:.3g} Gb/s, starts after {1e3 * cost.start_s:.2f} ms, "
                     f"{1e6 * cost.latency_s:.0f} us per message"
                 )
 

@@ -11,6 +11,7 @@ from typing import Any
 import click
 from rich.text import Text
 
+from hvdcomp.tools.commands.declared import declared_flags
 from hvdcomp.tools.commands.launch import (
     INTERRUPTED,
     PROGRAM,
@@ -48,27 +49,8 @@ _submission = [
         help="TOML file with settings. Flags override it.",
     ),
     click.option("--name", callback=checked(check_job_name), help="Name of the job."),
-    click.option("--image", help="Container image of launcher and workers."),
     click.option("--ranks", type=int, help="Number of ranks (processes)."),
-    click.option(
-        "--elastic",
-        metavar="MIN:MAX",
-        help="Elastic Horovod: the job starts with --ranks ranks, and their number may vary from MIN to MAX.",
-    ),
-    click.option("--slots-per-worker", type=int, help="Ranks in each worker pod. [default: 1]"),
-    click.option(
-        "--gpu-resource",
-        metavar="NAME",
-        help="Resource that gives each rank a GPU, such as nvidia.com/gpu. [default: none]",
-    ),
-    click.option("--worker-cpu", metavar="QUANTITY", help="CPUs of each worker pod. [default: 2]"),
-    click.option("--worker-memory", metavar="QUANTITY", help="Memory of each worker pod. [default: 4Gi]"),
-    click.option(
-        "--shared-memory",
-        metavar="QUANTITY",
-        help="Size of /dev/shm, which counts as part of the memory. [default: 1Gi]",
-    ),
-    click.option("--checkpoint-claim", metavar="NAME", help="PersistentVolumeClaim to mount at /checkpoints."),
+    declared_flags(KubernetesSettings),
     environment_option,
     backend_option,
     *_where,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
+from hvdcomp.tools.commands.declared import declared_flags
 from hvdcomp.tools.commands.launch import (
     INTERRUPTED,
     PROGRAM,
@@ -50,10 +50,6 @@ class _JobNumber(click.ParamType):
         return int(value)
 
 
-def _list(_context: click.Context, _option: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...] | None:
-    return values or None
-
-
 def _refuse_array(context: click.Context, _option: click.Parameter, value: str | None) -> None:
     if value is not None:
         raise click.UsageError(
@@ -64,60 +60,8 @@ def _refuse_array(context: click.Context, _option: click.Parameter, value: str |
         )
 
 
-def _setting(flag: str, help_text: str, kind: Any = str, **attributes: Any) -> Callable[[Any], Any]:
-    """An option that overrides the settings file; its default is the file's, or else that of `SlurmJob`."""
-    return click.option(flag, help=help_text, type=kind, default=None, **attributes)
-
-
-_SETTINGS = (
-    _setting("--name", "Name of the job: letters, digits, underscores, hyphens, dots.", callback=checked(check_name)),
-    _setting("--ranks", "Number of ranks (processes). [default: one for each task, or each GPU, of the nodes]", int),
-    environment_option,
-    backend_option,
-    _setting("--nodes", "Number of nodes. [default: --ranks divided by --tasks-per-node, or 1]", int),
-    _setting("--tasks-per-node", "Number of ranks on each node. [default: --ranks divided by --nodes]", int),
-    _setting("--cpus-per-task", "Number of cores of each rank. [default: 1]", int),
-    _setting("--gpus-per-node", "Number of GPUs of each node. Each rank sees all of them, and uses one.", int),
-    click.option(
-        "--gres", multiple=True, callback=_list, help="Other resource of each node, such as nic:1; repeatable."
-    ),
-    _setting("--memory", "Memory of each node, such as 64G."),
-    _setting("--time", "Time limit of each start of the job, such as 04:00:00. [default: 01:00:00]"),
-    _setting(
-        "--warning-seconds", "How many seconds before the time limit the ranks are told to save a checkpoint.", int
-    ),
-    _setting("--requeue/--no-requeue", "Requeue a job that saved a checkpoint and stopped.", bool),
-    _setting("--max-requeues", "Largest number of requeues.", int),
-    _setting("--launcher", "Program that starts the ranks.", click.Choice(["srun", "mpirun"])),
-    _setting("--mpi", "MPI plugin of srun (see srun --mpi=list); not needed for --backend torch.", metavar="PLUGIN"),
-    _setting("--partition", "Partition, as in sbatch."),
-    _setting("--account", "Account, as in sbatch."),
-    _setting("--qos", "Quality of service, as in sbatch."),
-    _setting("--constraint", "Node features, as in sbatch."),
-    _setting("--reservation", "Reservation, as in sbatch."),
-    click.option("--modules", "--module", multiple=True, callback=_list, help="Environment module; repeatable."),
-    _setting("--container", "Program that runs --image.", click.Choice(["none", "apptainer", "enroot"])),
-    _setting("--image", "Image of the container."),
-    click.option(
-        "--mounts",
-        "--mount",
-        multiple=True,
-        callback=_list,
-        help="Folder to mount in the container, as /outside:/inside; repeatable.",
-    ),
-    _setting("--log-folder", "Folder for the job's output."),
-    click.option("--array", hidden=True, expose_value=False, callback=_refuse_array),
-)
-
-
 _SHOWN = ("ranks", "nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task", "time")
 """Settings that are printed when a job is submitted, because some of them may be defaults."""
-
-
-def _settings_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed(_SETTINGS):
-        function = option(function)
-    return function
 
 
 _poll_option = click.option(
@@ -131,7 +75,18 @@ _poll_option = click.option(
 
 @click.group(cls=ProgramGroup, invoke_without_command=True)
 @click.option("--settings", "path", type=click.Path(path_type=Path), help="TOML file with tables [job] and [slurm].")
-@_settings_options
+@click.option(
+    "--name", callback=checked(check_name), help="Name of the job: letters, digits, underscores, hyphens, dots."
+)
+@click.option(
+    "--ranks",
+    type=int,
+    help="Number of ranks (processes). [default: one for each task, or each GPU, of the nodes]",
+)
+@environment_option
+@backend_option
+@declared_flags(SlurmJob)
+@click.option("--array", hidden=True, expose_value=False, callback=_refuse_array)
 @click.option("--dry-run", is_flag=True, help="Print the batch script, and submit nothing.")
 @click.option("--detach", is_flag=True, help="Submit the job, print its number, and do not follow it.")
 @click.option("--cancel-on-interrupt", is_flag=True, help="Cancel the job on Ctrl-C. [default: the job continues]")

@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from hvdcomp.communicators import allow_process_sets
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.kernels import cuda
+from hvdcomp.perfmodel import CalibrationError, load
 from hvdcomp.tools.commands.advise import show_advice
-from hvdcomp.tools.commands.calibrate import COMPRESSORS, check_writable
+from hvdcomp.tools.commands.calibrate import COMPRESSORS, NETWORK_HELP, check_network, check_writable
 from hvdcomp.tools.terminal import make_console, make_table, print_table
 from hvdcomp.tools.train import beforehand, environment
 from hvdcomp.tools.train.backends import reach
@@ -28,6 +30,7 @@ from hvdcomp.tools.train.options import SetupError
 from hvdcomp.tools.train.ranks import RunRefused
 
 if TYPE_CHECKING:
+    from hvdcomp.perfmodel import Calibration
     from hvdcomp.tools.bench.profile import Profiled
     from hvdcomp.tools.bench.watched import Watched
     from hvdcomp.tools.train.ranks import Ranks
@@ -57,6 +60,7 @@ _START = "torchrun --nproc-per-node 2 -m hvdcomp profile train.py, or horovodrun
     show_default=", ".join(COMPRESSORS),
     help="Compressor to measure; repeatable.",
 )
+@click.option("--network", "known_network", metavar="FILE|PRESET", help=NETWORK_HELP)
 @click.option(
     "--seconds",
     type=click.FloatRange(1, 3600),
@@ -80,6 +84,7 @@ def command(
     as_module: bool,
     steps: int,
     specs: tuple[str, ...],
+    known_network: str | None,
     seconds: float,
     go_on: bool,
     output: Path,
@@ -103,11 +108,12 @@ def command(
     output = output.absolute()  # the program may change the folder
     try:
         compressors = [parse_compressor(spec) for spec in specs]
+        known = None if known_network is None else load(known_network)
         if beforehand.uses_files():
             check_writable(output)
         if not as_module and not Path(program).is_file():
             raise SetupError(f"there is no file {program}; to run a module, use -m")
-    except (SetupError, SpecError) as error:
+    except (SetupError, SpecError, CalibrationError) as error:
         beforehand.let_rank_0_speak()
         raise click.UsageError(str(error), context) from None
     try:
@@ -116,7 +122,7 @@ def command(
         raise click.ClickException(f"{error}; hvdcomp profile needs PyTorch") from None
 
     def measure(watched: Watched) -> None:
-        _measure(watched, compressors, seconds, output, go_on)
+        _measure(watched, compressors, known, seconds, output, go_on)
 
     def watch_tensorflow() -> None:
         try:
@@ -184,7 +190,9 @@ def _run(program: str, arguments: tuple[str, ...], as_module: bool) -> None:
         runpy.run_path(program, run_name="__main__")
 
 
-def _measure(watched: Watched, compressors: list[Any], seconds: float, output: Path, go_on: bool) -> None:
+def _measure(
+    watched: Watched, compressors: list[Any], known: Calibration | None, seconds: float, output: Path, go_on: bool
+) -> None:
     """Measures, prints and saves; called in a step of the training, on every rank."""
     from hvdcomp.perfmodel import Adviser, Setting, save
     from hvdcomp.tools.bench.carriers import carrier_on
@@ -192,15 +200,14 @@ def _measure(watched: Watched, compressors: list[Any], seconds: float, output: P
 
     ranks = reach(_backend(), "torch")
     try:
-        if ranks.size < 2:
-            raise SetupError(
-                f"there is only one rank, so there is no network to measure; start several ranks: {_START}"
-            )
+        check_network(ranks.size, known, _START)
         carrier = carrier_on(ranks)
         ranks.check_same({"parameters": watched.workload.tensors()})
         profiled = _with_progress(
             ranks,
-            lambda show: profile(watched, carrier, compressors, name=output.stem, seconds=seconds, show=show),
+            lambda show: profile(
+                watched, carrier, compressors, name=output.stem, seconds=seconds, known_network=known, show=show
+            ),
         )
     except (RunRefused, SetupError, ConfigurationError) as refused:
         if ranks.rank == 0:
@@ -210,8 +217,9 @@ def _measure(watched: Watched, compressors: list[Any], seconds: float, output: P
     if ranks.rank == 0:
         save(profiled.calibrated.calibration, output)
         print_profile(watched, profiled, make_console())
-        adviser, setting = Adviser(profiled.calibrated.calibration), Setting(ranks.size)
-        show_advice(adviser, setting, adviser.advise(setting))
+        if ranks.size > 1:
+            adviser, setting = Adviser(profiled.calibrated.calibration), Setting(ranks.size)
+            show_advice(adviser, setting, adviser.advise(setting))
         click.echo(
             f"Wrote {output}. For another number of ranks or another network: hvdcomp advise --calibration {output} "
             "--world-size 16"
@@ -238,8 +246,6 @@ def _with_progress(ranks: Ranks, work: Callable[[Callable[[str], None]], Profile
 
 def print_profile(watched: Watched, profiled: Profiled, console: Console) -> None:
     """Prints the parts of the training's step, and the exchanges that were carried out."""
-    from hvdcomp.perfmodel import UNCOMPRESSED
-
     facts = next(iter(profiled.calibrated.calibration.models.values()))
     compute = facts.compute
     forward = 1e3 * (compute.forward_s or 0.0)
@@ -256,15 +262,23 @@ def print_profile(watched: Watched, profiled: Profiled, console: Console) -> Non
     if watched.more_optimizers:
         names = ", ".join(watched.more_optimizers)
         console.print(f"These optimizers, and the parameters that they train, are left out: {names}.")
-    numbers = ["ms", "times as fast\nas dense"]
-    table = make_table("exchange of all gradients,\nafter the backward pass", *numbers, numbers=numbers)
-    dense = profiled.tried[UNCOMPRESSED].seconds
-    for spec, reading in profiled.tried.items():
-        table.add_row(spec, f"{1e3 * reading.seconds:.2f}", f"{dense / reading.seconds:.2f}")
-    print_table(console, table, "Measured exchanges")
+    if profiled.tried:
+        print_table(console, _tried(profiled), "Measured exchanges")
     if profiled.calibrated.noisy:
         console.print(
             f"{len(profiled.calibrated.noisy)} measurements are too noisy to trust. The field noise.note of the file "
             "names them. Repeat without other programs on the machine, or with more --seconds.",
             soft_wrap=True,
         )
+
+
+def _tried(profiled: Profiled) -> Table:
+    """The exchanges that were carried out."""
+    from hvdcomp.perfmodel import UNCOMPRESSED
+
+    numbers = ["ms", "times faster\nthan dense"]
+    table = make_table("exchange of all gradients,\nafter the backward pass", *numbers, numbers=numbers)
+    dense = profiled.tried[UNCOMPRESSED].seconds
+    for spec, reading in profiled.tried.items():
+        table.add_row(spec, f"{1e3 * reading.seconds:.2f}", f"{dense / reading.seconds:.2f}")
+    return table

@@ -98,14 +98,14 @@ def check_name(name: str) -> None:
         )
 
 
-def _check_text(where: str, text: str) -> None:
+def _check_text(setting: str, text: str) -> None:
     """Check text for a process, which gets arguments and variables as bytes that end with NUL."""
     if "\0" in text:
-        raise ConfigurationError(f"{where}: {text!r} has a NUL character, which no process can receive: remove it")
+        raise ConfigurationError(f"{setting}: {text!r} has a NUL character, which no process can receive: remove it")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ConfigurationError(f"{where}: {text!r} is not valid Unicode and cannot be sent: correct it") from None
+        raise ConfigurationError(f"{setting}: {text!r} is not valid Unicode and cannot be sent: correct it") from None
 
 
 class MissingSettingsError(ConfigurationError):
@@ -188,11 +188,11 @@ def _fields(owner: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(owner) if hints[field.name] is not Job}
 
 
-def _refuse_unknown(keys: Iterable[str], fields: Iterable[str], where: str) -> None:
+def _refuse_unknown(keys: Iterable[str], fields: Iterable[str], place: str) -> None:
     unknown = sorted(set(keys) - set(fields))
     if unknown:
         raise ConfigurationError(
-            f"{where}: there is no setting {unknown[0]!r}; the settings are: {', '.join(sorted(fields))}"
+            f"{place}: there is no setting {unknown[0]!r}; the settings are: {', '.join(sorted(fields))}"
         )
 
 
@@ -215,8 +215,8 @@ def _refuse_missing(missing: Mapping[str, Sequence[str]]) -> None:
         raise MissingSettingsError(names, f"give {flags}, or write {' and '.join(places)} of a settings file")
 
 
-def _typed(kind: Any, value: Any, where: str) -> Any:
+def _typed(kind: Any, value: Any, place: str) -> Any:
     try:
-        return typed(kind, value, where)
+        return typed(kind, value, place)
     except ValueError as error:
         raise ConfigurationError(str(error)) from None

@@ -37,7 +37,7 @@ class Decisions:
     Attributes:
         policy, compressor: the spec strings of the last start.
         tensors: names of the compressed tensors.
-        made: the number of logged decisions; None if it is not known.
+        count: the number of logged decisions; None if it is not known.
         steps: the first step, counted from 0, that obeys each decision.
         end: completed steps at the last line.
         levels, factors: by tensor name, its level or its compression factor.
@@ -52,7 +52,7 @@ class Decisions:
     policy: str
     compressor: str
     tensors: tuple[str, ...]
-    made: int | None
+    count: int | None
     steps: np.ndarray
     end: int
     levels: dict[str, np.ndarray]
@@ -92,34 +92,34 @@ def _read(path: Path) -> Decisions | None:
     start: Start | None = None
     steps: list[int] = []
     rows: list[dict[str, Any]] = []
-    made = end = 0
+    count = end = 0
     for line in read_decisions(path):
-        where = f"{line.file}, line {line.line}"
+        place = f"{line.file}, line {line.line}"
         if isinstance(line, Start):
             continues = start is not None and line.continues
             start = line
             if continues:
                 continue
         else:
-            made += 1
+            count += 1
         assert start is not None
         first = line.step if isinstance(line, Start) else line.from_step
         if not (0 <= first <= MOST_STEPS and 0 <= line.step <= MOST_STEPS):
-            raise DecisionLogError(f"{where}: the number of the step is out of range")
+            raise DecisionLogError(f"{place}: the number of the step is out of range")
         while steps and steps[-1] >= first:
             steps.pop()
             rows.pop()
         try:
             rows.append(_row(with_numbers(line.decision), with_numbers(line.state), tuple(start.tensors)))
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise DecisionLogError(f"{where}: its decision and state do not have hvdcomp's form: {error!r}") from None
+            raise DecisionLogError(f"{place}: its decision and state do not have hvdcomp's form: {error!r}") from None
         steps.append(first)
         end = line.step
-    return None if start is None else _decisions(start, made, steps, rows, end)
+    return None if start is None else _decisions(start, count, steps, rows, end)
 
 
 def _decisions(
-    start: Start, made: int | None, steps: list[int], rows: list[dict[str, Any]], end: int, left_out: str = ""
+    start: Start, count: int | None, steps: list[int], rows: list[dict[str, Any]], end: int, left_out: str = ""
 ) -> Decisions:
     columns: dict[str, Any] = {key: np.array([row.get(key, np.nan) for row in rows], dtype=float) for key in _COLUMNS}
     tables: dict[str, Any] = {key: _table([row.get(key, {}) for row in rows]) for key in _TABLES}
@@ -127,7 +127,7 @@ def _decisions(
         policy=start.policy,
         compressor=start.compressor,
         tensors=tuple(start.tensors),
-        made=made,
+        count=count,
         steps=np.array(steps),
         end=end,
         left_out=left_out,

@@ -93,10 +93,10 @@ def _slow_link(section: Section) -> Iterator[str]:
             f"{times[reference]:.3g}: {times[reference] / times[fastest]:.1f} times faster than {_name(reference)}."
         )
         if reference.turns_ms and fastest.turns_ms:
-            where = "On this machine" if measured else "Measured on this machine"
+            place = "On this machine" if measured else "Measured on this machine"
             ratio = reference.turns_ms / fastest.turns_ms
             compared = "faster" if ratio > 1 else "slower"
-            yield f"{where}, without the slow link, it is {compared} than {_name(reference)} ({ratio:.2f}x)."
+            yield f"{place}, without the slow link, it is {compared} than {_name(reference)} ({ratio:.2f}x)."
 
 
 def _as_good(section: Section, group: Group, reference: Group) -> bool:

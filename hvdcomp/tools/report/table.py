@@ -282,7 +282,7 @@ def _row(kind: str, name: str, runs: list[Run], group: Group) -> dict[str, Any]:
         "runs": len(runs),
         "spec": first.spec,
         "policy": first.policy,
-        "decisions": agreed(lambda run: None if run.decisions is None else run.decisions.made),
+        "decisions": agreed(lambda run: None if run.decisions is None else run.decisions.count),
         "model": first.text("model"),
         "data": first.text("data"),
         "world_size": first.count("world_size"),

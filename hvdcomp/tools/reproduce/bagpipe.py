@@ -32,7 +32,7 @@ def look_ahead(artefact: Artefact) -> Outcome:
     faster = 1 / max(1 - embeddings + urgent * embeddings, embeddings)
     times, hits = published["times as fast, at most"], [hit_share(batches, ahead) for ahead in AHEAD]
     note = "the exponent of Zipf's law is chosen to give this share"
-    where = f"of a step of which embeddings are {embeddings:.0%}"
+    case = f"of a step of which embeddings are {embeddings:.0%}"
     rows = [
         Row(what="share of accesses to 1 % of the rows", published=published["share"], ours=often, note=note),
         Row(what="share of a batch's rows that the next batch looks up", ours=urgent),
@@ -40,9 +40,9 @@ def look_ahead(artefact: Artefact) -> Outcome:
             Row(what=f"share of a batch's rows in a cache of earlier batches: {ahead}", ours=hit)
             for ahead, hit in zip(AHEAD, hits, strict=True)
         ),
-        Row(what=f"times as fast by looking ahead, {where}", published=times, ours=faster, holds=faster > 1.05),
+        Row(what=f"times as fast by looking ahead, {case}", published=times, ours=faster, holds=faster > 1.05),
         Row(
-            what=f"the same to a fifth, {where}",
+            what=f"the same to a fifth, {case}",
             published=times,
             ours=faster,
             holds=within(faster, times, 0.2),

@@ -49,8 +49,8 @@ def _with_other_pairs(
     rows = []
     for pair in () if t.quick else PAIRS[1:]:
         name = f"{label}, factor={pair[0]}, gain={pair[1]}"
-        made = _gravac(compared.workload, **policy, pair=pair)
-        compared = compared.also(name, t.train(compared.workload, compressor, made, **_momentum(compressor)))
+        gravac = _gravac(compared.workload, **policy, pair=pair)
+        compared = compared.also(name, t.train(compared.workload, compressor, gravac, **_momentum(compressor)))
         rows += [compared.gain(name, base, ""), compared.times_fewer_floats(name, base, claimed=False)]
     return compared, rows
 

@@ -35,50 +35,55 @@ _HEAD = """# Tables and figures of the papers, reproduced
 
 Made by `hvdcomp reproduce --page docs/reproduction.md --output docs/reproduction` from the results in
 [reproduction](reproduction). [reproduction.csv](reproduction.csv) has every row of every result, with the control, the
-command and the commit. `hvdcomp reproduce NAME` makes one result again; `hvdcomp reproduce` lists the names.
+command and the commit. `hvdcomp reproduce NAME` repeats one result, and `hvdcomp reproduce` lists the names.
 
-The numbers beside the published ones are counted from shapes, predicted by the [performance
-model](performance-model.md), or means of small trainings on [simulated ranks](simulated-ranks.md) with the 95 %
-interval of Student's t over five seeds. Differences are in points of accuracy on the test part, or for text in
-percent of the perplexity; a negative difference is a loss. These trainings use neither the authors' GPUs and networks
-nor CIFAR, ImageNet or Penn Treebank.
+We compare each published number with our own number. Ours is counted from shapes, predicted by the [performance
+model](performance-model.md), or the mean of small trainings on [simulated ranks](simulated-ranks.md). A mean has its
+95 % confidence interval over five seeds (Student's t). Differences are in points of accuracy on the test data, or for
+text in percent of the perplexity. A negative difference is a loss. We use neither the authors' GPUs and networks, nor
+CIFAR, ImageNet or Penn Treebank.
 
 - A row *holds* if the whole interval fulfils its claim, such as "no more than 1 lost". It *does not hold* if no part
   of the interval fulfils the claim. Otherwise the row is *open*. A number without an interval holds if it agrees with
-  the published number: to the share that the row names, in order, or in sign.
-- The main claim of a table or figure decides about the result, or all its rows if it has no main claim. The result
-  *does not hold here* if none of the deciding rows holds, and *is not confirmed* if all of them are open. It is *as
-  published* if all rows hold, main or not, and no published number lacks a counterpart. Otherwise it is *in part*.
-- Trainings of other networks on other data do not tell what the authors' own trainings did.
+  the published number. Depending on the row, this means within a given share, in the same order, or with the same sign.
+- The main claim of a table or figure decides about the result. Without a main claim, all of its rows decide. The
+  result *does not hold here* if none of these rows holds, and *is not confirmed* if all of them are open. It is *as
+  published* if all rows hold, and each published number has a counterpart. Otherwise it is *in part*.
+- Our trainings use other networks and other data. They do not show what happened in the authors' own trainings.
 
-**The trainings are small and few.** Images are replaced by MNIST-1D: 1,920 steps of a convolutional network with
-108,000 parameters (Accordion's authors train ResNet-18 and others for 29,400 steps). Text is replaced by the source
-of Python's library: 840 steps of an LSTM with 249,000 parameters. The trainings are long enough, and their learning
-rates low enough, that low compression loses little beside dense gradients. The same few trainings stand in for the
-networks of many tables and figures: the column *distinct trainings* counts them, each in five seeds, and rows with
-the same number in the column *comparison* [rest on the same trainings](#the-comparisons), so they are one finding and
-not several.
+**The trainings are small and few.** MNIST-1D replaces images: we train a convolutional network with 108,000 parameters
+for 1,920 steps. (Accordion's authors train ResNet-18 and others for 29,400 steps.) The source of Python's library
+replaces text: we train an LSTM with 249,000 parameters for 840 steps. The trainings are long enough, and their learning
+rates low enough, that low compression loses little compared with dense gradients.
 
-We compare each policy with a [control](#policies-beside-their-controls), a training that sends the same number of
-floats but ignores the gradients. If you have CIFAR or WikiText-2, pass `--data-dir FOLDER`: Accordion's trainings are
-then the authors' own, as in their table 7, on simulated ranks. That takes hours on a GPU, and has not been run.
+The same few trainings represent the networks of many tables and figures. The column *distinct trainings* counts them;
+each has five seeds. Rows with the same number in the column *comparison* use [the same trainings](#the-comparisons), so
+they are one finding and not several.
+
+We compare each policy with a [control](#policies-compared-with-their-controls), a training that sends the same number
+of floats but ignores the gradients. If you have CIFAR or WikiText-2, pass `--data-dir FOLDER`. hvdcomp then runs
+Accordion's original trainings, with the settings of their table 7, on simulated ranks. This takes hours on a GPU. We
+have not run it.
 
 From Bagpipe we implement only the embedding exchange, [LookAhead](look-ahead.md), and we compare only the numbers in
-its abstract. Figures 5 and 13 to 16 of On the Utility of Gradient Compression, which cannot be shown here, say that
-on the authors' GPUs encoding during the backward pass takes longer than after it. On processors it was
-[shorter](exchange-measured.md#overlap); on one GPU it took longer, as published
+its abstract.
+
+In figures 5 and 13 to 16 of On the Utility of Gradient Compression, encoding during the backward pass takes longer than
+after it, on the authors' GPUs. We cannot show these figures here. On processors, a step was
+[shorter](exchange-measured.md#overlap) with encoding during the backward pass. On one GPU it took longer, as published
 ([encoding.md](encoding.md#where-the-time-goes-on-a-gpu)).
 """
 _INTRODUCED = {
-    NOT_HELD: "Our number, or its whole interval, lies outside the claim.",
-    NOT_CONFIRMED: "The interval lies partly within the claim and partly outside: the training does not decide.",
+    NOT_HELD: "Our number does not fulfil the claim. If it has an interval, no part of the interval fulfils the claim, "
+    "except in rows marked (open).",
+    NOT_CONFIRMED: "Only a part of the interval fulfils the claim, so our trainings do not decide.",
 }
-_OF_COMPARISONS = """A training is named by its network (`images` or `text`) and its options of `hvdcomp train`."""
+_OF_COMPARISONS = "The name of a training is its network (`images` or `text`) with its options of `hvdcomp train`."
 _MOST_BESIDE = 5
 """Percent by which a control's floats may differ from the policy's."""
 _COMMITS = "The results were made at commit {commits}.\n"
-_QUICK = """{quick} results were made with `--quick`: their trainings are a third as long, with two seeds in place of
-five.
+_QUICK = """{quick} results were made with `--quick`. Their trainings have a third of the steps, and two seeds instead
+of five.
 """
 
 
@@ -103,7 +108,7 @@ def page(outcomes: Mapping[str, Outcome]) -> str:
             decided = [line for name in names for line in _decided(artefacts()[name], outcomes[name], numbers)]
             lines += _marked(verdict, [head, "|---|---|---|--:|--:|--:|", *decided])
         elif verdict == IN_PART:
-            lines += ["| result | rows that hold | do not | open |", "|---|--:|--:|--:|"]
+            lines += ["| result | rows that hold | rows that do not hold | open rows |", "|---|--:|--:|--:|"]
             lines += [_summed(outcomes[name]) for name in names]
         else:
             lines += [", ".join(f"`{name}`" for name in names) + "."]
@@ -123,16 +128,16 @@ def rows_as_csv(outcomes: Mapping[str, Outcome]) -> str:
             artefact, outcome = artefacts()[name], outcomes.get(name, Outcome(name=name))
             why = artefact.why or (outcome.reason if verdict == NOT_SHOWN else "")
             of_all = {"name": name, "place": artefact.place, "shows": artefact.shows, "verdict": verdict, "why": why}
-            made = {"trained": outcome.ours, **{key: outcome.about.get(key) for key in ("command", "commit")}}
+            origin = {"trained": outcome.ours, **{key: outcome.about.get(key) for key in ("command", "commit")}}
             rows = [{**asdict(row), "trainings": "; ".join(row.trainings)} for row in outcome.rows]
-            writer.writerows({**of_all, **made, **row} for row in rows or [{}])
+            writer.writerows({**of_all, **origin, **row} for row in rows or [{}])
     return target.getvalue()
 
 
 def _beside_controls(outcomes: Mapping[str, Outcome]) -> list[str]:
-    """The section of the policies beside their controls, each comparison once."""
+    """The section that compares policies with their controls, with each comparison once."""
     rows = [row for outcome in outcomes.values() for row in outcome.rows if row.control and row.half is not None]
-    # The same pair has other names in other figures.
+    # The same pair has different names in different figures.
     found: dict[tuple[str, str], Row] = {}
     for row in rows:
         found.setdefault((row.control, with_half(row)), row)
@@ -140,19 +145,19 @@ def _beside_controls(outcomes: Mapping[str, Outcome]) -> list[str]:
         return []
     signs = [_sign(row) for row in found.values() if abs(_percent(row) - 100) <= _MOST_BESIDE]
     counts = f"better in {signs.count(1)} of {len(signs)} comparisons, and worse in {signs.count(-1)}"
-    head = ["| policy - control | the control | its floats | difference |", "|---|---|--:|--:|"]
+    head = ["| policy - control | control | control's floats | difference |", "|---|---|--:|--:|"]
     lines = [
         _line(row.what.rpartition(": ")[2], row.control, f"{_percent(row)}%", with_half(row)) for row in found.values()
     ]
     said = (
-        f"With the same number of floats (within {_MOST_BESIDE} %), a policy is {counts}; in the other comparisons the "
-        "interval contains 0. Controls that send more or fewer floats are not counted."
+        f"With the same number of floats (within {_MOST_BESIDE} %), a policy is {counts}. In the other comparisons, "
+        "the interval contains 0. We do not count controls that send more or fewer floats."
     )
-    return ["## Policies beside their controls", "", said, "", *_marked("controls", [*head, *lines])]
+    return ["## Policies compared with their controls", "", said, "", *_marked("controls", [*head, *lines])]
 
 
 def _marked(name: str, table: Sequence[str]) -> list[str]:
-    """A table between marks: a test that limits the words of a page does not count it."""
+    """A table between two marks, which name it."""
     return [f"<!-- made: {name} -->", *table, f"<!-- end of {name} -->"]
 
 
@@ -190,12 +195,12 @@ def _counts(groups: Mapping[str, list[str]], outcomes: Mapping[str, Outcome]) ->
 
 
 def _trainings(rows: Iterable[Row]) -> set[str]:
-    """The distinct trainings on which some rows rest."""
+    """The distinct trainings that some rows use."""
     return {training for row in rows for training in row.trainings}
 
 
 def _resting_on(rows: Sequence[Row]) -> str:
-    """On how many distinct trainings some rows rest, in a sentence; "" if no row rests on a training."""
+    """A sentence with the number of distinct trainings that some rows use; "" if no row uses a training."""
     trained = [row for row in rows if row.trainings]
     if not trained:
         return ""
@@ -203,7 +208,7 @@ def _resting_on(rows: Sequence[Row]) -> str:
     networks = {training.split()[0] for training in trainings}
     some = f"{len(trained)} of these {len(rows)} rows" if len(trained) < len(rows) else f"These {len(rows)} rows"
     counts = {"comparison": len(pairs), "distinct training": len(trainings), "network": len(networks)}
-    return f"{some} rest on {' of '.join(_counted(count, noun) for noun, count in counts.items())}."
+    return f"{some} use {' of '.join(_counted(count, noun) for noun, count in counts.items())}."
 
 
 def _counted(count: int, noun: str) -> str:
@@ -216,7 +221,7 @@ def _deciding(outcome: Outcome) -> list[Row]:
 
 
 def _decided(artefact: Artefact, outcome: Outcome, numbers: Mapping[tuple[str, ...], int]) -> Iterator[str]:
-    """A line for each row that decides about a result; `numbers` are those of the comparisons."""
+    """A line for each row that decides about a result; `numbers` has the number of each comparison."""
     head = (_link(artefact.name), artefact.shows)
     for row in _deciding(outcome):
         claim = f"{row.what}; {row.note}" if row.note else row.what
@@ -226,11 +231,11 @@ def _decided(artefact: Artefact, outcome: Outcome, numbers: Mapping[tuple[str, .
 
 
 def _comparisons(numbers: Mapping[tuple[str, ...], int]) -> list[str]:
-    """The section of the comparisons on which the rows rest that do not hold or are not confirmed."""
+    """The section of the comparisons that are used by rows that do not hold or are not confirmed."""
     if not numbers:
         return []
     lines = [_line(str(at), f"`{pair[0]}`", *(f"`{other}`" for other in pair[1:])) for pair, at in numbers.items()]
-    head = ["| comparison | training | beside |", "|--:|---|---|"]
+    head = ["| comparison | training | compared with |", "|--:|---|---|"]
     return ["## The comparisons", "", _OF_COMPARISONS, "", *_marked("comparisons", [*head, *lines]), ""]
 
 

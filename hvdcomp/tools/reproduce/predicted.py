@@ -147,11 +147,11 @@ def scaling(artefact: Artefact) -> Outcome:
         rows += _milliseconds(artefact, model, "none", float(dense[-1]))
         for spec in set(artefact.settings["specs"]) - set(known_specs):
             rows.append(Row(what=f"{model}, {spec}", note="no encode time of this model is published or estimated"))
-    for (model, spec), where in pays.items():
+    for (model, spec), numbers in pays.items():
         # Published: no method is faster for ResNets, PowerSGD ranks 4 and 8 are for BERT above 32 ranks.
         faster = model == "bert-base" and spec in (RANK_4, "powersgd:rank=8")
         text = f"{model}, {spec}: numbers of ranks (of {len(RANKS)}) at which it is faster"
-        rows.append(Row(what=text, published=None if faster else 0, ours=len(where), holds=bool(where) == faster))
+        rows.append(Row(what=text, published=None if faster else 0, ours=len(numbers), holds=bool(numbers) == faster))
     return _outcome(artefact, rows, {"ms of a step": curves}, "ranks")
 
 

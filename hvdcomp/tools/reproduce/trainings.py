@@ -84,7 +84,9 @@ class Run:
     @property
     def summary(self) -> dict[str, Any] | None:
         """The summary of the run in the folder; None if it is incomplete or was trained with other options."""
-        summary = _json(self.folder / "summary.json") or {}
+        summary = _json(self.folder / "summary.json")
+        if not summary:
+            return None
         options = json.loads(json.dumps(self.options))
         same = all(summary.get("options", {}).get(name) == value for name, value in options.items())
         return summary if same and summary.get("status") in ("finished", "diverged") else None

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.files import parse_json, write_file
+from hvdcomp.tools.options import may_change, of_older_runs
 from hvdcomp.tools.train.learner import Learner, UnreadableError
 from hvdcomp.tools.train.options import SetupError, TrainingOptions
 from hvdcomp.tools.train.ranks import Ranks
@@ -36,21 +37,7 @@ _FORMATS = (1, _FORMAT)  # format 1 had no digests
 _COMPLETE = re.compile(r"step-(\d{8}|[1-9]\d{8,})")
 _PART = ".part"  # suffix of an incomplete checkpoint
 _DIGESTS = "SHA256SUMS"
-# Options that a resumed run may change: outputs, length, timeouts, overlap and residuals. The number of ranks, which is
-# among the facts, may change, too.
-_MAY_CHANGE = {
-    *("epochs", "overwrite", "progress", "tensorboard", "checkpoint_every", "overlap", "bucket_bytes", "residuals"),
-    *("elastic", "metrics_port", "metrics_address", "timeout", "steps", "until", "evaluate_every"),
-    *("simulate_ranks", "link"),
-}
-_RANKS = "ranks"
-# Options that earlier versions lacked, with the values that describe their behaviour.
-_BEFORE = {
-    **{"optimizer": "sgd", "schedule": "step", "betas": [0.9, 0.95], "validation_samples": 0},
-    **{"freeze_after": None, "freeze_compression": "int4", "local_steps": 1, "refreshes_per_gap": None},
-    **{"outer_lr": None, "outer_momentum": None, "fragments": 1, "delay": 0, "local_share": 0.0, "fsdp": False},
-    **{"table_rows": 20_000, "backend": "horovod", "fsdp_weights": None, "small_tensors": "none"},
-}
+_RANKS = "ranks"  # among the facts; a resumed run may change it, too
 
 KEPT = ("step", "epoch", "taken", "losses", "times", "epochs")
 """Fields of a run that a checkpoint stores unchanged."""
@@ -110,7 +97,7 @@ class Checkpoints:
         self._residuals = options.residuals
         self._fsdp = options.fsdp
         self._ranks = ranks
-        compared = {name: value for name, value in facts.items() if name not in _MAY_CHANGE}
+        compared = {name: value for name, value in facts.items() if name not in may_change(TrainingOptions)}
         self._facts = json.loads(json.dumps({**compared, _RANKS: ranks.size}))
         self._saved = -1  # the step of the newest checkpoint that is not damaged
         self.damaged: list[str] = []
@@ -232,7 +219,8 @@ class Checkpoints:
         if record["format"] not in _FORMATS:
             raise SetupError(f"{place} was written by another version of hvdcomp; name another --checkpoint-folder")
         self.old_ranks = record["facts"].get(_RANKS, self._ranks.size)
-        facts = _BEFORE | record["facts"]
+        older = {name: value for name, value in of_older_runs(TrainingOptions).items() if name in self._facts}
+        facts = json.loads(json.dumps(older)) | record["facts"]
         names = sorted({*facts, *self._facts} - {_RANKS})
         # All differences are listed: another model, for example, also has another default learning rate.
         if differing := [name for name in names if facts.get(name) != self._facts.get(name)]:

@@ -17,6 +17,8 @@ from hvdcomp.compressors import with_small
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.perfmodel import parse_rate
 from hvdcomp.policies import Policy, parse_policy
+from hvdcomp.specs.described import SHARE, Rule
+from hvdcomp.tools.options import at_least, below, between, check, option, text_of
 from hvdcomp.tools.train.target import Target
 
 FRAMEWORKS = ("torch", "tensorflow")
@@ -94,6 +96,17 @@ _TEXT_SIZES = {"text": 2_000_000}  # others: 400_000
 _CLIP_NORMS = {"lstm": 0.25, **dict.fromkeys(TRANSFORMERS, 1.0)}  # others: none
 
 
+_POSITIVE = Rule(lambda rate: math.isfinite(rate) and rate > 0, "a positive number")
+_TWO_RATES = Rule(
+    lambda rates: len(rates) == 2 and all(0 <= rate < 1 for rate in rates),
+    "two numbers, each at least 0 and less than 1, such as 0.9,0.95",
+)
+_GROWING = Rule(
+    lambda epochs: all(math.isfinite(one) and one > 0 for one in epochs) and list(epochs) == sorted(set(epochs)),
+    "epochs above 0, each later than the one before",
+)
+
+
 class SetupError(ValueError):
     """A run cannot start; the message names the option, the allowed values and the way out."""
 
@@ -102,67 +115,190 @@ class SetupError(ValueError):
 class TrainingOptions:
     """The options of a run. None means "choose a value", which `resolved` does."""
 
-    framework: str = "torch"
-    backend: str = "auto"
-    timeout: float | None = None  # seconds that a rank of torch.distributed waits for another
-    fsdp: bool = False  # whether each rank of torch.distributed has a shard of the model
-    fsdp_weights: str | None = None  # quantizer of what a gather of weights sends; None: FSDP's own gather
-    model: str = "cnn"
-    data: str = "digits"
-    data_dir: Path | None = None
-    compression: str = "none"
-    small_tensors: str = "none"  # compressor of tensors that are too small for `compression`
-    memory: str | None = None
-    policy: str | None = None
-    overlap: str = "auto"
-    bucket_bytes: int | None = None
-    epochs: int = 10
-    steps: int | None = None  # of the optimizer, in place of epochs
-    until: str | None = None  # a target on the validation part that ends the run
-    evaluate_every: int | None = None  # steps; None: at the end of each epoch
-    batch_size: int | None = None  # per rank and backward pass
-    optimizer: str | None = None
-    lr: float | None = None
-    momentum: float = 0.9
-    nesterov: bool = False
-    betas: tuple[float, float] = (0.9, 0.95)  # of adamw, also within muon
-    freeze_after: int | None = None  # compressed-adam: steps; None: `FREEZE_AFTER` of the run
-    freeze_compression: str = "int4"  # compressed-adam, before that
-    local_steps: int | str = 1  # from one exchange to the next, or as `LocalSteps`; with compressed-adam after freezing
-    fragments: int = 1  # of the parameters, as of `LocalSteps`
-    delay: int = 0  # steps that a fragment travels
-    local_share: float = 0.0  # of a rank's own weights after an exchange
-    outer_lr: float | None = None  # of the step after local steps; None: that of `LocalSteps`
-    outer_momentum: float | None = None
-    refreshes_per_gap: int | None = None  # compressed-adam, of the frozen second moment; None for no refresh
-    weight_decay: float | None = None
-    schedule: str = "step"
-    milestones: tuple[float, ...] = ()  # epochs after which the learning rate is multiplied by gamma
-    gamma: float = 0.1
-    warm_up: float = 0.0  # epochs of linear growth of the learning rate
-    clip_norm: float | None = None  # 0: no clipping
-    backward_passes_per_step: int = 1
-    simulate_ranks: int | None = None  # threads of this process that are ranks
-    link: str | None = None  # of simulated ranks, or several, separated by commas; None: exchanges take no time
-    seed: int = 0
-    output: Path | None = None
-    overwrite: bool = False
-    tensorboard: bool = False
-    metrics_port: int | None = None  # of rank 0
-    metrics_address: str = "127.0.0.1"  # of that port
-    checkpoint_folder: Path | None = None
-    checkpoint_every: int | None = None  # steps; None: at the end of each epoch
-    residuals: str = "keep"
-    elastic: bool = False
-    samples: int | None = None
-    validation_samples: int = 0  # of the training data, if the data set has no validation part
-    label_noise: float = 0.0
-    image_size: int = 32  # synthetic
-    table_rows: int = 20_000  # clicks and criteo: of each table
-    text_size: int | None = None  # text: bytes to train on; stdlib-text: characters
-    text_unit: str = "char"  # stdlib-text
-    sequence_length: int | None = None  # text data
-    progress: bool = True
+    # fmt: off
+    framework: str = option("torch", "Framework to train in.", choices=FRAMEWORKS)
+    backend: str = option(
+        "auto", "Library that averages gradients: Horovod, or PyTorch's DistributedDataParallel. auto: "
+        "DistributedDataParallel under torchrun, or else Horovod.",
+        choices=BACKENDS, before="horovod",
+    )
+    timeout: float | None = option(
+        None, "With torchrun: how long a rank waits for another rank.",
+        metavar="SECONDS", shown="PyTorch's: 1800", may_change=True,
+    )
+    fsdp: bool = option(False, "With torchrun: shard a transformer over all ranks with FSDP's fully_shard.")
+    fsdp_weights: str | None = option(
+        None, "With --fsdp: quantize the changes of the weights that ranks send, with int8 or int4.",
+        metavar="SPEC", shown="weights are sent as they are",
+    )
+    model: str = option("cnn", "Model to train; vit, dlrm and encoder only in PyTorch.", choices=MODELS)
+    data: str = option("digits", "Data to train on.", choices=DATA)
+    data_dir: Path | None = option(None, "Folder with the published files of CIFAR, Criteo, WikiText-2 or PTB.")
+    compression: str = option("none", "Compressor of the gradients, such as topk:ratio=0.01.", metavar="SPEC")
+    small_tensors: str = option(
+        "none", "Compressor of tensors with fewer than 1,024 elements or fewer than two dimensions, such as int8.",
+        metavar="SPEC",
+    )
+    memory: str | None = option(
+        None, "Memory for the part of a gradient that is not sent: none, error_feedback, or "
+        "error_feedback:dtype=bf16, which needs only 2 bytes per parameter.",
+        metavar="SPEC", shown="depends on the compressor",
+    )
+    policy: str | None = option(
+        None, "Policy that changes the level of compression, such as warmup:levels=0.25|0.05,epochs=1.",
+        metavar="SPEC", shown="constant",
+    )
+    overlap: str = option(
+        "auto", "Whether to send gradients during the backward pass; only in PyTorch. auto: on if the gradients are "
+        "on the CPU.",
+        choices=tuple(OVERLAP), may_change=True,
+    )
+    bucket_bytes: int | None = option(
+        None, "Size in bytes of the smallest bucket of gradients that is sent during the backward pass, or of "
+        "DistributedDataParallel's buckets.",
+        at_least(1), metavar="N", shown="the choice of the policy auto, or else 25 MiB", may_change=True,
+    )
+    epochs: int = option(10, "Number of passes over the training data.", at_least(1), may_change=True)
+    steps: int | None = option(
+        None, "Number of optimizer steps, instead of --epochs.",
+        at_least(1), shown="the steps of --epochs", may_change=True,
+    )
+    until: str | None = option(
+        None, "Stop as soon as the validation part reaches this quality: accuracy=0.93, loss=2.2, perplexity=9 or "
+        "rmse=0.4.",
+        metavar="METRIC=VALUE", shown=False, may_change=True,
+    )
+    evaluate_every: int | None = option(
+        None, "Number of steps between evaluations on the validation part.",
+        at_least(1), metavar="STEPS", shown="at the end of each epoch", may_change=True,
+    )
+    batch_size: int | None = option(None, "Samples per rank and backward pass.", at_least(1))
+    optimizer: str | None = option(
+        None, "Optimizer. muon (only in PyTorch) uses Muon for hidden matrices, and AdamW for the head, embeddings, "
+        "convolutions, norms and biases.",
+        choices=OPTIMIZERS, shown="adamw for gpt, vit, encoder and heavy-tails, else sgd", before="sgd",
+    )
+    lr: float | None = option(None, "Learning rate. It is not scaled by the number of ranks.", _POSITIVE)
+    momentum: float = option(0.9, "Momentum of SGD.", below(0, 1))
+    nesterov: bool = option(False, "Use Nesterov's momentum.")
+    betas: tuple[float, float] = option(
+        (0.9, 0.95), "Decay rates of AdamW's moments.", _TWO_RATES, metavar="B1,B2", items="numbers, such as 0.9,0.95"
+    )
+    freeze_after: int | None = option(
+        None, "With compressed-adam: number of steps after which the second moment is frozen, and ranks send the "
+        "momentum.",
+        at_least(1), metavar="STEPS", shown="15 % of the run",
+    )
+    freeze_compression: str = option(
+        "int4", "With compressed-adam: compressor of the gradients before freezing.", metavar="SPEC"
+    )
+    local_steps: int | str = option(
+        1, "Number of steps that each rank makes on its own between two exchanges; only in PyTorch. An outer Nesterov "
+        "step follows each exchange, as in DiLoCo. With compressed-adam, local steps begin after freezing, and there "
+        "is no outer step. auto: the number is chosen from the times of steps and exchanges, and from how far the "
+        "ranks drift apart.",
+        metavar="K|auto",
+    )
+    fragments: int = option(
+        1, "With local steps: number of groups of parameters, which are exchanged at staggered steps, as in Streaming "
+        "DiLoCo.",
+        metavar="P",
+    )
+    delay: int = option(
+        0, "With local steps: number of steps that ranks continue to train while a group is exchanged.",
+        metavar="STEPS",
+    )
+    local_share: float = option(
+        0.0, "With local steps: share of its own weights that a rank keeps after an exchange.",
+        below(0, 1), metavar="SHARE",
+    )
+    outer_lr: float | None = option(
+        None, "Learning rate of the outer step. With --outer-lr 1 --outer-momentum 0 and no --local-steps, the ranks "
+        "exchange the change of the weights in each step instead of the gradient.",
+        between(0, 1), metavar="LR", shown="0.7",
+    )
+    outer_momentum: float | None = option(None, "Momentum of the outer step.", between(0, 1), metavar="M", shown="0.9")
+    refreshes_per_gap: int | None = option(
+        None, "With compressed-adam: number of refreshes of the frozen second moment after which the gap between "
+        "refreshes doubles. 0/1 Adam uses 16.",
+        at_least(1), metavar="N", shown="no refresh",
+    )
+    weight_decay: float | None = option(
+        None, "Weight decay. SGD applies it to all parameters, other optimizers only to matrices.",
+        at_least(0, "0 or more"),
+    )
+    schedule: str = option("step", "Learning-rate schedule: steps at --milestones, or a cosine.", choices=SCHEDULES)
+    milestones: tuple[float, ...] = option(
+        (), "Epochs after which the learning rate is multiplied by --gamma.",
+        _GROWING, metavar="E,E,...", items="epochs, such as 3,4",
+    )
+    gamma: float = option(0.1, "Factor of the learning rate at each milestone, or at the end of the cosine.", SHARE)
+    warm_up: float = option(0.0, "Epochs over which the learning rate grows from 0.", at_least(0, "0 epochs or more"))
+    clip_norm: float | None = option(
+        None, "Largest norm of the averaged gradient; 0: no limit.", at_least(0, "0 (no clipping) or more")
+    )
+    backward_passes_per_step: int = option(1, "Number of backward passes per optimizer step.", at_least(1))
+    simulate_ranks: int | None = option(
+        None, "Train N simulated ranks in this process, without a launcher. The weights equal the weights of real "
+        "ranks.",
+        at_least(1), metavar="N", shown=False, may_change=True,
+    )
+    link: str | None = option(
+        None, "Rate of each simulated rank's link, for predicted times: 100mbit, 1gbit or 10gbit. If you give several "
+        "rates, separated by commas, the same run is timed for each of them.",
+        metavar="RATE,...", shown="exchanges take no time", may_change=True,
+    )
+    seed: int = option(
+        0, "Seed of all random numbers, except the split into training and test data.", between(0, 2**31 - 1)
+    )
+    output: Path | None = option(None, "Folder for steps.jsonl, epochs.jsonl and summary.json.")
+    overwrite: bool = option(False, "Replace an earlier run in --output.", may_change=True)
+    tensorboard: bool = option(False, "Also write TensorBoard's files, in --output.", may_change=True)
+    metrics_port: int | None = option(
+        None, "Port on which rank 0 gives bytes, levels and times to Prometheus.",
+        between(1, 65535, "from 1 to 65535, such as 9400"), metavar="PORT", shown=False, may_change=True,
+    )
+    metrics_address: str = option(
+        "127.0.0.1", "Address on which rank 0 listens; 0.0.0.0 for access from other hosts.",
+        metavar="ADDRESS", may_change=True,
+    )
+    checkpoint_folder: Path | None = option(
+        None, "Folder for checkpoints, shared by all hosts. The run resumes from the newest checkpoint. On SIGUSR1 or "
+        "SIGTERM, it saves a checkpoint and stops.",
+    )
+    checkpoint_every: int | None = option(
+        None, "Number of steps between checkpoints.",
+        at_least(1), metavar="STEPS", shown="at the end of each epoch", may_change=True,
+    )
+    residuals: str = option(
+        "keep", "When the run resumes, on any number of ranks: keep or drop the checkpoint's residuals.",
+        choices=RESIDUALS, may_change=True,
+    )
+    elastic: bool = option(
+        False, "Resume from the checkpoint when ranks are lost or added; needs horovodrun --host-discovery-script.",
+        may_change=True,
+    )
+    samples: int | None = option(None, "Train on the first N samples.", at_least(1), metavar="N", shown="all")
+    validation_samples: int = option(
+        0, "Number of training samples to use for validation instead, if the data have no validation part.",
+        at_least(0, "0 or more"), metavar="N",
+    )
+    label_noise: float = option(
+        0.0, "Fraction of training labels to replace by random labels.", between(0, 1, "a fraction from 0 to 1")
+    )
+    image_size: int = option(32, "Side of synthetic images, in pixels.", at_least(4, "at least 4 pixels"))
+    table_rows: int = option(
+        20_000, "Number of rows in each of dlrm's tables. Criteo's categories are hashed into these rows.",
+        between(2, 2**24, "from 2 to 16777216, because larger ids are not exact in float32"),
+    )
+    text_size: int | None = option(
+        None, "Size of the training text: in bytes for the data text, in characters for stdlib-text.",
+        at_least(10_000, "at least 10000 characters"),
+    )
+    text_unit: str = option("char", "What a token of stdlib-text is.", choices=("char", "word"))
+    sequence_length: int | None = option(None, "Number of tokens in a sequence of text.", at_least(1))
+    progress: bool = option(True, "Show the progress.", flags=("--progress/--no-progress",), may_change=True)
+    # fmt: on
 
     def resolved(self) -> TrainingOptions:
         """These options with a value for every None, checked.
@@ -186,23 +322,13 @@ class TrainingOptions:
             sequence_length=_either(self.sequence_length, _SEQUENCES.get(self.data, 35)),
             text_size=_either(self.text_size, _TEXT_SIZES.get(self.data, 400_000)),
         )
-        chosen.check_values()
+        chosen.check_together()
         chosen.check_target()
         return chosen
 
     def _check_names(self) -> None:
-        for option, value, choices in (
-            ("--framework", self.framework, FRAMEWORKS),
-            ("--backend", self.backend, BACKENDS if self.simulate_ranks is None else ("auto", SIMULATED)),
-            ("--model", self.model, MODELS),
-            ("--data", self.data, DATA),
-            ("--optimizer", self.optimizer or "sgd", OPTIMIZERS),
-            ("--schedule", self.schedule, SCHEDULES),
-            ("--overlap", self.overlap, OVERLAP),
-            ("--residuals", self.residuals, RESIDUALS),
-        ):
-            if value not in choices:
-                raise SetupError(f"{option} {value!r} is unknown; choose one of {', '.join(choices)}")
+        backends = BACKENDS if self.simulate_ranks is None else ("auto", SIMULATED)
+        check(self, SetupError, {"backend": backends})
         suitable = [name for models, data in FAMILIES if self.model in models for name in data]
         if self.data not in suitable:
             raise SetupError(
@@ -213,11 +339,8 @@ class TrainingOptions:
         if self.data not in FOLDER_DATA and self.data_dir is not None:
             raise SetupError(f"--data {self.data} needs no --data-dir; leave it out")
 
-    def check_values(self) -> None:
-        """Refuses values that are out of range or do not fit together."""
-        assert self.lr is not None
-        assert self.weight_decay is not None
-        assert self.clip_norm is not None
+    def check_together(self) -> None:
+        """Refuses values that do not fit together."""
         overlaps = self.framework == "torch"
         at_once = f"--framework {self.framework} sends all gradients of a step at once"
         checks = (
@@ -226,19 +349,9 @@ class TrainingOptions:
                 f"--overlap on is not possible, because {at_once}; use --overlap auto, or use --framework torch",
             ),
             (
-                self.bucket_bytes is None or self.bucket_bytes >= 1,
-                f"--bucket-bytes {self.bucket_bytes} must be at least 1",
-            ),
-            (
                 overlaps or self.bucket_bytes is None,
                 f"--bucket-bytes {self.bucket_bytes} is not possible, because {at_once}; leave it out, or use "
                 "--framework torch",
-            ),
-            (self.epochs >= 1, f"--epochs {self.epochs} must be at least 1"),
-            (self.steps is None or self.steps >= 1, f"--steps {self.steps} must be at least 1"),
-            (
-                self.evaluate_every is None or self.evaluate_every >= 1,
-                f"--evaluate-every {self.evaluate_every} must be at least 1",
             ),
             (
                 self.until is None or self.has_validation,
@@ -250,27 +363,15 @@ class TrainingOptions:
                 f"--evaluate-every {self.evaluate_every} needs a validation part, and --data {self.data} has none of "
                 "its own; hold some of the training samples back with --validation-samples N",
             ),
-            (self.validation_samples >= 0, f"--validation-samples {self.validation_samples} must be 0 or more"),
             (
                 self.validation_samples == 0 or self.data not in VALIDATED_DATA,
                 f"--validation-samples {self.validation_samples} cannot be used, because --data {self.data} has a "
                 "validation part of its own; leave it out",
             ),
-            ((self.batch_size or 0) >= 1, f"--batch-size {self.batch_size} must be at least 1"),
-            (_is_finite(self.lr) and self.lr > 0, f"--lr {self.lr} must be a positive number"),
-            (0 <= self.momentum < 1, f"--momentum {self.momentum} must be at least 0 and less than 1"),
             (not self.nesterov or self.momentum > 0, "--nesterov needs a --momentum above 0"),
             (
                 not self.nesterov or self.optimizer == "sgd",
                 f"--nesterov is a form of SGD's momentum; leave it out with --optimizer {self.optimizer}",
-            ),
-            (
-                len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
-                f"--betas {_join(self.betas)} must be two numbers, each at least 0 and less than 1, such as 0.9,0.95",
-            ),
-            (
-                self.freeze_after is None or self.freeze_after >= 1,
-                f"--freeze-after {self.freeze_after} must be at least 1",
             ),
             (
                 self.freeze_after is None or self.optimizer == "compressed-adam",
@@ -298,35 +399,17 @@ class TrainingOptions:
             ),
             (
                 self.schedule == "step" or not self.milestones,
-                f"--milestones {_join(self.milestones)} work only with --schedule step; leave them out with "
+                f"--milestones {text_of(self.milestones)} work only with --schedule step; leave them out with "
                 f"--schedule {self.schedule}",
             ),
             (
-                _is_finite(self.weight_decay) and self.weight_decay >= 0,
-                f"--weight-decay {self.weight_decay} must be 0 or more",
-            ),
-            (0 < self.gamma <= 1, f"--gamma {self.gamma} must be above 0 and at most 1"),
-            (
-                all(_is_finite(m) and m > 0 for m in self.milestones)
-                and list(self.milestones) == sorted(set(self.milestones)),
-                f"--milestones {_join(self.milestones)} must be epochs above 0, each later than the one before",
-            ),
-            (
                 self.steps is not None or all(m < self.epochs for m in self.milestones),
-                f"--milestones {_join(self.milestones)} must all be before the end of the run, --epochs {self.epochs}",
+                f"--milestones {text_of(self.milestones)} must all be before the end of the run, --epochs "
+                f"{self.epochs}",
             ),
-            (_is_finite(self.warm_up) and self.warm_up >= 0, f"--warm-up {self.warm_up} must be 0 epochs or more"),
             (
                 not self.milestones or self.warm_up <= self.milestones[0],
-                f"--warm-up {self.warm_up} must end before the first of --milestones {_join(self.milestones)}",
-            ),
-            (
-                _is_finite(self.clip_norm) and self.clip_norm >= 0,
-                f"--clip-norm {self.clip_norm} must be 0 (no clipping) or more",
-            ),
-            (
-                self.backward_passes_per_step >= 1,
-                f"--backward-passes-per-step {self.backward_passes_per_step} must be at least 1",
+                f"--warm-up {self.warm_up} must end before the first of --milestones {text_of(self.milestones)}",
             ),
             *self._checks_of_local_steps(),
             *self._checks_of_streaming(),
@@ -334,25 +417,9 @@ class TrainingOptions:
             *self._checks_of_refreshes(),
             *self._checks_of_simulation(),
             *self._checks_of_fsdp(),
-            (0 <= self.seed < 2**31, f"--seed {self.seed} must be from 0 to 2147483647"),
-            (self.samples is None or self.samples >= 1, f"--samples {self.samples} must be at least 1"),
-            (0 <= self.label_noise <= 1, f"--label-noise {self.label_noise} must be a fraction from 0 to 1"),
             (
                 self.label_noise == 0 or self.data in LABELLED_DATA,
                 f"--label-noise needs labels, and --data {self.data} has none; use one of {', '.join(LABELLED_DATA)}",
-            ),
-            (self.image_size >= 4, f"--image-size {self.image_size} must be at least 4 pixels"),
-            (
-                2 <= self.table_rows <= 2**24,
-                f"--table-rows {self.table_rows} must be from 2 to 16777216, because larger ids are not exact in "
-                "float32",
-            ),
-            (self.text_unit in ("char", "word"), f"--text-unit {self.text_unit!r} must be char or word"),
-            ((self.text_size or 0) >= 10_000, f"--text-size {self.text_size} must be at least 10000 characters"),
-            ((self.sequence_length or 0) >= 1, f"--sequence-length {self.sequence_length} must be at least 1"),
-            (
-                self.checkpoint_every is None or self.checkpoint_every >= 1,
-                f"--checkpoint-every {self.checkpoint_every} must be at least 1",
             ),
             (
                 not self.elastic or self.checkpoint_folder is not None,
@@ -361,10 +428,6 @@ class TrainingOptions:
             (
                 self.checkpoint_every is None or self.checkpoint_folder is not None,
                 "--checkpoint-every needs --checkpoint-folder DIR",
-            ),
-            (
-                self.metrics_port is None or 1 <= self.metrics_port <= 65535,
-                f"--metrics-port {self.metrics_port} must be from 1 to 65535, such as 9400",
             ),
             (
                 bool(self.metrics_address),
@@ -430,36 +493,32 @@ class TrainingOptions:
 
     def _checks_of_streaming(self) -> Iterator[tuple[bool, str]]:
         every = self.local_steps
-        takes = self.steps_alone and self.optimizer != "compressed-adam"
+        has_outer = self.steps_alone and self.optimizer != "compressed-adam"
         for name in ("fragments", "delay", "local_share"):
             value = getattr(self, name)
             yield (
-                (takes and isinstance(every, int)) or value == getattr(TrainingOptions, name),
+                (has_outer and isinstance(every, int)) or value == getattr(TrainingOptions, name),
                 f"--{name.replace('_', '-')} {value} needs --local-steps N with a number above 1, and does not work "
                 "with compressed-adam",
             )
-        if takes and isinstance(every, int):
+        if has_outer and isinstance(every, int):
             yield 1 <= self.fragments <= every, f"--fragments {self.fragments} must be from 1 to --local-steps {every}"
             yield (
                 0 <= self.delay * self.fragments < every,
                 f"--delay {self.delay} must be from 0 to {(every - 1) // max(1, self.fragments)} steps, because a "
                 "fragment is applied before the next one is sent",
             )
-            yield 0 <= self.local_share < 1, f"--local-share {self.local_share} must be at least 0 and less than 1"
 
     def _checks_of_outer_step(self) -> Iterator[tuple[bool, str]]:
         for name, value in (("--outer-lr", self.outer_lr), ("--outer-momentum", self.outer_momentum)):
-            shown = f"{name} {value}"
             yield (
                 value is None or self.optimizer != "compressed-adam",
-                f"{shown} does not work with compressed-adam, which has no outer step",
+                f"{name} {value} does not work with compressed-adam, which has no outer step",
             )
-            yield value is None or 0 <= value <= 1, f"{shown} must be from 0 to 1"
 
     def _checks_of_refreshes(self) -> list[tuple[bool, str]]:
         refreshes, shown = self.refreshes_per_gap, f"--refreshes-per-gap {self.refreshes_per_gap}"
         return [
-            (refreshes is None or refreshes >= 1, f"{shown} must be at least 1"),
             (
                 refreshes is None or self.optimizer == "compressed-adam",
                 f"{shown} works only with --optimizer compressed-adam; leave it out with --optimizer {self.optimizer}",
@@ -472,10 +531,9 @@ class TrainingOptions:
         ]
 
     def _checks_of_simulation(self) -> list[tuple[bool, str]]:
-        ranks, simulated = self.simulate_ranks, self.simulate_ranks is not None
-        shown, links = f"--simulate-ranks {ranks}", links_of(self.link)
+        simulated = self.simulate_ranks is not None
+        shown, links = f"--simulate-ranks {self.simulate_ranks}", links_of(self.link)
         return [
-            (ranks is None or ranks >= 1, f"{shown} must be at least 1"),
             (
                 self.link is None or simulated,
                 f"--link {self.link} needs simulated ranks; give --simulate-ranks N too, or leave it out",
@@ -639,11 +697,3 @@ def _is_rate(text: str) -> bool:
         return parse_rate(text) > 0
     except ValueError:
         return False
-
-
-def _is_finite(value: float) -> bool:
-    return math.isfinite(value)
-
-
-def _join(values: tuple[float, ...]) -> str:
-    return ",".join(f"{value:g}" for value in values)

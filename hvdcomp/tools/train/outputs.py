@@ -58,11 +58,11 @@ def _check_output(folder: Path, overwrite: bool, sizes: Mapping[str, int] | None
                     "name the same --output as before, or another --checkpoint-folder"
                 )
         return
-    held = [name for name in (*RECORDS, SUMMARY, DECISIONS, TENSORBOARD) if (folder / name).exists()]
-    held += [file.name for file in put_aside_before(folder / DECISIONS).values()]
-    if held and not overwrite:
+    files = [name for name in (*RECORDS, SUMMARY, DECISIONS, TENSORBOARD) if (folder / name).exists()]
+    files += [file.name for file in put_aside_before(folder / DECISIONS).values()]
+    if files and not overwrite:
         raise SetupError(
-            f"--output {folder} already contains a run ({held[0]}): name another folder, or add --overwrite"
+            f"--output {folder} already contains a run ({files[0]}): name another folder, or add --overwrite"
         )
     existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not existing.is_dir():

@@ -105,8 +105,8 @@ class Ranks(ABC):
         errors = self.gather(error, "errors")
         failed = [rank for rank, message in enumerate(errors) if message is not None]
         if failed:
-            where = "" if len(failed) == len(errors) else f"on rank {failed[0]}: "
-            raise RunRefused(f"{where}{errors[failed[0]]}")
+            prefix = "" if len(failed) == len(errors) else f"on rank {failed[0]}: "
+            raise RunRefused(f"{prefix}{errors[failed[0]]}")
         return built
 
     def check_same(self, facts: dict[str, Any]) -> None:

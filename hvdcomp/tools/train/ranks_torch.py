@@ -19,7 +19,7 @@ _PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 class TorchRanks(Ranks):
     """All ranks of torchrun, or of another launcher that sets the same variables; without a launcher, this process.
-    torch.distributed is initialized if necessary: with Gloo, and with NCCL if there are CUDA devices.
+    torch.distributed is initialized if necessary: with Gloo, and with NCCL for CUDA devices, unless ranks share one.
 
     Args:
         timeout: seconds that a rank waits for another; None for PyTorch's default.
@@ -60,19 +60,31 @@ class TorchRanks(Ranks):
         os._exit(code)
 
 
+def _libraries(store: dist.Store, size: int) -> str:
+    """The libraries that carry tensors, as `init_process_group` names them; the same on all ranks, which must all call
+    it. NCCL carries those on CUDA devices if each rank has a device of its own, because it refuses to share one."""
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if torch.cuda.is_available() and torch.cuda.device_count() >= local_size:
+        store.add("hvdcomp/ranks with their own device", 1)
+    if store.add("hvdcomp/ranks that were asked", 1) == size:  # the last rank knows of all
+        have_own_devices = store.add("hvdcomp/ranks with their own device", 0) == size
+        store.set("hvdcomp/libraries", "cpu:gloo,cuda:nccl" if have_own_devices else "gloo")
+    return store.get("hvdcomp/libraries").decode()
+
+
 def _start(timeout: timedelta | None) -> None:
     """Calls `init_process_group`, also after a restart by torchrun."""
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     present = [name for name in _PLACE if name in os.environ]
     if not present:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        _connect(dist.HashStore(), 0, 1, timeout)
         return
     if len(present) < len(_PLACE):
         missing = ", ".join(name for name in _PLACE if name not in present)
         first = present[0]
         raise SetupError(f"{first} is set and {missing} is not: start the ranks with torchrun, or unset {first}")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        dist.init_process_group(backend, timeout=timeout)
+        store, rank, size = next(dist.rendezvous("env://", **({} if timeout is None else {"timeout": timeout})))
+        _connect(dist.PrefixStore("hvdcomp", store), rank, size, timeout)
         return
     # torchrun's store, which all its restarts share, contains addresses of earlier ranks.
     nodes, restarts = os.environ["GROUP_WORLD_SIZE"], os.environ["TORCHELASTIC_MAX_RESTARTS"]
@@ -85,4 +97,9 @@ def _start(timeout: timedelta | None) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, is_master=False)
     restart_store = dist.PrefixStore(f"hvdcomp/{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-    dist.init_process_group(backend, store=restart_store, rank=rank, world_size=size, timeout=timeout)
+    _connect(restart_store, rank, size, timeout)
+
+
+def _connect(store: dist.Store, rank: int, size: int, timeout: timedelta | None) -> None:
+    libraries = _libraries(store, size)
+    dist.init_process_group(libraries, store=store, rank=rank, world_size=size, timeout=timeout)

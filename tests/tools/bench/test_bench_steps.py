@@ -21,7 +21,7 @@ from hvdcomp.errors import SpecError
 from hvdcomp.perfmodel import Calibration, CollectiveCost, Compute, EncodeTime, ModelFacts, Network, as_json
 from hvdcomp.tools.bench import steps as runs
 from hvdcomp.tools.bench.compare import choices, compare, errors, gains
-from hvdcomp.tools.bench.compare_files import auto_summary, summary, write
+from hvdcomp.tools.bench.compare_files import auto_summary, markdown, summary, write
 from hvdcomp.tools.bench.compare_worker import able_to_take_turns
 from hvdcomp.tools.bench.places import Hosts, Place, parse_hosts, place_of
 from hvdcomp.tools.bench.steps_worker import check_method
@@ -29,6 +29,7 @@ from hvdcomp.tools.bench.trainings import OVERLAPS, Times, trainings_of
 from hvdcomp.tools.commands.bench import command
 from hvdcomp.tools.commands.bench_steps import _steps_command
 from tests.launched import run_ranks
+from tests.loaded import ROOT
 
 pytestmark = pytest.mark.alone
 
@@ -93,10 +94,11 @@ def test_a_row_says_how_most_of_it_travels() -> None:
         "none": "allreduce", "hvd.fp16": "allreduce", "topk:ratio=0.01": "gather", "powersgd:rank=4": "allreduce",
         "qsgd:bits=4,exchange=scatter": "scatter", "qsgd:bits=4": "gather",
     }  # fmt: skip
-    said = summary(compare(run))
-    assert "for 3 predictions with an all-gather or allreduce, " in said
-    assert "for 1 predictions with scattered payloads, " in said
-    assert "for 4 predictions without overlap." in said  # nothing says that this run had any
+    page = markdown("steps", compare(run), {"command": "c", "runs": [run]})
+    assert "\n| an all-gather or allreduce | 3 | " in page
+    assert "\n| scattered payloads | 1 | " in page
+    assert "\n| no overlap | 4 | " in page  # nothing says that this run had any
+    assert "\n| overlap | " not in page
 
 
 def test_two_levels_are_predicted_from_what_is_known_of_nodes() -> None:
@@ -112,7 +114,8 @@ def test_two_levels_are_predicted_from_what_is_known_of_nodes() -> None:
     assert rows[both].encode_ms == pytest.approx(rows[flat].encode_ms / 2)
     # A reduce-scatter and an allgather of 4 MB in the node, half of it each way, and half a payload to the other node.
     assert rows[both].network_ms == pytest.approx(20 + 20 + rows[flat].network_ms / 3 / 2, rel=0.02)
-    assert "for 1 predictions in two levels" in summary(list(rows.values()))
+    page = markdown("steps", list(rows.values()), {"command": "c", "runs": [run]})
+    assert "\n| two levels | 1 | " in page
 
 
 def test_hosts_are_written_with_their_ranks() -> None:
@@ -180,9 +183,11 @@ def test_trainings_have_a_form_for_each_overlap_but_casts_have_one(monkeypatch: 
         numel = 10**7
 
         def __init__(
-            self, _carrier: Any, method: str, _model: str, _batch: int, _seed: int, overlap_bytes: int | None = None
-        ) -> None:
+            self, _carrier: Any, method: str, _model: str, _batch: int, _seed: int, overlap_bytes: int | None = None,
+            device: str = "",
+        ) -> None:  # fmt: skip
             self.times = Times(method, overlap_bytes)
+            self.device = device
 
     carrier: Any = SimpleNamespace(early_bytes=5 * 10**6)
     monkeypatch.setattr("hvdcomp.tools.bench.trainings.Training", Named)
@@ -194,6 +199,8 @@ def test_trainings_have_a_form_for_each_overlap_but_casts_have_one(monkeypatch: 
     assert [one.times.name for one in trainings_of(carrier, "mlp", methods[2:], (5000, 0), 4, 0)][2:] == [
         "qsgd:bits=4, 5,000", "qsgd:bits=4, at the end"
     ]  # fmt: skip
+    there: list[Any] = trainings_of(carrier, "mlp", methods, (None,), 4, 0, "cuda:1")
+    assert {one.device for one in there} == {"cuda:1"}
     Named.numel = 10**6  # of which nothing is sent early
     assert names(methods, "both") == [*once, "qsgd:bits=4"]
 
@@ -213,11 +220,14 @@ def test_gains_and_files(tmp_path: Path) -> None:
     with files[1].open() as stream:
         assert [float(row["measured_ms"]) for row in csv.DictReader(stream)] == [row.measured_ms for row in rows]
     text = files[2].read_text()
-    assert "Made by `hvdcomp bench steps`, at commit `abc123`. " in text
-    assert [line for line in summary(rows).splitlines() if f"- {line}" not in text.splitlines()] == []
-    assert "one of dense and fp16: m 2.00 at 1gbit. The predictions named this compressor in 0 of 2 settings." in text
+    assert "Made by `hvdcomp bench steps`, at commit `abc123`.\n" in text
+    assert set(summary(rows)) < set(text.splitlines())
+    assert (
+        "whichever is faster, as a range over the clusters:\n\n| model | 1gbit |\n| --- | --- |\n| m | 2.00 |" in text
+    )
+    assert "The predictions name the fastest compressor in 0 of 2 settings." in text
     right = [replace(row, predicted_ms=row.measured_ms) for row in rows[: len(rows) // 2]]
-    assert "named this compressor in 1 of 2 settings." in summary([*right, *rows[len(rows) // 2 :]])
+    assert summary([*right, *rows[len(rows) // 2 :]])[1].endswith(" in 1 of 2 settings.")
     assert "two are" in text.splitlines()
     assert "| topk:ratio=0.01 | 2 | 2 | " in text  # the fastest in both, and its errors
     assert "| powersgd:rank=4 | 2 | 0 | " in text
@@ -229,8 +239,17 @@ def test_gains_and_files(tmp_path: Path) -> None:
     assert [tuple(row[name] for name in names) for row in fastest] == [
         (hosts, "1gbit", "m", "topk:ratio=0.01", "3.0", "2.0", "2.0", "powersgd:rank=4") for hosts in ("2", "4")
     ]
-    assert "1 calibrated numbers differ by more than 15%, at most by 42% (m, passes; m, 2 hosts, 1gbit)." in text
+    assert "1 are noisy: their repeated medians differ by more than 15%." in text
+    assert "The largest difference is 42% (m, passes; m, 2 hosts, 1gbit)." in text
     assert all(file.read_bytes().startswith(b"\x89PNG") for file in (files[3], files[5]))
+
+
+@pytest.mark.parametrize("folder", ["", "exchange", "exchange/overlap", "steps-resnet20"])
+def test_the_page_in_docs_is_that_of_the_measurements_beside_it(folder: str) -> None:
+    file = ROOT / "docs" / folder / "steps-measured.json"
+    details = json.loads(file.read_text())
+    rows = [row for run in details["runs"] for row in compare(run)]
+    assert file.with_suffix(".md").read_text() == markdown("steps-measured", rows, details)
 
 
 def with_auto(turns: dict[str, list[list[float]]], best: str) -> dict[str, Any]:
@@ -257,7 +276,7 @@ def test_auto_is_held_against_the_best_static_choice_turn_by_turn() -> None:
     assert close.over_dense == pytest.approx(1.0)
     said = auto_summary([found, close])
     assert "1.025 times as long as with the best static choice" in said
-    assert "at most 1.000 times as long as with dense gradients (m, 2 hosts, 1gbit)" in said
+    assert "gradients, it takes 1.000 times as long in the worst setting (m, 2 hosts, 1gbit)" in said
     assert choices([result()]) == []
     del run["steps"]["auto"]["compressors"]
     run["steps"]["auto"]["compressor"] = "efsignsgd"  # as it was kept when there was one

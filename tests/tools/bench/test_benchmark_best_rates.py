@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -13,12 +14,19 @@ import pytest
 from click.testing import CliRunner
 
 from hvdcomp.tools.train.options import TrainingOptions
-from tests.loaded import load_file
+from tests.loaded import load_benchmark
+
+FILES = ("rows", "search", "outcomes", "page")
 
 
 @pytest.fixture
 def benchmark_file() -> ModuleType:
-    return load_file("benchmarks/best_rates.py", "benchmark_best_rates")
+    """The command, and beside its own names all those of the files that it is made of."""
+    command = load_benchmark("best_rates")
+    for name in FILES:
+        for key, value in vars(sys.modules[f"best_rates_{name}"]).items():
+            vars(command).setdefault(key, value)
+    return command
 
 
 Loss = Callable[[Any], float | None]
@@ -81,6 +89,8 @@ def test_quick_workloads_have_harsh_methods_and_another_optimizer_in_place_of_ad
     assert frozen == (set(benchmark_file.FROZEN) if given["optimizer"] == "adamw" else set())
     for spec in methods:
         own = options[spec]
+        if spec in benchmark_file.STEPS:
+            continue
         assert own.lr == given["lr"]
         assert own.compression == spec.removeprefix("compressed-adam ")
         assert own.optimizer == ("compressed-adam" if spec in frozen else given["optimizer"])
@@ -139,32 +149,73 @@ def test_the_search_ends_where_every_rate_diverges(benchmark_file: ModuleType, t
     assert benchmark_file.grid_of("gpt", "eden", tmp_path, 0).next == ()
 
 
+SEEDS = (101, 102, 103, 104, 105)
+
+
+def _page(benchmark_file: ModuleType, runs: Path, file: Path) -> str:
+    words = ["--page-only", "--runs", str(runs), "--table", str(file)]
+    done = CliRunner().invoke(benchmark_file.main, words)
+    assert done.exit_code == 0, done.output
+    return file.read_text()
+
+
 def test_the_page_compares_each_at_its_own_best_rate(benchmark_file: ModuleType, tmp_path: Path) -> None:
     runs, file, order = tmp_path / "runs", tmp_path / "page.md", []
     best = {"none": 1, "eden": 2}
 
     def loss(run: Any) -> float | None:
-        chance = 0.01 * (run.seed - 102)
+        chance = 0.01 * (run.seed - 103)
         worse = {"none": 0.0, "eden": 0.01, "terngrad": 0.2}.get(run.spec, 0.1)
         return (2.0 + chance) * (1 + worse) * 1.005 ** abs(run.doublings - best.get(run.spec, 1))
 
-    train, seeds = _trainer(loss, order), (101, 102, 103)
+    train = _trainer(loss, order)
     methods = benchmark_file.methods_of("gpt")
     benchmark_file.search("gpt", methods, runs, train)
-    train(benchmark_file.at_best_rates("gpt", methods, runs, seeds))
-    rest = benchmark_file.at_rate_of_dense("gpt", methods, runs, seeds)
+    train(benchmark_file.at_best_rates("gpt", methods, runs, SEEDS))
+    rest = benchmark_file.at_rate_of_dense("gpt", methods, runs, SEEDS)
     train([run for run in rest if run.record is None])
-    words = ["--page-only", "--seeds", "101,102,103", "--runs", str(runs), "--table", str(file)]
-    done = CliRunner().invoke(benchmark_file.main, words)
-    assert done.exit_code == 0, done.output
-    page = file.read_text()
+    page = _page(benchmark_file, runs, file)
     assert "at commit `abc`" in page
-    assert "| `none` | 1.0 | 0.004 | 2.0000 ± 0.0248 |" in page
-    row = "| `eden` | 13.0 | 0.008 | 2.0200 ± 0.0251 | +1.00 ± 0.00 | +1.50 ± 0.00 | 0.004 to 0.016 |"
+    assert f"| gpt | {len(methods)} | 0 | 0 |" in page
+    assert "| `none` | 1.0 | 0.004 | 2.0000 ± 0.0196 |" in page
+    row = "| `eden` | 13.0 | 0.008 | 2.0200 ± 0.0198 | +1.00 ± 0.00 | +1.50 ± 0.00 | 0.004 to 0.016 |"
     assert row in page, [line for line in page.splitlines() if line.startswith("| `eden`")]
     better = [line for line in page.splitlines() if line.startswith("| `eden` | `terngrad`")]
     assert better == ["| `eden` | `terngrad` | 100% | -15.83 ± 0.00 | **better** |"]
     assert "gpt,eden:bits=1,4,23.5" in file.with_suffix(".csv").read_text()
+    assert f"**How many trainings**: {len(order)}, in" in page
+    searched = sum(run.seed in benchmark_file.SEARCHED for run in order)
+    assert f"search made {searched} of them" in " ".join(page.split())
+
+
+def test_the_page_shows_no_figures_of_a_row_that_is_not_complete(benchmark_file: ModuleType, tmp_path: Path) -> None:
+    runs, file = tmp_path / "runs", tmp_path / "page.md"
+
+    def loss(run: Any) -> float | None:
+        return None if run.spec == "int8" else 2.0 + abs(run.doublings) / 10
+
+    train = _trainer(loss, [])
+    search = lambda *methods: benchmark_file.search("heavy-tails", methods, runs, train)  # noqa: E731
+    own = lambda spec, seeds: [benchmark_file.RateRun("heavy-tails", seed, runs, spec, 0) for seed in seeds]  # noqa: E731
+    search("none", "eden", "int8")
+    train(own("none", SEEDS[:4]) + own("eden", SEEDS))
+    train([benchmark_file.RateRun("heavy-tails", 0, runs, "int4", at) for at in (0, 1)])
+    train([benchmark_file.RateRun("heavy-tails", 0, runs, "terngrad", at) for at in (-1, 0, 1)])
+    page = " ".join(_page(benchmark_file, runs, file).split())
+    assert "| heavy-tails | 0 | 5 | 5 |" in page
+    assert page.count("No row of this workload is complete.") == len(benchmark_file.WORKLOADS)
+    assert "- `none` lacks 1 of 5 held-out seeds." in page
+    assert "- `eden` lacks a complete row of dense training." in page
+    assert "- `int4` lacks a worse rate on either side of the best of 2 rates, 5 of 5 held-out seeds" in page
+    assert "- `terngrad` lacks the seeds 1, 2 at the rates that are close to the best, 5 of 5 held-out seeds" in page
+    assert "- `int8` lacks a best rate inside the grid, within 8 factors of two" in page
+    assert "- No training was made with `eden:bits=1`, `powersgd:rank=4`" in page
+    assert "| `eden` |" not in page
+    train(own("none", SEEDS[4:]))
+    page = " ".join(_page(benchmark_file, runs, file).split())
+    assert "| heavy-tails | 2 | 3 | 5 |" in page
+    assert "| `eden` | 13.0 | 0.016 | 2.0000 ± 0.0000 | +0.00 ± 0.00 |" in page
+    assert "heavy-tails,int8,4,,,,,,,,,,,,," in file.with_suffix(".csv").read_text()
 
 
 def test_the_verdict_is_by_the_interval(benchmark_file: ModuleType) -> None:
@@ -185,4 +236,7 @@ def test_the_seeds_of_the_search_are_not_reported(benchmark_file: ModuleType, tm
     assert done.exit_code == 2
     assert "the search sees 0, 1; give others" in done.output
     done = CliRunner().invoke(benchmark_file.main, ["--page-only", "--runs", str(tmp_path)])
-    assert "there is no finished method in" in done.output
+    assert "there is no finished training in" in done.output
+    done = CliRunner().invoke(benchmark_file.main, ["--dry-run", "--runs", str(tmp_path), "--only", "edn"])
+    assert done.exit_code == 2
+    assert "edn is no row; choose from none, eden" in done.output

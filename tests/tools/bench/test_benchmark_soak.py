@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,15 @@ def test_the_table_tells_what_grew_and_what_failed() -> None:
     assert "`warmup:levels=0.25\\|0.05,epochs=1`" in warmup
     assert warmup.endswith("|  |  |  |  |  | the ranks ended with status 1: see x |")
     assert auto.endswith("| 95.4 | 95.4 | 9 | 3 | 0 | yes |")
+
+
+def test_the_page_in_docs_begins_as_the_benchmark_writes_it() -> None:
+    page = (ROOT / "docs" / "soak.md").read_text()
+    names = re.findall(r"^\| ([^|]+) \| `", page, re.MULTILINE)
+    written = soak.page_of({name: {"ranks": [], "grows": [], "faults": {}} for name in names}, 2000, 2, 0.05)
+    written = re.sub("at commit `[^`]*`", "at commit `784ad0f`", written)
+    assert page.partition("\n| case |")[0] == written.partition("\n| case |")[0]
+    assert page.count(" yes |\n") == len(names) == 16
 
 
 @pytest.mark.alone

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,6 +52,7 @@ from hvdcomp.tools.bench.fit import (
 from hvdcomp.tools.bench.levels import Levels, find_levels
 from hvdcomp.tools.commands.advise import command as advise
 from hvdcomp.tools.commands.calibrate import TWO_LEVELS, _checked
+from hvdcomp.tools.commands.calibrate import command as calibrate
 from hvdcomp.tools.train.options import SetupError
 from tests.launched import run_ranks
 
@@ -461,6 +464,30 @@ def test_without_a_cuda_device_all_ranks_are_told_so() -> None:
         use_device("cuda", 0)
 
 
+@pytest.mark.parametrize(
+    ("devices", "libraries"),
+    [((0, 0), "gloo"), ((1, 1), "gloo"), ((1, 2), "gloo"), ((2, 1), "gloo"), ((2, 2), "cpu:gloo,cuda:nccl")],
+)
+def test_ranks_that_share_a_device_exchange_over_gloo(
+    devices: tuple[int, int], libraries: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks on each host, where hosts may have other numbers of devices: NCCL refuses ranks that share one."""
+    torch = pytest.importorskip("torch")
+    from hvdcomp.tools.train import ranks_torch
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    store, here = torch.distributed.HashStore(), threading.local()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: here.devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: here.devices)
+
+    def rank(number: int) -> str:
+        here.devices = devices[number // 2]
+        return ranks_torch._libraries(store, 4)
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(rank, range(4))) == [libraries] * 4
+
+
 def test_each_rank_of_a_host_takes_a_cuda_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as that can be seen without one."""
     torch = pytest.importorskip("torch")
@@ -534,6 +561,35 @@ def test_one_rank_is_told_how_to_start() -> None:
     assert "one rank" in done.stderr
     assert "horovodrun -np 2 hvdcomp calibrate" in done.stderr
     assert "torchrun --nproc-per-node 2 -m hvdcomp calibrate" in done.stderr
+    assert "or use the network of a preset, such as --network h100x8" in done.stderr
+
+
+def test_an_unknown_network_is_refused() -> None:
+    pytest.importorskip("torch")
+    answer = CliRunner().invoke(calibrate, ["--network", "h100x9"])
+    assert answer.exit_code == 2
+    assert "'h100x9' is neither a file nor a preset" in answer.output
+
+
+@pytest.mark.thorough
+def test_one_rank_calibrates_a_model_for_the_network_of_a_preset(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "own_model.py").write_text(OWN)
+    file = tmp_path / "one.json"
+    options = ["--model", "own_model:small", "--compressor", "int4", "--seconds", "1", "--batch-size", "4"]
+    arguments = ["-m", "hvdcomp", "calibrate", "--network", "h100x8", *options, "--output", str(file)]
+    done = run_ranks(1, "torchrun", arguments, beside(tmp_path), timeout=300)
+    assert done.returncode == 0, done.stdout
+    assert "one, 1 rank\nThe network was not measured, but taken from h100x8:" in done.stdout
+    assert f"Next: hvdcomp advise --calibration {file}\n" in done.stdout
+    found, preset = load(file), load("h100x8")
+    assert found.network == preset.network
+    assert found.network_source == f"{preset.network_source} (h100x8)"
+    encode = found.models["own_model:small"].compute.encode["int4"]
+    assert encode.encode_s > 0
+    answer = CliRunner().invoke(advise, ["--calibration", str(file), "--world-size", "64", "--json"])
+    assert answer.exit_code == 0, answer.output
+    assert json.loads(answer.output)["methods"]["two_level(int4:exchange=scatter)"]["encode_ms"] > 0
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch
 from click.testing import CliRunner
 
 from hvdcomp.perfmodel import Adviser, EncodeTime, Setting, load
-from hvdcomp.tools.bench import marks
+from hvdcomp.tools.bench import marks, watched
 from hvdcomp.tools.bench.profile import _dense
 from hvdcomp.tools.bench.watched import BACKWARD, EXCHANGE, FORWARD, OPTIMIZER, Watch, Watched
 from hvdcomp.tools.bench.workload import Workload
@@ -26,6 +26,7 @@ from hvdcomp.tools.commands.advise import to_begin_with
 from hvdcomp.tools.commands.profile import command
 from hvdcomp.tools.train.options import SetupError, TrainingOptions
 from hvdcomp.tools.train.simulation import on_simulated_ranks
+from tests.device_clock import CUDA, Device
 from tests.harness import CountingCommunicator
 from tests.launched import available, run_ranks
 
@@ -93,25 +94,38 @@ def _create_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def _watched(**training: Any) -> tuple[Watched, list[torch.Tensor]]:
+def _watched(on_device: bool = False, **training: Any) -> tuple[Watched, list[torch.Tensor]]:
+    """A watched training.
+
+    Args:
+        on_device: whether the parts take a device's time, and not the host's.
+    """
     seen: list[Watched] = []
     watch = Watch(4, 2, seen.append)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(marks, "time", _time)
+        if on_device:
+            device = Device(patch)
+            patch.setattr(watched, "mark", lambda _: marks.mark(CUDA))
+            patch.setitem(globals(), "_spend", device.add)
         watch.start()
         try:
             weights = _train(9, **training)
         finally:
             watch.stop()
     assert watch.done
+    if on_device:
+        works_of_a_step = 3
+        assert device.waits == [7 * works_of_a_step], "the host waits once, at the end of the watched steps"
     assert watch.seen == 6, "the first step shows the parameters, and those after the last are not looked at"
     (only,) = seen
     return only, weights
 
 
-def test_the_parts_of_a_step_are_told_apart_and_the_training_stays_as_it_is() -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+def test_the_parts_of_a_step_are_told_apart_and_the_training_stays_as_it_is(on_device: bool) -> None:
     backward = torch.autograd.backward
-    watched, weights = _watched()
+    watched, weights = _watched(on_device)
     assert torch.autograd.backward is backward
     for own, alone in zip(weights, _train(9), strict=True):
         assert torch.equal(own, alone)
@@ -421,3 +435,18 @@ def test_one_rank_has_no_network(tmp_path: Path) -> None:
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stderr
     assert "there is only one rank, so there is no network to measure; start several" in done.stderr
+    assert "or use the network of a preset, such as --network h100x8" in done.stderr
+
+
+@pytest.mark.thorough
+def test_one_rank_is_profiled_for_the_network_of_a_preset(tmp_path: Path) -> None:
+    script, file = tmp_path / "train.py", tmp_path / "p.json"
+    script.write_text(_DDP)
+    options = ["--network", "h100x8", *_QUICK, "--output", str(file)]
+    done = run_ranks(1, "torchrun", ["-m", "hvdcomp", "profile", *options, str(script), "40"], timeout=300)
+    assert done.returncode == 0, done.stdout
+    assert "A step takes" in done.stdout
+    assert "Measured exchanges" not in done.stdout, "one rank exchanges nothing"
+    assert load(file).network == load("h100x8").network
+    answer = CliRunner().invoke(advise, ["--calibration", str(file), "--json"])
+    assert answer.exit_code == 0, answer.output

@@ -142,7 +142,7 @@ def test_levels_and_critical_share_over_time(tmp_path):
     log = load_decisions(write_log(tmp_path / "log", "accordion:low=4,high=1,interval=1", told))
     assert log is not None
     assert (log.policy, log.compressor) == ("accordion:low=4,high=1,interval=1", "powersgd:rank=4")
-    assert (log.tensors, log.made, log.end) == (TENSORS, 5, 100)
+    assert (log.tensors, log.count, log.end) == (TENSORS, 5, 100)
     assert log.steps.tolist() == [0, 21, 41, 61, 81, 101]
     assert log.levels["conv.weight"].tolist() == [4, 4, 1, 1, 4, 4]
     assert log.levels["fc1.weight"].tolist() == [4, 4, 1, 1, 1, 4]
@@ -193,7 +193,7 @@ def test_resumed_run_counts_the_later_decisions(tmp_path):
     log = load_decisions(path)
     assert log is not None
     assert log.steps.tolist() == [0, 21, 40, 61, 81]
-    assert log.made == 7
+    assert log.count == 7
     assert log.end == 80
 
 
@@ -202,7 +202,7 @@ def test_half_a_last_line_is_left_out(tmp_path):
     path.write_bytes(path.read_bytes()[:-30])
     log = load_decisions(path)
     assert log is not None
-    assert log.made == 4
+    assert log.count == 4
     path.write_bytes(b'{"kind": "start", "st')
     assert load_decisions(path) is None
 

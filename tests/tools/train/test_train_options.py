@@ -16,8 +16,8 @@ from click.testing import CliRunner
 from hvdcomp.errors import ConfigurationError, SpecError
 from hvdcomp.tools.cli import main
 from hvdcomp.tools.launch.promise import EXPECTED_SIZE, LAUNCHERS
+from hvdcomp.tools.options import may_change
 from hvdcomp.tools.train import beforehand, environment
-from hvdcomp.tools.train.checkpoints import _MAY_CHANGE
 from hvdcomp.tools.train.options import (
     CLICK_DATA,
     CLICK_MODELS,
@@ -300,7 +300,7 @@ def test_milestones_that_are_no_numbers() -> None:
 
 def test_a_checkpoint_is_of_the_options_by_which_it_was_made() -> None:
     """Any other option may change when a run goes on. A new one among these would refuse all earlier checkpoints."""
-    assert set(TrainingOptions().as_json()) - _MAY_CHANGE == {
+    assert set(TrainingOptions().as_json()) - may_change(TrainingOptions) == {
         "backend", "backward_passes_per_step", "batch_size", "betas", "checkpoint_folder", "clip_norm", "compression",
         "data", "data_dir", "delay", "fragments", "framework", "freeze_after", "freeze_compression", "fsdp",
         "fsdp_weights", "gamma",

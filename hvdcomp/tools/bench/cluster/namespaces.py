@@ -105,10 +105,10 @@ def make(cluster: str, hosts: int, rate: str) -> None:
         _shape(switch, port, rate)
 
 
-def _shape(where: str, interface: str, rate: str) -> None:
+def _shape(name: str, interface: str, rate: str) -> None:
     bits = parse_rate(rate)
     _command(
-        f"tc -n {where} qdisc replace dev {interface} root tbf rate {bits}bit burst {bucket_bytes(bits)} "
+        f"tc -n {name} qdisc replace dev {interface} root tbf rate {bits}bit burst {bucket_bytes(bits)} "
         f"latency {QUEUE_MILLISECONDS}ms"
     )
 

@@ -172,9 +172,10 @@ class TorchGradients(Gradients):
 @contextmanager
 def _entered_by_callbacks(mode: Any) -> Iterator[None]:
     """Has callbacks that wait for a collective run in this thread's mode, whichever thread runs them."""
-    from torch._C import Future
+    from torch import _C
 
-    own_thread, then = threading.get_ident(), Future.then
+    futures: Any = _C.Future
+    own_thread, then = threading.get_ident(), futures.then
 
     def then_in_mode(future: Any, callback: Callable[[Any], Any]) -> Any:
         def in_mode(future: Any) -> Any:
@@ -183,11 +184,11 @@ def _entered_by_callbacks(mode: Any) -> Iterator[None]:
 
         return then(future, in_mode)
 
-    Future.then = then_in_mode  # type: ignore
+    futures.then = then_in_mode
     try:
         yield
     finally:
-        Future.then = then  # type: ignore
+        futures.then = then
 
 
 class TensorFlowGradients(NumpyGradients):

@@ -18,6 +18,7 @@ from hvdcomp.tools.launch.job import NAME_LENGTH, VARIABLE, Job
 from hvdcomp.tools.launch.k8s.quantity import quantity
 from hvdcomp.tools.launch.promise import EXPECTED_SIZE
 from hvdcomp.tools.launch.rank import COMMAND
+from hvdcomp.tools.options import option, required
 
 HOST_NAME_LENGTH = 63
 _DNS_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
@@ -93,18 +94,22 @@ class KubernetesSettings:
     """
 
     job: Job
-    image: str
-    slots_per_worker: int = 1
+    image: str = required("Container image of launcher and workers.")
+    slots_per_worker: int = option(1, "Ranks in each worker pod. [default: 1]")
     namespace: str | None = None
     context: str | None = None
-    gpu_resource: str | None = None
-    worker_cpu: str = "2"
-    worker_memory: str = "4Gi"
+    gpu_resource: str | None = option(
+        None, "Resource that gives each rank a GPU, such as nvidia.com/gpu. [default: none]", metavar="NAME"
+    )
+    worker_cpu: str = option("2", "CPUs of each worker pod. [default: 2]", metavar="QUANTITY")
+    worker_memory: str = option("4Gi", "Memory of each worker pod. [default: 4Gi]", metavar="QUANTITY")
     cpu_limit: bool = True
-    shared_memory: str = "1Gi"
+    shared_memory: str = option(
+        "1Gi", "Size of /dev/shm, which counts as part of the memory. [default: 1Gi]", metavar="QUANTITY"
+    )
     launcher_cpu: str = "500m"
     launcher_memory: str = "512Mi"
-    checkpoint_claim: str | None = None
+    checkpoint_claim: str | None = option(None, "PersistentVolumeClaim to mount at /checkpoints.", metavar="NAME")
     checkpoint_path: str = "/checkpoints"
     home: str = "/home/mpiuser"
     node_selector: Mapping[str, str] = field(default_factory=dict)
@@ -130,7 +135,11 @@ class KubernetesSettings:
     volumes: Mapping[str, str] = field(default_factory=dict)
     resources: Mapping[str, str] = field(default_factory=dict)
     patch: Path | None = None
-    elastic: str | None = None
+    elastic: str | None = option(
+        None,
+        "Elastic Horovod: the job starts with --ranks ranks, and their number may vary from MIN to MAX.",
+        metavar="MIN:MAX",
+    )
     interface: str = "eth0"
 
     def __post_init__(self) -> None:

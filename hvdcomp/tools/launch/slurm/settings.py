@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.tools.launch.job import Job
+from hvdcomp.tools.options import option
 
 # Slurm's own forms of a time limit: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS.
 _TIME = re.compile(
@@ -27,55 +28,48 @@ _RESOURCE = re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9_-]*)(?::[A-Za-z_][A-Za-z0-9
 class SlurmJob:
     """A job for Slurm. All but `job` are keys of the table [slurm] and flags of `hvdcomp launch slurm`.
 
-    Attributes:
-        job: the program, its ranks and its environment.
-        nodes, tasks_per_node: their product must be `job.ranks`. Each of them follows from the other and the ranks;
-            without both there is one node. The ranks follow from them, or from nodes and GPUs: see `ranks_of`.
-        cpus_per_task: cores for each rank.
-        gpus_per_node: GPUs of each node; 0 for none.
-        gres: other generic resources of each node, as for `sbatch --gres`, such as "nic:1".
-        memory: of each node, such as "64G"; None leaves it to the cluster.
-        time: the limit of each start, in any form of `sbatch --time`. Waiting time does not count.
-        warning_seconds: before the limit, when the ranks are told to save and stop. Slurm may tell them up to a minute
-            earlier.
-        requeue: whether a job that saved and stopped is requeued.
-        max_requeues: the largest number of requeues.
-        launcher: the program that starts the ranks: srun, or Open MPI's mpirun.
-        mpi: srun's MPI plugin; see `srun --mpi=list`. None is pmix for Horovod, and none for torch.distributed.
-        partition, account, qos, constraint, reservation: as in sbatch.
-        modules: environment modules to load first.
-        container: the program that runs `image`: Apptainer, or enroot through srun's plugin pyxis.
-        image: file or name of the container's image.
-        mounts: folders of the node that the container sees, "/outside:/inside" or "/both".
-        log_folder: folder of the job's output, which all nodes share.
+    The product of `nodes` and `tasks_per_node` must be `job.ranks`. Each of them follows from the other and the ranks.
+    The ranks follow from them, or from nodes and GPUs: see `ranks_of`.
 
     Raises:
         ConfigurationError: a field has a wrong value; the message names the field and the way out.
     """
 
+    # fmt: off
     job: Job
-    nodes: int | None = None
-    tasks_per_node: int | None = None
-    cpus_per_task: int = 1
-    gpus_per_node: int = 0
-    gres: tuple[str, ...] = ()
-    memory: str | None = None
-    time: str = "01:00:00"
-    warning_seconds: int = 120
-    requeue: bool = True
-    max_requeues: int = 100
-    launcher: Literal["srun", "mpirun"] = "srun"
-    mpi: str | None = None
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    reservation: str | None = None
-    modules: tuple[str, ...] = ()
-    container: Literal["none", "apptainer", "enroot"] = "none"
-    image: str | None = None
-    mounts: tuple[str, ...] = ()
-    log_folder: str = "."
+    nodes: int | None = option(None, "Number of nodes. [default: --ranks divided by --tasks-per-node, or 1]")
+    tasks_per_node: int | None = option(
+        None, "Number of ranks on each node. [default: --ranks divided by --nodes]"
+    )
+    cpus_per_task: int = option(1, "Number of cores of each rank. [default: 1]")
+    gpus_per_node: int = option(0, "Number of GPUs of each node. Each rank sees all of them, and uses one.")
+    gres: tuple[str, ...] = option((), "Other resource of each node, such as nic:1; repeatable.")
+    memory: str | None = option(None, "Memory of each node, such as 64G.")
+    time: str = option("01:00:00", "Time limit of each start of the job, such as 04:00:00. [default: 01:00:00]")
+    warning_seconds: int = option(  # Slurm may tell them up to a minute earlier
+        120, "How many seconds before the time limit the ranks are told to save a checkpoint."
+    )
+    requeue: bool = option(
+        True, "Requeue a job that saved a checkpoint and stopped.", flags=("--requeue/--no-requeue",)
+    )
+    max_requeues: int = option(100, "Largest number of requeues.")
+    launcher: Literal["srun", "mpirun"] = option("srun", "Program that starts the ranks.")
+    mpi: str | None = option(  # None is pmix for Horovod
+        None, "MPI plugin of srun (see srun --mpi=list); not needed for --backend torch.", metavar="PLUGIN"
+    )
+    partition: str | None = option(None, "Partition, as in sbatch.")
+    account: str | None = option(None, "Account, as in sbatch.")
+    qos: str | None = option(None, "Quality of service, as in sbatch.")
+    constraint: str | None = option(None, "Node features, as in sbatch.")
+    reservation: str | None = option(None, "Reservation, as in sbatch.")
+    modules: tuple[str, ...] = option((), "Environment module; repeatable.", flags=("--modules", "--module"))
+    container: Literal["none", "apptainer", "enroot"] = option("none", "Program that runs --image.")
+    image: str | None = option(None, "Image of the container.")
+    mounts: tuple[str, ...] = option(
+        (), "Folder to mount in the container, as /outside:/inside; repeatable.", flags=("--mounts", "--mount")
+    )
+    log_folder: str = option(".", "Folder for the job's output.")
+    # fmt: on
 
     def __post_init__(self) -> None:
         self._check_sizes()

@@ -1,0 +1,204 @@
+"""Compressed means of gradients inside of a compiled graph.
+
+    means = hvdcomp.compiled.allreduce_means(gradients, "eden", step)
+
+docs/compiled-graph.md has whole training steps, and says which methods a graph can contain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.fx import GraphModule, Node
+
+from hvdcomp.compressors.choice import MIN_NUMEL
+from hvdcomp.errors import ConfigurationError
+
+if not hasattr(torch.library, "custom_op"):
+    raise ConfigurationError(
+        f"hvdcomp.compiled needs PyTorch 2.4 or later, and this is {torch.__version__}. Install a newer PyTorch, or "
+        "use hvdcomp.ddp.register, which works with torch.compile too"
+    )
+
+from hvdcomp.torch import graph_ops, graph_pass
+
+__all__ = ["allreduce_mean", "allreduce_means", "backend", "compress_all_reduces"]
+
+
+def allreduce_mean(
+    tensor: torch.Tensor,
+    spec: str,
+    step: torch.Tensor | int,
+    *,
+    name: str,
+    group: dist.ProcessGroup | str | None = None,
+    seed: int = 0,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The compressed mean of a tensor over all ranks of a process group.
+
+    In a graph of `torch.compile` or `make_fx` it is one node, `torch.ops.hvdcomp.allreduce_mean`. It works in eager
+    mode too. All ranks must call it in the same order. It waits until the mean is there.
+
+    Args:
+        tensor: float16, bfloat16, float32 or float64, of any shape. It is not changed.
+        spec: the method, such as "eden", "int8", "fp8", "bf16" or "none". Write `str(hvdcomp.EDEN(bits=1))` to get
+            the spec of an object.
+        step: number of the step, from 0: a whole number, or a tensor with one whole number on the CPU. A method with
+            random numbers draws new ones in each step. With a tensor, `torch.compile` compiles once. With a number, it
+            compiles a second time in the second step.
+        name: name of the tensor, such as its parameter's, for random numbers and patterns of names. Tensors of the same
+            step need different names.
+        group: the process group, or its `group_name`; None for all ranks.
+        seed: seed of the random numbers; the same on all ranks.
+        residual: what earlier steps did not send, for a method with error feedback, such as "int4" or
+            "topk:ratio=0.01". It has the tensor's shape, and the type float32, or float64 for a tensor of float64. The
+            call changes it in place. Begin with zeros, and save it in checkpoints, on each rank its own.
+
+    Returns:
+        The mean, with the shape, element type and layout of the tensor. If the tensor of any rank holds an inf or NaN,
+        the mean holds a NaN on all ranks, and the residual stays as it was.
+
+    Raises:
+        SpecError: for a method that keeps a state other than a residual, for a policy, or without a residual for a
+            method that needs it. `torch.compile` shows the message in an error of its own.
+        ConfigurationError: for other arguments that are not allowed.
+        RankMismatchError: on every rank, if the arguments of some ranks differ when they call it the first time.
+
+    Example:
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun needs "gloo" alone
+        >>> allreduce_mean(torch.tensor([1.0, -2.0]), "none", 0, name="layer.bias")
+        tensor([ 1., -2.])
+        >>> dist.destroy_process_group()
+    """
+    if residual is not None:
+        residuals = {name: residual}
+        return allreduce_means({name: tensor}, spec, step, group=group, seed=seed, residuals=residuals)[name]
+    return graph_ops.allreduce_mean(tensor, spec, _as_tensor(step), _name_of(group), name, seed)
+
+
+def allreduce_means(
+    tensors: Mapping[str, torch.Tensor],
+    spec: str,
+    step: torch.Tensor | int,
+    *,
+    group: dist.ProcessGroup | str | None = None,
+    seed: int = 0,
+    residuals: Mapping[str, torch.Tensor] | None = None,
+) -> dict[str, torch.Tensor]:
+    """The compressed means of several tensors, in few collectives: faster than `allreduce_mean` for each.
+
+    Args:
+        tensors: by name.
+        spec: a method for all, or one that chooses by name or size, such as
+            '{"numel<1024": "none", "ndim<2": "none", "*": "eden"}'.
+        step, group, seed: as in `allreduce_mean`.
+        residuals: by the same names, as in `allreduce_mean`; None for methods that keep nothing.
+
+    Returns:
+        The means by name, as in `allreduce_mean`. Each holds a NaN if any tensor of any rank holds an inf or NaN.
+
+    Raises:
+        SpecError, ConfigurationError, RankMismatchError: as in `allreduce_mean`.
+    """
+    names, given = list(tensors), list(tensors.values())
+    if residuals is None:
+        means = graph_ops.allreduce_means(given, spec, _as_tensor(step), _name_of(group), names, seed)
+        return dict(zip(names, means, strict=True))
+    if missing := [name for name in names if name not in residuals]:
+        raise ConfigurationError(f"there is no residual for {', '.join(missing)}; give a residual for each tensor")
+    means = [torch.empty_like(tensor) for tensor in given]
+    kept = [residuals[name] for name in names]
+    graph_ops.allreduce_means_with_residuals(given, kept, means, spec, _as_tensor(step), _name_of(group), names, seed)
+    return dict(zip(names, means, strict=True))
+
+
+def compress_all_reduces(
+    module: GraphModule,
+    spec: str,
+    step: torch.Tensor | Node,
+    *,
+    group: dist.ProcessGroup | str | None = None,
+    seed: int = 0,
+    least: int = MIN_NUMEL,
+    name_of: Callable[[Node], str | None] = lambda node: node.name,
+) -> list[str]:
+    """Replaces the all-reduces in the graph of a training step by compressed means.
+
+        traced = make_fx(train)(weights, inputs, classes)
+        step = torch.tensor(0)
+        hvdcomp.compiled.compress_all_reduces(traced, "eden", step)
+        for inputs, classes in batches:
+            loss, weights = traced(weights, inputs, classes)
+            step += 1
+
+    It replaces each `_c10d_functional.all_reduce` of the operation "sum" or "avg", the `wait_tensor` after it, and a
+    division by the number of ranks before or after it. A sum without this division becomes the mean times the number of
+    ranks. Call it on every rank with the same graph.
+
+    Args:
+        module: a graph from `make_fx`, from Dynamo, or from AOTAutograd. It is changed.
+        spec: the method, which must keep nothing from step to step, such as "eden", "int8" or "fp8".
+        step: number of the step, from 0: a tensor with one whole number on the CPU, to which you add 1 in place after
+            each step. It becomes a buffer of the module. Or a node of the graph that has such a tensor, such as a
+            placeholder. Inside of Inductor's own passes give a node, because Inductor makes small buffers constants.
+        group: the process group whose all-reduces are replaced, or its `group_name`; None for the group of all ranks.
+        seed: seed of the random numbers; the same on all ranks.
+        least: all-reduces of fewer elements stay as they are, such as the loss.
+        name_of: gives the name of the tensor that a node `all_reduce` gets, or None to leave this node as it is. By
+            default the name is that of the node.
+
+    Returns:
+        The names of the tensors that are now compressed; an empty list if the graph has none.
+
+    Raises:
+        SpecError: as in `allreduce_mean`.
+        ConfigurationError: if several tensors get the same name, or if there is no such process group.
+    """
+    return graph_pass.replace_reduces(module, spec, step, _name_of(group), seed, least, name_of)
+
+
+def backend(
+    spec: str, step: torch.Tensor, *, then: str = "inductor", **options: Any
+) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
+    """A backend of `torch.compile` that first calls `compress_all_reduces`.
+
+        train = torch.compile(train, fullgraph=True, backend=hvdcomp.compiled.backend("eden", step))
+
+    It finds the all-reduces that the compiled function calls itself, by `torch.distributed.all_reduce` or a functional
+    collective.
+
+    Args:
+        spec, step: as in `compress_all_reduces`.
+        then: the backend that compiles the changed graph.
+        options: the other arguments of `compress_all_reduces`.
+    """
+
+    def compile_compressed(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        # A new module, because AOTAutograd looks up where each tensor of a module from Dynamo comes from in the program.
+        # The step comes from nowhere.
+        module = GraphModule(module, module.graph)
+        compress_all_reduces(module, spec, step, **options)
+        return graph_pass.compile_by(then, module, inputs)
+
+    return compile_compressed
+
+
+def _as_tensor(step: torch.Tensor | int) -> torch.Tensor:
+    return step if isinstance(step, torch.Tensor) else torch.full((), step, dtype=torch.int64)
+
+
+def _name_of(group: dist.ProcessGroup | str | None) -> str:
+    if isinstance(group, str):
+        return group
+    if group is None:
+        group = dist.group.WORLD
+        if group is None:
+            raise ConfigurationError(
+                "torch.distributed was not started: start the ranks with torchrun, and call "
+                "torch.distributed.init_process_group() first"
+            )
+    return group.group_name

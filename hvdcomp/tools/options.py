@@ -1,0 +1,122 @@
+"""Options of a command, each declared once: as a field of a dataclass.
+
+    seed: int = option(0, "Seed of all random numbers.", between(0, 2**31 - 1))
+
+The field's name is the option's name (`--seed`), its type says how a text is read, and its default is the option's
+default. None means "not given". From these declarations come
+
+- the command line with its help (`hvdcomp.tools.commands.declared`),
+- the checks of single values (`check`), also of those that a program gives,
+- what a resumed run may change, and the values of older runs that lacked an option (`may_change`, `of_older_runs`).
+
+What several options must fulfil together is checked where they are declared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvdcomp.specs.described import Rule
+
+_KEY = "option"  # of a field's metadata
+
+
+@dataclass(frozen=True)
+class Option:
+    """A declaration; the arguments of `option`.
+
+    Attributes:
+        help: what the option does, for the help.
+        rule: the values that are allowed besides None; None allows all values of the type.
+        choices: the texts that are allowed; () for any text.
+        metavar: the value's name in the help.
+        shown: the default's text in the help; True for the default itself, False for none, None for what the command
+            says of all its options that have no default.
+        flags: names on the command line, if they differ from the field's name.
+        items: for a list of numbers, what its items are, with an example.
+        may_change: whether a resumed run may have another value.
+        before: the value that describes what versions without the option did; `...` if the default does.
+    """
+
+    help: str
+    rule: Rule | None = None
+    choices: Sequence[str] = ()
+    metavar: str | None = None
+    shown: str | bool | None = None
+    flags: tuple[str, ...] = ()
+    items: str = ""
+    may_change: bool = False
+    before: Any = ...
+
+
+def option(default: Any, help: str, rule: Rule | None = None, **attributes: Any) -> Any:
+    """A field of a dataclass that is an option; the attributes are those of `Option`."""
+    return dataclasses.field(default=default, metadata={_KEY: Option(help, rule, **attributes)})
+
+
+def required(help: str, **attributes: Any) -> Any:
+    """A field that is an option without a default."""
+    return dataclasses.field(metadata={_KEY: Option(help, **attributes)})
+
+
+def options_of(kind: Any) -> dict[str, Option]:
+    """The options that a dataclass declares, by field."""
+    return {field.name: field.metadata[_KEY] for field in dataclasses.fields(kind) if _KEY in field.metadata}
+
+
+def flag_of(name: str) -> str:
+    """The name of a field on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
+def check(settings: Any, refused: type[Exception], choices: Mapping[str, Sequence[str]]) -> None:
+    """Raises an error of the type `refused` for the first value that its declaration does not allow.
+
+    Args:
+        settings: an instance of a dataclass with options.
+        refused: the error's type.
+        choices: by field, the texts that are allowed instead of those that are declared.
+    """
+    for name, declared in options_of(settings).items():
+        value, allowed = getattr(settings, name), choices.get(name, declared.choices)
+        if value is None:
+            continue
+        if allowed and value not in allowed:
+            raise refused(f"{flag_of(name)} {value!r} is unknown; choose one of {', '.join(allowed)}")
+        if declared.rule is not None and not declared.rule.allows(value):
+            raise refused(f"{flag_of(name)} {text_of(value)} must be {declared.rule.allowed_text}")
+
+
+def may_change(kind: Any) -> set[str]:
+    """The options of which a resumed run may have another value."""
+    return {name for name, declared in options_of(kind).items() if declared.may_change}
+
+
+def of_older_runs(kind: Any) -> dict[str, Any]:
+    """The values that describe what versions without an option did."""
+    defaults = {name: getattr(kind, name) for name in options_of(kind)}
+    return {name: defaults[name] if one.before is ... else one.before for name, one in options_of(kind).items()}
+
+
+def text_of(value: Any) -> str:
+    """A value as it is written on the command line."""
+    return ",".join(f"{number:g}" for number in value) if isinstance(value, tuple) else str(value)
+
+
+def at_least(least: float, words: str | None = None) -> Rule:
+    """A rule for finite numbers from `least`; `words` replaces the text "at least ..."."""
+    return Rule(lambda value: math.isfinite(value) and value >= least, words or f"at least {least}")
+
+
+def between(least: float, most: float, words: str | None = None) -> Rule:
+    """A rule for numbers from `least` to `most`; `words` replaces the text "from ... to ..."."""
+    return Rule(lambda value: least <= value <= most, words or f"from {least} to {most}")
+
+
+def below(least: float, limit: float) -> Rule:
+    """A rule for numbers from `least` that are less than `limit`."""
+    return Rule(lambda value: least <= value < limit, f"at least {least} and less than {limit}")
