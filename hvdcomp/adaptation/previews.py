@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from hvdcomp.arrays.types import Array
-from hvdcomp.compressors import Compressor
+from hvdcomp.compressors import Compressor, inside
 from hvdcomp.compressors.bucket import Bucket
-from hvdcomp.compressors.each_tensor import preview_of
 from hvdcomp.compressors.memory import ErrorFeedback
 from hvdcomp.compressors.protocol import Context, SparseVector, TensorInfo
 from hvdcomp.exchange.buckets import prepared_states
@@ -154,8 +153,8 @@ class Previews:
         return energies
 
     def _of_tensor(self, xp: ModuleType, x: Array, compressor: Compressor, context: Context) -> Array | SparseVector:
-        state = self._states[context.name].prepare(xp, x, compressor, context)
-        return compressor.preview(xp, x, state, context)
+        kept = self._states[context.name].kept_for(compressor)
+        return inside.preview(compressor, xp, x, kept, context)
 
     def _grouped(
         self, xp: ModuleType, names: Sequence[str], xs: Mapping[str, Array], compressors: Mapping[str, Compressor]
@@ -172,7 +171,7 @@ class Previews:
             families: dict[Any, list[str]] = {}
             for name in names:
                 compressor, tensor = compressors[name], self._tensors[name]
-                if not where or cuda.takes(compressor, tensor.size):
+                if compressor.has_bucket_form and (not where or cuda.takes(compressor, tensor.size)):
                     families.setdefault((compressor.bucket_family, tensor.dtype), []).append(name)
             buckets = [
                 _PreviewBucket(
@@ -265,7 +264,7 @@ class _PreviewBucket:
         if sources:
             bucket.call("make_x")
             segments["source"] = [sources.get(name, addresses[name]) for name in self.names]
-        preview_of(bucket)
+        bucket.compressors[0].preview_bucket(bucket)
 
     def means(self, xp: ModuleType, like: Array) -> Sequence[Array]:
         """C(x) of each tensor; like: an array of the framework."""

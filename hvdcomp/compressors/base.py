@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_right
-from collections.abc import Callable, Hashable, Iterator, Set
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from types import MethodType, ModuleType
 from typing import Annotated, Any, ClassVar
@@ -20,7 +20,6 @@ from hvdcomp.compressors.memory import ErrorFeedback, Memory, NoMemory
 from hvdcomp.compressors.protocol import Aggregation, Context, SparseVector, TensorInfo, run_alone
 from hvdcomp.compressors.sizes import SentPayload, payloads_of, payloads_of_step
 from hvdcomp.errors import ConfigurationError, SpecError
-from hvdcomp.kernels.tables import NARROW
 from hvdcomp.specs.described import Described, Rule, is_whole
 from hvdcomp.specs.levels import Level
 
@@ -83,7 +82,6 @@ class Compressor(Described):
             for methods that keep elements of x.
         period: number of steps after which payload sizes repeat.
         keeps_state: whether the method has a state from step to step.
-        needs_no_kernels: whether the bucket form calls no kernels but those that are in NumPy too (`kernels.in_numpy`).
         of_matrices: whether the method treats a tensor as a matrix whose rows are the first dimension.
         form: name of the class's method that gives it a bucket form.
         reference: the publication.
@@ -102,7 +100,6 @@ class Compressor(Described):
     nested: ClassVar[bool] = False
     period: ClassVar[int] = 1
     keeps_state: ClassVar[bool] = False
-    needs_no_kernels: ClassVar[bool] = False
     of_matrices: ClassVar[bool] = False
     form: ClassVar[str] = "aggregate_bucket"
     reference: ClassVar[str] = ""
@@ -129,12 +126,6 @@ class Compressor(Described):
         return self.form in vars(type(self))
 
     @property
-    def bucket_dtypes(self) -> Set[str]:
-        """The element types of gradients that buckets take: float32, and with a bucket form also the 16-bit types.
-        Without a bucket form, `aggregate` must see the gradient's own type."""
-        return NARROW.keys() if self.has_bucket_form else {"float32"}
-
-    @property
     def bucket_family(self) -> Hashable:
         """A key that is the same for all compressors whose tensors can share a bucket."""
         fields = {name: value for name, value in vars(self).items() if name != self.level_name}
@@ -143,8 +134,8 @@ class Compressor(Described):
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
         """Runs one step for all tensors of a bucket: `aggregate` of each tensor, in compiled code.
 
-        Optional: without it, `each_tensor` runs `aggregate` for each tensor of the bucket. `aggregate` remains the
-        plain statement that tests compare it with, and serves tensors whose type no bucket takes.
+        Optional: `aggregate` serves tensors that are in no bucket, and is the plain statement that tests compare the
+        bucket form with.
         """
         raise NotImplementedError
 

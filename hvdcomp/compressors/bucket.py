@@ -2,8 +2,8 @@
 
 A compressor may have, beside `aggregate` for one tensor, a form for all tensors of a bucket, `aggregate_bucket`. It is
 a generator as well: it yields one request a round for all tensors. Its kernels make x from the gradients and the
-residuals, compress x in the same pass, and write the mean over the ranks to the results. `each_tensor` has the default
-form of a compressor without its own.
+residuals, compress x in the same pass, and write the mean over the ranks to the results. Without kernels, or without
+such a form, tensors are in no bucket (`exchange.group_step`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.memory import Memory, MomentumCorrection, NoMemory
 from hvdcomp.compressors.protocol import Context, Request, TensorInfo
 from hvdcomp.compressors.randomness import step_keys, tensor_keys
-from hvdcomp.kernels import in_numpy
 from hvdcomp.kernels.tables import NARROW, Table
 
 BUCKET_BYTES = 25 * 2**20
@@ -105,16 +104,11 @@ class Bucket:
         xp: the array functions of payloads: NumPy's on the host.
         context: the context of the step; its name is empty.
         suffix: text that is appended to the tensors' names for random numbers.
-        like: an array of the framework on the gradients' device; set if the method has no bucket form.
-        states: the method's states: `BucketStates`, fitted by `prepare`, or None if it keeps nothing. For a method
-            without a bucket form, a tuple of NumPy arrays for each tensor, which a step replaces; an empty tuple if
-            the step before was another method's.
+        states: the method's states, fitted by `prepare`, or None if it keeps nothing.
         table: the description of the tensors for kernels.
         layout: what the bucket form computes once from tensors and levels; None at first.
         found_inf: whether x, or what is sent of it, holds an inf or NaN, as returned by `call`; to be set before the
             first request.
-        handed: bytes that each tensor handed to collectives in the step, int64 (tensors, 2): in all, and to those
-            within its node. None where the method counts them (`bytes_in_bucket`).
         factors: the object whose storage `sent_product` of the table points into, or None. Its `commit` is called if
             the step counts. A holder of the product must hold this object too.
         rows: the rows of the payload, if it has one for each of several ranks.
@@ -129,12 +123,10 @@ class Bucket:
     widens: bool = False
     context: Context = field(init=False)
     suffix: str = field(default="", init=False)
-    like: Array | None = None
-    states: Any = None
+    states: BucketStates | None = None
     table: Table = field(init=False)
     layout: Any = None
     found_inf: bool | Array = False
-    handed: np.ndarray | None = None
     factors: Any = field(default=None, repr=False)
     rows: PayloadRows | None = None
     kernels: Any = field(init=False, repr=False)
@@ -179,12 +171,6 @@ class Bucket:
     def masks(self) -> bool:
         """Whether an element's momentum is cleared when the element is sent (momentum factor masking)."""
         return isinstance(self.memory, MomentumCorrection) and self.memory.masking
-
-    @property
-    def has_form(self) -> bool:
-        """Whether its method's own bucket form is run, and not `aggregate` of each tensor (`each_tensor`)."""
-        method = self.compressors[0]
-        return method.has_bucket_form and (self.device is not None or kernels.available() or method.needs_no_kernels)
 
     def draw_keys(self, shared: bool = False) -> np.ndarray:
         """Enters the keys of the method's random numbers in this step in the table; returns them, uint64 (tensors,).
@@ -237,8 +223,6 @@ class Bucket:
         if self.device is not None:
             return self.kernels.call(kernel, *arguments, aside=aside)
         library = kernels.library(release=self.table.elements > _QUICK)
-        if library is None:
-            return in_numpy.call(kernel, self.table, *arguments)
         function = getattr(library, f"hvd_{kernel}")
         addresses = (
             argument.__array_interface__["data"][0] if isinstance(argument, np.ndarray) else argument
@@ -252,19 +236,14 @@ class Bucket:
             sums = self.zeros(len(self.tensors), "float64")
             self.call(kernel, sums)
             return sums
-        if not kernels.available():
-            return in_numpy.sums_of(kernel, self.table)
         self.call(kernel)
         return self.segments["sums"][:, 0].copy()
 
-    def holds_inf(self, name: str) -> bool:
-        """Whether the storage that a column of the table points to holds an inf or NaN; on the host only."""
-        library: Any = kernels.library(release=self.table.elements > _QUICK)
-        if library is None:
-            return in_numpy.holds_inf(self.table, name)
-        addresses, sizes = (np.ascontiguousarray(self.segments[column]) for column in (name, "size"))
-        threads = self.table.bucket.threads
-        return bool(library.hvd_found_inf(addresses.ctypes.data, sizes.ctypes.data, len(sizes), threads))
+    def compressed(self) -> list[np.ndarray]:
+        """The arrays that are compressed, once x is made, as views of the storage that the table names; on the host
+        only."""
+        vectors = self.table.vectors("source" if self.segments["source"].all() else self.x)
+        return [vector.reshape(tensor.shape) for vector, tensor in zip(vectors, self.tensors, strict=True)]
 
     def zeros(self, count: int, dtype: str = "uint8") -> Array:
         """A vector of zeros on the kernels' device."""

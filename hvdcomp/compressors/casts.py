@@ -38,7 +38,6 @@ class NoCompression(Compressor):
     examples: ClassVar[tuple[str, ...]] = ("none",)
     sends: ClassVar[str] = "all elements"
     lossless: ClassVar[bool] = True
-    needs_no_kernels: ClassVar[bool] = True
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         mean = yield AllReduce(xp.astype(x, self.wire_dtype(xp.dtype_name(x))))

@@ -205,11 +205,12 @@ def _apart(xp: ModuleType, answer: Any, request: Request) -> Any:
         return answer
     sent = _arrays_of(request)
     if isinstance(answer, list):
-        return [tuple(_without_sharing(part, sent) for part in parts) for parts in answer]
-    return _without_sharing(answer, sent)
+        return [tuple(without_sharing(part, sent) for part in parts) for parts in answer]
+    return without_sharing(answer, sent)
 
 
-def _without_sharing(array: Array, others: tuple[Array, ...]) -> Array:
+def without_sharing(array: Array, others: tuple[Array, ...]) -> Array:
+    """The array, or a row-major copy if it shares storage with others."""
     xp = arrays_for(array)
     if any(arrays_for(other) is xp and xp.share_storage(array, other) for other in others):
         return xp.reshape(xp.concatenate([xp.flatten(array)]), tuple(array.shape))

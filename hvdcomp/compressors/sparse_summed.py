@@ -20,7 +20,7 @@ from hvdcomp.arrays.types import Array, allreduce_dtype, number_of_elements, wid
 from hvdcomp.compressors.base import Compressor, Count
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.casts import NoCompression
-from hvdcomp.compressors.each_tensor import compressed, numbers_may_overflow
+from hvdcomp.compressors.inside import numbers_may_overflow
 from hvdcomp.compressors.low_rank import matrix_shape
 from hvdcomp.compressors.packing import pad
 from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome, TensorInfo
@@ -201,6 +201,6 @@ class ARCTopK(BlocksTogether):
         found_inf = bucket.call("make_x")
         sketches = sketches.reshape(-1, self.sketch)
         with numbers_may_overflow():
-            for x, shape, context, rows in zip(compressed(bucket), shapes, contexts, blocks.rows, strict=True):
+            for x, shape, context, rows in zip(bucket.compressed(), shapes, contexts, blocks.rows, strict=True):
                 sketches[rows] = self.judge(numpy_arrays, x.reshape(shape), context)
         return found_inf

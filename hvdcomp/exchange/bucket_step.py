@@ -11,12 +11,12 @@ import numpy as np
 
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors import Compressor
-from hvdcomp.compressors.each_tensor import step_of
 from hvdcomp.compressors.protocol import Context, Request
 from hvdcomp.exchange.buckets import EngineBucket
 from hvdcomp.exchange.clock import Clock, Spans
 from hvdcomp.exchange.energies import Energies
 from hvdcomp.exchange.ledger import Part
+from hvdcomp.kernels.tables import NOTHING, PRODUCT
 
 
 class Sums(NamedTuple):
@@ -61,8 +61,7 @@ class BucketStep:
                 held.residuals.enter(held.bucket, held.numbers)
             held.widen(xp)
         self._energies: Array | None = None  # of x, once it is made
-        self._generator: Generator[Request | list[Request], Any, bool | Array]
-        self._asks_for_many = False
+        self._generator: Generator[Request, Any, bool | Array]
         self._given: Sequence[Array] = ()
         self._results: Sequence[Array] = ()
         self._sums: Sums | None = None
@@ -174,7 +173,19 @@ class BucketStep:
                 replaced = self.addresses | dict(zip(own, addresses, strict=True))
                 self.held.bucket.segments["source"] = list(replaced.values())
             self.held.prepare_states(self._xp)
-            self._generator = step_of(self.held.bucket)
+            self._generator = self._run()
+
+    def _run(self) -> Generator[Request, Any, bool | Array]:
+        """The bucket form, and what gradients of 16 bits need after it."""
+        bucket = self.held.bucket
+        found_inf: bool | Array = yield from bucket.compressors[0].aggregate_bucket(bucket)
+        if not bucket.widens:
+            return found_inf
+        if self.on_device:  # on the host, decoding has narrowed the results
+            found_inf = found_inf + bucket.call("narrow_results")
+        rules = bucket.segments["sent_rule"]
+        rules[rules != PRODUCT] = NOTHING
+        return found_inf
 
     def _fill_table(self, gradients: Mapping[str, Array], in_place: bool, sums: Sums | None) -> None:
         held, bucket, xp = self.held, self.held.bucket, self._xp
@@ -193,17 +204,16 @@ class BucketStep:
             bucket.table.bucket.share = sums.share
 
     def advance(self, answers: Sequence[Any]) -> list[Request]:
-        """Gives the generator the answers to its last requests, at first none; its next requests, none at its end. All
-        are in NumPy."""
+        """Gives the generator the answer to its last request, at first none; its next request, none at its end. Both
+        are in NumPy on the host."""
         try:
-            asked = self._generator.send(answers if self._asks_for_many else answers[0] if answers else None)
+            asked = self._generator.send(answers[0] if answers else None)
         except StopIteration as stop:
             self.found_inf_after = stop.value
             self._clock.lap(self._spans.decoding)
             return []
         self._clock.lap(self._spans.encoding)
-        self._asks_for_many = isinstance(asked, list)
-        return asked if isinstance(asked, list) else [asked]
+        return [asked]
 
     @property
     def found_inf(self) -> bool | Array:

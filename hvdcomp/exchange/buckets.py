@@ -1,8 +1,8 @@
-"""Which tensors of a step kernels compress together, as buckets, and which go through array functions (`array_step`).
+"""Which tensors of a step go together: in a bucket, through kernels, or in a group, through array functions.
 
-A bucket takes gradients of float32, or of 16 bits, on the host or on a device that has kernels for their compressor.
-Everything else goes through array functions: float64, memories of a user's own, gradients of 16 bits whose compressor
-has no bucket form, and without compiled kernels all that has 16 bits on the host, gradients or residuals.
+A bucket takes gradients of float32, or of 16 bits, where there are kernels for their compressor. Everything else is in
+groups (`group_step`): methods without a bucket form, float64, memories of a user's own, and all gradients on hosts and
+devices without kernels.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -40,20 +40,53 @@ KNOWN_TO_KERNELS = (NoMemory, ErrorFeedback, MomentumCorrection)
 _Item = TypeVar("_Item")
 
 
+class Member(NamedTuple):
+    """A tensor of a group.
+
+    Attributes:
+        name: the tensor's name.
+        compressor, memory: those of the plan.
+        floats: what the compressor sends, as `Compressor.payload_floats`.
+        state: of the tensor; a step writes what is kept for the next one.
+    """
+
+    name: str
+    compressor: Compressor
+    memory: Memory
+    floats: float
+    state: TensorState
+
+
+class TensorGroup:
+    """Tensors that no kernel takes, and that go through a step together.
+
+    Args:
+        members: the tensors; at least one.
+        number, gathered: as the attributes of `EngineBucket`.
+    """
+
+    on_device = False  # array functions may wait for what is computed
+
+    def __init__(self, members: Sequence[Member], number: int | None = None, gathered: float = 0.0) -> None:
+        self.members = members
+        self.names = [member.name for member in members]
+        self.number = number
+        self.gathered = gathered
+
+
 class Buckets:
-    """The buckets of a training's tensors.
+    """The buckets and groups of a training's tensors.
 
     Args:
         tensors: all tensors, by name.
         states: of the tensors, by name.
         memory_for: of a compressor, the memory that goes with it.
         says: whether it warns if gradients lie on a device that has no kernels.
-        most_gathered: bytes that one rank gathers of a bucket's payloads, at most, unless a tensor alone has more; None
-            for any number. Where a step gathers more, no bucket starts before all gradients are there.
+        most_gathered: bytes that one rank gathers of the payloads of a bucket or group, at most, unless a tensor alone
+            has more; None for any number. If a step gathers more, nothing starts before all gradients are there.
         ranks: their number.
 
     Attributes:
-        now: the buckets of the latest step, first those that need not wait for all gradients, by their numbers.
         order: names, in the order in which gradients become ready: one batch after the other, those of a batch at once.
             Empty while it is not known.
     """
@@ -76,14 +109,23 @@ class Buckets:
         self._numbers = {name: number for number, name in enumerate(tensors)}
         self._sizes = [tensor.size for tensor in tensors.values()]
         self._residuals: FlatStorage = Residuals(self._sizes)
-        self.now: list[EngineBucket] = []
+        self._together: list[Together] = []  # of the latest step, first those that may start early, by their numbers
         self.order: Sequence[Sequence[str]] = ()
         self._least_bytes = 0
         self._made_for: tuple[Plan, Sequence[str]] | None = None
-        self._grouped: list[str] = []
-        self._grouped_states: list[TensorState] = []
-        self._in_none: list[str] = []
+        self._names: list[str] = []
+        self._states_seen: list[TensorState] = []
         self._seen = 0, 0
+
+    @property
+    def now(self) -> list[EngineBucket]:
+        """The buckets of the latest step, first those that need not wait for all gradients, by their numbers."""
+        return [together for together in self._together if isinstance(together, EngineBucket)]
+
+    @property
+    def groups(self) -> list[TensorGroup]:
+        """The groups of the latest step, in the same order."""
+        return [together for together in self._together if isinstance(together, TensorGroup)]
 
     def of_step(
         self,
@@ -92,62 +134,68 @@ class Buckets:
         gradients: Mapping[str, Array],
         plan: Plan,
         under_way: Set[str] = frozenset(),
-    ) -> tuple[list[EngineBucket], list[str]]:
-        """The buckets of a step that have not started, and the tensors that are in no bucket.
+    ) -> list[Together]:
+        """The buckets and groups of a step that have not started.
 
         Args:
             names: of the tensors that take part.
-            under_way: the names of those whose buckets have started.
+            under_way: the names of those whose buckets and groups have started.
         """
         if not self._still_right(plan) or self._made_for != (plan, names):
-            able: set[str] = set()
-            for dtype in NARROW:
-                of_type = [name for name in names if self._tensors[name].dtype == dtype]
-                if of_type and self._says:
-                    cuda.warn_where_none(gradients[of_type[0]])
-                if of_type and self._placed(xp, [gradients[name] for name in of_type], dtype) is not None:
-                    able.update(of_type)
-            self.now = list(self._group(xp, [name for name in names if name in able], gradients, plan))
-            self._grouped = [name for held in self.now for name in held.names]
-            self._grouped_states = [self._states[name] for name in self._grouped]
-            grouped = set(self._grouped)
-            self._in_none = [name for name in names if name not in grouped]
+            self._together = list(self._made(xp, names, gradients, plan))
+            self._names = [name for together in self._together for name in together.names]
+            self._states_seen = [self._states[name] for name in self._names]
             self._seen = self._residuals.released, self._residuals.dropped
             self._made_for = (plan, names)
-        missing = [held for held in self.now if held.names[0] not in under_way]
-        if all(self.take(xp, held, gradients) for held in missing):
-            return missing, self._in_none
-        return [], [name for name in names if name not in under_way]
+        waiting = [together for together in self._together if together.names[0] not in under_way]
+        if all(self.take(xp, together, gradients) for together in waiting):
+            return waiting
+        return [self.group([name for name in names if name not in under_way], plan)]
 
-    def early(self, plan: Plan) -> list[EngineBucket]:
-        """The buckets that need not wait for all gradients of the step to come, if it is like the one before."""
-        return [held for held in self.now if held.number is not None] if self._still_right(plan) else []
+    def early(self, plan: Plan) -> list[Together]:
+        """What need not wait for all gradients of the step to come, if it is like the one before."""
+        if not self._still_right(plan):
+            return []
+        return [together for together in self._together if together.number is not None]
 
-    def take(self, xp: ModuleType, held: EngineBucket, gradients: Mapping[str, Array]) -> bool:
-        """Gives a bucket its gradients of a step; whether it can take them."""
-        placed = self._placed(xp, [gradients[name] for name in held.names], held.bucket.dtype)
+    def take(self, xp: ModuleType, together: Together, gradients: Mapping[str, Array]) -> bool:
+        """Gives a bucket its gradients of a step; whether it can take them. A group takes all gradients."""
+        if isinstance(together, TensorGroup):
+            return True
+        placed = self._placed(xp, [gradients[name] for name in together.names], together.bucket.dtype)
         if placed is not None:
-            held.arrays, held.bucket.segments["gradient"] = placed
+            together.arrays, together.bucket.segments["gradient"] = placed
         return placed is not None
+
+    def group(
+        self, names: Sequence[str], plan: Plan, states: Mapping[str, TensorState] | None = None
+    ) -> TensorGroup:
+        """A group of tensors; states: by name, if they are others than those of the training."""
+        states = self._states if states is None else states
+        members = []
+        for name in names:
+            compressor = plan[name]
+            floats = compressor.payload_floats(self._tensors[name].shape)
+            members.append(Member(name, compressor, self._memory_for(compressor), floats, states[name]))
+        return TensorGroup(members)
 
     def _placed(self, xp: ModuleType, arrays: Sequence[Array], dtype: str) -> tuple[list[Array], list[int]] | None:
         """The gradients and their addresses, where kernels serve them and residuals are kept; else None."""
         if (placed := cuda.placed(arrays, dtype)) is not None:
-            if not isinstance(self._residuals, DeviceResiduals) and not self._grouped:
+            if not isinstance(self._residuals, DeviceResiduals) and not self.now:
                 # Not a part of the gradient: that would keep all of it.
                 like = xp.astype(xp.zeros((0,), like=arrays[0]), "float32")
                 self._residuals = DeviceResiduals(self._sizes, xp, like)
             kept = self._residuals
             return placed if isinstance(kept, DeviceResiduals) and kept.device == arrays[0].device else None
-        served = dtype == "float32" or kernels.available()
-        return xp.hosted(arrays, dtype) if served and isinstance(self._residuals, Residuals) else None
+        return xp.hosted(arrays, dtype) if kernels.available() and isinstance(self._residuals, Residuals) else None
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of residuals, velocities and the methods' own arrays from step to step; on the host with the places
         that a step fills while it may still come to nothing."""
         states = [held.bucket.states for held in self.now]
-        return self._residuals.nbytes + sum(kept.nbytes for kept in states if isinstance(kept, BucketStates))
+        return self._residuals.nbytes + sum(kept.nbytes for kept in states if kept is not None)
 
     def start_early(self, order: Sequence[Sequence[str]], least_bytes: int) -> None:
         """From the next step on there are buckets that do not wait for all gradients.
@@ -158,54 +206,66 @@ class Buckets:
         """
         self.order, self._least_bytes = order, least_bytes
         # No bucket is used again: collectives that nobody waits for may still use the storage of these.
-        self._made_for, self.now = None, []
+        self._made_for, self._together = None, []
 
     def _still_right(self, plan: Plan) -> bool:
         if self._made_for is None or self._made_for[0] is not plan:
             return False
         # Somebody may have put others in their place, or taken what they keep out of flat storage; tensors that keep
         # nothing any more may go with others.
-        same = all(map(operator.is_, map(self._states.__getitem__, self._grouped), self._grouped_states))
+        same = all(map(operator.is_, map(self._states.__getitem__, self._names), self._states_seen))
         return same and self._seen == (self._residuals.released, self._residuals.dropped)
 
-    def _group(
+    def _made(
         self, xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array], plan: Plan
-    ) -> Iterator[EngineBucket]:
-        on_device = isinstance(self._residuals, DeviceResiduals)
+    ) -> Iterator[Together]:
+        kinds = self._kinds(xp, names, gradients, plan)
         gathered = {name: self._gathered_of(name, plan[name]) for name in self._tensors}
         together = sum(gathered[name] for name in itertools.chain(*self.order))
         in_one_part = self._most_gathered is None or together <= self._most_gathered
-        early = self._early_pieces(names, plan) if in_one_part else []
+        hosted = not any(map(xp.waits, gradients.values()))
+        early = self._early_pieces(names, kinds, hosted) if in_one_part else []
         numbers = {name: number for number, piece in enumerate(early) for name in piece}
-        by_bucket: dict[Any, list[str]] = {}
+        by_number: dict[Any, list[str]] = {}
         for name in names:
-            if (kind := self._kind(name, plan[name])) is not None:
-                by_bucket.setdefault((numbers.get(name, len(early)), kind), []).append(name)
+            by_number.setdefault((numbers.get(name, len(early)), kinds[name]), []).append(name)
         known = {held.key: held for held in self.now}
+        for (number, kind), whole in sorted(by_number.items(), key=lambda entry: entry[0][0]):
+            for members in in_parts(whole, gathered.__getitem__, self._most_gathered):
+                if kind is None:
+                    made: Together = self.group(members, plan)
+                else:
+                    made = self._bucket(xp, members, gradients, plan, kind[1], known)
+                made.number = number if number < len(early) else None
+                made.gathered = sum(gathered[name] for name in members)
+                yield made
+
+    def _bucket(
+        self,
+        xp: ModuleType,
+        names: Sequence[str],
+        gradients: Mapping[str, Array],
+        plan: Plan,
+        memory: Memory,
+        known: Mapping[Any, EngineBucket],
+    ) -> EngineBucket:
+        """The bucket of these tensors, one of the known buckets if there is such a bucket."""
+        on_device = isinstance(self._residuals, DeviceResiduals)
         bridges = _no_bridges if on_device else _bridges
-        where = (gradients[names[0]].device, xp) if on_device and names else ()
-        parts = [
-            (*key, members)
-            for key, whole in sorted(by_bucket.items(), key=lambda entry: entry[0][0])
-            for members in in_parts(whole, gathered.__getitem__, self._most_gathered)
-        ]
-        for number, (_, memory, _), members in parts:
-            compressors = tuple(plan[name] for name in members)
-            tensors = []
-            for name in members:
-                state, place = self._states[name], self._numbers[name]
-                if not state.is_flat:
-                    state.keeper = memory  # of the same class, if anything is kept; it says in which type
-                wrap, unwrap = bridges(xp, gradients[name], self._tensors[name].shape)
-                state.lie_in(self._residuals, place, unwrap, wrap)
-                tensors.append((name, state, place))
-            key = (tuple(tensors), compressors, memory)
-            described = [self._tensors[name] for name in members]
-            held = known.get(key) or EngineBucket(*key, described, self._residuals, where)
-            held.number = number if number < len(early) else None
-            held.gathered = sum(gathered[name] for name in members)
-            held.has_states &= compressors[0].keeps_state  # others may have had its tensors in the meantime
-            yield held
+        tensors = []
+        for name in names:
+            state, place = self._states[name], self._numbers[name]
+            if not state.is_flat:
+                state.keeper = memory  # of the same class, if anything is kept; it says in which type
+            wrap, unwrap = bridges(xp, gradients[name], self._tensors[name].shape)
+            state.lie_in(self._residuals, place, unwrap, wrap)
+            tensors.append((name, state, place))
+        key = (tuple(tensors), tuple(plan[name] for name in names), memory)
+        described = [self._tensors[name] for name in names]
+        where = (gradients[names[0]].device, xp) if on_device else ()
+        made = known.get(key) or EngineBucket(*key, described, self._residuals, where)
+        made.has_states &= plan[names[0]].keeps_state  # others may have had its tensors in the meantime
+        return made
 
     def _gathered_of(self, name: str, compressor: Compressor) -> float:
         """Bytes that one rank gathers of a tensor's payloads; 0 where it gathers shares of them, scattered or in two
@@ -216,34 +276,49 @@ class Buckets:
         payloads = compressor.payloads(tensor.shape, tensor.dtype, self._ranks)
         return self._ranks * sum(payload.bytes for payload in payloads if payload.kind == "allgather")
 
+    def _kinds(
+        self, xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array], plan: Plan
+    ) -> dict[str, tuple[Any, Memory, str] | None]:
+        """The kind of each tensor of the training, whether it has a gradient in this step or not."""
+        served = set(NARROW)
+        for dtype in NARROW:
+            given = [gradients[name] for name in names if self._tensors[name].dtype == dtype]
+            if given and self._says:
+                cuda.warn_where_none(given[0])
+            if given and self._placed(xp, given, dtype) is None:
+                served.remove(dtype)
+        return {
+            name: self._kind(name, plan[name]) if tensor.dtype in served else None
+            for name, tensor in self._tensors.items()
+        }
+
     def _kind(self, name: str, compressor: Compressor) -> tuple[Any, Memory, str] | None:
         """Key that tensors of one bucket have in common; None for a tensor that is in no bucket."""
         tensor = self._tensors[name]
-        if tensor.dtype not in compressor.bucket_dtypes or not tensor.size:
+        if not compressor.has_bucket_form or not tensor.size:
             return None
         if isinstance(self._residuals, DeviceResiduals) and not cuda.takes(compressor, tensor.size):
             return None
         memory = self._states[name].memory_for(self._memory_for(compressor))
-        if memory.rounds_to and not kernels.available() and isinstance(self._residuals, Residuals):
-            return None
         return (compressor.bucket_family, memory, tensor.dtype) if type(memory) in KNOWN_TO_KERNELS else None
 
-    def _early_pieces(self, names: Sequence[str], plan: Plan) -> list[list[str]]:
-        """The tensors of each bucket that does not wait for all gradients of a step.
+    def _early_pieces(self, names: Sequence[str], kinds: Mapping[str, Any], hosted: bool) -> list[list[str]]:
+        """The tensors of each bucket, and on the host of each group, that does not wait for all gradients of a step.
 
         Ranks may learn at different times that a tensor has no gradient. So what the pieces hold follows from the order
-        and the plan alone. Those from the first one on that misses a gradient wait.
+        and the plan alone. Those from the first one on that misses a gradient wait. On a device array functions may
+        wait for it, and so would the backward pass.
         """
         pieces: list[list[str]] = []
         filling: dict[Any, tuple[list[str], int]] = {}
         for batch in self.order:
-            kinds = [self._kind(name, plan[name]) for name in batch]
-            for name, kind in zip(batch, kinds, strict=True):
+            batch_kinds = [kinds[name] for name in batch]
+            for name, kind in zip(batch, batch_kinds, strict=True):
                 piece, size = filling.pop(kind, ([], 0))
                 piece.append(name)
                 filling[kind] = piece, size + self._tensors[name].size * dtype_bytes(self._tensors[name].dtype)
-            for kind in dict.fromkeys(kinds):
-                if kind is not None and filling[kind][1] >= self._least_bytes:
+            for kind in dict.fromkeys(batch_kinds):
+                if (kind is not None or hosted) and filling[kind][1] >= self._least_bytes:
                     pieces.append(filling.pop(kind)[0])
         return list(itertools.takewhile(set(names).issuperset, pieces))
 
@@ -281,19 +356,14 @@ def in_parts(
 
 def prepared_states(
     xp: ModuleType, bucket: Bucket, states: Sequence[TensorState], arrays: Sequence[Array]
-) -> BucketStates | list[tuple[np.ndarray, ...]] | None:
-    """The compressors' arrays of a bucket's tensors, which have these states; None if the method keeps none.
-
-    A bucket form gets them fitted to its levels; without one, `each_tensor` does that.
+) -> BucketStates | None:
+    """The compressors' arrays of a bucket's tensors, which have these states, fitted to the compressors' levels; None
+    if the method keeps none.
 
     Args:
         arrays: in the shapes of the tensors, where the bucket works.
     """
-    method = bucket.compressors[0]
-    if not bucket.has_form:
-        bucket.like = xp.zeros((0,), like=arrays[0])  # not the gradient itself: that would keep it
-        return [tuple(map(xp.to_numpy, state.kept_for(method))) for state in states]
-    if not method.keeps_state:
+    if not bucket.compressors[0].keeps_state:
         return None
     context, each = bucket.context, zip(states, bucket.tensors, bucket.compressors, arrays, strict=True)
     if bucket.device is None:
@@ -454,23 +524,15 @@ class EngineBucket:
         if step not in self._costs:
             costs = self._costs[step] = {}
             for tensor, compressor in zip(self.bucket.tensors, self.bucket.compressors, strict=True):
-                sent, in_node = self._bytes_of(tensor, compressor)
+                sent, in_node = compressor.bytes_in_bucket(tensor, self.bucket.context)
                 floats = compressor.payload_floats(tensor.shape)
                 dense = tensor.size * dtype_bytes(tensor.dtype)
                 costs[tensor.name] = Cost(int(sent), dense, floats, bytes_in_node=int(in_node))
         return self._costs[step]
 
-    def _bytes_of(self, tensor: TensorInfo, compressor: Compressor) -> tuple[float, float]:
-        context, handed = self.bucket.context, self.bucket.handed
-        if handed is None:
-            return compressor.bytes_in_bucket(tensor, context)
-        sent, in_node = handed[self.places[tensor.name]].tolist()
-        return sent, in_node if in_node and context.has_other_nodes else 0
-
     def prepare_states(self, xp: ModuleType) -> None:
         """Brings the compressors' arrays into the bucket, fitted to its levels, unless they are there already."""
-        method = self.bucket.compressors[0]
-        if not self.has_states and (method.keeps_state or not self.bucket.has_form):
+        if not self.has_states and self.bucket.compressors[0].keeps_state:
             states = [state for _, state, _ in self.tensors]
             self.bucket.states = prepared_states(xp, self.bucket, states, self.arrays)
 
@@ -478,7 +540,7 @@ class EngineBucket:
         """Keeps what a step has made of the compressors' arrays for the next one, in place of another method's; on a
         device, if it counts."""
         states, method = self.bucket.states, self.bucket.compressors[0]
-        if isinstance(states, BucketStates):
+        if states is not None:
             states.commit() if found_inf is None else states.settle(found_inf)
         if self.has_states or method.lossless:  # a dense step keeps the warm start of the method it interrupts
             return
@@ -486,13 +548,17 @@ class EngineBucket:
         self._wrap_state = _itself if self.on_device else functools.partial(xp.from_numpy, like=like)
         for place, (_, state, _) in enumerate(self.tensors):
             state.method = method.name
-            if isinstance(states, BucketStates):
-                state.lie_in_bucket(self, place)
+            if states is None:
+                state.compressor = ()
             else:
-                state.compressor = tuple(map(self._wrap_state, states[place])) if states else ()
-        self.has_states = self.bucket.has_form
+                state.lie_in_bucket(self, place)
+        self.has_states = True
 
     def state(self, place: int) -> tuple[Array, ...]:
         """The compressor's arrays of a tensor, as `TensorState.compressor` has them."""
         assert self.bucket.states is not None
         return tuple(self._wrap_state(array) for array in self.bucket.states.arrays(place))
+
+
+Together: TypeAlias = EngineBucket | TensorGroup
+"""Tensors that go through a step together."""

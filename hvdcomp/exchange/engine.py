@@ -2,7 +2,7 @@
 
 It knows no framework (array functions come with the arrays), no compressor by name, and reaches other ranks only
 through a communicator. `plan` says which compressor each tensor gets, `buckets` which tensors are compressed together,
-`bucket_step` what a bucket goes through and `array_step` what tensors in none, `lockstep` how they exchange,
+`bucket_step` what a bucket goes through and `group_step` what a group does, `lockstep` how they exchange,
 `overlap` what starts before all gradients are there, `fusion` what travels.
 """
 
@@ -24,10 +24,10 @@ from hvdcomp.compressors.choice import MIN_NDIM, MIN_NUMEL, Plan
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import Context, TensorInfo
 from hvdcomp.compressors.two_level import within
-from hvdcomp.exchange.array_step import ArrayStep, Step
-from hvdcomp.exchange.bucket_step import BucketStep, Sums
-from hvdcomp.exchange.buckets import Buckets, in_parts
+from hvdcomp.exchange.bucket_step import Sums
+from hvdcomp.exchange.buckets import Buckets, Together, in_parts
 from hvdcomp.exchange.clock import Spans
+from hvdcomp.exchange.group_step import Step, step_of
 from hvdcomp.exchange.ledger import Ledger, Sent, StepCost
 from hvdcomp.exchange.lockstep import Lockstep, run_to_the_end
 from hvdcomp.exchange.look import Look
@@ -77,7 +77,7 @@ class Engine:
         bytes_beside: as given.
         step_number: number of the step that comes next, or is under way, from 0.
         states: state of each tensor, by name.
-        buckets: the buckets of the tensors that are compressed together.
+        buckets: the buckets and groups of the tensors that are compressed together.
         before_compress: function called in each step before x is compressed. It may look at x, and returns by name
             arrays that are to be compressed in place of x of some tensors.
         found_inf: an element that is 0, or NaN if nothing of the last step counts (see `step`).
@@ -284,22 +284,19 @@ class Engine:
     def _steps(
         self, xp: ModuleType, gradients: Mapping[str, Array], factor: Array | None, under_way: Set[str]
     ) -> list[Step]:
-        """Steps of the buckets that are not under way, and of the tensors in none.
+        """Steps of the buckets and groups that are not under way.
 
         Args:
             factor: what the memory multiplies gradients with; None for 1.
-            under_way: names of the tensors whose buckets have started.
+            under_way: names of the tensors whose buckets and groups have started.
         """
         clock, plan, context, names = self.ledger.clock, self.plan, self.context(""), list(gradients)
-        aside = self.planner.beside_residuals  # such steps are rare: one by one, and buckets stay as they are
-        made, in_none = ([], names) if aside else self.buckets.of_step(xp, names, gradients, plan, under_way)
-        clock.turns_only &= not in_none and all(held.on_device for held in made)
-        steps: list[Step] = [BucketStep(xp, held, context, factor, clock) for held in made]
-        if in_none:
-            states, memory_for = defaultdict(TensorState) if aside else self.states, self.planner.memory_for
-            apart = {name: gradients[name] for name in in_none}
-            steps.append(ArrayStep(xp, apart, plan, states, memory_for, context, factor, clock))
-        return steps
+        if self.planner.beside_residuals:  # such steps are rare: in a group, and buckets stay as they are
+            waiting: list[Together] = [self.buckets.group(names, plan, defaultdict(TensorState))]
+        else:
+            waiting = self.buckets.of_step(xp, names, gradients, plan, under_way)
+        clock.turns_only &= all(together.on_device for together in waiting)
+        return [step_of(xp, together, gradients, context, factor, clock) for together in waiting]
 
     def _record(self, xp: ModuleType, waves: Sequence[Lockstep], number_of_tensors: int, kept: Set[str]) -> None:
         """Enters the costs of a step that has ended."""

@@ -12,10 +12,10 @@ from typing import Any
 from hvdcomp.arrays.types import Array
 from hvdcomp.communicators import Communicator
 from hvdcomp.compressors.protocol import Request
-from hvdcomp.exchange.array_step import Step
 from hvdcomp.exchange.clock import Clock, Span
 from hvdcomp.exchange.finiteness import flag_of, flag_with, with_flag
 from hvdcomp.exchange.fusion import Round
+from hvdcomp.exchange.group_step import Step
 from hvdcomp.exchange.ledger import Sent
 
 _Turn = tuple[Step, list[Request]]  # which of them, and what it asks for

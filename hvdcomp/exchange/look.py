@@ -8,8 +8,8 @@ from types import ModuleType
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.protocol import Context
-from hvdcomp.exchange.array_step import Step
 from hvdcomp.exchange.energies import Energies, of_arrays
+from hvdcomp.exchange.group_step import Step
 
 
 class Look(Mapping[str, Array]):

@@ -22,10 +22,10 @@ from hvdcomp.compressors.bucket import LEAST_BYTES
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.protocol import Context, TensorInfo
 from hvdcomp.errors import warn_alone
-from hvdcomp.exchange.array_step import Step
-from hvdcomp.exchange.bucket_step import BucketStep, Sums
-from hvdcomp.exchange.buckets import Buckets, EngineBucket
+from hvdcomp.exchange.bucket_step import Sums
+from hvdcomp.exchange.buckets import Buckets, Together
 from hvdcomp.exchange.clock import Clock
+from hvdcomp.exchange.group_step import Step, step_of
 from hvdcomp.exchange.lockstep import Lockstep
 
 TRIES = 20
@@ -82,7 +82,7 @@ class Overlap:
         self._buckets = buckets
         self._clock = clock
         self.least_bytes = least_bytes
-        self._early: Sequence[EngineBucket] = ()  # in the order in which they may start
+        self._early: Sequence[Together] = ()  # in the order in which they may start
         self._step: _Step
         self._places: dict[str, int] = {}
         self._missing: list[int] = []  # gradients of each
@@ -105,9 +105,9 @@ class Overlap:
         early = self._buckets.early(plan)
         if early != self._early:
             self._early = early
-            self._places = {name: place for place, held in enumerate(early) for name in held.names}
+            self._places = {name: place for place, together in enumerate(early) for name in together.names}
         self._step = _Step(context, in_place, sums, agreed, set())
-        self._missing = [len(held.names) for held in early]
+        self._missing = [len(together.names) for together in early]
         self._tries += bool(early)
 
     def ready(self, name: str, gradient: Array) -> None:
@@ -127,19 +127,20 @@ class Overlap:
         while len(self.started) < len(self._missing) and not self._missing[len(self.started)] and self._step.agreed():
             self._start(self._early[len(self.started)])
 
-    def _start(self, held: EngineBucket) -> None:
-        """Starts a bucket, if it can take the gradients that have come; else it and those behind it wait for all."""
-        like, clock, step = self._gradients[held.names[0]], self._clock, self._step
+    def _start(self, together: Together) -> None:
+        """Starts a bucket or group. If it is a bucket that cannot take the gradients that have come, this bucket and
+        those behind it wait for all gradients."""
+        like, clock, step = self._gradients[together.names[0]], self._clock, self._step
         xp = arrays_for(like)
         if not self.started:
             clock.begin(xp, like)
-        if not self._buckets.take(xp, held, self._gradients):
+        if not self._buckets.take(xp, together, self._gradients):
             self._missing = []
             return
-        clock.turns_only &= held.on_device
-        bucket = BucketStep(xp, held, step.context, None, clock)
-        bucket.open(self._gradients, step.in_place, step.sums)
-        wave = self.wave(xp, [bucket], held.number)
+        clock.turns_only &= together.on_device
+        started = step_of(xp, together, self._gradients, step.context, None, clock)
+        started.open(self._gradients, step.in_place, step.sums)
+        wave = self.wave(xp, [started], together.number)
         wave.start()
         self.started.append(wave)
         self._starts += 1

@@ -24,6 +24,7 @@ from hvdcomp.compressors.sizes import SentPayload, state_elements
 from hvdcomp.compressors.two_level import TwoLevel
 from hvdcomp.compressors.two_level_bucket import payloads_in_node
 from hvdcomp.errors import SpecError
+from hvdcomp.kernels.tables import NARROW
 
 Array = Any
 
@@ -238,7 +239,7 @@ def _rounds_of(members: Iterable[tuple[TensorInfo, Compressor]], ranks: int, ran
     for tensor, compressor in members:
         if isinstance(compressor, TwoLevel) and ranks_per_node == 1:
             compressor = compressor.compressor
-        in_bucket = compressor.has_bucket_form and tensor.dtype in compressor.bucket_dtypes
+        in_bucket = compressor.has_bucket_form and tensor.dtype in NARROW
         if isinstance(compressor, TwoLevel) or (in_bucket and compressor.scatters(ranks)):
             kind = (compressor.bucket_family, tensor.dtype) if in_bucket else tensor.name
             buckets.setdefault(kind, []).append((tensor, compressor))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange import overlap
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.specs.levels import DENSE
-from tests.exchange.test_buckets import BUCKETED, needs_kernels
+from tests.exchange.test_buckets import EVERY, needs_kernels
 from tests.harness import (
     TWO_LEVELS,
     CountingCommunicator,
@@ -57,6 +58,7 @@ def run(
     before: Callable[[Engine, int], None] = lambda engine, step: None,
     added: str = "nothing",
     in_place: bool = False,
+    dtype: str = "float32",
     **options: Any,
 ) -> list[Run]:
     """Steps of an engine that is told of each gradient, in another order on each rank, where `tells` says so."""
@@ -64,7 +66,7 @@ def run(
     def work(communicator: InProcessCommunicator) -> Run:
         rank, totals = communicator.rank, AccumulatedGradients()
         engine = Engine(
-            CountingCommunicator(communicator), infos(SHAPES), parse_compressor(spec), min_numel=0, min_ndim=0,
+            CountingCommunicator(communicator), infos(SHAPES, dtype), parse_compressor(spec), min_numel=0, min_ndim=0,
             overlap_bytes=overlap_bytes, **options,
         )  # fmt: skip
         results = []
@@ -73,7 +75,7 @@ def run(
             values = gradients_of(rank, step)
             if change is not None and step in change:
                 change[step](values, rank)
-            given = {name: make(backend, one) for name, one in values.items()}
+            given = {name: make(backend, one, dtype) for name, one in values.items()}
             sums = None if added == "nothing" else totals.of_step(0.5, added == "results")
             engine.begin()
             engine.expect(in_place, sums)
@@ -195,7 +197,7 @@ def test_it_ends_where_no_bucket_starts_by_itself(who: str, recwarn: pytest.Warn
     assert_same(found, run("topk:ratio=0.1", None, **options))
 
 
-@pytest.mark.parametrize(("spec", "backend"), in_turns([*BUCKETED, *TWO_LEVELS]))
+@pytest.mark.parametrize(("spec", "backend"), in_turns([*EVERY, *TWO_LEVELS]))
 def test_it_changes_no_bit(spec: str, backend: str) -> None:
     """With ranks that start early and one that does not, a missing gradient, and a step that does not count.
 
@@ -222,6 +224,43 @@ def test_results_in_place_and_sums_are_the_same(spec: str, added: str) -> None:
     found = run(spec, BYTES, **options)
     assert early(found[0])
     assert_same(found, run(spec, None, **options))
+
+
+@dataclass(frozen=True)
+class Halving(ErrorFeedback):
+    """A memory of a user's own, which no kernel knows."""
+
+    def compensate(self, xp: Any, gradient: Any, state: tuple[Any, ...]) -> Any:
+        return gradient + state[0] * 0.5, ()
+
+
+@pytest.mark.parametrize("spec", ["topk:ratio=0.1", "powersgd:rank=2", "efsignsgd"])
+@pytest.mark.parametrize(
+    "what",
+    [{"dtype": "float64"}, {"memory": Halving()}, {"dtype": "float64", "in_place": True, "added": "gradients"}],
+    ids=["float64", "memory", "in place"],
+)
+def test_what_no_kernel_takes_starts_early_too(spec: str, what: dict[str, Any]) -> None:
+    """Groups follow from the order and the plan, as buckets do: ranks that start early and one that does not have the
+    same collectives, with a missing gradient and a step that does not count."""
+    options: dict[str, Any] = what | {"ranks": 3, "steps": 8, "change": {3: without_one, 5: with_nan}}
+    found = run(spec, 2 * BYTES, tells=lambda rank, step: (rank + step) % 3 > 0, **options)
+    assert_same(found, run(spec, None, tells=lambda rank, step: False, **options))
+    started = [[name for _, _, name, _ in one.engine.communicator.started] for one in found]
+    assert early(found[0])
+    assert started[0] == started[1] == started[2]
+    assert any(group.number is not None for group in found[0].engine.buckets.groups)
+
+
+def test_a_group_goes_in_parts_where_it_would_gather_too_much() -> None:
+    """All payloads of two ranks are one byte more than is allowed."""
+    (one, _) = run("topk:ratio=0.1", BYTES, dtype="float64")
+    assert one.engine.ledger.last is not None
+    payload = sum(cost.bytes_sent for cost in one.engine.ledger.last.tensors.values())
+    found = run("topk:ratio=0.1", BYTES, dtype="float64", gathered_bytes=2 * payload - 1)
+    assert_same(found, run("topk:ratio=0.1", None, dtype="float64"))
+    assert not early(found[0])
+    assert len(found[0].engine.buckets.groups) == 2
 
 
 @pytest.mark.parametrize("spec", ["two_level(topk:ratio=0.1)", "two_level(powersgd:rank=2)"])

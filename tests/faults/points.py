@@ -60,8 +60,8 @@ def _at_step(reached: Reached) -> None:
 
 def _in_encode(reached: Reached) -> None:
     """When gradients of a step have been compressed, and nothing of them was sent."""
-    from hvdcomp.exchange.array_step import ArrayStep
     from hvdcomp.exchange.bucket_step import BucketStep
+    from hvdcomp.exchange.group_step import GroupStep
 
     def wrap(kind: Any) -> None:
         real = kind.advance
@@ -75,7 +75,7 @@ def _in_encode(reached: Reached) -> None:
         kind.advance = advance
 
     wrap(BucketStep)
-    wrap(ArrayStep)
+    wrap(GroupStep)
 
 
 def _in_collective(reached: Reached) -> None:

@@ -141,10 +141,12 @@ def case_everything_sent_is_the_mean_gradient() -> None:
 
 
 def case_buckets_start_in_the_backward_pass_and_change_nothing() -> None:
-    for spec in ("topk:ratio=0.05", "efsignsgd", "powersgd:rank=2"):
+    """So do groups: of a method without kernels, and of float64."""
+    in_buckets = [(spec, torch.float32) for spec in ("topk:ratio=0.05", "efsignsgd", "powersgd:rank=2")]
+    for spec, dtype in (*in_buckets, ("stc:ratio=0.05", torch.float32), ("topk:ratio=0.05", torch.float64)):
         results = []
         for overlap in ("auto", False):
-            model = large_model()
+            model = large_model().to(dtype)
             how = hvdcomp.Compression.from_spec(spec, overlap=overlap)
             distributed, optimizer, _ = distribute(model, how)
             binding, early = how._binding, []
@@ -157,8 +159,10 @@ def case_buckets_start_in_the_backward_pass_and_change_nothing() -> None:
                 early.append(len(binding.engine.overlap.started))
 
             model[1].register_forward_hook(lambda module, given, output, wait=wait: output.register_hook(wait) and None)
-            train(distributed, optimizer, steps=8)
-            assert early == ([0, 0, 0, *[1] * 5] if overlap else [0] * 8), (spec, overlap, early)
+            train(distributed, optimizer, steps=8, dtype=dtype)
+            started = 1 + (dtype == torch.float64)  # of twice the bytes
+            assert early == ([0, 0, 0, *[started] * 5] if overlap else [0] * 8), (spec, dtype, overlap, early)
+            assert bool(binding.engine.buckets.groups) == ((spec, dtype) not in in_buckets)
             assert_same_everywhere(model)
             results.append(weights(model))
         if spec != "powersgd:rank=2" or dist.get_world_size() == 2:  # sums over more ranks have an order

@@ -1,4 +1,4 @@
-"""Buckets of methods without a bucket form of their own: what each tensor does by itself, and fewer collectives."""
+"""Groups of methods without a bucket form: what each tensor does by itself, and fewer collectives."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvdcomp import ErrorFeedback, MomentumCorrection, NoMemory, kernels
+from hvdcomp import ErrorFeedback, MomentumCorrection, NoMemory
 from hvdcomp.arrays.types import Array
 from hvdcomp.bindings.checkpoint import restore, state_of
 from hvdcomp.communicators.in_process import InProcessGroup
+from hvdcomp.compressors import inside
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import Aggregation, AllGather, AllReduce, Context, Outcome, SparseVector
-from hvdcomp.exchange import buckets
 from hvdcomp.exchange.engine import Engine
 from tests.harness import (
     INSTALLED,
@@ -33,8 +33,6 @@ from tests.harness import (
 )
 
 SHAPES = {"matrix": (6, 8), "vector": (77,), "odd": (5, 7, 3), "scalar": (), "large": (3, 30_001)}
-needs_kernels = pytest.mark.skipif(not kernels.available(), reason=f"no kernels: {kernels.why_not()}")
-pytestmark = needs_kernels
 
 
 @dataclass(frozen=True)
@@ -121,40 +119,30 @@ def steps(
             own = {name: (one.bytes_sent, one.bytes_in_node, one.floats_sent) for name, one in cost.tensors.items()}
             counts = {name: bits(x) if step != 3 else b"" for name, x in results.items()}
             found.append((counts, states_of(mine), cost.bytes_sent, own))
-        return found, bool(mine.buckets.now)
+        assert mine.buckets.groups
+        return found
 
     return InProcessGroup(size, per_node).run(work)
 
 
-@pytest.mark.parametrize("backend", INSTALLED)
 @pytest.mark.parametrize("memory", [None, MomentumCorrection(0.75), ErrorFeedback(0.5), NoMemory()], ids=str)
 @pytest.mark.parametrize("method", [Rounds(), Sparse()], ids=str)
-def test_tensors_of_a_bucket_do_what_they_do_by_themselves(
-    backend: str,
-    memory: Memory | None,
-    method: Compressor,
-    request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
+def test_small_tensors_do_in_numpy_what_they_do_in_the_framework(
+    memory: Memory | None, method: Compressor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit, where the arithmetic is NumPy's or has one result; so do buckets without compiled kernels."""
-    found = steps(backend, method, memory)
-    assert all(in_buckets for _, in_buckets in found)
-    request.getfixturevalue("without_kernels")
-    assert found == steps(backend, method, memory)
-    monkeypatch.setattr(buckets, "KNOWN_TO_KERNELS", ())
-    assert [(run, False) for run, _ in found] == steps(backend, method, memory)
+    """Bit for bit, as the arithmetic of these methods has one result."""
+    found = {}
+    for backend, large in (("torch", inside.LARGE), ("torch", 0), ("numpy", inside.LARGE)):
+        monkeypatch.setattr(inside, "LARGE", large)
+        found[backend, large] = steps(backend, method, memory)
+    first, *others = found.values()
+    assert all(other == first for other in others)
 
 
 @pytest.mark.parametrize("spec", ["two_level(stc:ratio=0.2)", "two_level(atomo:rank=2)"])
-def test_two_levels_do_so_too(spec: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the bytes of each tensor, those in the node among them."""
-    method = parse_compressor(spec)
-    found = steps("numpy", method, None, 4, 2)
-    request.getfixturevalue("without_kernels")
-    assert found == steps("numpy", method, None, 4, 2)
-    monkeypatch.setattr(buckets, "KNOWN_TO_KERNELS", ())
-    assert [(run, False) for run, _ in found] == steps("numpy", method, None, 4, 2)
-    first_step = found[0][0][0]
+def test_bytes_of_a_tensor_in_two_levels_include_those_in_the_node(spec: str) -> None:
+    (first_step, *_), *_ = steps("numpy", parse_compressor(spec), None, 4, 2)
+    assert all(sent >= in_node for sent, in_node, _ in first_step[3].values())
     assert any(in_node for _, in_node, _ in first_step[3].values())
 
 
@@ -242,7 +230,7 @@ def test_what_overflows_on_the_way_makes_the_step_count_nowhere(
 ) -> None:
     given = lambda rank, step: {"w": make(backend, np.full((2, 3), values[rank]))}  # noqa: E731
     for run in run_engines(2, infos({"w": (2, 3)}), Overflows(what), given):
-        assert run.engine.buckets.now
+        assert run.engine.buckets.groups
         assert np.isnan(as_numpy(run.results[0]["w"])).any()
         assert states_of(run.engine) == {"w": ()}
 
@@ -264,7 +252,7 @@ def test_what_is_put_in_place_of_x_is_compressed(backend: str) -> None:
     given = lambda rank, step: {"matrix": make(backend, np.full((6, 8), 4.0)), "w": make(backend, np.ones(3))}  # noqa: E731
     shapes = {"matrix": (6, 8), "w": (3,)}
     for run in run_engines(2, infos(shapes), Overflows("nothing"), given, before=look):
-        assert run.engine.buckets.now
+        assert run.engine.buckets.groups
         for name, result, left in (("matrix", 2.0, 2.0), ("w", 1.0, 0.0)):
             assert np.all(as_numpy(run.results[0][name]) == result)
             assert np.all(as_numpy(run.engine.states[name].memory[0]) == left)

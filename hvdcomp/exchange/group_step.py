@@ -1,0 +1,342 @@
+"""A group's way through one step: tensor by tensor, in array functions, where the gradients are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence, Set
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+import numpy as np
+
+from hvdcomp.arrays import arrays_for, numpy_arrays
+from hvdcomp.arrays.types import Array, wide_dtype
+from hvdcomp.compressors import Compressor, checked
+from hvdcomp.compressors.inside import Inside, inside_of, numbers_may_overflow
+from hvdcomp.compressors.memory import NoMemory
+from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome, Request, SparseVector
+from hvdcomp.compressors.sizes import bytes_of
+from hvdcomp.exchange.bucket_step import BucketStep, Sums
+from hvdcomp.exchange.buckets import KNOWN_TO_KERNELS, EngineBucket, Member, TensorGroup
+from hvdcomp.exchange.clock import Clock, Spans
+from hvdcomp.exchange.energies import Energies, of_arrays, of_errors
+from hvdcomp.exchange.fusion import part_bytes
+from hvdcomp.exchange.ledger import Cost, Part
+from hvdcomp.kernels.limits import LARGEST
+
+
+class GroupStep:
+    """The tensors of a group on their way through one step, to be used as a `BucketStep`.
+
+    Args:
+        xp: the array functions of the gradients.
+        group: the group.
+        gradients: of the step, by name.
+        context, factor, clock: as of `BucketStep`.
+
+    Attributes:
+        names, number, gathered, like, keeps_x: as of `BucketStep`.
+        addresses: none, as no kernel looks at x.
+    """
+
+    on_device = False
+    keeps_x = True
+    addresses: Mapping[str, int] = MappingProxyType({})
+
+    def __init__(
+        self,
+        xp: ModuleType,
+        group: TensorGroup,
+        gradients: Mapping[str, Array],
+        context: Context,
+        factor: Array | None,
+        clock: Clock,
+    ) -> None:
+        self._xp = xp
+        self._clock = clock
+        self._spans = Spans([], [])
+        self.names, self.number, self.gathered = group.names, group.number, group.gathered
+        with clock.around(self._spans.encoding), numbers_may_overflow():
+            self._tensors = {
+                member.name: _TensorStep(xp, member, gradients[member.name], context, factor)
+                for member in group.members
+            }
+        self.like = gradients[self.names[0]]
+        self._asked: dict[str, Request] = {}
+        self._in_place = False
+        self._sums: Sums | None = None
+
+    # For those who look at x before it is compressed.
+
+    def make_x(self) -> None:
+        """x is there already."""
+
+    def x(self, name: str) -> Array:
+        """x of a tensor."""
+        return self._tensors[name].x
+
+    def gradient(self, name: str) -> Array:
+        """Gradient of a tensor."""
+        return self._tensors[name].gradient
+
+    def energies(self, names: Set[str]) -> Energies:
+        """||x||^2 of those of the tensors that have these names."""
+        return of_arrays(self._xp, {name: self.x(name) for name in self.names if name in names})
+
+    def lost(self, names: Set[str]) -> Energies:
+        """||x - C(x)||^2 of the same, once the generators have ended."""
+        own = [name for name in self.names if name in names]
+        return of_errors(self._xp, {name: (self.x(name), self._tensors[name].sent) for name in own})
+
+    # The step.
+
+    def open(
+        self,
+        gradients: Mapping[str, Array],
+        in_place: bool,
+        sums: Sums | None,
+        sources: Mapping[str, Array] = MappingProxyType({}),
+    ) -> None:
+        """Makes the generators; arguments as of `BucketStep.open`."""
+        self._in_place, self._sums = in_place, sums
+        with self._clock.around(self._spans.encoding), numbers_may_overflow():
+            for name, tensor in self._tensors.items():
+                tensor.open(sources.get(name))
+
+    def advance(self, answers: Sequence[Any]) -> list[Request]:
+        """Gives the generators the answers to their last requests, at first none; their next requests, none at the end
+        of the last. A tensor that has ended keeps no other one waiting."""
+        waiting = dict(zip(self._asked, answers, strict=True)) if answers else dict.fromkeys(self.names)
+        with numbers_may_overflow():
+            asked = {name: self._tensors[name].advance(answer) for name, answer in waiting.items()}
+        self._asked = {name: request for name, request in asked.items() if request is not None}
+        self._clock.lap(self._spans.encoding if self._asked else self._spans.decoding)
+        return list(self._asked.values())
+
+    @property
+    def found_inf(self) -> bool | Array:
+        """Whether x, or what is sent of it, holds an inf or NaN, as `flag_of` takes it; after the first turn.
+
+        Not whether the gradient does: the sum with what was kept back may overflow, and an infinity must not be kept.
+        """
+        arrays = [array for tensor in self._tensors.values() for array in tensor.sends()]
+        return _found_inf(self._xp, arrays)
+
+    @property
+    def found_inf_after(self) -> bool | Array:
+        """Whether what compressors made of the exchange, results and states, holds an inf or NaN: on all ranks alike.
+
+        Sums overflow within a method, or over the ranks, although all that was put in is finite.
+        """
+        arrays = [array for tensor in self._tensors.values() for array in tensor.made()]
+        return _found_inf(self._xp, arrays)
+
+    @property
+    def part(self) -> tuple[Part, Spans]:
+        """Costs of the tensors, once the generators have ended, and times when they were under way."""
+        return {name: tensor.cost for name, tensor in self._tensors.items()}, self._spans
+
+    def finish(self, found_inf: Array) -> dict[str, Array]:
+        """As `BucketStep.finish`."""
+        sums, tensors = self._sums, self._tensors
+        if sums is not None and not sums.of_results:
+            sums.add({name: tensor.gradient for name, tensor in tensors.items()}, found_inf)
+        on_host = not self._xp.waits(found_inf)  # on a device nobody knows yet whether the step counts
+        counts = on_host and found_inf.item() == 0
+        with self._clock.around(self._spans.decoding), numbers_may_overflow():
+            if counts or not on_host:
+                for tensor in tensors.values():
+                    tensor.keep(None if counts else found_inf)
+            results = {
+                name: tensor.result(self._in_place, None if counts else found_inf) for name, tensor in tensors.items()
+            }
+        if sums is not None and sums.of_results:
+            sums.add(results, found_inf)
+        return results
+
+    def forget_sent(self, sends_all: Callable[[str, Compressor], bool]) -> Callable[[], None] | None:
+        """As `BucketStep.forget_sent`."""
+        sent = [
+            (tensor.member.state, tensor.member.state.memory)
+            for name, tensor in self._tensors.items()
+            if tensor.sends_residual and sends_all(name, tensor.member.compressor)
+        ]
+
+        def forget() -> None:
+            for state, memory in sent:
+                if state.memory is memory:  # nobody has put something else there
+                    state.memory = ()
+
+        return forget if sent else None
+
+
+class _TensorStep:
+    """One tensor on its way through a step: its memory, and `aggregate`. Making it makes x.
+
+    If the memory keeps anything, x is at least of single precision, as all that is kept.
+
+    Attributes:
+        member, gradient: as given.
+        cost: of the tensor in the step.
+    """
+
+    def __init__(
+        self, framework: ModuleType, member: Member, gradient: Array, context: Context, factor: Array | None
+    ) -> None:
+        self.member, self.gradient = member, gradient
+        # What an earlier plan left is still to be sent, and only the memory that kept it knows how.
+        self._memory = memory = member.state.memory_for(member.memory)
+        self._inside = inside = inside_of(framework, gradient)
+        self._context = dataclasses.replace(context, name=member.name)
+        self._gradient = inside.enter(gradient)
+        known = type(memory) in KNOWN_TO_KERNELS and not memory.rounds_to
+        remembering = inside if known else Inside(framework, framework, gradient)  # NumPy may lack types of others
+        self._memory_xp, enter = remembering.xp, remembering.enter
+        xp = remembering.xp
+        x = xp.reshape(xp.flatten(enter(gradient)), gradient.shape)
+        self._dtype = xp.dtype_name(x)
+        if not isinstance(memory, NoMemory):
+            x = xp.astype(x, wide_dtype(self._dtype))
+        if factor is not None:
+            x = x * xp.astype(enter(factor), xp.dtype_name(x))
+        # Of the memory, and later of the method: what a step that does not count goes back to.
+        self._kept_before = memory.prepare(xp, x, tuple(map(enter, member.state.memory)))
+        self._x, self._compensated = memory.compensate(xp, x, self._kept_before)
+        self.cost = Cost(dense_bytes=part_bytes(xp, self._gradient), floats_sent=member.floats)
+        self._state_before: tuple[Array, ...] = ()
+        self._generator: Aggregation
+        self._compressed: Array
+        self._asked: Request | None = None
+        self._outcome: Outcome
+        self._mean: Array  # of the outcome, like the gradient
+
+    @property
+    def x(self) -> Array:
+        """What is compressed unless an observer puts something else in its place; of the framework."""
+        return self._inside.leave(self._x)
+
+    @property
+    def sent(self) -> Array | SparseVector:
+        """What was sent of it, once the generator has ended; of the framework."""
+        return self._inside.sent(self._outcome.sent)
+
+    def open(self, source: Array | None) -> None:
+        """Makes the generator. It gets what it compresses in the gradient's element type, so that no more travels
+        because more is kept. What that type does not hold stays in the memory.
+
+        Args:
+            source: what is compressed in place of x, an array of the framework; None for x.
+        """
+        xp, compressor, enter = self._inside.xp, self.member.compressor, self._inside.enter
+        compressed = enter(self._x if source is None else source)
+        if xp.dtype_name(compressed) != self._dtype:
+            bound = LARGEST[self._dtype]
+            compressed = xp.astype(compressed.clip(-bound, bound), self._dtype)
+        self._compressed = compressed
+        kept = tuple(map(enter, self.member.state.kept_for(compressor)))
+        self._state_before = checked.prepare(compressor, xp, compressed, kept, self._context)
+        self._generator = checked.aggregate(compressor, xp, compressed, self._state_before, self._context)
+
+    def advance(self, answer: Any) -> Request | None:
+        """Gives the generator the answer to its last request; its next request, None at its end."""
+        try:
+            self._asked = request = self._generator.send(answer)
+        except StopIteration as stop:
+            self._outcome = outcome = stop.value
+            # Memories may change x in place, and whoever gets the mean may change it.
+            mean = checked.without_sharing(outcome.mean, (self._compressed, *outcome.state))
+            self._mean = self._inside.xp.like_original(mean, self._gradient)
+            return None
+        sent = bytes_of(request)
+        self.cost.bytes_sent += sent
+        if request.group == "node" and self._context.has_other_nodes:
+            self.cost.bytes_in_node += sent
+        return request
+
+    def sends(self) -> list[Array]:
+        """x, and what was cast from it to half precision for the wire, which makes large values infinite."""
+        if isinstance(self._asked, AllReduce):
+            sent = arrays_for(self._asked.array).dtype_name(self._asked.array)
+            if sent == "float16" != self._memory_xp.dtype_name(self._x):
+                return [self._x, self._asked.array]
+        return [self._x]
+
+    def made(self) -> list[Array]:
+        """What the compressor has made of the exchange: the mean, and the method's new state."""
+        return [self._mean, *self._outcome.state]
+
+    def keep(self, found_inf: Array | None) -> None:
+        """Keeps what was not sent.
+
+        Args:
+            found_inf: an element on a device: everything stays as it was if the element is NaN. None if the step is
+                known to count.
+        """
+        xp, x, memory, state = self._memory_xp, self._x, self._memory, self.member.state
+        mean, sent, made = self._outcome
+        if xp is self._inside.framework:
+            sent = self.sent
+        if (wide := xp.dtype_name(x)) != self._dtype:
+            # What a narrower element type takes off the mean is the same on all ranks. If each keeps it, it is in the
+            # mean of what they send later.
+            x = x + (xp.astype(xp.reshape(mean, x.shape), wide) - xp.astype(self._mean, wide))
+        kept = memory.update(xp, x, sent, self._compensated)
+        state.memory = self._select(found_inf, kept, self._kept_before)
+        state.keeper = memory
+        if not self.member.compressor.lossless:  # a dense step keeps the warm start of the method it interrupts
+            state.method = self.member.compressor.name
+            state.compressor = self._select(found_inf, made, self._state_before)
+
+    def _select(
+        self, found_inf: Array | None, after: tuple[Array, ...], before: tuple[Array, ...]
+    ) -> tuple[Array, ...]:
+        if found_inf is None:
+            return tuple(map(self._inside.leave, after))
+        select = self._inside.framework.select
+        return tuple(select(found_inf, new, old) for new, old in zip(after, before, strict=True))
+
+    def result(self, in_place: bool, found_inf: Array | None) -> Array:
+        """The mean, of the framework; to be called after `keep`.
+
+        Args:
+            in_place: whether the mean takes the gradient's place.
+            found_inf: an element that is added to an element of the mean; None for 0.
+        """
+        mean, inside = self._mean, self._inside
+        if found_inf is not None:
+            mean = inside.framework.spoil(inside.leave(mean), found_inf)
+        if not in_place:
+            return inside.leave(mean)
+        self._gradient[...] = inside.enter(mean)
+        return self.gradient
+
+    @property
+    def sends_residual(self) -> bool:
+        """Whether the memory has added something to x that is sent once."""
+        return bool(self._kept_before) and not self._memory.is_momentum
+
+
+def _found_inf(xp: ModuleType, arrays: Sequence[Array]) -> bool | Array:
+    """Whether arrays of the framework or of NumPy hold an inf or NaN, as `flag_of` takes it."""
+    in_numpy = [array for array in arrays if isinstance(array, np.ndarray | np.generic)]
+    others = [array for array in arrays if not isinstance(array, np.ndarray | np.generic)]
+    found = bool(in_numpy) and bool(numpy_arrays.found_inf(in_numpy)[0] != 0)
+    return xp.found_inf(others) + (np.nan if found else 0.0) if others else found
+
+
+Step = BucketStep | GroupStep
+"""Tensors that go through a step together: those of a bucket, or those of a group."""
+
+
+def step_of(
+    xp: ModuleType,
+    together: EngineBucket | TensorGroup,
+    gradients: Mapping[str, Array],
+    context: Context,
+    factor: Array | None,
+    clock: Clock,
+) -> Step:
+    """The step of a bucket, which has its gradients, or of a group."""
+    if isinstance(together, TensorGroup):
+        return GroupStep(xp, together, gradients, context, factor, clock)
+    return BucketStep(xp, together, context, factor, clock)
