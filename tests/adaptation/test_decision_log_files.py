@@ -155,7 +155,7 @@ def test_a_log_of_many_files_is_the_same_as_one_of_a_single_file(spec: str, tmp_
     shown, told = load_decisions(many), load_decisions(one)
     assert shown is not None
     assert told is not None
-    assert (shown.made, shown.end) == (told.made, told.end) == (41, 41)
+    assert (shown.count, shown.end) == (told.count, told.end) == (41, 41)
     for name, values in vars(told).items():
         np.testing.assert_equal(vars(shown)[name], values, err_msg=name)
 
@@ -227,7 +227,7 @@ def test_a_log_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
     assert (done.difference, done.starts, done.decisions) == (None, 2, 10)
     log = load_decisions(path)
     assert log is not None
-    assert log.made == 10
+    assert log.count == 10
 
 
 def test_what_stands_between_two_files_is_missed(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_a_log_is_made_again_and_shown(spec: str, written: dict[str, Any], tmp_p
     assert again.decisions == len(lines) - 1
     shown = load_decisions(log)
     assert shown is not None
-    assert shown.made == len(lines) - 1
+    assert shown.count == len(lines) - 1
 
 
 @pytest.mark.parametrize("spec", POLICIES)
@@ -188,7 +188,7 @@ def test_what_a_policy_that_is_no_more_wrote_is_refused_with_the_way_out(
     shown = load_decisions(log)
     assert shown is not None
     assert shown.left_out == f"{shown.policy!r}: {REMOVED[spec]}"
-    assert (shown.policy, shown.made) == (written[spec]["log"][0]["policy"], None)
+    assert (shown.policy, shown.count) == (written[spec]["log"][0]["policy"], None)
     with pytest.raises(ConfigurationError, match=f"policy that hvdcomp no longer has: .*{said}"):
         drive("accordion:low=0.5,high=0.1,steps=3", None, 1, written[spec]["states"])
 
