@@ -32,7 +32,7 @@ def exchange_seconds_of(
         engine, source, model, batch, overlaps: as in `StepModel`.
 
     Returns:
-        Seconds by the bytes that a rank sends in a step for all tensors, ascending.
+        A table that maps the bytes that a rank sends in a step to the seconds of the exchange, in ascending order.
 
     Raises:
         CalibrationError: if the calibration cannot be read, is of another model, or lacks a needed time.

@@ -23,7 +23,7 @@ class Observer:
         """Begins a step; `period_ends` is whether it is the last of a period."""
 
     def before_compress(self, look: Look) -> Mapping[str, Array]:
-        """Called by `Engine.before_compress`, if the observer is set there."""
+        """The engine calls this function if it is its `before_compress`."""
         return {}
 
     def statistics(self, request: Request, batches: int) -> dict[str, Any]:

@@ -55,9 +55,9 @@ class ChunkedTopK(Compressor):
 
     Attributes:
         chunk: number of elements in a chunk.
-        k: number of elements sent of each chunk, at most `chunk`.
-        values: encoding of values: "2bit", as one of four means; "sign", as a sign and the tensor's mean magnitude;
-            "fp16" or "float32". The memory keeps the rounding error.
+        k: how many elements of each chunk are sent, at most `chunk`.
+        values: how a value is sent: "2bit" as the nearest of four numbers; "sign" as its sign, with one mean magnitude
+            for the tensor; "fp16" or "float32" as a float. The memory keeps the rounding error.
 
     Raises:
         SpecError: if k is more than `chunk`.

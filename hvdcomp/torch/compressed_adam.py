@@ -87,9 +87,9 @@ class CompressedAdam(torch.optim.AdamW):
         hvdcomp.ddp.register(model, compression, optimizer=optimizer)   # or hvd.DistributedOptimizer(optimizer, ...)
 
     `param.grad` still contains gradients: the ranks send g + b1 / (1 - b1) m, which is the momentum divided by 1 - b1,
-    and subtract the second term from the mean. An exchange without the second term, as on a single rank or with a
-    lossless compressor, has the same result. Clip gradients only in the first steps, `if not optimizer.frozen`: later
-    `clip_grad_norm_` would see the noise of the compression, which is larger than the gradient.
+    and subtract the second term from the mean. On a single rank, or with a lossless compressor, the result is the same
+    as that of an exchange without the second term. Clip gradients only in the first steps, `if not optimizer.frozen`:
+    later `clip_grad_norm_` would see the noise of the compression, which is larger than the gradient.
 
     With `local_steps` above 1, each rank makes this number of steps with its own momentum. The ranks then exchange the
     mean of the momenta since the last exchange, and all ranks apply it to the weights of the last exchange. These are

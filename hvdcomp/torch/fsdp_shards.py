@@ -295,7 +295,7 @@ class ShardsBinding:
             raise ConfigurationError(
                 f"the checkpoint was written with compressor {shared['compressor']}, and this run has {self._method}; "
                 "continue with the settings that the training was started with. The default memory depends on the "
-                'number of ranks on a node: give hvdcomp.Compression memory=, or give hvdcomp.dcp.load residuals="drop"'
+                'number of ranks on a node. Set memory= of hvdcomp.Compression, or residuals="drop" of hvdcomp.dcp.load'
             )
         placed_as = shared.get("shards"), shared.get("order", engine.order), own["rank"]
         if states and placed_as != (self._shards, engine.order, engine.communicator.rank):

@@ -29,7 +29,8 @@ MEMORY = (
 )
 TRAINING = (
     "DistributedDataParallel trains a decoder with 85 million parameters in bfloat16, on 8 sequences of 512 bytes, "
-    "with one rank over NCCL. Each method takes turns with DDP alone, for 15 steps each. The table shows medians. With "
+    "with one rank over NCCL. The steps of each method alternate with steps of DDP without a hook, 15 of each. The "
+    "table shows medians. With "
     "one rank, the exchange costs nothing, so the table shows the time that the method itself adds, and overlap with "
     "the backward pass saves nothing. MB is the maximum of the memory that PyTorch allocates in a step, including the "
     'model\'s. "-" means not measured.'
