@@ -138,7 +138,7 @@ class Compression:
             options: other arguments of `Compression`.
 
         Raises:
-            SpecError: for a wrong name or value; lists what exists.
+            SpecError: for a wrong name or value. The message lists the right ones.
         """
         return cls(
             parse_compressor(spec),

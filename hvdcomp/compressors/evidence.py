@@ -73,7 +73,9 @@ def evidence() -> tuple[Evidence, ...]:
 
 
 def without_replaced(at_one_rate: Sequence[Evidence], at_best_rates: Sequence[Evidence]) -> list[Evidence]:
-    """Results at one rate, without those of methods with results at best rates, by the same optimizer on the same task.
+    """The results at one rate that no result at best rates replaces.
+
+    A result at best rates replaces the results of the same method with the same optimizer on the same task.
 
     A quick task at best rates does not replace another task: a method is judged by its worst result.
     """

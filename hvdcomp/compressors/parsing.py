@@ -30,7 +30,8 @@ def parse_compressor(spec: str) -> Compressor:
     `two_level(...)` around a spec compresses between nodes only.
 
     Raises:
-        SpecError: for an unknown method or field, a missing field, or a value of the wrong kind; lists what exists.
+        SpecError: for an unknown method or field, a missing field, or a value of the wrong kind. The message lists the
+            methods or fields that exist.
     """
     text = text_of(spec, "compressor", "topk:ratio=0.01")
     if text.startswith(TwoLevel.name):
@@ -55,7 +56,8 @@ def parse_memory(spec: str) -> Memory:
     """The memory that a spec string describes: `error_feedback`, `error_feedback:decay=0.9` or `none`.
 
     Raises:
-        SpecError: for an unknown name or setting, or a value of the wrong kind; lists what exists.
+        SpecError: for an unknown name or setting, or a value of the wrong kind. The message lists the names or settings
+            that exist.
     """
     return parse(spec, MEMORIES, "memory")
 

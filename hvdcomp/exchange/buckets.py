@@ -201,8 +201,8 @@ class Buckets:
         """From the next step on there are buckets that do not wait for all gradients.
 
         Args:
-            order: as the attribute; empty for no such buckets.
-            least_bytes: of the gradients of such a bucket.
+            order: the new value of the attribute `order`; if it is empty, all buckets wait for all gradients.
+            least_bytes: bytes of gradients in a bucket that does not wait, at least.
         """
         self.order, self._least_bytes = order, least_bytes
         # No bucket is used again: collectives that nobody waits for may still use the storage of these.

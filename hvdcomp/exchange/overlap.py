@@ -212,8 +212,8 @@ class Overlap:
         and so on, where ranks have tried it less than `TRIES / 2` times.
 
         Each bucket then goes by itself at the end of the step, which costs rounds and hides nothing: as where gradients
-        come on several streams, or where it is known only after the backward pass that all ranks make the step. All
-        ranks wait for each other in the last of these steps, and decide the same.
+        come on several streams, or where it is known only after the backward pass that all ranks make the step. In
+        the last of these steps all ranks wait for each other, and then all make the same decision.
 
         Args:
             like: an array of the step.

@@ -82,7 +82,7 @@ def why_not() -> str:
 
 
 def way_out() -> str:
-    """Advice on how to get kernels; "" if there are."""
+    """Advice on how to get kernels; "" if there are kernels."""
     return _loaded().way_out
 
 

@@ -241,7 +241,7 @@ class Adviser:
 
         Args:
             spec: spec of the method.
-            setting: the setting.
+            setting: the conditions of the training, such as the number of ranks.
             early: whether buckets are sent during the backward pass if possible.
         """
         groups: dict[Exchange, list[float]] = {}
@@ -300,7 +300,7 @@ class Adviser:
 
         Args:
             spec: spec of the method.
-            setting: the setting.
+            setting: the conditions of the training, such as the number of ranks.
             dense_s: seconds of a dense step at each of these bandwidths; None to compute them.
         """
         faster = _faster(self, spec, setting, _BANDWIDTHS, dense_s)

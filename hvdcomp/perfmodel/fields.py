@@ -115,7 +115,7 @@ class Fields:
         return sizes
 
     def texts(self) -> dict[str, str]:
-        """All fields of the object, as texts by name."""
+        """The names and values of all fields of the object, which must all be texts."""
         return {name: self.text(name) for name in self._data}
 
     def list_of_texts(self, name: str) -> list[str]:

@@ -40,7 +40,8 @@ def parse_policy(spec: str) -> LevelSchedule | Policy[Any]:
     Such as `warmup:levels=0.25|0.0625,epochs=1`, `accordion:low=4,high=1` or `gravac`.
 
     Raises:
-        SpecError: for an unknown name or setting, a missing setting, or a value of the wrong kind; lists what exists.
+        SpecError: for an unknown name or setting, a missing setting, or a value of the wrong kind. The message lists
+            those that exist.
             Also for a policy of earlier versions; says which policy replaces it.
     """
     if isinstance(spec, str):

@@ -44,7 +44,8 @@ class LearningRates:
     def __post_init__(self) -> None:
         if not self.now or len(self.now) != len(self.next):
             raise ValueError(
-                f"learning rates {self.now} and {self.next} must have the same number of groups, at least one"
+                f"learning rates {self.now} and {self.next} must have the same length: one rate for each parameter "
+                "group, and at least one group"
             )
 
     @property

@@ -30,7 +30,8 @@ def parse(spec: str, kinds: Mapping[str, type[Kind]], noun: str, plugins: Plugin
         plugins: classes of other packages.
 
     Raises:
-        SpecError: for an unknown name or setting, a missing setting, or a value of the wrong kind; lists what exists.
+        SpecError: for an unknown name or setting, a missing setting, or a value of the wrong kind. The message lists
+            those that exist.
     """
     name, _, settings = text_of(spec, noun, next(iter(kinds.values())).examples[0]).partition(":")
     kind: type[Kind] | None = kinds.get(name) if plugins is None else plugins.find(name)

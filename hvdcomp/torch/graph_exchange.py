@@ -114,7 +114,7 @@ def exchange(
 
     Raises:
         SpecError, ConfigurationError: for invalid arguments.
-        RankMismatchError: on every rank, if ranks give different arguments in the first step of a node.
+        RankMismatchError: on every rank, if ranks give different arguments when this node of the graph first runs.
     """
     check(tensors, residuals, names, step)
     refuse_capture()

@@ -391,7 +391,7 @@ class _WholeTables:
         return Share(torch.cat(list(by_rank))[chosen], start_chosen)
 
     def enter(self, own: torch.Tensor) -> None:
-        """Lets the model look up the rows of these keys, as it always may."""
+        """Does nothing: each rank has whole tables, so the model may look up any row."""
 
     def leave(self) -> None:
         """Ends the lookups of a batch; a row that it looked up without naming it, or None: the gradients show it."""

@@ -110,7 +110,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
             params = _sorted_groups(params, head)
         elif head is not None:
             raise ConfigurationError(
-                "MuonWithAdamW: head= works only with a model, but it was given groups; leave head out"
+                "MuonWithAdamW: head= works only with a model, but MuonWithAdamW was given groups of parameters; "
+                "leave head out"
             )
         # By whether a group uses Muon.
         self._options = {True: {"adjust_lr_fn": "match_rms_adamw", **(muon or {})}, False: dict(adamw or {})}

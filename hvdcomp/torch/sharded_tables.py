@@ -114,7 +114,8 @@ class ShardedTables:
             owned: arrays of each table, such as its weight, with an entry (...) for each row that this rank owns.
 
         Returns:
-            What waits, and returns of each table and array the entries of the ids that this rank wants.
+            A function that waits for the rows, and then returns a list for each table: for each of its arrays, the
+            entries of the ids that this rank wants.
         """
         size, rank = ranks.world_size, ranks.rank
         row_bytes = [sum(array.new_empty(1, *array.shape[1:]).nbytes for array in arrays) for arrays in owned]

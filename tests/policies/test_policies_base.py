@@ -256,7 +256,7 @@ def test_learning_rates() -> None:
     assert LearningRates((0.1, 0.1), (0.2, 0.05)).fall
     assert not LearningRates((0.1, 0.1), (0.1, 0.2)).fall
     for now, following in [((0.1,), (0.1, 0.1)), ((), ())]:
-        with pytest.raises(ValueError, match="same number of groups"):
+        with pytest.raises(ValueError, match="must have the same length"):
             LearningRates(now, following)
 
 

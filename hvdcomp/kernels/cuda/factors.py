@@ -1,10 +1,11 @@
 """Factors of PowerSGD: kernels that orthonormalize their columns and keep them for the next step.
 
-A tensor's `count` is its rank. P begins at `p_factor` among all P of the bucket, Q at `q_factor` among all Q. `columns`
-is the number of the matrix's columns. Factors lie column by column. Kernels work on tiles, so that no program has a
-long column alone, by Cholesky-QR: the products of all pairs of columns give the orthonormal combinations of the
-columns. In double precision these are closer to orthonormal than the results of modified Gram-Schmidt in single
-precision, which the other implementations of the method use.
+A tensor's `count` is its rank. One array holds the factors P of all tensors of the bucket, and `p_factor` is where this
+tensor's P begins. `q_factor` is the same for the array of all factors Q. `columns` is the number of the matrix's
+columns. Factors lie column by column. Kernels work on tiles, so that no program has a long column alone, by
+Cholesky-QR: the products of all pairs of columns give the orthonormal combinations of the columns. In double precision
+these are closer to orthonormal than the results of modified Gram-Schmidt in single precision, which the other
+implementations of the method use.
 """
 
 import numpy as np

@@ -216,9 +216,9 @@ def _noise(runs: Sequence[dict[str, Any]]) -> list[str]:
         return []
     spread, number_name, run = max(noisy, key=lambda entry: entry[0])
     return [
-        f"Of the calibrated numbers, {len(noisy)} are noisy: their repeated medians differ by more than {NOISY:.0%}. "
-        f"The largest difference is {spread:.0%} ({number_name}; {place_of(run).in_words()}). The JSON file lists all "
-        "noisy numbers.",
+        f"Of the calibrated numbers, {len(noisy)} are noisy: the medians of repeated measurements differ by more than "
+        f"{NOISY:.0%}. The largest difference is {spread:.0%} ({number_name}; {place_of(run).in_words()}). The JSON "
+        "file lists all noisy numbers.",
         "",
     ]
 

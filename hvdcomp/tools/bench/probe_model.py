@@ -76,14 +76,14 @@ def probe_model(
         model: as for `hvdcomp.tools.bench.workload.build`.
         specs: compressors whose encoding and decoding are timed.
         network: the costs of collectives.
-        carrier: of the gradients.
-        levels: of the ranks.
-        device: of the training.
-        batch_size: of one rank.
-        seed: of weights and data.
-        seconds: approximate duration; a minimum of steps is made in any case.
+        carrier: the library that exchanges the gradients.
+        levels: whether the ranks are grouped by node, and how.
+        device: the device on which to train.
+        batch_size: the batch size of one rank.
+        seed: the seed of the weights and the data.
+        seconds: approximate duration; a minimum number of steps is made in any case.
         show: called with the name of the next measurement.
-        beside: called after each round of turns.
+        beside: called after each round, in which each way to train has had its turn.
     """
     show("building")
     ranks = carrier.ranks.size

@@ -124,7 +124,7 @@ def mean(times: np.ndarray, part: int) -> list[float]:
 
 
 def ready_moments(training: Training, ranks: Ranks) -> Ready:
-    """The times at which shares of the gradients are computed, as means of all ranks; see `Compute.ready`."""
+    """When each share of the gradients has been computed, as a mean over all ranks; see `Compute.ready`."""
     named = training.workload.model.named_parameters()
     parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
     moments: dict[str, list[Any]] = {name: [] for name in parameters}
@@ -146,7 +146,7 @@ def ready_moments(training: Training, ranks: Ranks) -> Ready:
 
 
 def ready_of(shares: np.ndarray, parameters: Sequence[torch.Tensor], ranks: Ranks) -> Ready:
-    """The times at which shares of the gradients are computed, as means of all ranks; see `Compute.ready`.
+    """When each share of the gradients has been computed, as a mean over all ranks; see `Compute.ready`.
 
     Args:
         shares: of the backward pass, after which a gradient is computed, (steps, parameters).

@@ -86,8 +86,8 @@ def k8s(
         used = [name for name in ctx.params if ctx.params[name] not in (None, False, ())]
         if used or program is not None:
             raise click.UsageError(
-                f"{ctx.invoked_subcommand} runs no program, and its options come after it: leave the program out, and "
-                f"write options after {ctx.invoked_subcommand}"
+                f"{ctx.invoked_subcommand} is a command that runs no program: leave the program out, and write all "
+                f"options after the word {ctx.invoked_subcommand}"
             )
         return
     with refusals():

@@ -111,8 +111,8 @@ def slurm(
         before = [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
         if before or context.meta[PROGRAM] is not None:
             raise click.UsageError(
-                f"{context.invoked_subcommand} runs no program, and its options come after it: leave the program out, "
-                f"and write options after {context.invoked_subcommand}"
+                f"{context.invoked_subcommand} is a command that runs no program: leave the program out, and write all "
+                f"options after the word {context.invoked_subcommand}"
             )
         return
     with refusals():

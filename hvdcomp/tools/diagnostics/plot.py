@@ -28,7 +28,7 @@ def draw(record: RegimeRecord, losses: Sequence[float] | None = None, decays: Se
         ValueError: the record is empty, or the numbers of losses and epochs differ.
     """
     if not record.epochs:
-        raise ValueError("the record is empty; note at least one epoch before drawing it")
+        raise ValueError("the record is empty; call record.note() for at least one epoch before you draw the record")
     if losses is not None and len(losses) != record.epochs:
         raise ValueError(f"{len(losses)} losses for {record.epochs} epochs; give a loss for each epoch")
     panels: list[tuple[str, str, Sequence[float | None]]] = []

@@ -51,7 +51,9 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Kernels:
-    """hvdcomp's kernels in C: instruction set and number of threads; or why there are none, and the remedy.
+    """hvdcomp's kernels in C: instruction set and number of threads.
+
+    Without kernels, `why_not` is the reason, and `way_out` is the remedy.
 
     `error` is a wrong environment variable, which stops a training.
     """
@@ -65,7 +67,9 @@ class Kernels:
 
 @dataclass(frozen=True)
 class DeviceKernels:
-    """hvdcomp's kernels for CUDA devices: the version of Triton; why there are none, and the remedy; the C compiler.
+    """hvdcomp's kernels for CUDA devices: the version of Triton and the C compiler.
+
+    Without kernels, `why_not` is the reason, and `way_out` is the remedy.
 
     Triton compiles its loader at the first use, with $CC, gcc or clang.
     """

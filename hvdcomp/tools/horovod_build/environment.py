@@ -108,7 +108,7 @@ def run_logged(
 
 
 def tool_output(command: list[str], timeout: float = 20.0) -> str | None:
-    """The output of a tool, both streams; None if it is missing, fails or takes over `timeout` seconds."""
+    """What a tool writes to stdout and stderr; None if it is missing, fails or runs longer than `timeout` seconds."""
     try:
         process = run_logged(command, timeout=timeout)
     except (OSError, subprocess.TimeoutExpired):

@@ -199,7 +199,8 @@ def build_variables(environment: Environment, options: Options, environ: Mapping
 
 
 def process_variables(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the build's process: the user's without the ignored ones, and the plan's."""
+    """The environment variables of the build process: the user's variables, without those that are ignored, and the
+    variables of the plan."""
     followed = _followed(plan.options)
     return {n: value for n, value in environ.items() if not n.startswith("HOROVOD_") or n in followed} | plan.variables
 

@@ -93,8 +93,8 @@ def check_name(name: str) -> None:
     """
     if not _NAME.fullmatch(name) or len(name) > NAME_LENGTH:
         raise ConfigurationError(
-            f"name: {name!r} is not a name for a job: use at most {NAME_LENGTH} letters, digits, underscores, hyphens "
-            "and dots, without a hyphen or dot first or last"
+            f"name: {name!r} is not a valid name for a job: use at most {NAME_LENGTH} letters, digits, underscores, "
+            "hyphens and dots; the first and the last character must not be a hyphen or a dot"
         )
 
 
@@ -212,7 +212,7 @@ def _refuse_missing(missing: Mapping[str, Sequence[str]]) -> None:
     if places:
         names = [name for names in missing.values() for name in names]
         flags = "the flag" if len(names) == 1 else "the flags"
-        raise MissingSettingsError(names, f"give {flags}, or write {' and '.join(places)} of a settings file")
+        raise MissingSettingsError(names, f"give {flags}, or set {' and '.join(places)} of a settings file")
 
 
 def _typed(kind: Any, value: Any, place: str) -> Any:

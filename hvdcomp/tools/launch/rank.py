@@ -47,8 +47,8 @@ def _check_started() -> None:
     started, expected = os.environ.get("OMPI_COMM_WORLD_SIZE"), os.environ.get(EXPECTED_SIZE)
     if expected and started != expected:
         raise ConfigurationError(
-            f"{EXPECTED_SIZE}={expected}, but OMPI_COMM_WORLD_SIZE={started}: mpirun started another number of ranks; "
-            "compare its -np with the job's ranks"
+            f"{EXPECTED_SIZE}={expected}, but OMPI_COMM_WORLD_SIZE={started}: mpirun started a different number of "
+            "ranks; mpirun's -np must be the job's number of ranks"
         )
 
 

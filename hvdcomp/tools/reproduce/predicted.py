@@ -126,7 +126,7 @@ def order(artefact: Artefact) -> Outcome:
 
 
 def scaling(artefact: Artefact) -> Outcome:
-    """Figures 6 to 8: step time over the number of ranks, at the models' own batch sizes."""
+    """Figures 6 to 8: how the step time changes with the number of ranks, at each model's own batch size."""
     rows: list[Row] = []
     curves = []
     pays: dict[tuple[str, str], list[int]] = {}

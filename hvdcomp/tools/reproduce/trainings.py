@@ -36,9 +36,9 @@ class Run:
     """A training. Subclasses set its options.
 
     Attributes:
-        workload: name of the model with its training.
-        seed: of the training.
-        runs: the folder of all trainings and of the file of their records.
+        workload: name of the model and of the way to train it.
+        seed: the seed of the training.
+        runs: the folder that contains all trainings, and the file of their records.
     """
 
     workload: str

@@ -91,7 +91,7 @@ def test_flags_win_and_mappings_are_joined(tmp_path: Path) -> None:
         ("hours = 3", 'hours = "3"', "batch.hours: '3' must be a number"),
         ("exclusive = true", "exclusive = 1", "batch.exclusive: 1 must be true or false"),
         ('partition = "gpu"', "partition = 1", "batch.partition: 1 must be text in quotes"),
-        ('partition = "gpu"', "", "partition must be set: give the flag, or write partition in the table [batch] of"),
+        ('partition = "gpu"', "", "partition must be set: give the flag, or set partition in the table [batch] of"),
         ('mode = "slow"', 'mode = "sloww"', "batch.mode: 'sloww' is not one of fast, slow"),
         ('["x", "y"]', '"x y"', "batch.modules: 'x y' must be a list"),
         ('["x", "y"]', '["x", 1]', "batch.modules[1]: 1 must be text"),
@@ -130,7 +130,7 @@ def test_all_that_is_missing_is_said_at_once() -> None:
     with pytest.raises(ConfigurationError) as raised:
         read_settings(None, "batch", Settings, {"ranks": 2})
     assert str(raised.value) == (
-        "name, command, partition must be set: give the flags, or write name, command in the table [job] and partition "
+        "name, command, partition must be set: give the flags, or set name, command in the table [job] and partition "
         "in the table [batch] of a settings file"
     )
 
@@ -150,12 +150,12 @@ def test_ranks_may_follow_from_what_the_scheduler_is_told() -> None:
     ("values", "said"),
     [
         ({"name": ""}, "name: ''"),
-        ({"name": "a/b"}, "name: 'a/b' is not a name"),
+        ({"name": "a/b"}, "name: 'a/b' is not a valid name"),
         ({"name": "a%j"}, "letters, digits, underscores, hyphens and dots"),
-        ({"name": "-a"}, "without a hyphen or dot first or last"),
-        ({"name": ".a"}, "without a hyphen or dot first or last"),
-        ({"name": "a-"}, "without a hyphen or dot first or last"),
-        ({"name": "ä"}, "name: 'ä' is not a name"),
+        ({"name": "-a"}, "the first and the last character must not be a hyphen or a dot"),
+        ({"name": ".a"}, "the first and the last character must not be a hyphen or a dot"),
+        ({"name": "a-"}, "the first and the last character must not be a hyphen or a dot"),
+        ({"name": "ä"}, "name: 'ä' is not a valid name"),
         ({"name": "a\n"}, "name: 'a\\n'"),
         ({"name": "a" * 41}, "at most 40"),
         ({"command": ()}, "command: the command is empty"),
@@ -261,7 +261,7 @@ def test_a_rank_becomes_its_program() -> None:
         (
             {"HVDCOMP_COMMAND": '["true"]', "HVDCOMP_EXPECTED_SIZE": "4", "OMPI_COMM_WORLD_SIZE": "2"},
             125,
-            "mpirun started another number of ranks",
+            "mpirun started a different number of ranks",
         ),
     ],
 )

@@ -52,7 +52,9 @@ class Record:
             os.close(self._descriptor)
             facts = read(name)
             owner = "another process" if facts is None else f"process {facts.owner}"
-            raise ClusterError(f"the cluster {name!r} is in use by {owner}; wait for it, or end it") from None
+            raise ClusterError(
+                f"the cluster {name!r} is in use by {owner}; wait until that process ends, or end that process"
+            ) from None
 
     def write(self, facts: Facts) -> None:
         """Replaces the content of the record."""

@@ -396,7 +396,7 @@ def check_job_name(name: str) -> None:
     """Check the name of an MPIJob.
 
     Raises:
-        ConfigurationError: it is not a name for a job, or not for a Service.
+        ConfigurationError: the name is not valid for a job or for a Service.
     """
     if not _DNS_LABEL.fullmatch(name) or len(name) > NAME_LENGTH:
         raise ConfigurationError(
@@ -419,7 +419,7 @@ def check_namespace(namespace: str) -> None:
     """Check the name of a namespace.
 
     Raises:
-        ConfigurationError: it is not a DNS-1123 label.
+        ConfigurationError: the name is not a DNS-1123 label.
     """
     if not _DNS_LABEL.fullmatch(namespace) or len(namespace) > 63:
         raise ConfigurationError(

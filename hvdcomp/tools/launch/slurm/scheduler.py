@@ -59,8 +59,8 @@ class Slurm(Scheduler[SlurmJob, BatchJob]):
         logs = sorted(self._log_folder.glob(log_name("*", number)))
         if not logs:
             raise UnknownJobError(
-                f"Slurm does not know the output of job {number}, and {self._log_folder.absolute()} contains no "
-                f"{log_name('*', number)}: name the folder of the output with --log-folder"
+                f"Slurm does not say where the output of job {number} is, and {self._log_folder.absolute()} contains "
+                f"no {log_name('*', number)}: give the folder that contains the output with --log-folder"
             )
         return BatchJob(number, logs[0])
 
