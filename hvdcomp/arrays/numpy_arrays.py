@@ -61,8 +61,8 @@ def _require_bfloat16() -> None:
         import ml_dtypes  # noqa: F401
     except ImportError:
         raise ConfigurationError(
-            "NumPy has no bfloat16 without the package ml_dtypes: pip install ml_dtypes, or use float16 or float32 "
-            "(for residuals error_feedback:dtype=fp16)"
+            "NumPy has no bfloat16 without the package ml_dtypes. Run pip install ml_dtypes, or use float16 or "
+            "float32. If only the residuals are bfloat16, use error_feedback:dtype=fp16"
         ) from None
 
 

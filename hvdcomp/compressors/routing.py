@@ -92,7 +92,7 @@ class Router(Compressor):
 
     @property
     def level(self) -> Level | None:
-        """The common level of its compressors with a level; None if levels differ."""
+        """The level, if all of its compressors that have a level have the same one; otherwise None."""
         levels = {choice.level for choice in self._with_level()}
         return levels.pop() if len(levels) == 1 and self.level_name else None
 
@@ -149,8 +149,9 @@ def _has_level(compressor: Compressor) -> bool:
 class ByName(Router):
     """Chooses by the tensor's name: the first pattern that matches decides.
 
-    Patterns are those of Python's `fnmatch`, whole names, upper and lower case told apart: `*` stands for any text
-    (also with dots and slashes), `?` for one character, `[abc]` for one of several.
+    Patterns are those of Python's `fnmatch`: `*` stands for any text (also with dots and slashes), `?` for one
+    character, and `[abc]` for one of the characters a, b and c. A pattern must match the whole name. Upper and lower
+    case are different.
 
     Args:
         patterns: compressor by pattern, in the order in which patterns are tried (a mapping, or pairs). A tensor that

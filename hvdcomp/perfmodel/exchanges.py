@@ -117,8 +117,9 @@ class Exchange:
 
         For gathered payloads, the ratio is the number of ranks. For scattered payloads it is 2 - 1 / ranks: a rank
         decodes the other ranks' payloads of its own chunk, and the means of all chunks. It encodes the other ranks'
-        chunks and the mean of its own chunk. A mean counts the same number of bytes as a chunk, whatever the level,
-        because the times follow from the elements. In two levels, nodes replace ranks.
+        chunks and the mean of its own chunk. A mean has as many elements as a chunk. Therefore the ratio counts
+        as many bytes for it, even if a compressor sends means at another level: the times depend on the number of
+        elements. In two levels, nodes replace ranks.
 
         Args:
             ranks: number of ranks of the exchange; any if nothing is scattered.

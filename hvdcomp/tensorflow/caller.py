@@ -91,9 +91,9 @@ def refuse_to_be_traced() -> None:
     """Raises ConfigurationError while TensorFlow traces a function, which happens more than once."""
     if tf.inside_function() and not tf.executing_eagerly():  # which it does in tf.init_scope
         raise ConfigurationError(
-            "hvdcomp.Compression was made while TensorFlow traces a function. Each trace would make a new one, without "
-            "the residuals of the one before. Make it once, outside of the tf.function, and give this one to Horovod "
-            "inside"
+            "hvdcomp.Compression was made while TensorFlow was tracing a function. Each trace would make a new "
+            "Compression, and the residuals of the previous one would be lost. Make it once, outside of the "
+            "tf.function, and give this Compression to Horovod inside of the tf.function"
         )
 
 

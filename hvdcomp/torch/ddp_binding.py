@@ -333,7 +333,7 @@ def _check(setup: Setup, model: DistributedDataParallel) -> None:
     if settings.bucket_bytes is not None:
         raise ConfigurationError(
             f"bucket_bytes={settings.bucket_bytes} has no effect with DistributedDataParallel, because hvdcomp uses "
-            "its buckets; give DistributedDataParallel bucket_cap_mb instead"
+            "the buckets of DistributedDataParallel; give bucket_cap_mb to DistributedDataParallel instead"
         )
     if settings.overlap is True and model.find_unused_parameters and not model.static_graph:
         raise ConfigurationError(

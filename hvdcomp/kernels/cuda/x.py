@@ -109,7 +109,7 @@ def size_of(table, segments, segment):
 
 @triton.jit
 def piece(table, segments, tasks, PIECE: tl.constexpr):
-    """This program's tensor, and the begin and end of its piece in the tensor, int32."""
+    """This program's tensor, and the places in it where the program's piece begins and ends, as int32."""
     task = pointer(tasks, tl.int64) + 2 * tl.program_id(0)
     segment = tl.load(task)
     start = tl.load(task + 1).to(tl.int32)

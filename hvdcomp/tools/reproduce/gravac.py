@@ -97,7 +97,10 @@ def static(artefact: Artefact, t: Trainings) -> Outcome:
 
 
 def gain(artefact: Artefact, t: Trainings) -> Outcome:
-    """GraVAC's figures 4 to 6: TopK at 10x and 1000x compared with dense SGD, and the gain of both factors."""
+    """GraVAC's figures 4 to 6: TopK that sends 10 and 1000 times fewer elements, compared with dense SGD.
+
+    Also the compression gain at 10 times fewer elements.
+    """
     workload = t.of(artefact, artefact.settings["workload"])
     runs = {
         "dense": t.train(workload, "none"),

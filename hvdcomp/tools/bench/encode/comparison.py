@@ -76,7 +76,11 @@ def earlier(text: str) -> Earlier:
 
 
 def rows(measurements: Sequence[Measurement], before: Earlier | None = None) -> list[Row]:
-    """Each measurement with its peer, an earlier measurement, and whether it is steady; in the given order."""
+    """One row for each measurement, in the given order.
+
+    Each row compares the measurement with PyTorch's hook and with the same measurement in an earlier comparison, and
+    says whether the measurement is steady.
+    """
     steady_places = steady(measurements)
     hooks = {
         measurement.request.threads: measurement.step_ms.median
