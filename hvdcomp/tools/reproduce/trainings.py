@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdcomp.files import commit, csv_of, parse_json, replace_files, replace_text
+from hvdcomp.tools.options import flag_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -72,7 +73,7 @@ class Run:
         words = ["train"]
         for name, value in self.options.items():
             text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            words += [f"--{name.replace('_', '-')}", *([] if value is True else [text])]
+            words += [flag_of(name), *([] if value is True else [text])]
         return [*words, "--output", str(self.folder), "--overwrite", "--no-progress"]
 
     @property

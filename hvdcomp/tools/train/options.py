@@ -18,7 +18,7 @@ from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.perfmodel import parse_rate
 from hvdcomp.policies import Policy, parse_policy
 from hvdcomp.specs.described import SHARE, Rule
-from hvdcomp.tools.options import at_least, below, between, check, option, text_of
+from hvdcomp.tools.options import at_least, below, between, check, flag_of, option, text_of
 from hvdcomp.tools.train.target import Target
 
 FRAMEWORKS = ("torch", "tensorflow")
@@ -498,7 +498,7 @@ class TrainingOptions:
             value = getattr(self, name)
             yield (
                 (has_outer and isinstance(every, int)) or value == getattr(TrainingOptions, name),
-                f"--{name.replace('_', '-')} {value} needs --local-steps N with a number above 1, and does not work "
+                f"{flag_of(name)} {value} needs --local-steps N with a number above 1, and does not work "
                 "with compressed-adam",
             )
         if has_outer and isinstance(every, int):

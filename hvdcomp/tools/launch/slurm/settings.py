@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.tools.launch.job import Job
-from hvdcomp.tools.options import option
+from hvdcomp.tools.options import flag_of, option
 
 # Slurm's own forms of a time limit: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS.
 _TIME = re.compile(
@@ -114,8 +114,7 @@ class SlurmJob:
         values: dict[str, Any] = {**vars(self), "ranks": self.job.ranks, "nodes": nodes, "tasks_per_node": tasks}
         words: list[str] = []
         for place, name in enumerate(names):
-            flag = f"--{name.replace('_', '-')}"
-            value = values[name]
+            flag, value = flag_of(name), values[name]
             words += [f"{flag} {word}" for word in (value if isinstance(value, tuple) else (value,)) if word]
             if not value and place == 0:
                 words.append(f"no {flag}")
