@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy
 
-from hvdcomp import kernels
 from hvdcomp.bindings.training import Training
 from hvdcomp.compressors import needs_nodes
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.exchange.agreement import KERNELS, WEIGHTS, refused_on_every_rank, require_agreement
+from hvdcomp.exchange.agreement import WEIGHTS, facts_of_kernels, refused_on_every_rank, require_agreement
 from hvdcomp.files import VERSION
-from hvdcomp.kernels import cuda
 
 MPI4PY = "mpi4py for decisions (install it on all hosts or on none)"  # the name of the fact whether it is used
 
@@ -95,8 +93,7 @@ class FirstSteps:
             "hvdcomp": VERSION,
             MPI4PY: training.coordinator is not None and training.communicator.has_mpi,
             "numpy": numpy.__version__,
-            KERNELS: "compiled" if kernels.available() else "none",
-            f"{KERNELS} for CUDA": cuda.described(),
+            **facts_of_kernels(),
             "parameters that are not trained": [name for name in tensors if name not in trained],
             **parameters,
         }

@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from hvdcomp import kernels
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array
 from hvdcomp.communicators import Communicator
 from hvdcomp.errors import ConfigurationError, RankMismatchError, SpecError
+from hvdcomp.kernels import cuda
 
 _LENGTH_BYTES = 8
 _SHOWN_FACTS = 8
@@ -22,6 +24,11 @@ _SHOWN_CHARACTERS = 100
 _REFUSED = "refused"
 WEIGHTS = "weights of "  # begins the name of a fact about a parameter's value
 KERNELS = "kernels"  # the name of the fact whether there are any
+
+
+def facts_of_kernels() -> dict[str, str]:
+    """What this rank has of hvdcomp's kernels; ranks must agree on it, because bits may depend on it."""
+    return {KERNELS: "compiled" if kernels.available() else "none", f"{KERNELS} for CUDA": cuda.described()}
 
 
 def require_agreement(

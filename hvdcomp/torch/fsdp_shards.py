@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hvdcomp import kernels
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.bindings.state_check import FORMAT, parts_of
 from hvdcomp.communicators.nodes import RANKS_PER_NODE
@@ -25,11 +24,10 @@ from hvdcomp.compressors.bucket import GATHERED_BYTES
 from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.memory import NoMemory
 from hvdcomp.errors import ConfigurationError, UnevenNodesError, warn_alone
-from hvdcomp.exchange.agreement import KERNELS, refused_on_every_rank, require_agreement
+from hvdcomp.exchange.agreement import facts_of_kernels, refused_on_every_rank, require_agreement
 from hvdcomp.exchange.ledger import Cost, Sent
 from hvdcomp.exchange.shards import ShardReducer
 from hvdcomp.files import VERSION
-from hvdcomp.kernels import cuda
 from hvdcomp.specs.levels import Level
 from hvdcomp.torch.flat_gradients import FlatGradient
 from hvdcomp.torch.parameters import plain_names
@@ -80,8 +78,7 @@ class ShardsBinding:
             **settings.describe(),
             "weights": str(weights),
             "hvdcomp": VERSION,
-            KERNELS: kernels.available(),
-            f"{KERNELS} for CUDA": cuda.described(),
+            **facts_of_kernels(),
             **shapes,
         }
         require_agreement(communicator, facts, like)

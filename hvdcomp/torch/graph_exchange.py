@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hvdcomp import kernels, settings
+from hvdcomp import settings
+from hvdcomp.arrays.torch_arrays import dtype_name
 from hvdcomp.arrays.types import FLOATING, wide_dtype
 from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
 from hvdcomp.compressors import Compressor
@@ -23,10 +24,9 @@ from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.compressors.two_level import within
 from hvdcomp.errors import ConfigurationError, SpecError
-from hvdcomp.exchange.agreement import KERNELS, refused_on_every_rank, require_agreement
+from hvdcomp.exchange.agreement import facts_of_kernels, refused_on_every_rank, require_agreement
 from hvdcomp.exchange.engine import Engine
 from hvdcomp.files import VERSION
-from hvdcomp.kernels import cuda
 from hvdcomp.policies import POLICIES
 from hvdcomp.torch.training import refuse_capture
 
@@ -83,7 +83,7 @@ def check(
             "number, or a tensor with one whole number on the CPU, such as torch.tensor(0)"
         )
     for name, tensor in zip(names, tensors, strict=True):
-        if _dtype_name(tensor) not in FLOATING or tensor.device != tensors[0].device:
+        if dtype_name(tensor) not in FLOATING or tensor.device != tensors[0].device:
             raise ConfigurationError(
                 f"tensor {name!r} has the type {tensor.dtype} and is on {tensor.device}, but all tensors must be on "
                 f"one device, and their types can be {', '.join(FLOATING)}"
@@ -93,7 +93,7 @@ def check(
     if len(residuals) != len(tensors):
         raise ConfigurationError(f"{len(residuals)} residuals were given for {len(tensors)} tensors; give one for each")
     for name, tensor, residual in zip(names, tensors, residuals, strict=True):
-        wide = getattr(torch, wide_dtype(_dtype_name(tensor)))
+        wide = getattr(torch, wide_dtype(dtype_name(tensor)))
         if (residual.shape, residual.dtype, residual.device) != (tensor.shape, wide, tensor.device):
             raise ConfigurationError(
                 f"the residual of {name!r} has shape {tuple(residual.shape)} and type {residual.dtype} on "
@@ -160,13 +160,12 @@ class _Node:
         communicator, like = TorchDistributedCommunicator(group), next(iter(tensors.values()))
         with refused_on_every_rank(communicator, like):  # of ranks with other specs, some may wait
             method = method_of(spec, residuals)
-        infos = [TensorInfo(name, tuple(tensor.shape), _dtype_name(tensor)) for name, tensor in tensors.items()]
+        infos = [TensorInfo(name, tuple(tensor.shape), dtype_name(tensor)) for name, tensor in tensors.items()]
         facts = {
             "method": str(method),
             "seed": seed,
             "hvdcomp": VERSION,
-            KERNELS: "compiled" if kernels.available() else "none",
-            f"{KERNELS} for CUDA": cuda.described(),
+            **facts_of_kernels(),
             **{f"tensor {info.name}": f"{info.dtype} {info.shape}" for info in infos},
         }
         require_agreement(communicator, facts, like)
@@ -216,7 +215,3 @@ def _node(tensors: Mapping[str, torch.Tensor], residuals: bool, spec: str, group
 
 def _signature(tensors: Mapping[str, torch.Tensor]) -> list[Any]:
     return [(tensor.dtype, tensor.shape, tensor.device) for tensor in tensors.values()]
-
-
-def _dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
