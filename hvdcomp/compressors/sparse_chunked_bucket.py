@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, gathered
-from hvdcomp.compressors.low_rank_bucket import Tasks
 from hvdcomp.compressors.packing import packed_bytes
 from hvdcomp.compressors.protocol import AllGather
-from hvdcomp.kernels.tables import CHUNK_PIECE, CODE_BITS, FOUR_MEANS, IN_FLOAT, IN_HALF, IN_SIGN
+from hvdcomp.kernels.tables import CHUNK_PIECE, CODE_BITS, FOUR_MEANS, IN_FLOAT, IN_HALF, IN_SIGN, Tasks
 
 VALUES = {"2bit": FOUR_MEANS, "sign": IN_SIGN, "fp16": IN_HALF, "float32": IN_FLOAT}
 """Encodings of values, as numbers for kernels."""

@@ -9,8 +9,8 @@ import numpy as np
 
 from hvdcomp.arrays.types import Array, allreduce_dtype
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation
-from hvdcomp.compressors.low_rank_bucket import Tasks
 from hvdcomp.compressors.protocol import AllReduce
+from hvdcomp.kernels.tables import Tasks
 
 _PIECE = 1 << 16  # elements of a task, unless a block has more
 
