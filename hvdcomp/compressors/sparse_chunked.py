@@ -8,22 +8,28 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Annotated, ClassVar
 
+import numpy as np
+
 from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.types import Array, number_of_elements, wide_dtype
 from hvdcomp.compressors import sparse_payload
 from hvdcomp.compressors.base import Compressor, Count, most_level_for
-from hvdcomp.compressors.bucket import Bucket, BucketAggregation
-from hvdcomp.compressors.packing import groups, pack, unpack
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, gathered
+from hvdcomp.compressors.packing import groups, pack, packed_bytes, unpack
 from hvdcomp.compressors.protocol import Aggregation, AllGather, Context, Outcome, SparseVector
 from hvdcomp.compressors.signs import from_signs, representable, to_signs
-from hvdcomp.compressors.sparse_chunked_bucket import VALUES, aggregate_chunks
-from hvdcomp.kernels.tables import CHUNK_PIECE, CODE_BITS
+from hvdcomp.kernels.tables import CHUNK_PIECE, CODE_BITS, FOUR_MEANS, IN_FLOAT, IN_HALF, IN_SIGN, Tasks
 from hvdcomp.specs.described import Rule, between
 from hvdcomp.specs.levels import Level
+
+VALUES = {"2bit": FOUR_MEANS, "sign": IN_SIGN, "fp16": IN_HALF, "float32": IN_FLOAT}
+"""Encodings of values, as numbers for kernels."""
 
 _MEANINGS = "'2bit' (one of four means), 'sign' (a sign), 'fp16' (half precision) or 'float32'"
 _Values = Annotated[str, Rule(lambda values: values in VALUES, _MEANINGS)]
 _BOUNDS = (-2.25, -0.75, 0.75)  # between the four bins, in standard deviations from the mean
+_SHARED_BYTES = {FOUR_MEANS: 16, IN_SIGN: 4}  # of a tensor's means
+_VALUE_BYTES = {IN_HALF: 2, IN_FLOAT: 4}
 
 
 @dataclass(frozen=True)
@@ -198,3 +204,47 @@ def _to_bins(xp: ModuleType, values: Array, like: Array) -> tuple[Array, Array]:
     sums = xp.where(members, row, xp.zeros((1, 1), like=row)).sum(1, keepdims=True)
     means = xp.flatten(sums * xp.reciprocal_or_zero(numbers, 0))
     return pack(xp, xp.flatten(bins), 2), representable(xp, means, like)
+
+
+class _Layout:
+    """The offsets of the tensors' parts in the payload, as in `isa_sparse_chunked.c`, and scratch memory.
+
+    The payload has the values of all tensors, and then all packed codes.
+    """
+
+    def __init__(self, bucket: Bucket, chunk: int, encoding: int) -> None:
+        sizes = bucket.segments["size"].tolist()
+        pairs = list(zip(bucket.compressors, sizes, strict=True))
+        counts = np.array([method.count(size) for method, size in pairs])
+        bits = np.array([method.place_bits(size) for method, size in pairs])
+        values = counts * _VALUE_BYTES.get(encoding, 0) + _SHARED_BYTES.get(encoding, 0)
+        codes = packed_bytes(np.minimum(bits, 8), counts) + packed_bytes(np.maximum(bits - 8, 0), counts)
+        codes += packed_bytes(CODE_BITS.get(encoding, 0), counts)
+        segments = bucket.segments
+        segments["count"], segments["found"] = counts, np.cumsum(counts) - counts
+        segments["sent_of_chunk"] = [compressor.k for compressor in bucket.compressors]
+        segments["values"] = np.cumsum(values) - values
+        segments["indices"] = values.sum() + np.cumsum(codes) - codes
+        self.payload = bucket.payload(int(values.sum() + codes.sum()))
+        self.scratch = [bucket.zeros(int(counts.sum()), dtype) for dtype in ("float32", "int16")]
+        self.passed: tuple[int, ...] = chunk, encoding
+        if bucket.device is None:
+            self._tasks = Tasks([(-(-size // chunk), max(1, CHUNK_PIECE // chunk)) for size in sizes])
+            self.passed = *self._tasks.passed, chunk, encoding
+
+
+def aggregate_chunks(bucket: Bucket, chunk: int, encoding: int) -> BucketAggregation:
+    """A bucket's step.
+
+    Args:
+        bucket: the bucket.
+        chunk: number of elements in a chunk.
+        encoding: the values' encoding, of `VALUES`.
+    """
+    if bucket.layout is None:
+        bucket.layout = _Layout(bucket, chunk, encoding)
+    layout = bucket.layout
+    payload = layout.payload
+    bucket.found_inf = bucket.call("chunks_encode", *layout.passed, bucket.masks, *layout.scratch, payload.vector)
+    ranks = yield AllGather((payload.vector,), payload.with_room)
+    return bucket.call("chunks_decode", *layout.passed, *gathered(ranks))
