@@ -1,16 +1,85 @@
-"""The bucket form of random-k: kernels draw the places, and the values of all tensors are one vector."""
+"""Random-k: elements at random places, which all ranks draw alike, so that an allreduce adds up their values."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import ClassVar
 
 import numpy as np
 
+from hvdcomp.arrays.types import Array, allreduce_dtype, wide_dtype
+from hvdcomp.compressors import sparse_payload
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation
-from hvdcomp.compressors.protocol import AllReduce
-from hvdcomp.compressors.randomness import rotations
+from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome, SparseVector
+from hvdcomp.compressors.randomness import distinct_indices, rotations, shared_key
 from hvdcomp.compressors.sparse_payload import carried_dtype, elements_kept
+from hvdcomp.compressors.sparsification import ByRatio
 from hvdcomp.kernels.limits import LARGEST
+from hvdcomp.specs.described import Truth
+
+
+@dataclass(frozen=True)
+class RandomK(ByRatio):
+    """k elements at random places. All ranks draw the same places, so that only values are sent, and an allreduce adds
+    them up (Stich et al. 2018, arXiv:1809.07599, section 2; Wangni et al. 2018 for the unbiased form).
+
+    Attributes:
+        unbiased: whether values are scaled by d / k, so that the expectation is the gradient itself and no error
+            feedback is needed.
+        values: encoding of values: "same" as the gradient's, or "fp16". With "fp16", sums are in half precision, and
+            values are clipped to half the largest half-precision number divided by the number of ranks, so that no
+            order of additions overflows. If `unbiased`, a larger value counts as not finite, unless a bucket's memory
+            keeps the excess.
+
+    Example:
+        >>> RandomK(ratio=0.01).payload_bytes((1000, 1000))
+        40000
+    """
+
+    unbiased: Truth = False
+    values: sparse_payload.How = field(default="same", kw_only=True)
+
+    name: ClassVar[str] = "randomk"
+    examples: ClassVar[tuple[str, ...]] = ("randomk:ratio=0.01", "randomk:ratio=0.01,unbiased=True")
+    sends: ClassVar[str] = "k values"
+    reference: ClassVar[str] = "Stich et al. 2018, arXiv:1809.07599; Wangni et al. 2018, arXiv:1710.09854"
+
+    @property
+    def biased(self) -> bool:  # type: ignore[override]
+        """True unless scaled by d / k."""
+        return not self.unbiased
+
+    @property
+    def variance(self) -> float:  # type: ignore[override]
+        """d / k - 1 if scaled by d / k."""
+        return 1 / self.ratio - 1 if self.unbiased else 0.0
+
+    def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+        vector = xp.flatten(x)
+        size = vector.shape[0]
+        count = elements_kept(self.ratio, size)
+        dtype = xp.dtype_name(x)
+        indices = distinct_indices(xp, shared_key(context, "randomk"), count, size, like=x)
+        values = xp.take(vector, indices)
+        if self.unbiased:
+            values *= size / count
+        bound = LARGEST["float16"] / (2 * context.world_size)
+        sent = sparse_payload.round_values(xp, values, self.values, bound)
+        if self.unbiased and self.values == "fp16":  # clipped, it would be biased, as mostly nothing is kept
+            sent = xp.where(abs(values) > bound, math.inf, sent)
+        carried = "float16" if self.values == "fp16" else allreduce_dtype(dtype)
+        mean = yield AllReduce(xp.astype(sent, carried))
+        wide = wide_dtype(dtype)
+        dense = xp.add_at(xp.zeros((size,), like=xp.astype(vector[:0], wide)), indices, xp.astype(mean, wide))
+        return Outcome(xp.reshape(dense, x.shape), SparseVector(indices, xp.astype(sent, dtype)))
+
+    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        return aggregate_at_random(bucket, self.values, self.unbiased)
+
+    def most_elements(self, budget: float, size: int) -> int:
+        return min(size, max(1, int(budget / sparse_payload.value_bytes(self.values))))
 
 
 class _Layout:

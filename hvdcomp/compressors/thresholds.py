@@ -18,8 +18,7 @@ from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.base import Rounds
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.memory import Memory, MomentumCorrection
-from hvdcomp.compressors.sparse_bucket import aggregate_by_magnitude, stage_shares
-from hvdcomp.compressors.sparsification import Sparsifier
+from hvdcomp.compressors.sparsification import Sparsifier, aggregate_by_magnitude, stage_shares
 from hvdcomp.kernels.tables import BISECT, FITTED, SAMPLED
 
 _ROUNDS = 25  # a bisection ends within 2**-25 of the range, the resolution of float32
