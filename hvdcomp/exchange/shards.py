@@ -21,9 +21,9 @@ from hvdcomp.communicators import Communicator
 from hvdcomp.compressors import Compressor, NoCompression
 from hvdcomp.compressors.gathering import Gathering
 from hvdcomp.compressors.memory import Memory, NoMemory
+from hvdcomp.compressors.node_shares import between
 from hvdcomp.compressors.protocol import Context, ReduceScatter, Request, across
 from hvdcomp.compressors.shard_bucket import ShardKernels
-from hvdcomp.compressors.two_level_bucket import between
 from hvdcomp.errors import warn_alone
 from hvdcomp.exchange.agreement import gather_rows
 from hvdcomp.exchange.buckets import KNOWN_TO_KERNELS
