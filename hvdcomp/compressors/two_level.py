@@ -23,7 +23,7 @@ import numpy as np
 from hvdcomp.arrays.types import Array, number_of_elements, wide_dtype
 from hvdcomp.compressors import checked, node_shares
 from hvdcomp.compressors.base import Compressor
-from hvdcomp.compressors.bucket import Bucket, BucketAggregation, BucketStates, address_of
+from hvdcomp.compressors.bucket import Bucket, BucketAggregation, BucketStates, address_of, take_off
 from hvdcomp.compressors.memory import ErrorFeedback, NoMemory
 from hvdcomp.compressors.node_shares import UNIT, between
 from hvdcomp.compressors.packing import cut, outcome_like, pad
@@ -42,7 +42,6 @@ from hvdcomp.compressors.protocol import (
     run_alone,
 )
 from hvdcomp.compressors.routing import Router
-from hvdcomp.compressors.scatter_bucket import take_off
 from hvdcomp.errors import SpecError
 from hvdcomp.kernels import cuda
 from hvdcomp.specs.levels import Level
