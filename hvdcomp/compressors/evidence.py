@@ -1,4 +1,4 @@
-"""Measured losses of methods in trainings; `auto` proposes methods by them, and `advise` reports them.
+"""Measured losses of methods in trainings, and the methods to try first; `auto` and `advise` use both.
 
 `evidence.json` has methods at their own best learning rates, beside uncompressed training at its own: the complete rows
 of docs/best-rates.md. `python benchmarks/which_method.py` writes it, with the methods to try first.
@@ -170,3 +170,23 @@ _SOURCES = {
 
 def _in_percent(lost: float) -> str:
     return "it diverged" if lost == DIVERGED else f"{100 * lost:.1f}"
+
+
+_AT_ONE_RATE: dict[str, tuple[str, ...]] = {
+    "SGD": ("terngrad", "powersgd:rank=4"),
+    "Adam": ("int4", "int8"),
+    "CompressedAdam": ("efsignsgd",),
+}
+"""Chosen by trainings at one learning rate, for optimizers that the rule does not decide yet."""
+
+FIRST: dict[str, tuple[str, ...]] = {**_AT_ONE_RATE, **chosen_by_rule()}
+"""Specs by optimizer, as in README's table. The first of each is the one to begin with."""
+
+RECOMMENDED: tuple[str, ...] = tuple(dict.fromkeys(spec for specs in FIRST.values() for spec in specs))
+"""All of these specs, which `hvdcomp calibrate` and `hvdcomp profile` measure, so that every advice knows them."""
+
+
+def first_to_try() -> str:
+    """The methods to try first, as a sentence."""
+    phrases = [f"with {optimizer} {' or '.join(specs)}" for optimizer, specs in FIRST.items()]
+    return f"Methods to try first: {', '.join(phrases[:-1])}, {phrases[-1]} (docs/adam.md)."
