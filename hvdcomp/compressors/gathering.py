@@ -117,6 +117,7 @@ class Gathering(Compressor):
         return payload
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+        """C(x) is what `decode` makes of what `encode` makes of x; the result is the mean of the ranks' C(x)."""
         if self.scatters(context.world_size):
             return (yield from scatter(self, xp, x, context))
         ranks = yield AllGather(self.encode(xp, x, context))
@@ -126,6 +127,8 @@ class Gathering(Compressor):
         return outcome_like(xp, x, own if mean is sent else self.restore(xp, mean, shape, context), own)
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        """As `aggregate`, in passes over all tensors of the bucket: `encode_bucket` makes x and its payload, and
+        `decode_bucket` writes the mean of all ranks' payloads to the results."""
         if self.scatters(bucket.context.world_size):
             return (yield from scatter_bucket(self, bucket))
         return (yield from self._gather_bucket(bucket))

@@ -93,34 +93,41 @@ class PowerSGD(Compressor):
         return q, fit_columns(xp, x, state[1] if len(state) > 1 else None, rows, rank, context, "powersgd rows")
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
-        matrix = as_matrix(xp, x)
-        if not self.alternating:
-            p, q, state = yield from self._iterate(xp, matrix, state)
-        elif context.step % 2 == 0:
-            p, q, state = yield from self._half(xp, matrix, state)
+        """Algorithm 1, lines 3 to 11. Q is orthogonalised as well, so that P has the size of M, not of its square."""
+        m = as_matrix(xp, x)
+        if self.alternating:
+            p, q, state = yield from self._alternate(xp, m, state, context.step)
         else:
-            q, p, (rows, columns) = yield from self._half(xp, matrix.T, state[::-1])
-            state = columns, rows
-        approximation = xp.astype(xp.reshape(p @ q.T, x.shape), xp.dtype_name(x))
+            (start,) = state
+            q = start
+            for _ in range(self.iterations):
+                p = yield AllReduce(m @ orthogonalize(xp, q))  # lines 3 and 4: P = the mean of M Q
+                p = orthogonalize(xp, p)  # line 5
+                q = yield AllReduce(m.T @ p)  # lines 6 and 7: Q = the mean of M' P
+            state = (nonzero_columns(xp, q, start),)
+        approximation = xp.astype(xp.reshape(p @ q.T, x.shape), xp.dtype_name(x))  # line 11: P Q'
         return Outcome(approximation, approximation, state)
 
-    def _iterate(self, xp: ModuleType, matrix: Array, state: tuple[Array, ...]) -> _Factors:
-        (start,) = state
-        q = start
-        for _ in range(self.iterations):
-            p = yield AllReduce(matrix @ orthogonalize(xp, q))
-            p = orthogonalize(xp, p)
-            q = yield AllReduce(matrix.T @ p)
-        return p, q, (nonzero_columns(xp, q, start),)
-
-    def _half(self, xp: ModuleType, matrix: Array, state: tuple[Array, ...]) -> _Factors:
-        """One half of a power iteration: the new factor, the orthogonalised kept factor, and the state."""
-        start, old = state
-        unit = orthogonalize(xp, start)
-        new = yield AllReduce(matrix @ unit)
-        return new, unit, (start, nonzero_columns(xp, new, old))
+    def _alternate(self, xp: ModuleType, m: Array, state: tuple[Array, ...], step: int) -> _Factors:
+        """Half a power iteration: P, Q, and the state (Q, P), of which one factor is new and the other is kept."""
+        kept_q, kept_p = state
+        if step % 2 == 0:
+            q = orthogonalize(xp, kept_q)
+            p = yield AllReduce(m @ q)
+            return p, q, (kept_q, nonzero_columns(xp, p, kept_p))
+        p = orthogonalize(xp, kept_p)
+        q = yield AllReduce(m.T @ p)
+        return p, q, (nonzero_columns(xp, q, kept_q), kept_p)
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        """As `aggregate`, in passes over all matrices of the bucket:
+
+        1. `lowrank_p` makes x, orthogonalises Q, and computes P = M Q.
+        2. `lowrank_q` orthogonalises the mean of P, and computes Q = M' P.
+        3. `lowrank_decode` writes P Q' to the results, and `lowrank_keep` the new state.
+
+        An alternating step has the first or the second pass, which makes x then, and the third.
+        """
         if bucket.layout is None:
             bucket.layout = LowRankBucket(bucket, [matrix_shape(tensor.shape) for tensor in bucket.tensors])
         if not self.alternating:

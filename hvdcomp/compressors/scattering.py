@@ -42,9 +42,11 @@ def scatter(method: Codec, xp: ModuleType, x: Array, context: Context) -> Aggreg
     length = -(-vector.shape[0] // (ranks * method.unit)) * method.unit
     chunks = pad(xp, vector, ranks * length)
     chunks = [chunks[start : start + length] for start in range(0, ranks * length, length)]
+    # Every rank gets the mean of its chunk,
     mean, encoded = yield from reduce_chunks(method, xp, chunks, context)
     largest = xp.reshape(xp.row_largest(xp.reshape(mean, (1, length))), (1,))
     mean = mean * (1 + 0 * (largest * residual_bound(length, ranks)))  # times 1, or NaN
+    # compresses it, and sends it to all ranks.
     of_means, of_mean = method.of_means, of_chunk(context, "mean")
     gathered = yield AllGather(of_means.encode(xp, mean, of_mean))
     means = [of_means.decoded(xp, parts, (length,), of_mean) for parts in gathered]
@@ -55,7 +57,13 @@ def scatter(method: Codec, xp: ModuleType, x: Array, context: Context) -> Aggreg
 
 
 def scatter_bucket(method: Codec, bucket: Bucket) -> BucketAggregation:
-    """A bucket's step."""
+    """As `scatter`, in passes over all tensors of the bucket:
+
+    1. `encode_bucket` makes x of the other ranks' chunks and their payloads, `dense_encode` x of this rank's chunk.
+    2. `decode_bucket` averages the payloads of this rank's chunk, and `encode_bucket` compresses the mean.
+    3. `decode_bucket` writes the means of all chunks to the results, and `dense_keep` the residual of this rank's
+       chunk.
+    """
     if bucket.layout is None:
         bucket.layout = _Layout(method, bucket)
     layout: _Layout = bucket.layout

@@ -102,13 +102,14 @@ class ChunkedTopK(Compressor):
         return VALUES[self.values] not in CODE_BITS
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+        """C(x) has the largest elements of each chunk, each as its decoded value; the result is the mean of C(x)."""
         vector = xp.flatten(x)
         size, wide = vector.shape[0], wide_dtype(xp.dtype_name(x))
         places = self._choose(xp, vector)
         indices = self._indices(xp, places, size)
         values = self._encode(xp, xp.take(vector, indices), x)
         ranks = yield AllGather((self._pack_places(xp, places, size), *values))
-        decoded = (
+        decoded = (  # of each rank, values and indices
             (self._decode(xp, values, size), self._indices(xp, self._unpack_places(xp, packed, size), size))
             for packed, *values in ranks
         )
@@ -117,7 +118,19 @@ class ChunkedTopK(Compressor):
         return Outcome(xp.reshape(mean, x.shape), sent)
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
-        return aggregate_chunks(bucket, self.chunk, VALUES[self.values])
+        """As `aggregate`, in passes over all tensors of the bucket:
+
+        1. `chunks_encode` makes x, chooses the largest elements of each chunk, encodes them, and subtracts from x what
+           they decode to.
+        2. `chunks_decode` adds up the elements of all ranks in the results.
+        """
+        if bucket.layout is None:
+            bucket.layout = _Layout(bucket, self.chunk, VALUES[self.values])
+        layout = bucket.layout
+        payload = layout.payload
+        bucket.found_inf = bucket.call("chunks_encode", *layout.passed, bucket.masks, *layout.scratch, payload.vector)
+        ranks = yield AllGather((payload.vector,), payload.with_room)
+        return bucket.call("chunks_decode", *layout.passed, *gathered(ranks))
 
     def count(self, size: int) -> int:
         """Number of elements sent of a tensor of `size` elements."""
@@ -196,9 +209,11 @@ def _to_bins(xp: ModuleType, values: Array, like: Array) -> tuple[Array, Array]:
     # In float64 no sum of float32 values overflows, and all frameworks get the same float32 result.
     count = values.shape[0]
     row = xp.reshape(xp.astype(values, "float64"), (1, count))
-    centred = row - row.sum(1, keepdims=True) / count
+    centred = row - row.sum(1, keepdims=True) / count  # v - mean
     sigma = xp.row_norms(centred) / math.sqrt(count)
+    # bin(v) = round((v - mean) / s + 2), as the number of bounds that v - mean reaches.
     bins = sum(xp.astype(centred >= bound * sigma, "uint8") for bound in _BOUNDS)  # all 0 if any value is not finite
+    # The mean of each bin's members.
     members = bins == xp.reshape(xp.arange(4, like=xp.flatten(bins)), (4, 1))
     numbers = xp.astype(xp.astype(members, "int32").sum(1, keepdims=True), "float64")
     sums = xp.where(members, row, xp.zeros((1, 1), like=row)).sum(1, keepdims=True)
@@ -231,20 +246,3 @@ class _Layout:
         if bucket.device is None:
             self._tasks = Tasks([(-(-size // chunk), max(1, CHUNK_PIECE // chunk)) for size in sizes])
             self.passed = *self._tasks.passed, chunk, encoding
-
-
-def aggregate_chunks(bucket: Bucket, chunk: int, encoding: int) -> BucketAggregation:
-    """A bucket's step.
-
-    Args:
-        bucket: the bucket.
-        chunk: number of elements in a chunk.
-        encoding: the values' encoding, of `VALUES`.
-    """
-    if bucket.layout is None:
-        bucket.layout = _Layout(bucket, chunk, encoding)
-    layout = bucket.layout
-    payload = layout.payload
-    bucket.found_inf = bucket.call("chunks_encode", *layout.passed, bucket.masks, *layout.scratch, payload.vector)
-    ranks = yield AllGather((payload.vector,), payload.with_room)
-    return bucket.call("chunks_decode", *layout.passed, *gathered(ranks))

@@ -57,26 +57,57 @@ class RandomK(ByRatio):
         return 1 / self.ratio - 1 if self.unbiased else 0.0
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
-        vector = xp.flatten(x)
-        size = vector.shape[0]
-        count = elements_kept(self.ratio, size)
-        dtype = xp.dtype_name(x)
-        indices = distinct_indices(xp, shared_key(context, "randomk"), count, size, like=x)
+        vector, dtype = xp.flatten(x), xp.dtype_name(x)
+        d = vector.shape[0]
+        k = elements_kept(self.ratio, d)
+        # A random set of k of the d elements, the same on all ranks.
+        indices = distinct_indices(xp, shared_key(context, "randomk"), k, d, like=x)
         values = xp.take(vector, indices)
         if self.unbiased:
-            values *= size / count
+            values *= d / k
         bound = LARGEST["float16"] / (2 * context.world_size)
         sent = sparse_payload.round_values(xp, values, self.values, bound)
         if self.unbiased and self.values == "fp16":  # clipped, it would be biased, as mostly nothing is kept
             sent = xp.where(abs(values) > bound, math.inf, sent)
         carried = "float16" if self.values == "fp16" else allreduce_dtype(dtype)
         mean = yield AllReduce(xp.astype(sent, carried))
+        # The mean at the k places, and zeros elsewhere.
         wide = wide_dtype(dtype)
-        dense = xp.add_at(xp.zeros((size,), like=xp.astype(vector[:0], wide)), indices, xp.astype(mean, wide))
+        dense = xp.add_at(xp.zeros((d,), like=xp.astype(vector[:0], wide)), indices, xp.astype(mean, wide))
         return Outcome(xp.reshape(dense, x.shape), SparseVector(indices, xp.astype(sent, dtype)))
 
     def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
-        return aggregate_at_random(bucket, self.values, self.unbiased)
+        """As `aggregate`, in passes over all tensors of the bucket; on a device, where kernels compute the places
+        again instead of storing them, the kernels in brackets.
+
+        1. `random_encode` (`random_take`) draws the places, makes x, and writes its values at the places to the
+           payload.
+        2. `random_keep` (`random_take_off`) subtracts the sent values from x.
+        3. `random_decode` (`random_put`) writes the mean to its places in the results, and zeros elsewhere.
+        """
+        on_host, half = bucket.device is None, carried_dtype(self.values, bucket.dtype) == "float16"
+        if bucket.layout is None:
+            bucket.layout = _Layout(bucket, half)
+        layout, context = bucket.layout, bucket.context
+        bound = 0.0
+        if self.values == "fp16":
+            bound = LARGEST["float16"] / (2 * context.world_size)
+        elif half:  # the memory, if any, keeps the excess
+            bound = math.inf if self.unbiased else LARGEST["float16"]
+        keys = bucket.draw_keys(shared=True)
+        bucket.segments["shift"] = rotations(keys, bucket.segments["size"])
+        payload, sent = layout.payload, layout.sent
+        if on_host:
+            scratch = layout.drawn, layout.places, layout.ends
+            bucket.found_inf = bucket.call("random_encode", payload.vector, sent, *scratch, bound, self.unbiased)
+        else:
+            bucket.found_inf = bucket.call("random_take", payload.vector, sent, layout.scales, bound, self.unbiased)
+        if bucket.keeps:
+            layout.keep(bucket)
+        mean = yield AllReduce(payload.vector, with_room=payload.with_room)
+        if on_host:
+            return bucket.call("random_decode", mean, layout.places, layout.ends, half)
+        return bucket.call("random_put", mean, half)
 
     def most_elements(self, budget: float, size: int) -> int:
         return min(size, max(1, int(budget / sparse_payload.value_bytes(self.values))))
@@ -124,36 +155,3 @@ class _Layout:
             bucket.call("random_keep", self.sent, self.places, self.ends, bucket.masks)
         else:
             bucket.call("random_take_off", self.sent, bucket.masks, aside=True)
-
-
-def aggregate_at_random(bucket: Bucket, values: str, unbiased: bool) -> BucketAggregation:
-    """A bucket's step of random-k.
-
-    Args:
-        bucket: the bucket.
-        values: "same" or "fp16", as in `sparse_payload`.
-        unbiased: whether values are scaled by d / k.
-    """
-    half = carried_dtype(values, bucket.dtype) == "float16"
-    if bucket.layout is None:
-        bucket.layout = _Layout(bucket, half)
-    layout, context = bucket.layout, bucket.context
-    bound = 0.0
-    if values == "fp16":
-        bound = LARGEST["float16"] / (2 * context.world_size)
-    elif half:  # the memory, if any, keeps the excess
-        bound = math.inf if unbiased else LARGEST["float16"]
-    keys = bucket.draw_keys(shared=True)
-    bucket.segments["shift"] = rotations(keys, bucket.segments["size"])
-    payload, sent = layout.payload, layout.sent
-    if bucket.device is None:
-        scratch = layout.drawn, layout.places, layout.ends
-        bucket.found_inf = bucket.call("random_encode", payload.vector, sent, *scratch, bound, unbiased)
-    else:
-        bucket.found_inf = bucket.call("random_take", payload.vector, sent, layout.scales, bound, unbiased)
-    if bucket.keeps:
-        layout.keep(bucket)
-    mean = yield AllReduce(payload.vector, with_room=payload.with_room)
-    if bucket.device is None:
-        return bucket.call("random_decode", mean, layout.places, layout.ends, half)
-    return bucket.call("random_put", mean, half)

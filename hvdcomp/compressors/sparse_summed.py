@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar
@@ -67,24 +66,49 @@ class BlocksTogether(WithRatio):
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         shape, dtype = tuple(x.shape), xp.dtype_name(x)
-        _, length = self.blocks_of(shape)
-        vector = xp.flatten(x)
-        size = vector.shape[0]
+        vector, wide = xp.flatten(x), wide_dtype(dtype)
+        size, (_, length) = vector.shape[0], self.blocks_of(shape)
         padded = pad(xp, vector, length)
         blocks = xp.reshape(padded, (-1, length))
-        judged = yield AllReduce(self.judge(xp, xp.astype(blocks, wide_dtype(dtype)), context))
+        # All ranks judge the blocks by the same means, and so choose the same blocks.
+        judged = yield AllReduce(self.judge(xp, xp.astype(blocks, wide), context))
         count = self.count(shape)
         chosen = Magnitudes(xp, self.scores(xp, judged), count).top(count)
+        # The chosen blocks' elements are averaged.
         places = xp.flatten(xp.reshape(chosen, (-1, 1)) * length + xp.arange(length, like=chosen))
         values = xp.take(padded, places)
         mean = yield AllReduce(xp.astype(values, allreduce_dtype(dtype)))
-        wide = wide_dtype(dtype)
 
         def spread(elements: Array) -> Array:
+            """The elements at their places, and zeros elsewhere."""
             zeros = xp.zeros((padded.shape[0],), like=xp.astype(vector[:0], wide))
             return xp.reshape(xp.add_at(zeros, places, xp.astype(elements, wide))[:size], shape)
 
         return Outcome(spread(mean), xp.astype(spread(values), dtype))
+
+    form: ClassVar[str] = "judge_bucket"
+
+    def judge_bucket(self, bucket: Bucket, layout: _BlocksLayout) -> bool | Array:
+        """Makes x and fills `layout.judged` with this rank's numbers for each block; returns as `Bucket.call` does."""
+        raise NotImplementedError
+
+    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
+        """As `aggregate`, in passes over all tensors of the bucket:
+
+        1. `judge_bucket` makes x and the numbers that judge its blocks.
+        2. `together_encode` chooses the best blocks of each tensor by the means of these numbers, copies them to the
+           payload, and subtracts them from x.
+        3. `together_decode` writes the means of the blocks to the results, and zeros elsewhere.
+        """
+        if bucket.layout is None:
+            bucket.layout = _BlocksLayout(bucket)
+        layout: _BlocksLayout = bucket.layout
+        bucket.found_inf = self.judge_bucket(bucket, layout)
+        judged = yield AllReduce(layout.judged.vector, with_room=layout.judged.with_room)
+        sent, chosen, half = layout.sent, layout.chosen, layout.half
+        bucket.call("together_encode", judged, layout.numbers, layout.scratch, chosen, sent.vector, half)
+        mean = yield AllReduce(sent.vector, with_room=sent.with_room)
+        return bucket.call("together_decode", *layout.passed, mean, chosen, half)
 
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:
         super().level_for(compression_factor, shape)  # refuses a factor below 1
@@ -126,6 +150,7 @@ class TopKC(BlocksTogether):
         return -(-size // length), length
 
     def judge(self, xp: ModuleType, blocks: Array, context: Context) -> Array:
+        """|x_c|^2 of each chunk c."""
         norms = xp.astype(xp.row_norms(blocks), "float32")  # precise enough to choose by, for float64 too
         return norms * norms
 
@@ -135,11 +160,8 @@ class TopKC(BlocksTogether):
     def numbers_of_block(self) -> int:
         return 1
 
-    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
-        def judge(bucket: Bucket, blocks: Blocks) -> bool | Array:
-            return bucket.call("together_judge", *blocks.passed, blocks.judged.vector)
-
-        return aggregate_together(bucket, judge)
+    def judge_bucket(self, bucket: Bucket, layout: _BlocksLayout) -> bool | Array:
+        return bucket.call("together_judge", *layout.passed, layout.judged.vector)
 
 
 @dataclass(frozen=True)
@@ -172,6 +194,7 @@ class ARCTopK(BlocksTogether):
         return matrix_shape(shape)
 
     def judge(self, xp: ModuleType, blocks: Array, context: Context) -> Array:
+        """The sketch G V: a few numbers for each row of the gradient G."""
         columns, dtype = blocks.shape[1], xp.dtype_name(blocks)
         return blocks @ drawn(
             xp, lambda: self._draw(columns, dtype, context), (columns, self.sketch), dtype, like=blocks
@@ -188,14 +211,11 @@ class ARCTopK(BlocksTogether):
     def numbers_of_block(self) -> int:
         return self.sketch
 
-    def aggregate_bucket(self, bucket: Bucket) -> BucketAggregation:
-        return aggregate_together(bucket, self._sketch)
-
-    def _sketch(self, bucket: Bucket, blocks: Blocks) -> bool | Array:
+    def judge_bucket(self, bucket: Bucket, layout: _BlocksLayout) -> bool | Array:
         """Sketches of all matrices; on the host by NumPy's products, as a kernel would sum in another order."""
         contexts = [dataclasses.replace(bucket.context, name=tensor.name) for tensor in bucket.tensors]
         shapes = [matrix_shape(tensor.shape) for tensor in bucket.tensors]
-        sketches = blocks.judged.vector
+        sketches = layout.judged.vector
         if bucket.device is not None:
             pairs = zip(shapes, contexts, strict=True)
             parts = [self._draw(columns, "float32", context).T.reshape(-1) for (_, columns), context in pairs]
@@ -204,16 +224,21 @@ class ARCTopK(BlocksTogether):
         found_inf = bucket.call("make_x")
         sketches = sketches.reshape(-1, self.sketch)
         with numbers_may_overflow():
-            for x, shape, context, rows in zip(bucket.compressed(), shapes, contexts, blocks.rows, strict=True):
+            for x, shape, context, rows in zip(bucket.compressed(), shapes, contexts, layout.rows, strict=True):
                 sketches[rows] = self.judge(numpy_arrays, x.reshape(shape), context)
         return found_inf
 
 
-class Blocks:
+class _BlocksLayout:
     """The blocks of a bucket's tensors, laid out as in `isa_sparse_together.c`, or on a device as in `together.py`.
 
     Attributes:
+        numbers: how many numbers judge a block.
         judged: this rank's numbers for each block, tensor by tensor.
+        sent: the elements of the chosen blocks.
+        chosen: the numbers of the chosen blocks.
+        half: whether sent elements are in half precision.
+        scratch: storage of `together_encode`; on a device the number of chosen blocks of each tensor.
         rows: for each tensor the slice of its blocks among all blocks.
         passed: the tasks, as arguments of host kernels.
     """
@@ -224,20 +249,20 @@ class Blocks:
         counts = np.array([method.count(tensor.shape) for method, tensor in pairs])
         blocks, lengths = np.array(shapes, np.int64).T
         method = bucket.compressors[0]
-        numbers = self._numbers = method.numbers_of_block()
+        numbers = self.numbers = method.numbers_of_block()
         starts, ends = np.cumsum(blocks) - blocks, np.cumsum(blocks)
         self.rows = list(map(slice, starts.tolist(), ends.tolist()))
         self.judged = bucket.payload(int(ends[-1]) * numbers, "float32")
         wire = allreduce_dtype(bucket.dtype)
-        self._half = wire == "float16"
-        self._sent = bucket.payload(int(counts @ lengths), wire)
-        self._chosen = bucket.zeros(int(counts.sum()), "int64")
-        self._scratch = counts  # on a device
+        self.half = wire == "float16"
+        self.sent = bucket.payload(int(counts @ lengths), wire)
+        self.chosen = bucket.zeros(int(counts.sum()), "int64")
+        self.scratch = counts  # on a device
         self.passed: tuple[int, ...] = ()
         segments = bucket.segments
         segments["length"] = lengths
         if bucket.device is None:
-            self._scratch = np.zeros(int(ends[-1]) if numbers > 1 else 0, np.float32)
+            self.scratch = np.zeros(int(ends[-1]) if numbers > 1 else 0, np.float32)
             self._tasks = Tasks([(count, max(1, _PIECE // length)) for count, length in shapes])
             self.passed = self._tasks.passed
             segments["count"], segments["blocks"] = counts, starts
@@ -249,24 +274,3 @@ class Blocks:
             segments["q_factor"] = np.cumsum(columns) - columns
         else:
             segments["count"], segments["scales"] = numbers, 4 * starts
-
-    def exchange(self, bucket: Bucket) -> BucketAggregation:
-        """The rest of a step, once `judged` is filled."""
-        judged = yield AllReduce(self.judged.vector, with_room=self.judged.with_room)
-        sent = self._sent
-        bucket.call("together_encode", judged, self._numbers, self._scratch, self._chosen, sent.vector, self._half)
-        mean = yield AllReduce(sent.vector, with_room=sent.with_room)
-        return bucket.call("together_decode", *self.passed, mean, self._chosen, self._half)
-
-
-def aggregate_together(bucket: Bucket, judge: Callable[[Bucket, Blocks], bool | Array]) -> BucketAggregation:
-    """A bucket's step.
-
-    Args:
-        bucket: the bucket.
-        judge: function that makes x and fills `judged`; returns as `Bucket.call` does.
-    """
-    if bucket.layout is None:
-        bucket.layout = Blocks(bucket)
-    bucket.found_inf = judge(bucket, bucket.layout)
-    return (yield from bucket.layout.exchange(bucket))

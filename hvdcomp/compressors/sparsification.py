@@ -83,18 +83,20 @@ class Sparsifier(ByRatio):
         raise NotImplementedError
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+        """C(x) has the k chosen elements, and zeros elsewhere; the result is the mean of the ranks' C(x)."""
         vector = xp.flatten(x)
-        parts, sent = self._encode(xp, vector, context)
+        parts, sent = self._encode(xp, vector)
         ranks = yield AllGather(parts)
         mean = sparse_payload.mean_of_sparse(xp, ranks, vector, context)
         return Outcome(xp.reshape(mean, x.shape), sent)
 
     def preview(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> SparseVector:
-        return self._encode(xp, xp.flatten(x), context)[1]  # needs no unpacking
+        return self._encode(xp, xp.flatten(x))[1]  # needs no unpacking
 
-    def _encode(self, xp: ModuleType, vector: Array, context: Context) -> tuple[tuple[Array, ...], SparseVector]:
-        count = elements_kept(self.ratio, vector.shape[0])
-        return sparse_payload.encode(xp, vector, self.choose(xp, vector, count), self.values)
+    def _encode(self, xp: ModuleType, vector: Array) -> tuple[tuple[Array, ...], SparseVector]:
+        """The payload, values and indices, and C(x)."""
+        k = elements_kept(self.ratio, vector.shape[0])
+        return sparse_payload.encode(xp, vector, self.choose(xp, vector, k), self.values)
 
     def most_elements(self, budget: float, size: int) -> int:
         return sparse_payload.most_elements(budget, size, sparse_payload.value_bytes(self.values))
@@ -144,14 +146,17 @@ class SparseTernary(ByRatio):
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
         vector = xp.flatten(x)
-        count = elements_kept(self.ratio, vector.shape[0])
-        (values, *places), chosen = sparse_payload.encode(xp, vector, Magnitudes(xp, vector, count).top(count), "same")
-        encoded = to_signs(xp, values, x)
-        ranks = yield AllGather((*encoded, *places))
-        decoded = ((from_signs(xp, signs, magnitude, count), *places) for signs, magnitude, *places in ranks)
+        k = elements_kept(self.ratio, vector.shape[0])
+        # The mask and the masked elements: the k largest magnitudes.
+        chosen = Magnitudes(xp, vector, k).top(k)
+        (values, *places), masked = sparse_payload.encode(xp, vector, chosen, "same")
+        signs, mu = to_signs(xp, values, x)
+        ranks = yield AllGather((signs, mu, *places))
+        # mu sign(x) at the places of each rank, added up rank by rank.
+        decoded = ((from_signs(xp, signs, mu, k), *places) for signs, mu, *places in ranks)
         mean = sparse_payload.mean_of_sparse(xp, decoded, vector, context)
-        sent = xp.astype(from_signs(xp, *encoded, count), xp.dtype_name(x))
-        return Outcome(xp.reshape(mean, x.shape), SparseVector(chosen.indices, sent))
+        sent = xp.astype(from_signs(xp, signs, mu, k), xp.dtype_name(x))
+        return Outcome(xp.reshape(mean, x.shape), SparseVector(masked.indices, sent))
 
     def payload_floats(self, shape: tuple[int, ...], level: Level | None = None) -> float:
         return 1 + super().payload_floats(shape, level) / 32
@@ -291,7 +296,12 @@ def stage_shares(ratio: float, stages: int) -> list[float]:
 def aggregate_by_magnitude(
     bucket: Bucket, values: str, method: int, room: int = 1, rounds: int = 0
 ) -> BucketAggregation:
-    """A bucket's step of a sparsifier that sends the k largest elements, or approximately those.
+    """As `Sparsifier.aggregate`, in passes over all tensors of the bucket:
+
+    1. `sparse_encode` makes x and collects candidates, the few elements that reach a floor from a sample. Among the
+       candidates it searches the threshold, chooses k elements, and writes them to the payload.
+    2. `sparse_keep` subtracts the sent elements from x, so that x holds the residual.
+    3. `sparse_decode` adds up the elements of all ranks in the results.
 
     Args:
         bucket: the bucket.

@@ -154,6 +154,8 @@ class TwoLevel(Compressor):
     # A step.
 
     def aggregate(self, xp: ModuleType, x: Array, state: tuple[Array, ...], context: Context) -> Aggregation:
+        """The mean of the node's ranks, compressed between nodes: a shard for each rank of the node, or uncut for one
+        of them."""
         places = _node_places(context)
         if places.node.size == 1:
             wide = xp.astype(x, wide_dtype(xp.dtype_name(x)))  # as of larger nodes
@@ -164,16 +166,19 @@ class TwoLevel(Compressor):
         return (yield from self._shards(xp, x, context, places))
 
     def _shards(self, xp: ModuleType, x: Array, context: Context, places: NodePlaces) -> Aggregation:
+        """A step of a tensor in shards."""
         own, ranks = places.node
         vector = xp.flatten(xp.astype(x, wide_dtype(xp.dtype_name(x))))
         size = vector.shape[0]
         length = -(-size // (ranks * UNIT)) * UNIT
         whole = pad(xp, vector, ranks * length)
+        # This rank's shard of the node's mean, its exchange with other nodes, and the shards of all ranks of the node.
         mean = yield ReduceScatter(xp.reshape(whole, (ranks, length)), group="node")
         shard = dataclasses.replace(between(context, places), name=f"{context.name}@{own}")
         outcome = yield from across(checked.aggregate(self.compressor, xp, mean, (), shard), places.across.size)
         result = xp.astype(xp.flatten(outcome.mean), xp.dtype_name(vector))
         shards = yield AllGather((result,), group="node")
+        # C(x) is x, less what the exchange lost of this rank's shard, times the ranks of the node.
         before, own_part, after = whole[: own * length], whole[own * length :][:length], whole[(own + 1) * length :]
         sent = xp.concatenate([before, own_part - _lost(xp, mean, outcome) * ranks, after])
         return outcome_like(xp, x, xp.concatenate([part for (part,) in shards])[:size], sent[:size])
@@ -227,10 +232,12 @@ class TwoLevel(Compressor):
 
 
 def aggregate_two_levels(bucket: Bucket, places: NodePlaces) -> BucketAggregation:
-    """A bucket's step.
+    """As `TwoLevel.aggregate`, in passes over all tensors of the bucket:
 
-    One reduce-scatter with rows of equal length hands out the shards, and whole tensors too. The rows are as long as
-    the largest share, so that their length follows from the bucket alone.
+    1. `dense_encode` makes x; one reduce-scatter with rows of equal length hands out the shards, and whole tensors
+       too. The rows are as long as the largest share, so that their length follows from the bucket alone.
+    2. The compressor's own bucket form exchanges this rank's shard, which is a bucket too, with other nodes.
+    3. `dense_keep` writes the residuals, and `dense_decode` the shards of the node's ranks to the results.
     """
     if bucket.layout is None:
         bucket.layout = _Layout(bucket, places.node)
