@@ -9,48 +9,48 @@ from hvdcomp.bindings.setup import UsedCompression
 from hvdcomp.communicators import Communicator, SimulatedCommunicator
 
 if TYPE_CHECKING:
-    from hvdcomp.torch.compressed_adam import CompressedAdam as CompressedAdam
-    from hvdcomp.torch.local_steps import LocalSteps as LocalSteps
-    from hvdcomp.torch.look_ahead import LookAhead as LookAhead
-    from hvdcomp.torch.muon import MuonWithAdamW as MuonWithAdamW
-    from hvdcomp.torch.muon import hidden_matrices as hidden_matrices
-    from hvdcomp.torch.row_wise_adagrad import RowWiseAdagrad as RowWiseAdagrad
-    from hvdcomp.torch.rows import RowExchange as RowExchange
-    from hvdcomp.torch.sharded_tables import ShardedTables as ShardedTables
+    from hvdcomp.torch.local_steps.optimizer import LocalSteps as LocalSteps
+    from hvdcomp.torch.optimizers.compressed_adam import CompressedAdam as CompressedAdam
+    from hvdcomp.torch.optimizers.muon import MuonWithAdamW as MuonWithAdamW
+    from hvdcomp.torch.optimizers.muon import hidden_matrices as hidden_matrices
+    from hvdcomp.torch.tables.look_ahead import LookAhead as LookAhead
+    from hvdcomp.torch.tables.row_wise_adagrad import RowWiseAdagrad as RowWiseAdagrad
+    from hvdcomp.torch.tables.rows import RowExchange as RowExchange
+    from hvdcomp.torch.tables.sharded import ShardedTables as ShardedTables
 
 
 def __getattr__(name: str) -> Any:
     """Imports a name that needs PyTorch when it is first used."""
     if name == "CompressedAdam":
-        from hvdcomp.torch.compressed_adam import CompressedAdam
+        from hvdcomp.torch.optimizers.compressed_adam import CompressedAdam
 
         return CompressedAdam
     if name == "LocalSteps":
-        from hvdcomp.torch.local_steps import LocalSteps
+        from hvdcomp.torch.local_steps.optimizer import LocalSteps
 
         return LocalSteps
     if name == "LookAhead":
-        from hvdcomp.torch.look_ahead import LookAhead
+        from hvdcomp.torch.tables.look_ahead import LookAhead
 
         return LookAhead
     if name == "MuonWithAdamW":
-        from hvdcomp.torch.muon import MuonWithAdamW
+        from hvdcomp.torch.optimizers.muon import MuonWithAdamW
 
         return MuonWithAdamW
     if name == "RowExchange":
-        from hvdcomp.torch.rows import RowExchange
+        from hvdcomp.torch.tables.rows import RowExchange
 
         return RowExchange
     if name == "RowWiseAdagrad":
-        from hvdcomp.torch.row_wise_adagrad import RowWiseAdagrad
+        from hvdcomp.torch.tables.row_wise_adagrad import RowWiseAdagrad
 
         return RowWiseAdagrad
     if name == "ShardedTables":
-        from hvdcomp.torch.sharded_tables import ShardedTables
+        from hvdcomp.torch.tables.sharded import ShardedTables
 
         return ShardedTables
     if name == "hidden_matrices":
-        from hvdcomp.torch.muon import hidden_matrices
+        from hvdcomp.torch.optimizers.muon import hidden_matrices
 
         return hidden_matrices
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,8 +14,8 @@ from hvdcomp.compressors.bucket import least_early_bytes
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.policies.decisions import BatchSize
-from hvdcomp.torch.compressed_adam import CompressedAdam, LocalMomenta, Momentum
-from hvdcomp.torch.learning_rate import ScaledSteps, has_rates, rates_of
+from hvdcomp.torch.optimizers.compressed_adam import CompressedAdam, LocalMomenta, Momentum
+from hvdcomp.torch.optimizers.learning_rate import ScaledSteps, has_rates, rates_of
 from hvdcomp.torch.packing import packed, unpacked
 from hvdcomp.torch.parameters import with_plain_names
 

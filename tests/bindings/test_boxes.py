@@ -12,7 +12,7 @@ import torch
 
 from hvdcomp import ConfigurationError
 from hvdcomp.bindings.state_check import FORMAT
-from hvdcomp.torch.boxes import Box, on_other_mesh
+from hvdcomp.torch.fsdp.boxes import Box, on_other_mesh
 
 WHOLES = {"a": (7, 5), "b": (3,), "c": (4, 6, 2)}
 Cuts = tuple[int, ...]  # the number of pieces of each dimension of a parameter

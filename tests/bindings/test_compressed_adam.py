@@ -40,7 +40,7 @@ from hvdcomp.bindings.adam import kind_of, refreshes_among  # noqa: E402
 from hvdcomp.communicators import SimulatedCommunicator, SimulatedGroup  # noqa: E402
 from hvdcomp.compressors import evidence, harm  # noqa: E402
 from hvdcomp.torch import CompressedAdam, serve_simulated  # noqa: E402
-from hvdcomp.torch.learning_rate import ScaledSteps  # noqa: E402
+from hvdcomp.torch.optimizers.learning_rate import ScaledSteps  # noqa: E402
 
 RANKS, FREEZE_AFTER, STEPS = 3, 4, 12
 SHAPE = (24, 60)

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hvdcomp.torch.learning_rate import ScaledSteps  # noqa: E402
+from hvdcomp.torch.optimizers.learning_rate import ScaledSteps  # noqa: E402
 
 
 def parameters() -> list[Any]:

@@ -65,8 +65,8 @@ def test_objects_have_the_attributes() -> None:
 def test_fsdp_calls_its_hooks_as_before() -> None:
     from torch.distributed.fsdp._fully_shard import _fsdp_api
 
-    from hvdcomp.torch.fsdp_shards import _ReduceScatter
-    from hvdcomp.torch.weight_changes import WeightChanges
+    from hvdcomp.torch.fsdp.shards import _ReduceScatter
+    from hvdcomp.torch.fsdp.weight_changes import WeightChanges
 
     for theirs, ours in ((_fsdp_api.ReduceScatter, _ReduceScatter), (_fsdp_api.AllGather, WeightChanges)):
         for method in ("allocate", "__call__"):
@@ -78,7 +78,7 @@ def test_fsdp_calls_its_hooks_as_before() -> None:
 
 
 def test_fsdp_allreduces_where_its_records_say_so() -> None:
-    """The class of `mesh_info`, which `hvdcomp.torch.replicas` changes, says whether FSDP averages between replicas."""
+    """The class of `mesh_info`, which `fsdp/replicas.py` changes, says whether FSDP averages between replicas."""
     from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param_group
 
     source = inspect.getsource(_fsdp_param_group.FSDPParamGroup)

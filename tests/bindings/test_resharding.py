@@ -10,7 +10,7 @@ import torch
 
 from hvdcomp import ConfigurationError
 from hvdcomp.bindings.state_check import FORMAT
-from hvdcomp.torch.resharding import OwnedRows, resharded
+from hvdcomp.torch.fsdp.resharding import OwnedRows, resharded
 
 LAYOUT = [("a", [5, 3]), ("b", [2]), ("c", [7])]
 SIZES = [15, 2, 7]

@@ -16,7 +16,7 @@ from hvdcomp.exchange.shards import ShardReducer
 
 torch = pytest.importorskip("torch")
 
-from hvdcomp.torch.weight_changes import WeightChanges  # noqa: E402
+from hvdcomp.torch.fsdp.weight_changes import WeightChanges  # noqa: E402
 
 RANKS, LENGTH, STEPS = 3, 301, 6
 METHODS = ["int8", "int4", "int4:rounding=stochastic", "fp8", "bf16", "eden:bits=4"]

@@ -32,7 +32,7 @@ from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
 from hvdcomp.compressors import EXAMPLES
 from hvdcomp.exchange.ledger import Ledger
 from hvdcomp.torch import CompressedAdam, MuonWithAdamW
-from hvdcomp.torch.group_beside import GroupBeside
+from hvdcomp.torch.ddp.group_beside import GroupBeside
 from hvdcomp.torch.packing import packed, unpacked
 from tests.multirank.collectives import nodes_of
 from tests.multirank.everywhere import assert_metrics

@@ -18,9 +18,9 @@ import torch
 from hvdcomp.communicators.ranks import Ranks
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.rows import Rows
-from hvdcomp.torch.batch_keys import Share, by_table
-from hvdcomp.torch.rows import step_of_rows
-from hvdcomp.torch.sharded_tables import ShardedTables
+from hvdcomp.torch.tables.batch_keys import Share, by_table
+from hvdcomp.torch.tables.rows import step_of_rows
+from hvdcomp.torch.tables.sharded import ShardedTables
 
 
 class Prefetched(NamedTuple):

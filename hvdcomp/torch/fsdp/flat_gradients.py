@@ -14,8 +14,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
+from hvdcomp.torch.fsdp.resharding import FlatLayout, part_of
 from hvdcomp.torch.parameters import plain_names
-from hvdcomp.torch.resharding import FlatLayout, part_of
 
 
 class _Parameter(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdcomp.torch.graph_exchange import check, exchange, method_of
+from hvdcomp.torch.compiled.exchange import check, exchange, method_of
 
 _COMMON = "str spec, Tensor step, str group_name"
 

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from hvdcomp.communicators import Communicator
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import gather_rows
-from hvdcomp.torch.boxes import cuts_of, number_of_boxes
-from hvdcomp.torch.sharded import all_parameter_groups
+from hvdcomp.torch.fsdp.boxes import cuts_of, number_of_boxes
+from hvdcomp.torch.fsdp.checks import all_parameter_groups
 
 REGISTER = "hvdcomp.fsdp.register"
 LOCAL_STEPS = "LocalSteps"

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from hvdcomp.bindings.setup import Setup
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.torch.compressed_adam import CompressedAdam
+from hvdcomp.torch.optimizers.compressed_adam import CompressedAdam
 
 
 def modules_of(model: torch.nn.Module) -> dict[str, FSDPModule]:

@@ -14,11 +14,11 @@ from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import gather_rows, refused_on_every_rank, require_agreement
 from hvdcomp.exchange.rows import Rows
 from hvdcomp.specs.described import is_whole
-from hvdcomp.torch.batch_keys import END, ReadBatch, Share, by_table, refuse
-from hvdcomp.torch.row_wise_adagrad import RowWiseAdagrad
-from hvdcomp.torch.rows import EMBEDDINGS, RowExchange, rows_of, step_of_rows
-from hvdcomp.torch.sharded_exchange import ShardedExchange
-from hvdcomp.torch.sharded_tables import ShardedTables
+from hvdcomp.torch.tables.batch_keys import END, ReadBatch, Share, by_table, refuse
+from hvdcomp.torch.tables.row_wise_adagrad import RowWiseAdagrad
+from hvdcomp.torch.tables.rows import EMBEDDINGS, RowExchange, rows_of, step_of_rows
+from hvdcomp.torch.tables.sharded import ShardedTables
+from hvdcomp.torch.tables.sharded_exchange import ShardedExchange
 
 _ON_HOST = torch.empty(0)
 # Optimizers whose update of a row depends on its own gradients only, and not on the time of the update, with the

@@ -27,11 +27,8 @@ from hvdcomp.exchange.agreement import gather_rows, refused_on_every_rank, requi
 from hvdcomp.kernels import cuda
 from hvdcomp.policies import changes_batch_size
 from hvdcomp.policies.request import Statistic
-from hvdcomp.torch.boxes import box_of, boxes_in, number_of_boxes, on_other_mesh, shared_in_replica
-from hvdcomp.torch.parameters import unique
-from hvdcomp.torch.presence import PresenceCheck
-from hvdcomp.torch.replicas import REGISTER, leave_to_hook, require_replicas, require_same_shards, shards_of
-from hvdcomp.torch.sharded import (
+from hvdcomp.torch.fsdp.boxes import box_of, boxes_in, number_of_boxes, on_other_mesh, shared_in_replica
+from hvdcomp.torch.fsdp.checks import (
     all_parameter_groups,
     before_forward_passes,
     check_divide_factors,
@@ -39,6 +36,9 @@ from hvdcomp.torch.sharded import (
     check_sharding,
     modules_of,
 )
+from hvdcomp.torch.fsdp.replicas import REGISTER, leave_to_hook, require_replicas, require_same_shards, shards_of
+from hvdcomp.torch.parameters import unique
+from hvdcomp.torch.presence import PresenceCheck
 from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining
 
 

@@ -23,8 +23,8 @@ from horovod.torch.elastic.state import (
 
 from hvdcomp.bindings.callers import caller_local
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.torch.local_steps import OWN, LocalSteps, put
-from hvdcomp.torch.optimizer import compression_of
+from hvdcomp.torch.horovod.optimizer import compression_of
+from hvdcomp.torch.local_steps.optimizer import OWN, LocalSteps, put
 
 
 class CompressionHandler(StateHandler):

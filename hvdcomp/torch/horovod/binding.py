@@ -4,7 +4,7 @@ Horovod calls `compress` for every gradient as it becomes ready (in any order), 
 once all were compressed. A step goes one of two ways, the same on all ranks:
 
 - cast: if the plan only casts gradients, Horovod allreduces them itself, overlapped with the backward pass
-  (`hvdcomp.torch.passthrough`).
+  (`hvdcomp.torch.horovod.passthrough`).
 - engine: `compress` keeps the gradient and gives Horovod one number to allreduce; it may start collectives of the
   engine, and never waits. The first `decompress` runs the engine. Waiting for its collectives is safe then, because
   every rank has submitted all of Horovod's own.
@@ -26,10 +26,10 @@ from hvdcomp.communicators.ranks import Ranks
 from hvdcomp.errors import ConfigurationError, RankMismatchError
 from hvdcomp.exchange.agreement import refused_on_every_rank
 from hvdcomp.policies.decisions import BatchSize
-from hvdcomp.torch.caller import ParameterNames
-from hvdcomp.torch.optimizer import HorovodOptimizer, compression_of, enter_step
+from hvdcomp.torch.horovod.caller import ParameterNames
+from hvdcomp.torch.horovod.optimizer import HorovodOptimizer, compression_of, enter_step
+from hvdcomp.torch.horovod.passthrough import UNCHANGED, Passthrough, Ticket
 from hvdcomp.torch.parameters import by_name
-from hvdcomp.torch.passthrough import UNCHANGED, Passthrough, Ticket
 from hvdcomp.torch.presence import PresenceCheck
 from hvdcomp.torch.training import TorchTraining
 

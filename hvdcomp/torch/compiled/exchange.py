@@ -1,4 +1,4 @@
-"""The exchange behind the operators of compiled graphs (`hvdcomp.torch.graph_ops`).
+"""The exchange behind the operators of compiled graphs (`hvdcomp.torch.compiled.operators`).
 
 A node of a graph gets all that a step needs as its arguments, and keeps nothing from step to step. So an engine is made
 once for each node, when the node first runs, and is told the step and the residuals in each step. The node then

@@ -12,7 +12,7 @@ import torch
 
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.torch.caller import ParameterNames
+from hvdcomp.torch.horovod.caller import ParameterNames
 
 
 class Ticket(NamedTuple):

@@ -29,13 +29,13 @@ from hvdcomp.compressors.choice import Plan
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import refused_on_every_rank
 from hvdcomp.torch import half_precision
-from hvdcomp.torch.compressed_adam import CompressedAdam
-from hvdcomp.torch.group_beside import GroupBeside
+from hvdcomp.torch.ddp.group_beside import GroupBeside
+from hvdcomp.torch.ddp.uses import Uses
+from hvdcomp.torch.optimizers.compressed_adam import CompressedAdam
 from hvdcomp.torch.parameters import by_name, plain_names, unique
 from hvdcomp.torch.presence import PresenceCheck
 from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining
 from hvdcomp.torch.unaveraged import Unaveraged
-from hvdcomp.torch.uses import Uses
 
 _DRIFTING = (
     "DistributedDataParallel does not average the gradients of {}, so the ranks' weights would become different. These "

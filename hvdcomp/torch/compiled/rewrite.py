@@ -2,7 +2,8 @@
 
 Tools that trace a training step, such as `make_fx` and `torch.compile`, write an all-reduce as two nodes:
 `_c10d_functional.all_reduce`, which begins it, and `wait_tensor`. A mean is a sum with a division by the number of
-ranks before or after it. The pass finds these nodes, and puts one node of `hvdcomp.torch.graph_ops` in their place.
+ranks before or after it. The pass finds these nodes, and puts one node of `hvdcomp.torch.compiled.operators` in their
+place.
 
 Tensors that are reduced one after the other share a node, and so their collectives, as long as nothing between them
 uses a mean or may change a tensor.
@@ -19,7 +20,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.torch.graph_exchange import group_of, method_of
+from hvdcomp.torch.compiled.exchange import group_of, method_of
 
 NamesOfReduces = Callable[[Node], str | None]
 """The name of the tensor that a node `all_reduce` gets, or None if it is to stay uncompressed."""

@@ -26,8 +26,8 @@ from hvdcomp.errors import ConfigurationError, warn_alone
 from hvdcomp.exchange.agreement import refused_on_every_rank
 from hvdcomp.exchange.engine import Engine, UnderWay
 from hvdcomp.policies import Policy
-from hvdcomp.torch.local_steps_auto import sketch
-from hvdcomp.torch.local_steps_shards import local_part
+from hvdcomp.torch.local_steps.auto import sketch
+from hvdcomp.torch.local_steps.shards import local_part
 from hvdcomp.torch.parameters import by_name, plain_names
 from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining, checksums_of
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.torch.rows import rows_of
+from hvdcomp.torch.tables.rows import rows_of
 
 
 class RowWiseAdagrad(torch.optim.Optimizer):

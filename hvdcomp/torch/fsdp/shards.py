@@ -29,10 +29,7 @@ from hvdcomp.exchange.ledger import Cost, Sent
 from hvdcomp.exchange.shards import ShardReducer
 from hvdcomp.files import VERSION
 from hvdcomp.specs.levels import Level
-from hvdcomp.torch.flat_gradients import FlatGradient
-from hvdcomp.torch.parameters import plain_names
-from hvdcomp.torch.resharding import FlatLayout, OwnedRows, resharded, with_plain_names
-from hvdcomp.torch.sharded import (
+from hvdcomp.torch.fsdp.checks import (
     before_forward_passes,
     check_divide_factors,
     check_settings,
@@ -40,8 +37,11 @@ from hvdcomp.torch.sharded import (
     modules_of,
     parameter_groups,
 )
+from hvdcomp.torch.fsdp.flat_gradients import FlatGradient
+from hvdcomp.torch.fsdp.resharding import FlatLayout, OwnedRows, resharded, with_plain_names
+from hvdcomp.torch.fsdp.weight_changes import WeightChanges
+from hvdcomp.torch.parameters import plain_names
 from hvdcomp.torch.training import refuse_capture
-from hvdcomp.torch.weight_changes import WeightChanges
 
 _WITH_MEMORY = " with memory "
 

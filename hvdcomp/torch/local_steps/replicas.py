@@ -16,8 +16,8 @@ from hvdcomp.communicators.ranks import Ranks
 from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import refused_on_every_rank, require_agreement
-from hvdcomp.torch.replicas import LOCAL_STEPS, group_of_replicas, require_replicas, require_same_shards
-from hvdcomp.torch.sharded import all_parameter_groups, modules_of
+from hvdcomp.torch.fsdp.checks import all_parameter_groups, modules_of
+from hvdcomp.torch.fsdp.replicas import LOCAL_STEPS, group_of_replicas, require_replicas, require_same_shards
 
 
 def replicas_of(

@@ -26,12 +26,12 @@ from hvdcomp.compressors.sparse_chunked import ChunkedTopK
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.specs.described import is_number
 from hvdcomp.specs.parsing import parse
-from hvdcomp.torch.compressed_adam import CompressedAdam
-from hvdcomp.torch.learning_rate import rates_of
-from hvdcomp.torch.local_steps_auto import AutoRounds, RoundLength
-from hvdcomp.torch.local_steps_binding import NO_NEW_GROUP, LocalStepsBinding
-from hvdcomp.torch.local_steps_rounds import Rounds, Sent, grouped
-from hvdcomp.torch.local_steps_shards import local_part, require_whole
+from hvdcomp.torch.local_steps.auto import AutoRounds, RoundLength
+from hvdcomp.torch.local_steps.binding import NO_NEW_GROUP, LocalStepsBinding
+from hvdcomp.torch.local_steps.rounds import Rounds, Sent, grouped
+from hvdcomp.torch.local_steps.shards import local_part, require_whole
+from hvdcomp.torch.optimizers.compressed_adam import CompressedAdam
+from hvdcomp.torch.optimizers.learning_rate import rates_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -73,7 +73,7 @@ class LocalSteps(torch.optim.Optimizer):
         every: number of steps between exchanges; papers use 30 to 500. With 1, the ranks exchange each step of the
             weights instead of its gradient, and their weights are equal after every step. With "auto", or for example
             "auto:share=0.05,start=10", rank 0 decides after each exchange, by the rule of
-            `hvdcomp.torch.local_steps_auto.AutoRounds`. "auto" does not work with `fragments`, `delay` or
+            `hvdcomp.torch.local_steps.auto.AutoRounds`. "auto" does not work with `fragments`, `delay` or
             `local_share`.
         compression: the compression of this optimizer only. Default: no compression, in float32. Rules by name and
             checkpoints use the names in its `named_parameters`, or else the names in the inner optimizer (PyTorch 2.6),
@@ -132,7 +132,7 @@ class LocalSteps(torch.optim.Optimizer):
         if mesh is None and model is None:
             require_whole(self._parameters)
         else:
-            from hvdcomp.torch.local_steps_replicas import replicas_of  # needs FSDP2
+            from hvdcomp.torch.local_steps.replicas import replicas_of  # needs FSDP2
 
             communicator = replicas_of(self._parameters, mesh, model, communicator)
         sizes = [own.numel() for own in self._own()]
@@ -169,7 +169,7 @@ class LocalSteps(torch.optim.Optimizer):
             lambda setup: LocalStepsBinding(setup, optimizer, anchors, self._settings, every, ranks), self.outer
         )
         if model is not None:
-            from hvdcomp.torch.replicas import leave_to_nobody
+            from hvdcomp.torch.fsdp.replicas import leave_to_nobody
 
             leave_to_nobody(model)  # last, because nothing refuses these settings from here on
 
