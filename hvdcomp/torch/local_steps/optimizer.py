@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -15,7 +14,6 @@ import torch.distributed as dist
 from hvdcomp.bindings.frameworks import not_compiled
 from hvdcomp.bindings.setup import UsedCompression, require_compression
 from hvdcomp.communicators.ranks import Ranks
-from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
 from hvdcomp.compressors import Compressor
 from hvdcomp.compressors.casts import NoCompression
 from hvdcomp.compressors.memory import ErrorFeedback
@@ -32,6 +30,7 @@ from hvdcomp.torch.local_steps.rounds import Rounds, Sent, grouped
 from hvdcomp.torch.local_steps.shards import local_part, require_whole
 from hvdcomp.torch.optimizers.compressed_adam import CompressedAdam
 from hvdcomp.torch.optimizers.learning_rate import rates_of
+from hvdcomp.torch.ranks import started_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -72,9 +71,8 @@ class LocalSteps(torch.optim.Optimizer):
         optimizer: the inner optimizer, of any kind; with its own clipping and learning rate.
         every: number of steps between exchanges; papers use 30 to 500. With 1, the ranks exchange each step of the
             weights instead of its gradient, and their weights are equal after every step. With "auto", or for example
-            "auto:share=0.05,start=10", rank 0 decides after each exchange, by the rule of
-            `hvdcomp.torch.local_steps.auto.AutoRounds`. "auto" does not work with `fragments`, `delay` or
-            `local_share`.
+            "auto:share=0.05,start=10", rank 0 decides after each exchange, by the rule of `hvdcomp.torch.AutoRounds`.
+            "auto" does not work with `fragments`, `delay` or `local_share`.
         compression: the compression of this optimizer only. Default: no compression, in float32. Rules by name and
             checkpoints use the names in its `named_parameters`, or else the names in the inner optimizer (PyTorch 2.6),
             or else numbers.
@@ -573,14 +571,3 @@ def _compression_of(compressor: Compressor, **options: Any) -> UsedCompression:
     """A `hvdcomp.Compression`, imported late because it is not a part of this framework's folder."""
     compression: UsedCompression = import_module("hvdcomp").Compression(compressor, **options)
     return compression
-
-
-def started_ranks() -> Ranks:
-    """The communicator of all ranks of torch.distributed, or if that was not started, of Horovod."""
-    started = dist.is_available() and dist.is_initialized()
-    hvd = sys.modules.get("horovod.torch")
-    if started or hvd is None or not hvd.is_initialized():
-        return TorchDistributedCommunicator()
-    from hvdcomp.communicators.horovod_torch import HorovodTorchCommunicator
-
-    return HorovodTorchCommunicator()

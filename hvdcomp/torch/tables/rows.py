@@ -14,7 +14,7 @@ from hvdcomp.communicators import Communicator
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import WEIGHTS, refused_on_every_rank, require_agreement
 from hvdcomp.exchange.rows import EmbeddingTable, RowMeans, Rows, wire_name
-from hvdcomp.torch.local_steps.optimizer import started_ranks
+from hvdcomp.torch.ranks import started_ranks
 from hvdcomp.torch.training import checksums_of, refuse_capture
 from hvdcomp.torch.unaveraged import note_tables
 

@@ -12,7 +12,7 @@ from hvdcomp.communicators import Communicator
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import refused_on_every_rank
 from hvdcomp.exchange.rows import EmbeddingTable, RowMeans
-from hvdcomp.torch.local_steps.optimizer import started_ranks
+from hvdcomp.torch.ranks import started_ranks
 from hvdcomp.torch.tables.batch_keys import ReadBatch
 from hvdcomp.torch.tables.rows import EMBEDDINGS, leave_alone, name_of, tables_of
 from hvdcomp.torch.unaveraged import note_tables
