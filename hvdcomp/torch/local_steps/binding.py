@@ -27,7 +27,6 @@ from hvdcomp.exchange.agreement import refused_on_every_rank
 from hvdcomp.exchange.engine import Engine, UnderWay
 from hvdcomp.policies import Policy
 from hvdcomp.torch.local_steps.auto import sketch
-from hvdcomp.torch.local_steps.shards import local_part
 from hvdcomp.torch.parameters import by_name, plain_names
 from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining, checksums_of
 
@@ -200,6 +199,13 @@ class LocalStepsBinding(TorchTraining):
     def checksums(self, names: Sequence[str]) -> list[int]:
         """Checksums of the anchors, as the weights themselves differ between two exchanges."""
         return checksums_of(self._anchors, names)
+
+
+def local_part(tensor: Any) -> torch.Tensor:
+    """The tensor without its gradient's history, or of a DTensor the part on this rank; in the same storage."""
+    tensor = tensor.detach()
+    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
 
 
 FEW = 0.1  # of the elements

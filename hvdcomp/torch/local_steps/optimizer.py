@@ -25,9 +25,8 @@ from hvdcomp.errors import ConfigurationError
 from hvdcomp.specs.described import is_number
 from hvdcomp.specs.parsing import parse
 from hvdcomp.torch.local_steps.auto import AutoRounds, RoundLength
-from hvdcomp.torch.local_steps.binding import NO_NEW_GROUP, LocalStepsBinding
+from hvdcomp.torch.local_steps.binding import NO_NEW_GROUP, LocalStepsBinding, local_part
 from hvdcomp.torch.local_steps.rounds import Rounds, Sent, grouped
-from hvdcomp.torch.local_steps.shards import local_part, require_whole
 from hvdcomp.torch.optimizers.compressed_adam import CompressedAdam
 from hvdcomp.torch.optimizers.learning_rate import rates_of
 from hvdcomp.torch.ranks import started_ranks
@@ -128,7 +127,7 @@ class LocalSteps(torch.optim.Optimizer):
         # Those that the ranks exchange; the binding refuses later ones on every rank.
         self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if mesh is None and model is None:
-            require_whole(self._parameters)
+            _require_whole(self._parameters)
         else:
             from hvdcomp.torch.local_steps.replicas import replicas_of  # needs FSDP2
 
@@ -564,6 +563,16 @@ def _check(optimizer: Any, rate: Any, momentum: Any) -> None:
     if not (is_number(momentum) and 0 <= momentum < 1):
         raise ConfigurationError(
             f"LocalSteps: outer_momentum={momentum!r} is not allowed; give a number of at least 0 and below 1"
+        )
+
+
+def _require_whole(parameters: Iterable[torch.Tensor]) -> None:
+    """Raises ConfigurationError if a parameter is sharded."""
+    if any(hasattr(parameter, "device_mesh") for parameter in parameters):
+        raise ConfigurationError(
+            "the parameters are sharded (FSDP, tensor parallelism), but LocalSteps does not know which ranks have the "
+            "same shards. If the mesh of fully_shard or replicate has replicas, give LocalSteps model=model. Else call "
+            "fully_shard(model, mesh=mesh['shard']), and give LocalSteps mesh=mesh['replicate'] of the same mesh"
         )
 
 
