@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from hvdcomp import ChunkedTopK, Compressor, NoCompression  # noqa: E402
 from hvdcomp.communicators import SimulatedCommunicator, SimulatedGroup  # noqa: E402
 from hvdcomp.torch import LocalSteps, MuonWithAdamW  # noqa: E402
-from tests.bindings.test_local_steps import (  # noqa: E402
+from tests.torch.local_steps.test_local_steps import (  # noqa: E402
     DIMENSIONS,
     RANKS,
     RATE,

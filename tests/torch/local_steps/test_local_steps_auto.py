@@ -16,7 +16,7 @@ from hvdcomp import Compression, ConfigurationError, RankMismatchError, SpecErro
 from hvdcomp.communicators import SimulatedCommunicator, SimulatedGroup  # noqa: E402
 from hvdcomp.torch import LocalSteps  # noqa: E402
 from hvdcomp.torch.local_steps.auto import WIDTH, AutoRounds, RoundLength, sketch  # noqa: E402
-from tests.bindings.test_local_steps import DIMENSIONS, RATE, Model, adamw, sgd, start_of, target_of  # noqa: E402
+from tests.torch.local_steps.test_local_steps import DIMENSIONS, RATE, Model, adamw, sgd, start_of, target_of  # noqa: E402
 
 RANKS, START, STEP_S, EXCHANGE_S = 4, 4, 0.5, 1.0
 RULE = "auto:start=4"

@@ -16,7 +16,7 @@ from hvdcomp import Compression, ConfigurationError, TopK, state_for  # noqa: E4
 from hvdcomp.communicators import SimulatedCommunicator, SimulatedGroup  # noqa: E402
 from hvdcomp.torch import LocalSteps  # noqa: E402
 from hvdcomp.torch.local_steps.rounds import Rounds, grouped  # noqa: E402
-from tests.bindings.test_local_steps import (  # noqa: E402
+from tests.torch.local_steps.test_local_steps import (  # noqa: E402
     RANKS,
     RATE,
     Model,

@@ -117,7 +117,7 @@ def test_refreshes_are_the_algorithm(compressor: Any, c: Any) -> None:
 
 
 def test_noise_that_would_grow_without_end_in_momenta_is_refused() -> None:
-    """`tests.bindings.test_compressed_adam` shows that it grows."""
+    """`tests.torch.optimizers.test_compressed_adam` shows that it grows."""
     with pytest.raises(SpecError, match="eden:bits=1 does not work with CompressedAdam without error feedback"):
         train(EDEN(bits=1), refreshing)
     for optimizer in (refreshing, lambda: refreshing(warm_up="int4")):
