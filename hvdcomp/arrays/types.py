@@ -23,6 +23,12 @@ def number_of_elements(shape: tuple[int, ...]) -> int:
     return count
 
 
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """The shape of a tensor viewed as a matrix: the first dimension by the product of the others."""
+    rows = shape[0] if shape else 1
+    return rows, number_of_elements(shape[1:])
+
+
 def dtype_bytes(dtype: str) -> int:
     """Bytes of an element of a floating-point type."""
     return FLOATING[dtype]

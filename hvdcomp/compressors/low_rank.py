@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 
-from hvdcomp.arrays.types import Array, number_of_elements, wide_dtype
+from hvdcomp.arrays.types import Array, matrix_shape, wide_dtype
 from hvdcomp.compressors.base import Compressor, Count, Rounds
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, Payload
 from hvdcomp.compressors.casts import NoCompression
@@ -262,12 +262,6 @@ class _SentFactors:
 def _width(rows: int) -> int:
     least, most = _WIDTHS
     return min(most, max(least, _COLUMN_PIECE // rows // 16 * 16))
-
-
-def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """The shape of a tensor viewed as a matrix: the first dimension by the product of the others."""
-    rows = shape[0] if shape else 1
-    return rows, number_of_elements(shape[1:])
 
 
 def as_matrix(xp: ModuleType, x: Array) -> Array:

@@ -13,11 +13,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from hvdcomp.arrays.types import Array, number_of_elements
+from hvdcomp.arrays.types import Array, matrix_shape, number_of_elements
 from hvdcomp.compressors.base import Compressor
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation, gathered
 from hvdcomp.compressors.gathering import Gathering
-from hvdcomp.compressors.low_rank import matrix_shape
 from hvdcomp.compressors.memory import Memory, NoMemory
 from hvdcomp.compressors.packing import outcome_like, pack, packed_bytes, unpack
 from hvdcomp.compressors.protocol import Aggregation, AllGather, Context

@@ -16,12 +16,11 @@ import numpy as np
 
 from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.magnitudes import Magnitudes
-from hvdcomp.arrays.types import Array, allreduce_dtype, number_of_elements, wide_dtype
+from hvdcomp.arrays.types import Array, allreduce_dtype, matrix_shape, number_of_elements, wide_dtype
 from hvdcomp.compressors.base import Compressor, Count
 from hvdcomp.compressors.bucket import Bucket, BucketAggregation
 from hvdcomp.compressors.casts import NoCompression
 from hvdcomp.compressors.inside import numbers_may_overflow
-from hvdcomp.compressors.low_rank import matrix_shape
 from hvdcomp.compressors.packing import pad
 from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome, TensorInfo
 from hvdcomp.compressors.randomness import drawn, shared_generator
