@@ -65,10 +65,11 @@ def _summary(found: ByWorkload) -> list[str]:
         "## What is measured so far",
         "",
         filled(
-            "The tables on this page have a row for each method on each training task (workload). They show only complete "
-            "rows. A row is complete if the search has found a best learning rate between two worse learning rates, and "
-            f"if {len(HELD_OUT)} other seeds were trained at the best learning rate. The row of uncompressed training "
-            "of the same workload must also be complete. The numbers in this table are numbers of rows:"
+            "The tables on this page have a row for each method on each training task (workload). They show only "
+            "complete rows. A row is complete if the search has found a best learning rate between two worse learning "
+            f"rates, and if {len(HELD_OUT)} other seeds were trained at the best learning rate. The row of "
+            "uncompressed training of the same workload must also be complete. The numbers in this table are numbers "
+            "of rows:"
         ),
         "",
         "| workload | complete rows | begun | not begun |",
@@ -96,10 +97,10 @@ def _explanation(seeds: Sequence[int]) -> list[str]:
         "**`compressed-adam`**: these rows use the optimizer `CompressedAdam` instead of AdamW. They are compared with "
         "uncompressed training by AdamW. The row `compressed-adam none` shows the effect of `CompressedAdam` without "
         "compression.",
-        "**`local-steps`, `diloco` and `sparseloco`**: in these rows, the ranks do not exchange gradients, but the changes "
-        "of their weights, after each step or after several steps ([compressed steps](compressed-steps.md), [local "
-        "steps](local-steps.md)). The settings of DiLoCo and SparseLoCo are chosen so that they send about the same "
-        "number of bytes as `local-steps=4 efsignsgd`.",
+        "**`local-steps`, `diloco` and `sparseloco`**: in these rows, the ranks do not exchange gradients, but the "
+        "changes of their weights, after each step or after several steps ([compressed steps](compressed-steps.md), "
+        "[local steps](local-steps.md)). The settings of DiLoCo and SparseLoCo are chosen so that they send about the "
+        "same number of bytes as `local-steps=4 efsignsgd`.",
         "**`powersgd`** uses the lowest rank that does not send fewer bytes than the method that it is compared with.",
     )
     return ["## How to read the tables", "", *(filled(item, bullet=True) for item in items), ""]
@@ -199,39 +200,40 @@ def _for_reviewers(records: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -
     raw = f"[{RECORDS}](../{MEASURED.relative_to(ROOT)}/best-rates/{RECORDS})"
     items = (
         "**What was tuned**: only the learning rate. The search begins with three rates that differ by factors of two, "
-        "around the best rate of uncompressed training. For compressed steps, the search begins around twice the best rate "
-        "of uncompressed training. The search continues until the best rate is between two worse rates, "
+        "around the best rate of uncompressed training. For compressed steps, the search begins around twice the best "
+        "rate of uncompressed training. The search continues until the best rate is between two worse rates, "
         f"but at most {FARTHEST} factors of two from the first rate of the workload. Levels, warm-ups, schedules and "
         "optimizers were not tuned for any row.",
-        f"**On which data**: on the validation data at the end of the training. Each learning rate was trained with seed "
-        f"{SEARCHED[0]}. Rates within {CLOSE:g} % or {CLOSE:g} points of the best rate were also trained with the seeds "
-        f"{_in_words(SEARCHED[1:])}. The best rate is the rate with the best mean over these seeds.",
-        f"**What was held out**: the seeds {_in_words(seeds)}. These seeds were not used for any choice, and all results in "
-        "the tables come from these seeds. A seed determines the initial weights, the order of the batches and the "
-        "random numbers of the compressor. The data are the same for all seeds, and the results also come from the "
-        "validation data. The test data were not used.",
-        f"**How many trainings**: {len(records)} trainings, in {hours:.1f} core hours. Of these trainings, {searched} belong "
-        "to the search for learning rates. Other programs used the same cores, so the number of core hours is an upper "
-        "bound.",
-        f"**Raw records**: {raw} has a line for each training. The line contains the workload, the method with its learning "
-        "rate, the seed, the commit, the seconds, the compression factor and bytes of a rank, and the final loss and "
-        "accuracy. An empty loss means that the training diverged. The CSV file of this page contains the rows of the "
-        "tables.",
-        "**To repeat the trainings of a row**, use an empty folder. The following command trains one row and the row of "
-        "uncompressed training that it is compared with. If the README recommends the method, the command also makes "
-        "the long trainings. Replace the workload and the method in the command by those of your row.",
+        "**Where the best rate comes from**: from the validation data at the end of the training. Each learning rate "
+        f"was trained with seed {SEARCHED[0]}. Rates within {CLOSE:g} % or {CLOSE:g} points of the best rate were also "
+        f"trained with the seeds {_in_words(SEARCHED[1:])}. The best rate is the rate with the best mean over these "
+        "seeds.",
+        f"**What was held out**: the seeds {_in_words(seeds)}. These seeds were not used for any choice, and all "
+        "results in the tables come from these seeds. A seed determines the initial weights, the order of the batches "
+        "and the random numbers of the compressor. The data are the same for all seeds, and the results also come from "
+        "the validation data. The test data were not used.",
+        f"**How many trainings**: {len(records)} trainings, in {hours:.1f} core hours. Of these trainings, {searched} "
+        "belong to the search for learning rates. Other programs used the same cores, so the number of core hours is "
+        "an upper bound.",
+        f"**Raw records**: {raw} has a line for each training. The line contains the workload, the method with its "
+        "learning rate, the seed, the commit, the seconds, the compression factor and bytes of a rank, and the final "
+        "loss and accuracy. An empty loss means that the training diverged. The CSV file of this page contains the "
+        "rows of the tables.",
+        "**To repeat the trainings of a row**, use an empty folder. The following command trains one row and the row "
+        "of uncompressed training that it is compared with. If the README recommends the method, the command also "
+        "makes the long trainings. Replace the workload and the method in the command by those of your row.",
     )
     return [
         "## How the README chooses",
         "",
         filled(
-            "For each optimizer, the README recommends the method that sends the fewest bytes, among all methods that lose "
-            "little on every task with this optimizer. A method loses little if the upper end of the 95 % interval of "
-            f"its loss is at most {BOUNDS[0]:g} % (or {BOUNDS[0]:g} point of accuracy). The README also recommends a "
-            f"second method if it sends even fewer bytes and loses at most {BOUNDS[1]:g} % (or {BOUNDS[1]:g} points). "
-            "Rows with 16 ranks are used as soon as they are complete. `python benchmarks/which_method.py` makes the "
-            "README's table from the records. The same script writes the numbers for the recommendations of `auto`, "
-            "`hvdcomp advise` and `hvdcomp profile`, and for the [warning about "
+            "For each optimizer, the README recommends the method that sends the fewest bytes, among all methods that "
+            "lose little on every task with this optimizer. A method loses little if the upper end of the 95 % "
+            f"interval of its loss is at most {BOUNDS[0]:g} % (or {BOUNDS[0]:g} point of accuracy). The README also "
+            f"recommends a second method if it sends even fewer bytes and loses at most {BOUNDS[1]:g} % (or "
+            f"{BOUNDS[1]:g} points). Rows with 16 ranks are used as soon as they are complete. `python "
+            "benchmarks/which_method.py` makes the README's table from the records. The same script writes the numbers "
+            "for the recommendations of `auto`, `hvdcomp advise` and `hvdcomp profile`, and for the [warning about "
             "Adam](adam.md#when-hvdcomp-warns-you). For tasks without complete rows, hvdcomp uses [older "
             "results](convergence.md), which were measured at one learning rate."
         ),
@@ -245,8 +247,9 @@ def _for_reviewers(records: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -
         "  ```",
         "",
         filled(
-            "All trainings ran `hvdcomp train` on [simulated ranks](simulated-ranks.md), which end with the same weights as "
-            "real ranks. With `--dry-run`, `benchmarks/best_rates.py` prints the first trainings without training."
+            "All trainings ran `hvdcomp train` on [simulated ranks](simulated-ranks.md), which end with the same "
+            "weights as real ranks. With `--dry-run`, `benchmarks/best_rates.py` prints the first trainings without "
+            "training."
         ),
         "",
     ]

@@ -83,7 +83,10 @@ _TASKS = {
 def table_of(runs: Path) -> str:
     """README's table, in Markdown."""
     rows = [row for situation in SITUATIONS for row in rows_of(situation, runs)]
-    lines = ["| you train with | method | bytes: times fewer than uncompressed | loss of quality |", "|---|---|---|---|"]
+    lines = [
+        "| you train with | method | bytes: times fewer than uncompressed | loss of quality |",
+        "|---|---|---|---|",
+    ]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
 
 
@@ -102,7 +105,9 @@ def rows_of(situation: Situation, runs: Path) -> list[tuple[str, str, str, str]]
         first, others = [_shown(standing.method) for standing in missing[:2]], len(missing) - 2
         first += [f"{others} other{'s' if others > 1 else ''}"] if others > 0 else []
         best = "each at its own best learning rate" if len(missing) > 1 else "at its own best learning rate"
-        rows.append((situation.name, "not measured yet", "", f"we are still measuring {in_one_sentence(first)}, {best}"))
+        rows.append(
+            (situation.name, "not measured yet", "", f"we are still measuring {in_one_sentence(first)}, {best}")
+        )
     if not rows:
         most = f"{max(BOUNDS):g} % or {max(BOUNDS):g} points"
         rows.append((situation.name, "none", "1", f"each method may lose more than {most} on some task"))
