@@ -65,8 +65,8 @@ def _summary(found: ByWorkload) -> list[str]:
         "## What is measured so far",
         "",
         filled(
-            "The tables on this page have a row for each method on each training task (workload). They show only "
-            "complete rows. A row is complete if the search has found a best learning rate between two worse learning "
+            "The tables on this page have a row for each method on each training task (workload), but only if the row "
+            "is complete. A row is complete if the search has found a best learning rate between two worse learning "
             f"rates, and if {len(HELD_OUT)} other seeds were trained at the best learning rate. The row of "
             "uncompressed training of the same workload must also be complete. The numbers in this table are numbers "
             "of rows:"
@@ -94,7 +94,7 @@ def _explanation(seeds: Sequence[int]) -> list[str]:
         f"**good rates**: the learning rates at which the method loses at most {FORGIVING:g} % of the loss, or "
         f"{FORGIVING:g} point of accuracy, compared with its best learning rate. This column uses only the seeds of "
         "the search.",
-        "**`compressed-adam`**: these rows use the optimizer `CompressedAdam` instead of AdamW. They are compared with "
+        "**`compressed-adam`**: these rows use the optimizer `CompressedAdam` instead of AdamW, and are compared with "
         "uncompressed training by AdamW. The row `compressed-adam none` shows the effect of `CompressedAdam` without "
         "compression.",
         "**`local-steps`, `diloco` and `sparseloco`**: in these rows, the ranks do not exchange gradients, but the "

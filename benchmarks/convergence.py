@@ -585,8 +585,8 @@ def block_of(table: Table) -> str:
             lines.append(f"| {' | '.join([label, f'{row.factor:.1f}', lost, *times])} |")
     seeds = ", ".join(map(str, sorted({run.seed for run in table.runs})))
     ends = f"The target is {workload.target}. Computing a step takes {table.compute_ms:.1f} ms."
-    ranks = f"These trainings have {workload.ranks} ranks and the seeds {seeds}"
-    lines += ["", f"{ranks}. Their options of `hvdcomp train` are: {options}. {ends}"]
+    ranks = f"The trainings of this table have {workload.ranks} ranks and the seeds {seeds}"
+    lines += ["", f"{ranks}. The options of `hvdcomp train` are: {options}. {ends}"]
     for run in table.failed:
         lines += ["", f"Failed: `{run.method.spec}`, seed {run.seed}: {run.about['error']}"]
     return "\n".join(lines)

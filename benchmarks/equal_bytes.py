@@ -474,7 +474,8 @@ def section_of(name: str, pairs: Sequence[Pair], seeds: Sequence[int]) -> list[s
     lines = [
         f"## {name}",
         "",
-        f"These trainings have the seeds {_in_words(seeds)}. Their options of `hvdcomp train` are: {options}.",
+        f"The trainings of this table have the seeds {_in_words(seeds)}. "
+        f"The options of `hvdcomp train` are: {options}.",
         "",
         f"| compressor | policy | seeds | factor | {quality} | control | control's bytes | control's {quality} "
         f"| share of the gap | gain ({unit}) | |",
