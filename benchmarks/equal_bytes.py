@@ -538,7 +538,7 @@ Does a training with a policy end with a better model than a training with a fix
 bytes? To find out, we trained with `hvdcomp train` on [simulated ranks](simulated-ranks.md), and compared each policy
 with one or two control trainings:
 
-- **A fixed level** of the same compressor that sends, on average, the same number of bytes as the policy. We find this
+- **A fixed level** of the same compressor that sends, on average, the same number of bytes as the policy. We find the
   level by bisection. For PowerSGD, we use the lowest rank that does not send fewer bytes than the policy.
 - **A `schedule`**, if the policy chooses between two levels. The schedule uses the same two levels and sends the same
   number of bytes as the policy, but compresses less in the middle of the training.
@@ -552,7 +552,7 @@ The tables have these columns:
   between the fixed levels that send the fewest and the most bytes. For Accordion, these two levels are its high and low
   levels. The shares use only seeds that were trained in all four rows.
 - **gain** is the mean difference in quality between the policy and the control over the seeds, with its 95 % confidence
-  interval (Student's t). A policy counts as better or worse only if zero is outside of this interval.
+  interval (Student's t). A policy counts as better or worse only if zero is outside of the interval.
 
 The CSV file [{table.name}]({table.name}) contains the same numbers. The page on
 [reproduced papers](reproduction.md) compares policies with the results of their papers.""",
