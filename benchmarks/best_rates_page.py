@@ -109,11 +109,11 @@ def _explanation(seeds: Sequence[int]) -> list[str]:
 def section_of(workload: str, outcomes: Mapping[str, Outcome]) -> list[str]:
     options = ", ".join(f"{key} {value}" for key, value in WORKLOADS[workload].items() if key != "lr")
     complete = {spec: outcome for spec, outcome in outcomes.items() if not outcome.lacks}
-    lines = [f"## {workload}", "", filled(f"Options of `hvdcomp train`: {options}."), ""]
+    lines = [f"## {workload}", "", filled(f"The options of `hvdcomp train` are: {options}."), ""]
     if complete:
         lines += [*_table(workload, complete), *_pairs(workload, complete)]
     else:
-        lines += ["No row of this workload is complete.", ""]
+        lines += [f"No row of the workload `{workload}` is complete yet.", ""]
     return [*lines, *_missing(outcomes)]
 
 
@@ -161,9 +161,12 @@ def _missing(outcomes: Mapping[str, Outcome]) -> list[str]:
     """What incomplete rows lack, as a list."""
     begun = [outcome for outcome in outcomes.values() if outcome.lacks and outcome.is_begun]
     others = [f"`{outcome.spec}`" for outcome in outcomes.values() if not outcome.is_begun]
-    lines = [filled(f"`{outcome.spec}` lacks {in_one_sentence(outcome.lacks)}.", bullet=True) for outcome in begun]
-    lines += [filled(f"No training was made with {in_one_sentence(others)}.", bullet=True)] if others else []
-    return ["Not measured yet:", "", *lines, ""] if lines else []
+    lines = [
+        filled(f"The row `{outcome.spec}` still lacks {in_one_sentence(outcome.lacks)}.", bullet=True)
+        for outcome in begun
+    ]
+    lines += [filled(f"No training was made yet with {in_one_sentence(others)}.", bullet=True)] if others else []
+    return ["Rows that are not complete yet:", "", *lines, ""] if lines else []
 
 
 def _long_trainings(found: ByWorkload, runs: Path) -> list[str]:
@@ -181,7 +184,7 @@ def _long_trainings(found: ByWorkload, runs: Path) -> list[str]:
     head = ["| workload | method | steps | lost |", "|---|---|--:|---|"]
     text = (
         "The methods that the README recommends are also trained for three times the number of steps, with the seeds "
-        f"{in_one_sentence(list(map(str, LONG_SEEDS)))}. The learning rates of these long trainings are the best rates "
+        f"{in_one_sentence(list(map(str, LONG_SEEDS)))}. The learning rates of the long trainings are the best rates "
         "of the short trainings. The last column shows how much each seed lost compared with uncompressed training of "
         "the same length."
     )
@@ -208,12 +211,12 @@ def _for_reviewers(records: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -
         f"was trained with seed {SEARCHED[0]}. Rates within {CLOSE:g} % or {CLOSE:g} points of the best rate were also "
         f"trained with the seeds {_in_words(SEARCHED[1:])}. The best rate is the rate with the best mean over these "
         "seeds.",
-        f"**What was held out**: the seeds {_in_words(seeds)}. These seeds were not used for any choice, and all "
-        "results in the tables come from these seeds. A seed determines the initial weights, the order of the batches "
-        "and the random numbers of the compressor. The data are the same for all seeds, and the results also come from "
-        "the validation data. The test data were not used.",
-        f"**How many trainings**: {len(records)} trainings, in {hours:.1f} core hours. Of these trainings, {searched} "
-        "belong to the search for learning rates. Other programs used the same cores, so the number of core hours is "
+        f"**What was held out**: the seeds {_in_words(seeds)}. The held-out seeds were not used for any choice, and "
+        "all results in the tables come from the held-out seeds. A seed determines the initial weights, the order of "
+        "the batches and the random numbers of the compressor. The data are the same for all seeds, and the results "
+        "also come from the validation data. The test data were not used.",
+        f"**How many trainings**: {len(records)} trainings, in {hours:.1f} core hours. The search for learning "
+        f"rates used {searched} of the trainings. Other programs used the same cores, so the number of core hours is "
         "an upper bound.",
         f"**Raw records**: {raw} has a line for each training. The line contains the workload, the method with its "
         "learning rate, the seed, the commit, the seconds, the compression factor and bytes of a rank, and the final "
