@@ -183,9 +183,9 @@ def test_the_page_compares_each_at_its_own_best_rate(benchmark_file: ModuleType,
     better = [line for line in page.splitlines() if line.startswith("| `eden` | `terngrad`")]
     assert better == ["| `eden` | `terngrad` | 100% | -15.83 ± 0.00 | **better** |"]
     assert "gpt,eden:bits=1,4,23.5" in file.with_suffix(".csv").read_text()
-    assert f"**How many trainings**: {len(order)}, in" in page
+    assert f"**How many trainings**: {len(order)} trainings, in" in page
     searched = sum(run.seed in benchmark_file.SEARCHED for run in order)
-    assert f"search made {searched} of them" in " ".join(page.split())
+    assert f"The search for learning rates used {searched} of the trainings." in " ".join(page.split())
 
 
 def test_the_page_shows_no_figures_of_a_row_that_is_not_complete(benchmark_file: ModuleType, tmp_path: Path) -> None:
