@@ -290,7 +290,7 @@ def test_what_it_would_have_chosen_where_steps_were_measured() -> None:
 
 def test_a_file_that_holds_no_steps(tmp_path: Path) -> None:
     file = tmp_path / "steps.json"
-    for content, words in (("{}", "was not written by hvdcomp"), ('{"runs": []}', "contains no measured steps")):
+    for content, words in (("{}", "was not written by `python -m"), ('{"runs": []}', "contains no measured steps")):
         file.write_text(content)
         done = CliRunner().invoke(proposals.main, [str(file)])
         assert done.exit_code == 1
