@@ -281,7 +281,7 @@ def test_auto_is_held_against_the_best_static_choice_turn_by_turn() -> None:
     assert close.over_dense == pytest.approx(1.0)
     said = auto_summary([found, close])
     assert "1.025 times as long as with the best static choice" in said
-    assert "gradients, it takes 1.000 times as long in the worst setting (m, 2 hosts, 1gbit)" in said
+    assert "gradients, a step with auto takes 1.000 times as long in the worst setting (m, 2 hosts, 1gbit)" in said
     assert choices([result()]) == []
     del run["steps"]["auto"]["compressors"]
     run["steps"]["auto"]["compressor"] = "efsignsgd"  # as it was kept when there was one
