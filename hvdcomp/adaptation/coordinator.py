@@ -26,8 +26,8 @@ from hvdcomp.adaptation.step_counter import Progress, Rates, StepClock
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array
 from hvdcomp.exchange.agreement import require_same_levels
-from hvdcomp.exchange.bucket_step import Sums
 from hvdcomp.exchange.engine import Engine
+from hvdcomp.exchange.engine_bucket import Sums
 from hvdcomp.policies.base import Policy
 from hvdcomp.policies.decisions import BatchSize, Decision
 from hvdcomp.policies.request import Candidates, LearningRates, Statistic, Statistics

@@ -23,8 +23,8 @@ from hvdcomp.communicators.ranks import Ranks
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import refused_on_every_rank, require_agreement, require_same_levels
-from hvdcomp.exchange.bucket_step import Sums
 from hvdcomp.exchange.engine import Engine
+from hvdcomp.exchange.engine_bucket import Sums
 from hvdcomp.exchange.waste import WasteWarning
 from hvdcomp.policies import LevelSchedule
 from hvdcomp.specs.levels import Level

@@ -2,7 +2,7 @@
 
 It knows no framework (array functions come with the arrays), no compressor by name, and reaches other ranks only
 through a communicator. `plan` says which compressor each tensor gets, `buckets` which tensors are compressed together,
-`bucket_step` what a bucket goes through and `group_step` what a group does, `lockstep` how they exchange,
+`engine_bucket` what a bucket goes through and `tensor_group` what a group does, `lockstep` how they exchange,
 `overlap` what starts before all gradients are there, `fusion` what travels.
 """
 
@@ -24,10 +24,9 @@ from hvdcomp.compressors.choice import MIN_NDIM, MIN_NUMEL, Plan
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import Context, TensorInfo
 from hvdcomp.compressors.two_level import within
-from hvdcomp.exchange.bucket_step import Sums
-from hvdcomp.exchange.buckets import Buckets, Together, in_parts
+from hvdcomp.exchange.buckets import BucketOrGroup, Buckets, in_parts
 from hvdcomp.exchange.clock import Spans
-from hvdcomp.exchange.group_step import Step, step_of
+from hvdcomp.exchange.engine_bucket import Sums
 from hvdcomp.exchange.ledger import Ledger, Sent, StepCost
 from hvdcomp.exchange.lockstep import Lockstep, run_to_the_end
 from hvdcomp.exchange.look import Look
@@ -45,7 +44,7 @@ class UnderWay(NamedTuple):
 
     Attributes:
         xp: array functions of the gradients.
-        waves: steps that go from round to round together.
+        waves: what goes from round to round together.
         later: the same of those that have not started, as too much would be gathered at a time.
         look: what `Engine.before_compress` was given; None if nobody looks.
         tensors: their number.
@@ -235,17 +234,17 @@ class Engine:
         factor = None
         if self.memory is not None:
             factor = self.memory.gradient_factor(xp, list(gradients.values()), self.communicator.world_size)
-        steps = self._steps(xp, gradients, factor, {name for wave in started for name in wave.names})
+        waiting = self._begin_buckets(xp, gradients, factor, {name for wave in started for name in wave.names})
         look: Look | None = None
         sources: Mapping[str, Array] = {}
         if self.before_compress is not None:
-            look = Look(xp, steps, self.plan, self.context(""), factor)
+            look = Look(xp, waiting, self.plan, self.context(""), factor)
             sources = self.before_compress(look)
-        for step in steps:
-            step.open(gradients, in_place, sums, sources)
-        waves = [self.overlap.wave(xp, [step], step.number) for step in steps if step.number is not None]
-        all_last = [step for step in steps if step.number is None]
-        before = sum(step.gathered for wave in [*started, *waves] for step in wave.steps)
+        for bucket in waiting:
+            bucket.open(in_place, sums, sources)
+        waves = [self.overlap.wave(xp, [bucket], bucket.number) for bucket in waiting if bucket.number is not None]
+        all_last = [bucket for bucket in waiting if bucket.number is None]
+        before = sum(bucket.gathered for wave in [*started, *waves] for bucket in wave.buckets)
         last, *parts = in_parts(all_last, operator.attrgetter("gathered"), self._gathered_bytes, before)
         if last:
             alone = alone and not started and not waves and not parts
@@ -267,24 +266,24 @@ class Engine:
             wave.start()
             run_to_the_end([wave])
         waves = [*waves, *later]
-        steps = [step for wave in waves for step in wave.steps]
+        buckets = [bucket for wave in waves for bucket in wave.buckets]
         found_inf = sum((wave.found_inf() for wave in waves[1:]), waves[0].found_inf())
         if look is not None:
             look.tell()
         results: dict[str, Array] = {}
-        for step in steps:
-            results |= step.finish(found_inf)
+        for bucket in buckets:
+            results |= bucket.finish(found_inf)
         self.overlap.free(next(iter(results.values())))
-        self._drop_sent = _dropping(xp, steps, self.planner.sends_all, found_inf)
+        self._drop_sent = _dropping(xp, buckets, self.planner.sends_all, found_inf)
         self._record(xp, waves, tensors, kept)
         self.step_number += 1
         self.found_inf = found_inf
         return results
 
-    def _steps(
+    def _begin_buckets(
         self, xp: ModuleType, gradients: Mapping[str, Array], factor: Array | None, under_way: Set[str]
-    ) -> list[Step]:
-        """Steps of the buckets and groups that are not under way.
+    ) -> list[BucketOrGroup]:
+        """Begins the step in the buckets and groups that are not under way, and returns them.
 
         Args:
             factor: what the memory multiplies gradients with; None for 1.
@@ -292,17 +291,19 @@ class Engine:
         """
         clock, plan, context, names = self.ledger.clock, self.plan, self.context(""), list(gradients)
         if self.planner.beside_residuals:  # such steps are rare: in a group, and buckets stay as they are
-            waiting: list[Together] = [self.buckets.group(names, plan, defaultdict(TensorState))]
+            waiting: list[BucketOrGroup] = [self.buckets.group(names, plan, defaultdict(TensorState))]
         else:
             waiting = self.buckets.of_step(xp, names, gradients, plan, under_way)
-        clock.turns_only &= all(together.on_device for together in waiting)
-        return [step_of(xp, together, gradients, context, factor, clock) for together in waiting]
+        clock.turns_only &= all(bucket.on_device for bucket in waiting)
+        for bucket in waiting:
+            bucket.begin(xp, gradients, context, factor, clock)
+        return waiting
 
     def _record(self, xp: ModuleType, waves: Sequence[Lockstep], number_of_tensors: int, kept: Set[str]) -> None:
         """Enters the costs of a step that has ended."""
         rounds = [span for wave in waves for span in wave.rounds]
         sent = sum((wave.sent for wave in waves), Sent(self.bytes_beside(number_of_tensors)))
-        parts_and_spans = [step.part for wave in waves for step in wave.steps]
+        parts_and_spans = [bucket.part for wave in waves for bucket in wave.buckets]
         if kept:
             parts_and_spans.append((self.planner.costs_of_nothing(kept), Spans([], [])))
         parts, spans = zip(*parts_and_spans, strict=True)
@@ -337,13 +338,13 @@ class Engine:
 
 
 def _dropping(
-    xp: ModuleType, steps: Sequence[Step], sends_all: Callable[[str, Compressor], bool], found_inf: Array
+    xp: ModuleType, buckets: Sequence[BucketOrGroup], sends_all: Callable[[str, Compressor], bool], found_inf: Array
 ) -> Callable[[], None] | None:
     """Forgets residuals that a lossless compressor has just sent, or a cast that keeps no rounding error.
 
     On a device nobody knows yet whether this step counts: there it is returned, to be called before the next one.
     """
-    forgets = [forget for step in steps if (forget := step.forget_sent(sends_all)) is not None]
+    forgets = [forget for bucket in buckets if (forget := bucket.forget_sent(sends_all)) is not None]
     if not forgets:
         return None
     flag = xp.read_later(found_inf)
@@ -353,7 +354,7 @@ def _dropping(
             for forget in forgets:
                 forget()
 
-    if xp.waits(found_inf) or any(step.on_device for step in steps):
+    if xp.waits(found_inf) or any(bucket.on_device for bucket in buckets):
         return drop
     drop()
     return None

@@ -12,24 +12,24 @@ from typing import Any
 from hvdcomp.arrays.types import Array
 from hvdcomp.communicators import Communicator
 from hvdcomp.compressors.protocol import Request
+from hvdcomp.exchange.buckets import BucketOrGroup
 from hvdcomp.exchange.clock import Clock, Span
 from hvdcomp.exchange.finiteness import flag_of, flag_with, with_flag
 from hvdcomp.exchange.fusion import Round
-from hvdcomp.exchange.group_step import Step
 from hvdcomp.exchange.ledger import Sent
 
-_Turn = tuple[Step, list[Request]]  # which of them, and what it asks for
+_Turn = tuple[BucketOrGroup, list[Request]]  # which of them, and what it asks for
 
 
 class Lockstep:
-    """Buckets, and the tensors in none, that go from round to round together.
+    """Buckets and groups that go from round to round together.
 
     Args:
         xp: the array functions of the gradients.
         communicator: the ranks.
         clock: of the engine.
         name: under which their collectives travel; no others that are under way at the same time have it.
-        steps: with generators that are ready to start; at least one.
+        buckets: with generators that are ready to start; at least one.
         alone: whether nothing else goes on between two of their rounds.
 
     Attributes:
@@ -43,14 +43,14 @@ class Lockstep:
         communicator: Communicator,
         clock: Clock,
         name: str,
-        steps: Sequence[Step],
+        buckets: Sequence[BucketOrGroup],
         alone: bool = False,
     ) -> None:
         self._xp = xp
         self._communicator = communicator
         self._clock = clock
         self._name = name
-        self.steps = steps
+        self.buckets = buckets
         self._alone = alone
         self._waiting: list[_Turn] = []
         self._round: Round | None = None
@@ -63,8 +63,8 @@ class Lockstep:
     def start(self) -> None:
         """Starts the collectives that come first, and waits for nothing."""
         self._clock.start()
-        turns = [(step, step.advance(())) for step in self.steps]
-        self._flag = flag_of([step.found_inf for step in self.steps])
+        turns = [(bucket, bucket.advance(())) for bucket in self.buckets]
+        self._flag = flag_of([bucket.found_inf for bucket in self.buckets])
         self._send(turns)
 
     def advance(self) -> bool:
@@ -79,25 +79,27 @@ class Lockstep:
         self._clock.lap(self.rounds)
         self._number += 1
         each = iter(answers)
-        self._send([(step, step.advance(list(itertools.islice(each, len(asked))))) for step, asked in self._waiting])
+        self._send(
+            [(bucket, bucket.advance(list(itertools.islice(each, len(asked))))) for bucket, asked in self._waiting]
+        )
         return self._round is not None
 
     def found_inf(self) -> Array:
         """The element that is NaN if what any rank would send, or what came of it, is not finite; after the end."""
-        return flag_with(self._xp, self._flag, [step.found_inf_after for step in self.steps], self._like)
+        return flag_with(self._xp, self._flag, [bucket.found_inf_after for bucket in self.buckets], self._like)
 
     @property
     def names(self) -> list[str]:
         """Names of the tensors."""
-        return [name for step in self.steps for name in step.names]
+        return [name for bucket in self.buckets for name in bucket.names]
 
     @property
     def _like(self) -> Array:
-        return self.steps[0].like
+        return self.buckets[0].like
 
     def _send(self, turns: Sequence[_Turn]) -> None:
         self._round = None
-        self._waiting = [(step, asked) for step, asked in turns if asked]
+        self._waiting = [(bucket, asked) for bucket, asked in turns if asked]
         if not self._waiting:
             return
         requests = [request for _, asked in self._waiting for request in asked]

@@ -8,8 +8,8 @@ from types import ModuleType
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.protocol import Context
+from hvdcomp.exchange.buckets import BucketOrGroup
 from hvdcomp.exchange.energies import Energies, of_arrays
-from hvdcomp.exchange.group_step import Step
 
 
 class Look(Mapping[str, Array]):
@@ -19,7 +19,7 @@ class Look(Mapping[str, Array]):
 
     Args:
         xp: the array functions of the gradients.
-        steps: what goes through the step, not yet open.
+        buckets: what goes through the step, not yet open.
         plan: compressor of each tensor, by name.
         context: of the step.
         factor: what the memory multiplies gradients with; None for 1.
@@ -32,47 +32,47 @@ class Look(Mapping[str, Array]):
     def __init__(
         self,
         xp: ModuleType,
-        steps: Sequence[Step],
+        buckets: Sequence[BucketOrGroup],
         plan: Plan,
         context: Context,
         factor: Array | None = None,
     ) -> None:
         self.xp = xp
-        self._steps = steps
-        self._step_of = {name: step for step in steps for name in step.names}
+        self._buckets = buckets
+        self._bucket_of = {name: bucket for bucket in buckets for name in bucket.names}
         self.context = context
         self._factor = factor
         self._plan = plan
-        self.like = steps[0].like
+        self.like = buckets[0].like
         self._asked: list[tuple[Energies, set[str]]] = []
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._step_of)
+        return iter(self._bucket_of)
 
     def __len__(self) -> int:
-        return len(self._step_of)
+        return len(self._bucket_of)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._step_of
+        return name in self._bucket_of
 
     def __getitem__(self, name: str) -> Array:
-        return self._step_of[name].x(name)
+        return self._bucket_of[name].x(name)
 
     def energies(self, names: Sequence[str]) -> Energies:
         """||x||^2 of some tensors."""
         wanted, energies = set(names), Energies()
-        for step in self._steps:
-            energies.extend(step.energies(wanted))
+        for bucket in self._buckets:
+            energies.extend(bucket.energies(wanted))
         return energies
 
     def gradient_energies(self, names: Sequence[str]) -> Energies:
         """||g||^2 of some tensors, where g is this rank's gradient without what its memory adds. A pass over it."""
-        return of_arrays(self.xp, {name: self._step_of[name].gradient(name) for name in names}, self._factor)
+        return of_arrays(self.xp, {name: self._bucket_of[name].gradient(name) for name in names}, self._factor)
 
     @property
     def addresses(self) -> dict[str, int]:
         """Address of x of each tensor that is in a bucket, by name; x is made if it was not."""
-        return {name: place for step in self._steps for name, place in step.addresses.items()}
+        return {name: place for bucket in self._buckets for name, place in bucket.addresses.items()}
 
     def lost_when_sent(self, names: Sequence[str]) -> tuple[Energies, set[str]]:
         """||x - C(x)||^2 of what this step sends, to be looked at when it has ended.
@@ -81,14 +81,14 @@ class Look(Mapping[str, Array]):
             It, of those of the tensors where it will be known, and their names. It will not be where this rank's C(x)
             does not follow from its x alone, and where nothing is kept of x.
         """
-        for step in self._steps:
-            step.make_x()
-        known = {name for name in names if self._plan[name].sent_is_own and self._step_of[name].keeps_x}
+        for bucket in self._buckets:
+            bucket.make_x()
+        known = {name for name in names if self._plan[name].sent_is_own and self._bucket_of[name].keeps_x}
         self._asked.append((energies := Energies(), known))
         return energies, known
 
     def tell(self) -> None:
         """Notes what the step has lost, for `lost_when_sent`; to be called when all generators have ended."""
         for energies, known in self._asked:
-            for step in self._steps:
-                energies.extend(step.lost(known))
+            for bucket in self._buckets:
+                energies.extend(bucket.lost(known))

@@ -22,10 +22,9 @@ from hvdcomp.compressors.bucket import LEAST_BYTES
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.protocol import Context, TensorInfo
 from hvdcomp.errors import warn_alone
-from hvdcomp.exchange.bucket_step import Sums
-from hvdcomp.exchange.buckets import Buckets, Together
+from hvdcomp.exchange.buckets import BucketOrGroup, Buckets
 from hvdcomp.exchange.clock import Clock
-from hvdcomp.exchange.group_step import Step, step_of
+from hvdcomp.exchange.engine_bucket import Sums
 from hvdcomp.exchange.lockstep import Lockstep
 
 TRIES = 20
@@ -34,7 +33,7 @@ TRIES = 20
 _MOST = np.iinfo(np.int32).max
 
 
-class _Step(NamedTuple):
+class _Expected(NamedTuple):
     """Arguments of `Overlap.begin`, and the streams on which gradients have come."""
 
     context: Context
@@ -82,8 +81,8 @@ class Overlap:
         self._buckets = buckets
         self._clock = clock
         self.least_bytes = least_bytes
-        self._early: Sequence[Together] = ()  # in the order in which they may start
-        self._step: _Step
+        self._early: Sequence[BucketOrGroup] = ()  # in the order in which they may start
+        self._expected: _Expected
         self._places: dict[str, int] = {}
         self._missing: list[int] = []  # gradients of each
         self._gradients: dict[str, Array] = {}
@@ -105,9 +104,9 @@ class Overlap:
         early = self._buckets.early(plan)
         if early != self._early:
             self._early = early
-            self._places = {name: place for place, together in enumerate(early) for name in together.names}
-        self._step = _Step(context, in_place, sums, agreed, set())
-        self._missing = [len(together.names) for together in early]
+            self._places = {name: place for place, bucket in enumerate(early) for name in bucket.names}
+        self._expected = _Expected(context, in_place, sums, agreed, set())
+        self._missing = [len(bucket.names) for bucket in early]
         self._tries += bool(early)
 
     def ready(self, name: str, gradient: Array) -> None:
@@ -121,26 +120,28 @@ class Overlap:
         if place is not None and self._missing:
             self._gradients[name] = gradient
             self._missing[place] -= 1
-            self._step.streams.add(arrays_for(gradient).stream(gradient))
-            if len(self._step.streams) > 1:
+            self._expected.streams.add(arrays_for(gradient).stream(gradient))
+            if len(self._expected.streams) > 1:
                 self._missing = []
-        while len(self.started) < len(self._missing) and not self._missing[len(self.started)] and self._step.agreed():
-            self._start(self._early[len(self.started)])
+        while (next_one := len(self.started)) < len(self._missing) and not self._missing[next_one]:
+            if not self._expected.agreed():
+                break
+            self._start(self._early[next_one])
 
-    def _start(self, together: Together) -> None:
+    def _start(self, bucket: BucketOrGroup) -> None:
         """Starts a bucket or group. If it is a bucket that cannot take the gradients that have come, this bucket and
         those behind it wait for all gradients."""
-        like, clock, step = self._gradients[together.names[0]], self._clock, self._step
+        like, clock, expected = self._gradients[bucket.names[0]], self._clock, self._expected
         xp = arrays_for(like)
         if not self.started:
             clock.begin(xp, like)
-        if not self._buckets.take(xp, together, self._gradients):
+        if not self._buckets.take(xp, bucket, self._gradients):
             self._missing = []
             return
-        clock.turns_only &= together.on_device
-        started = step_of(xp, together, self._gradients, step.context, None, clock)
-        started.open(self._gradients, step.in_place, step.sums)
-        wave = self.wave(xp, [started], together.number)
+        clock.turns_only &= bucket.on_device
+        bucket.begin(xp, self._gradients, expected.context, None, clock)
+        bucket.open(expected.in_place, expected.sums)
+        wave = self.wave(xp, [bucket], bucket.number)
         wave.start()
         self.started.append(wave)
         self._starts += 1
@@ -149,9 +150,9 @@ class Overlap:
         """Ends a step; what it has started. The stream that now works where `like` is goes on behind that."""
         if self.started and like is not None:
             now = arrays_for(like).stream(like)
-            for stream in self._step.streams - {now}:
+            for stream in self._expected.streams - {now}:
                 now.wait_stream(stream)
-        self._streams = self._step.streams if self.started else set()
+        self._streams = self._expected.streams if self.started else set()
         started, self.started, self._missing, self._gradients = self.started, [], [], {}
         return started
 
@@ -165,9 +166,9 @@ class Overlap:
             self._streams = set()
 
     def wave(
-        self, xp: ModuleType, steps: Sequence[Step], number: int | None, alone: bool = False, part: int = 0
+        self, xp: ModuleType, buckets: Sequence[BucketOrGroup], number: int | None, alone: bool = False, part: int = 0
     ) -> Lockstep:
-        """Steps that go from round to round together: that of a bucket that may start early, or all others.
+        """What goes from round to round together: a bucket that may start early, or all others.
 
         Args:
             number: of the bucket; None for all others.
@@ -177,7 +178,7 @@ class Overlap:
         name = "round" if number is None else f"order{self.era}.early{number}.round"
         if part:
             name = f"part{part}.{name}"
-        return Lockstep(xp, self._communicator, self._clock, name, steps, alone)
+        return Lockstep(xp, self._communicator, self._clock, name, buckets, alone)
 
     def learn_order(self, gradients: Mapping[str, Array]) -> None:
         """After a step: takes the order in which gradients became ready, of the first step on rank 0, for that of all.

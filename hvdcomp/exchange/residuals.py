@@ -25,10 +25,13 @@ from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.alignment import empty_aligned
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.bucket import Bucket
-from hvdcomp.compressors.memory import Memory, NoMemory, without
+from hvdcomp.compressors.memory import ErrorFeedback, Memory, MomentumCorrection, NoMemory, without
 from hvdcomp.exchange.recycled import ALIGNMENT
 from hvdcomp.kernels.limits import LARGEST
 from hvdcomp.kernels.tables import EVERYTHING, FACTORS, NARROW, NOT_NEGATIVE, NOTHING, PRODUCT, product
+
+KNOWN_TO_KERNELS = (NoMemory, ErrorFeedback, MomentumCorrection)
+"""The memories whose arithmetic kernels do."""
 
 _PLACE = np.dtype([("buffer", "i8"), ("start", "i8"), ("address", "u8")])
 """Place of something of a tensor: the number of the buffer, 0 for nowhere, the element there, and the address."""

@@ -26,10 +26,10 @@ from hvdcomp.compressors.shard_bucket import ShardKernels
 from hvdcomp.compressors.two_level_bucket import between
 from hvdcomp.errors import warn_alone
 from hvdcomp.exchange.agreement import gather_rows
-from hvdcomp.exchange.buckets import KNOWN_TO_KERNELS
 from hvdcomp.exchange.fusion import Round
 from hvdcomp.exchange.ledger import Cost, Ledger, Sent
 from hvdcomp.exchange.nodes import FoundLevels
+from hvdcomp.exchange.residuals import KNOWN_TO_KERNELS
 from hvdcomp.kernels import cuda
 from hvdcomp.specs.levels import Level
 

@@ -14,8 +14,8 @@ from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.compressors.memory import ErrorFeedback
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import TensorInfo
-from hvdcomp.exchange.bucket_step import Sums
 from hvdcomp.exchange.engine import Engine
+from hvdcomp.exchange.engine_bucket import Sums
 from hvdcomp.exchange.look import Look
 from tests.harness import previews_of
 

@@ -1,11 +1,11 @@
-"""A group's way through one step: tensor by tensor, in array functions, where the gradients are."""
+"""A group: tensors that go through steps one by one, in array functions, where the gradients are."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence, Set
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,91 +13,88 @@ from hvdcomp.arrays import arrays_for, numpy_arrays
 from hvdcomp.arrays.types import Array, wide_dtype
 from hvdcomp.compressors import Compressor, checked
 from hvdcomp.compressors.inside import Inside, inside_of, numbers_may_overflow
-from hvdcomp.compressors.memory import NoMemory
+from hvdcomp.compressors.memory import Memory, NoMemory
 from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome, Request, SparseVector
 from hvdcomp.compressors.sizes import bytes_of
-from hvdcomp.exchange.bucket_step import BucketStep, Sums
-from hvdcomp.exchange.buckets import KNOWN_TO_KERNELS, EngineBucket, Member, TensorGroup
 from hvdcomp.exchange.clock import Clock, Spans
 from hvdcomp.exchange.energies import Energies, of_arrays, of_errors
+from hvdcomp.exchange.engine_bucket import Sums
 from hvdcomp.exchange.fusion import part_bytes
 from hvdcomp.exchange.ledger import Cost, Part
+from hvdcomp.exchange.residuals import KNOWN_TO_KERNELS
+from hvdcomp.exchange.tensor_state import TensorState
 from hvdcomp.kernels.limits import LARGEST
 
 
-class GroupStep:
-    """The tensors of a group on their way through one step, to be used as a `BucketStep`.
-
-    Args:
-        xp: the array functions of the gradients.
-        group: the group.
-        gradients: of the step, by name.
-        context, factor, clock: as of `BucketStep`.
+class Member(NamedTuple):
+    """A tensor of a group.
 
     Attributes:
-        names, number, gathered, like, keeps_x: as of `BucketStep`.
+        name: the tensor's name.
+        compressor, memory: those of the plan.
+        floats: what the compressor sends, as `Compressor.payload_floats`.
+        state: of the tensor; a step writes what is kept for the next one.
+    """
+
+    name: str
+    compressor: Compressor
+    memory: Memory
+    floats: float
+    state: TensorState
+
+
+class TensorGroup:
+    """Tensors that no kernel takes, and that go through every step together, as an `EngineBucket` does.
+
+    Args:
+        members: the tensors; at least one.
+
+    Attributes:
+        names, number, gathered, keeps_x: as of `EngineBucket`.
         addresses: none, as no kernel looks at x.
     """
 
-    on_device = False
+    on_device = False  # array functions may wait for what is computed
     keeps_x = True
     addresses: Mapping[str, int] = MappingProxyType({})
 
-    def __init__(
-        self,
-        xp: ModuleType,
-        group: TensorGroup,
-        gradients: Mapping[str, Array],
-        context: Context,
-        factor: Array | None,
-        clock: Clock,
-    ) -> None:
-        self._xp = xp
-        self._clock = clock
-        self._spans = Spans([], [])
-        self.names, self.number, self.gathered = group.names, group.number, group.gathered
-        with clock.around(self._spans.encoding), numbers_may_overflow():
-            self._tensors = {
-                member.name: _TensorStep(xp, member, gradients[member.name], context, factor)
-                for member in group.members
-            }
-        self.like = gradients[self.names[0]]
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.members = members
+        self.names = [member.name for member in members]
+        self.number: int | None = None
+        self.gathered = 0.0
+        # Of the step.
+        self._xp: ModuleType
+        self._clock: Clock
+        self._spans: Spans
+        self._tensors: dict[str, _TensorExchange] = {}
         self._asked: dict[str, Request] = {}
         self._in_place = False
         self._sums: Sums | None = None
+        self._costs: Part = {}
+        self._sent: list[tuple[Member, tuple[Array, ...]]] = []  # whose residual was sent, and what is kept since then
 
-    # For those who look at x before it is compressed.
-
-    def make_x(self) -> None:
-        """x is there already."""
-
-    def x(self, name: str) -> Array:
-        """x of a tensor."""
-        return self._tensors[name].x
-
-    def gradient(self, name: str) -> Array:
-        """Gradient of a tensor."""
-        return self._tensors[name].gradient
-
-    def energies(self, names: Set[str]) -> Energies:
-        """||x||^2 of those of the tensors that have these names."""
-        return of_arrays(self._xp, {name: self.x(name) for name in self.names if name in names})
-
-    def lost(self, names: Set[str]) -> Energies:
-        """||x - C(x)||^2 of the same, once the generators have ended."""
-        own = [name for name in self.names if name in names]
-        return of_errors(self._xp, {name: (self.x(name), self._tensors[name].sent) for name in own})
+    @property
+    def like(self) -> Array:
+        """An array where the gradients are, until `finish`."""
+        return self._tensors[self.names[0]].gradient
 
     # The step.
 
-    def open(
-        self,
-        gradients: Mapping[str, Array],
-        in_place: bool,
-        sums: Sums | None,
-        sources: Mapping[str, Array] = MappingProxyType({}),
+    def begin(
+        self, xp: ModuleType, gradients: Mapping[str, Array], context: Context, factor: Array | None, clock: Clock
     ) -> None:
-        """Makes the generators; arguments as of `BucketStep.open`."""
+        """Begins a step, and makes x; arguments as of `EngineBucket.begin`."""
+        self._xp, self._clock, self._spans = xp, clock, Spans([], [])
+        self._tensors, self._asked = {}, {}
+        with clock.around(self._spans.encoding), numbers_may_overflow():
+            self._tensors = {
+                member.name: _TensorExchange(xp, member, gradients[member.name], context, factor)
+                for member in self.members
+            }
+
+    def open(self, in_place: bool, sums: Sums | None, sources: Mapping[str, Array] = MappingProxyType({})) -> None:
+        """Makes the generators; arguments as of `EngineBucket.open`."""
         self._in_place, self._sums = in_place, sums
         with self._clock.around(self._spans.encoding), numbers_may_overflow():
             for name, tensor in self._tensors.items():
@@ -131,13 +128,8 @@ class GroupStep:
         arrays = [array for tensor in self._tensors.values() for array in tensor.made()]
         return _found_inf(self._xp, arrays)
 
-    @property
-    def part(self) -> tuple[Part, Spans]:
-        """Costs of the tensors, once the generators have ended, and times when they were under way."""
-        return {name: tensor.cost for name, tensor in self._tensors.items()}, self._spans
-
     def finish(self, found_inf: Array) -> dict[str, Array]:
-        """As `BucketStep.finish`."""
+        """As `EngineBucket.finish`."""
         sums, tensors = self._sums, self._tensors
         if sums is not None and not sums.of_results:
             sums.add({name: tensor.gradient for name, tensor in tensors.items()}, found_inf)
@@ -152,15 +144,23 @@ class GroupStep:
             }
         if sums is not None and sums.of_results:
             sums.add(results, found_inf)
+        self._costs = {name: tensor.cost for name, tensor in tensors.items()}
+        members = [tensor.member for tensor in tensors.values() if tensor.sends_residual]
+        self._sent = [(member, member.state.memory) for member in members]
+        self._tensors, self._asked, self._sums = {}, {}, None  # the group outlives the step
         return results
 
+    @property
+    def part(self) -> tuple[Part, Spans]:
+        """Costs of the tensors, after `finish`, and times when they were under way."""
+        return self._costs, self._spans
+
     def forget_sent(self, sends_all: Callable[[str, Compressor], bool]) -> Callable[[], None] | None:
-        """As `BucketStep.forget_sent`."""
+        """As `EngineBucket.forget_sent`; to be called once."""
         sent = [
-            (tensor.member.state, tensor.member.state.memory)
-            for name, tensor in self._tensors.items()
-            if tensor.sends_residual and sends_all(name, tensor.member.compressor)
+            (member.state, memory) for member, memory in self._sent if sends_all(member.name, member.compressor)
         ]
+        self._sent = []
 
         def forget() -> None:
             for state, memory in sent:
@@ -169,9 +169,31 @@ class GroupStep:
 
         return forget if sent else None
 
+    # For those who look at x before it is compressed.
 
-class _TensorStep:
-    """One tensor on its way through a step: its memory, and `aggregate`. Making it makes x.
+    def make_x(self) -> None:
+        """x is there already."""
+
+    def x(self, name: str) -> Array:
+        """x of a tensor."""
+        return self._tensors[name].x
+
+    def gradient(self, name: str) -> Array:
+        """Gradient of a tensor."""
+        return self._tensors[name].gradient
+
+    def energies(self, names: Set[str]) -> Energies:
+        """||x||^2 of those of the tensors that have these names."""
+        return of_arrays(self._xp, {name: self.x(name) for name in self.names if name in names})
+
+    def lost(self, names: Set[str]) -> Energies:
+        """||x - C(x)||^2 of the same, once the generators have ended."""
+        own = [name for name in self.names if name in names]
+        return of_errors(self._xp, {name: (self.x(name), self._tensors[name].sent) for name in own})
+
+
+class _TensorExchange:
+    """One tensor in one step: its memory, and `aggregate`. Making it makes x.
 
     If the memory keeps anything, x is at least of single precision, as all that is kept.
 
@@ -322,21 +344,3 @@ def _found_inf(xp: ModuleType, arrays: Sequence[Array]) -> bool | Array:
     others = [array for array in arrays if not isinstance(array, np.ndarray | np.generic)]
     found = bool(in_numpy) and bool(numpy_arrays.found_inf(in_numpy)[0] != 0)
     return xp.found_inf(others) + (np.nan if found else 0.0) if others else found
-
-
-Step = BucketStep | GroupStep
-"""Tensors that go through a step together: those of a bucket, or those of a group."""
-
-
-def step_of(
-    xp: ModuleType,
-    together: EngineBucket | TensorGroup,
-    gradients: Mapping[str, Array],
-    context: Context,
-    factor: Array | None,
-    clock: Clock,
-) -> Step:
-    """The step of a bucket, which has its gradients, or of a group."""
-    if isinstance(together, TensorGroup):
-        return GroupStep(xp, together, gradients, context, factor, clock)
-    return BucketStep(xp, together, context, factor, clock)
