@@ -2,7 +2,7 @@
 
 It knows no framework (array functions come with the arrays), no compressor by name, and reaches other ranks only
 through a communicator. `plan` says which compressor each tensor gets, `buckets` which tensors are compressed together,
-`engine_bucket` what a bucket goes through and `tensor_group` what a group does, `lockstep` how they exchange,
+`engine_bucket` what a bucket goes through and `tensor_group` what a group does, `wave` how they exchange,
 `overlap` what starts before all gradients are there, `fusion` what travels.
 """
 
@@ -28,12 +28,12 @@ from hvdcomp.exchange.buckets import BucketOrGroup, Buckets, in_parts
 from hvdcomp.exchange.clock import Spans
 from hvdcomp.exchange.engine_bucket import Sums
 from hvdcomp.exchange.ledger import Ledger, Sent, StepCost
-from hvdcomp.exchange.lockstep import Lockstep, run_to_the_end
 from hvdcomp.exchange.look import Look
 from hvdcomp.exchange.nodes import FoundLevels
 from hvdcomp.exchange.overlap import Overlap
 from hvdcomp.exchange.plan import Planner
 from hvdcomp.exchange.tensor_state import TensorState
+from hvdcomp.exchange.wave import Wave, run_to_the_end
 from hvdcomp.specs.levels import Level, LevelsBySize
 
 BeforeCompress = Callable[[Look], Mapping[str, Array]]
@@ -44,15 +44,15 @@ class UnderWay(NamedTuple):
 
     Attributes:
         xp: array functions of the gradients.
-        waves: what goes from round to round together.
-        later: the same of those that have not started, as too much would be gathered at a time.
+        waves: those that have started.
+        later: those that have not started, as too much would be gathered at a time.
         look: what `Engine.before_compress` was given; None if nobody looks.
         tensors: their number.
     """
 
     xp: ModuleType
-    waves: list[Lockstep]
-    later: list[Lockstep]
+    waves: list[Wave]
+    later: list[Wave]
     look: Look | None
     tensors: int
 
@@ -242,16 +242,16 @@ class Engine:
             sources = self.before_compress(look)
         for bucket in waiting:
             bucket.open(in_place, sums, sources)
-        waves = [self.overlap.wave(xp, [bucket], bucket.number) for bucket in waiting if bucket.number is not None]
+        waves = [self.overlap.new_wave(xp, [bucket], bucket.number) for bucket in waiting if bucket.number is not None]
         all_last = [bucket for bucket in waiting if bucket.number is None]
         before = sum(bucket.gathered for wave in [*started, *waves] for bucket in wave.buckets)
         last, *parts = in_parts(all_last, operator.attrgetter("gathered"), self._gathered_bytes, before)
         if last:
             alone = alone and not started and not waves and not parts
-            waves.append(self.overlap.wave(xp, last, None, alone=alone))
+            waves.append(self.overlap.new_wave(xp, last, None, alone=alone))
         for wave in waves:
             wave.start()
-        later = [self.overlap.wave(xp, part, None, part=place) for place, part in enumerate(parts, 1)]
+        later = [self.overlap.new_wave(xp, part, None, part=place) for place, part in enumerate(parts, 1)]
         return UnderWay(xp, [*started, *waves], later, look, len(gradients))
 
     def finish(self, under_way: UnderWay, kept: Set[str] = frozenset()) -> dict[str, Array]:
@@ -299,7 +299,7 @@ class Engine:
             bucket.begin(xp, gradients, context, factor, clock)
         return waiting
 
-    def _record(self, xp: ModuleType, waves: Sequence[Lockstep], number_of_tensors: int, kept: Set[str]) -> None:
+    def _record(self, xp: ModuleType, waves: Sequence[Wave], number_of_tensors: int, kept: Set[str]) -> None:
         """Enters the costs of a step that has ended."""
         rounds = [span for wave in waves for span in wave.rounds]
         sent = sum((wave.sent for wave in waves), Sent(self.bytes_beside(number_of_tensors)))

@@ -25,7 +25,7 @@ from hvdcomp.errors import warn_alone
 from hvdcomp.exchange.buckets import BucketOrGroup, Buckets
 from hvdcomp.exchange.clock import Clock
 from hvdcomp.exchange.engine_bucket import Sums
-from hvdcomp.exchange.lockstep import Lockstep
+from hvdcomp.exchange.wave import Wave
 
 TRIES = 20
 """After this number of steps in which no bucket has started by itself, all buckets go together."""
@@ -54,7 +54,7 @@ class Overlap:
         least_bytes: of the gradients of a bucket that starts by itself; None for no such buckets.
 
     Attributes:
-        started: what is under way in this step.
+        started: the waves that have started early in this step.
         least_bytes: as given, or as rank 0 chose; None where `review` has ended overlap.
         from_rank_0: whether rank 0 may choose `least_bytes`, `LEAST_BYTES` or more, before the first step; the others
             learn it with the order. The same on all ranks.
@@ -72,7 +72,7 @@ class Overlap:
         clock: Clock,
         least_bytes: int | None,
     ) -> None:
-        self.started: list[Lockstep] = []
+        self.started: list[Wave] = []
         self.era = 0
         self.from_rank_0 = False
         self._learnt = False
@@ -141,13 +141,13 @@ class Overlap:
         clock.turns_only &= bucket.on_device
         bucket.begin(xp, self._gradients, expected.context, None, clock)
         bucket.open(expected.in_place, expected.sums)
-        wave = self.wave(xp, [bucket], bucket.number)
+        wave = self.new_wave(xp, [bucket], bucket.number)
         wave.start()
         self.started.append(wave)
         self._starts += 1
 
-    def end(self, like: Array | None = None) -> list[Lockstep]:
-        """Ends a step; what it has started. The stream that now works where `like` is goes on behind that."""
+    def end(self, like: Array | None = None) -> list[Wave]:
+        """Ends a step; the waves that it has started. The stream that now works where `like` is goes on behind that."""
         if self.started and like is not None:
             now = arrays_for(like).stream(like)
             for stream in self._expected.streams - {now}:
@@ -165,20 +165,20 @@ class Overlap:
                 stream.wait_stream(now)
             self._streams = set()
 
-    def wave(
+    def new_wave(
         self, xp: ModuleType, buckets: Sequence[BucketOrGroup], number: int | None, alone: bool = False, part: int = 0
-    ) -> Lockstep:
-        """What goes from round to round together: a bucket that may start early, or all others.
+    ) -> Wave:
+        """The wave of a bucket that may start early, or of all others.
 
         Args:
             number: of the bucket; None for all others.
-            alone: as of `Lockstep`.
+            alone: as of `Wave`.
             part: of all others, which may go one after the other.
         """
         name = "round" if number is None else f"order{self.era}.early{number}.round"
         if part:
             name = f"part{part}.{name}"
-        return Lockstep(xp, self._communicator, self._clock, name, buckets, alone)
+        return Wave(xp, self._communicator, self._clock, name, buckets, alone)
 
     def learn_order(self, gradients: Mapping[str, Array]) -> None:
         """After a step: takes the order in which gradients became ready, of the first step on rank 0, for that of all.

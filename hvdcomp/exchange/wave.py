@@ -1,5 +1,5 @@
-"""Takes what goes through a step from round to round: every round takes the requests of each, fuses them into few
-collectives, and hands the answers back."""
+"""A wave: the buckets and groups of a step that go from round to round together. Each round takes one request of each
+tensor or bucket, fuses the requests into few collectives, and gives back the answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hvdcomp.exchange.ledger import Sent
 _Turn = tuple[BucketOrGroup, list[Request]]  # which of them, and what it asks for
 
 
-class Lockstep:
+class Wave:
     """Buckets and groups that go from round to round together.
 
     Args:
@@ -114,10 +114,10 @@ class Lockstep:
             self._clock.lap(self.rounds)
 
 
-def run_to_the_end(started: Iterable[Lockstep]) -> None:
+def run_to_the_end(started: Iterable[Wave]) -> None:
     """Goes through all rounds. While one waits for its collectives, those of the others are under way."""
     waiting = deque(started)
     while waiting:
-        lockstep = waiting.popleft()
-        if lockstep.advance():
-            waiting.append(lockstep)
+        wave = waiting.popleft()
+        if wave.advance():
+            waiting.append(wave)
