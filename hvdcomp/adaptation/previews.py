@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from hvdcomp.adaptation.energies import Energies, of_errors
+from hvdcomp.adaptation.look import Look
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors import Compressor, inside
 from hvdcomp.compressors.bucket import Bucket
 from hvdcomp.compressors.memory import ErrorFeedback
 from hvdcomp.compressors.protocol import Context, SparseVector, TensorInfo
-from hvdcomp.exchange.energies import Energies, of_errors
 from hvdcomp.exchange.engine_bucket import prepared_states
-from hvdcomp.exchange.look import Look
 from hvdcomp.exchange.tensor_state import TensorState
 from hvdcomp.kernels import cuda
 

@@ -13,7 +13,6 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import ModuleType
-from typing import NamedTuple
 
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array
@@ -28,7 +27,6 @@ from hvdcomp.exchange.buckets import BucketOrGroup, Buckets, in_parts
 from hvdcomp.exchange.clock import Spans
 from hvdcomp.exchange.engine_bucket import Sums
 from hvdcomp.exchange.ledger import Ledger, Sent, StepCost
-from hvdcomp.exchange.look import Look
 from hvdcomp.exchange.nodes import FoundLevels
 from hvdcomp.exchange.overlap import Overlap
 from hvdcomp.exchange.plan import Planner
@@ -36,25 +34,10 @@ from hvdcomp.exchange.tensor_state import TensorState
 from hvdcomp.exchange.wave import Wave, run_to_the_end
 from hvdcomp.specs.levels import Level, LevelsBySize
 
-BeforeCompress = Callable[[Look], Mapping[str, Array]]
-
-
-class UnderWay(NamedTuple):
-    """A step that has begun.
-
-    Attributes:
-        xp: array functions of the gradients.
-        waves: those that have started.
-        later: those that have not started, as too much would be gathered at a time.
-        look: what `Engine.before_compress` was given; None if nobody looks.
-        tensors: their number.
-    """
-
-    xp: ModuleType
-    waves: list[Wave]
-    later: list[Wave]
-    look: Look | None
-    tensors: int
+BeforeCompress = Callable[[Sequence[BucketOrGroup], Array | None], Mapping[str, Array]]
+"""A function that gets the buckets and groups of a step before they are open, and the factor that the memory multiplies
+gradients with, None for 1. It may look at x, and returns by name arrays that are compressed in place of x of some
+tensors."""
 
 
 class Engine:
@@ -77,8 +60,7 @@ class Engine:
         step_number: number of the step that comes next, or is under way, from 0.
         states: state of each tensor, by name.
         buckets: the buckets and groups of the tensors that are compressed together.
-        before_compress: function called in each step before x is compressed. It may look at x, and returns by name
-            arrays that are to be compressed in place of x of some tensors.
+        before_compress: function called in each step before x is compressed; None for no function.
         found_inf: an element that is 0, or NaN if nothing of the last step counts (see `step`).
         overlap: buckets that start early; to be told of gradients when they are there, after `expect`.
     """
@@ -214,7 +196,7 @@ class Engine:
 
     def start(
         self, gradients: Mapping[str, Array], in_place: bool = False, sums: Sums | None = None, alone: bool = False
-    ) -> UnderWay:
+    ) -> list[Wave]:
         """Begins a step that `finish` is to end: sends what needs no answer from any rank, and waits for nothing.
 
         In between, steps may be entered that make no exchange, and no other may be started.
@@ -222,6 +204,9 @@ class Engine:
         Args:
             gradients, in_place, sums: as of `step`; at least one gradient, and nobody may change any before `finish`.
             alone: whether `finish` follows at once.
+
+        Returns:
+            The waves of the step. The last ones have not started, if ranks would otherwise gather too much at a time.
         """
         gradients = {name: gradients[name] for name in self.tensors if name in gradients}
         first = next(iter(gradients.values()))
@@ -235,11 +220,9 @@ class Engine:
         if self.memory is not None:
             factor = self.memory.gradient_factor(xp, list(gradients.values()), self.communicator.world_size)
         waiting = self._begin_buckets(xp, gradients, factor, {name for wave in started for name in wave.names})
-        look: Look | None = None
         sources: Mapping[str, Array] = {}
         if self.before_compress is not None:
-            look = Look(xp, waiting, self.plan, self.context(""), factor)
-            sources = self.before_compress(look)
+            sources = self.before_compress(waiting, factor)
         for bucket in waiting:
             bucket.open(in_place, sums, sources)
         waves = [self.overlap.new_wave(xp, [bucket], bucket.number) for bucket in waiting if bucket.number is not None]
@@ -252,30 +235,25 @@ class Engine:
         for wave in waves:
             wave.start()
         later = [self.overlap.new_wave(xp, part, None, part=place) for place, part in enumerate(parts, 1)]
-        return UnderWay(xp, [*started, *waves], later, look, len(gradients))
+        return [*started, *waves, *later]
 
-    def finish(self, under_way: UnderWay, kept: Set[str] = frozenset()) -> dict[str, Array]:
+    def finish(self, waves: Sequence[Wave], kept: Set[str] = frozenset()) -> dict[str, Array]:
         """Ends a step that `start` began; returns what `step` does, and enters the step.
 
         Args:
+            waves: what `start` returned.
             kept: the names of tensors whose gradients this rank keeps in this step.
         """
-        xp, waves, later, look, tensors = under_way
         run_to_the_end(waves)
-        for wave in later:
-            wave.start()
-            run_to_the_end([wave])
-        waves = [*waves, *later]
         buckets = [bucket for wave in waves for bucket in wave.buckets]
+        xp = arrays_for(buckets[0].like)
         found_inf = sum((wave.found_inf() for wave in waves[1:]), waves[0].found_inf())
-        if look is not None:
-            look.tell()
         results: dict[str, Array] = {}
         for bucket in buckets:
             results |= bucket.finish(found_inf)
         self.overlap.free(next(iter(results.values())))
         self._drop_sent = _dropping(xp, buckets, self.planner.sends_all, found_inf)
-        self._record(xp, waves, tensors, kept)
+        self._record(xp, waves, len(results), kept)
         self.step_number += 1
         self.found_inf = found_inf
         return results

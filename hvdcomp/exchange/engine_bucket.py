@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Generator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
@@ -19,7 +19,6 @@ from hvdcomp.compressors.bucket import Bucket, BucketStates
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import Context, Request, TensorInfo
 from hvdcomp.exchange.clock import Clock, Spans
-from hvdcomp.exchange.energies import Energies
 from hvdcomp.exchange.ledger import Cost, Part
 from hvdcomp.exchange.recycled import Recycled
 from hvdcomp.exchange.residuals import FlatStorage
@@ -65,6 +64,7 @@ class EngineBucket:
         gathered: bytes that one rank gathers of its payloads; 0 where nobody asks.
         arrays: the gradients of the step, row-major, until `finish`.
         found_inf_after: whether what came of the exchange holds an inf or NaN: known when no request is left.
+        when_compressed: what this step's `finish` is to call first, while x and what was sent of it are still there.
         has_states: whether the states of all its tensors name its method, and leave the method's arrays to the bucket.
     """
 
@@ -108,6 +108,7 @@ class EngineBucket:
         self._is_dense = False  # whether results have the gradients' layout as they are
         self._had_residuals = False
         self.found_inf_after: bool | Array = False
+        self.when_compressed: list[Callable[[], None]] = []
 
     @property
     def like(self) -> Array:
@@ -130,7 +131,7 @@ class EngineBucket:
         """
         self._xp, self._clock, self._spans = xp, clock, Spans([], [])
         self._given = [gradients[name] for name in self.names]
-        self._energies, self.found_inf_after = None, False
+        self._energies, self.found_inf_after, self.when_compressed = None, False, []
         with clock.around(self._spans.encoding):
             self.bucket.begin(context, factor)
             if self.bucket.keeps:
@@ -188,6 +189,8 @@ class EngineBucket:
 
     def finish(self, found_inf: Array) -> dict[str, Array]:
         """Keeps what was not sent, unless the element `found_inf` is NaN; returns the results by name."""
+        for function in self.when_compressed:
+            function()
         with self._clock.around(self._spans.decoding):
             sends = self.bucket.keeps and not self.bucket.memory.is_momentum
             self._had_residuals = sends and bool(self._residuals.holds[self._numbers].any())
@@ -196,7 +199,7 @@ class EngineBucket:
             results = dict(zip(self.names, arrays, strict=True))
             # The bucket outlives the step, what it was given need not.
             self.arrays = self._given = self._results = self._sources = ()
-            self._energies = self._sums = None
+            self._energies, self._sums, self.when_compressed = None, None, []
             if self.on_device:  # where memory comes back without being cleared
                 self._set_aside = self._wide = None
         return results
@@ -356,19 +359,9 @@ class EngineBucket:
         """The gradient of a tensor."""
         return self.arrays[self.places[name]]
 
-    def energies(self, names: Set[str]) -> Energies:
-        """||x||^2 of those of the tensors that have these names."""
-        return self._of_names(names, self.make_x)
-
-    def lost(self, names: Set[str]) -> Energies:
-        """||x - C(x)||^2 of the same, once the generator has ended, where the memory keeps something."""
-        return self._of_names(names, lambda: self._sums_of("measure_left"))
-
-    def _of_names(self, names: Set[str], sums: Callable[[], Array]) -> Energies:
-        energies, own = Energies(), [name for name in self.names if name in names]
-        if own:
-            energies.add(own, sums(), places=[self.places[name] for name in own])
-        return energies
+    def measure_left(self) -> Array:
+        """||x - C(x)||^2 of each tensor, float64 (tensors,), if the memory keeps anything; for `when_compressed`."""
+        return self._sums_of("measure_left")
 
     def _sums_of(self, kernel: str) -> Array:
         sums = self.bucket.sums_of(kernel)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ from hvdcomp.compressors.memory import Memory, NoMemory
 from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome, Request, SparseVector
 from hvdcomp.compressors.sizes import bytes_of
 from hvdcomp.exchange.clock import Clock, Spans
-from hvdcomp.exchange.energies import Energies, of_arrays, of_errors
 from hvdcomp.exchange.engine_bucket import Sums
 from hvdcomp.exchange.fusion import part_bytes
 from hvdcomp.exchange.ledger import Cost, Part
@@ -50,7 +49,7 @@ class TensorGroup:
         members: the tensors; at least one.
 
     Attributes:
-        names, number, gathered, keeps_x: as of `EngineBucket`.
+        names, number, gathered, keeps_x, when_compressed: as of `EngineBucket`.
         addresses: none, as no kernel looks at x.
     """
 
@@ -71,6 +70,7 @@ class TensorGroup:
         self._asked: dict[str, Request] = {}
         self._in_place = False
         self._sums: Sums | None = None
+        self.when_compressed: list[Callable[[], None]] = []
         self._costs: Part = {}
         self._sent: list[tuple[Member, tuple[Array, ...]]] = []  # whose residual was sent, and what is kept since then
 
@@ -86,7 +86,7 @@ class TensorGroup:
     ) -> None:
         """Begins a step, and makes x; arguments as of `EngineBucket.begin`."""
         self._xp, self._clock, self._spans = xp, clock, Spans([], [])
-        self._tensors, self._asked = {}, {}
+        self._tensors, self._asked, self.when_compressed = {}, {}, []
         with clock.around(self._spans.encoding), numbers_may_overflow():
             self._tensors = {
                 member.name: _TensorExchange(xp, member, gradients[member.name], context, factor)
@@ -130,6 +130,8 @@ class TensorGroup:
 
     def finish(self, found_inf: Array) -> dict[str, Array]:
         """As `EngineBucket.finish`."""
+        for function in self.when_compressed:
+            function()
         sums, tensors = self._sums, self._tensors
         if sums is not None and not sums.of_results:
             sums.add({name: tensor.gradient for name, tensor in tensors.items()}, found_inf)
@@ -147,7 +149,8 @@ class TensorGroup:
         self._costs = {name: tensor.cost for name, tensor in tensors.items()}
         members = [tensor.member for tensor in tensors.values() if tensor.sends_residual]
         self._sent = [(member, member.state.memory) for member in members]
-        self._tensors, self._asked, self._sums = {}, {}, None  # the group outlives the step
+        # The group outlives the step, what it was given need not.
+        self._tensors, self._asked, self._sums, self.when_compressed = {}, {}, None, []
         return results
 
     @property
@@ -182,14 +185,9 @@ class TensorGroup:
         """Gradient of a tensor."""
         return self._tensors[name].gradient
 
-    def energies(self, names: Set[str]) -> Energies:
-        """||x||^2 of those of the tensors that have these names."""
-        return of_arrays(self._xp, {name: self.x(name) for name in self.names if name in names})
-
-    def lost(self, names: Set[str]) -> Energies:
-        """||x - C(x)||^2 of the same, once the generators have ended."""
-        own = [name for name in self.names if name in names]
-        return of_errors(self._xp, {name: (self.x(name), self._tensors[name].sent) for name in own})
+    def sent(self, name: str) -> Array | SparseVector:
+        """What was sent of x of a tensor; for `when_compressed`."""
+        return self._tensors[name].sent
 
 
 class _TensorExchange:

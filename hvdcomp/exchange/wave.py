@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -33,6 +33,7 @@ class Wave:
         alone: whether nothing else goes on between two of their rounds.
 
     Attributes:
+        has_started: whether `start` was called.
         rounds: when this rank worked on a round of collectives, or waited for it.
         sent: what this rank handed to collectives.
     """
@@ -56,12 +57,14 @@ class Wave:
         self._round: Round | None = None
         self._number = 0  # of the round
         self._flag: Array
+        self.has_started = False
         self._take_flag: Callable[[list[Any]], Array] | None = None
         self.rounds: list[Span] = []
         self.sent = Sent()
 
     def start(self) -> None:
         """Starts the collectives that come first, and waits for nothing."""
+        self.has_started = True
         self._clock.start()
         turns = [(bucket, bucket.advance(())) for bucket in self.buckets]
         self._flag = flag_of([bucket.found_inf for bucket in self.buckets])
@@ -114,10 +117,15 @@ class Wave:
             self._clock.lap(self.rounds)
 
 
-def run_to_the_end(started: Iterable[Wave]) -> None:
-    """Goes through all rounds. While one waits for its collectives, those of the others are under way."""
-    waiting = deque(started)
+def run_to_the_end(waves: Sequence[Wave]) -> None:
+    """Goes through all rounds. While a wave waits for its collectives, those of the others are under way. Waves that
+    have not started run after that, one after the other."""
+    waiting = deque(wave for wave in waves if wave.has_started)
     while waiting:
         wave = waiting.popleft()
         if wave.advance():
             waiting.append(wave)
+    for wave in waves:
+        if not wave.has_started:
+            wave.start()
+            run_to_the_end([wave])

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from hvdcomp import ErrorFeedback, kernels
+from hvdcomp.adaptation.energies import Energies, densified
 from hvdcomp.adaptation.gradient_sums import AccumulatedGradients
+from hvdcomp.adaptation.look import Look, observe
 from hvdcomp.adaptation.observers import Observers
 from hvdcomp.arrays import numpy_arrays
 from hvdcomp.communicators import LoopbackCommunicator
@@ -20,9 +22,7 @@ from hvdcomp.compressors.low_rank import random_columns
 from hvdcomp.compressors.memory import Memory, MomentumCorrection, NoMemory
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import Context
-from hvdcomp.exchange.energies import Energies, densified
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.exchange.look import Look
 from hvdcomp.kernels import cuda
 from hvdcomp.policies import parse_policy
 from tests.driven import Driven
@@ -105,7 +105,7 @@ def looked(spec: str, memory: Memory, device: bool, in_place: bool, of_results: 
             seen.append((energies, numbers_of(look), numbers_of(kept)))
             return half
 
-        engine.before_compress = look
+        observe(engine, look)
         told: list[Any] = []
         for step in range(1 + ranks):
             rng = np.random.default_rng([communicator.rank, step])

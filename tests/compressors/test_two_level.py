@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from hvdcomp import Compressor, ErrorFeedback, kernels
+from hvdcomp.adaptation.look import observe
 from hvdcomp.arrays import numpy_arrays
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.compressors.parsing import parse_compressor
@@ -264,7 +265,7 @@ def test_what_is_compressed_in_place_of_x_leaves_the_rest_of_it(spec: str, backe
 
     def work(communicator: InProcessCommunicator) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
         engine = Engine(communicator, infos(shapes), TwoLevel(parse_compressor(spec)), ErrorFeedback(), min_numel=0)
-        engine.before_compress = lambda look: {"w": look["w"] * 0.5}
+        observe(engine, lambda look: {"w": look["w"] * 0.5})
         rng = np.random.default_rng(communicator.rank)
         given = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
         got = engine.step({name: make(backend, x) for name, x in given.items()})

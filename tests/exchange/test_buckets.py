@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from hvdcomp import ErrorFeedback, MomentumCorrection, TopK, kernels
 from hvdcomp.adaptation.gradient_sums import AccumulatedGradients
+from hvdcomp.adaptation.look import Look, observe
 from hvdcomp.communicators.in_process import run_ranks
 from hvdcomp.compressors import COMPRESSORS
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.exchange.look import Look
 from hvdcomp.exchange.tensor_state import TensorState
 from tests.harness import (
     Run,
@@ -176,7 +176,7 @@ class Watch:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.steps: list[dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]] = []
-        engine.before_compress = self._before
+        observe(engine, self._before)
         self.x: dict[str, np.ndarray] = {}
         self.sent: dict[str, np.ndarray] = {}
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hvdcomp import ErrorFeedback, MomentumCorrection, NoMemory
+from hvdcomp.adaptation.look import observe
 from hvdcomp.arrays.types import Array
 from hvdcomp.bindings.checkpoint import restore, state_of
 from hvdcomp.communicators.in_process import InProcessGroup
@@ -247,7 +248,7 @@ def test_what_is_put_in_place_of_x_is_compressed(backend: str) -> None:
     """And taken off x."""
 
     def look(engine: Engine, step: int) -> None:
-        engine.before_compress = lambda xs: {"matrix": xs["matrix"] * 0.5}
+        observe(engine, lambda xs: {"matrix": xs["matrix"] * 0.5})
 
     given = lambda rank, step: {"matrix": make(backend, np.full((6, 8), 4.0)), "w": make(backend, np.ones(3))}  # noqa: E731
     shapes = {"matrix": (6, 8), "w": (3,)}

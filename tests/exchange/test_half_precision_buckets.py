@@ -10,6 +10,7 @@ import pytest
 
 from hvdcomp import ErrorFeedback, MomentumCorrection, NoMemory
 from hvdcomp.adaptation.gradient_sums import AccumulatedGradients
+from hvdcomp.adaptation.look import Look, observe
 from hvdcomp.bindings.checkpoint import restore, state_of
 from hvdcomp.communicators.in_process import run_ranks
 from hvdcomp.compressors import COMPRESSORS
@@ -17,7 +18,6 @@ from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.exchange.look import Look
 from hvdcomp.kernels import cuda
 from tests.exchange.test_buckets import needs_kernels
 from tests.harness import (
@@ -303,7 +303,7 @@ def test_who_looks_at_x_sees_it_in_float32_and_may_replace_it(memory: Memory, ba
             assert told.numbers().keys() == SHAPES.keys()
             return {name: x * 0 for name, x in look.items()} if replaces else {}
 
-        watched.before_compress = look
+        observe(watched, look)
         for step in range(3):
             found = []
             for engine in (watched, plain):

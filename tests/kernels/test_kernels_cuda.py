@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from hvdcomp import ErrorFeedback, kernels
+from hvdcomp.adaptation.look import Look, observe
 from hvdcomp.arrays import arrays_for
 from hvdcomp.communicators import LoopbackCommunicator
 from hvdcomp.communicators.in_process import run_ranks
 from hvdcomp.compressors.memory import MomentumCorrection
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.exchange.look import Look
 from hvdcomp.kernels import cuda, tables
 from tests.cuda_kernels import SPECS, launches
 from tests.exchange import test_buckets
@@ -109,7 +109,7 @@ def test_a_bucket_that_is_cut_does_what_it_does_on_the_host(spec: str, ranks: in
     def work(communicator: Any, backend: Any) -> tuple[list[Any], list[Any]]:
         engine = Engine(communicator, infos(shapes), parse_compressor(spec), ErrorFeedback(), min_numel=0, min_ndim=0)
         if replaced:
-            engine.before_compress = lambda look: {"b": look["b"] * 0.5}
+            observe(engine, lambda look: {"b": look["b"] * 0.5})
         results = []
         for step in range(2):
             engine.begin()
@@ -248,7 +248,7 @@ def test_while_somebody_looks_at_x_tensors_stay_in_their_bucket() -> None:
             return {}
 
         for step in range(4):
-            engine.before_compress = look if step % 2 else None
+            observe(engine, look if step % 2 else None)
             engine.begin()
             given = gradients("torch")(0, step)
             found = engine.step(given)
