@@ -23,15 +23,15 @@ class Clock:
     """Marks times in the steps of an engine.
 
     A mark costs next to nothing on the host. On a device it is an event, and each of many small ones holds up the host
-    for some microseconds. So turns that follow each other share the mark between them, `turns_only` leaves out what
-    gives a device little to do, and events are used again in later steps.
+    for some microseconds. So turns that follow each other share the mark between them, no other work is marked in a step
+    of buckets on a device alone, and events are used again in later steps.
 
     Attributes:
-        turns_only: whether `around` does nothing. True when a step begins.
+        marks_only_turns: whether `around` marks nothing. True when a step begins.
     """
 
     def __init__(self) -> None:
-        self.turns_only = True
+        self.marks_only_turns = True
         self._xp: ModuleType
         self._like: Array
         self._last: Any = None
@@ -47,7 +47,7 @@ class Clock:
         """Begins a step. All its marks are on the device of one array."""
         self._xp, self._like = xp, like
         self._marks = []
-        self.turns_only = True
+        self.marks_only_turns = True
 
     def start(self) -> None:
         """From here on."""
@@ -64,7 +64,7 @@ class Clock:
     @contextmanager
     def around(self, spans: list[Span]) -> Iterator[None]:
         """Work that is no turn, with marks of its own."""
-        if self.turns_only:
+        if self.marks_only_turns:
             yield
             return
         self.start()

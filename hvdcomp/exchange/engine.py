@@ -272,7 +272,7 @@ class Engine:
             waiting: list[BucketOrGroup] = [self.buckets.group(names, plan, defaultdict(TensorState))]
         else:
             waiting = self.buckets.of_step(xp, names, gradients, plan, under_way)
-        clock.turns_only &= all(bucket.on_device for bucket in waiting)
+        clock.marks_only_turns &= all(bucket.on_device for bucket in waiting)
         for bucket in waiting:
             bucket.begin(xp, gradients, context, factor, clock)
         return waiting

@@ -138,7 +138,7 @@ class Overlap:
         if not self._buckets.take(xp, bucket, self._gradients):
             self._missing = []
             return
-        clock.turns_only &= bucket.on_device
+        clock.marks_only_turns &= bucket.on_device
         bucket.begin(xp, self._gradients, expected.context, None, clock)
         bucket.open(expected.in_place, expected.sums)
         wave = self.new_wave(xp, [bucket], bucket.number)

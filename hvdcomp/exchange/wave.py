@@ -108,7 +108,7 @@ class Wave:
         requests = [request for _, asked in self._waiting for request in asked]
         if self._number == 0:
             requests, self._take_flag = with_flag(self._xp, requests, self._flag, self._like)
-        if not self._clock.turns_only:
+        if not self._clock.marks_only_turns:
             self._clock.start()
         name = f"hvdcomp.{self._name}{self._number}"
         self._round = Round(self._xp, self._communicator, requests, name, self._like)
