@@ -54,7 +54,7 @@ class Units:
         the next compressed momentum.
         """
         if self._training.refreshes():
-            self._training.engine.planner.compress_by(NoCompression(), beside_residuals=True)
+            self._training.engine.planner.compress_by(NoCompression(), ignores_residuals=True)
             return
         spec = self._training.warm_up()
         if spec is not None and (self._warm_up is None or str(self._warm_up) != spec):

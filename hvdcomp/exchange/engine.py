@@ -144,7 +144,7 @@ class Engine:
     @property
     def passthrough(self) -> bool:
         """Whether the plan needs nothing that a plain allreduce of (cast) gradients cannot do."""
-        return self.planner.casts_only and (self.planner.beside_residuals or not self.holds_residuals)
+        return self.planner.casts_only and (self.planner.ignores_residuals or not self.holds_residuals)
 
     def enter_casts(self, names: Set[str], beside: bool = False) -> None:
         """Enters, as a step of its own, what somebody else allreduced because `passthrough` held.
@@ -268,7 +268,7 @@ class Engine:
             under_way: names of the tensors whose buckets and groups have started.
         """
         clock, plan, context, names = self.ledger.clock, self.plan, self.context(""), list(gradients)
-        if self.planner.beside_residuals:  # such steps are rare: in a group, and buckets stay as they are
+        if self.planner.ignores_residuals:  # such steps are rare: in a group, and buckets stay as they are
             waiting: list[BucketOrGroup] = [self.buckets.group(names, plan, defaultdict(TensorState))]
         else:
             waiting = self.buckets.of_step(xp, names, gradients, plan, under_way)

@@ -21,7 +21,7 @@ class Planner(Chooser):
 
     Attributes:
         plan: of the step that is under way.
-        beside_residuals: whether that step neither sends nor changes what earlier ones have left.
+        ignores_residuals: whether that step neither sends nor changes what earlier ones have left.
         level: as `set_level` was last told.
     """
 
@@ -30,7 +30,7 @@ class Planner(Chooser):
         self.level: Level | str | LevelsBySize | None = None
         self.plan = self.plan_for(self.compressor)
         self._next_plan = self.plan
-        self.beside_residuals = False
+        self.ignores_residuals = False
         self._in_place: tuple[Compressor | None, bool] = None, False  # of the plan that follows
         self._plan_in_place = self.plan
         # What follows from the plan; None where it is not computed yet.
@@ -69,19 +69,19 @@ class Planner(Chooser):
         else:
             self.set_plan(self.plan_for(NoCompression() if isinstance(level, str) else self.compressor.at_level(level)))
 
-    def compress_by(self, compressor: Compressor | None, beside_residuals: bool = False) -> None:
+    def compress_by(self, compressor: Compressor | None, ignores_residuals: bool = False) -> None:
         """Compresses all tensors by another compressor from the next step on, whatever the plan; None for the plan.
 
         Args:
-            beside_residuals: as the attribute; with a lossless compressor only.
+            ignores_residuals: as the attribute; with a lossless compressor only.
         """
         if compressor is not None and compressor != self._in_place[0]:
             self._plan_in_place = self.plan_for(compressor)
-        self._in_place = compressor, beside_residuals
+        self._in_place = compressor, ignores_residuals
 
     def begin(self) -> Plan:
         """Fixes the plan of the step that is about to begin, and returns it."""
-        other, self.beside_residuals = self._in_place
+        other, self.ignores_residuals = self._in_place
         plan = self._next_plan if other is None else self._plan_in_place
         if self.plan is not plan:
             self.plan = plan
