@@ -219,7 +219,7 @@ class Buckets:
             if not state.is_flat:
                 state.keeper = memory  # of the same class, if anything is kept; it says in which type
             wrap, unwrap = bridges(xp, gradients[name], self._tensors[name].shape)
-            state.lie_in(self._residuals, place, unwrap, wrap)
+            state.move_to_flat_storage(self._residuals, place, unwrap, wrap)
             tensors.append((name, state, place))
         key = (tuple(tensors), tuple(plan[name] for name in names), memory)
         described = [self._tensors[name] for name in names]

@@ -390,7 +390,7 @@ class EngineBucket:
             if states is None:
                 state.compressor = ()
             else:
-                state.lie_in_bucket(self, place)
+                state.leave_to_bucket(self, place)
         self.has_states = True
 
     def state(self, place: int) -> tuple[Array, ...]:

@@ -33,7 +33,7 @@ class TensorState:
         memory, keeper: the memory's arrays, and whose they are.
         method, compressor: the method that last compressed the tensor, and its arrays.
 
-    The memory's arrays may lie in flat storage (`lie_in`), where buckets find them, and the method's in a bucket.
+    The memory's arrays may be in flat storage, where buckets find them, and the method's arrays in a bucket.
     """
 
     __slots__ = ("_arrays", "_bucket", "_keeper", "_number", "_of_method", "_place", "_residuals", "_wrap", "method")
@@ -72,7 +72,7 @@ class TensorState:
             self._bucket.has_states = False
             self._bucket = None
 
-    def lie_in_bucket(self, bucket: KeepsStates, place: int) -> None:
+    def leave_to_bucket(self, bucket: KeepsStates, place: int) -> None:
         """Leaves the method's arrays to a bucket, which keeps them from step to step."""
         self.compressor = ()
         self._bucket, self._place = bucket, place
@@ -120,7 +120,7 @@ class TensorState:
         """Whether the memory has kept anything."""
         return bool(self._arrays) if self._residuals is None else bool(self._residuals.holds[self._number])
 
-    def lie_in(
+    def move_to_flat_storage(
         self,
         residuals: FlatStorage,
         number: int,
