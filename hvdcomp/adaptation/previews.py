@@ -90,7 +90,7 @@ class Previews:
             kept.update(zip(bucket.names, bucket.means(xp, xs[bucket.names[0]]), strict=True))
             if lost is not None:
                 lost.add(bucket.names, bucket.lost(xp, xs[bucket.names[0]]))
-            bucket.let_go()
+            bucket.release()
         pairs = {}
         for name in [name for name in xs if name not in kept]:  # in this order, also that of additions
             kept[name] = self._of_tensor(xp, xs[name], compressors[name], dataclasses.replace(context, name=name))
@@ -141,7 +141,7 @@ class Previews:
             self._run(xp, bucket, xs, addresses, dict(zip(own, placed[1], strict=True)), context)
             del placed  # which has kept the arrays alive
             energies.add(bucket.names, bucket.lost(xp, xs[bucket.names[0]]))
-            bucket.let_go()
+            bucket.release()
             done.update(bucket.names)
         pairs = {}
         for name in names:
@@ -282,6 +282,6 @@ class _PreviewBucket:
         sums = self.bucket.sums_of("measure_left")
         return xp.from_numpy(sums, like=like) if self.bucket.device is None else sums
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Forgets x and C(x), whose memory on a device is needed elsewhere."""
         self._made = ()

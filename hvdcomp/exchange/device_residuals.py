@@ -47,7 +47,7 @@ class DeviceResiduals(FlatStorage):
     def enter(self, bucket: Bucket, numbers: np.ndarray) -> None:
         turn = self._turn[numbers]
         if not self._places["x"]["buffer"][1 - turn, numbers].all():
-            self._let_go(1 - turn, numbers)  # of some, after a step that an error has ended
+            self._free_places(1 - turn, numbers)  # of some, after a step that an error has ended
         super().enter(bucket, numbers)
         if bucket.memory.rounds_to:  # of which nothing was sent
             return
@@ -65,11 +65,11 @@ class DeviceResiduals(FlatStorage):
 
     def commit(self, bucket: Bucket, numbers: np.ndarray) -> None:
         super().commit(bucket, numbers)
-        self._let_go(1 - self._turn[numbers], numbers)
+        self._free_places(1 - self._turn[numbers], numbers)
 
     def drop(self, numbers: np.ndarray) -> None:
         super().drop(numbers)
-        self._let_go(self._turn[numbers], numbers)
+        self._free_places(self._turn[numbers], numbers)
 
     def _before_free(self, buffer: Array) -> None:
         cuda.let_go(buffer)

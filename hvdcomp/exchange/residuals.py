@@ -142,7 +142,7 @@ class FlatStorage:
     def commit(self, bucket: Bucket, numbers: np.ndarray) -> None:
         """After a step that counts: what is left of x is what is kept. On a device, after any step."""
         if bucket.memory.rounds_to:
-            self._let_go(1 - self._turn[numbers], numbers)
+            self._free_places(1 - self._turn[numbers], numbers)
         else:
             self._turn[numbers] ^= 1
         self.holds[numbers] = True
@@ -189,7 +189,7 @@ class FlatStorage:
         places["start"][turn, numbers] = starts
         places["address"][turn, numbers] = self._address(buffer) + _KINDS[kind].itemsize * starts
 
-    def _let_go(self, turn: np.ndarray, numbers: np.ndarray) -> None:
+    def _free_places(self, turn: np.ndarray, numbers: np.ndarray) -> None:
         """Takes these places from tensors, and lets buffers go in which no tensor has a place any more."""
         for places in self._places.values():
             buffers = places["buffer"]
