@@ -137,14 +137,14 @@ class Engine:
             state.scale_residual(factor, momentum)
 
     @property
-    def holds_residuals(self) -> bool:
+    def has_residuals(self) -> bool:
         """Whether any tensor has a residual to be sent."""
-        return any(state.holds for state in self.states.values())
+        return any(state.has_residual for state in self.states.values())
 
     @property
     def passthrough(self) -> bool:
         """Whether the plan needs nothing that a plain allreduce of (cast) gradients cannot do."""
-        return self.planner.casts_only and (self.planner.ignores_residuals or not self.holds_residuals)
+        return self.planner.casts_only and (self.planner.ignores_residuals or not self.has_residuals)
 
     def enter_casts(self, names: Set[str], beside: bool = False) -> None:
         """Enters, as a step of its own, what somebody else allreduced because `passthrough` held.

@@ -193,7 +193,7 @@ class EngineBucket:
             function()
         with self._clock.around(self._spans.decoding):
             sends = self.bucket.keeps and not self.bucket.memory.is_momentum
-            self._had_residuals = sends and bool(self._residuals.holds[self._numbers].any())
+            self._had_residuals = sends and bool(self._residuals.has_residual[self._numbers].any())
             self._settle(found_inf)
             arrays = self._results if self._is_dense else self._xp.like_originals(self._results, self._given)
             results = dict(zip(self.names, arrays, strict=True))

@@ -50,7 +50,7 @@ class FlatStorage:
 
     Attributes:
         keepers: (tensors,), the memory whose arrays are kept of each tensor.
-        holds: (tensors,), whether anything is kept.
+        has_residual: (tensors,), whether anything is kept.
         released: how often what is kept of a tensor was taken to lie elsewhere.
         dropped: how often what is kept of some was forgotten.
     """
@@ -65,7 +65,7 @@ class FlatStorage:
         # Which of a tensor's two places holds what is kept; that of a rounded residual stays the same.
         self._turn = np.zeros(len(sizes), np.int64)
         self.keepers = np.full(len(sizes), NoMemory(), object)
-        self.holds = np.zeros(len(sizes), bool)
+        self.has_residual = np.zeros(len(sizes), bool)
         self.released = self.dropped = 0
 
     @property
@@ -76,7 +76,7 @@ class FlatStorage:
     def arrays(self, number: int) -> tuple[Array, ...]:
         """Residuals of a tensor, as the arrays of its keeper's state: float32 vectors, whose storage a later step
         reuses."""
-        if not self.holds[number]:
+        if not self.has_residual[number]:
             return ()
         if dtype := self.keepers[number].rounds_to:
             return (_of_bits(self._xp, self._part("rounded", number, self._turn[number]), dtype),)
@@ -90,7 +90,7 @@ class FlatStorage:
     def keep(self, number: int, keeper: Memory, arrays: Sequence[Array]) -> None:
         """Keeps arrays of a memory's state for a tensor, in place of what is kept; nothing if there are none."""
         self.keepers[number] = keeper
-        self.holds[number] = bool(arrays)
+        self.has_residual[number] = bool(arrays)
         self._nothing_was_sent(number)
         if arrays:
             *velocity, x = arrays
@@ -116,7 +116,7 @@ class FlatStorage:
 
     def drop(self, numbers: np.ndarray) -> None:
         """Forgets what is kept."""
-        self.holds[numbers] = False
+        self.has_residual[numbers] = False
         self.dropped += 1
 
     # A step.
@@ -129,14 +129,14 @@ class FlatStorage:
             self._fill("rounded", turn, numbers)
             self._fill("x", 1 - turn, numbers)
             rounded = self._places["rounded"]["address"][turn, numbers]
-            segments["rounded"], segments["kept"] = rounded, np.where(self.holds[numbers], rounded, 0)
+            segments["rounded"], segments["kept"] = rounded, np.where(self.has_residual[numbers], rounded, 0)
             segments["x"] = self._places["x"]["address"][1 - turn, numbers]
             return
         fields = [("x", "kept", "x")] + [("velocity", "velocity", "next_velocity")] * bucket.memory.is_momentum
         for kind, old, new in fields:
             self._provide(kind, 1 - turn, numbers)
             addresses = self._places[kind]["address"]
-            segments[old] = np.where(self.holds[numbers], addresses[turn, numbers], 0)
+            segments[old] = np.where(self.has_residual[numbers], addresses[turn, numbers], 0)
             segments[new] = addresses[1 - turn, numbers]
 
     def commit(self, bucket: Bucket, numbers: np.ndarray) -> None:
@@ -145,7 +145,7 @@ class FlatStorage:
             self._free_places(1 - self._turn[numbers], numbers)
         else:
             self._turn[numbers] ^= 1
-        self.holds[numbers] = True
+        self.has_residual[numbers] = True
         self.keepers[numbers] = bucket.memory
 
     def x(self, number: int) -> Array:

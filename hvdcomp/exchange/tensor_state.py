@@ -116,9 +116,9 @@ class TensorState:
         return self._residuals is not None
 
     @property
-    def holds(self) -> bool:
+    def has_residual(self) -> bool:
         """Whether the memory has kept anything."""
-        return bool(self._arrays) if self._residuals is None else bool(self._residuals.holds[self._number])
+        return bool(self._arrays) if self._residuals is None else bool(self._residuals.has_residual[self._number])
 
     def move_to_flat_storage(
         self,
@@ -141,7 +141,7 @@ class TensorState:
 
     def memory_for(self, memory: Memory) -> Memory:
         """The memory of the next step: that of its plan, or else the one whose arrays are still to be sent."""
-        return self.keeper if self.holds and type(memory) is not type(self.keeper) else memory
+        return self.keeper if self.has_residual and type(memory) is not type(self.keeper) else memory
 
     def kept_for(self, compressor: Compressor) -> tuple[Array, ...]:
         """The arrays that are kept, which are only for the method that left them."""

@@ -132,7 +132,7 @@ def test_a_bucket_is_cut_as_a_whole(spec: str, memory: Memory, ranks: int) -> No
         seen = []
         for step in range(steps):
             results = engine.step(gradients_of(communicator.rank, step))
-            kept = {name: state.memory[0].copy() for name, state in engine.states.items() if state.holds}
+            kept = {name: state.memory[0].copy() for name, state in engine.states.items() if state.has_residual}
             seen.append((results, kept))
         assert len(engine.buckets.now) == 1
         return seen

@@ -162,10 +162,10 @@ def test_what_was_sent_dense_is_dropped_before_the_next_step_if_it_counts(monkey
         for spec in ("topk:ratio=0.1", "sidco:ratio=0.1"):
             engine = Engine(LoopbackCommunicator(2), infos(SHAPES), parse_compressor(spec), ErrorFeedback())
             steps(engine, [spec, "none"])
-            assert engine.holds_residuals
+            assert engine.has_residuals
             assert not engine.passthrough
             engine.begin()
-            assert not engine.holds_residuals
+            assert not engine.has_residuals
             assert engine.passthrough
 
 

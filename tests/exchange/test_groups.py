@@ -191,7 +191,7 @@ def test_what_is_not_finite_gives_no_result_and_no_warning(value: float) -> None
         warnings.simplefilter("error")
         for run in run_engines(2, infos(SHAPES), Rounds(), given):
             assert all(np.isnan(x).any() for x in run.results[0].values())
-            assert not run.engine.holds_residuals
+            assert not run.engine.has_residuals
 
 
 @dataclass(frozen=True)

@@ -153,10 +153,10 @@ def test_residuals_that_were_sent_whole_are_forgotten_of_both_kinds() -> None:
         engine = engine_of(communicator)
         engine.begin()
         engine.step(gradients(communicator.rank, 0))
-        assert all(state.holds for state in engine.states.values())
+        assert all(state.has_residual for state in engine.states.values())
         engine.set_level("dense")
         engine.begin()
         engine.step(gradients(communicator.rank, 1))
-        assert not engine.holds_residuals
+        assert not engine.has_residuals
 
     run_ranks(RANKS, work)
