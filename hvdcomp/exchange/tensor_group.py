@@ -116,7 +116,7 @@ class TensorGroup:
 
         Not whether the gradient does: the sum with what was kept back may overflow, and an infinity must not be kept.
         """
-        arrays = [array for tensor in self._tensors.values() for array in tensor.sends()]
+        arrays = [array for tensor in self._tensors.values() for array in tensor.sent_arrays()]
         return _found_inf(self._xp, arrays)
 
     @property
@@ -125,7 +125,7 @@ class TensorGroup:
 
         Sums overflow within a method, or over the ranks, although all that was put in is finite.
         """
-        arrays = [array for tensor in self._tensors.values() for array in tensor.made()]
+        arrays = [array for tensor in self._tensors.values() for array in tensor.new_arrays()]
         return _found_inf(self._xp, arrays)
 
     def finish(self, found_inf: Array) -> dict[str, Array]:
@@ -273,7 +273,7 @@ class _TensorExchange:
             self.cost.bytes_in_node += sent
         return request
 
-    def sends(self) -> list[Array]:
+    def sent_arrays(self) -> list[Array]:
         """x, and what was cast from it to half precision for the wire, which makes large values infinite."""
         if isinstance(self._asked, AllReduce):
             sent = arrays_for(self._asked.array).dtype_name(self._asked.array)
@@ -281,7 +281,7 @@ class _TensorExchange:
                 return [self._x, self._asked.array]
         return [self._x]
 
-    def made(self) -> list[Array]:
+    def new_arrays(self) -> list[Array]:
         """What the compressor has made of the exchange: the mean, and the method's new state."""
         return [self._mean, *self._outcome.state]
 
@@ -293,7 +293,7 @@ class _TensorExchange:
                 known to count.
         """
         xp, x, memory, state = self._memory_xp, self._x, self._memory, self.member.state
-        mean, sent, made = self._outcome
+        mean, sent, new_state = self._outcome
         if xp is self._inside.framework:
             sent = self.sent
         if (wide := xp.dtype_name(x)) != self._dtype:
@@ -305,7 +305,7 @@ class _TensorExchange:
         state.keeper = memory
         if not self.member.compressor.lossless:  # a dense step keeps the warm start of the method it interrupts
             state.method = self.member.compressor.name
-            state.compressor = self._select(found_inf, made, self._state_before)
+            state.compressor = self._select(found_inf, new_state, self._state_before)
 
     def _select(
         self, found_inf: Array | None, after: tuple[Array, ...], before: tuple[Array, ...]
