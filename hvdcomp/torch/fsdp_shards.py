@@ -314,7 +314,7 @@ class ShardsBinding:
             name: tuple(array.to(self._device, copy=True) for array in arrays) for name, arrays in states.items()
         }
         self._divided_by = dict(own.get("divided_by") or {})
-        engine.ledger.go_on_from(Cost(**own["totals"]), own["steps"])
+        engine.ledger.continue_from(Cost(**own["totals"]), own["steps"])
 
     def _by_name(
         self, states: Mapping[str, tuple[torch.Tensor, ...]], layouts: Mapping[str, FlatLayout]
