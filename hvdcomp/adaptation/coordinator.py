@@ -239,7 +239,7 @@ class Coordinator:
         self.channel.enter(self.policy.from_json(shared["state"]))
         self.progress.step, self.progress.epoch, self.progress.taken = shared["progress"]
         self._put_in_force(self.policy.decision(self.channel.state))
-        self.progress.go_on_after(shared.get("steps_per_epoch"), self.batch_size.accumulation)
+        self.progress.continue_after(shared.get("steps_per_epoch"), self.batch_size.accumulation)
         self._ended = None if shared["ended"] is None else Statistics(*shared["ended"])
         self._first_rates = shared["period_rates"] and tuple(shared["period_rates"])
         if own is not None and self.channel.decides:
