@@ -243,7 +243,7 @@ class Coordinator:
         self._ended = None if shared["ended"] is None else Statistics(*shared["ended"])
         self._first_rates = shared["period_rates"] and tuple(shared["period_rates"])
         if own is not None and self.channel.decides:
-            self.channel.be_ahead(self.policy.from_json(own["latest"]))
+            self.channel.set_latest(self.policy.from_json(own["latest"]))
             self._ended = None if own["ended"] is None else Statistics.of_plain(own["ended"])
             self.observers.restore(own, place)
 
