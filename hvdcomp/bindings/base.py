@@ -72,13 +72,13 @@ class Binding(Training):
                 'at once; leave overlap at "auto"'
             )
         setup.compression.settings.require_matches(names or [tensor.name for tensor in self._tensors])
-        self.meet(communicator)
+        self.connect(communicator)
 
-    def meet(self, communicator: Ranks) -> None:
+    def connect(self, communicator: Ranks) -> None:
         """Makes the objects that depend on the ranks, for the ranks of this communicator."""
         self.communicator = communicator
         self._refused: str | None = None  # the reason why this rank refuses the present step
-        self._met = False  # whether all ranks have the same state after a possible change
+        self._has_agreed = False  # whether all ranks have the same state after a possible change
         setup = self.setup
         settings = setup.compression.settings
         self.engine = Engine(
@@ -148,16 +148,17 @@ class Binding(Training):
             self._carried = carried or None  # None before the first step
             if self._batch is not None:
                 self._batch.undo()
-            self.meet(communicator)
+            self.connect(communicator)
 
-    def meet_elastic_ranks(self) -> None:
-        if self._met or (self._carried is None and not self.ranks_may_change):
+    def agree_with_new_ranks(self) -> None:
+        if self._has_agreed or (self._carried is None and not self.ranks_may_change):
             return
-        self._met = True
+        self._has_agreed = True
         carried, self._carried = self._carried, None
         require_agreement(self.communicator, {}, self.like)  # meets an error in making a rank's binding
         state = self.state_dict() if carried is None else carried
-        agreed = elastic.meet(self.communicator, self.like, state, carried is not None, self.pack, self.unpack)
+        ranks = self.communicator
+        agreed = elastic.agree_on_state(ranks, self.like, state, carried is not None, self.pack, self.unpack)
         with refused_on_every_rank(self.communicator, self.like):
             self.load_state_dict(agreed)
 

@@ -53,7 +53,7 @@ class FirstSteps:
             return
         training = self._training
         if self._first is None:
-            training.meet_elastic_ranks()
+            training.agree_with_new_ranks()
             self._first = training.engine.step_number
         step = training.engine.step_number
         weights_due = step - self._first >= training.steps_before_broadcast

@@ -107,10 +107,10 @@ class TensorFlowBinding(TensorFlowTraining):
         with _refused_on_every_rank(communicator, np.zeros((0,), np.float32)):
             super().__init__(setup, variables, communicator)
 
-    def meet(self, communicator: Ranks) -> None:
+    def connect(self, communicator: Ranks) -> None:
         assert isinstance(communicator, HorovodTensorFlowCommunicator)
         communicator.on_device = self._on_device
-        super().meet(communicator)
+        super().connect(communicator)
 
     @tf.autograph.experimental.do_not_convert
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, _Ticket]:
@@ -236,7 +236,7 @@ class TensorFlowBinding(TensorFlowTraining):
             self.follow_ranks()
         alone = self.communicator.world_size == 1  # the other ranks of an elastic job are gone
         if alone:
-            self.meet_elastic_ranks()
+            self.agree_with_new_ranks()
         else:
             self.begin()
         if self._scaled is not None:

@@ -56,9 +56,9 @@ class TorchBinding(TorchTraining):
             super().__init__(setup, parameters, communicator, optimizer)
         self._passes = getattr(optimizer, "backward_passes_per_step", 1)  # before any policy
 
-    def meet(self, communicator: Ranks) -> None:
+    def connect(self, communicator: Ranks) -> None:
         assert isinstance(communicator, HorovodTorchCommunicator)
-        super().meet(communicator)
+        super().connect(communicator)
         self._presence_check = PresenceCheck(communicator)
         self._casting = False
         self._alone = False  # whether the present step has no exchange

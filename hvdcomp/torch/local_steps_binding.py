@@ -81,9 +81,9 @@ class LocalStepsBinding(TorchTraining):
         """Enters a step without an exchange."""
         self.engine.enter_alone(self._parameters.keys())
 
-    def meet(self, communicator: Ranks) -> None:
+    def connect(self, communicator: Ranks) -> None:
         self._waves: Sequence[Wave] = ()  # of the exchange under way; an exchange with former ranks is lost
-        super().meet(communicator)
+        super().connect(communicator)
 
     def change_ranks(self, group: dist.ProcessGroup) -> None:
         """Goes on with the ranks of another process group from the next step on."""

@@ -45,7 +45,7 @@ def meeting(
         was = now[communicator.rank]
         state = fresh if was is None else before[was]
         like = np.zeros(0, np.float32)
-        agreed = elastic.meet(communicator, like, state, was is not None, pack, unpack)
+        agreed = elastic.agree_on_state(communicator, like, state, was is not None, pack, unpack)
         checkpoint.restore(agreed, engine, None, lambda array, name: np.array(array))
         return engine
 
