@@ -124,7 +124,7 @@ class ShardReducer:
         """Sets the level of all flat gradients; to be called on every rank between the same two steps."""
         self.compressor = self.compressor.at_level(level)
 
-    def takes(self, name: str, size: int) -> bool:
+    def compresses(self, name: str, size: int) -> bool:
         """Whether `reduce` saves anything of a flat gradient of so many elements; else somebody reduces it exactly, and
         calls `enter`."""
         exact = self.compressor.lossless or self.levels.across.size == 1 or size < self._min_numel

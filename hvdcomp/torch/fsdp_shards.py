@@ -141,7 +141,7 @@ class ShardsBinding:
         engine, dense_bytes = self.engine, rows.numel() * rows.element_size()
         ranks = engine.communicator.world_size
         names = flat.take_names(rows.numel() // ranks)
-        if not engine.takes(flat.name, rows.numel()):
+        if not engine.compresses(flat.name, rows.numel()):
             reduce_scatter(row, rows, op=op, group=group)
             engine.enter(flat.name, dense_bytes, Sent(dense_bytes), rows.numel())
             return
