@@ -139,7 +139,7 @@ class Binding(Training):
 
         Every rank calls it, or is new. It raises ConfigurationError on every rank if any cannot go on.
         """
-        communicator = self.communicator.anew()
+        communicator = self.communicator.renewed()
         with refused_on_every_rank(communicator, self.like):
             carried = self.state_dict()
             self._rolled_back = None

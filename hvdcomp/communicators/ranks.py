@@ -90,7 +90,7 @@ class Ranks(Communicator):
         """Whether the library was restarted with other ranks."""
         return False
 
-    def anew(self) -> Ranks:
+    def renewed(self) -> Ranks:
         """A new communicator of all present ranks, if this one `is_stale`.
 
         Raises:

@@ -137,7 +137,7 @@ class SimulatedCommunicator(InProcessCommunicator):
         """Seconds on this rank's clock of each link."""
         return self.group.moment(self._number)
 
-    def anew(self) -> SimulatedCommunicator:
+    def renewed(self) -> SimulatedCommunicator:
         raise NotImplementedError("simulated ranks never change")
 
     def _start(self, kind: str, name: str, array: Array) -> Any:
