@@ -107,7 +107,7 @@ class TorchDistributedCommunicator(Ranks):
     def gather_bytes(self, own: np.ndarray, name: str) -> torch.Tensor:
         return self.wait(self.start_allgather(torch.from_numpy(own), name))
 
-    def beside(self) -> TorchDistributedCommunicator:
+    def duplicate(self) -> TorchDistributedCommunicator:
         """A communicator with a process group of its own, because the collectives of one group wait for each other."""
         return TorchDistributedCommunicator(_group_beside(self.group, _backend(self.group)))
 
