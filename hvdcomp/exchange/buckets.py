@@ -42,7 +42,7 @@ class Buckets:
         tensors: all tensors, by name.
         states: of the tensors, by name.
         memory_for: of a compressor, the memory that goes with it.
-        says: whether it warns if gradients lie on a device that has no kernels.
+        warns: whether to warn if gradients are on a device that has no kernels.
         most_gathered: bytes that one rank gathers of the payloads of a bucket or group, at most, unless a tensor alone
             has more; None for any number. If a step gathers more, nothing starts before all gradients are there.
         ranks: their number.
@@ -57,14 +57,14 @@ class Buckets:
         tensors: Mapping[str, TensorInfo],
         states: Mapping[str, TensorState],
         memory_for: Callable[[Compressor], Memory],
-        says: bool = False,
+        warns: bool = False,
         most_gathered: int | None = None,
         ranks: int = 1,
     ) -> None:
         self._tensors = tensors
         self._most_gathered = most_gathered
         self._ranks = ranks
-        self._says = says
+        self._warns = warns
         self._states = states
         self._memory_for = memory_for
         self._numbers = {name: number for number, name in enumerate(tensors)}
@@ -244,7 +244,7 @@ class Buckets:
         served = set(NARROW)
         for dtype in NARROW:
             given = [gradients[name] for name in names if self._tensors[name].dtype == dtype]
-            if given and self._says:
+            if given and self._warns:
                 cuda.warn_where_none(given[0])
             if given and self._placed(xp, given, dtype) is None:
                 served.remove(dtype)

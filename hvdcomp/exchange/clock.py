@@ -23,8 +23,8 @@ class Clock:
     """Marks times in the steps of an engine.
 
     A mark costs next to nothing on the host. On a device it is an event, and each of many small ones holds up the host
-    for some microseconds. So turns that follow each other share the mark between them, no other work is marked in a step
-    of buckets on a device alone, and events are used again in later steps.
+    for some microseconds. So turns that follow each other share the mark between them, a step with all its buckets on a
+    device marks nothing else, and events are used again in later steps.
 
     Attributes:
         marks_only_turns: whether `around` marks nothing. True when a step begins.

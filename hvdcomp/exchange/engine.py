@@ -91,8 +91,8 @@ class Engine:
         self.step_number = 0
         self.states: dict[str, TensorState] = {name: TensorState() for name in self.tensors}
         self._gathered_bytes = gathered_bytes
-        says, ranks = communicator.rank == 0, communicator.world_size
-        self.buckets = Buckets(self.tensors, self.states, self.planner.memory_for, says, gathered_bytes, ranks)
+        warns, ranks = communicator.rank == 0, communicator.world_size
+        self.buckets = Buckets(self.tensors, self.states, self.planner.memory_for, warns, gathered_bytes, ranks)
         self.before_compress: BeforeCompress | None = None
         self.found_inf: Array | None = None
         self._drop_sent: Callable[[], None] | None = None  # what is to be done before the next step
