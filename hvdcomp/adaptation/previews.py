@@ -11,6 +11,7 @@ import numpy as np
 
 from hvdcomp.adaptation.energies import Energies, of_errors
 from hvdcomp.adaptation.look import Look
+from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors import Compressor, inside
 from hvdcomp.compressors.bucket import Bucket
@@ -163,19 +164,19 @@ class Previews:
         if not names:
             return []
         first = xs[names[0]]
-        where = (first.device, xp) if cuda.placed([first]) is not None else ()
-        key = (tuple(names), id(compressors), where)
+        device = (first.device, xp) if cuda.placed([first]) is not None else ()
+        key = (tuple(names), id(compressors), device)
         if key not in self._buckets:
             if len(self._buckets) == _MOST_BUCKETS:
                 self._buckets.clear()
             families: dict[Any, list[str]] = {}
             for name in names:
                 compressor, tensor = compressors[name], self._tensors[name]
-                if compressor.has_bucket_form and (not where or cuda.takes(compressor, tensor.size)):
+                if compressor.has_bucket_form and (not device or cuda.takes(compressor, tensor.size)):
                     families.setdefault((compressor.bucket_family, tensor.dtype), []).append(name)
             buckets = [
                 _PreviewBucket(
-                    [self._tensors[name] for name in own], [compressors[name] for name in own], where, self._room
+                    [self._tensors[name] for name in own], [compressors[name] for name in own], self._room, *device
                 )
                 for own in families.values()
             ]
@@ -228,8 +229,8 @@ class _PreviewBucket:
     """A bucket that sends nothing.
 
     Args:
-        where: as of `Bucket`: device and array functions; empty on the host.
         room: memory for x and C(x).
+        device, xp: as of `Bucket`.
 
     Attributes:
         names: names of its tensors.
@@ -237,12 +238,17 @@ class _PreviewBucket:
     """
 
     def __init__(
-        self, tensors: Sequence[TensorInfo], compressors: Sequence[Compressor], where: tuple[Any, ...], room: _Room
+        self,
+        tensors: Sequence[TensorInfo],
+        compressors: Sequence[Compressor],
+        room: _Room,
+        device: Any = None,
+        xp: ModuleType = numpy_arrays,
     ) -> None:
         self.names = [tensor.name for tensor in tensors]
-        self.bucket = Bucket(tensors, compressors, ErrorFeedback(), *where)
+        self.bucket = Bucket(tensors, compressors, ErrorFeedback(), device, xp)
         self._room = room
-        if where:
+        if device is not None:
             self.bucket.kernels.room = room.on_device
         self._made: Sequence[Sequence[Array]] = ()  # x, and C(x)
 

@@ -223,10 +223,10 @@ class Buckets:
             tensors.append((name, state, place))
         key = (tuple(tensors), tuple(plan[name] for name in names), memory)
         described = [self._tensors[name] for name in names]
-        where = (gradients[names[0]].device, xp) if on_device else ()
-        made = known.get(key) or EngineBucket(*key, described, self._residuals, where)
-        made.has_states &= plan[names[0]].keeps_state  # others may have had its tensors in the meantime
-        return made
+        device = (gradients[names[0]].device, xp) if on_device else ()
+        bucket = known.get(key) or EngineBucket(*key, described, self._residuals, *device)
+        bucket.has_states &= plan[names[0]].keeps_state  # others may have had its tensors in the meantime
+        return bucket
 
     def _gathered_of(self, name: str, compressor: Compressor) -> float:
         """Bytes that one rank gathers of a tensor's payloads; 0 where it gathers shares of them, scattered or in two

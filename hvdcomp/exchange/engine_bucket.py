@@ -52,7 +52,8 @@ class EngineBucket:
         tensors: name, state, and number in flat storage of each tensor.
         compressors, memory, described: as of `Bucket`.
         residuals: the flat storage.
-        where: device and array functions of the bucket; empty on the host.
+        device: the device of its kernels; None for the host.
+        xp: the array functions of its payloads.
 
     Attributes:
         key: two of the same key are the same bucket.
@@ -75,12 +76,12 @@ class EngineBucket:
         memory: Memory,
         described: Sequence[TensorInfo],
         residuals: FlatStorage,
-        where: tuple[Any, ...] = (),
+        device: Any = None,
+        xp: ModuleType = numpy_arrays,
     ) -> None:
         self.names = [name for name, _, _ in tensors]
         self.places = {name: place for place, name in enumerate(self.names)}
         self.key = (tensors, compressors, memory)
-        device, xp = where or (None, numpy_arrays)
         self.bucket = Bucket(described, compressors, memory, device, xp, described[0].dtype != "float32")
         self.on_device = device is not None
         self.number: int | None = None

@@ -188,10 +188,10 @@ class ShardReducer:
         hosted = xp.hosted([rows]) if known and self._kernels and placed is None else None
         if placed is None and hosted is None:
             return (yield from reduce_scatter(method, memory, xp, rows, state, shard))
-        where = (rows.device, xp) if placed is not None else ()
+        device = (rows.device, xp) if placed is not None else ()
         compiled = self._rows.get(name)
         if compiled is None or (compiled.method, compiled.length) != (method, length):
-            compiled = self._rows[name] = ShardKernels(method, memory, length, shard, *where)
+            compiled = self._rows[name] = ShardKernels(method, memory, length, shard, *device)
         if not isinstance(memory, NoMemory) and not state:
             state = memory.prepare(xp, rows[1:], ())
         if placed is not None:
