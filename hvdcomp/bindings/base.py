@@ -263,14 +263,14 @@ class Binding(Training):
     # Settings and refusals.
 
     @property
-    def agreed(self) -> bool:
+    def has_agreed(self) -> bool:
         """Whether the ranks have finished comparing settings and weights."""
-        return self._first_steps.agreed
+        return self._first_steps.has_agreed
 
     @property
     def has_begun(self) -> bool:
         """Whether a first step was begun."""
-        return self._first_steps.begun
+        return self._first_steps.has_begun
 
     def refuse(self) -> None:
         """Raises ConfigurationError if this rank refuses the present step."""

@@ -254,7 +254,7 @@ class TensorFlowBinding(TensorFlowTraining):
         return [mean * ranks for mean in means] if self._summed else means
 
     def _begin_casts(self, names: Set[str]) -> int:
-        if self.is_stale or not self.agreed:
+        if self.is_stale or not self.has_agreed:
             self._begin()  # the ranks compare their settings
         if self.communicator.world_size == 1:
             return self.engine.step_number
