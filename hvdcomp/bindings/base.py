@@ -310,7 +310,7 @@ class Binding(Training):
             self._batch.apply()
         state = checkpoint.state_of(self.engine, self.coordinator, self.copy)
         state["own"]["loss_scale"] = self.units.loss_scale
-        if self.summed:
+        if self.is_summed:
             state["own"]["op"] = "sum"
         return state
 

@@ -118,7 +118,7 @@ class Training(ABC):
         return  # no momenta were added
 
     @property
-    def summed(self) -> bool:
+    def is_summed(self) -> bool:
         """Whether the training uses the sum of the ranks' gradients instead of their mean."""
         return False
 

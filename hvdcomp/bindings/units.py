@@ -77,4 +77,4 @@ class Units:
         """The factor of momenta that converts them to the units of this rank's gradients."""
         training = self._training
         # The optimizer has momenta without the loss scale, and of the sum over all ranks if gradients are summed.
-        return (self.loss_scale or 1.0) / (training.communicator.world_size if training.summed else 1)
+        return (self.loss_scale or 1.0) / (training.communicator.world_size if training.is_summed else 1)

@@ -264,7 +264,7 @@ class TensorFlowBinding(TensorFlowTraining):
     # Methods of `Training`.
 
     @property
-    def summed(self) -> bool:
+    def is_summed(self) -> bool:
         return self._summed
 
     def facts(self) -> dict[str, Any]:
