@@ -54,13 +54,13 @@ class DeviceResiduals(FlatStorage):
         for row, half in enumerate((turn, 1 - turn)):
             bucket.kernels.sent[row] = self._sent.data_ptr() + 16 * (half * len(self._sizes) + numbers)
 
-    def _take_off(self, x: Array, number: int) -> None:
+    def _subtract_sent(self, x: Array, number: int) -> None:
         rule, above, below, _ = self._sent[int(self._turn[number]), number]
         where = self._xp.where
         sent = where((x > 0) | ((x == 0) & (rule == NOT_NEGATIVE)), above, below)
         x -= where(rule == EVERYTHING, x, where(rule == NOTHING, 0.0, sent))
 
-    def _nothing_was_sent(self, number: int) -> None:
+    def _clear_sent(self, number: int) -> None:
         self._sent[int(self._turn[number]), number] = 0
 
     def commit(self, bucket: Bucket, numbers: np.ndarray) -> None:

@@ -81,8 +81,8 @@ class FlatStorage:
         if dtype := self.keepers[number].rounds_to:
             return (_of_bits(self._xp, self._part("rounded", number, self._turn[number]), dtype),)
         x = self._part("x", number, self._turn[number])
-        self._take_off(x, number)
-        self._nothing_was_sent(number)
+        self._subtract_sent(x, number)
+        self._clear_sent(number)
         if not self.keepers[number].is_momentum:
             return (x,)
         return self._part("velocity", number, self._turn[number]), x
@@ -91,12 +91,12 @@ class FlatStorage:
         """Keeps arrays of a memory's state for a tensor, in place of what is kept; nothing if there are none."""
         self.keepers[number] = keeper
         self.has_residual[number] = bool(arrays)
-        self._nothing_was_sent(number)
+        self._clear_sent(number)
         if arrays:
             *velocity, x = arrays
             turn, x = self._turn[number], x.reshape(-1)
             for kind in _kinds_of(keeper):
-                self._provide(kind, self._turn[[number]], np.array([number]))
+                self._ensure_places(kind, self._turn[[number]], np.array([number]))
             if dtype := keeper.rounds_to:
                 self._part("rounded", number, turn)[:] = _bits_of(self._xp, x, dtype)
                 return
@@ -126,15 +126,15 @@ class FlatStorage:
         goes."""
         segments, turn = bucket.segments, self._turn[numbers]
         if bucket.memory.rounds_to:
-            self._fill("rounded", turn, numbers)
-            self._fill("x", 1 - turn, numbers)
+            self._add_missing_places("rounded", turn, numbers)
+            self._add_missing_places("x", 1 - turn, numbers)
             rounded = self._places["rounded"]["address"][turn, numbers]
             segments["rounded"], segments["kept"] = rounded, np.where(self.has_residual[numbers], rounded, 0)
             segments["x"] = self._places["x"]["address"][1 - turn, numbers]
             return
         fields = [("x", "kept", "x")] + [("velocity", "velocity", "next_velocity")] * bucket.memory.is_momentum
         for kind, old, new in fields:
-            self._provide(kind, 1 - turn, numbers)
+            self._ensure_places(kind, 1 - turn, numbers)
             addresses = self._places[kind]["address"]
             segments[old] = np.where(self.has_residual[numbers], addresses[turn, numbers], 0)
             segments[new] = addresses[1 - turn, numbers]
@@ -154,11 +154,11 @@ class FlatStorage:
 
     # What was sent of x, which has a place for each of the two turns on a device.
 
-    def _take_off(self, x: Array, number: int) -> None:
+    def _subtract_sent(self, x: Array, number: int) -> None:
         """Takes off a kept x what was sent of it."""
         raise NotImplementedError
 
-    def _nothing_was_sent(self, number: int) -> None:
+    def _clear_sent(self, number: int) -> None:
         raise NotImplementedError
 
     # Places.
@@ -168,11 +168,11 @@ class FlatStorage:
         start = int(place["start"])
         return self._buffers[int(place["buffer"])][start : start + self._sizes[number]]
 
-    def _provide(self, kind: str, turn: np.ndarray, numbers: np.ndarray) -> None:
+    def _ensure_places(self, kind: str, turn: np.ndarray, numbers: np.ndarray) -> None:
         """Sees to it that tensors have these of their two places for something that is kept."""
-        self._fill(kind, turn, numbers)
+        self._add_missing_places(kind, turn, numbers)
 
-    def _fill(self, kind: str, turn: np.ndarray, numbers: np.ndarray) -> None:
+    def _add_missing_places(self, kind: str, turn: np.ndarray, numbers: np.ndarray) -> None:
         """Gives tensors those of these places that they lack."""
         lacking = self._places[kind]["buffer"][turn, numbers] == 0
         if lacking.any():
@@ -250,7 +250,7 @@ class Residuals(FlatStorage):
         if bucket.factors is not None:
             bucket.factors.commit()
 
-    def _take_off(self, x: np.ndarray, number: int) -> None:
+    def _subtract_sent(self, x: np.ndarray, number: int) -> None:
         if self._rule[number] == PRODUCT:
             sent, dtype = product(self._product[number], x.size), self._dtypes[number]
             with np.errstate(over="ignore"):
@@ -263,12 +263,12 @@ class Residuals(FlatStorage):
             upper = x >= 0 if self._rule[number] == NOT_NEGATIVE else x > 0
             x -= np.where(upper, self._above[number], self._below[number])
 
-    def _nothing_was_sent(self, number: int) -> None:
+    def _clear_sent(self, number: int) -> None:
         self._rule[number] = NOTHING
 
-    def _provide(self, kind: str, turn: np.ndarray, numbers: np.ndarray) -> None:
+    def _ensure_places(self, kind: str, turn: np.ndarray, numbers: np.ndarray) -> None:
         if kind == "rounded":
-            self._fill(kind, turn, numbers)
+            self._add_missing_places(kind, turn, numbers)
         elif not self._places[kind]["buffer"][turn, numbers].all():
             for half in range(2):
                 self._allocate(kind, half, np.arange(len(self._sizes)))
