@@ -75,8 +75,8 @@ class Buckets:
         self._least_bytes = 0
         self._made_for: tuple[Plan, Sequence[str]] | None = None
         self._names: list[str] = []
-        self._states_seen: list[TensorState] = []
-        self._seen = 0, 0
+        self._known_states: list[TensorState] = []
+        self._known_changes = 0, 0
 
     @property
     def now(self) -> list[EngineBucket]:
@@ -102,11 +102,11 @@ class Buckets:
             names: of the tensors that take part.
             under_way: the names of those whose buckets and groups have started.
         """
-        if not self._still_right(plan) or self._made_for != (plan, names):
-            self._latest = list(self._made(xp, names, gradients, plan))
+        if not self._are_current(plan) or self._made_for != (plan, names):
+            self._latest = list(self._make(xp, names, gradients, plan))
             self._names = [name for bucket in self._latest for name in bucket.names]
-            self._states_seen = [self._states[name] for name in self._names]
-            self._seen = self._residuals.released, self._residuals.dropped
+            self._known_states = [self._states[name] for name in self._names]
+            self._known_changes = self._residuals.released, self._residuals.dropped
             self._made_for = (plan, names)
         waiting = [bucket for bucket in self._latest if bucket.names[0] not in under_way]
         if all(self.take(xp, bucket, gradients) for bucket in waiting):
@@ -115,7 +115,7 @@ class Buckets:
 
     def early(self, plan: Plan) -> list[BucketOrGroup]:
         """What need not wait for all gradients of the step to come, if it is like the one before."""
-        if not self._still_right(plan):
+        if not self._are_current(plan):
             return []
         return [bucket for bucket in self._latest if bucket.number is not None]
 
@@ -169,15 +169,15 @@ class Buckets:
         # No bucket is used again: collectives that nobody waits for may still use the storage of these.
         self._made_for, self._latest = None, []
 
-    def _still_right(self, plan: Plan) -> bool:
+    def _are_current(self, plan: Plan) -> bool:
         if self._made_for is None or self._made_for[0] is not plan:
             return False
         # Somebody may have put others in their place, or taken what they keep out of flat storage; tensors that keep
         # nothing any more may go with others.
-        same = all(map(operator.is_, map(self._states.__getitem__, self._names), self._states_seen))
-        return same and self._seen == (self._residuals.released, self._residuals.dropped)
+        same = all(map(operator.is_, map(self._states.__getitem__, self._names), self._known_states))
+        return same and self._known_changes == (self._residuals.released, self._residuals.dropped)
 
-    def _made(
+    def _make(
         self, xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array], plan: Plan
     ) -> Iterator[BucketOrGroup]:
         kinds = self._kinds(xp, names, gradients, plan)

@@ -95,7 +95,7 @@ class Engine:
         self.buckets = Buckets(self.tensors, self.states, self.planner.memory_for, warns, gathered_bytes, ranks)
         self.before_compress: BeforeCompress | None = None
         self.found_inf: Array | None = None
-        self._drop_sent: Callable[[], None] | None = None  # what is to be done before the next step
+        self._forget_sent: Callable[[], None] | None = None  # what is to be done before the next step
         self.overlap = Overlap(communicator, self.tensors, self.buckets, self.ledger.clock, overlap_bytes)
 
     # Between two steps.
@@ -121,9 +121,9 @@ class Engine:
     def begin(self) -> Plan:
         """`Planner.begin`. Waits for the device if the step before has sent residuals dense."""
         self.overlap.end()  # of a step that was not made
-        if self._drop_sent is not None:
-            self._drop_sent()
-            self._drop_sent = None
+        if self._forget_sent is not None:
+            self._forget_sent()
+            self._forget_sent = None
         return self.planner.begin()
 
     def scale_residuals(self, factor: float, momentum: bool = True) -> None:
@@ -252,7 +252,7 @@ class Engine:
         for bucket in buckets:
             results |= bucket.finish(found_inf)
         self.overlap.free(next(iter(results.values())))
-        self._drop_sent = _dropping(xp, buckets, self.planner.sends_all, found_inf)
+        self._forget_sent = _forget_sent_residuals(xp, buckets, self.planner.sends_all, found_inf)
         self._record(xp, waves, len(results), kept)
         self.step_number += 1
         self.found_inf = found_inf
@@ -315,24 +315,24 @@ class Engine:
         return FoundLevels(self.communicator, self.tensors)
 
 
-def _dropping(
+def _forget_sent_residuals(
     xp: ModuleType, buckets: Sequence[BucketOrGroup], sends_all: Callable[[str, Compressor], bool], found_inf: Array
 ) -> Callable[[], None] | None:
     """Forgets residuals that a lossless compressor has just sent, or a cast that keeps no rounding error.
 
     On a device nobody knows yet whether this step counts: there it is returned, to be called before the next one.
     """
-    forgets = [forget for bucket in buckets if (forget := bucket.forget_sent(sends_all)) is not None]
-    if not forgets:
+    of_buckets = [one for bucket in buckets if (one := bucket.forget_sent(sends_all)) is not None]
+    if not of_buckets:
         return None
     flag = xp.read_later(found_inf)
 
-    def drop() -> None:
+    def forget() -> None:
         if flag() == 0:
-            for forget in forgets:
-                forget()
+            for forget_one in of_buckets:
+                forget_one()
 
     if xp.waits(found_inf) or any(bucket.on_device for bucket in buckets):
-        return drop
-    drop()
+        return forget
+    forget()
     return None
