@@ -80,7 +80,7 @@ class Coordinator:
         self._rates: Rates = ()  # rates of the latest step
         self._partial = False  # whether rank 0 missed a part of the present period, which then gets no decision
         self.decision: Decision = BatchSize()
-        self._obey(policy.decision(self.channel.state))
+        self._apply(policy.decision(self.channel.state))
 
     @property
     def policy(self) -> Policy[Any]:
@@ -116,12 +116,12 @@ class Coordinator:
             self.channel.in_flight = False
             if self.channel.decides:
                 self.channel.enter(self.channel.latest)
-                self._obey(self.policy.decision(self.channel.state))
+                self._apply(self.policy.decision(self.channel.state))
 
     def receive(self) -> None:
         """Receives and applies a decision under way, between two steps."""
         if self.channel.in_flight:
-            self._obey(self.channel.receive())
+            self._apply(self.channel.receive())
 
     def begin_step(self, rates: Callable[[], Rates]) -> None:
         """Begins a step; to be called before the engine's `begin`."""
@@ -297,7 +297,7 @@ class Coordinator:
         if not self.observes:
             self.observers.sums.clear()
 
-    def _obey(self, decision: Decision) -> None:
+    def _apply(self, decision: Decision) -> None:
         if decision == self.decision:
             return
         if decision.batch() != self.batch_size:
