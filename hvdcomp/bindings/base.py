@@ -64,7 +64,8 @@ class Binding(Training):
         self._carried: Mapping[str, Any] | None = None  # the state from before the ranks changed
         self._rolled_back: Mapping[str, Any] | None = None
         self.ranks_may_change = elastic.may_change()
-        self._first_state: Mapping[str, Any] = {}  # in which this rank began, if its weights go back to that time
+        # The state at the start of training; used if the weights are rolled back to it.
+        self._first_state: Mapping[str, Any] = {}
         self._level: Level | None = None  # set by the user, since the latest roll-back
         if setup.compression.settings.overlap is True and not self.overlaps:
             raise ConfigurationError(

@@ -41,15 +41,15 @@ class Buckets:
     Args:
         tensors: all tensors, by name.
         states: of the tensors, by name.
-        memory_for: of a compressor, the memory that goes with it.
+        memory_for: function from a compressor to its memory.
         warns: whether to warn if gradients are on a device that has no kernels.
-        most_gathered: bytes that one rank gathers of the payloads of a bucket or group, at most, unless a tensor alone
-            has more; None for any number. If a step gathers more, nothing starts before all gradients are there.
-        ranks: their number.
+        most_gathered: the most bytes of payloads that one rank gathers of a bucket or group, unless a single tensor has
+            more; None for no limit. If a step gathers more, nothing starts before all gradients are ready.
+        ranks: number of ranks.
 
     Attributes:
-        order: names, in the order in which gradients become ready: one batch after the other, those of a batch at once.
-            Empty while it is not known.
+        order: batches of names, in the order in which gradients become ready; those of a batch become ready at once.
+            Empty while the order is not known.
     """
 
     def __init__(
@@ -114,13 +114,13 @@ class Buckets:
         return [self.group([name for name in names if name not in under_way], plan)]
 
     def early(self, plan: Plan) -> list[BucketOrGroup]:
-        """What need not wait for all gradients of the step to come, if it is like the one before."""
+        """The buckets and groups that can start before all gradients are ready, if this step is like the one before."""
         if not self._are_current(plan):
             return []
         return [bucket for bucket in self._latest if bucket.number is not None]
 
     def take(self, xp: ModuleType, bucket: BucketOrGroup, gradients: Mapping[str, Array]) -> bool:
-        """Gives a bucket its gradients of a step; whether it can take them. A group takes all gradients."""
+        """Gives a bucket its gradients of a step; returns whether kernels can use them. A group uses any gradients."""
         if isinstance(bucket, TensorGroup):
             return True
         placed = self._placed(xp, [gradients[name] for name in bucket.names], bucket.bucket.dtype)
@@ -131,7 +131,7 @@ class Buckets:
     def group(
         self, names: Sequence[str], plan: Plan, states: Mapping[str, TensorState] | None = None
     ) -> TensorGroup:
-        """A group of tensors; states: by name, if they are others than those of the training."""
+        """A group of tensors; states: by name, instead of the training's states."""
         states = self._states if states is None else states
         members = []
         for name in names:
@@ -141,7 +141,7 @@ class Buckets:
         return TensorGroup(members)
 
     def _placed(self, xp: ModuleType, arrays: Sequence[Array], dtype: str) -> tuple[list[Array], list[int]] | None:
-        """The gradients and their addresses, where kernels serve them and residuals are kept; else None."""
+        """The gradients and their addresses; None if they are not where kernels and flat storage are."""
         if (placed := cuda.placed(arrays, dtype)) is not None:
             if not isinstance(self._residuals, DeviceResiduals) and not self.now:
                 # Not a part of the gradient: that would keep all of it.
@@ -153,27 +153,27 @@ class Buckets:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of residuals, velocities and the methods' own arrays from step to step; on the host with the places
-        that a step fills while it may still come to nothing."""
+        """Bytes kept from step to step: residuals, velocities and the methods' own arrays; on the host with the second
+        places, which a step fills."""
         states = [bucket.bucket.states for bucket in self.now]
         return self._residuals.nbytes + sum(kept.nbytes for kept in states if kept is not None)
 
     def start_early(self, order: Sequence[Sequence[str]], least_bytes: int) -> None:
-        """From the next step on there are buckets that do not wait for all gradients.
+        """From the next step on, makes buckets that do not wait for all gradients.
 
         Args:
             order: the new value of the attribute `order`; if it is empty, all buckets wait for all gradients.
-            least_bytes: bytes of gradients in a bucket that does not wait, at least.
+            least_bytes: least bytes of gradients in a bucket that does not wait.
         """
         self.order, self._least_bytes = order, least_bytes
-        # No bucket is used again: collectives that nobody waits for may still use the storage of these.
+        # No bucket is used again: a step may have ended with an error, while collectives still read its payload.
         self._made_for, self._latest = None, []
 
     def _are_current(self, plan: Plan) -> bool:
         if self._made_for is None or self._made_for[0] is not plan:
             return False
-        # Somebody may have put others in their place, or taken what they keep out of flat storage; tensors that keep
-        # nothing any more may go with others.
+        # Make buckets again if a state was replaced or moved out of flat storage, or if a residual was dropped: the
+        # tensor may now belong to another bucket.
         same = all(map(operator.is_, map(self._states.__getitem__, self._names), self._known_states))
         return same and self._known_changes == (self._residuals.released, self._residuals.dropped)
 
@@ -210,14 +210,14 @@ class Buckets:
         memory: Memory,
         known: Mapping[Any, EngineBucket],
     ) -> EngineBucket:
-        """The bucket of these tensors, one of the known buckets if there is such a bucket."""
+        """The bucket of these tensors; one of the known buckets if it has the same key."""
         on_device = isinstance(self._residuals, DeviceResiduals)
         bridges = _no_bridges if on_device else _bridges
         tensors = []
         for name in names:
             state, place = self._states[name], self._numbers[name]
             if not state.is_flat:
-                state.keeper = memory  # of the same class, if anything is kept; it says in which type
+                state.keeper = memory  # of the same class if there is a residual; residuals may get another type
             wrap, unwrap = bridges(xp, gradients[name], self._tensors[name].shape)
             state.move_to_flat_storage(self._residuals, place, unwrap, wrap)
             tensors.append((name, state, place))
@@ -225,12 +225,13 @@ class Buckets:
         described = [self._tensors[name] for name in names]
         device = (gradients[names[0]].device, xp) if on_device else ()
         bucket = known.get(key) or EngineBucket(*key, described, self._residuals, *device)
-        bucket.has_states &= plan[names[0]].keeps_state  # others may have had its tensors in the meantime
+        # Another bucket may have had its tensors since its last step.
+        bucket.has_states &= plan[names[0]].keeps_state
         return bucket
 
     def _gathered_of(self, name: str, compressor: Compressor) -> float:
-        """Bytes that one rank gathers of a tensor's payloads; 0 where it gathers shares of them, scattered or in two
-        levels: that is little, and which rank has which share depends on the whole bucket."""
+        """Bytes that one rank gathers of a tensor's payloads. It is 0 for scattered payloads and for two levels:
+        there a rank gathers small shares, which depend on the whole bucket."""
         if self._most_gathered is None or needs_nodes(compressor) or compressor.scatters(self._ranks):
             return 0.0
         tensor = self._tensors[name]
@@ -240,7 +241,7 @@ class Buckets:
     def _kinds(
         self, xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array], plan: Plan
     ) -> dict[str, tuple[Any, Memory, str] | None]:
-        """The kind of each tensor of the training, whether it has a gradient in this step or not."""
+        """The kind of each tensor of the training, also of those without a gradient in this step."""
         served = set(NARROW)
         for dtype in NARROW:
             given = [gradients[name] for name in names if self._tensors[name].dtype == dtype]
@@ -254,7 +255,7 @@ class Buckets:
         }
 
     def _kind(self, name: str, compressor: Compressor) -> tuple[Any, Memory, str] | None:
-        """Key that tensors of one bucket have in common; None for a tensor that is in no bucket."""
+        """The key that all tensors of a bucket share; None for a tensor of a group."""
         tensor = self._tensors[name]
         if not compressor.has_bucket_form or not tensor.size:
             return None
@@ -264,11 +265,11 @@ class Buckets:
         return (compressor.bucket_family, memory, tensor.dtype) if type(memory) in KNOWN_TO_KERNELS else None
 
     def _early_pieces(self, names: Sequence[str], kinds: Mapping[str, Any], hosted: bool) -> list[list[str]]:
-        """The tensors of each bucket, and on the host of each group, that does not wait for all gradients of a step.
+        """The tensors of each bucket that does not wait for all gradients of a step; on the host also of each group.
 
-        Ranks may learn at different times that a tensor has no gradient. So what the pieces hold follows from the order
-        and the plan alone. Those from the first one on that misses a gradient wait. On a device array functions may
-        wait for it, and so would the backward pass.
+        Ranks may learn at different times that a tensor has no gradient. So the pieces depend on the order and the plan
+        alone. If a piece misses a gradient, it waits for all gradients, and so do all pieces after it. Groups on a
+        device always wait, because array functions may wait for the device, and would delay the backward pass.
         """
         pieces: list[list[str]] = []
         filling: dict[Any, tuple[list[str], int]] = {}
@@ -287,14 +288,13 @@ class Buckets:
 def in_parts(
     items: Iterable[_Item], size_of: Callable[[_Item], float], most: float | None, before: float = 0.0
 ) -> list[list[_Item]]:
-    """The items in parts, in their order, whose sizes add up to no more than `most`, unless an item alone has more.
+    """Cuts items into parts, in their order. The sizes of a part add up to at most `most`, unless one item is larger.
 
     Args:
         items: the items.
-        size_of: the size of an item.
-        most: the most of a part; None for one part of everything.
-        before: the size of what is in the first part already, beside the items; the part is empty where that leaves no
-            room for any.
+        size_of: function from an item to its size.
+        most: the largest size of a part; None for a single part.
+        before: a size that the first part has already. The part is empty if no item fits beside it.
 
     Example:
         >>> in_parts([3, 1, 2, 9, 1], float, 4)
@@ -318,7 +318,8 @@ def in_parts(
 def _bridges(
     xp: ModuleType, like: Array, shape: tuple[int, ...]
 ) -> tuple[Callable[[np.ndarray], Array], Callable[[Array], np.ndarray]]:
-    """From vectors in NumPy to arrays of the framework in a tensor's shape, which share their storage, and back."""
+    """Functions from a NumPy vector to an array of the framework in a tensor's shape, which shares its storage, and
+    back."""
     empty = xp.zeros((0,), like=like)  # not a part of it: that would keep all of it
 
     def wrap(vector: np.ndarray) -> Array:

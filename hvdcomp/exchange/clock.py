@@ -13,7 +13,7 @@ Span = tuple[Any, Any]  # two marks
 
 
 class Spans(NamedTuple):
-    """How long a bucket was under way in a step: before its last collective, and after it."""
+    """Times of the work on a bucket in a step: before its last collective, and after it."""
 
     encoding: list[Span]
     decoding: list[Span]
@@ -40,30 +40,30 @@ class Clock:
         self._now: Callable[[], float] | None = None
 
     def follow(self, now: Callable[[], float]) -> None:
-        """Takes the marks from another clock than that of the device: that of a simulated rank, in seconds."""
+        """Uses another clock than the device's: that of a simulated rank, in seconds."""
         self._now = now
 
     def begin(self, xp: ModuleType, like: Array) -> None:
-        """Begins a step. All its marks are on the device of one array."""
+        """Begins a step. All its marks are on the device of `like`."""
         self._xp, self._like = xp, like
         self._marks = []
         self.marks_only_turns = True
 
     def start(self) -> None:
-        """From here on."""
+        """Starts a lap here."""
         spare = self._spare.pop() if self._spare else None
         self._last = self._xp.mark(self._like, spare) if self._now is None else self._now()
         self._marks.append(self._last)
 
     def lap(self, spans: list[Span]) -> None:
-        """The time since the mark before belongs to these, and the next lap starts here."""
+        """Adds the time since the latest mark to the spans, and starts the next lap."""
         before = self._last
         self.start()
         spans.append((before, self._last))
 
     @contextmanager
     def around(self, spans: list[Span]) -> Iterator[None]:
-        """Work that is no turn, with marks of its own."""
+        """Adds the time of the work inside, which is no turn, unless `marks_only_turns`."""
         if self.marks_only_turns:
             yield
             return
@@ -72,6 +72,6 @@ class Clock:
         self.lap(spans)
 
     def end(self) -> Callable[[], None]:
-        """Ends a step; returns what is to be called when nobody looks at its marks any more."""
+        """Ends a step; returns a function that recycles its marks, to be called when they are no longer needed."""
         marks = self._marks
         return lambda: self._spare.extend(marks)

@@ -1,9 +1,9 @@
-"""The engine: takes the gradients of each step through compression, and keeps what tensors need from step to step.
+"""The engine: compresses and exchanges the gradients of each step, and keeps what tensors need from step to step.
 
-It knows no framework (array functions come with the arrays), no compressor by name, and reaches other ranks only
-through a communicator. `plan` says which compressor each tensor gets, `buckets` which tensors are compressed together,
-`engine_bucket` what a bucket goes through and `tensor_group` what a group does, `wave` how they exchange,
-`overlap` what starts before all gradients are there, `fusion` what travels.
+It knows no framework (array functions come with the arrays) and no compressor by name, and reaches other ranks only
+through a communicator. `plan` chooses the compressor of each tensor. `buckets` decides which tensors go together, in an
+`engine_bucket` or a `tensor_group`. A `wave` takes buckets and groups from round to round, and `fusion` makes few
+collectives of each round. `overlap` starts buckets before all gradients are ready.
 """
 
 from __future__ import annotations
@@ -47,22 +47,21 @@ class Engine:
         communicator: the ranks to exchange with.
         tensors, compressor, memory, min_numel, min_ndim: as for `Chooser`.
         seed: seed of all random choices; the same on all ranks.
-        bytes_beside: bytes that the binding itself sends beside the engine's collectives, by the number of a step's
-            tensors.
+        bytes_beside: function from the number of a step's tensors to the bytes that the binding itself sends.
         ledger: ledger into which costs are entered.
-        overlap_bytes: bytes of gradients, at least, of a bucket that starts before all gradients of a step are there;
-            None for no such buckets.
+        overlap_bytes: least bytes of gradients in a bucket that starts before all gradients of a step are ready; None
+            for no such buckets.
         gathered_bytes: as of `hvdcomp.Compression`.
 
     Attributes:
         planner: chooser of each tensor's compressor.
         bytes_beside: as given.
-        step_number: number of the step that comes next, or is under way, from 0.
+        step_number: number of the present or next step, from 0.
         states: state of each tensor, by name.
-        buckets: the buckets and groups of the tensors that are compressed together.
+        buckets: the buckets and groups.
         before_compress: function called in each step before x is compressed; None for no function.
-        found_inf: an element that is 0, or NaN if nothing of the last step counts (see `step`).
-        overlap: buckets that start early; to be told of gradients when they are there, after `expect`.
+        found_inf: an element that is 0, or NaN if the last step does not count (see `step`).
+        overlap: what starts early; call its `ready` for each gradient, after `expect`.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class Engine:
 
     @property
     def plan(self) -> Plan:
-        """The compressor of each tensor in the step that is under way."""
+        """The compressor of each tensor in the present step."""
         return self.planner.plan
 
     @property
@@ -119,8 +118,8 @@ class Engine:
         self.planner.set_level(level)
 
     def begin(self) -> Plan:
-        """`Planner.begin`. Waits for the device if the step before has sent residuals dense."""
-        self.overlap.end()  # of a step that was not made
+        """`Planner.begin`. Waits for the device if the step before has sent whole residuals."""
+        self.overlap.end()  # if the step before ended with an error
         if self._forget_sent is not None:
             self._forget_sent()
             self._forget_sent = None
@@ -130,8 +129,8 @@ class Engine:
         """Multiplies every residual, as after a change of the loss scale.
 
         Args:
-            momentum: whether a memory's momentum is multiplied too. It is not where the learning rate has changed:
-                optimizers do not do so with theirs.
+            momentum: whether to multiply a memory's momentum too. Pass False after a change of the learning rate:
+                optimizers leave their own momentum as it is.
         """
         for state in self.states.values():
             state.scale_residual(factor, momentum)
@@ -143,14 +142,15 @@ class Engine:
 
     @property
     def passthrough(self) -> bool:
-        """Whether the plan needs nothing that a plain allreduce of (cast) gradients cannot do."""
+        """Whether a plain allreduce of (cast) gradients does all that the plan needs."""
         return self.planner.casts_only and (self.planner.ignores_residuals or not self.has_residuals)
 
     def enter_casts(self, names: Set[str], beside: bool = False) -> None:
-        """Enters, as a step of its own, what somebody else allreduced because `passthrough` held.
+        """Enters a step in which the caller allreduced the gradients, because of `passthrough`.
 
         Args:
-            beside: whether the binding has sent what it sends beside the engine's collectives too.
+            names: of the tensors.
+            beside: whether to add `bytes_beside`.
         """
         cost = self.planner.cost_of_casts(names)
         bytes_beside = self.bytes_beside(len(names)) if beside else 0
@@ -159,7 +159,7 @@ class Engine:
         self.step_number += 1
 
     def enter_alone(self, names: Set[str], bytes_beside: int = 0) -> None:
-        """Enters, as a step of its own, one in which this rank kept its gradients, and the binding sent so much."""
+        """Enters a step in which this rank kept its gradients, and the binding sent `bytes_beside` bytes."""
         part = self.planner.costs_of_nothing(names)
         dense = sum(cost.dense_bytes for cost in part.values())
         self.ledger.record(StepCost(bytes_beside, dense, step=self.step_number, parts=(part,)))
@@ -172,16 +172,16 @@ class Engine:
     ) -> dict[str, Array]:
         """Aggregates the gradients of one step.
 
-        If any gradient of any rank holds an inf or NaN, or overflows when its residual is added, when it is cast to
-        half precision or when what the ranks sent is put together, every rank gets results that hold a NaN in each
-        tensor (so that a loss scaler skips the step everywhere), and all residuals and compressor states stay as they
-        were.
+        A step does not count if a gradient of any rank holds an inf or NaN. Nor does it count if a gradient overflows
+        when its residual is added, when it is cast to half precision, or when the ranks' payloads are combined. Then
+        every rank gets a NaN in each result, so that a loss scaler skips the step on all ranks, and all residuals and
+        compressor states stay as they were.
 
         Args:
             gradients: by name; the same names on all ranks.
-            in_place: whether results may take the place of the gradients, as in Horovod's own allreduce: fresh memory
-                costs as much time as several copies. Otherwise gradients are not changed.
-            sums: to which gradients are added, unless the step does not count.
+            in_place: whether results may overwrite gradients, as in Horovod's own allreduce. This saves the time of
+                several copies.
+            sums: sums to which gradients are added if the step counts.
 
         Returns:
             The aggregated gradients by name, each in the shape, element type and layout of its gradient, in storage
@@ -197,12 +197,12 @@ class Engine:
     def start(
         self, gradients: Mapping[str, Array], in_place: bool = False, sums: Sums | None = None, alone: bool = False
     ) -> list[Wave]:
-        """Begins a step that `finish` is to end: sends what needs no answer from any rank, and waits for nothing.
+        """Begins a step that `finish` ends: starts the first collectives, and waits for nothing.
 
-        In between, steps may be entered that make no exchange, and no other may be started.
+        No other step may be started before `finish`. Steps without an exchange may be entered in between.
 
         Args:
-            gradients, in_place, sums: as of `step`; at least one gradient, and nobody may change any before `finish`.
+            gradients, in_place, sums: as of `step`; at least one gradient. None may change before `finish`.
             alone: whether `finish` follows at once.
 
         Returns:
@@ -211,8 +211,9 @@ class Engine:
         gradients = {name: gradients[name] for name in self.tensors if name in gradients}
         first = next(iter(gradients.values()))
         xp = arrays_for(first)
-        # What started early goes on by itself. What could have done so starts now, in the same order, so that all ranks
-        # have the same collectives; everything else goes together, as the last.
+        # A bucket that has started early is a wave of its own. On another rank it may not have started yet: it starts
+        # now, also as a wave of its own and in the same order, so that all ranks start the same collectives. All others
+        # come last, together.
         started = self.overlap.end(first)
         if not started:
             self.ledger.clock.begin(xp, first)
@@ -261,14 +262,14 @@ class Engine:
     def _begin_buckets(
         self, xp: ModuleType, gradients: Mapping[str, Array], factor: Array | None, under_way: Set[str]
     ) -> list[BucketOrGroup]:
-        """Begins the step in the buckets and groups that are not under way, and returns them.
+        """Begins the step in the buckets and groups that have not started, and returns them.
 
         Args:
             factor: what the memory multiplies gradients with; None for 1.
             under_way: names of the tensors whose buckets and groups have started.
         """
         clock, plan, context, names = self.ledger.clock, self.plan, self.context(""), list(gradients)
-        if self.planner.ignores_residuals:  # such steps are rare: in a group, and buckets stay as they are
+        if self.planner.ignores_residuals:  # such steps are rare, so buckets are not made again for them
             waiting: list[BucketOrGroup] = [self.buckets.group(names, plan, defaultdict(TensorState))]
         else:
             waiting = self.buckets.of_step(xp, names, gradients, plan, under_way)
@@ -293,11 +294,11 @@ class Engine:
     def expect(
         self, in_place: bool = False, sums: Sums | None = None, agreed: Callable[[], bool] = lambda: True
     ) -> None:
-        """Lets buckets of the step that has begun start before its `step`, as soon as `overlap.ready` was told of all
-        their gradients. It does nothing where somebody looks at x before it is compressed.
+        """Allows buckets of this step to start as soon as `overlap.ready` got all their gradients. Does nothing if
+        `before_compress` is to look at x.
 
         Args:
-            in_place, sums: as for `step`, which is to be given the same.
+            in_place, sums: the arguments that `step` will get.
             agreed: as of `Overlap.begin`.
         """
         if self.before_compress is not None or (self.memory is not None and self.memory.needs_all_gradients):
@@ -318,9 +319,10 @@ class Engine:
 def _forget_sent_residuals(
     xp: ModuleType, buckets: Sequence[BucketOrGroup], sends_all: Callable[[str, Compressor], bool], found_inf: Array
 ) -> Callable[[], None] | None:
-    """Forgets residuals that a lossless compressor has just sent, or a cast that keeps no rounding error.
+    """Forgets residuals that were sent whole, by a lossless compressor or a cast without error feedback.
 
-    On a device nobody knows yet whether this step counts: there it is returned, to be called before the next one.
+    On a device the host does not know yet whether the step counts. So the function that forgets is returned, to be
+    called before the next step.
     """
     of_buckets = [one for bucket in buckets if (one := bucket.forget_sent(sends_all)) is not None]
     if not of_buckets:

@@ -30,10 +30,10 @@ from hvdcomp.kernels.tables import NOTHING, PRODUCT
 class Sums(NamedTuple):
     """Sums to which the gradients of steps are added.
 
-    totals: sums of tensors, given their gradients by name: in their order, in storage that may be added to.
+    totals: function from gradients, by name, to the arrays of their sums, in the same order.
     add: function that adds gradients, by name, to their sums, unless the element that it gets is NaN.
     share: factor of the gradients.
-    of_results: whether the aggregated gradients are added, and not this rank's own.
+    of_results: whether to add the aggregated gradients instead of this rank's own.
     """
 
     totals: Callable[[Mapping[str, Array]], Sequence[Array]]
@@ -49,24 +49,24 @@ class EngineBucket:
     `finish`. A step that an error has ended has no `finish`; the next `begin` starts anew.
 
     Args:
-        tensors: name, state, and number in flat storage of each tensor.
+        tensors: name and state of each tensor, and its number in flat storage.
         compressors, memory, described: as of `Bucket`.
         residuals: the flat storage.
         device: the device of its kernels; None for the host.
         xp: the array functions of its payloads.
 
     Attributes:
-        key: two of the same key are the same bucket.
-        places: in the bucket, by name.
-        bucket: what its compressors see.
-        on_device: whether kernels work on a device. Nothing waits there for what is computed, so that `found_inf` and
-            `found_inf_after` are elements on the device that are NaN or 0.
-        number: among the buckets that do not wait for all gradients of a step; None for the others.
-        gathered: bytes that one rank gathers of its payloads; 0 where nobody asks.
+        key: buckets of the same key are interchangeable.
+        places: place of each tensor in the bucket, by name.
+        bucket: the part of the bucket that its compressors see.
+        on_device: whether kernels work on a device. The host then waits for no result: `found_inf` and
+            `found_inf_after` are elements on the device, NaN or 0.
+        number: its number among the buckets that do not wait for all gradients of a step; None for all others.
+        gathered: bytes of its payloads that one rank gathers; 0 if there is no limit.
         arrays: the gradients of the step, row-major, until `finish`.
-        found_inf_after: whether what came of the exchange holds an inf or NaN: known when no request is left.
-        when_compressed: what this step's `finish` is to call first, while x and what was sent of it are still there.
-        has_states: whether the states of all its tensors name its method, and leave the method's arrays to the bucket.
+        found_inf_after: whether the results of the exchange hold an inf or NaN; known after the last request.
+        when_compressed: functions that this step's `finish` calls first, while x and what was sent of it exist.
+        has_states: whether the bucket has the method's arrays of all its tensors.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class EngineBucket:
         self._generator: Generator[Request, Any, bool | Array]
         self._results: Sequence[Array] = ()
         self._sums: Sums | None = None
-        self._is_aside = False  # whether results lie aside until gradients are added up
+        self._is_aside = False  # whether results stay in other memory until gradients are added up
         self._is_dense = False  # whether results have the gradients' layout as they are
         self._had_residuals = False
         self.found_inf_after: bool | Array = False
@@ -127,7 +127,7 @@ class EngineBucket:
             xp: the array functions of the gradients.
             gradients: of the step, by name.
             context: of the step.
-            factor: what the memory multiplies gradients with; None for 1.
+            factor: the memory's factor of the gradients; None for 1.
             clock: of the engine.
         """
         self._xp, self._clock, self._spans = xp, clock, Spans([], [])
@@ -143,9 +143,9 @@ class EngineBucket:
         """Makes the generator.
 
         Args:
-            in_place: whether results take the gradients' place.
-            sums: to which gradients are added if the step counts.
-            sources: by name what is to be compressed in place of x, where that is something else.
+            in_place: whether results overwrite the gradients.
+            sums: sums to which gradients are added if the step counts.
+            sources: arrays that are compressed in place of x, by name.
         """
         own = [name for name in self.names if name in sources]
         if own:
@@ -160,7 +160,7 @@ class EngineBucket:
             self._generator = self._run()
 
     def _run(self) -> Generator[Request, Any, bool | Array]:
-        """The bucket form, and what gradients of 16 bits need after it."""
+        """The bucket form; then narrows results to 16 bits if gradients have 16 bits."""
         bucket = self.bucket
         found_inf: bool | Array = yield from bucket.compressors[0].aggregate_bucket(bucket)
         if not bucket.widens:
@@ -172,8 +172,8 @@ class EngineBucket:
         return found_inf
 
     def advance(self, answers: Sequence[Any]) -> list[Request]:
-        """Gives the generator the answer to its last request, at first none; its next request, none at its end. Both
-        are in NumPy on the host."""
+        """Gives the generator the answer to its last request, and returns its next one; no answer at the start, and no
+        request at the end. On the host both are in NumPy."""
         try:
             asked = self._generator.send(answers[0] if answers else None)
         except StopIteration as stop:
@@ -185,11 +185,11 @@ class EngineBucket:
 
     @property
     def found_inf(self) -> bool | Array:
-        """Whether x, or what is sent of it, holds an inf or NaN: known after the first turn."""
+        """Whether x, or what is sent of it, holds an inf or NaN; known after the first turn."""
         return self.bucket.found_inf
 
     def finish(self, found_inf: Array) -> dict[str, Array]:
-        """Keeps what was not sent, unless the element `found_inf` is NaN; returns the results by name."""
+        """Ends a step; returns the results by name. Keeps what was not sent, unless the element `found_inf` is NaN."""
         for function in self.when_compressed:
             function()
         with self._clock.around(self._spans.decoding):
@@ -198,20 +198,20 @@ class EngineBucket:
             self._settle(found_inf)
             arrays = self._results if self._is_dense else self._xp.like_originals(self._results, self._given)
             results = dict(zip(self.names, arrays, strict=True))
-            # The bucket outlives the step, what it was given need not.
+            # The bucket stays for the next step, but need not keep these arrays alive.
             self.arrays = self._given = self._results = self._sources = ()
             self._energies, self._sums, self.when_compressed = None, None, []
-            if self.on_device:  # where memory comes back without being cleared
+            if self.on_device:  # where new memory costs nothing; on the host the system clears it
                 self._set_aside = self._wide = None
         return results
 
     @property
     def part(self) -> tuple[Part, Spans]:
-        """Costs of the tensors, after `finish`, and times when they were under way."""
+        """Costs of the tensors and times of the work on them, after `finish`."""
         return self._cost_of_each(), self._spans
 
     def forget_sent(self, sends_all: Callable[[str, Compressor], bool]) -> Callable[[], None] | None:
-        """After `finish`, of a step that sent residuals whole: what forgets them, if it counts; None if there are none.
+        """After `finish`: a function that forgets residuals that the step sent whole; None if there are none.
 
         Args:
             sends_all: as of `Chooser`.
@@ -228,7 +228,7 @@ class EngineBucket:
         return forget
 
     def _fill_table(self, in_place: bool, sums: Sums | None) -> None:
-        """Enters where results go, and to what gradients are added."""
+        """Enters the addresses of results and of sums in the table."""
         bucket = self.bucket
         self._results, self._sums = self.arrays, sums
         self._is_aside = in_place and sums is not None and not sums.of_results
@@ -237,11 +237,12 @@ class EngineBucket:
             self._results, addresses = self._fresh_results()
         elif self._is_aside:
             if self._set_aside is None or self.on_device:
-                self._set_aside = self._fresh_arrays()  # nobody else gets their storage as long as this holds them
+                # Kept for later steps: `_fresh` reuses the storage only when these arrays are gone.
+                self._set_aside = self._fresh_arrays()
             addresses = self._set_aside[1]
         else:
             addresses = bucket.segments["gradient"]
-        # Results of 16 bits are made of the means in float32 that `_widen` has a place for.
+        # Results of 16 bits are narrowed from means in float32, whose place `_widen` has entered as `result`.
         bucket.segments["narrowed" if bucket.widens else "result"] = addresses
         if sums is not None:
             totals = sums.totals(dict(zip(self.names, self._given, strict=True)))
@@ -249,7 +250,7 @@ class EngineBucket:
             bucket.table.bucket.share = sums.share
 
     def _widen(self) -> None:
-        """Has means of gradients of 16 bits put into memory of float32, and x too if nothing is kept of it."""
+        """For gradients of 16 bits: provides memory in float32 for means, and for x if no residual is kept."""
         if not self.bucket.widens:
             return
         if self._wide is None and self.on_device:
@@ -262,7 +263,7 @@ class EngineBucket:
             self.bucket.segments["x"] = self._wide[1]
 
     def _fresh_results(self) -> tuple[list[Array], Sequence[int] | np.ndarray]:
-        """Arrays for the results of a step, which are to stay when it has ended, and their addresses."""
+        """New arrays for the results of a step, and their addresses."""
         arrays, addresses = self._fresh_arrays()
         if self.on_device:
             return arrays, addresses
@@ -280,7 +281,7 @@ class EngineBucket:
         return Recycled([tensor.shape for tensor in self.bucket.tensors], dtype)
 
     def _placed(self, arrays: Sequence[Array]) -> tuple[Sequence[Array], Sequence[int]]:
-        """Float32 arrays in row-major order where the bucket works, and the addresses of their first elements."""
+        """The arrays as float32 in row-major order on the bucket's device, and their addresses."""
         placed = (cuda.placed if self.on_device else self._xp.hosted)(arrays) if arrays else ([], [])
         assert placed is not None
         return placed
@@ -329,11 +330,11 @@ class EngineBucket:
 
     @property
     def keeps_x(self) -> bool:
-        """Whether the step's loss of x is known in the end."""
+        """Whether `measure_left` is possible."""
         return self.bucket.keeps
 
     def make_x(self) -> Array:
-        """Makes x now rather than while it is compressed, unless it is made; ||x||^2 of each tensor, float64
+        """Makes x now, and not during compression, if it is not made yet; returns ||x||^2 of each tensor, float64
         (tensors,)."""
         if self._energies is None:
             self._clock.start()
@@ -343,12 +344,12 @@ class EngineBucket:
 
     @property
     def addresses(self) -> dict[str, int]:
-        """Address of x of each tensor, by name; x is made if it was not."""
+        """Address of x of each tensor, by name; makes x."""
         self.make_x()
         return dict(zip(self.names, self.bucket.segments[self.bucket.x].tolist(), strict=True))
 
     def x(self, name: str) -> Array:
-        """x of a tensor, which is made if it was not; it stays as it is until it is compressed."""
+        """x of a tensor; makes x. It does not change until it is compressed."""
         self.make_x()
         place = self.places[name]
         if self.bucket.keeps:
@@ -361,7 +362,7 @@ class EngineBucket:
         return self.arrays[self.places[name]]
 
     def measure_left(self) -> Array:
-        """||x - C(x)||^2 of each tensor, float64 (tensors,), if the memory keeps anything; for `when_compressed`."""
+        """||x - C(x)||^2 of each tensor, float64 (tensors,); for `when_compressed`, if `keeps_x`."""
         return self._sums_of("measure_left")
 
     def _sums_of(self, kernel: str) -> Array:
@@ -371,14 +372,14 @@ class EngineBucket:
     # The method's states, from step to step.
 
     def _prepare_states(self) -> None:
-        """Brings the compressors' arrays into the bucket, fitted to its levels, unless they are there already."""
+        """Brings the method's arrays into the bucket, fitted to its levels, if they are not there yet."""
         if not self.has_states and self.bucket.compressors[0].keeps_state:
             states = [state for _, state, _ in self._tensors]
             self.bucket.states = prepared_states(self._xp, self.bucket, states, self.arrays)
 
     def _keep_states(self, found_inf: Array | None) -> None:
-        """Keeps what a step has made of the compressors' arrays for the next one, in place of another method's; on a
-        device, if it counts."""
+        """Keeps the method's new arrays for the next step, in place of another method's; on a device, if this step
+        counts."""
         states, method = self.bucket.states, self.bucket.compressors[0]
         if states is not None:
             states.commit() if found_inf is None else states.settle(found_inf)
@@ -395,7 +396,7 @@ class EngineBucket:
         self.has_states = True
 
     def state(self, place: int) -> tuple[Array, ...]:
-        """The compressor's arrays of a tensor, as `TensorState.compressor` has them."""
+        """The method's arrays of a tensor, as in `TensorState.compressor`."""
         assert self.bucket.states is not None
         return tuple(self._wrap_state(array) for array in self.bucket.states.arrays(place))
 
@@ -403,11 +404,11 @@ class EngineBucket:
 def prepared_states(
     xp: ModuleType, bucket: Bucket, states: Sequence[TensorState], arrays: Sequence[Array]
 ) -> BucketStates | None:
-    """The compressors' arrays of a bucket's tensors, which have these states, fitted to the compressors' levels; None
-    if the method keeps none.
+    """The method's arrays of a bucket's tensors, fitted to the compressors' levels; None if the method keeps none.
 
     Args:
-        arrays: in the shapes of the tensors, where the bucket works.
+        states: states of the tensors.
+        arrays: arrays in the shapes of the tensors, on the bucket's device.
     """
     if not bucket.compressors[0].keeps_state:
         return None

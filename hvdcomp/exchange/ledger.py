@@ -147,7 +147,7 @@ class Ledger:
         self.last: StepCost | None = None
         self.totals = Cost()
         self.steps = 0
-        # What this process had made when the run last went on from a checkpoint, and the sums of that checkpoint.
+        # When the latest checkpoint was loaded: the cost and steps of this process, and those of the checkpoint.
         self._continued = (Cost(), 0, Cost(), 0)
         self._tensors: dict[str, Cost] = {}
         self._unsettled: deque[Settle] = deque()
@@ -171,15 +171,15 @@ class Ledger:
         return self._timed if self._unsettled or self._timed is self.last else None
 
     def of_this_process(self) -> tuple[Cost, int]:
-        """The sum of all steps that this process made, and their number. Unlike `totals` they never go back, whatever
-        the run goes on from."""
+        """The sum of all steps that this process made, and their number. Unlike `totals`, these do not change when a
+        checkpoint is loaded."""
         made, number, totals, steps = self._continued
         cost = self.totals.without(totals)
         cost.add(made)
         return cost, number + self.steps - steps
 
     def continue_from(self, totals: Cost, steps: int) -> None:
-        """Goes on from the sums and the number of steps of a checkpoint, in place of those so far."""
+        """Continues from the sums and the number of steps of a checkpoint."""
         self._continued = (*self.of_this_process(), replace(totals), steps)
         self.totals, self.steps = totals, steps
 

@@ -1,9 +1,10 @@
-"""Overlap: a bucket is encoded, and starts its first collective, as soon as its own gradients are there, while the
-backward pass makes those of others.
+"""Overlap: a bucket is encoded, and starts its first collective, as soon as its own gradients are ready, while the
+backward pass computes the other gradients.
 
-Nothing waits there. What a bucket needs after its first collective, it does when all gradients of the step have come.
-The ranks may start a bucket at different times, in a hook or at the end, but all of them start the same buckets, in the
-same order: `Buckets` makes them from the plan and from the order in which gradients became ready on rank 0.
+Nothing waits during the backward pass. A bucket does all that follows its first collective when all gradients of the
+step are ready. Ranks may start a bucket at different times, in a hook or at the end. But all ranks start the same
+buckets in the same order: `Buckets` makes them from the plan, and from the order in which gradients became ready on
+rank 0.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from hvdcomp.exchange.engine_bucket import Sums
 from hvdcomp.exchange.wave import Wave
 
 TRIES = 20
-"""After this number of steps in which no bucket has started by itself, all buckets go together."""
+"""After this number of steps in which no bucket has started early, all buckets go together."""
 
 _MOST = np.iinfo(np.int32).max
 
 
 class _Expected(NamedTuple):
-    """Arguments of `Overlap.begin`, and the streams on which gradients have come."""
+    """Arguments of `Overlap.begin` for the present step, and the streams on which gradients have come."""
 
     context: Context
     in_place: bool
@@ -51,15 +52,15 @@ class Overlap:
         tensors: of the training, by name; the same on all ranks.
         buckets: of the training.
         clock: of the engine.
-        least_bytes: of the gradients of a bucket that starts by itself; None for no such buckets.
+        least_bytes: least bytes of gradients in a bucket that starts early; None for no such buckets.
 
     Attributes:
         started: the waves that have started early in this step.
-        least_bytes: as given, or as rank 0 chose; None where `review` has ended overlap.
-        from_rank_0: whether rank 0 may choose `least_bytes`, `LEAST_BYTES` or more, before the first step; the others
-            learn it with the order. The same on all ranks.
-        era: the number of the order that holds, which rank 0 gives; 0 while none is known. It is a part of the names of
-            what starts early: other trainings may have buckets under way at the same time.
+        least_bytes: as given, or as rank 0 chose; None after `review` has ended overlap.
+        from_rank_0: whether rank 0 may choose `least_bytes`, `LEAST_BYTES` or more, before the first step. The other
+            ranks get it with the order. The same on all ranks.
+        era: number of the present order, chosen by rank 0; 0 while no order is known. Names of early collectives
+            contain it, because other trainings of the process may have such collectives at the same time.
     """
 
     _eras: ClassVar[Iterator[int]] = itertools.count(1)  # of all trainings of this process
@@ -99,7 +100,8 @@ class Overlap:
         Args:
             context: of the step.
             in_place, sums: as of `Engine.step`.
-            agreed: whether all ranks are known to make this step, at the same levels; nothing starts before.
+            agreed: function that returns whether this rank knows that all ranks make this step, at the same levels.
+                Nothing starts before.
         """
         early = self._buckets.early(plan)
         if early != self._early:
@@ -110,11 +112,11 @@ class Overlap:
         self._tries += bool(early)
 
     def ready(self, name: str, gradient: Array) -> None:
-        """To be called when a gradient is there, after `begin`, on the stream that has made it. It may start
-        collectives, and waits for none.
+        """Call this when a gradient is ready, after `begin`, on the stream that computed it. It may start collectives,
+        and waits for none.
 
-        On a device, what starts runs on that stream, behind the gradient. Where gradients come on several streams,
-        nothing more starts: a bucket would not be behind all of its own.
+        On a device, a bucket runs on this stream, after the gradient. If gradients come on several streams, no more
+        buckets start: a bucket on one stream would not run after its gradients on the others.
         """
         place = self._places.get(name)
         if place is not None and self._missing:
@@ -129,8 +131,8 @@ class Overlap:
             self._start(self._early[next_one])
 
     def _start(self, bucket: BucketOrGroup) -> None:
-        """Starts a bucket or group. If it is a bucket that cannot take the gradients that have come, this bucket and
-        those behind it wait for all gradients."""
+        """Starts a bucket or group. If a bucket cannot take its gradients, it waits for all gradients, and so do the
+        buckets after it."""
         like, clock, expected = self._gradients[bucket.names[0]], self._clock, self._expected
         xp = arrays_for(like)
         if not self.started:
@@ -147,7 +149,7 @@ class Overlap:
         self._starts += 1
 
     def end(self, like: Array | None = None) -> list[Wave]:
-        """Ends a step; the waves that it has started. The stream that now works where `like` is goes on behind that."""
+        """Ends a step; returns the waves that have started. The present stream of `like`'s device waits for them."""
         if self.started and like is not None:
             now = arrays_for(like).stream(like)
             for stream in self._expected.streams - {now}:
@@ -157,8 +159,8 @@ class Overlap:
         return started
 
     def free(self, like: Array) -> None:
-        """Lets memory of a step that has ended be used again: the streams that have taken some go on behind the step,
-        which has used it on the stream that now works where `like` is."""
+        """After a step: lets its memory be used again. The streams that allocated memory wait for the present stream of
+        `like`'s device, which has used that memory."""
         if self._streams:
             now = arrays_for(like).stream(like)
             for stream in self._streams - {now}:
@@ -173,7 +175,7 @@ class Overlap:
         Args:
             number: of the bucket; None for all others.
             alone: as of `Wave`.
-            part: of all others, which may go one after the other.
+            part: number of the wave, if all others are several waves.
         """
         name = "round" if number is None else f"order{self.era}.early{number}.round"
         if part:
@@ -181,10 +183,10 @@ class Overlap:
         return Wave(xp, self._communicator, self._clock, name, buckets, alone)
 
     def learn_order(self, gradients: Mapping[str, Array]) -> None:
-        """After a step: takes the order in which gradients became ready, of the first step on rank 0, for that of all.
+        """After the first step: all ranks take the order in which gradients became ready on rank 0.
 
-        Waits for all ranks in that step, unless all gradients are too small for a bucket that starts by itself. Where
-        rank 0 finds so alone, all know then that there are none.
+        Waits for all ranks, unless all gradients together are too small for a bucket that starts early. If only rank 0
+        finds them too small, it tells the other ranks, and nothing starts early.
 
         Args:
             gradients: by name, in their order.
@@ -209,12 +211,13 @@ class Overlap:
             self._follow([[names[number]] for number in order if number >= 0], self.least_bytes)
 
     def review(self, like: Array) -> None:
-        """After a step: ends overlap if no rank has started a bucket by itself in `TRIES` steps, or in twice as many,
-        and so on, where ranks have tried it less than `TRIES / 2` times.
+        """After a step: ends overlap if no rank has started a bucket early in `TRIES` steps. If ranks have tried less
+        than `TRIES / 2` times, it waits for twice as many steps, and so on.
 
-        Each bucket then goes by itself at the end of the step, which costs rounds and hides nothing: as where gradients
-        come on several streams, or where it is known only after the backward pass that all ranks make the step. In
-        the last of these steps all ranks wait for each other, and then all make the same decision.
+        Without early starts, each bucket is still a wave of its own at the end of the step, which costs rounds and
+        hides nothing. This happens if gradients come on several streams, or if a rank learns only after the backward
+        pass that all ranks make the step. All ranks wait for each other in the last of these steps, and then make the
+        same decision.
 
         Args:
             like: an array of the step.
@@ -244,11 +247,11 @@ class Overlap:
         self.least_bytes = None  # for good
 
     def follow(self, batches: Sequence[Sequence[str]], least_bytes: int) -> None:
-        """Takes an order that all ranks know, from the next step on: instead of `learn_order`.
+        """Uses an order that all ranks know, from the next step on; instead of `learn_order`.
 
         Args:
             batches: names of gradients that become ready at once, in their order.
-            least_bytes: of the gradients of a bucket; what is smaller goes with the next ones. The same on all ranks.
+            least_bytes: least bytes of gradients in a bucket. The same on all ranks.
         """
         self._learnt = True
         if self.least_bytes is not None:

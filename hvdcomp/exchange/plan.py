@@ -15,14 +15,14 @@ from hvdcomp.specs.levels import Level, LevelsBySize, level_of_size
 
 
 class Planner(Chooser):
-    """Holds the plan of the step under way, and of the one that follows.
+    """Has the plan of the present step and of the next one.
 
     Its arguments are those of a `Chooser`.
 
     Attributes:
-        plan: of the step that is under way.
-        ignores_residuals: whether that step neither sends nor changes what earlier ones have left.
-        level: as `set_level` was last told.
+        plan: the plan of the present step.
+        ignores_residuals: whether the present step leaves all residuals unsent and unchanged.
+        level: the last argument of `set_level`.
     """
 
     def __post_init__(self, described: Iterable[TensorInfo]) -> None:
@@ -80,7 +80,7 @@ class Planner(Chooser):
         self._in_place = compressor, ignores_residuals
 
     def begin(self) -> Plan:
-        """Fixes the plan of the step that is about to begin, and returns it."""
+        """Fixes the plan of the step that begins, and returns it."""
         other, self.ignores_residuals = self._in_place
         plan = self._next_plan if other is None else self._plan_in_place
         if self.plan is not plan:

@@ -115,7 +115,7 @@ class ShardReducer:
 
     @property
     def owners(self) -> list[int]:
-        """The ranks whose rows this one keeps something of, as `states` has them in order."""
+        """The ranks of whose rows this rank has residuals, in the order of `states`."""
         (place, _), (node, nodes) = self.levels.node, self.levels.across
         ranks = self.order[place * nodes : (place + 1) * nodes]
         return ranks[:node] + ranks[node + 1 :]
@@ -125,8 +125,8 @@ class ShardReducer:
         self.compressor = self.compressor.at_level(level)
 
     def compresses(self, name: str, size: int) -> bool:
-        """Whether `reduce` saves anything of a flat gradient of so many elements; else somebody reduces it exactly, and
-        calls `enter`."""
+        """Whether to compress a flat gradient of this size. If not, the caller averages it exactly, and reports that
+        with `enter`."""
         exact = self.compressor.lossless or self.levels.across.size == 1 or size < self._min_numel
         self.plan[name] = NoCompression() if exact else self.compressor
         return not exact
@@ -177,7 +177,7 @@ class ShardReducer:
     def _between_nodes(
         self, xp: ModuleType, rows: Array, state: State, shard: Context, name: str
     ) -> Generator[Request, Any, tuple[Array, State]]:
-        """`reduce_scatter`, in kernels where there are some."""
+        """`reduce_scatter`, with kernels if possible."""
         method, memory = self.compressor, self.memory
         assert isinstance(method, Gathering)
         length = rows.shape[1]

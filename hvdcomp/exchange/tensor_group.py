@@ -72,7 +72,7 @@ class TensorGroup:
         self._sums: Sums | None = None
         self.when_compressed: list[Callable[[], None]] = []
         self._costs: Part = {}
-        self._sent: list[tuple[Member, tuple[Array, ...]]] = []  # whose residual was sent, and what is kept since then
+        self._sent: list[tuple[Member, tuple[Array, ...]]] = []  # of which a residual was sent, with the new residual
 
     @property
     def like(self) -> Array:
@@ -101,8 +101,8 @@ class TensorGroup:
                 tensor.open(sources.get(name))
 
     def advance(self, answers: Sequence[Any]) -> list[Request]:
-        """Gives the generators the answers to their last requests, at first none; their next requests, none at the end
-        of the last. A tensor that has ended keeps no other one waiting."""
+        """Gives the generators the answers to their last requests, and returns their next ones; none at the end of the
+        last generator. No generator waits for one that has ended."""
         waiting = dict(zip(self._asked, answers, strict=True)) if answers else dict.fromkeys(self.names)
         with numbers_may_overflow():
             asked = {name: self._tensors[name].advance(answer) for name, answer in waiting.items()}
@@ -114,16 +114,16 @@ class TensorGroup:
     def found_inf(self) -> bool | Array:
         """Whether x, or what is sent of it, holds an inf or NaN, as `flag_of` takes it; after the first turn.
 
-        Not whether the gradient does: the sum with what was kept back may overflow, and an infinity must not be kept.
+        The gradient alone is not enough: its sum with the residual may overflow, and no residual may be infinite.
         """
         arrays = [array for tensor in self._tensors.values() for array in tensor.sent_arrays()]
         return _found_inf(self._xp, arrays)
 
     @property
     def found_inf_after(self) -> bool | Array:
-        """Whether what compressors made of the exchange, results and states, holds an inf or NaN: on all ranks alike.
+        """Whether the results or the methods' new states hold an inf or NaN; the same on all ranks.
 
-        Sums overflow within a method, or over the ranks, although all that was put in is finite.
+        Sums within a method, or over the ranks, may overflow although all their terms are finite.
         """
         arrays = [array for tensor in self._tensors.values() for array in tensor.new_arrays()]
         return _found_inf(self._xp, arrays)
@@ -135,7 +135,7 @@ class TensorGroup:
         sums, tensors = self._sums, self._tensors
         if sums is not None and not sums.of_results:
             sums.add({name: tensor.gradient for name, tensor in tensors.items()}, found_inf)
-        on_host = not self._xp.waits(found_inf)  # on a device nobody knows yet whether the step counts
+        on_host = not self._xp.waits(found_inf)  # on a device the host does not know yet whether the step counts
         counts = on_host and found_inf.item() == 0
         with self._clock.around(self._spans.decoding), numbers_may_overflow():
             if counts or not on_host:
@@ -149,13 +149,13 @@ class TensorGroup:
         self._costs = {name: tensor.cost for name, tensor in tensors.items()}
         members = [tensor.member for tensor in tensors.values() if tensor.sends_residual]
         self._sent = [(member, member.state.memory) for member in members]
-        # The group outlives the step, what it was given need not.
+        # The group stays for the next step, but need not keep these arrays alive.
         self._tensors, self._asked, self._sums, self.when_compressed = {}, {}, None, []
         return results
 
     @property
     def part(self) -> tuple[Part, Spans]:
-        """Costs of the tensors, after `finish`, and times when they were under way."""
+        """As `EngineBucket.part`."""
         return self._costs, self._spans
 
     def forget_sent(self, sends_all: Callable[[str, Compressor], bool]) -> Callable[[], None] | None:
@@ -167,7 +167,7 @@ class TensorGroup:
 
         def forget() -> None:
             for state, memory in sent:
-                if state.memory is memory:  # nobody has put something else there
+                if state.memory is memory:  # it was not replaced since then
                     state.memory = ()
 
         return forget if sent else None
@@ -175,7 +175,7 @@ class TensorGroup:
     # For those who look at x before it is compressed.
 
     def make_x(self) -> None:
-        """x is there already."""
+        """Does nothing, because `begin` has made x."""
 
     def x(self, name: str) -> Array:
         """x of a tensor."""
@@ -193,7 +193,7 @@ class TensorGroup:
 class _TensorExchange:
     """One tensor in one step: its memory, and `aggregate`. Making it makes x.
 
-    If the memory keeps anything, x is at least of single precision, as all that is kept.
+    If the memory keeps anything, x has at least single precision, like all residuals.
 
     Attributes:
         member, gradient: as given.
@@ -204,7 +204,7 @@ class _TensorExchange:
         self, framework: ModuleType, member: Member, gradient: Array, context: Context, factor: Array | None
     ) -> None:
         self.member, self.gradient = member, gradient
-        # What an earlier plan left is still to be sent, and only the memory that kept it knows how.
+        # A residual of an earlier plan still has to be sent, and only its own memory knows how.
         self._memory = memory = member.state.memory_for(member.memory)
         self._inside = inside = inside_of(framework, gradient)
         self._context = dataclasses.replace(context, name=member.name)
@@ -219,7 +219,7 @@ class _TensorExchange:
             x = xp.astype(x, wide_dtype(self._dtype))
         if factor is not None:
             x = x * xp.astype(enter(factor), xp.dtype_name(x))
-        # Of the memory, and later of the method: what a step that does not count goes back to.
+        # The memory's arrays, and below the method's, to which a step that does not count goes back.
         self._kept_before = memory.prepare(xp, x, tuple(map(enter, member.state.memory)))
         self._x, self._compensated = memory.compensate(xp, x, self._kept_before)
         self.cost = Cost(dense_bytes=part_bytes(xp, self._gradient), floats_sent=member.floats)
@@ -232,17 +232,17 @@ class _TensorExchange:
 
     @property
     def x(self) -> Array:
-        """What is compressed unless an observer puts something else in its place; of the framework."""
+        """What is compressed, unless an observer replaces it; of the framework."""
         return self._inside.leave(self._x)
 
     @property
     def sent(self) -> Array | SparseVector:
-        """What was sent of it, once the generator has ended; of the framework."""
+        """What was sent of x, after the end of the generator; of the framework."""
         return self._inside.sent(self._outcome.sent)
 
     def open(self, source: Array | None) -> None:
-        """Makes the generator. It gets what it compresses in the gradient's element type, so that no more travels
-        because more is kept. What that type does not hold stays in the memory.
+        """Makes the generator. It compresses in the gradient's element type, so that a wider residual does not make the
+        payload larger. The rounding error stays in the memory.
 
         Args:
             source: what is compressed in place of x, an array of the framework; None for x.
@@ -274,7 +274,7 @@ class _TensorExchange:
         return request
 
     def sent_arrays(self) -> list[Array]:
-        """x, and what was cast from it to half precision for the wire, which makes large values infinite."""
+        """x, and its cast to half precision if that is sent, because large values become infinite in a cast."""
         if isinstance(self._asked, AllReduce):
             sent = arrays_for(self._asked.array).dtype_name(self._asked.array)
             if sent == "float16" != self._memory_xp.dtype_name(self._x):
@@ -282,23 +282,22 @@ class _TensorExchange:
         return [self._x]
 
     def new_arrays(self) -> list[Array]:
-        """What the compressor has made of the exchange: the mean, and the method's new state."""
+        """The mean, and the method's new state."""
         return [self._mean, *self._outcome.state]
 
     def keep(self, found_inf: Array | None) -> None:
         """Keeps what was not sent.
 
         Args:
-            found_inf: an element on a device: everything stays as it was if the element is NaN. None if the step is
-                known to count.
+            found_inf: an element on a device; if it is NaN, nothing changes. None if the step is known to count.
         """
         xp, x, memory, state = self._memory_xp, self._x, self._memory, self.member.state
         mean, sent, new_state = self._outcome
         if xp is self._inside.framework:
             sent = self.sent
         if (wide := xp.dtype_name(x)) != self._dtype:
-            # What a narrower element type takes off the mean is the same on all ranks. If each keeps it, it is in the
-            # mean of what they send later.
+            # The rounding error of the mean in a narrower type is the same on all ranks. If each rank keeps it, the
+            # mean of what they send later contains it.
             x = x + (xp.astype(xp.reshape(mean, x.shape), wide) - xp.astype(self._mean, wide))
         kept = memory.update(xp, x, sent, self._compensated)
         state.memory = self._select(found_inf, kept, self._kept_before)
@@ -320,7 +319,7 @@ class _TensorExchange:
 
         Args:
             in_place: whether the mean takes the gradient's place.
-            found_inf: an element that is added to an element of the mean; None for 0.
+            found_inf: an element that is added to one element of the mean; None for 0.
         """
         mean, inside = self._mean, self._inside
         if found_inf is not None:
@@ -332,7 +331,7 @@ class _TensorExchange:
 
     @property
     def sends_residual(self) -> bool:
-        """Whether the memory has added something to x that is sent once."""
+        """Whether x contains a residual, which is sent once."""
         return bool(self._kept_before) and not self._memory.is_momentum
 
 

@@ -18,7 +18,7 @@ from hvdcomp.exchange.finiteness import flag_of, flag_with, with_flag
 from hvdcomp.exchange.fusion import Round
 from hvdcomp.exchange.ledger import Sent
 
-_Turn = tuple[BucketOrGroup, list[Request]]  # which of them, and what it asks for
+_Turn = tuple[BucketOrGroup, list[Request]]  # and its requests of this round
 
 
 class Wave:
@@ -28,14 +28,14 @@ class Wave:
         xp: the array functions of the gradients.
         communicator: the ranks.
         clock: of the engine.
-        name: under which their collectives travel; no others that are under way at the same time have it.
-        buckets: with generators that are ready to start; at least one.
-        alone: whether nothing else goes on between two of their rounds.
+        name: begins the names of its collectives; no other wave of the same time has it.
+        buckets: at least one, all of them open.
+        alone: whether this rank does nothing else between two rounds.
 
     Attributes:
         has_started: whether `start` was called.
-        rounds: when this rank worked on a round of collectives, or waited for it.
-        sent: what this rank handed to collectives.
+        rounds: the times in which this rank worked on collectives or waited for them.
+        sent: bytes that this rank sent.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Wave:
         self.sent = Sent()
 
     def start(self) -> None:
-        """Starts the collectives that come first, and waits for nothing."""
+        """Starts the collectives of the first round, and waits for nothing."""
         self.has_started = True
         self._clock.start()
         turns = [(bucket, bucket.advance(())) for bucket in self.buckets]
@@ -71,7 +71,7 @@ class Wave:
         self._send(turns)
 
     def advance(self) -> bool:
-        """Waits for the collectives under way, and starts those that come next; whether there are any."""
+        """Waits for the collectives of this round, and starts those of the next one; returns whether there are any."""
         if self._round is None:
             return False
         if not self._alone:
@@ -88,7 +88,7 @@ class Wave:
         return self._round is not None
 
     def found_inf(self) -> Array:
-        """The element that is NaN if what any rank would send, or what came of it, is not finite; after the end."""
+        """After the last round: an element that is NaN if anything that ranks sent or got is not finite, else 0."""
         return flag_with(self._xp, self._flag, [bucket.found_inf_after for bucket in self.buckets], self._like)
 
     @property
@@ -118,8 +118,8 @@ class Wave:
 
 
 def run_to_the_end(waves: Sequence[Wave]) -> None:
-    """Goes through all rounds. While a wave waits for its collectives, those of the others are under way. Waves that
-    have not started run after that, one after the other."""
+    """Makes all rounds. While a wave waits for its collectives, the other waves' collectives continue. Waves that have
+    not started run at the end, one after the other."""
     waiting = deque(wave for wave in waves if wave.has_started)
     while waiting:
         wave = waiting.popleft()
