@@ -31,8 +31,8 @@ class Planner(Chooser):
         self.plan = self.plan_for(self.compressor)
         self._next_plan = self.plan
         self.ignores_residuals = False
-        self._in_place: tuple[Compressor | None, bool] = None, False  # of the plan that follows
-        self._plan_in_place = self.plan
+        self._override: tuple[Compressor | None, bool] = None, False  # of the plan that follows
+        self._override_plan = self.plan
         # What follows from the plan; None where it is not computed yet.
         self._digest: int | None = None
         self._casts: bool | None = None
@@ -75,14 +75,14 @@ class Planner(Chooser):
         Args:
             ignores_residuals: as the attribute; with a lossless compressor only.
         """
-        if compressor is not None and compressor != self._in_place[0]:
-            self._plan_in_place = self.plan_for(compressor)
-        self._in_place = compressor, ignores_residuals
+        if compressor is not None and compressor != self._override[0]:
+            self._override_plan = self.plan_for(compressor)
+        self._override = compressor, ignores_residuals
 
     def begin(self) -> Plan:
         """Fixes the plan of the step that begins, and returns it."""
-        other, self.ignores_residuals = self._in_place
-        plan = self._next_plan if other is None else self._plan_in_place
+        other, self.ignores_residuals = self._override
+        plan = self._next_plan if other is None else self._override_plan
         if self.plan is not plan:
             self.plan = plan
             self._digest = self._casts = self._cast_cost = None
