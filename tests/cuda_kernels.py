@@ -167,8 +167,8 @@ def launches(
             engine.begin()
             gradients = {tensor.name: torch.zeros(tensor.shape, dtype=getattr(torch, dtype)) for tensor in tensors}
             engine.step(gradients, in_place=step % 2 == 0, sums=sums.of_step(1.0) if watched else None)
-        assert engine.buckets.now
-        assert engine.buckets.now[0].bucket.device is not None
+        assert engine.buckets.with_kernels
+        assert engine.buckets.with_kernels[0].bucket.device is not None
     return launches
 
 

@@ -79,7 +79,7 @@ class Buckets:
         self._known_changes = 0, 0
 
     @property
-    def now(self) -> list[EngineBucket]:
+    def with_kernels(self) -> list[EngineBucket]:
         """The buckets of the latest step, first those that need not wait for all gradients, by their numbers."""
         return [bucket for bucket in self._latest if isinstance(bucket, EngineBucket)]
 
@@ -143,7 +143,7 @@ class Buckets:
     def _placed(self, xp: ModuleType, arrays: Sequence[Array], dtype: str) -> tuple[list[Array], list[int]] | None:
         """The gradients and their addresses; None if they are not where kernels and flat storage are."""
         if (placed := cuda.placed(arrays, dtype)) is not None:
-            if not isinstance(self._residuals, DeviceResiduals) and not self.now:
+            if not isinstance(self._residuals, DeviceResiduals) and not self.with_kernels:
                 # Not a part of the gradient: that would keep all of it.
                 like = xp.astype(xp.zeros((0,), like=arrays[0]), "float32")
                 self._residuals = DeviceResiduals(self._sizes, xp, like)
@@ -155,7 +155,7 @@ class Buckets:
     def kept_bytes(self) -> int:
         """Bytes kept from step to step: residuals, velocities and the methods' own arrays; on the host with the second
         places, which a step fills."""
-        states = [bucket.bucket.states for bucket in self.now]
+        states = [bucket.bucket.states for bucket in self.with_kernels]
         return self._residuals.nbytes + sum(kept.nbytes for kept in states if kept is not None)
 
     def start_early(self, order: Sequence[Sequence[str]], least_bytes: int) -> None:
@@ -190,7 +190,7 @@ class Buckets:
         by_number: dict[Any, list[str]] = {}
         for name in names:
             by_number.setdefault((numbers.get(name, len(early)), kinds[name]), []).append(name)
-        known = {bucket.key: bucket for bucket in self.now}
+        known = {bucket.key: bucket for bucket in self.with_kernels}
         for (number, kind), whole in sorted(by_number.items(), key=lambda entry: entry[0][0]):
             for members in in_parts(whole, gathered.__getitem__, self._most_gathered):
                 if kind is None:

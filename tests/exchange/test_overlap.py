@@ -191,7 +191,7 @@ def test_it_ends_where_no_bucket_starts_by_itself(who: str, recwarn: pytest.Warn
     assert len(said) == (not goes_on)
     for one in found:
         assert bool(one.engine.overlap.era) == (one.engine.overlap.least_bytes is not None) == goes_on
-        assert any(held.number is not None for held in one.engine.buckets.now) == goes_on
+        assert any(held.number is not None for held in one.engine.buckets.with_kernels) == goes_on
         names = [name for _, _, name, _ in one.engine.communicator.started]
         assert names.count("hvdcomp.early") == 1
         assert sum(".early0." in name for name in names) == (steps if goes_on else overlap.TRIES) - 1

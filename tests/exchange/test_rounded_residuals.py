@@ -156,7 +156,7 @@ def test_so_do_tensors_by_themselves(spec: str, dtype: str, monkeypatch: pytest.
 def test_so_do_kernels_on_a_device(spec: str, dtype: str) -> None:
     pytest.importorskip("torch")
     found = run("torch", spec, ErrorFeedback(dtype=dtype), shapes=SMALL)
-    assert all(group.bucket.device is not None for group in found[0].engine.buckets.now)
+    assert all(group.bucket.device is not None for group in found[0].engine.buckets.with_kernels)
     assert_rounds(dtype, found, run("torch", spec, ErrorFeedback(), dtype, SMALL))
 
 

@@ -70,14 +70,14 @@ def test_a_bucket_does_what_its_tensors_do_by_themselves(spec: str, monkeypatch:
         monkeypatch.setattr(test_buckets, "SHAPES", shapes)
     recorded = Recorded()
     found = run("torch", spec, steps=2, before=recorded.keep)
-    assert all(one.bucket.device is not None for run in found for one in run.engine.buckets.now)
-    assert {name for one in found[0].engine.buckets.now for name in one.names} == shapes.keys()
+    assert all(one.bucket.device is not None for run in found for one in run.engine.buckets.with_kernels)
+    assert {name for one in found[0].engine.buckets.with_kernels for name in one.names} == shapes.keys()
     off(monkeypatch)
     if parse_compressor(spec).keeps_state:
         plain = run("torch", spec, steps=2, before=recorded.set)
     else:
         plain = run("numpy", spec, steps=2)
-    assert all(one.bucket.device is None for one in plain[0].engine.buckets.now)
+    assert all(one.bucket.device is None for one in plain[0].engine.buckets.with_kernels)
     assert_close(found, plain, atol=5e-6)
     monkeypatch.undo()
     kernels.reset()
@@ -117,8 +117,9 @@ def test_a_bucket_that_is_cut_does_what_it_does_on_the_host(spec: str, ranks: in
             given = {name: backend(rng.normal(size=shape).astype(np.float32)) for name, shape in shapes.items()}
             found = engine.step(given)
             results += [as_numpy(found[name]).copy() for name in shapes]
-        assert {name for group in engine.buckets.now for name in group.names} == {*shapes}
-        assert all((one.bucket.device is not None) == (backend is torch.from_numpy) for one in engine.buckets.now)
+        assert {name for group in engine.buckets.with_kernels for name in group.names} == {*shapes}
+        on_device = backend is torch.from_numpy
+        assert all(one.on_device == on_device for one in engine.buckets.with_kernels)
         return results, [as_numpy(one).copy() for name in shapes for one in engine.states[name].memory]
 
     per_node = None if ranks % 2 else 2
@@ -145,7 +146,7 @@ def test_of_16_bits_a_bucket_makes_what_it_makes_on_the_host(spec: str, dtype: s
                 for name, shape in shapes.items()
             }
             results += [one.float().clone() for one in engine.step(given).values()]
-        assert (engine.buckets.now[0].bucket.device is not None) == cuda.serves_host()
+        assert (engine.buckets.with_kernels[0].bucket.device is not None) == cuda.serves_host()
         return results + [one.clone() for name in shapes for one in engine.states[name].memory]
 
     device = run_ranks(2, work)
@@ -311,5 +312,5 @@ def test_one_storage_is_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.begin()
     gradients = {"a": torch.ones(6, 5, dtype=torch.bfloat16, device="meta"), "b": torch.ones(6, 5)}
     engine.buckets.of_step(arrays_for(gradients["b"]), ["a", "b"], gradients, engine.plan)
-    assert [bucket.names for bucket in engine.buckets.now] == [["b"]]
+    assert [bucket.names for bucket in engine.buckets.with_kernels] == [["b"]]
     assert [group.names for group in engine.buckets.groups] == [["a"]]
