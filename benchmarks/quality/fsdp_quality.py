@@ -81,7 +81,7 @@ def reduce(
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     length = -(-len(flat) // RANKS)
     rows = torch.nn.functional.pad(flat, (0, RANKS * length - len(flat))).view(RANKS, length)
-    if reducer.takes(name, rows.numel()):
+    if reducer.compresses(name, rows.numel()):
         row = reducer.reduce(name, rows, rows.nbytes)
         means = ranks.wait(ranks.start_allgather(row.contiguous(), name)).reshape(-1)
     else:

@@ -21,13 +21,13 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from hvdcomp import TopK
+from hvdcomp.adaptation.energies import densified
+from hvdcomp.adaptation.look import Look, observe
 from hvdcomp.adaptation.previews import Previews
 from hvdcomp.arrays import arrays_for
 from hvdcomp.communicators import LoopbackCommunicator
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.exchange import Engine
-from hvdcomp.exchange.energies import densified
-from hvdcomp.exchange.look import Look
 from hvdcomp.tools.train.data import epoch_shard, load_data
 from hvdcomp.tools.train.dataset import DataSet
 from hvdcomp.tools.train.frameworks import build_model
@@ -79,7 +79,7 @@ def measure(data: DataSet, options: TrainingOptions, ratio: float) -> GravacGain
             xs[name], kept[name] = look[name].clone(), densified(look.xp, look[name], sent)
         return {}
 
-    engine.before_compress = before_compress
+    observe(engine, before_compress)
     steps = []
     for epoch in range(1, options.epochs + 1):
         for samples in epoch_shard(len(data.train_x), 1, 0, options.batch_size, options.seed, epoch):

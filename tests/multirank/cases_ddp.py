@@ -298,7 +298,7 @@ def case_gradients_of_bfloat16_are_exchanged_in_buckets() -> None:
         engine = how._binding.engine
         types = {name: one.dtype for name, one in engine.tensors.items()}
         assert {*types.values()} == {"float32", "bfloat16"}
-        grouped = {name: group.bucket.dtype for group in engine.buckets.now for name in group.names}
+        grouped = {name: group.bucket.dtype for group in engine.buckets.with_kernels for name in group.names}
         assert grouped == types, spec
         assert_same_everywhere(model)
         kept = [one for state in engine.states.values() for one in state.memory]

@@ -1,11 +1,11 @@
-"""A group's way through one step: tensor by tensor, in array functions, where the gradients are."""
+"""A group: tensors that go through steps one by one, in array functions, where the gradients are."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,99 +13,96 @@ from hvdcomp.arrays import arrays_for, numpy_arrays
 from hvdcomp.arrays.types import Array, wide_dtype
 from hvdcomp.compressors import Compressor, checked
 from hvdcomp.compressors.inside import Inside, inside_of, numbers_may_overflow
-from hvdcomp.compressors.memory import NoMemory
+from hvdcomp.compressors.memory import Memory, NoMemory
 from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome, Request, SparseVector
 from hvdcomp.compressors.sizes import bytes_of
-from hvdcomp.exchange.bucket_step import BucketStep, Sums
-from hvdcomp.exchange.buckets import KNOWN_TO_KERNELS, EngineBucket, Member, TensorGroup
 from hvdcomp.exchange.clock import Clock, Spans
-from hvdcomp.exchange.energies import Energies, of_arrays, of_errors
+from hvdcomp.exchange.engine_bucket import Sums
 from hvdcomp.exchange.fusion import part_bytes
 from hvdcomp.exchange.ledger import Cost, Part
+from hvdcomp.exchange.residuals import KNOWN_TO_KERNELS
+from hvdcomp.exchange.tensor_state import TensorState
 from hvdcomp.kernels.limits import LARGEST
 
 
-class GroupStep:
-    """The tensors of a group on their way through one step, to be used as a `BucketStep`.
-
-    Args:
-        xp: the array functions of the gradients.
-        group: the group.
-        gradients: of the step, by name.
-        context, factor, clock: as of `BucketStep`.
+class Member(NamedTuple):
+    """A tensor of a group.
 
     Attributes:
-        names, number, gathered, like, keeps_x: as of `BucketStep`.
+        name: the tensor's name.
+        compressor, memory: those of the plan.
+        floats: what the compressor sends, as `Compressor.payload_floats`.
+        state: of the tensor; a step writes what is kept for the next one.
+    """
+
+    name: str
+    compressor: Compressor
+    memory: Memory
+    floats: float
+    state: TensorState
+
+
+class TensorGroup:
+    """Tensors that no kernel takes, and that go through every step together, as an `EngineBucket` does.
+
+    Args:
+        members: the tensors; at least one.
+
+    Attributes:
+        names, number, gathered, keeps_x, when_compressed: as of `EngineBucket`.
         addresses: none, as no kernel looks at x.
     """
 
-    on_device = False
+    on_device = False  # array functions may wait for what is computed
     keeps_x = True
     addresses: Mapping[str, int] = MappingProxyType({})
 
-    def __init__(
-        self,
-        xp: ModuleType,
-        group: TensorGroup,
-        gradients: Mapping[str, Array],
-        context: Context,
-        factor: Array | None,
-        clock: Clock,
-    ) -> None:
-        self._xp = xp
-        self._clock = clock
-        self._spans = Spans([], [])
-        self.names, self.number, self.gathered = group.names, group.number, group.gathered
-        with clock.around(self._spans.encoding), numbers_may_overflow():
-            self._tensors = {
-                member.name: _TensorStep(xp, member, gradients[member.name], context, factor)
-                for member in group.members
-            }
-        self.like = gradients[self.names[0]]
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.members = members
+        self.names = [member.name for member in members]
+        self.number: int | None = None
+        self.gathered = 0.0
+        # Of the step.
+        self._xp: ModuleType
+        self._clock: Clock
+        self._spans: Spans
+        self._tensors: dict[str, _TensorExchange] = {}
         self._asked: dict[str, Request] = {}
         self._in_place = False
         self._sums: Sums | None = None
+        self.when_compressed: list[Callable[[], None]] = []
+        self._costs: Part = {}
+        self._sent: list[tuple[Member, tuple[Array, ...]]] = []  # of which a residual was sent, with the new residual
 
-    # For those who look at x before it is compressed.
-
-    def make_x(self) -> None:
-        """x is there already."""
-
-    def x(self, name: str) -> Array:
-        """x of a tensor."""
-        return self._tensors[name].x
-
-    def gradient(self, name: str) -> Array:
-        """Gradient of a tensor."""
-        return self._tensors[name].gradient
-
-    def energies(self, names: Set[str]) -> Energies:
-        """||x||^2 of those of the tensors that have these names."""
-        return of_arrays(self._xp, {name: self.x(name) for name in self.names if name in names})
-
-    def lost(self, names: Set[str]) -> Energies:
-        """||x - C(x)||^2 of the same, once the generators have ended."""
-        own = [name for name in self.names if name in names]
-        return of_errors(self._xp, {name: (self.x(name), self._tensors[name].sent) for name in own})
+    @property
+    def like(self) -> Array:
+        """An array where the gradients are, until `finish`."""
+        return self._tensors[self.names[0]].gradient
 
     # The step.
 
-    def open(
-        self,
-        gradients: Mapping[str, Array],
-        in_place: bool,
-        sums: Sums | None,
-        sources: Mapping[str, Array] = MappingProxyType({}),
+    def begin(
+        self, xp: ModuleType, gradients: Mapping[str, Array], context: Context, factor: Array | None, clock: Clock
     ) -> None:
-        """Makes the generators; arguments as of `BucketStep.open`."""
+        """Begins a step, and makes x; arguments as of `EngineBucket.begin`."""
+        self._xp, self._clock, self._spans = xp, clock, Spans([], [])
+        self._tensors, self._asked, self.when_compressed = {}, {}, []
+        with clock.around(self._spans.encoding), numbers_may_overflow():
+            self._tensors = {
+                member.name: _TensorExchange(xp, member, gradients[member.name], context, factor)
+                for member in self.members
+            }
+
+    def open(self, in_place: bool, sums: Sums | None, sources: Mapping[str, Array] = MappingProxyType({})) -> None:
+        """Makes the generators; arguments as of `EngineBucket.open`."""
         self._in_place, self._sums = in_place, sums
         with self._clock.around(self._spans.encoding), numbers_may_overflow():
             for name, tensor in self._tensors.items():
                 tensor.open(sources.get(name))
 
     def advance(self, answers: Sequence[Any]) -> list[Request]:
-        """Gives the generators the answers to their last requests, at first none; their next requests, none at the end
-        of the last. A tensor that has ended keeps no other one waiting."""
+        """Gives the generators the answers to their last requests, and returns their next ones; none at the end of the
+        last generator. No generator waits for one that has ended."""
         waiting = dict(zip(self._asked, answers, strict=True)) if answers else dict.fromkeys(self.names)
         with numbers_may_overflow():
             asked = {name: self._tensors[name].advance(answer) for name, answer in waiting.items()}
@@ -117,31 +114,28 @@ class GroupStep:
     def found_inf(self) -> bool | Array:
         """Whether x, or what is sent of it, holds an inf or NaN, as `flag_of` takes it; after the first turn.
 
-        Not whether the gradient does: the sum with what was kept back may overflow, and an infinity must not be kept.
+        The gradient alone is not enough: its sum with the residual may overflow, and no residual may be infinite.
         """
-        arrays = [array for tensor in self._tensors.values() for array in tensor.sends()]
+        arrays = [array for tensor in self._tensors.values() for array in tensor.sent_arrays()]
         return _found_inf(self._xp, arrays)
 
     @property
     def found_inf_after(self) -> bool | Array:
-        """Whether what compressors made of the exchange, results and states, holds an inf or NaN: on all ranks alike.
+        """Whether the results or the methods' new states hold an inf or NaN; the same on all ranks.
 
-        Sums overflow within a method, or over the ranks, although all that was put in is finite.
+        Sums within a method, or over the ranks, may overflow although all their terms are finite.
         """
-        arrays = [array for tensor in self._tensors.values() for array in tensor.made()]
+        arrays = [array for tensor in self._tensors.values() for array in tensor.new_arrays()]
         return _found_inf(self._xp, arrays)
 
-    @property
-    def part(self) -> tuple[Part, Spans]:
-        """Costs of the tensors, once the generators have ended, and times when they were under way."""
-        return {name: tensor.cost for name, tensor in self._tensors.items()}, self._spans
-
     def finish(self, found_inf: Array) -> dict[str, Array]:
-        """As `BucketStep.finish`."""
+        """As `EngineBucket.finish`."""
+        for function in self.when_compressed:
+            function()
         sums, tensors = self._sums, self._tensors
         if sums is not None and not sums.of_results:
             sums.add({name: tensor.gradient for name, tensor in tensors.items()}, found_inf)
-        on_host = not self._xp.waits(found_inf)  # on a device nobody knows yet whether the step counts
+        on_host = not self._xp.waits(found_inf)  # on a device the host does not know yet whether the step counts
         counts = on_host and found_inf.item() == 0
         with self._clock.around(self._spans.decoding), numbers_may_overflow():
             if counts or not on_host:
@@ -152,28 +146,54 @@ class GroupStep:
             }
         if sums is not None and sums.of_results:
             sums.add(results, found_inf)
+        self._costs = {name: tensor.cost for name, tensor in tensors.items()}
+        members = [tensor.member for tensor in tensors.values() if tensor.sends_residual]
+        self._sent = [(member, member.state.memory) for member in members]
+        # The group stays for the next step, but need not keep these arrays alive.
+        self._tensors, self._asked, self._sums, self.when_compressed = {}, {}, None, []
         return results
 
+    @property
+    def part(self) -> tuple[Part, Spans]:
+        """As `EngineBucket.part`."""
+        return self._costs, self._spans
+
     def forget_sent(self, sends_all: Callable[[str, Compressor], bool]) -> Callable[[], None] | None:
-        """As `BucketStep.forget_sent`."""
+        """As `EngineBucket.forget_sent`; to be called once."""
         sent = [
-            (tensor.member.state, tensor.member.state.memory)
-            for name, tensor in self._tensors.items()
-            if tensor.sends_residual and sends_all(name, tensor.member.compressor)
+            (member.state, memory) for member, memory in self._sent if sends_all(member.name, member.compressor)
         ]
+        self._sent = []
 
         def forget() -> None:
             for state, memory in sent:
-                if state.memory is memory:  # nobody has put something else there
+                if state.memory is memory:  # it was not replaced since then
                     state.memory = ()
 
         return forget if sent else None
 
+    # For those who look at x before it is compressed.
 
-class _TensorStep:
-    """One tensor on its way through a step: its memory, and `aggregate`. Making it makes x.
+    def make_x(self) -> None:
+        """Does nothing, because `begin` has made x."""
 
-    If the memory keeps anything, x is at least of single precision, as all that is kept.
+    def x(self, name: str) -> Array:
+        """x of a tensor."""
+        return self._tensors[name].x
+
+    def gradient(self, name: str) -> Array:
+        """Gradient of a tensor."""
+        return self._tensors[name].gradient
+
+    def sent(self, name: str) -> Array | SparseVector:
+        """What was sent of x of a tensor; for `when_compressed`."""
+        return self._tensors[name].sent
+
+
+class _TensorExchange:
+    """One tensor in one step: its memory, and `aggregate`. Making it makes x.
+
+    If the memory keeps anything, x has at least single precision, like all residuals.
 
     Attributes:
         member, gradient: as given.
@@ -184,7 +204,7 @@ class _TensorStep:
         self, framework: ModuleType, member: Member, gradient: Array, context: Context, factor: Array | None
     ) -> None:
         self.member, self.gradient = member, gradient
-        # What an earlier plan left is still to be sent, and only the memory that kept it knows how.
+        # A residual of an earlier plan still has to be sent, and only its own memory knows how.
         self._memory = memory = member.state.memory_for(member.memory)
         self._inside = inside = inside_of(framework, gradient)
         self._context = dataclasses.replace(context, name=member.name)
@@ -199,7 +219,7 @@ class _TensorStep:
             x = xp.astype(x, wide_dtype(self._dtype))
         if factor is not None:
             x = x * xp.astype(enter(factor), xp.dtype_name(x))
-        # Of the memory, and later of the method: what a step that does not count goes back to.
+        # The memory's arrays, and below the method's, to which a step that does not count goes back.
         self._kept_before = memory.prepare(xp, x, tuple(map(enter, member.state.memory)))
         self._x, self._compensated = memory.compensate(xp, x, self._kept_before)
         self.cost = Cost(dense_bytes=part_bytes(xp, self._gradient), floats_sent=member.floats)
@@ -212,17 +232,17 @@ class _TensorStep:
 
     @property
     def x(self) -> Array:
-        """What is compressed unless an observer puts something else in its place; of the framework."""
+        """What is compressed, unless an observer replaces it; of the framework."""
         return self._inside.leave(self._x)
 
     @property
     def sent(self) -> Array | SparseVector:
-        """What was sent of it, once the generator has ended; of the framework."""
+        """What was sent of x, after the end of the generator; of the framework."""
         return self._inside.sent(self._outcome.sent)
 
     def open(self, source: Array | None) -> None:
-        """Makes the generator. It gets what it compresses in the gradient's element type, so that no more travels
-        because more is kept. What that type does not hold stays in the memory.
+        """Makes the generator. It compresses in the gradient's element type, so that a wider residual does not make the
+        payload larger. The rounding error stays in the memory.
 
         Args:
             source: what is compressed in place of x, an array of the framework; None for x.
@@ -253,39 +273,38 @@ class _TensorStep:
             self.cost.bytes_in_node += sent
         return request
 
-    def sends(self) -> list[Array]:
-        """x, and what was cast from it to half precision for the wire, which makes large values infinite."""
+    def sent_arrays(self) -> list[Array]:
+        """x, and its cast to half precision if that is sent, because large values become infinite in a cast."""
         if isinstance(self._asked, AllReduce):
             sent = arrays_for(self._asked.array).dtype_name(self._asked.array)
             if sent == "float16" != self._memory_xp.dtype_name(self._x):
                 return [self._x, self._asked.array]
         return [self._x]
 
-    def made(self) -> list[Array]:
-        """What the compressor has made of the exchange: the mean, and the method's new state."""
+    def new_arrays(self) -> list[Array]:
+        """The mean, and the method's new state."""
         return [self._mean, *self._outcome.state]
 
     def keep(self, found_inf: Array | None) -> None:
         """Keeps what was not sent.
 
         Args:
-            found_inf: an element on a device: everything stays as it was if the element is NaN. None if the step is
-                known to count.
+            found_inf: an element on a device; if it is NaN, nothing changes. None if the step is known to count.
         """
         xp, x, memory, state = self._memory_xp, self._x, self._memory, self.member.state
-        mean, sent, made = self._outcome
+        mean, sent, new_state = self._outcome
         if xp is self._inside.framework:
             sent = self.sent
         if (wide := xp.dtype_name(x)) != self._dtype:
-            # What a narrower element type takes off the mean is the same on all ranks. If each keeps it, it is in the
-            # mean of what they send later.
+            # The rounding error of the mean in a narrower type is the same on all ranks. If each rank keeps it, the
+            # mean of what they send later contains it.
             x = x + (xp.astype(xp.reshape(mean, x.shape), wide) - xp.astype(self._mean, wide))
         kept = memory.update(xp, x, sent, self._compensated)
         state.memory = self._select(found_inf, kept, self._kept_before)
         state.keeper = memory
         if not self.member.compressor.lossless:  # a dense step keeps the warm start of the method it interrupts
             state.method = self.member.compressor.name
-            state.compressor = self._select(found_inf, made, self._state_before)
+            state.compressor = self._select(found_inf, new_state, self._state_before)
 
     def _select(
         self, found_inf: Array | None, after: tuple[Array, ...], before: tuple[Array, ...]
@@ -300,7 +319,7 @@ class _TensorStep:
 
         Args:
             in_place: whether the mean takes the gradient's place.
-            found_inf: an element that is added to an element of the mean; None for 0.
+            found_inf: an element that is added to one element of the mean; None for 0.
         """
         mean, inside = self._mean, self._inside
         if found_inf is not None:
@@ -312,7 +331,7 @@ class _TensorStep:
 
     @property
     def sends_residual(self) -> bool:
-        """Whether the memory has added something to x that is sent once."""
+        """Whether x contains a residual, which is sent once."""
         return bool(self._kept_before) and not self._memory.is_momentum
 
 
@@ -322,21 +341,3 @@ def _found_inf(xp: ModuleType, arrays: Sequence[Array]) -> bool | Array:
     others = [array for array in arrays if not isinstance(array, np.ndarray | np.generic)]
     found = bool(in_numpy) and bool(numpy_arrays.found_inf(in_numpy)[0] != 0)
     return xp.found_inf(others) + (np.nan if found else 0.0) if others else found
-
-
-Step = BucketStep | GroupStep
-"""Tensors that go through a step together: those of a bucket, or those of a group."""
-
-
-def step_of(
-    xp: ModuleType,
-    together: EngineBucket | TensorGroup,
-    gradients: Mapping[str, Array],
-    context: Context,
-    factor: Array | None,
-    clock: Clock,
-) -> Step:
-    """The step of a bucket, which has its gradients, or of a group."""
-    if isinstance(together, TensorGroup):
-        return GroupStep(xp, together, gradients, context, factor, clock)
-    return BucketStep(xp, together, context, factor, clock)

@@ -1,40 +1,41 @@
-"""Takes what goes through a step from round to round: every round takes the requests of each, fuses them into few
-collectives, and hands the answers back."""
+"""A wave: the buckets and groups of a step that go from round to round together. Each round takes one request of each
+tensor or bucket, fuses the requests into few collectives, and gives back the answers."""
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 from hvdcomp.arrays.types import Array
 from hvdcomp.communicators import Communicator
 from hvdcomp.compressors.protocol import Request
+from hvdcomp.exchange.buckets import BucketOrGroup
 from hvdcomp.exchange.clock import Clock, Span
 from hvdcomp.exchange.finiteness import flag_of, flag_with, with_flag
 from hvdcomp.exchange.fusion import Round
-from hvdcomp.exchange.group_step import Step
 from hvdcomp.exchange.ledger import Sent
 
-_Turn = tuple[Step, list[Request]]  # which of them, and what it asks for
+_Turn = tuple[BucketOrGroup, list[Request]]  # and its requests of this round
 
 
-class Lockstep:
-    """Buckets, and the tensors in none, that go from round to round together.
+class Wave:
+    """Buckets and groups that go from round to round together.
 
     Args:
         xp: the array functions of the gradients.
         communicator: the ranks.
         clock: of the engine.
-        name: under which their collectives travel; no others that are under way at the same time have it.
-        steps: with generators that are ready to start; at least one.
-        alone: whether nothing else goes on between two of their rounds.
+        name: begins the names of its collectives; no other wave of the same time has it.
+        buckets: at least one, all of them open.
+        alone: whether this rank does nothing else between two rounds.
 
     Attributes:
-        rounds: when this rank worked on a round of collectives, or waited for it.
-        sent: what this rank handed to collectives.
+        has_started: whether `start` was called.
+        rounds: the times in which this rank worked on collectives or waited for them.
+        sent: bytes that this rank sent.
     """
 
     def __init__(
@@ -43,32 +44,34 @@ class Lockstep:
         communicator: Communicator,
         clock: Clock,
         name: str,
-        steps: Sequence[Step],
+        buckets: Sequence[BucketOrGroup],
         alone: bool = False,
     ) -> None:
         self._xp = xp
         self._communicator = communicator
         self._clock = clock
         self._name = name
-        self.steps = steps
+        self.buckets = buckets
         self._alone = alone
         self._waiting: list[_Turn] = []
         self._round: Round | None = None
         self._number = 0  # of the round
         self._flag: Array
+        self.has_started = False
         self._take_flag: Callable[[list[Any]], Array] | None = None
         self.rounds: list[Span] = []
         self.sent = Sent()
 
     def start(self) -> None:
-        """Starts the collectives that come first, and waits for nothing."""
+        """Starts the collectives of the first round, and waits for nothing."""
+        self.has_started = True
         self._clock.start()
-        turns = [(step, step.advance(())) for step in self.steps]
-        self._flag = flag_of([step.found_inf for step in self.steps])
+        turns = [(bucket, bucket.advance(())) for bucket in self.buckets]
+        self._flag = flag_of([bucket.found_inf for bucket in self.buckets])
         self._send(turns)
 
     def advance(self) -> bool:
-        """Waits for the collectives under way, and starts those that come next; whether there are any."""
+        """Waits for the collectives of this round, and starts those of the next one; returns whether there are any."""
         if self._round is None:
             return False
         if not self._alone:
@@ -79,31 +82,33 @@ class Lockstep:
         self._clock.lap(self.rounds)
         self._number += 1
         each = iter(answers)
-        self._send([(step, step.advance(list(itertools.islice(each, len(asked))))) for step, asked in self._waiting])
+        self._send(
+            [(bucket, bucket.advance(list(itertools.islice(each, len(asked))))) for bucket, asked in self._waiting]
+        )
         return self._round is not None
 
     def found_inf(self) -> Array:
-        """The element that is NaN if what any rank would send, or what came of it, is not finite; after the end."""
-        return flag_with(self._xp, self._flag, [step.found_inf_after for step in self.steps], self._like)
+        """After the last round: an element that is NaN if anything that ranks sent or got is not finite, else 0."""
+        return flag_with(self._xp, self._flag, [bucket.found_inf_after for bucket in self.buckets], self._like)
 
     @property
     def names(self) -> list[str]:
         """Names of the tensors."""
-        return [name for step in self.steps for name in step.names]
+        return [name for bucket in self.buckets for name in bucket.names]
 
     @property
     def _like(self) -> Array:
-        return self.steps[0].like
+        return self.buckets[0].like
 
     def _send(self, turns: Sequence[_Turn]) -> None:
         self._round = None
-        self._waiting = [(step, asked) for step, asked in turns if asked]
+        self._waiting = [(bucket, asked) for bucket, asked in turns if asked]
         if not self._waiting:
             return
         requests = [request for _, asked in self._waiting for request in asked]
         if self._number == 0:
             requests, self._take_flag = with_flag(self._xp, requests, self._flag, self._like)
-        if not self._clock.turns_only:
+        if not self._clock.marks_only_turns:
             self._clock.start()
         name = f"hvdcomp.{self._name}{self._number}"
         self._round = Round(self._xp, self._communicator, requests, name, self._like)
@@ -112,10 +117,15 @@ class Lockstep:
             self._clock.lap(self.rounds)
 
 
-def run_to_the_end(started: Iterable[Lockstep]) -> None:
-    """Goes through all rounds. While one waits for its collectives, those of the others are under way."""
-    waiting = deque(started)
+def run_to_the_end(waves: Sequence[Wave]) -> None:
+    """Makes all rounds. While a wave waits for its collectives, the other waves' collectives continue. Waves that have
+    not started run at the end, one after the other."""
+    waiting = deque(wave for wave in waves if wave.has_started)
     while waiting:
-        lockstep = waiting.popleft()
-        if lockstep.advance():
-            waiting.append(lockstep)
+        wave = waiting.popleft()
+        if wave.advance():
+            waiting.append(wave)
+    for wave in waves:
+        if not wave.has_started:
+            wave.start()
+            run_to_the_end([wave])

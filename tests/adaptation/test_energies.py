@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvdcomp.adaptation.energies import densified, of_arrays, of_errors
 from hvdcomp.arrays import arrays_for
 from hvdcomp.compressors.protocol import SparseVector
-from hvdcomp.exchange.energies import densified, of_arrays, of_errors
 from tests.adaptation.test_gradient_sums import PRECISION, wide
 from tests.harness import BACKENDS, BACKENDS_AND_DTYPES, as_numpy, bits, copy, make
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from hvdcomp import kernels
+from hvdcomp.adaptation.look import Look, observe
 from hvdcomp.arrays.types import Array
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.compressors.memory import ErrorFeedback
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import TensorInfo
-from hvdcomp.exchange.bucket_step import Sums
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.exchange.look import Look
+from hvdcomp.exchange.engine_bucket import Sums
 from tests.harness import previews_of
 
 SHAPES = {"a": (20, 30), "b": (9, 7), "c": (20, 30), "d": (11,)}
@@ -131,7 +131,7 @@ def test_a_look_sees_x_of_all_and_what_is_put_in_its_place_is_sent() -> None:
             told.append(x_of.lost_when_sent(["b", "d"]))
             return {"a": 2 * x_of["a"], "c": 2 * x_of["c"]}
 
-        engine.before_compress = look
+        observe(engine, look)
         engine.begin()
         results = engine.step(gradients(communicator.rank, 1))
         for name in SHAPES:
@@ -153,10 +153,10 @@ def test_residuals_that_were_sent_whole_are_forgotten_of_both_kinds() -> None:
         engine = engine_of(communicator)
         engine.begin()
         engine.step(gradients(communicator.rank, 0))
-        assert all(state.holds for state in engine.states.values())
+        assert all(state.has_residual for state in engine.states.values())
         engine.set_level("dense")
         engine.begin()
         engine.step(gradients(communicator.rank, 1))
-        assert not engine.holds_residuals
+        assert not engine.has_residuals
 
     run_ranks(RANKS, work)
