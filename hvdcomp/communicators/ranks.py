@@ -73,7 +73,7 @@ class Ranks(Communicator):
             )
         return nodes
 
-    def beside(self) -> Ranks:
+    def duplicate(self) -> Ranks:
         """A communicator of the same ranks whose collectives do not block this communicator's, if their names differ;
         to be called on every rank."""
         return self
@@ -90,7 +90,7 @@ class Ranks(Communicator):
         """Whether the library was restarted with other ranks."""
         return False
 
-    def anew(self) -> Ranks:
+    def renewed(self) -> Ranks:
         """A new communicator of all present ranks, if this one `is_stale`.
 
         Raises:

@@ -88,14 +88,14 @@ class TorchDistributedCommunicator(Ranks):
         self._host_group = self.group if _takes_cpu(self.group) else _group_beside(self.group, "gloo")
 
     def move_to(self, group: dist.ProcessGroup) -> None:
-        """Makes this communicator stale; `anew` gives that of the ranks of another process group."""
+        """Makes this communicator stale; `renewed` gives that of the ranks of another process group."""
         self._next = group
 
     @property
     def is_stale(self) -> bool:
         return self._next is not None
 
-    def anew(self) -> TorchDistributedCommunicator:
+    def renewed(self) -> TorchDistributedCommunicator:
         if self._next is None:
             raise ConfigurationError(
                 "roll_back is only for ranks that change during the training. Ranks of torch.distributed change only "
@@ -107,7 +107,7 @@ class TorchDistributedCommunicator(Ranks):
     def gather_bytes(self, own: np.ndarray, name: str) -> torch.Tensor:
         return self.wait(self.start_allgather(torch.from_numpy(own), name))
 
-    def beside(self) -> TorchDistributedCommunicator:
+    def duplicate(self) -> TorchDistributedCommunicator:
         """A communicator with a process group of its own, because the collectives of one group wait for each other."""
         return TorchDistributedCommunicator(_group_beside(self.group, _backend(self.group)))
 

@@ -3,7 +3,7 @@
 A compressor may have, beside `aggregate` for one tensor, a form for all tensors of a bucket, `aggregate_bucket`. It is
 a generator as well: it yields one request a round for all tensors. Its kernels make x from the gradients and the
 residuals, compress x in the same pass, and write the mean over the ranks to the results. Without kernels, or without
-such a form, tensors are in no bucket (`exchange.group_step`).
+such a form, tensors are in no bucket (`exchange.tensor_group`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from weakref import finalize
 import torch
 
 
-class Uses:
+class UsedParameters:
     """The parameters that this rank has used since the latest exchange.
 
     Gradients do not show it: that of a used parameter may be zero on all ranks, in the first step too, as behind a
