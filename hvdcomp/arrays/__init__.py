@@ -40,6 +40,6 @@ def _module_for(array_type: type) -> ModuleType:
         if framework in _MODULES:
             return importlib.import_module(_MODULES[framework])
     raise TypeError(
-        f"hvdcomp cannot compress a {array_type.__module__}.{array_type.__qualname__}; give it a NumPy array or a "
-        "PyTorch tensor"
+        f"hvdcomp cannot compress a {array_type.__module__}.{array_type.__qualname__}; pass a NumPy array or a PyTorch "
+        "tensor"
     )

@@ -50,8 +50,8 @@ class ShapeArray:
 
     def __bool__(self) -> bool:
         raise TypeError(
-            "a compressor must not use the values of the gradient to decide what it sends, because hvdcomp counts the "
-            "bytes before there are values. Use xp.where instead of an if"
+            "a compressor must not use the values of the gradient to decide what it sends, because hvdcomp also runs "
+            "the compressor on arrays without values, to count the bytes. Use xp.where instead of an if"
         )
 
     def itself(self, *_: Any, **__: Any) -> ShapeArray:

@@ -1,8 +1,8 @@
 """Simulated ranks: threads of one process with the results of real ranks, bit for bit, on links of predicted speed.
 
 An allreduce adds up in the order of Gloo's ring, which torch.distributed uses on CPUs. Each rank has a clock for each
-simulated link. It runs while the rank computes, stops while other ranks do, and advances by the predicted time of each
-exchange on that link. So one run predicts the time on several links.
+simulated link. The clock runs while the rank computes, stops while other ranks compute, and advances by the predicted
+time of each exchange on its link. So one run predicts the times on several links.
 """
 
 from __future__ import annotations

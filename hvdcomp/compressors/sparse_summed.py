@@ -98,11 +98,11 @@ class BlocksTogether(WithRatio):
 
 @dataclass(frozen=True)
 class TopKC(BlocksTogether):
-    """The chunks of consecutive elements with the largest sum of squares over all ranks (Han et al. 2024,
+    """Sends the chunks of consecutive elements with the largest sum of squares over all ranks (Han et al. 2024,
     arXiv:2407.01378: TopK chunked).
 
     Attributes:
-        ratio: share of the elements that is sent, in whole chunks, at least one.
+        ratio: share of the elements that is sent, in whole chunks, at least one chunk.
         chunk: number of elements in a chunk; a smaller tensor is one chunk.
 
     Example:
@@ -114,7 +114,7 @@ class TopKC(BlocksTogether):
 
     name: ClassVar[str] = "topkc"
     examples: ClassVar[tuple[str, ...]] = ("topkc:ratio=0.01", "topkc:ratio=0.05,chunk=16")
-    sends: ClassVar[str] = "a sum of squares for each chunk, the elements of the chosen chunks"
+    sends: ClassVar[str] = "a sum of squares per chunk, and the elements of the chosen chunks"
     reference: ClassVar[str] = "Han et al. 2024, arXiv:2407.01378"
 
     def blocks_of(self, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -141,7 +141,7 @@ class TopKC(BlocksTogether):
 
 @dataclass(frozen=True)
 class ARCTopK(BlocksTogether):
-    """The rows of the mean gradient matrix with the largest norms, estimated by a sketch (Chen et al. 2025,
+    """Sends the rows of the mean gradient matrix with the largest norms, which a sketch estimates (Chen et al. 2025,
     arXiv:2510.26709).
 
     The ranks average G V, where V has `sketch` random columns, the same on all ranks and drawn anew in each step. The
@@ -149,8 +149,8 @@ class ARCTopK(BlocksTogether):
     ranks have no weight, unlike in sums of squares.
 
     Attributes:
-        ratio: share of the elements that is sent, in whole rows, at least one.
-        sketch: number of columns of V.
+        ratio: share of the elements that is sent, in whole rows, at least one row.
+        sketch: number of columns of the random matrix V; more columns estimate the norms of the rows more exactly.
 
     Example:
         >>> ARCTopK(ratio=0.05).payload_bytes((1000, 1000))
@@ -161,7 +161,7 @@ class ARCTopK(BlocksTogether):
 
     name: ClassVar[str] = "arctopk"
     examples: ClassVar[tuple[str, ...]] = ("arctopk:ratio=0.05", "arctopk:ratio=0.1,sketch=2")
-    sends: ClassVar[str] = "`sketch` numbers for each row, the elements of the chosen rows"
+    sends: ClassVar[str] = "`sketch` numbers per row, and the elements of the chosen rows"
     of_matrices: ClassVar[bool] = True
     reference: ClassVar[str] = "Chen et al. 2025, arXiv:2510.26709"
 

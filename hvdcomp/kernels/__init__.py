@@ -39,7 +39,10 @@ __all__ = [
 INSTRUCTION_SETS = ("plain", "avx2", "avx512")
 _MOST_THREADS = 2**31 - 1  # kernels take an int32
 _BUILD = "python -m hvdcomp.kernels.build"
-_LACKING = {1: "the shared object was not built for it", 2: "this CPU lacks its instructions"}
+_LACKING = {
+    1: "the compiled library of hvdcomp was built without this instruction set",
+    2: "this CPU does not support this instruction set",
+}
 
 
 @dataclass(frozen=True)
@@ -213,7 +216,7 @@ def _load(path: Path) -> _Loaded:
         fits = False
     if not fits:
         return _Loaded(
-            why_not=f"{path} was built from other sources than those of this version",
+            why_not=f"{path} was built from the sources of another version of hvdcomp",
             way_out=f"To build it again, run {_BUILD}",
         )
     return _Loaded(releasing, holding)

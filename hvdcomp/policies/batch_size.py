@@ -1,4 +1,4 @@
-"""Policies of the batch size: fewer exchanges by larger batches, for which gradients are accumulated.
+"""Policies that change the batch size: larger batches, made by gradient accumulation, need fewer exchanges.
 
 Both scale the learning rate by the same factor as the batch, which keeps the noise of the updates (Goyal et al. 2017,
 arXiv:1706.02677; Smith et al. 2018, arXiv:1711.00489).
@@ -105,7 +105,7 @@ def require_room(policy: Policy[Any], accumulation: int, steps_per_epoch: int | 
     if steps_per_epoch is not None and accumulation > steps_per_epoch:
         raise SpecError(
             f"{policy}: the largest batch consists of {accumulation} batches of the first size, but an epoch has only "
-            f"{steps_per_epoch} (steps_per_epoch); choose a smaller high, or start with a larger batch"
+            f"{steps_per_epoch} batches (steps_per_epoch); choose a smaller high, or start with a larger batch"
         )
 
 

@@ -53,7 +53,7 @@ class Plugins:
             for point in points:
                 warn_alone(
                     f"{_package_of(point)} offers a {self.noun} {name!r}, but hvdcomp has its own {self.noun} of this "
-                    f"name and uses that one; give the {self.noun} of the package another name"
+                    f"name, and uses its own; give the {self.noun} of the package another name"
                 )
             return self.known[name]
         for point in points:
@@ -103,7 +103,7 @@ class Plugins:
 
     def ways(self) -> str:
         """For an error of an unknown name: how a class of the user's own is found."""
-        return f"a {self.noun} of your own needs --plugin MODULE, or {VARIABLE}=MODULE in the environment"
+        return f"for a {self.noun} of your own, pass --plugin MODULE, or set {VARIABLE}=MODULE in the environment"
 
 
 def named_modules() -> list[str]:

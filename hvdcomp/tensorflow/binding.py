@@ -305,7 +305,7 @@ def _known_variables(variables: Any, tensor: tf.Tensor | None) -> dict[str, tf.V
         return by_name(variables())
     if tensor is None:
         raise ConfigurationError(
-            "hvdcomp.Compression does not know before the first step which variables are trained; give it "
+            "hvdcomp.Compression does not know before the first step which variables are trained; pass "
             "variables=model.trainable_variables"
         )
     return by_name(gradients_call(tensor).variables)

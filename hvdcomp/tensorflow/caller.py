@@ -1,7 +1,7 @@
-"""Finds out what Horovod does not say: it passes a compressor nothing but one tensor at a time.
+"""Finds out the context of a gradient, because Horovod passes only one tensor at a time to a compressor.
 
-While TensorFlow traces a step, Horovod goes through the gradients of a list, one `compress` after the other. That
-list, the variables beside it, and what the tape or optimizer was set to, are in the frames of the callers.
+While TensorFlow traces a step, Horovod goes through the gradients of a list, one `compress` after the other. The list
+of gradients, the list of variables, and the settings of the tape or optimizer are in the frames of the callers.
 """
 
 from __future__ import annotations

@@ -29,9 +29,9 @@ class PolicyCallback(tf_keras.callbacks.Callback):
       CSVLogger and the progress bar show them.
     - On rank 0 it writes TensorBoard scalars: `Compression.metrics` of the latest step, the level of each tensor, the
       learning rate, and the megabytes sent since the epoch began.
-    - It excludes validation from step times, by which some policies decide.
+    - It excludes validation from the step times that some policies use.
 
-    Decisions do not depend on it: `fit` without this callback trains alike.
+    The callback does not change the training: `fit` gives the same weights without it.
 
     Args:
         compression: the compression of Horovod's optimizer.
@@ -39,7 +39,7 @@ class PolicyCallback(tf_keras.callbacks.Callback):
         update_freq: "epoch", or the number of batches between writing the scalars.
 
     Raises:
-        ConfigurationError: for another update_freq; in `fit`, for a failed check.
+        ConfigurationError: for an invalid update_freq; in `fit`, if a check fails.
     """
 
     def __init__(

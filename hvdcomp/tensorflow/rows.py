@@ -21,7 +21,8 @@ _ON_HOST = np.zeros(0, np.float32)
 
 
 class RowExchange:
-    """Makes Horovod's tape or optimizer exchange `tf.IndexedSlices` row by row, and dense gradients as before.
+    """Makes Horovod's tape or optimizer exchange `tf.IndexedSlices` (gradients of embeddings) row by row. Dense
+    gradients are exchanged as before.
 
         rows = hvdcomp.tensorflow.RowExchange()  # once, on every rank
         tape = rows.serve(hvd.DistributedGradientTape(tape, compression=compression))          # in a loop, or
@@ -60,8 +61,8 @@ class RowExchange:
         """Changes a tape of hvd.DistributedGradientTape or an optimizer of hvd.DistributedOptimizer, and returns it.
 
         Raises:
-            ConfigurationError: for another object, or one served before; with op=hvd.Adasum or
-                backward_passes_per_step above 1.
+            ConfigurationError: for another object, or if `serve` was already called with this object; with
+                op=hvd.Adasum or backward_passes_per_step above 1.
         """
         reduce_dense: Any = getattr(distributed, "_allreduce_grads", None)
         settings = _settings_of(reduce_dense)

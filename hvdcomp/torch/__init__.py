@@ -70,7 +70,7 @@ def all_ranks(backend: str = "horovod") -> Communicator:
 def serve_simulated(
     compression: UsedCompression, model: Any, communicator: SimulatedCommunicator, optimizer: Any
 ) -> Callable[[], None]:
-    """Lets the model of a simulated rank exchange its gradients compressed.
+    """Makes the model of a simulated rank exchange compressed gradients.
 
     Args:
         compression: a compression of this model only.
@@ -79,7 +79,7 @@ def serve_simulated(
         optimizer: the optimizer of the model.
 
     Returns:
-        The function that replaces gradients by means; to be called after the backward passes of each step.
+        A function that replaces the gradients by their means. Call it after the backward passes of each step.
     """
     from hvdcomp.torch.simulated import SimulatedBinding
 

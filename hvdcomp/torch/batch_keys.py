@@ -1,4 +1,4 @@
-"""What ranks tell each other of batches read ahead: the keys of the rows that each looks up."""
+"""The keys of the embedding rows that each rank looks up in batches read ahead; the ranks exchange these keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Share(NamedTuple):
     """Rows of a step that are exchanged together.
 
     Attributes:
-        keys: the keys of those that this rank updates.
+        keys: the keys of the rows that this rank updates.
         start: function from this rank's rows of each table, the ranks and a collective's name to the function that
             waits for the means.
     """
@@ -69,7 +69,7 @@ class ReadBatch:
             return
         lengths = self._ranks.wait(self._handle).contiguous().view(torch.int64)[:, 0]
         self._handle, self._lengths = None, lengths.clamp(min=0).tolist()
-        refuse((lengths == _REFUSED).numpy(), "cannot say which rows a batch looks up", self._refused)
+        refuse((lengths == _REFUSED).numpy(), "could not find out which rows a batch looks up", self._refused)
         ended = (lengths == _ENDED).numpy()
         if not ended.all():
             refuse(ended, "has fewer batches than the other ranks; give every rank the same number of batches")

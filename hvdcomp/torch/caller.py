@@ -1,4 +1,4 @@
-"""The parameter of a gradient, as Horovod passes only the tensor to a compressor."""
+"""Finds the parameter of a gradient, because Horovod passes only the tensor to a compressor."""
 
 from __future__ import annotations
 

@@ -93,13 +93,14 @@ class CompressedAdam(torch.optim.AdamW):
 
     With `local_steps` above 1, each rank makes this number of steps with its own momentum. The ranks then exchange the
     mean of the momenta since the last exchange, and all ranks apply it to the weights of the last exchange. These are
-    the local steps of 0/1 Adam (Lu et al. 2023, arXiv:2202.06009, algorithm 1), in a fixed number. Between two
-    exchanges the ranks' weights differ: save and evaluate when `in_sync` is true. To accumulate gradients of several
-    backward passes, make all passes but the last in DistributedDataParallel's `no_sync()`.
+    the local steps of 0/1 Adam (Lu et al. 2023, arXiv:2202.06009, algorithm 1), with a fixed number of local steps
+    between exchanges. Between two exchanges the ranks' weights differ: save and evaluate when `in_sync` is true. To
+    accumulate gradients of several backward passes, make all passes but the last in DistributedDataParallel's
+    `no_sync()`.
 
-    If the second moment of an element is zero when it is frozen, the element never had a gradient. It does not change
-    afterwards, and its moment becomes infinite in the state. So freeze only after rare rows of embeddings have had a
-    gradient.
+    If the second moment of an element is zero when it is frozen, the element never had a gradient. Such an element does
+    not change afterwards, and its second moment becomes infinite in the state. So freeze only after rare rows of
+    embeddings have had a gradient.
 
     Args:
         params, lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.

@@ -136,7 +136,7 @@ class DDPBinding(TorchTraining):
         return type(None), ()
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Takes a bucket of DDP whose gradients are ready.
+        """Receives a bucket of DDP whose gradients are ready.
 
         Returns:
             A future of the means, in the bucket's storage.

@@ -1,7 +1,7 @@
 """The binding of models in FSDP2 (`fully_shard`) without replicas, in place of FSDP's reduce-scatter.
 
-After a module's backward pass FSDP hands over its flat gradient, a row for each rank, and gets this rank's row of the
-mean. So the exchange overlaps with the rest of the backward pass, as FSDP's own does.
+After the backward pass of a module, FSDP passes its flat gradient, with a row for each rank, and receives this rank's
+row of the mean. So the exchange overlaps with the rest of the backward pass, as FSDP's own reduce-scatter does.
 """
 
 from __future__ import annotations
@@ -183,8 +183,8 @@ class ShardsBinding:
         if names is None:
             warn_alone(
                 f"{name}: forward() of this module was not called, so hvdcomp does not know which parameters have "
-                "gradients in this step. It does not add the residual in this step, and the rounding errors of this "
-                "step are lost"
+                "gradients in this step. In this step, hvdcomp does not add the residual of this module, and its "
+                "rounding errors are lost"
             )
         else:
             kept = flat.hold(names, kept)
@@ -212,7 +212,7 @@ class ShardsBinding:
         return bool(self.engine.plan)
 
     def compress(self, tensor: torch.Tensor) -> Any:
-        """Raises ConfigurationError: Horovod must not hand over gradients."""
+        """Raises ConfigurationError, because Horovod must not exchange gradients of this model."""
         raise ConfigurationError(
             "this hvdcomp.Compression is used by a model in FSDP, which averages its gradients already; use the "
             "optimizer without hvd.DistributedOptimizer"
@@ -426,9 +426,10 @@ def _trained(model: torch.nn.Module, ranks: int) -> dict[str, DTensor]:
         if mesh.ndim != 1:
             raise ConfigurationError(
                 f"parameter {name} is sharded over a mesh of {mesh.ndim} dimensions, as with tensor parallelism, and "
-                "not over all ranks. What several ranks have whole would drift apart, because each rank compresses it "
-                "together with parts of its own. Give fully_shard a mesh with replicas too, between which hvdcomp "
-                "compresses; or train without tensor parallelism: fully_shard takes its ranks too"
+                "not over all ranks. The copies of a shard on several ranks would become different, because each rank "
+                "compresses its copy together with other shards. Use a mesh that also has replicas: then hvdcomp "
+                "compresses between the replicas. Or train without tensor parallelism, and let fully_shard shard over "
+                "these ranks too"
             )
         if mesh.mesh.tolist() != list(range(ranks)):
             raise ConfigurationError(
@@ -457,6 +458,6 @@ def _flat_gradients(model: torch.nn.Module, ranks: int) -> list[tuple[FlatGradie
 def _several_meshes_error(error: ValueError) -> ConfigurationError:
     """The error for FSDP's refusal of a hook, which is the same on every rank."""
     return ConfigurationError(
-        f"FSDP takes no hook for a module whose parameters are sharded over several meshes: {error} Leave meshes out "
-        "of what shard_placement_fn returns, or call fully_shard on modules that have one mesh each"
+        "FSDP cannot use the reduce-scatter of hvdcomp for a module whose parameters are sharded over several meshes: "
+        f"{error} Let shard_placement_fn return no meshes, or call fully_shard on modules that have one mesh each"
     )

@@ -1,6 +1,6 @@
 """The exchange behind the operators of compiled graphs (`hvdcomp.torch.graph_ops`).
 
-A node of a graph gets all that a step needs as its arguments, and keeps nothing from step to step. So an engine is made
+A node of a graph gets all inputs of a step as its arguments, and keeps nothing from step to step. So an engine is made
 once for each node, when the node first runs, and is told the step and the residuals in each step. The node then
 computes what the engine of a training with the same method, seed and names computes in the same step, bit for bit.
 """

@@ -85,7 +85,7 @@ class LocalStepsBinding(TorchTraining):
         super().meet(communicator)
 
     def change_ranks(self, group: dist.ProcessGroup) -> None:
-        """Goes on with the ranks of another process group from the next step on."""
+        """Continues with the ranks of another process group from the next step on."""
         if not isinstance(self.communicator, TorchDistributedCommunicator):
             raise ConfigurationError(
                 "LocalSteps.change_ranks works only with ranks of torch.distributed; elastic Horovod changes its ranks "
@@ -259,8 +259,8 @@ def _check(setup: Setup, every: int | str, communicator: Ranks) -> None:
 
 
 NO_NEW_GROUP = (
-    "LocalSteps accepts no new parameter group, because the ranks would not exchange it; give the inner optimizer all "
-    "groups before you make LocalSteps of it"
+    "LocalSteps does not accept new parameter groups, because the ranks would not exchange the new parameters; add all "
+    "groups to the inner optimizer before you pass this optimizer to LocalSteps"
 )
 
 

@@ -1,4 +1,4 @@
-"""The schedule of `LocalSteps`: the parameters that are exchanged after each step."""
+"""The schedule of `LocalSteps`: which parameters are exchanged after which step."""
 
 from __future__ import annotations
 

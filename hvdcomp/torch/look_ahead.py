@@ -185,7 +185,7 @@ class LookAhead:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Waits for all deferred rows and updates them. Needs no call on other ranks."""
+        """Waits for all deferred rows and updates them. Other ranks need not call it."""
         self._wait_until(self._steps)
 
     def end(self) -> None:
@@ -203,7 +203,7 @@ class LookAhead:
 
     def _require_latest(self) -> None:
         if self.rows.ahead is not self:
-            raise ConfigurationError("another LookAhead was made of these tables; use only the latest one")
+            raise ConfigurationError("another LookAhead was made for these tables; use only the latest LookAhead")
 
     def _read(self, batches: Iterator[Any]) -> None:
         """Puts the next batch, or the end, into the window."""

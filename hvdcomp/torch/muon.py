@@ -68,9 +68,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
         optimizer = hvdcomp.torch.MuonWithAdamW(model, lr=8e-3)
 
     It is a single optimizer, because Horovod, `LocalSteps`, schedulers, a GradScaler and checkpoints expect one.
-    PyTorch's two optimizers share its parameter groups and its state, so the weights are theirs bit for bit. Muon's
-    steps are made as large as AdamW's (`adjust_lr_fn="match_rms_adamw"`; Liu et al. 2025, arXiv:2502.16982, section
-    2.2), so that both use the same learning rate.
+    PyTorch's two optimizers share its parameter groups and its state, so the weights are the same as with the two
+    optimizers, bit for bit. Muon's steps are made as large as AdamW's (`adjust_lr_fn="match_rms_adamw"`; Liu et al.
+    2025, arXiv:2502.16982, section 2.2), so that both use the same learning rate.
 
     `hidden_matrices` says which parameters of a model go to Muon. To choose them yourself, give groups:
 

@@ -1,4 +1,4 @@
-"""The check, without waiting, that all ranks make a step, before its buckets start in the backward pass."""
+"""Checks, without waiting, that all ranks make a step, before the buckets of this step start in the backward pass."""
 
 from __future__ import annotations
 

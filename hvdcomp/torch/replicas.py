@@ -1,9 +1,9 @@
 """The replicas of a model in FSDP2: which ranks have the same shards, and who averages their gradients.
 
-On a mesh of two dimensions FSDP itself allreduces gradients between replicas, before it calls any hook: then they have
-been sent whole. `leave_to_hook` lets FSDP end at this rank's shards, as on a mesh of one dimension. Parameters and
-their places on the mesh stay as they are: optimizers, clipping and checkpoints see the same model as before.
-`hvdcomp.fsdp.register` exchanges the gradients in a hook. `LocalSteps` has no hook, because it exchanges weights.
+On a mesh of two dimensions, FSDP itself allreduces uncompressed gradients between replicas before it calls any hook.
+`leave_to_hook` lets FSDP end at this rank's shards, as on a mesh of one dimension. Parameters and their places on the
+mesh stay as they are: optimizers, clipping and checkpoints see the same model as before. `hvdcomp.fsdp.register`
+exchanges the gradients in a hook. `LocalSteps` has no hook, because it exchanges weights.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def group_of_replicas(model: torch.nn.Module, mesh: DeviceMesh | None, caller: s
         caller: `REGISTER` or `LOCAL_STEPS`.
 
     Raises:
-        ConfigurationError: if FSDP averages the gradients of only some modules, or between others than `mesh` has; or
-            if it has left them to hvdcomp before. `LocalSteps` may take what was left to `LocalSteps` before.
+        ConfigurationError: if FSDP averages the gradients of only some modules, or between other ranks than `mesh` has;
+            or if this model was registered before. (`LocalSteps` may use a model again that `LocalSteps` used before.)
     """
     own = _group_of_fsdp(model, caller)
     if mesh is None:
@@ -49,8 +49,8 @@ def group_of_replicas(model: torch.nn.Module, mesh: DeviceMesh | None, caller: s
     given = mesh.get_group()
     if own is not None and (ranks := _ranks_of(own)) != _ranks_of(given):
         raise ConfigurationError(
-            f"{caller} was given a mesh of the ranks {list(_ranks_of(given))}, and fully_shard one on which the ranks "
-            f"{list(ranks)} are replicas; leave mesh out"
+            f"{caller} was given a mesh of the ranks {list(_ranks_of(given))}, but on the mesh of fully_shard, the "
+            f"ranks {list(ranks)} are replicas; leave out the mesh argument of {caller}"
         )
     return given
 

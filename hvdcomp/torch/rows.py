@@ -1,4 +1,4 @@
-"""`RowExchange`: the mean of gradients of embedding tables, whose nonzero rows only are exchanged."""
+"""`RowExchange`: averages the gradients of embedding tables, and exchanges only their nonzero rows."""
 
 from __future__ import annotations
 
@@ -138,12 +138,12 @@ class RowExchange:
         """Continues from a `state_dict` of the same rank.
 
         Raises:
-            ConfigurationError: if it is of other tables.
+            ConfigurationError: if the state is of other tables.
         """
         if unknown := state.keys() - self.tables.keys():
             raise ConfigurationError(
-                f"RowExchange was given a state of {', '.join(sorted(unknown))}, but it exchanges "
-                f"{', '.join(self.tables)}"
+                f"RowExchange was given a state of the tables {', '.join(sorted(unknown))}, but it exchanges the "
+                f"tables {', '.join(self.tables)}; load the state of a RowExchange of the same tables"
             )
         device = {name: table.weight.device for name, table in self.tables.items()}
         self._kept = {
@@ -234,7 +234,7 @@ def put(table: Any, rows: Rows) -> None:
 
 
 def step_of_rows(optimizer: torch.optim.Optimizer, tables: Iterable[Any], rows: Iterable[Rows]) -> None:
-    """A step of the optimizer of the tables, with these rows as their gradients."""
+    """Makes a step of the tables' optimizer, with these rows as the gradients."""
     for table, of_table in zip(tables, rows, strict=True):
         table.weight.grad = None
         if len(of_table.ids):

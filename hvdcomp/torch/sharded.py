@@ -80,16 +80,17 @@ def check_sharding(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> dict
             )
         if parameter.is_meta:
             raise ConfigurationError(
-                f"parameter {name} is on the meta device; call hvdcomp.fsdp.register when the model has its weights, "
-                "after model.to_empty(device=...) and what sets them"
+                f"parameter {name} is on the meta device; call hvdcomp.fsdp.register after model.to_empty(device=...) "
+                "and after the weights are initialized"
             )
         sharded[name] = parameter
     return sharded
 
 
 def before_forward_passes(model: torch.nn.Module, forget: Callable[[], None]) -> None:
-    """Calls `forget` before each forward pass outside of a backward pass: state that then still waits for the end of a
-    backward pass belongs to one that has raised. (Activation checkpoints make forward passes inside of one.)"""
+    """Calls `forget` before each forward pass outside of a backward pass. State that still waits for the end of a
+    backward pass then belongs to a backward pass that raised an error. (Activation checkpoints make forward passes
+    inside of a backward pass.)"""
 
     @torch.compiler.disable
     def begin(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""`ShardedTables`: embedding tables of which each rank keeps a part of the rows, for `LookAhead`."""
+"""`ShardedTables`: embedding tables that are sharded by rows over the ranks, for `LookAhead`."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ class ShardedTables:
         return {name: rows for name, (_, rows) in self._present.items()}
 
     def leave(self) -> str | None:
-        """Ends the lookups of a batch; a row that it looked up without naming it, or None."""
+        """Ends the lookups of a batch. Returns a row that the batch looked up although `ids` did not name it, or
+        None."""
         self._present.clear()
         return self._unnamed
 
@@ -152,7 +153,7 @@ class ShardedTables:
 
     @staticmethod
     def resharded(states: Sequence[Any], rank: int, ranks: int) -> Any:
-        """The state of a rank, of another number of ranks, from those of all old ranks in order.
+        """Makes the state of a rank for another number of ranks, from the states of all old ranks in order.
 
         Args:
             states: of each old rank, the same nesting of dicts of tensors with an entry for each owned row, such as

@@ -64,7 +64,7 @@ def test_a_missing_file_is_named_with_the_way_out() -> None:
         with pytest.raises(ConfigurationError) as error:
             restored(states, rank, ranks)
         assert f"saved by 3 ranks, and the file of rank {lost} is missing" in str(error.value)
-        assert "copy the files of all hosts there, or resume from another checkpoint" in str(error.value)
+        assert "copy the checkpoint files of all hosts to this folder" in str(error.value)
 
 
 def test_a_checkpoint_without_compression_is_warned_of_once() -> None:
@@ -145,7 +145,7 @@ def test_accelerate_names_what_register_needs() -> None:
     register = module_for("accelerate").register
     accelerate = importlib.import_module("accelerate")
     model = torch.nn.Linear(4, 4)
-    with pytest.raises(ConfigurationError, match="was given a Linear as accelerator; give it the accelerate"):
+    with pytest.raises(ConfigurationError, match="was given a Linear as accelerator; pass the accelerate"):
         register(model, topk(), None)
     accelerator = accelerate.Accelerator(cpu=True)
     with pytest.raises(ConfigurationError, match=r"a Linear that .* num_processes=1, .*, and start two or more"):

@@ -99,8 +99,8 @@ def _missing() -> tuple[str, str]:
         return str(error), install
     failure = "" if language.INTERPRETED or not torch.cuda.is_available() else _failure_of_loader(language.triton)
     return failure, failure and (
-        f"Install gcc, or set CC to a C compiler (CC=/path/to/cc), or set {_COMPILED_AHEAD}=/path to a folder where "
-        "this code is compiled already."
+        f"Install gcc, or set CC to a C compiler (CC=/path/to/cc), or set {_COMPILED_AHEAD}=/path to a folder that "
+        "already contains this code in compiled form."
     )
 
 
