@@ -39,7 +39,7 @@ class EncodeTime:
         return np.maximum(seconds, self.host_s)
 
     def part(self, share: float) -> EncodeTime:
-        """The time of a share of the model, taken to be proportional."""
+        """The time for a share of the model, assuming that the time is proportional to the share."""
         device = (self.encode_s * share, self.decode_s * share, self.decode_per_rank_s * share)
         return EncodeTime(*device, host_s=self.host_s)
 
@@ -80,7 +80,8 @@ class Compute:
     hides: float = 1.0
 
     def share(self, batch_size: ArrayLike | None) -> Array:
-        """The factor of the passes' times for another batch size, taken to be proportional.
+        """The factor by which the times of the passes change for another batch size, assuming that they are
+        proportional to the batch size.
 
         Raises:
             ValueError: if the batch size of the times is unknown.

@@ -204,7 +204,7 @@ def sharded_exchange_of(
 def exchange_of_plan(
     tensors: Iterable[TensorInfo], plan: Plan, overlapped: bool, ranks: int, ranks_per_node: int | None = None
 ) -> Exchange:
-    """The exchange of one step under a plan; the same bytes are not counted as in `exchange_of`.
+    """The exchange of one step under a plan. As in `exchange_of`, some bytes are not counted.
 
     Args:
         tensors: all tensors with a gradient, sorted by name.
@@ -219,8 +219,8 @@ def exchange_of_plan(
     two_level = [compressor for _, compressor in members if isinstance(compressor, TwoLevel)]
     if ranks_per_node is None and two_level:
         raise SpecError(
-            f"{two_level[0]} needs the number of ranks on each node, which is not known here; calibrate with several "
-            "ranks on each node, or leave this compressor out"
+            f"{two_level[0]} needs the number of ranks on each node, but the calibration does not contain this number; "
+            "calibrate with several ranks on each node, or leave this compressor out"
         )
     rounds = _rounds_of(members, ranks, ranks_per_node or 1)
     # The flag is sent with allreduces and allgathers of all ranks, but not with an alltoall.

@@ -49,7 +49,7 @@ class Fields:
         return self._data.get(name) is not None
 
     def finish(self) -> None:
-        """Raises CalibrationError for a field that was never read, which is probably misspelt."""
+        """Raises CalibrationError for a field that was never read: its name is probably misspelt."""
         unknown = [name for name in self._data if name not in self._read]
         if unknown:
             known = ", ".join(sorted(self._read))

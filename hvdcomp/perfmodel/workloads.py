@@ -154,7 +154,7 @@ def _model(workload: Workload, card: Card) -> dict[str, Any]:
 
 
 def ready_times(tensors: Iterable[TensorInfo], size: float) -> list[tuple[float, float]]:
-    """When the library can send which share of the gradients, as in `Compute.ready`: a pair for each of its buckets.
+    """At which times the library can send which share of the gradients, as in `Compute.ready`: a pair for each bucket.
 
     Args:
         tensors: the model's tensors in the order of the forward pass, all of one element type.

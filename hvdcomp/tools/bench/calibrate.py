@@ -168,11 +168,17 @@ def put_together(
 
 def noise_note(noisy: dict[str, Reading]) -> str:
     """The note on noise for a calibration."""
-    meaning = "the median, over all measurements, of the relative difference between repeated medians"
+    meaning = (
+        "the relative difference between the medians of repeated measurements; this number is the median over all "
+        "measurements"
+    )
     if not noisy:
-        return f"{meaning}; none differs by more than {NOISY:.0%}"
+        return f"{meaning}; no measurement differs by more than {NOISY:.0%}"
     spreads = "; ".join(f"{part}: {reading.spread:.0%}" for part, reading in noisy.items())
-    return f"{meaning}. Too noisy to trust, because repeated medians differ by more than {NOISY:.0%}: {spreads}"
+    return (
+        f"{meaning}. These measurements are too noisy to trust, because their repeated medians differ by more than "
+        f"{NOISY:.0%}: {spreads}"
+    )
 
 
 def machine_facts(carrier: Carrier, device: torch.device) -> dict[str, str]:

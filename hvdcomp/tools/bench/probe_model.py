@@ -138,7 +138,11 @@ def probe_model(
         encoding_s = step.seconds - whole - engine - latency_s(exchange, network, ranks)
         encode[spec] = encode_time(compressor, plain, exchange, encoding_s, carrier.ranks)
     compute = replace(compute, encode=encode)
-    hides, source = None, "taken as 1: no measured method can send gradients during the backward pass"
+    hides = None
+    source = (
+        "assumed to be 1 (all of the possible overlap), because no measured method can send gradients during the "
+        "backward pass"
+    )
     if trial is not None:
         at_end, early = (halves(slowest(times[name])) for name in (AT_END, EARLY))
         readings |= {f"step of {trial.compressor} {AT_END}": at_end, f"step of {trial.compressor} {EARLY}": early}

@@ -67,8 +67,13 @@ class OverlapTrial:
         saving = whole - least
         saved = f"{self.compressor} in buckets of {self.early_bytes:,} bytes could save {1e3 * saving:.2f} ms"
         if saving < max(_LEAST_SAVED, at_end.spread, early.spread) * whole:
-            return None, f"taken as 1, because the saving is too small to measure: {saved} of {1e3 * whole:.2f} ms"
-        times = f"a step takes {1e3 * at_end.seconds:.2f} ms without overlap, and {1e3 * early.seconds:.2f} ms with it"
+            return None, (
+                f"assumed to be 1 (all of the possible overlap), because the saving is too small to measure: {saved} "
+                f"of {1e3 * whole:.2f} ms"
+            )
+        times = (
+            f"a step takes {1e3 * at_end.seconds:.2f} ms without overlap, and {1e3 * early.seconds:.2f} ms with overlap"
+        )
         return min(max((at_end.seconds - early.seconds) / saving, 0.0), 1.0), f"measured: {saved}; {times}"
 
 

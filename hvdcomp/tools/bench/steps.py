@@ -61,7 +61,10 @@ def left_out(hosts: Sequence[Hosts], options: Options) -> str:
         return ""
     specs = [spec for spec in options.compressors if spec not in options.compressors_on(affected[0])]
     places = " and ".join(host.in_words() for host in affected)
-    return f"Left out on {places}, because hosts with one rank each have only one level: {', '.join(specs)}."
+    return (
+        f"Two-level compressors are left out on {places}, because these clusters have only one rank per host: "
+        f"{', '.join(specs)}."
+    )
 
 
 def check(hosts: Sequence[Hosts], rates: Sequence[str]) -> None:

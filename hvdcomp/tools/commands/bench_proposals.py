@@ -34,7 +34,7 @@ _UNKNOWN = "unknown"
 def proposals(file: Path, losses: tuple[float, ...], optimizer: str) -> None:
     """Compare the choices of the policy auto with the fastest measured method, as CSV.
 
-    FILE is a JSON file that hvdcomp bench steps wrote. This command measures and runs nothing.
+    FILE is a JSON file that hvdcomp bench steps wrote. This command runs no training and no measurement.
     """
     from hvdcomp.tools.bench.proposals import choices_of
 

@@ -64,7 +64,7 @@ def check_horovod(facts: Facts) -> Iterator[Problem]:
             yield Problem(
                 True,
                 f"Horovod {facts.horovod} does not work with the installed {framework}: {binding.error}",
-                "Build it for the versions installed now: hvdcomp build-horovod",
+                "Build Horovod for the versions that are installed now: hvdcomp build-horovod",
             )
 
 

@@ -50,8 +50,8 @@ def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
         local_size = _tasks_of(host, environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     else:
         raise ConfigurationError(
-            f"neither mpirun nor srun started this process: it has neither {_OPEN_MPI[0]} nor {_SLURM[0]}; start the "
-            "program with torchrun instead"
+            f"neither mpirun nor srun started this process, because its environment has neither {_OPEN_MPI[0]} nor "
+            f"{_SLURM[0]}; start the program with torchrun instead"
         )
     check_size(size, {EXPECTED_SIZE: environment.get(EXPECTED_SIZE, "")})
     master = environment.get("MASTER_ADDR") or ("localhost" if size == local_size else "")

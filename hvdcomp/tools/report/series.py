@@ -139,9 +139,9 @@ def series_notes(groups: Iterable[Group]) -> list[str]:
         )
     if any(group.target is not None for group in groups):
         notes.append(
-            "Steps, bytes and seconds to the target are means over the runs that reached it. Speed to target compares "
-            "these seconds with the fastest series of the named spec that has the same target, ranks, batch size and "
-            "link. * some of the compared runs did not reach the target."
+            "Steps, bytes and seconds to the target are means over the runs that reached the target. Speed to target "
+            "compares these seconds with the fastest series of the named spec that has the same target, ranks, batch "
+            "size and link. * marks comparisons in which some runs did not reach the target."
         )
     return notes
 

@@ -162,8 +162,8 @@ def _predicted_note(turns: Turns) -> str:
             "else is running."
         )
     note = (
-        f"Predicted, not measured: the times of a step of {turns.world_size} such ranks with a link of {links} "
-        "between them. The performance model that predicts them was calibrated in the same minutes. "
+        f"The step times for {turns.world_size} such ranks with a link of {links} between them are predicted, not "
+        "measured. The performance model that predicts these times was calibrated while the steps were measured. "
         f"{cause}Predictions may be wrong by {turns.noise:.0%}; ignore smaller differences."
     )
     if turns.doubt > NOISY:

@@ -249,10 +249,13 @@ class Checkpoints:
         elif self._fsdp:
             fate = "are kept, and cut into the new shards"
         elif then < now:
-            fate = f"are kept, by rank{' 0' if then == 1 else f's 0 to {then - 1}'}"
+            fate = f"are kept, on rank{' 0' if then == 1 else f's 0 to {then - 1}'}"
         else:
             most = -(-then // now)
-            fate = f"are kept, those of {'' if then % now == 0 else 'up to '}{most} old ranks on each new rank"
+            fate = (
+                f"are kept: each new rank continues with the residuals of {'' if then % now == 0 else 'up to '}{most} "
+                "old ranks"
+            )
         return f"the checkpoint has {_counted(then)}, and this run has {_counted(now)}: the residuals {fate}"
 
     def restore(self, learner: Learner) -> None:

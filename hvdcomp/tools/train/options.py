@@ -124,7 +124,7 @@ class TrainingOptions:
     )
     timeout: float | None = option(
         None, "With torchrun: how long a rank waits for another rank.",
-        metavar="SECONDS", shown="PyTorch's: 1800", may_change=True,
+        metavar="SECONDS", shown="the default of PyTorch, 1800", may_change=True,
     )
     fsdp: bool = option(False, "With torchrun: shard a transformer over all ranks with FSDP's fully_shard.")
     fsdp_weights: str | None = option(
@@ -200,8 +200,8 @@ class TrainingOptions:
         metavar="K|auto",
     )
     fragments: int = option(
-        1, "With local steps: number of groups of parameters, which are exchanged at staggered steps, as in Streaming "
-        "DiLoCo.",
+        1, "With local steps: number of groups into which the parameters are divided. The groups are exchanged in "
+           "different steps, as in Streaming DiLoCo.",
         metavar="P",
     )
     delay: int = option(
@@ -239,8 +239,8 @@ class TrainingOptions:
     )
     backward_passes_per_step: int = option(1, "Number of backward passes per optimizer step.", at_least(1))
     simulate_ranks: int | None = option(
-        None, "Train N simulated ranks in this process, without a launcher. The weights equal the weights of real "
-        "ranks.",
+        None, "Train N simulated ranks in this process, without a launcher. The trained weights are the same as with "
+              "real ranks.",
         at_least(1), metavar="N", shown=False, may_change=True,
     )
     link: str | None = option(
@@ -255,7 +255,7 @@ class TrainingOptions:
     overwrite: bool = option(False, "Replace an earlier run in --output.", may_change=True)
     tensorboard: bool = option(False, "Also write TensorBoard's files, in --output.", may_change=True)
     metrics_port: int | None = option(
-        None, "Port on which rank 0 gives bytes, levels and times to Prometheus.",
+        None, "Port on which rank 0 serves metrics (bytes, levels and times) to Prometheus.",
         between(1, 65535, "from 1 to 65535, such as 9400"), metavar="PORT", shown=False, may_change=True,
     )
     metrics_address: str = option(
@@ -264,7 +264,7 @@ class TrainingOptions:
     )
     checkpoint_folder: Path | None = option(
         None, "Folder for checkpoints, shared by all hosts. The run resumes from the newest checkpoint. On SIGUSR1 or "
-        "SIGTERM, it saves a checkpoint and stops.",
+              "SIGTERM, the run saves a checkpoint and stops.",
     )
     checkpoint_every: int | None = option(
         None, "Number of steps between checkpoints.",
@@ -355,13 +355,13 @@ class TrainingOptions:
             ),
             (
                 self.until is None or self.has_validation,
-                f"--until {self.until} needs a validation part, and --data {self.data} has none of its own; hold some "
-                "of the training samples back with --validation-samples N",
+                f"--until {self.until} needs validation data, but --data {self.data} has no validation part; use some "
+                "training samples for validation with --validation-samples N",
             ),
             (
                 self.evaluate_every is None or self.has_validation,
-                f"--evaluate-every {self.evaluate_every} needs a validation part, and --data {self.data} has none of "
-                "its own; hold some of the training samples back with --validation-samples N",
+                f"--evaluate-every {self.evaluate_every} needs validation data, but --data {self.data} has no "
+                "validation part; use some training samples for validation with --validation-samples N",
             ),
             (
                 self.validation_samples == 0 or self.data not in VALIDATED_DATA,
@@ -389,8 +389,9 @@ class TrainingOptions:
             ),
             (
                 self.optimizer != "compressed-adam" or self.model not in CLICK_MODELS,
-                "--optimizer compressed-adam sends the momenta of all parameters, but of the tables of --model "
-                f"{self.model} only some rows are sent; use --optimizer sgd or adamw",
+                f"--optimizer compressed-adam does not work with --model {self.model}: it sends the momenta of all "
+                "parameters, but the embedding tables of this model send only some rows in each step; use --optimizer "
+                "sgd or adamw",
             ),
             (
                 self.optimizer != "muon" or self.model in MUON_MODELS,

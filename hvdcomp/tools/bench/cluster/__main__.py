@@ -43,7 +43,9 @@ def _cluster(hosts: int | None, rate: str | None) -> Cluster:
         return Cluster(hosts, rate)
     if hosts is None and rate is None:
         return Cluster.standing()
-    raise click.UsageError("give both --hosts and --rate for a new cluster, or neither for the cluster that is up")
+    raise click.UsageError(
+        "give both --hosts and --rate to create a cluster, or leave out both to use the running cluster"
+    )
 
 
 @click.group()
@@ -63,7 +65,7 @@ def main() -> None:
     type=click.Choice(list(BACKENDS)),
     default="horovod",
     show_default=True,
-    help="Launcher whose variables the ranks get: horovodrun or torchrun.",
+    help="Launcher to imitate: each rank gets the environment variables of horovodrun or torchrun.",
 )
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
 def run(hosts: int | None, rate: str | None, ranks: int | None, backend: str, command: tuple[str, ...]) -> None:
@@ -100,9 +102,9 @@ def down() -> None:
         with records.exclusive():
             leftovers = namespaces.remove_leftovers()
         for name in leftovers:
-            _SAY(f"removed what was left of the cluster {name}")
+            _SAY(f"removed the remains of the cluster {name}")
         if facts is None and not leftovers:
-            _SAY("nothing to remove")
+            _SAY("there is no cluster to remove")
 
 
 @main.command()
@@ -113,21 +115,27 @@ def status() -> None:
         with records.exclusive():
             clusters = {name: (records.read(name), records.in_use(name)) for name in records.names()}
     if not clusters:
-        print("no cluster is up")
+        print("no cluster is running")
         return
     table = Table("cluster", "hosts", "rate", "state")
     for name, (facts, used) in clusters.items():
         if used and facts is not None:
             state = f"in use by process {facts.owner}"
         else:
-            state = "up" if facts is not None and facts.standing else "left by a killed process; `down` removes it"
+            state = (
+                "up"
+                if facts is not None and facts.standing
+                else ("left behind by a killed process; run `down` to remove this cluster")
+            )
         table.add_row(name, str(facts.hosts) if facts else "?", facts.rate if facts else "?", state)
     Console().print(table)
 
 
 @main.command()
 @click.option("--rate", "rates", multiple=True, metavar="RATE", default=RATES, show_default=True, help="Repeatable.")
-@click.option("--seconds", type=click.FloatRange(0.5, 60), default=3.0, show_default=True, help="Time for each rate.")
+@click.option(
+    "--seconds", type=click.FloatRange(0.5, 60), default=3.0, show_default=True, help="How long to measure each rate."
+)
 @click.option("--output", type=click.Path(path_type=Path), help="JSON file for the result.")
 def throughput(rates: tuple[str, ...], seconds: float, output: Path | None) -> None:
     """Measure the throughput of a TCP connection between two hosts."""

@@ -66,7 +66,7 @@ def explained(failed: str, server: str, namespace: str, creating: str | None = N
         message = _message(error)
         if error.status == 409:
             replaced = f"{message}: another job was created under this name meanwhile, and is not affected"
-            message = "it exists already" if creating else replaced
+            message = "an MPIJob of this name exists already" if creating else replaced
         advice = _advice(error.status, message, namespace, creating)
         raise KubernetesError(f"{failed}: {message}", error.status, None if error.status else True, advice) from None
     except (urllib3.exceptions.HTTPError, ValueError) as error:  # ValueError: half an object

@@ -18,15 +18,15 @@ _REFUSALS: dict[str, tuple[tuple[str, ...], str]] = {
     "Invalid partition name specified": (("partition",), f"use another ({_PARTITIONS})"),
     "No partition specified or system default partition": (
         ("partition",),
-        f"the cluster has no default, so name one ({_PARTITIONS})",
+        f"the cluster has no default partition, so name a partition ({_PARTITIONS})",
     ),
     "User's group not permitted to use this partition": (
         ("partition",),
-        "use one whose AllowGroups contains one of your groups (`scontrol show partition`)",
+        "use a partition whose AllowGroups contains one of your groups (`scontrol show partition`)",
     ),
     "Required partition not available": (
         ("partition",),
-        f"it accepts no jobs now, so use another, or wait ({_PARTITIONS})",
+        f"this partition accepts no jobs now, so use another partition, or wait ({_PARTITIONS})",
     ),
     "Invalid account or account/partition combination specified": (
         ("account", "partition"),
@@ -47,8 +47,8 @@ _REFUSALS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "Requested node configuration is not available": (
         ("partition", "constraint", "reservation", *_SIZE),
-        "too few nodes have all of this, so ask for less, or use another partition "
-        "(`sinfo --format='%P %D %c %m %G %f'` lists nodes, cores, memory, GPUs and features)",
+        "too few nodes have everything that the job asks for, so ask for less, or use another partition (`sinfo "
+        "--format='%P %D %c %m %G %f'` lists nodes, cores, memory, GPUs and features)",
     ),
     "Invalid generic resource (gres) specification": (
         ("gpus_per_node", "gres", "partition"),
@@ -58,10 +58,10 @@ _REFUSALS: dict[str, tuple[tuple[str, ...], str]] = {
         ("constraint",),
         "use features that the nodes have (`sinfo --format='%P %f'` lists them)",
     ),
-    "Requested reservation is invalid": (("reservation",), "use one that `scontrol show reservation` lists"),
+    "Requested reservation is invalid": (("reservation",), "use a reservation that `scontrol show reservation` lists"),
     "Access denied to requested reservation": (
         ("reservation", "account"),
-        "use one that is yours (`scontrol show reservation` lists Users and Accounts)",
+        "use a reservation that you may use (`scontrol show reservation` lists Users and Accounts)",
     ),
     "Node count specification invalid": (
         ("nodes", "partition"),
