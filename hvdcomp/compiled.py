@@ -92,7 +92,7 @@ def allreduce_means(
     """The compressed means of several tensors, in few collectives: faster than `allreduce_mean` for each.
 
     Args:
-        tensors: by name.
+        tensors: the tensors by name.
         spec: a method for all tensors, or rules by name or size, such as '{"numel<1024": "none", "ndim<2": "none", "*":
             "eden"}'.
         step, group, seed: as in `allreduce_mean`.

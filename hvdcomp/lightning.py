@@ -36,7 +36,7 @@ class CompressedStrategy(DDPStrategy):
 
     Args:
         compression: a compression for one call of `Trainer.fit`.
-        options: of `lightning.pytorch.strategies.DDPStrategy`.
+        options: other arguments of `lightning.pytorch.strategies.DDPStrategy`.
 
     Raises:
         ConfigurationError: if `compression` is not a compression, or has a policy that changes the batch size. In
@@ -96,7 +96,7 @@ class CompressedFabricStrategy(FabricDDPStrategy):
 
     Args:
         compression: a compression. `fabric.setup` may be called for one model only.
-        options: of `lightning.fabric.strategies.DDPStrategy`.
+        options: other arguments of `lightning.fabric.strategies.DDPStrategy`.
 
     Raises:
         ConfigurationError: if `compression` is not a compression. In `fabric.setup`, for a second model. In

@@ -53,8 +53,8 @@ class Settings:
         if self.overlap is True and self.memory is not None and self.memory.needs_all_gradients:
             raise SpecError(
                 f"overlap=True does not work with the memory {self.memory}: overlap compresses some gradients before "
-                'others are ready, but this memory clips each gradient by the norm of all of them. Give overlap="auto" '
-                "or False, or use a memory that does not clip"
+                "other gradients are ready, but this memory clips each gradient by the norm of all gradients. Set "
+                'overlap="auto" or False, or use a memory that does not clip'
             )
 
     @property

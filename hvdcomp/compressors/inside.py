@@ -76,7 +76,7 @@ def preview(
         framework: the array functions of x.
         x: what is compressed.
         kept: the state that the step before left, arrays of the framework; empty if there is none.
-        context: of the tensor.
+        context: the context of the tensor.
 
     Returns:
         C(x), an array of the framework or several.

@@ -345,7 +345,7 @@ def require_matches(compressor: Compressor, names: Collection[str]) -> None:
         )
     raise SpecError(
         f"none of the {len(names)} tensors has a name that matches {', '.join(shown)}{more}. A pattern must match the "
-        "whole name, and * stands for any text; correct the pattern, or leave out its rule"
+        "whole name, and * matches any text; correct the pattern, or leave out its rule"
     )
 
 

@@ -29,7 +29,7 @@ class ShardKernels:
         memory: the memory of all rows, from `KNOWN_TO_KERNELS`.
         length: elements of a row.
         context: context of the first step, in the group of ranks that exchange rows.
-        device: of the rows, where there are kernels; None for the host.
+        device: the device of the rows, if there are kernels for it; None for the host.
         xp: the array functions of the rows: NumPy's on the host.
     """
 

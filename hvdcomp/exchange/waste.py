@@ -79,5 +79,5 @@ def what_is_wasted(engine: Engine, plan: Plan) -> str | None:
     return (
         f"compression makes {len(larger)} of {len(plan)} tensors larger: a rank sends {more} bytes per step for these "
         f"tensors instead of {less} ({listed(larger)}). Compress these tensors harder (a lower level), or send them "
-        'uncompressed: raise min_numel or min_ndim, or give them "none" by a rule'
+        'uncompressed: raise min_numel or min_ndim, or add a rule with "none" for them'
     )

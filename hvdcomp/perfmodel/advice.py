@@ -104,7 +104,7 @@ class Advice:
         bucket_bytes: the bucket size that would make the winner's step faster by more than the calibration's noise;
             None if there is no such size, or if the library sets the buckets.
         error: largest relative difference at which two times count as equal.
-        least_factor: see `least_compression_factor`; None if no factor suffices.
+        least_factor: the result of `least_compression_factor`; None if no factor suffices.
     """
 
     methods: dict[str, Method] = field(default_factory=dict)

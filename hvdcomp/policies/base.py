@@ -70,7 +70,8 @@ class Policy(Described, Generic[State]):
         period = self.first_request.period
         if period is not None and period.epochs and not steps_per_epoch:
             raise SpecError(
-                f"{self.name}: the policy counts epochs, so it needs steps_per_epoch=len(loader); or give steps instead"
+                f"{self.name}: the policy counts epochs, so it needs steps_per_epoch=len(loader) of "
+                "hvdcomp.Compression; or set steps of the policy instead"
             )
         if self.first_decision.uses_factors and compressor.level is None:
             raise SpecError(

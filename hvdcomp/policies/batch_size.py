@@ -69,7 +69,7 @@ class AccordionBatchSize(CriticalRegimes[AccordionBatchSizeState]):
         if self.high <= self.low or self.high % self.low:
             raise SpecError(
                 f"{self.name}: low={self.low},high={self.high} is not allowed: the large batch is accumulated from "
-                "small ones, so high must be a multiple of low"
+                "small batches, so high must be a multiple of low"
             )
 
     def check(self, steps_per_epoch: int | None, compressor: Levelled) -> None:

@@ -205,9 +205,9 @@ class TensorFlowBinding(TensorFlowTraining):
         if self.setup.parameters is None:
             source = f"{len(self._variables)} variables that hvdcomp.Compression found in the first list of gradients"
         raise ConfigurationError(
-            f"a gradient of {variable.name!r} arrived, but this variable is not among the {source}; give "
-            "hvdcomp.Compression all variables that are trained, variables=model.trainable_variables. For several "
-            "models, give the sum of their lists"
+            f"a gradient of {variable.name!r} arrived, but this variable is not among the {source}; pass all trained "
+            "variables, hvdcomp.Compression(..., variables=model.trainable_variables). For several models, pass the "
+            "sum of their lists"
         )
 
     def _check(self, call: GradientsCall) -> None:
@@ -223,8 +223,8 @@ class TensorFlowBinding(TensorFlowTraining):
             )
         if self.setup.process_set is None and call.process_set.process_set_id != 0:
             raise ConfigurationError(
-                f"Horovod averages over process set {call.process_set}; give this process set to hvdcomp.Compression "
-                "too, process_set=..."
+                f"Horovod averages over process set {call.process_set}; pass the same process set to "
+                "hvdcomp.Compression(..., process_set=...)"
             )
 
     # Calls while a graph runs.

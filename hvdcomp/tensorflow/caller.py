@@ -92,8 +92,8 @@ def refuse_to_be_traced() -> None:
     if tf.inside_function() and not tf.executing_eagerly():  # which it does in tf.init_scope
         raise ConfigurationError(
             "hvdcomp.Compression was made while TensorFlow was tracing a function. Each trace would make a new "
-            "Compression, and the residuals of the previous one would be lost. Make it once, outside of the "
-            "tf.function, and give this Compression to Horovod inside of the tf.function"
+            "Compression, and the residuals of the previous Compression would be lost. Make the Compression once, "
+            "outside of the tf.function, and pass it to Horovod inside of the tf.function"
         )
 
 

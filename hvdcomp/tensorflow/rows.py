@@ -68,8 +68,8 @@ class RowExchange:
         settings = _settings_of(reduce_dense)
         if "process_set" not in settings:
             raise ConfigurationError(
-                f"RowExchange.serve was given a {type(distributed).__name__}; give it what hvd.DistributedGradientTape "
-                "or hvd.DistributedOptimizer returns, and only once"
+                f"RowExchange.serve was given a {type(distributed).__name__}; pass the tape or optimizer that "
+                "hvd.DistributedGradientTape or hvd.DistributedOptimizer returned, and call serve only once"
             )
         if settings["op"] not in (hvd.Average, hvd.Sum):
             raise ConfigurationError(
@@ -77,8 +77,8 @@ class RowExchange:
             )
         if getattr(distributed, "_agg_helper", None) is not None:
             raise ConfigurationError(
-                "RowExchange works only with backward_passes_per_step=1, because Horovod adds up several passes in "
-                "whole tables"
+                "RowExchange works only with backward_passes_per_step=1, because Horovod adds up the gradients of "
+                "several passes as whole (dense) tables"
             )
         if self._ranks is None:
             self._ranks = HorovodTensorFlowCommunicator(settings["process_set"])
@@ -112,8 +112,8 @@ class RowExchange:
         }
         if self._tables not in ({}, tables):
             raise ConfigurationError(
-                f"RowExchange exchanges {', '.join(self._tables)}, but was called for {', '.join(tables)}; give each "
-                "tape or optimizer its own RowExchange"
+                f"RowExchange exchanges {', '.join(self._tables)}, but was called for {', '.join(tables)}; use a "
+                "separate RowExchange for each tape or optimizer"
             )
         self._tables = tables
         assert self._ranks is not None

@@ -49,7 +49,7 @@ class FlatGradient:
         ranks: number of ranks over which each parameter is sharded.
 
     Attributes:
-        name: as given.
+        name: name of the flat gradient.
         modules: the modules.
         held: the names of the parameters that a residual has, in order: those that are trained at the start, or have
             had a gradient since then.

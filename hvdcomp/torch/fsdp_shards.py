@@ -132,7 +132,7 @@ class ShardsBinding:
         Args:
             flat: the flat gradient.
             row, rows, group, op: arguments of FSDP's own reduce-scatter.
-            factor: of `set_gradient_divide_factor`; None for the mean.
+            factor: the factor of `set_gradient_divide_factor`; None for the mean.
         """
         if not self._due:
             refuse_capture()
@@ -165,7 +165,7 @@ class ShardsBinding:
             raise ConfigurationError(
                 f"module {name}: set_gradient_divide_factor changed its factor from {before or 'none'} to {factor}, so "
                 "gradients in float16 would have another scale than the residual. Set the factor before the first "
-                "step, or give MixedPrecisionPolicy reduce_dtype=torch.bfloat16"
+                "step, or use MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)"
             )
 
     def _mean(
@@ -334,7 +334,7 @@ class ShardsBinding:
                 raise ConfigurationError(
                     f"the residual of module {name} has other parameters than this module of the model, or an earlier "
                     "version of hvdcomp saved it after a step in which some parameters had no gradients. Drop the "
-                    'residuals on all ranks: give hvdcomp.dcp.load residuals="drop"'
+                    'residuals on all ranks: call hvdcomp.dcp.load with residuals="drop"'
                 )
             placed[name] = restored
         return placed
@@ -434,8 +434,8 @@ def _trained(model: torch.nn.Module, ranks: int) -> dict[str, DTensor]:
         if mesh.mesh.tolist() != list(range(ranks)):
             raise ConfigurationError(
                 f"parameter {name} is sharded over {mesh.size()} ranks, and not over all {ranks} ranks in order. If "
-                "the model has replicas, give hvdcomp.fsdp.register the dimension of the replicas, mesh['replicate']. "
-                "Otherwise shard the model over all ranks"
+                "the model has replicas, pass the dimension of the replicas, mesh['replicate'], to "
+                "hvdcomp.fsdp.register. Otherwise shard the model over all ranks"
             )
     return trained
 

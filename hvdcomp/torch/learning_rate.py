@@ -65,7 +65,7 @@ def rates_of(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
     if not has_rates(optimizer):
         raise ConfigurationError(
             f"{type(optimizer).__name__} has lr=None, so it chooses its learning rate itself, and hvdcomp cannot "
-            "follow this rate: give it a learning rate (Adafactor of transformers: relative_step=False, lr=1e-3)"
+            "follow this rate: set a learning rate (Adafactor of transformers: relative_step=False, lr=1e-3)"
         )
     return tuple(float(group["lr"]) for group in optimizer.param_groups)
 

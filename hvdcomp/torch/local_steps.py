@@ -220,7 +220,7 @@ class LocalSteps(torch.optim.Optimizer):
         Args:
             optimizer: the inner optimizer; best with Muon inside, as `MuonWithAdamW`.
             every: number of steps between exchanges. With 1 all ranks have the same weights after every step.
-            compressor: of all other tensors. Default: `EFSignSGD()`.
+            compressor: the compressor of all other tensors. Default: `EFSignSGD()`.
             named_parameters: as in `Compression`.
             options: as in the class, without `compression`.
         """
@@ -561,7 +561,7 @@ def _check(optimizer: Any, rate: Any, momentum: Any) -> None:
         )
     if isinstance(optimizer, CompressedAdam | LocalSteps) or hasattr(optimizer, "_requires_update"):  # Horovod's
         raise ConfigurationError(
-            f"LocalSteps was given a {type(optimizer).__name__}, which exchanges gradients by itself; give it an "
+            f"LocalSteps was given a {type(optimizer).__name__}, which exchanges gradients by itself; pass an "
             "optimizer that works on one rank alone, such as torch.optim.AdamW(model.parameters())"
         )
     if not (is_number(rate) and rate > 0):

@@ -116,7 +116,7 @@ class LocalStepsBinding(TorchTraining):
         """Waits for all ranks; the number of steps that rank 0 has decided, and the drift.
 
         Args:
-            decided: by this rank.
+            decided: number of steps that this rank has decided.
             moved: the pseudo-gradients of all parameters.
 
         Returns:
@@ -243,8 +243,9 @@ def _check(setup: Setup, every: int | str, communicator: Ranks) -> None:
             )
     if setup.grad_scaler is not None and setup.grad_scaler.is_enabled():
         raise ConfigurationError(
-            "pseudo-gradients have no loss scale: leave out grad_scaler= of the Compression that you give to "
-            "LocalSteps. scaler.step(optimizer) works: each rank skips the steps in which its own gradients overflow"
+            "pseudo-gradients have no loss scale: leave out grad_scaler= of the Compression that you pass to "
+            "LocalSteps. scaler.step(optimizer) still works: each rank skips the steps in which its own gradients "
+            "overflow"
         )
     if settings.bucket_bytes is not None:
         raise ConfigurationError(
@@ -253,8 +254,8 @@ def _check(setup: Setup, every: int | str, communicator: Ranks) -> None:
         )
     if setup.process_set is not None and isinstance(communicator, TorchDistributedCommunicator):
         raise ConfigurationError(
-            "process_set works only with Horovod, but LocalSteps exchanges over torch.distributed here; leave it out, "
-            "or give LocalSteps communicator=hvdcomp.torch.all_ranks('horovod')"
+            "process_set works only with Horovod, but LocalSteps exchanges over torch.distributed here; leave "
+            "process_set out, or use LocalSteps(..., communicator=hvdcomp.torch.all_ranks('horovod'))"
         )
 
 

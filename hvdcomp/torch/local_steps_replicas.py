@@ -32,7 +32,7 @@ def replicas_of(
         parameters: all parameters of the optimizer.
         mesh: the dimension of the replicas; None if the model's own mesh has it.
         model: the model, if its own mesh has replicas; or None.
-        communicator: as the user gave it to `LocalSteps`; must be None.
+        communicator: the communicator that the user gave to `LocalSteps`; must be None.
 
     Raises:
         ConfigurationError: if `mesh` is not one dimension of replicas, or if the ranks of it have different shards; if

@@ -22,6 +22,7 @@ def require_whole(parameters: Iterable[torch.Tensor]) -> None:
     if any(hasattr(parameter, "device_mesh") for parameter in parameters):
         raise ConfigurationError(
             "the parameters are sharded (FSDP, tensor parallelism), but LocalSteps does not know which ranks have the "
-            "same shards. If the mesh of fully_shard or replicate has replicas, give LocalSteps model=model. Else call "
-            "fully_shard(model, mesh=mesh['shard']), and give LocalSteps mesh=mesh['replicate'] of the same mesh"
+            "same shards. If the mesh of fully_shard or replicate has replicas, use LocalSteps(..., model=model). "
+            "Otherwise call fully_shard(model, mesh=mesh['shard']), and use LocalSteps(..., mesh=mesh['replicate']) "
+            "with the same mesh"
         )

@@ -221,14 +221,17 @@ class LookAhead:
     def _keys_of(self, ids: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The keys of the ids, unique and in order."""
         if set(ids) != set(self.rows.tables):
-            raise ConfigurationError(f"`ids` named {', '.join(ids)}, but it must name {', '.join(self.rows.tables)}")
+            raise ConfigurationError(
+                f"the function `ids` returned ids for the tables {', '.join(ids)}, but it must return ids for the "
+                f"tables {', '.join(self.rows.tables)}"
+            )
         parts = []
         for start, (name, table) in zip(self._starts.tolist(), self.rows.tables.items(), strict=False):
             looked_up = ids[name].detach().reshape(-1).long()
             if len(looked_up) and not 0 <= int(looked_up.min()) <= int(looked_up.max()) < table.num_embeddings:
                 raise ConfigurationError(
-                    f"`ids` named rows from {int(looked_up.min())} to {int(looked_up.max())} of {name}, which has only "
-                    f"rows 0 to {table.num_embeddings - 1}"
+                    f"the function `ids` named rows from {int(looked_up.min())} to {int(looked_up.max())} of {name}, "
+                    f"which has only rows 0 to {table.num_embeddings - 1}"
                 )
             looked_up = looked_up.unique()
             if table.padding_idx is not None and not self._exchange.caches:

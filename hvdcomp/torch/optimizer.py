@@ -94,7 +94,7 @@ class HorovodOptimizer:
         return (
             f"Horovod does not average the gradients of {', '.join(names)}, so the ranks' weights would become "
             "different. These parameters were frozen, or not in the optimizer yet, when hvd.DistributedOptimizer was "
-            "made. Wrap the optimizer while all its parameters need gradients, and freeze some of them after that. Or "
+            "made. Wrap the optimizer while all its parameters need gradients, and freeze parameters after that. Or "
             "delete this optimizer and its hvdcomp.Compression (del them, then gc.collect(), to remove Horovod's "
             "hooks), and make new ones."
         )

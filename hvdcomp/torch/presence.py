@@ -27,7 +27,7 @@ class PresenceCheck:
         waits: whether `agrees` waits for the result, so that it is the same on all ranks.
 
     Attributes:
-        waits: as given.
+        waits: whether `agrees` waits for the result.
     """
 
     def __init__(self, communicator: PolledCommunicator, waits: bool = False) -> None:

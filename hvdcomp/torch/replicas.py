@@ -97,8 +97,8 @@ def require_replicas(trained: Mapping[str, DTensor], group: dist.ProcessGroup, c
         if not shared.issubset(with_this_box.flatten().tolist()):
             raise ConfigurationError(
                 f"parameter {name} is sharded over ranks that include {sorted(shared)}, so these ranks have different "
-                f"parts of it, but the mesh that was given to {caller} contains them as replicas. Give {caller} "
-                "mesh['replicate'] of the mesh whose mesh['shard'] was given to fully_shard."
+                f"parts of it, but the mesh that was given to {caller} contains them as replicas. Pass to {caller} "
+                "mesh['replicate'] of the same mesh whose mesh['shard'] was given to fully_shard."
                 + (" If the model is sharded over all ranks, leave mesh out" if caller == REGISTER else "")
             )
 
@@ -132,8 +132,8 @@ def _group_of_fsdp(model: torch.nn.Module, caller: str) -> dist.ProcessGroup | N
     if len(found) > 1:
         (ranks, (name, _)), (other_ranks, (other_name, _)), *_ = found.items()
         raise ConfigurationError(
-            f"FSDP averages the gradients of {name} {_between(ranks)}, and those of {other_name} "
-            f"{_between(other_ranks)}; give fully_shard the same replicas for all modules"
+            f"FSDP averages the gradients of {name} {_between(ranks)}, but the gradients of {other_name} "
+            f"{_between(other_ranks)}; call fully_shard with the same replicas for all modules"
         )
     return next((own for _, own in found.values()), None)
 
@@ -150,8 +150,8 @@ def _require_not_left(group: Any, caller: str) -> None:
         )
     if left_to != caller:
         raise ConfigurationError(
-            f"{caller} was given a model that was given to {left_to} before. LocalSteps exchanges weights, and "
-            "hvdcomp.fsdp.register gradients: use only one of them"
+            f"{caller} was given a model that was already given to {left_to}. LocalSteps exchanges weights, and "
+            "hvdcomp.fsdp.register exchanges gradients: use only one of the two for a model"
         )
 
 

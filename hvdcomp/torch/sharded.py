@@ -54,12 +54,12 @@ def check_divide_factors(model: torch.nn.Module) -> None:
 def check_settings(setup: Setup) -> None:
     """Raises ConfigurationError for settings that do not work with FSDP."""
     if setup.process_set is not None:
-        raise ConfigurationError("process_set works only with Horovod; give hvdcomp.fsdp.register a mesh instead")
+        raise ConfigurationError("process_set works only with Horovod; pass a mesh to hvdcomp.fsdp.register instead")
     if isinstance(setup.optimizer, CompressedAdam):
         raise ConfigurationError(
-            "CompressedAdam does not work with FSDP, with or without local steps, because hvdcomp exchanges only "
-            "gradients of shards there, not momenta or weights. Use torch.optim.AdamW with a compressor that works "
-            "well with it, such as hvdcomp.Int4(), or use DistributedDataParallel if the model fits on one device"
+            "CompressedAdam does not work with FSDP, with or without local steps, because with FSDP, hvdcomp exchanges "
+            "only gradients of shards, not momenta or weights. Use torch.optim.AdamW with a compressor that works well "
+            "with AdamW, such as hvdcomp.Int4(), or use DistributedDataParallel if the model fits on one device"
         )
 
 

@@ -40,7 +40,7 @@ class ShardedTables:
         tables: names of weights of `nn.Embedding` or `nn.EmbeddingBag` with sparse=True; by default all of them.
         fill: function that takes a weight's name and ids (n,), and returns the rows (n, columns). It is for tables made
             with device="meta", which no rank has whole.
-        communicator: as of `RowExchange`.
+        communicator: the communicator, as in `RowExchange`.
 
     Attributes:
         tables, ranks, ahead, ledger: as in `RowExchange`. Bytes include the rows that were fetched.
@@ -263,7 +263,8 @@ def _check(model: torch.nn.Module, name: str, table: Any, fill: Fill | None) -> 
         )
     if weight.is_meta and fill is None:
         raise ConfigurationError(
-            f"{name} is on the meta device, so it has no rows; give ShardedTables a function `fill` that makes them"
+            f"{name} is on the meta device, so it has no rows; pass a function `fill` that makes the rows to "
+            "ShardedTables"
         )
     others = [module for module in model.modules() if not isinstance(module, EMBEDDINGS)]
     if any(own is weight for module in others for own in module.parameters(recurse=False)):

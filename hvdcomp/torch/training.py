@@ -35,7 +35,7 @@ def refuse_capture() -> None:
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise ConfigurationError(
             "hvdcomp does not exchange gradients while a CUDA graph is captured, because the graph would repeat one "
-            "step, with the same random numbers and the same places of residuals. Capture the model with "
+            "step, with the same random numbers and the same addresses of residuals. Capture the model with "
             "torch.cuda.make_graphed_callables before DistributedDataParallel or hvd.DistributedOptimizer gets it, and "
             "leave backward() and optimizer.step() outside of torch.cuda.graph"
         )

@@ -123,9 +123,9 @@ def test_a_state_that_would_need_variables_too_early_says_so() -> None:
 def test_one_made_at_each_trace_is_refused() -> None:
     given = variables("a")
     for made in (lambda: compression(given), lambda: hvdcomp.Compression(hvdcomp.TopK(0.1))):
-        with pytest.raises(ConfigurationError, match="Make it once, outside"):
+        with pytest.raises(ConfigurationError, match="Make the Compression once, outside"):
             tf.function(made)()
-        with pytest.raises(ConfigurationError, match="Make it once, outside"):
+        with pytest.raises(ConfigurationError, match="Make the Compression once, outside"):
             tf.function(made, autograph=False)()
 
 

@@ -495,7 +495,7 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
     mixed = torch.nn.Sequential(*layers())
     fully_shard(mixed[0], mesh=mesh["shard"])
     fully_shard(mixed, mesh=mesh)
-    assert "give fully_shard the same replicas for all modules" in refused(mixed)
+    assert "call fully_shard with the same replicas for all modules" in refused(mixed)
     with torch.device("meta"):
         empty = layers()
     assert "is on the meta device" in refused(parallelized((2, ranks // 2), empty))

@@ -331,7 +331,7 @@ def test_an_alltoall_that_was_not_measured_is_said(tmp_path: Path) -> None:
     file = tmp_path / "old.json"
     save(of_natural(), file)
     said = (
-        "The calibration has no times of alltoall, so they are predicted from allgather. "
+        "The calibration has no times of alltoall, so these times are predicted from the times of allgather. "
         "If ranks share a link, the exchange takes longer than predicted."
     )
     assert said in as_json("--calibration", file)["notes"]

@@ -73,7 +73,7 @@ def probe_model(
     Every rank must call it, with the same arguments.
 
     Args:
-        model: as for `hvdcomp.tools.bench.workload.build`.
+        model: the model, named as for `hvdcomp.tools.bench.workload.build`.
         specs: compressors whose encoding and decoding are timed.
         network: the costs of collectives.
         carrier: the library that exchanges the gradients.
@@ -82,8 +82,8 @@ def probe_model(
         batch_size: the batch size of one rank.
         seed: the seed of the weights and the data.
         seconds: approximate duration; a minimum number of steps is made in any case.
-        show: called with the name of the next measurement.
-        beside: called after each round, in which each way to train has had its turn.
+        show: function that is called with the name of the next measurement.
+        beside: function that is called after each round, in which each way to train has had its turn.
     """
     show("building")
     ranks = carrier.ranks.size
@@ -168,7 +168,7 @@ def unpredicted_time(
 
     Args:
         exchange: the carrier's own.
-        step_s: as measured.
+        step_s: the measured time of a step.
     """
     predicted = predict(network, compute, exchange, bucket_bytes, Setting(ranks))
     return EncodeTime(max(0.0, step_s - float(predicted.total)), source=SOURCE)

@@ -27,7 +27,7 @@ class OverlapTrial:
     """The training that is made in both ways.
 
     Attributes:
-        compressor: of both.
+        compressor: the compressor of both trainings.
         early_bytes: the smallest bucket of gradients, in bytes, that is sent in the backward pass.
         ranks: number of ranks.
     """
@@ -40,7 +40,7 @@ class OverlapTrial:
         """The training in one way, `EARLY` or `AT_END`.
 
         Args:
-            seed: of the compressor.
+            seed: seed of the compressor.
         """
         options = {"seed": seed, "overlap": way == EARLY}
         return carrier.compressed(workload, str(self.compressor), way, bucket_bytes=self.early_bytes, **options)
@@ -57,7 +57,7 @@ class OverlapTrial:
 
         Args:
             network, compute: as measured, with the compressor's encode time, and the moment of each gradient.
-            tensors: of the model.
+            tensors: the tensors of the model.
             at_end, early: measured steps of both ways.
         """
         exchange = exchange_of(self.compressor, tensors, self.ranks)

@@ -47,12 +47,12 @@ def measure(
     """Trains with all methods in turns; returns the trainings with their times.
 
     Args:
-        carrier: of the gradients.
+        carrier: the library that exchanges the gradients.
         overlaps: each compressor is measured with each of these `overlap_bytes` of `Times`; if empty, with hvdcomp's
             default.
         rounds: measured blocks of each method; one more block before them is a warm-up.
         steps: measured steps of a block.
-        show: called on every rank with the number of the round, from 0 for the warm-up.
+        show: function that is called on every rank with the number of the round, from 0 for the warm-up.
     """
     from hvdcomp.tools.bench.workload import in_turn
 

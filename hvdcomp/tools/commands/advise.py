@@ -312,7 +312,7 @@ def _map(
     except OSError as error:
         raise click.ClickException(f"{table_file} cannot be written: {error.strerror or error}") from None
     click.echo(f"Wrote {table_file}")
-    named = f" of those that lost at most {HARMLESS:.0%} with {optimizer}" if optimizer else ""
+    named = f" of the compressors that lost at most {HARMLESS:.0%} of quality with {optimizer}" if optimizer else ""
     title = f"{calibration}: times faster than the better of dense and fp16, with the fastest compressor{named}"
     _draw(lambda plot: plot.draw_map(rows, f"{title}\n(grey: within the model's error)", file), file)
     click.echo(f"Wrote {file}")
@@ -549,7 +549,8 @@ def _notes(adviser: Adviser, advice: Advice) -> list[str]:
                 else ""
             )
             notes.append(
-                f"The calibration has no times of {kind}{scope}, so they are predicted from {stand_in}.{shared}"
+                f"The calibration has no times of {kind}{scope}, so these times are predicted from the times of "
+                f"{stand_in}.{shared}"
             )
     if facts.compute.forward_s is None:
         notes.append(

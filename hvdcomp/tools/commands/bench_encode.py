@@ -56,7 +56,7 @@ def _threads(_context: click.Context, _option: click.Parameter, value: str) -> t
     type=click.Choice(list(FRAMEWORKS)),
     default="torch",
     show_default=True,
-    help="Array library that holds the gradients.",
+    help="Array library of the gradients.",
 )
 @click.option(
     "--device",

@@ -114,7 +114,7 @@ def command(backend: str, seconds: float, output: Path) -> None:
     timing = [*_TIMING, "--seconds", seconds, *compressors]
     here, slow = output / "turns.json", output / f"turns-{_RATE}.json"
     _run(
-        "Timing steps of all methods in turns (again if too noisy)",
+        "Timing the steps of all methods in turns (and once more if the times are too noisy)",
         [*start, _COMPARE, *timing, "--attempts", 2, "--output", here],
     )
     slow_link = [*_CLUSTER, "--backend", backend, "--", *_PYTHON, _COMPARE, *timing, "--rate", _RATE, "--output", slow]

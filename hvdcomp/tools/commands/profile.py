@@ -268,7 +268,8 @@ def print_profile(watched: Watched, profiled: Profiled, console: Console) -> Non
     if profiled.calibrated.noisy:
         console.print(
             f"{len(profiled.calibrated.noisy)} measurements are too noisy to trust. The field noise.note of the file "
-            "names them. Repeat without other programs on the machine, or with more --seconds.",
+            "lists these measurements. Repeat the command without other programs on the machine, or with more "
+            "--seconds.",
             soft_wrap=True,
         )
 

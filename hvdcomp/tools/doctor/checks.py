@@ -25,7 +25,7 @@ def check_package(facts: Facts) -> Iterator[Problem]:
         cause = "In this folder, `import hvdcomp` finds a folder named hvdcomp instead of the package."
         yield Problem(True, cause, remedy)
     elif root.name == "hvdcomp":
-        cause = f"Scripts in {root.parent} find the folder hvdcomp beside them instead of the package."
+        cause = f"Scripts in {root.parent} import the folder hvdcomp in the same folder instead of the package."
         yield Problem(False, cause, remedy)
 
 

@@ -56,8 +56,8 @@ class Scheduler(Protocol[Settings, Job]):
 
         Args:
             job: the submitted job.
-            say: called with a line about the job when its state changes.
-            write: called with each line of the job's output, without its end; perhaps in another thread.
+            say: function that is called with a line about the job when its state changes.
+            write: function that is called with each line of the job's output, perhaps in another thread.
         """
 
     @abstractmethod

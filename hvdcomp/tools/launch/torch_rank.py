@@ -34,8 +34,8 @@ def torch_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
     TORCHELASTIC_RUN_ID is set too. Programs use it to recognise torchrun, and everything that they then expect is true.
 
-    Arguments:
-        environment: of the rank. mpirun's variables come before srun's, which under Slurm belong to mpirun's daemons.
+    Arguments: environment: environment of the rank. mpirun's variables come before srun's, which under Slurm belong to
+        mpirun's daemons.
 
     Raises:
         ConfigurationError: neither mpirun nor srun started this process, the number of ranks is wrong, or the address

@@ -83,7 +83,7 @@ class Checkpoints:
     Args:
         options: with the folder, which all hosts share.
         facts: values, for JSON, in which a resumed run must agree with the saved run.
-        ranks: of the run.
+        ranks: the ranks of the run.
 
     Attributes:
         damaged: errors of checkpoints newer than the one that was found, the same on all ranks.
@@ -291,8 +291,8 @@ class Checkpoints:
 
         Args:
             step: completed steps.
-            learner: of this rank.
-            run: returns this rank's position for `find`, for JSON; called after the learner was saved.
+            learner: the learner of this rank.
+            run: function that returns this rank's position for `find`, for JSON; called after the learner was saved.
 
         Raises:
             ConfigurationError: on every rank, if any rank could not write. The previous checkpoint still exists.

@@ -34,7 +34,7 @@ def load(folder: Path | None, rows: int, samples: int | None) -> DataSet:
 
     Args:
         folder: the value of --data-dir.
-        rows: of each table.
+        rows: number of rows of each table.
         samples: lines to train on, if not all: no more is read then than these and a sixth as many, to hold back.
 
     Returns:

@@ -61,9 +61,9 @@ class Learner(ABC):
     The order of calls is `prepare`, the constructor, `broadcast`, `compression`, `distribute`, and then steps.
 
     Args:
-        options: resolved.
-        data: with the shapes for the model.
-        ranks: of the run; random choices of the model (dropout) differ between ranks.
+        options: resolved options.
+        data: the data, whose shapes the model needs.
+        ranks: the ranks of the run; random choices of the model (dropout) differ between ranks.
 
     Raises:
         SetupError: the model does not suit the data.
@@ -152,7 +152,7 @@ class Learner(ABC):
         """Load the files of `save`, with any number of ranks; call it after `distribute`, before the first step.
 
         Args:
-            folder: of the files.
+            folder: folder of the files.
             sources: the saved ranks whose files this rank loads: all state of the first, the residuals of the others.
             ranks: the present number of ranks.
 

@@ -400,7 +400,7 @@ class TrainingOptions:
             ),
             (
                 self.schedule == "step" or not self.milestones,
-                f"--milestones {text_of(self.milestones)} work only with --schedule step; leave them out with "
+                f"--milestones {text_of(self.milestones)} work only with --schedule step; leave --milestones out with "
                 f"--schedule {self.schedule}",
             ),
             (
@@ -476,11 +476,15 @@ class TrainingOptions:
             return
         yield self.framework == "torch", f"{shown} works only with --framework torch"
         if every is None:
-            yield self.steps is not None, f"{shown} also needs --steps N, after which the ranks exchange once more"
+            yield (
+                self.steps is not None,
+                (f"{shown} also needs --steps N: after step N, the ranks exchange their weights a last time"),
+            )
         else:
             yield (
                 every == 1 or (self.steps is not None and self.steps % every == 0),
-                f"{shown} also needs --steps N, a multiple of {every}, after which all ranks have the same weights",
+                f"{shown} also needs --steps N, where N is a multiple of {every}, so that all ranks have the same "
+                "weights at the end",
             )
             yield (
                 (self.evaluate_every or 0) % every == 0,
@@ -620,8 +624,8 @@ class TrainingOptions:
         falls to `gamma` times `lr` along half a period of a cosine.
 
         Args:
-            epochs_done: before this step; may be fractional.
-            epochs: of the run; may be fractional.
+            epochs_done: number of epochs before this step; may be fractional.
+            epochs: number of epochs of the run; may be fractional.
 
         References: Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, 2017, equation 5.
         """

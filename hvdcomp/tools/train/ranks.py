@@ -25,7 +25,7 @@ class Ranks(ABC):
     Attributes:
         backend: "horovod" or "ddp".
         rank, size: the number of this process, and the number of ranks.
-        local_rank, local_size: the same on this host.
+        local_rank, local_size: number of this process on its host, and number of ranks on this host.
         controller: the carrier of the library's own messages: "mpi" or "gloo".
         restarts: how often the launcher has restarted these ranks after a failure.
         elastic: whether the run continues when the ranks change.

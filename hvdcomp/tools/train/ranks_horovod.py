@@ -48,7 +48,7 @@ class HorovodRanks(Ranks):
 
     Args:
         framework: "torch" or "tensorflow".
-        changes: of the ranks of an elastic job; else None.
+        changes: the notices of changes in an elastic job; else None.
 
     Raises:
         ImportError: Horovod was not built for this framework.

@@ -25,9 +25,10 @@ def train(options: TrainingOptions, ranks: Ranks | None = None, warnings: Warnin
     """Train with these options. Call it on every rank.
 
     Args:
-        options: of the run.
-        ranks: from `backends.reach`; None to connect here.
-        warnings: notes signals to stop; None to note them here, if the options name a folder for checkpoints.
+        options: options of the run.
+        ranks: the ranks from `backends.reach`; None to connect here.
+        warnings: the object that notes signals to stop; None to note signals here, if the options name a folder for
+            checkpoints.
 
     Returns:
         The summary, as in summary.json; the same on every rank, except for a rank's own loss and times. Its status is

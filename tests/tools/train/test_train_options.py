@@ -137,12 +137,12 @@ def test_the_manual_says_which_data_suit_a_model_and_how_they_are_measured() -> 
         ),
         ({"local_steps": 0}, "--local-steps 0 must be at least 1"),
         ({"local_steps": "often", "steps": 4}, "--local-steps often must be a number, auto, or a rule such as auto:sh"),
-        ({"local_steps": "auto"}, "--local-steps auto also needs --steps N, after which the ranks exchange once more"),
+        ({"local_steps": "auto"}, "--local-steps auto also needs --steps N: after step N, the ranks exchange"),
         (
             {"local_steps": "auto", "steps": 4, "optimizer": "compressed-adam"},
             "--local-steps auto does not work with --optimizer compressed-adam; give a number",
         ),
-        ({"local_steps": 4, "fragments": 2}, "--local-steps 4 also needs --steps N, after which"),
+        ({"local_steps": 4, "fragments": 2}, "--local-steps 4 also needs --steps N: after step N"),
         ({"fragments": 2}, "--fragments 2 needs --local-steps N with a number above 1"),
         ({"local_steps": "auto", "steps": 4, "delay": 2}, "--delay 2 needs --local-steps N"),
         ({"local_steps": 4, "steps": 9, "fragments": 5}, "--fragments 5 must be from 1 to --local-steps 4"),
@@ -151,8 +151,11 @@ def test_the_manual_says_which_data_suit_a_model_and_how_they_are_measured() -> 
         ({"outer_lr": 0.5, "optimizer": "compressed-adam"}, "--outer-lr 0.5 does not work with compressed-adam"),
         ({"outer_lr": 0.5, "framework": "tensorflow"}, "--local-steps 1 works only with --framework torch"),
         ({"local_steps": 2, "steps": 4, "outer_momentum": 1.5}, "--outer-momentum 1.5 must be from 0 to 1"),
-        ({"local_steps": 2}, "--local-steps 2 also needs --steps N, a multiple of 2"),
-        ({"optimizer": "compressed-adam", "local_steps": 2}, "--local-steps 2 also needs --steps N, a multiple of 2"),
+        ({"local_steps": 2}, "--local-steps 2 also needs --steps N, where N is a multiple of 2"),
+        (
+            {"optimizer": "compressed-adam", "local_steps": 2},
+            "--local-steps 2 also needs --steps N, where N is a multiple of 2",
+        ),
         (
             {"optimizer": "compressed-adam", "local_steps": 2, "steps": 4, "framework": "tensorflow"},
             "--local-steps 2 works only with --framework torch",

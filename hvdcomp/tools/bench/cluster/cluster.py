@@ -30,7 +30,7 @@ class Cluster:
 
     Args:
         hosts: 2 to 64.
-        rate: of each host's link, in both directions, as `tc` writes it: "100mbit", "1gbit".
+        rate: rate of each host's link, in both directions, as `tc` writes it: "100mbit", "1gbit".
         standing: keep the hosts after the block, for `Cluster.standing()`, until `remove` is called. A machine can have
             one standing cluster.
 

@@ -28,7 +28,7 @@ class Row:
     """A measurement with its comparisons.
 
     Attributes:
-        measurement: of a method.
+        measurement: the measurement of a method.
         ratio_to_peer: the median step over that of PyTorch's PowerSGD hook with the same number of threads; None if the
             hook was not measured.
         steady: whether no other work disturbed the measurement; see `steady`.

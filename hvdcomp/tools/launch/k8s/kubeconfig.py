@@ -17,7 +17,7 @@ def connect(kubernetes: Any, context: str | None) -> tuple[Any, str]:
 
     Arguments:
         kubernetes: the module.
-        context: of the kubeconfig; None for its current context.
+        context: context of the kubeconfig; None for its current context.
 
     Raises:
         KubernetesError: no cluster is configured, or its configuration cannot be used.

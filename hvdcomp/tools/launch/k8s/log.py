@@ -22,10 +22,8 @@ def pause(failures: int) -> float:
 class Log:
     """Reads the log of one attempt after the other, each to its end.
 
-    Arguments:
-        cluster: of the job.
-        write: called with each line, in another thread.
-        lost: called with the reason, in that thread, if the log is denied; the request is repeated.
+    Arguments: cluster: the cluster of the job. write: function that is called with each line, in another thread. lost:
+        function that is called with the reason, in the same thread, if the log is denied; the request is repeated.
         patience: seconds for which the request of a denied log is repeated.
 
     Attributes:

@@ -58,15 +58,15 @@ def read_state(
     if "Failed" in true_conditions:
         code = _exit_code(launcher)
         message = ": ".join(filter(None, (conditions["Failed"].get("reason"), conditions["Failed"].get("message"))))
-        saved = (
-            ("it has saved a checkpoint: submit the job again to continue from this checkpoint")
-            if code == EXIT_SAVED
-            else ""
-        )
+        saved = "it has saved a checkpoint: submit the job again to continue from this checkpoint"
         trouble = "; ".join(_troubles([] if launcher is None else [launcher]))
-        return MPIJobState("failed", "; ".join(filter(None, (message.strip(": "), trouble, saved))), code or 1)
+        return MPIJobState(
+            "failed",
+            "; ".join(filter(None, (message.strip(": "), trouble, saved if code == EXIT_SAVED else ""))),
+            code or 1,
+        )
     if "Suspended" in true_conditions:
-        return MPIJobState("suspended", "by its runPolicy, or by a full queue")
+        return MPIJobState("suspended", "the job is suspended by its runPolicy, or waits in a full queue")
     workers = [pod for pod in pods if is_role(pod, "worker")]
     replicas = job["spec"]["mpiReplicaSpecs"].get("Worker", {}).get("replicas", 0)
     ready = sum(_is_ready(pod) for pod in workers)

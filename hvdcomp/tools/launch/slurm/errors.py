@@ -117,7 +117,7 @@ def refusal(message: str, settings: SlurmJob) -> str | None:
 
     Args:
         message: the output of sbatch, on one line.
-        settings: of the job.
+        settings: the settings of the job.
 
     Returns:
         one line; None for an unknown message.
