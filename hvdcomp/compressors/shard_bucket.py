@@ -1,4 +1,5 @@
-"""Reduce-scatter between nodes in kernels, on the host or a device, bit for bit the functions of `exchange.shards`.
+"""Reduce-scatter between nodes with compiled kernels, on the host or a device. Results are the same as with the
+functions of `exchange.shards`, bit for bit.
 
 A rank has a row for each node, and each row is a bucket of one tensor. The rows of other nodes are encoded and sent;
 the payloads received for this rank's own row are decoded and added up.

@@ -76,7 +76,7 @@ def payload_of(request: Request) -> SentPayload:
 
 
 def bytes_of(request: Request) -> int:
-    """Bytes that a request hands to a collective."""
+    """Bytes that a request passes to a collective."""
     if isinstance(request, AllReduce | ReduceScatter):
         return int(request.array.nbytes)
     return int(sum(part.nbytes for part in request.parts))

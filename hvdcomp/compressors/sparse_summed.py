@@ -1,7 +1,7 @@
 """Sparsifiers whose ranks choose the same elements together, so that an allreduce can add them up.
 
-A rank then sends and receives as many bytes with a hundred ranks as with two. If each rank chooses for itself, values
-and indices are gathered, and the received bytes grow with the number of ranks.
+So a rank sends and receives the same number of bytes with a hundred ranks as with two. If each rank chose its own
+elements, values and indices would have to be gathered, and the received bytes would grow with the number of ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from hvdcomp.specs.levels import Level
 class BlocksTogether(WithRatio):
     """Base of methods whose ranks all send the same blocks of consecutive elements.
 
-    A first allreduce carries numbers from which the blocks' scores follow, a second one the elements of the best.
+    A first allreduce sums numbers from which the score of each block is computed. A second allreduce sums the elements
+    of the best blocks.
     """
 
     biased: ClassVar[bool] = True

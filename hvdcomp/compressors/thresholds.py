@@ -1,7 +1,8 @@
-"""Threshold sparsifiers: instead of sorting they search for a magnitude that about k elements reach.
+"""Threshold sparsifiers: instead of sorting, these methods search for a threshold that the magnitudes of about k
+elements reach.
 
-All use the counts and means of `Magnitudes` above a threshold, and choose exactly k elements, so that the payload has a
-fixed size. They differ in the search for the threshold.
+All of them use the counts and means of `Magnitudes` above a threshold, and choose exactly k elements, so that the
+payload has a fixed size. They differ in how they search for the threshold.
 """
 
 from __future__ import annotations

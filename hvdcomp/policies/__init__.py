@@ -1,4 +1,5 @@
-"""Policies decide when, and how hard, to compress. They are pure objects without framework, Horovod or clock.
+"""Policies decide when, and how hard, to compress. They use no framework, no Horovod and no clock, so the same input
+gives the same decision.
 
 A class with a `name` in a file of this folder is found without registration.
 """

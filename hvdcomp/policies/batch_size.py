@@ -124,7 +124,7 @@ class IncreaseBatchSizeState:
 
 @dataclass(frozen=True, kw_only=True)
 class IncreaseBatchSize(Policy[IncreaseBatchSizeState]):
-    """Grows the batch where the schedule would decay the learning rate (Smith et al. 2018, arXiv:1711.00489).
+    """Increases the batch size instead of decaying the learning rate (Smith et al. 2018, arXiv:1711.00489).
 
     The batch grows by the factor by which the schedule's rate is below its peak, rounded down to a whole number and
     limited by `high`. The learning rate is multiplied by that number, so that the part of the decay that the batch

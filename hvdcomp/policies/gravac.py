@@ -1,8 +1,8 @@
 """GraVAC: searches during training for the compression factor with the best product of speed and compression gain.
 
-Every step compresses twice: to a moderate factor known to be good, and its result to a candidate factor. The gains,
-the shares of the gradient's energy that are kept, decide which result is sent; the throughput decides where the search
-ends.
+Every step compresses twice: the gradient by a moderate factor that is known to be good, and then the result by a
+candidate factor. The gains, the shares of the gradient's energy that are kept, decide which result is sent; the
+throughput decides where the search ends.
 """
 
 from __future__ import annotations

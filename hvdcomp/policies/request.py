@@ -1,6 +1,7 @@
-"""The requests of policies, and the statistics that answer them.
+"""The requests of policies, and the statistics that policies get in return.
 
-`Policy.request` names statistics and a period, at whose end the policy gets them as one `Statistics`.
+`Policy.request` names statistics and a period. At the end of the period, the policy gets these statistics as one
+`Statistics`.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class LevelTable:
-    """The error and the bytes of some levels of each tensor.
+    """The errors and the bytes of several levels of each tensor.
 
     The table leaves out levels that a tensor's method does not have, and tensors without a level or a gradient.
 

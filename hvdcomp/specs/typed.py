@@ -1,4 +1,5 @@
-"""Typed values, dataclasses included, from parsed JSON or TOML: the check of all such files."""
+"""Checks values from parsed JSON or TOML against types, dataclasses included. All JSON and TOML files are checked in
+this way."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ _NEEDS = (
 )
 
 
-@click.command(epilog=f"Start it as you start your training: {_START}")
+@click.command(epilog=f"Start this command as you start your training: {_START}")
 @click.option(
     "--model",
     "models",

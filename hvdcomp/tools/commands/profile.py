@@ -41,7 +41,7 @@ _START = "torchrun --nproc-per-node 2 -m hvdcomp profile train.py, or horovodrun
 
 @click.command(
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    epilog=f"Start it as you start your training: {_START}",
+    epilog=f"Start this command as you start your training: {_START}",
 )
 @click.option("--module", "-m", "as_module", is_flag=True, help="PROGRAM is a module, as with python -m.")
 @click.option(

@@ -15,7 +15,8 @@ Job = TypeVar("Job")
 
 
 class SchedulerError(RuntimeError):
-    """The scheduler refused, does not answer, or does not exist here; the message gives the way out."""
+    """The scheduler refused a request, does not answer, or does not exist on this machine. The message says what to
+    do."""
 
 
 class JobState(Protocol):

@@ -21,9 +21,9 @@ _MORE = 1.1  # least factor of fewer bytes that is worth a sentence
 def headline(section: Section) -> list[str]:
     """The sentences that sum up a section; none for a single run.
 
-    The first sentences name the series that reached the target first and the one that sent the fewest bytes to reach
-    it. Without targets, they name the series that sent the fewest bytes and the one with the best quality. The last
-    sentence compares the step times on the slowest link.
+    The first sentences name the series that reached the target first, and the series that sent the fewest bytes to
+    reach the target. Without targets, they name the series that sent the fewest bytes, and the series with the best
+    quality. The last sentence compares the step times on the slowest link.
     """
     finished = [group for group in section.groups if group.finished]  # the quality of others is not that of an end
     measured_groups = [group for group in finished if group.quality is not None and group.factor is not None]

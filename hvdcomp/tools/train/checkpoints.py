@@ -240,7 +240,7 @@ class Checkpoints:
 
     @property
     def change(self) -> str | None:
-        """A message about the fate of the saved residuals; None if each rank keeps its own."""
+        """A message that says what happens to the saved residuals; None if each rank keeps its own residuals."""
         then, now = self.old_ranks, self._ranks.size
         if self._residuals == "drop":
             fate = "are dropped, because of --residuals drop"

@@ -115,7 +115,7 @@ class Learner(ABC):
         return
 
     def common_weights(self) -> AbstractContextManager[None]:
-        """A context in which the model has the weights that all ranks share."""
+        """A context manager in which the model has the weights that are the same on all ranks."""
         return nullcontext()
 
     @abstractmethod

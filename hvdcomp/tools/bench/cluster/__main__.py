@@ -86,7 +86,7 @@ def run(hosts: int | None, rate: str | None, ranks: int | None, backend: str, co
 def up(hosts: int, rate: str) -> None:
     """Create hosts that stay until `down`."""
     with _errors(), Cluster(hosts, rate, standing=True) as cluster:
-        _SAY(f"{hosts} hosts are up: {namespaces.namespace(cluster.name, 0)}, ...; links of {rate}")
+        _SAY(f"{hosts} emulated hosts are running: {namespaces.namespace(cluster.name, 0)}, ...; links of {rate}")
 
 
 @main.command()

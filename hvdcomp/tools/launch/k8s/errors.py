@@ -1,4 +1,4 @@
-"""Explanations of the API server's errors and of its silence: what happened, and the way out."""
+"""Explains errors of the API server, and missing answers: what happened, and how to fix it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NO_RIGHT = re.compile(r'User "[^"]*" cannot ')
 
 
 class KubernetesError(SchedulerError):
-    """The cluster refused, or cannot be reached.
+    """The cluster refused a request, or cannot be reached.
 
     Attributes:
         reason: what happened; the message also has the way out, if it is known.

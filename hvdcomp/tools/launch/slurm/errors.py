@@ -10,7 +10,7 @@ import re
 from hvdcomp.tools.launch.slurm.settings import SlurmJob
 
 _PARTITIONS = "`sinfo --summarize` lists the partitions"
-_ACCOUNTS = "`sacctmgr show associations user=$USER format=account,partition,qos` lists yours"
+_ACCOUNTS = "`sacctmgr show associations user=$USER format=account,partition,qos` lists your accounts"
 _LIMITS = "`sinfo --format='%P %l'` lists each partition's limit"
 _SIZE = ("nodes", "tasks_per_node", "cpus_per_task", "gpus_per_node", "gres", "memory")
 
@@ -42,17 +42,17 @@ _REFUSALS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "Job violates accounting/QOS policy": (
         ("account", "qos", "time", *_SIZE),
-        "ask for less, wait until other jobs of yours have ended, or use another account or QOS "
-        "(`sacctmgr show associations user=$USER`, `sacctmgr show qos`)",
+        "ask for fewer resources, wait until other jobs of yours have ended, or use another account or QOS (`sacctmgr "
+        "show associations user=$USER`, `sacctmgr show qos`)",
     ),
     "Requested node configuration is not available": (
         ("partition", "constraint", "reservation", *_SIZE),
-        "too few nodes have everything that the job asks for, so ask for less, or use another partition (`sinfo "
-        "--format='%P %D %c %m %G %f'` lists nodes, cores, memory, GPUs and features)",
+        "too few nodes have everything that the job asks for, so ask for fewer resources, or use another partition "
+        "(`sinfo --format='%P %D %c %m %G %f'` lists nodes, cores, memory, GPUs and features)",
     ),
     "Invalid generic resource (gres) specification": (
         ("gpus_per_node", "gres", "partition"),
-        "ask for what the nodes have (`sinfo --format='%P %G'` lists it)",
+        "ask for resources that the nodes have (`sinfo --format='%P %G'` lists the resources of the nodes)",
     ),
     "Invalid feature specification": (
         ("constraint",),
@@ -73,7 +73,7 @@ _REFUSALS: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "Memory required by task is not available": (
         ("memory", "partition"),
-        "ask for less (`sinfo --format='%P %m'` lists the megabytes of nodes)",
+        "ask for less memory (`sinfo --format='%P %m'` lists the megabytes of the nodes)",
     ),
 }
 
@@ -96,8 +96,8 @@ _REASONS: dict[str, str] = {
         f"{_NEVER}: the QOS (--qos) may not be used with this account or partition; {_ACCOUNTS}"
     ),
     "PartitionConfig": (
-        "it asks for more nodes (--nodes) than the partition has, and starts only if the partition gets more; `sinfo "
-        "--format='%P %D'` lists how many it has"
+        "it asks for more nodes (--nodes) than the partition has, and starts only if the partition gets more nodes; "
+        "`sinfo --format='%P %D'` lists the number of nodes of each partition"
     ),
     "BadConstraints": f"{_NEVER}: no node has everything that it asks for",
     "PartitionDown|PartitionInactive": (
