@@ -129,7 +129,7 @@ class PowerSGD(Compressor):
 
     @property
     def period(self) -> int:  # type: ignore[override]
-        """2 if alternating."""
+        """The number of steps after which payload sizes repeat: 2 if alternating, else 1."""
         return 2 if self.alternating else 1
 
     def level_for(self, compression_factor: float, shape: tuple[int, ...]) -> Level | None:

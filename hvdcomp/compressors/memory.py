@@ -44,7 +44,7 @@ class Memory(Described):
 
     @property
     def needs_all_gradients(self) -> bool:
-        """Whether `gradient_factor` gives a factor."""
+        """Whether `gradient_factor` returns a factor, for which it needs all gradients of a step."""
         return type(self).gradient_factor is not Memory.gradient_factor
 
     def gradient_factor(self, xp: ModuleType, gradients: Sequence[Array], size: int) -> Array | None:
@@ -96,12 +96,12 @@ class ErrorFeedback(Memory):
 
     @property
     def keeps(self) -> float:  # type: ignore[override]
-        """The decay."""
+        """The factor by which the residual is multiplied: `decay`."""
         return self.decay
 
     @property
     def rounds_to(self) -> str | None:  # type: ignore[override]
-        """`dtype` by its common name."""
+        """The 16-bit element type of the residual, or None for float32."""
         return _ROUNDS_TO[self.dtype]
 
     def prepare(self, xp: ModuleType, gradient: Array, state: State) -> State:

@@ -66,7 +66,7 @@ class QSGD(Multiples):
 
     @property
     def unit(self) -> int:  # type: ignore[override]
-        """A multiple of the bucket, and of 8 elements."""
+        """A number of elements that is a multiple of the bucket, and of 8."""
         return self.bucket if self.bucket % 8 == 0 else 8 * self.bucket
 
     @property

@@ -85,7 +85,7 @@ class EDEN(Gathering):
 
     @property
     def unit(self) -> int:  # type: ignore[override]
-        """A block."""
+        """The number of elements in a block."""
         return self.block
 
     @property

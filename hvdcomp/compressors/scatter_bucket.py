@@ -50,7 +50,7 @@ class CodesBuckets(Protocol):
 
 
 def aggregate_chunks(method: CodesBuckets, bucket: Bucket) -> BucketAggregation:
-    """A bucket's step."""
+    """Runs a scattered step for all tensors of a bucket."""
     if bucket.layout is None:
         bucket.layout = _Layout(method, bucket)
     layout: _Layout = bucket.layout

@@ -2,8 +2,8 @@
 
 The plan gives each tensor a compressor, and the compressor determines the rounds. Payloads share collectives by the
 rule of `hvdcomp.exchange.fusion`. Scattered tensors of one element type are counted as one bucket if they can be in a
-bucket. Otherwise each tensor is counted alone, padded to whole units for each rank. Tensors in two levels are counted
-in the same way, and each rank sends an equal share of the bytes between nodes.
+bucket. Otherwise each tensor is counted alone, padded to whole units for each rank. Tensors with a two-level exchange
+are counted in the same way, and each rank sends an equal share of the bytes between nodes.
 """
 
 from __future__ import annotations

@@ -276,8 +276,8 @@ def sharded(
 
     `before` are the passes before the last of m backward passes. G gathers the weights of all modules, once in each
     pass, as modules are resharded after the forward pass. R reduces the gradients of all modules to the ranks' shards.
-    Both run beside the computation on other modules; only the reduction of the last module follows the backward pass.
-    Encoding competes with the backward pass for the device.
+    Both run at the same time as the computation on other modules; only the reduction of the last module follows the
+    backward pass. Encoding competes with the backward pass for the device.
 
     Args:
         compute: seconds of a step without communication.

@@ -102,11 +102,11 @@ class Policy(Described, Generic[State]):
         return self.request(self.initial_state(()))
 
     def update(self, state: State, statistics: Statistics) -> State:
-        """The state after a moment of decision."""
+        """Computes the state after a decision, from the state before the decision and the statistics."""
         raise NotImplementedError
 
     def decide(self, state: State, statistics: Statistics) -> tuple[State, Decision]:
-        """Decides once.
+        """Makes one decision.
 
         Args:
             state: the state from the last call, or `initial_state`. It is not changed.

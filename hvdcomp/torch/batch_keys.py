@@ -80,7 +80,7 @@ class ReadBatch:
             self._handle = self._ranks.start_allgather(keys, self._name)
 
     def drop(self) -> None:
-        """Waits for the collective under way, if any."""
+        """Waits for the collective that is under way, if there is one, and drops its result."""
         if self._by_rank is None and self._handle is not None:
             self._ranks.wait(self._handle)
             self._handle = None

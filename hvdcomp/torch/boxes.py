@@ -90,7 +90,7 @@ def boxes_in(own: Mapping[str, Any]) -> dict[str, Box]:
 def on_other_mesh(
     states: Iterable[Mapping[str, Any]], own: Mapping[str, Any], boxes: Mapping[str, Box], rank: int, ranks: int
 ) -> dict[str, Any]:
-    """The state of a rank that has other boxes than before, or that exchanges with another number of replicas.
+    """Makes the state of a rank that has other boxes than before, or exchanges with another number of replicas.
 
     Warm starts begin again. A policy continues, but loses its measurements since its latest decision.
 

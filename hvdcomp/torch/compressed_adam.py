@@ -43,8 +43,8 @@ class Momentum:
 
 @dataclass(frozen=True)
 class LocalMomenta:
-    """The tensor sent instead of a gradient after local steps: the mean of the momenta since the last exchange,
-    weighted by their rates, divided by 1 - b1. The optimizer gets its mean over the ranks.
+    """The tensor that is sent instead of a gradient after local steps: the mean of the momenta since the last exchange,
+    weighted by their learning rates, divided by 1 - b1. The optimizer gets the mean of these tensors over the ranks.
 
     Attributes:
         mean: m of this rank before this step.
@@ -206,12 +206,12 @@ class CompressedAdam(torch.optim.AdamW):
 
     @property
     def compressor_before(self) -> str:
-        """`warm_up`."""
+        """The compressor that is used before freezing: `warm_up`."""
         return str(self.param_groups[0]["warm_up"])
 
     @property
     def local_steps(self) -> int:
-        """The setting of that name."""
+        """The setting `local_steps`."""
         return int(self.param_groups[0]["local_steps"])
 
     @property

@@ -208,7 +208,7 @@ class ShardsBinding:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there was a gradient."""
+        """Whether the training has begun: whether any gradient has arrived."""
         return bool(self.engine.plan)
 
     def compress(self, tensor: torch.Tensor) -> Any:
@@ -220,19 +220,19 @@ class ShardsBinding:
 
     @property
     def level(self) -> Level | None:
-        """`Compression.level`."""
+        """See `Compression.level`."""
         return self.engine.compressor.level
 
     def set_level(self, level: Level) -> None:
-        """`Compression.set_level`."""
+        """See `Compression.set_level`."""
         self.engine.set_level(level)
 
     def begin_from(self, state: Mapping[str, Any]) -> None:
-        """`load_state_dict`."""
+        """See `load_state_dict`."""
         self.load_state_dict(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """`Compression.state_dict`."""
+        """See `Compression.state_dict`."""
         engine, memory = self.engine, str(self.engine.memory)
         residuals = {
             name: {"memory": memory, "arrays": [array.to(torch.float32, copy=True) for array in arrays]}

@@ -102,7 +102,7 @@ class RowExchange:
     def exchange(self) -> None:
         """Exchanges the gradients. Call it on every rank in each step, after the backward passes, and before you clip
         gradients or call a scaler's `unscale_` or the optimizer's step. A table is skipped if no rank has a gradient of
-        it."""
+        this table."""
         refuse_capture()
         tables = list(self.tables.values())
         self.compare_weights()
@@ -131,7 +131,7 @@ class RowExchange:
         return Rows(ids[sent], values[sent].to(rows.values.dtype))
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows that this rank has kept, with `ratio`. Each rank has its own state."""
+        """The rows that this rank has kept for later steps (with `ratio`). Each rank has its own state."""
         return {name: rows._asdict() for name, rows in self._kept.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
