@@ -193,9 +193,10 @@ class Adviser:
         for spec, encode in self.encode.items():
             if encode is None and not self.exchange(spec, 1).overlapped:
                 raise CalibrationError(
-                    f"the calibration {calibration.name} has no encode time (time to compress the gradients on a rank) "
-                    f"of {spec!r} for {self.model}; it has encode times of: {', '.join(known) or 'none'}. Add it to "
-                    "your own calibration file (hvdcomp calibrate measures it), or leave this compressor out"
+                    f"the calibration {calibration.name} has no encode time of {spec!r} for {self.model}; it has "
+                    f"encode times of: {', '.join(known) or 'none'}. The encode time is the time to compress and "
+                    "decompress the gradients on a rank. Measure it with hvdcomp calibrate, or leave this compressor "
+                    "out"
                 )
 
     @cached_property

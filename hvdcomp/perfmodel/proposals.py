@@ -53,7 +53,7 @@ class Proposals:
             options = " ".join(f"--compressor '{spec}'" for spec in self.unpredicted)
             return (
                 f"the policy auto leaves out compressors that loss={criteria.loss:g} allows, because the calibration "
-                f"{source} has no encode times (times to compress) of these compressors for this model: "
+                f"{source} has no encode times (times to compress and decompress) of these compressors for this model: "
                 f"{', '.join(self.unpredicted)}. To include these compressors, run hvdcomp calibrate with {options}"
             )
         if self.specs or any(_allowed(criteria)):

@@ -63,7 +63,9 @@ def test_a_missing_file_is_named_with_the_way_out() -> None:
     for states, rank, ranks, lost in (({0: first}, 1, 3, 1), ({0: first, 1: second}, 0, 2, 2)):
         with pytest.raises(ConfigurationError) as error:
             restored(states, rank, ranks)
-        assert f"saved by 3 ranks, and the file of rank {lost} is missing" in str(error.value)
+        assert f"saved by 3 ranks. Rank {rank} of {ranks} needs the file of rank {lost}, which is missing" in str(
+            error.value
+        )
         assert "copy the checkpoint files of all hosts to this folder" in str(error.value)
 
 

@@ -33,7 +33,7 @@ def test_tensors_bytes_and_the_way_out_are_named() -> None:
     assert text is not None
     sent, plain = (9900 + 1980) * 6, 12000 * 4
     for part in (f"2 of 3 tensors larger: a rank sends {sent} bytes per step for these tensors instead of {plain} (",
-                 "a (100, 100) with topk:ratio=0.99", "min_numel", '"none" by a rule'):  # fmt: skip
+                 "a (100, 100) with topk:ratio=0.99", "min_numel", 'add a rule with "none"'):  # fmt: skip
         assert part in text
 
 

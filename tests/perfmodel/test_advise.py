@@ -144,7 +144,7 @@ def test_one_rank_has_no_winner() -> None:
 
 def test_estimates_are_said(tmp_path: Path) -> None:
     report = as_json("--calibration", OF_2021, "--model", "bert-base")
-    assert any("backward_s is estimated" in note for note in report["notes"])
+    assert any("The value of backward_s in the calibration is estimated" in note for note in report["notes"])
     assert report["methods"]["powersgd:rank=4"]["estimated"]
     scattered = ("qsgd:bits=2,exchange=scatter", "terngrad:exchange=scatter")
     published = as_json(*PUBLISHED, *named(*scattered))
@@ -220,7 +220,7 @@ def test_compressed_steps_are_advised_in_words_that_say_what_was_not_measured() 
     for options in (("--optimizer", "AdamW"), ("--compressor", "int4")):
         said = " ".join(run(*asked, *options).stdout.split())
         assert (
-            f"LocalSteps.compressed(optimizer, every=4), is predicted to take {milliseconds:.1f} ms with {fastest}: "
+            f"LocalSteps.compressed(optimizer, every=4) is predicted to take {milliseconds:.1f} ms with {fastest}: "
             f"{gain:.1f} times as fast as a step with fp16 gradients. The quality of such compressed steps was not"
         ) in said, options
     assert "compressed steps" not in run(*asked[:-2], "--compressor", "int4").stdout
@@ -498,7 +498,8 @@ def test_advice_remembers_the_optimizer_of_the_profile(
     report, words = advised(0.1, facts)
     assert (report["winner"], report["optimizer"]) == ("topk:ratio=0.01", optimizer)
     begin = report["to_begin_with"]
-    assert begin[0].startswith(f"Of the methods that lost at most 2% {trainings} in hvdcomp's own trainings, {best}")
+    those = f"Of the methods that lost at most 2% of quality {trainings} in hvdcomp's own trainings, "
+    assert begin[0].startswith(f"{those}{best}")
     assert re.search(r"is the fastest, \d\.\d+ times faster than fp16\. Begin with:$", begin[0])
     assert f"hvdcomp.ddp.register(model, hvdcomp.Compression.from_spec('{best}" in begin[1]
     assert " ".join(begin) in words
