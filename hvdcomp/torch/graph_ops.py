@@ -33,7 +33,7 @@ def _operator(name: str, schema: str, mutates: Sequence[str] = ()) -> Callable[[
 @_operator("allreduce_mean", f"(Tensor tensor, {_COMMON}, str name, int seed) -> Tensor")
 def allreduce_mean(tensor: Tensor, spec: str, step: Tensor, group_name: str, name: str, seed: int) -> Tensor:
     """The mean of a tensor over the ranks of a process group; arguments as in `hvdcomp.compiled.allreduce_mean`."""
-    return exchange([tensor], None, spec, step, group_name, [name], seed)[0]
+    return _apart(exchange([tensor], None, spec, step, group_name, [name], seed), [tensor])[0]
 
 
 @allreduce_mean.register_fake
@@ -46,7 +46,7 @@ def allreduce_means(
     tensors: Sequence[Tensor], spec: str, step: Tensor, group_name: str, names: Sequence[str], seed: int
 ) -> list[Tensor]:
     """The means of several tensors, in few collectives."""
-    return exchange(tensors, None, spec, step, group_name, names, seed)
+    return _apart(exchange(tensors, None, spec, step, group_name, names, seed), tensors)
 
 
 @allreduce_means.register_fake
@@ -91,6 +91,13 @@ def _(
     seed: int,
 ) -> None:
     _like(tensors, residuals, spec, step, names)
+
+
+def _apart(means: list[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The means, each in a storage of its own: PyTorch allows nothing else of an operator. The means of one fused
+    all-reduce share a storage."""
+    storages = {tensor.untyped_storage().data_ptr() for tensor in (*means, *tensors)}
+    return means if len(storages) == len(means) + len(tensors) else [mean.clone() for mean in means]
 
 
 def _like(

@@ -59,7 +59,7 @@ def as_the_engine(spec: str, dtype: torch.dtype) -> None:
 
 
 def case_the_bits_of_the_engine() -> None:
-    for spec in ("fp16", "int8", "eden:exchange=scatter", BY_NAME, "int4", "topk:ratio=0.05", FEEDBACK):
+    for spec in ("none", "fp16", "int8", "eden:exchange=scatter", BY_NAME, "int4", "topk:ratio=0.05", FEEDBACK):
         as_the_engine(spec, torch.float32)
     as_the_engine("topk:ratio=0.05", torch.bfloat16)
 

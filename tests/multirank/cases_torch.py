@@ -615,7 +615,10 @@ def case_a_compiled_step() -> None:
             assert_same_everywhere(model)
             assert how.ledger.steps == 6
             results.append(weights(model))
-        assert torch.equal(*results), spec
+        if spec == "none" and hvd.size() > 2:  # the last bits of a sum depend on what Horovod fuses, and so on the time
+            torch.testing.assert_close(*results)
+        else:
+            assert torch.equal(*results), spec
 
 
 def case_momenta_that_are_sent_whole_change_nothing() -> None:

@@ -1,4 +1,4 @@
-"""Runs cases on real ranks, all that one setting is asked for in one start, and tells what each rank says of each."""
+"""Runs cases on real ranks, many in one start, and tells what each rank says of each."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ from tests.multirank.worker import requests_of
 # cores took six times as long with Gloo.
 EVERY_SETTING = ((2, "gloo"), (2, "mpi"), (4, "gloo"), (4, "mpi"))
 EACH_ONCE = ((2, "gloo"), (4, "mpi"))
+
+# torch.distributed keeps three threads for each process group, and the thorough cases make about six groups each. The
+# threads wake up so often that 600 groups on each of four ranks left nothing of two cores. Horovod has no such threads.
+CASES_OF_A_START = {"torchrun": 30, "gloo": 1000, "mpi": 1000}
 
 Setting = tuple[int, str]  # ranks and controller
 Case = tuple[str, str]  # module and function
@@ -73,7 +77,7 @@ def asked_for(request: pytest.FixtureRequest, apart: Sequence[str] = ()) -> tupl
 
 
 def run(wanted: Sequence[Case], count: int, controller: str, timeout: float = 400) -> Outcomes:
-    """Runs cases on real ranks, in one start if all goes well.
+    """Runs cases on real ranks, in few starts of whole modules.
 
     A case that fails ends the start, and with it the rest of its module; what comes after the module gets another.
 
@@ -81,7 +85,7 @@ def run(wanted: Sequence[Case], count: int, controller: str, timeout: float = 40
         timeout: seconds for each module, after which the ranks are killed.
     """
     outcomes: Outcomes = {}
-    while rest := [case for case in wanted if case not in outcomes]:
+    while rest := _next_start([case for case in wanted if case not in outcomes], controller):
         modules = dict.fromkeys(module for module, _ in rest)
         results, output, requests = _start(rest, count, controller, timeout * len(modules))
         for case in rest:
@@ -95,6 +99,17 @@ def run(wanted: Sequence[Case], count: int, controller: str, timeout: float = 40
             outcomes[case] = "\n".join([*bad, requests]) if bad else f"{outcomes[case]}\n{requests}"
             break
     return outcomes
+
+
+def _next_start(waiting: Sequence[Case], controller: str) -> list[Case]:
+    """The cases of the first modules: of as many modules as have few cases together, but at least of one."""
+    chosen: list[Case] = []
+    for module in dict.fromkeys(module for module, _ in waiting):
+        more = [case for case in waiting if case[0] == module]
+        if chosen and len(chosen) + len(more) > CASES_OF_A_START[controller]:
+            break
+        chosen += more
+    return chosen
 
 
 def _start(
