@@ -305,8 +305,8 @@ def _check(setup: Setup, model: DistributedDataParallel) -> None:
     if getattr(model, "skip_all_reduce_unused_params", False):
         raise ConfigurationError(
             "DistributedDataParallel(skip_all_reduce_unused_params=True) skips buckets, but hvdcomp needs the last "
-            "bucket to end a step. Leave it out, and use find_unused_parameters=True: then hvdcomp sends nothing for "
-            "parameters that no rank uses"
+            "bucket to end a step. Leave skip_all_reduce_unused_params out, and use find_unused_parameters=True: then "
+            "hvdcomp sends nothing for parameters that no rank uses"
         )
     if getattr(model, "_use_python_reducer", False):
         raise ConfigurationError(

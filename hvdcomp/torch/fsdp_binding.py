@@ -257,7 +257,7 @@ class FSDPBinding(TorchTraining):
         elif any(box != other and box.whole == other.whole for box, other in common):
             raise ConfigurationError(
                 f"the state was saved by rank {own['rank']} of {own['size']} replicas, which had other shards than "
-                "this rank has. Give each rank the state that it saved; on another mesh use hvdcomp.dcp, whose load "
+                "this rank has. Give each rank the state that it saved; on another mesh, use hvdcomp.dcp.load, which "
                 "reads the states of all ranks"
             )
         super().load_state_dict(state)

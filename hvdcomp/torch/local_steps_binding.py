@@ -283,8 +283,8 @@ def _named(setup: Setup, groups: Sequence[Mapping[str, Any]]) -> dict[str, torch
         names = [f"{place}.{number}" for place, group in enumerate(groups) for number in range(len(group["params"]))]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigurationError(
-            f"LocalSteps: several parameters of the inner optimizer have the same name: {', '.join(twice[:3])}. Give "
-            "its hvdcomp.Compression named_parameters with a different name for each, such as ((f'a.{n}', p) for n, p "
-            "in ...)"
+            f"LocalSteps: several parameters of the inner optimizer have the same name: {', '.join(twice[:3])}. Use "
+            "hvdcomp.Compression(..., named_parameters=...) with a different name for each parameter, such as "
+            "((f'a.{n}', p) for n, p in ...)"
         )
     return dict(zip(names, parameters, strict=True))

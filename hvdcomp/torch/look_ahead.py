@@ -441,7 +441,7 @@ def _check(rows: Any, optimizer: Any, batches: Any) -> None:
         if not table.sparse or table.weight.device.type != "cpu":
             raise ConfigurationError(
                 f"LookAhead needs tables with sparse=True in the host's memory, but {name} has sparse={table.sparse} "
-                f"and is on {table.weight.device}; exchange it with RowExchange.exchange"
+                f"and is on {table.weight.device}; exchange this table with RowExchange.exchange"
             )
     rule = _RULES.get(type(optimizer))
     if rule is None:

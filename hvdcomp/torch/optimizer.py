@@ -56,7 +56,7 @@ class HorovodOptimizer:
         if optimizer is not None:
             if not hasattr(optimizer, "op"):  # Horovod's other optimizer, for Adasum
                 raise ConfigurationError(
-                    "op=hvd.Adasum does not work with gradient compression, because it sends changes of parameters "
+                    "op=hvd.Adasum does not work with gradient compression, because Adasum sends changes of parameters "
                     "instead of gradients; use op=hvd.Average"
                 )
             _refuse_closure(optimizer, caller_local("closure", callable, function="step"))

@@ -223,8 +223,8 @@ class ShardedTables:
         """The places of ids in the rows of the present batch."""
         if name not in self._present:
             raise ConfigurationError(
-                f"{name} is sharded, and was looked up outside of the batches of a LookAhead; look it up after "
-                "LookAhead has given a batch and before step(), or call model.eval() on every rank"
+                f"{name} is sharded, and was looked up outside of the batches of a LookAhead; look rows up after "
+                "LookAhead has returned a batch and before step(), or call model.eval() on every rank"
             )
         known, rows = self._present[name]
         places = torch.searchsorted(known, ids.long().contiguous())

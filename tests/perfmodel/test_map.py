@@ -93,7 +93,7 @@ def test_if_no_compressor_is_left_that_is_said(file: Path) -> None:
     assert report["methods"]["randomk:ratio=0.01"]["why_not"]
     assert {report["winner"], report["take"], *report["alike"]} <= set(FREE)
     words = " ".join(run(*asked).stdout.split())
-    assert "None of the compressors that can be compared lost at most 2% with Adam" in words
+    assert "None of the compressors that can be compared lost at most 2% of quality with Adam" in words
 
 
 # Without an optimizer -------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_a_method_has_three_lines_and_all_has_the_table(file: Path) -> None:
     assert lines[at] == "randomk:ratio=0.01: 178.0 ms, 5.1 times faster than dense"
     assert lines[at + 1] == "    in ms: compute 100.0, encode 70.0, network 8.0, latency 0.0; limited by compute"
     assert lines[at + 2].startswith("    faster than dense below ")
-    assert " Gb/s; sends 1.0 MB of gradients; keeps 4.0 bytes" in lines[at + 2]
+    assert " Gb/s; sends 1.0 MB of gradients; needs 4.0 bytes" in lines[at + 2]
     assert not [line for line in lines if line.lstrip().startswith("method")]
     assert (
         lines[-1]

@@ -253,7 +253,7 @@ class Checkpoints:
         else:
             most = -(-then // now)
             fate = (
-                f"are kept: each new rank continues with the residuals of {'' if then % now == 0 else 'up to '}{most} "
+                f"are kept; each new rank continues with the residuals of {'' if then % now == 0 else 'up to '}{most} "
                 "old ranks"
             )
         return f"the checkpoint has {_counted(then)}, and this run has {_counted(now)}: the residuals {fate}"

@@ -589,8 +589,8 @@ class TrainingOptions:
             ),
             (
                 self.policy is None,
-                f"--fsdp does not work with --policy {self.policy}, because gradients arrive module by module; leave "
-                "the policy out",
+                f"--fsdp does not work with --policy {self.policy}, because FSDP averages gradients module by module; "
+                "leave --policy out",
             ),
         ]
 

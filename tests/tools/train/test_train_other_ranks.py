@@ -85,7 +85,7 @@ def test_two_ranks_then_one_then_two(controller: str, tmp_path: Path) -> None:
     pending = _pending(tmp_path)
     said, summary = _train(tmp_path, controller, 1, 60, options, "stopped")
     assert (
-        said.count("and this run has 1 rank: the residuals are kept: each new rank continues with the residuals of 2")
+        said.count("and this run has 1 rank: the residuals are kept; each new rank continues with the residuals of 2")
         == 1
     )
     assert summary["resumed_at"] == [30]
@@ -128,7 +128,7 @@ def test_four_ranks_then_two_then_three(controller: str, compression: str, tmp_p
     options = [*_MLP, "--compression", compression, *(["--momentum", "0"] if "dgc" in compression else [])]
     _train(tmp_path, controller, 4, 15, options, "stopped")
     said, _ = _train(tmp_path, controller, 2, 35, options, "stopped")
-    assert said.count("the residuals are kept: each new rank continues with the residuals of 2 old ranks") == 1
+    assert said.count("the residuals are kept; each new rank continues with the residuals of 2 old ranks") == 1
     said, summary = _train(tmp_path, controller, 3, _NEVER, options, "finished")
     assert said.count("the checkpoint has 2 ranks, and this run has 3 ranks: the residuals are kept, on ranks 0 to 1")
     # Of four ranks an epoch is 10 steps, of two 20, of three 13: of the third epoch a half is over, or 6 steps.
@@ -145,7 +145,7 @@ def test_tensorflow_goes_on_with_other_ranks(tmp_path: Path) -> None:
     _train(tmp_path, "gloo", 3, 40, options, "stopped")
     said, summary = _train(tmp_path, "gloo", 2, _NEVER, options, "finished")
     assert (
-        said.count("and this run has 2 ranks: the residuals are kept: each new rank continues with the residuals of up")
+        said.count("and this run has 2 ranks: the residuals are kept; each new rank continues with the residuals of up")
         == 1
     )
     # Of three ranks an epoch is 13 steps, of which 6 are over as the run goes on with them; then 3, or 4 of 20.
