@@ -57,7 +57,7 @@ def typed(kind: Any, value: Any, where: str, texts: Mapping[str, float] | None =
         return tuple(typed(inner[0], item, f"{where}[{place}]", texts) for place, item in enumerate(value))
     if origin is not None and issubclass(origin, collections.abc.Mapping):
         if not isinstance(value, Mapping):
-            raise ValueError(f'{where}: {shortened(value)} must be an object with values by name, such as {{"one": 1}}')
+            raise ValueError(f"{where}: {shortened(value)} must be a table (in JSON an object) of names and values")
         return {
             key if inner[0] is str else number(key, f"{where}.{key}"): typed(inner[1], item, f"{where}.{key}", texts)
             for key, item in value.items()
