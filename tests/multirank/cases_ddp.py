@@ -705,7 +705,7 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
     assert "accepts only one communication hook" in message
     used = made()
     distribute(large_model(), used)
-    assert "one for each model" in refused(used)
+    assert "a separate Compression for each model" in refused(used)
     for wrong in (torch.nn.Linear(2, 2), "model"):
         message = raised(hvdcomp.ConfigurationError, lambda wrong=wrong: hvdcomp.ddp.register(wrong, made()))
         assert type(wrong).__name__ in message

@@ -303,7 +303,7 @@ def test_what_a_killed_run_left_is_removed(clean: None, next_command: tuple[str,
     ranks = namespaces._processes(name)
     assert len(ranks) >= 2
     assert all(map(runs, ranks))
-    assert "left by a killed process" in " ".join(_finished("status")[1].replace("│", " ").split())
+    assert "left behind by a killed process" in " ".join(_finished("status")[1].replace("│", " ").split())
     assert _finished(*next_command)[0] == 0
     assert not any(map(runs, ranks))
 
