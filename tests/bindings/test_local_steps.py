@@ -606,7 +606,7 @@ def test_a_state_loaded_into_the_inner_optimizer_is_shared() -> None:
 def test_names_that_two_parameters_share_are_refused() -> None:
     def work(communicator: SimulatedCommunicator) -> None:
         groups = [{"params": list(model.named_parameters())} for model in (Model(), Model())]
-        with pytest.raises(ConfigurationError, match=r"the same name: matrix, vector\. Give its"):
+        with pytest.raises(ConfigurationError, match=r"the same name: matrix, vector\. Use"):
             LocalSteps(torch.optim.SGD(groups, lr=RATE), communicator=communicator)
 
     SimulatedGroup(1).run(work)
