@@ -138,8 +138,8 @@ def from_bfloat16_bits(bits: Array) -> Array:
 
 
 def top(x: Array, k: int) -> Array:
-    """The places (k,), int64, of the k largest elements of a vector, in any order; NaN counts as largest. Of a matrix
-    (r, k), those in each row."""
+    """The indices (k,), int64, of the k largest elements of a vector, in any order; NaN counts as largest. For a
+    matrix, the indices (r, k) of the k largest elements in each row."""
     return np.argpartition(x, x.shape[-1] - k)[..., x.shape[-1] - k :]
 
 
@@ -393,7 +393,7 @@ def protected(x: Array) -> Array:
 
 
 def changes(x: Array) -> int | None:
-    """How often `x` was changed in place; None where nobody counts."""
+    """How often `x` was changed in place; None if the framework does not count changes."""
     return None
 
 

@@ -54,7 +54,7 @@ class _Loaded:
 
 
 def library(*, release: bool = True) -> ctypes.CDLL | None:
-    """The shared object; None without kernels.
+    """The loaded shared object with the kernels; None if there are no kernels.
 
     Its functions are those of `src/hvdcomp.h` and `src/kernels.def`, with their types declared.
 
@@ -75,7 +75,7 @@ def library(*, release: bool = True) -> ctypes.CDLL | None:
 
 
 def available() -> bool:
-    """Whether there are kernels."""
+    """Whether kernels can be used."""
     return library() is not None
 
 

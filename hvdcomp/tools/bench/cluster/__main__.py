@@ -52,7 +52,7 @@ def _cluster(hosts: int | None, rate: str | None) -> Cluster:
 def main() -> None:
     """Run Horovod or torch.distributed on several emulated hosts of this machine, joined by links of a chosen rate.
 
-    Needs root, or a kernel that lets users make user namespaces, for hosts that end with the command.
+    Needs root. If the hosts end with the command, a kernel that lets users make user namespaces is enough.
     """
 
 
@@ -69,10 +69,10 @@ def main() -> None:
 )
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
 def run(hosts: int | None, rate: str | None, ranks: int | None, backend: str, command: tuple[str, ...]) -> None:
-    """Run a command on every rank; write it after `--`. Returns its exit code.
+    """Run a command on every rank, and return its exit code. Write the command after `--`.
 
-    With --hosts and --rate the hosts are created for this run, and removed after it; otherwise the hosts of `up` are
-    used.
+    With --hosts and --rate, the hosts are created for this run, and removed after the run. Otherwise the command uses
+    the hosts that `up` created.
     """
     with _errors(), _cluster(hosts, rate) as cluster:
         _SAY(f"{cluster.hosts} hosts, links of {cluster.rate}, {ranks or cluster.hosts} ranks")
@@ -84,14 +84,14 @@ def run(hosts: int | None, rate: str | None, ranks: int | None, backend: str, co
 @click.option("--hosts", type=int, required=True, metavar="N", help="Number of hosts, at least 2.")
 @click.option("--rate", required=True, metavar="RATE", help="Bandwidth of each host's link: 100mbit, 1gbit.")
 def up(hosts: int, rate: str) -> None:
-    """Create hosts that stay until `down`."""
+    """Create emulated hosts, which exist until you run `down`."""
     with _errors(), Cluster(hosts, rate, standing=True) as cluster:
         _SAY(f"{hosts} emulated hosts are running: {namespaces.namespace(cluster.name, 0)}, ...; links of {rate}")
 
 
 @main.command()
 def down() -> None:
-    """Remove the hosts of `up`, and the remains of killed runs."""
+    """Remove the hosts that `up` created, and the remains of killed runs."""
     with _errors():
         namespaces.check_machine()
         facts = records.read(STANDING)
