@@ -153,7 +153,7 @@ def track(state: Any, compression: Any) -> Any:
 
         state = hvdcomp.track(hvd.elastic.TensorFlowKerasState(model, optimizer, batch=0), compression)
 
-    In PyTorch you do not need it: write `hvd.elastic.TorchState(..., compression=compression)`.
+    In PyTorch you do not need `track`: write `hvd.elastic.TorchState(..., compression=compression)`.
 
     Args:
         state: an elastic state of Horovod.
@@ -163,7 +163,7 @@ def track(state: Any, compression: Any) -> Any:
         The state.
 
     Raises:
-        ConfigurationError: if either argument is of another kind.
+        ConfigurationError: if `state` is not an elastic state of Horovod, or `compression` is not a Compression.
     """
     require_compression(compression, "hvdcomp.track")
     missing = [name for name in ("save", "restore", "sync") if not callable(getattr(state, name, None))]

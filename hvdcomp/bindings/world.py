@@ -33,11 +33,12 @@ def state_for(states: Iterable[Mapping[str, Any]], rank: int, ranks: int, residu
     levels, steps and the policy continue. With the same number of ranks the result is the rank's own state, unchanged.
 
     Args:
-        states: what `Compression.state_dict` returned on the old ranks, in any order. Give the states of all old ranks,
-            or only the states that this rank needs, as above. They are read one by one, and only as far as needed.
+        states: the states that `Compression.state_dict` returned on the old ranks, in any order. Give the states of all
+            old ranks, or only the states that this rank needs, as above. They are read one by one, and only as far as
+            needed.
         rank, ranks: this rank and the number of ranks of the new training, counted among the ranks that exchange if
             there is a process set or FSDP.
-        residuals: "keep" the old ranks' residuals, or "drop" them on all ranks alike.
+        residuals: "keep" to keep the old ranks' residuals, or "drop" to drop them. Use the same value on all ranks.
 
     Returns:
         The state, which may share arrays with the given states.
