@@ -138,7 +138,8 @@ def test_a_policy_that_changes_the_batch_size_is_refused_at_once(library: str, n
     kind = getattr(module_for(library), name)
     compression = topk(policy=hvdcomp.IncreaseBatchSize(low=128, high=2048), steps_per_epoch=100)
     with pytest.raises(
-        ConfigurationError, match=r"changes the batch size, and the Trainer of .* accumulates gradients"
+        ConfigurationError,
+        match=r"changes the batch size, but the Trainer of .* decides by itself how it accumulates gradients",
     ):
         kind(compression)
 
