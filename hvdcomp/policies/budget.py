@@ -116,7 +116,8 @@ class Budget(OptimalLevels[BudgetState]):
             )
         if (of_ms := self._given("calibration", "model", "batch")) and not self.ms:
             raise SpecError(
-                f"{self.name}: {' and '.join(of_ms)} can be used only with ms, not with {given[0]}; leave it out"
+                f"{self.name}: {' and '.join(of_ms)} can be used only with ms, not with {given[0]}; leave "
+                f"{' and '.join(of_ms)} out"
             )
         if self.critical:
             allows_more = self.critical > self.ms if self.ms else self.critical < self._limit

@@ -50,7 +50,7 @@ def gradients_call(tensor: tf.Tensor) -> GradientsCall:
     if gradients is None or variables is None:
         raise ConfigurationError(
             f"hvdcomp.Compression was given {tensor!r} outside of hvd.DistributedGradientTape and "
-            "hvd.DistributedOptimizer; use it only as their compression= argument"
+            "hvd.DistributedOptimizer; use hvdcomp.Compression only as the compression= argument of these two"
         )
     _refuse_compilation()
     return GradientsCall(

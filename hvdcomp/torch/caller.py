@@ -53,6 +53,6 @@ class ParameterNames:
         named = getattr(optimizer, "_parameter_names", {}).get(parameter)
         raise ConfigurationError(
             f"a gradient of shape {tuple(gradient.shape)} belongs to no parameter in the named_parameters of "
-            f"hvdcomp.Compression{f' (Horovod calls it {named!r})' if named else ''}; give it the same "
-            "named_parameters as hvd.DistributedOptimizer"
+            f"hvdcomp.Compression{f' (Horovod calls it {named!r})' if named else ''}; pass the same named_parameters "
+            "to hvdcomp.Compression and to hvd.DistributedOptimizer"
         )

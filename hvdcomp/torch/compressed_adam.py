@@ -171,8 +171,8 @@ class CompressedAdam(torch.optim.AdamW):
             for option in ("maximize", "amsgrad"):
                 if group.get(option):
                     raise ConfigurationError(
-                        f"CompressedAdam: {option}=True is not allowed, because its frozen steps would ignore it; "
-                        "leave it out, also in a state of torch.optim.AdamW"
+                        f"CompressedAdam: {option}=True is not allowed, because frozen steps would ignore this option; "
+                        f"leave {option} out, also in a state of torch.optim.AdamW"
                     )
             if not is_whole(group["local_steps"], 1):
                 raise ConfigurationError(

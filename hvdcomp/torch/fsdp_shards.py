@@ -379,7 +379,7 @@ def _check(setup: Setup) -> None:
     if settings.policy is not None:
         raise ConfigurationError(
             f"the policy {settings.policy} does not work with FSDP without replicas, because FSDP reduces the "
-            "gradients of one module after the other; leave it out"
+            "gradients of one module after the other; leave the policy out"
         )
     if settings.overlap is True or settings.bucket_bytes or settings.gathered_bytes not in (None, GATHERED_BYTES):
         raise ConfigurationError(

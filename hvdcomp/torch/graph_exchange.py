@@ -56,8 +56,8 @@ def method_of(spec: str, residuals: bool) -> Compressor:
         memory = leaf.default_memory
         if leaf.keeps_state or not isinstance(memory, NoMemory | ErrorFeedback):
             raise SpecError(
-                f"{leaf} does not work in a compiled graph, because it keeps more than a residual from step to step. "
-                f"{_INSTEAD} for this method, or choose a method that keeps nothing, such as eden or int8"
+                f"{leaf} does not work in a compiled graph, because this method keeps more than a residual from step "
+                f"to step. {_INSTEAD} for this method, or choose a method that keeps nothing, such as eden or int8"
             )
         if isinstance(memory, ErrorFeedback) and not residuals:
             raise SpecError(

@@ -506,8 +506,8 @@ class LocalSteps(torch.optim.Optimizer):
                 )
             if own.get("sent") is not None and own["rounds"] != self._rounds._asdict():
                 raise ConfigurationError(
-                    f"the state was saved while an exchange was under way, with {own['rounds']}, but this optimizer "
-                    f"has {self._rounds._asdict()}; give it the same settings"
+                    f"the state was saved while an exchange was under way, with {own['rounds']}, but this LocalSteps "
+                    f"has {self._rounds._asdict()}; use the same settings as the saved LocalSteps"
                 )
         load_compression({} if own is None else own.get("compression", {}))
         self.inner.load_state_dict({name: entry for name, entry in state_dict.items() if name != OWN})
@@ -556,7 +556,7 @@ def put(tensors: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None
 def _check(optimizer: Any, rate: Any, momentum: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(
-            f"LocalSteps was given a {type(optimizer).__name__}; give it an optimizer of PyTorch, such as "
+            f"LocalSteps was given a {type(optimizer).__name__}; pass an optimizer of PyTorch, such as "
             "torch.optim.AdamW(model.parameters()). TensorFlow and Keras have no local steps"
         )
     if isinstance(optimizer, CompressedAdam | LocalSteps) or hasattr(optimizer, "_requires_update"):  # Horovod's

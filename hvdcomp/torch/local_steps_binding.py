@@ -250,7 +250,7 @@ def _check(setup: Setup, every: int | str, communicator: Ranks) -> None:
     if settings.bucket_bytes is not None:
         raise ConfigurationError(
             f"bucket_bytes={settings.bucket_bytes} has no effect with LocalSteps, which exchanges outside of the "
-            "backward pass; leave it at None"
+            "backward pass; leave bucket_bytes at None"
         )
     if setup.process_set is not None and isinstance(communicator, TorchDistributedCommunicator):
         raise ConfigurationError(
@@ -274,7 +274,7 @@ def _named(setup: Setup, groups: Sequence[Mapping[str, Any]]) -> dict[str, torch
         if missing := sum(parameter not in given_names for parameter in parameters):
             raise ConfigurationError(
                 f"named_parameters of hvdcomp.Compression lacks {missing} of the optimizer's {len(parameters)} "
-                "parameters; give it named_parameters=model.named_parameters() of the model that is trained"
+                "parameters; use named_parameters=model.named_parameters() of the model that is trained"
             )
         names = [given_names[parameter] for parameter in parameters]
     elif all("param_names" in group for group in groups):  # made of model.named_parameters(), from PyTorch 2.6 on

@@ -446,13 +446,13 @@ def _check(rows: Any, optimizer: Any, batches: Any) -> None:
     rule = _RULES.get(type(optimizer))
     if rule is None:
         raise ConfigurationError(
-            f"LookAhead was given a {type(optimizer).__name__}, which may change a row that has no gradient; give it "
+            f"LookAhead was given a {type(optimizer).__name__}, which may change a row that has no gradient; pass "
             "torch.optim.SGD, torch.optim.Adagrad or hvdcomp.torch.RowWiseAdagrad"
         )
     parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if parameters != {id(table.weight) for table in rows.tables.values()}:
         raise ConfigurationError(
-            "LookAhead was given an optimizer whose parameters are not exactly the tables; give it an optimizer of "
+            "LookAhead was given an optimizer whose parameters are not exactly the tables; pass an optimizer of "
             f"{', '.join(rows.tables)}, and use a separate optimizer for the layers"
         )
     for group in optimizer.param_groups:
@@ -460,7 +460,7 @@ def _check(rows: Any, optimizer: Any, batches: Any) -> None:
             if not allowed(group[option]):
                 raise ConfigurationError(
                     f"LookAhead: {option}={group[option]} of {type(optimizer).__name__} is not allowed, because it "
-                    "changes a row by more than the row's gradients; leave it out"
+                    f"changes a row by more than the row's gradients; leave {option} out"
                 )
     if not is_whole(batches, 1):
         raise ConfigurationError(

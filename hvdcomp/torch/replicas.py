@@ -113,7 +113,7 @@ def require_same_shards(
         by_rank = ", ".join(row.decode().strip() for row in rows)
         raise ConfigurationError(
             f"the ranks of the mesh that was given to {caller} have different parts of the parameters, by rank "
-            f"{by_rank}; give it mesh['replicate'] of the mesh whose mesh['shard'] was given to fully_shard"
+            f"{by_rank}; pass mesh['replicate'] of the mesh whose mesh['shard'] was given to fully_shard"
         )
 
 
@@ -145,8 +145,8 @@ def _require_not_left(group: Any, caller: str) -> None:
     left_to = LOCAL_STEPS if group._all_reduce_hook is None else REGISTER
     if left_to == caller == REGISTER:
         raise ConfigurationError(
-            "hvdcomp.fsdp.register was called for this model, or for a part of it, before. Call it once for each "
-            "model, after all calls of fully_shard or replicate"
+            "hvdcomp.fsdp.register was called for this model, or for a part of the model, before. Call register once "
+            "for each model, after all calls of fully_shard or replicate"
         )
     if left_to != caller:
         raise ConfigurationError(

@@ -50,7 +50,7 @@ class RowWiseAdagrad(torch.optim.Optimizer):
         for table in group["params"]:
             if table.ndim != 2:
                 raise ConfigurationError(
-                    f"RowWiseAdagrad was given a parameter of the shape {tuple(table.shape)}; give it weights of "
+                    f"RowWiseAdagrad was given a parameter of the shape {tuple(table.shape)}; pass weights of "
                     "embeddings (rows, columns), and use another optimizer for other parameters"
                 )
             start, dtype = group["initial_accumulator_value"], _dtype(table)

@@ -491,7 +491,7 @@ def case_what_cannot_be_is_refused_on_every_rank() -> None:
     if ranks == 4:
         assert "leave mesh out" in refused(model, mesh["shard"])
     hvdcomp.fsdp.register(model, hvdcomp.Compression.from_spec("none"), mesh["replicate"])  # the same, by name
-    assert "before. Call it once for each model" in refused(model)
+    assert "before. Call register once for each model" in refused(model)
     mixed = torch.nn.Sequential(*layers())
     fully_shard(mixed[0], mesh=mesh["shard"])
     fully_shard(mixed, mesh=mesh)

@@ -248,7 +248,7 @@ def case_wrong_uses_are_refused() -> None:
         (torch.optim.SparseAdam(parameters), "given a SparseAdam"),
         (torch.optim.SGD(parameters, lr=0.1, momentum=0.9), "momentum=0.9 of SGD"),
         (torch.optim.Adagrad(parameters, lr_decay=0.1), "lr_decay=0.1 of Adagrad"),
-        (torch.optim.SGD(parameters[:1]), "give it an optimizer of items.weight, words.weight"),
+        (torch.optim.SGD(parameters[:1]), "pass an optimizer of items.weight, words.weight"),
     ):
         said = raised(ConfigurationError, lambda one=optimizer: LookAhead([], ours.rows, one, ids_of))
         assert message in said

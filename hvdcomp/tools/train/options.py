@@ -337,7 +337,7 @@ class TrainingOptions:
         if self.data in FOLDER_DATA and self.data_dir is None:
             raise SetupError(f"--data {self.data} is read from a folder: name it with --data-dir")
         if self.data not in FOLDER_DATA and self.data_dir is not None:
-            raise SetupError(f"--data {self.data} needs no --data-dir; leave it out")
+            raise SetupError(f"--data {self.data} needs no --data-dir; leave --data-dir out")
 
     def check_together(self) -> None:
         """Refuses values that do not fit together."""
@@ -350,8 +350,8 @@ class TrainingOptions:
             ),
             (
                 overlaps or self.bucket_bytes is None,
-                f"--bucket-bytes {self.bucket_bytes} is not possible, because {at_once}; leave it out, or use "
-                "--framework torch",
+                f"--bucket-bytes {self.bucket_bytes} is not possible, because {at_once}; leave --bucket-bytes out, or "
+                "use --framework torch",
             ),
             (
                 self.until is None or self.has_validation,
@@ -366,17 +366,17 @@ class TrainingOptions:
             (
                 self.validation_samples == 0 or self.data not in VALIDATED_DATA,
                 f"--validation-samples {self.validation_samples} cannot be used, because --data {self.data} has a "
-                "validation part of its own; leave it out",
+                "validation part of its own; leave --validation-samples out",
             ),
             (not self.nesterov or self.momentum > 0, "--nesterov needs a --momentum above 0"),
             (
                 not self.nesterov or self.optimizer == "sgd",
-                f"--nesterov is a form of SGD's momentum; leave it out with --optimizer {self.optimizer}",
+                f"--nesterov is a form of SGD's momentum; leave --nesterov out with --optimizer {self.optimizer}",
             ),
             (
                 self.freeze_after is None or self.optimizer == "compressed-adam",
-                f"--freeze-after {self.freeze_after} works only with --optimizer compressed-adam; leave it out with "
-                f"--optimizer {self.optimizer}",
+                f"--freeze-after {self.freeze_after} works only with --optimizer compressed-adam; leave --freeze-after "
+                f"out with --optimizer {self.optimizer}",
             ),
             (
                 self.model not in TORCH_MODELS or self.framework == "torch",
@@ -541,7 +541,7 @@ class TrainingOptions:
         return [
             (
                 self.link is None or simulated,
-                f"--link {self.link} needs simulated ranks; give --simulate-ranks N too, or leave it out",
+                f"--link {self.link} needs simulated ranks; add --simulate-ranks N, or leave --link out",
             ),
             *(
                 (
@@ -565,7 +565,9 @@ class TrainingOptions:
 
     def _checks_of_fsdp(self) -> list[tuple[bool, str]]:
         if not self.fsdp:
-            weights = f"--fsdp-weights {self.fsdp_weights} works only with --fsdp: add --fsdp, or leave it out"
+            weights = (
+                f"--fsdp-weights {self.fsdp_weights} works only with --fsdp: add --fsdp, or leave --fsdp-weights out"
+            )
             return [(self.fsdp_weights is None, weights)]
         return [
             (

@@ -88,7 +88,7 @@ def _check_outputs(options: TrainingOptions, ranks: Ranks, saved: dict[str, Any]
         if saved is not None and saved["sizes"] is None:
             raise SetupError(
                 "--output cannot be added, because the run in --checkpoint-folder had none and its first steps would "
-                "be missing; leave it out, or name another --checkpoint-folder"
+                "be missing; leave --output out, or name another --checkpoint-folder"
             )
         overwrite = options.overwrite or ranks.restarts > 0  # of the time before the first checkpoint
         outputs.check_output(options.output, overwrite, None if saved is None else saved["sizes"])

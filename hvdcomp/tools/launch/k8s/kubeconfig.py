@@ -74,7 +74,7 @@ def _from_file(kubernetes: Any, file: str, context: str | None) -> tuple[Any, st
     if errors.messages:
         raise KubernetesError(
             f"context {chosen!r} of {file} logs in through a program that did not work ({errors.messages[0]}): install "
-            "it, or log in with it by hand; `kubectl auth whoami` uses it too"
+            "this program, or log in with it by hand; `kubectl auth whoami` uses the same program"
         )
     return client, contexts[chosen].get("namespace") or "default"
 
