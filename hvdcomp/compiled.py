@@ -23,7 +23,7 @@ if not hasattr(torch.library, "custom_op"):
         "use hvdcomp.ddp.register, which works with torch.compile too"
     )
 
-from hvdcomp.torch import graph_ops, graph_pass
+from hvdcomp.torch.compiled import operators, rewrite
 
 __all__ = ["allreduce_mean", "allreduce_means", "backend", "compress_all_reduces"]
 
@@ -77,7 +77,7 @@ def allreduce_mean(
     if residual is not None:
         residuals = {name: residual}
         return allreduce_means({name: tensor}, spec, step, group=group, seed=seed, residuals=residuals)[name]
-    return graph_ops.allreduce_mean(tensor, spec, _as_tensor(step), _name_of(group), name, seed)
+    return operators.allreduce_mean(tensor, spec, _as_tensor(step), _name_of(group), name, seed)
 
 
 def allreduce_means(
@@ -106,13 +106,13 @@ def allreduce_means(
     """
     names, given = list(tensors), list(tensors.values())
     if residuals is None:
-        means = graph_ops.allreduce_means(given, spec, _as_tensor(step), _name_of(group), names, seed)
+        means = operators.allreduce_means(given, spec, _as_tensor(step), _name_of(group), names, seed)
         return dict(zip(names, means, strict=True))
     if missing := [name for name in names if name not in residuals]:
         raise ConfigurationError(f"there is no residual for {', '.join(missing)}; give a residual for each tensor")
     means = [torch.empty_like(tensor) for tensor in given]
     kept = [residuals[name] for name in names]
-    graph_ops.allreduce_means_with_residuals(given, kept, means, spec, _as_tensor(step), _name_of(group), names, seed)
+    operators.allreduce_means_with_residuals(given, kept, means, spec, _as_tensor(step), _name_of(group), names, seed)
     return dict(zip(names, means, strict=True))
 
 
@@ -159,7 +159,7 @@ def compress_all_reduces(
         SpecError: as in `allreduce_mean`.
         ConfigurationError: if several tensors get the same name, or if there is no such process group.
     """
-    return graph_pass.replace_reduces(module, spec, step, _name_of(group), seed, least, name_of)
+    return rewrite.replace_reduces(module, spec, step, _name_of(group), seed, least, name_of)
 
 
 def backend(
@@ -183,7 +183,7 @@ def backend(
         # Dynamo knows no variable for the step.
         module = GraphModule(module, module.graph)
         compress_all_reduces(module, spec, step, **options)
-        return graph_pass.compile_by(then, module, inputs)
+        return rewrite.compile_by(then, module, inputs)
 
     return compile_compressed
 

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint
 from hvdcomp.bindings.world import check_residuals, state_for
 from hvdcomp.compression import Compression
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.torch.packing import packed, unpacked
+from hvdcomp.torch.training import packed, unpacked
 
 __all__ = ["by_rank", "load"]
 

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hvdcomp.bindings.frameworks import require_optimizer, require_scaler
 from hvdcomp.bindings.setup import Setup, UsedCompression, require_compression
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.torch.ddp_binding import DDPBinding
+from hvdcomp.torch.ddp.binding import DDPBinding
 
 __all__ = ["register"]
 

@@ -11,10 +11,10 @@ from hvdcomp.bindings.frameworks import require_optimizer
 from hvdcomp.bindings.setup import UsedCompression, require_compression
 from hvdcomp.compressors import Compressor
 from hvdcomp.errors import ConfigurationError
-from hvdcomp.torch.fsdp_binding import FSDPBinding
-from hvdcomp.torch.fsdp_shards import ShardsBinding
-from hvdcomp.torch.replicas import REGISTER, group_of_replicas
-from hvdcomp.torch.sharded import modules_of
+from hvdcomp.torch.fsdp.binding import FSDPBinding
+from hvdcomp.torch.fsdp.checks import modules_of
+from hvdcomp.torch.fsdp.replicas import REGISTER, group_of_replicas
+from hvdcomp.torch.fsdp.shards import ShardsBinding
 
 __all__ = ["register"]
 

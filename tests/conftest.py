@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from hvdcomp import kernels
+from hvdcomp.compressors import evidence, harm
 from hvdcomp.kernels import cuda
 from tests.multirank.outcomes import SECONDS
 
@@ -136,6 +137,17 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     monkeypatch.undo()
     kernels.reset()
+
+
+@pytest.fixture
+def at_one_rate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Evidence from the trainings at one learning rate only, which does not change as others are trained."""
+    found = (*map(evidence._parse, evidence._read("evidence_one_rate.json")), evidence._WITH_MUON)
+    monkeypatch.setattr(evidence, "evidence", lambda: found)
+    harm._settings.cache_clear()
+    yield
+    monkeypatch.undo()
+    harm._settings.cache_clear()
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from hvdcomp.errors import ConfigurationError
 from hvdcomp.torch.parameters import unique
 
 if TYPE_CHECKING:
-    from hvdcomp.torch.binding import TorchBinding
+    from hvdcomp.torch.horovod.binding import TorchBinding
 
 TITLE = "PyTorch"
 ARGUMENT = "named_parameters"
@@ -47,7 +47,7 @@ def check_optimizer(optimizer: Any) -> None:
 def prepare(kind: type) -> None:
     """Registers the compression with Horovod's elastic state, if that may be used."""
     if "horovod.torch.elastic" in sys.modules or ("horovod.torch" in sys.modules and may_change()):
-        from hvdcomp.torch.elastic import register
+        from hvdcomp.torch.horovod.elastic import register
 
         register(kind)
 
@@ -61,6 +61,6 @@ def can_bind(parameters: Any, optimizer: Any) -> bool:
 
 
 def make_binding(setup: Setup, gradient: Any) -> TorchBinding:
-    from hvdcomp.torch.binding import TorchBinding
+    from hvdcomp.torch.horovod.binding import TorchBinding
 
     return TorchBinding(setup)

@@ -6,13 +6,13 @@ buckets as they become ready, and all others go through the engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
 import torch
 
-from hvdcomp.bindings.setup import Setup
+from hvdcomp.bindings.setup import Setup, UsedCompression
 from hvdcomp.communicators.simulated import Moment, SimulatedCommunicator
 from hvdcomp.torch import half_precision
 from hvdcomp.torch.training import WITHOUT_HOROVOD, TorchTraining
@@ -134,3 +134,20 @@ class SimulatedBinding(TorchTraining):
 
     def trained(self) -> Set[str]:
         return self._parameters.keys()
+
+
+def serve_simulated(
+    compression: UsedCompression, model: torch.nn.Module, communicator: SimulatedCommunicator, optimizer: Any
+) -> Callable[[], None]:
+    """Makes the model of a simulated rank exchange compressed gradients.
+
+    Args:
+        compression: a compression of this model only.
+        model: the model, on any device.
+        communicator: the rank's communicator.
+        optimizer: the optimizer of the model.
+
+    Returns:
+        A function that replaces the gradients by their means. Call it after the backward passes of each step.
+    """
+    return compression.serve(lambda setup: SimulatedBinding(setup, model, communicator), optimizer).exchange

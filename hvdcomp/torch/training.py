@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,9 +15,8 @@ from hvdcomp.compressors.bucket import least_early_bytes
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.policies.decisions import BatchSize
-from hvdcomp.torch.compressed_adam import CompressedAdam, LocalMomenta, Momentum
-from hvdcomp.torch.learning_rate import ScaledSteps, has_rates, rates_of
-from hvdcomp.torch.packing import packed, unpacked
+from hvdcomp.torch.optimizers.compressed_adam import CompressedAdam, LocalMomenta, Momentum
+from hvdcomp.torch.optimizers.learning_rate import ScaledSteps, has_rates, rates_of
 from hvdcomp.torch.parameters import with_plain_names
 
 # `Training.absence` under torch.distributed, which matches collectives by their order only.
@@ -256,3 +256,16 @@ def early_bytes(least: int, parameters: Iterable[torch.Tensor]) -> int:
     parameters = list(parameters)
     on_device = any(parameter.is_cuda for parameter in parameters)
     return least_early_bytes(least, sum(p.numel() * p.element_size() for p in parameters), on_device)
+
+
+def packed(state: Mapping[str, Any]) -> bytes:
+    """A state as bytes, from which `unpacked` restores it."""
+    stream = io.BytesIO()
+    torch.save(state, stream)
+    return stream.getvalue()
+
+
+def unpacked(data: bytes) -> dict[str, Any]:
+    """The state from the bytes of `packed`, with tensors on the host."""
+    state: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    return state

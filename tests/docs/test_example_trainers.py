@@ -56,7 +56,7 @@ def train(python: Path, example: str, folder: Path, epochs: int) -> list[dict[st
 
 
 def test_the_tests_with_the_libraries_pass(python: Path) -> None:
-    files = [f"tests/bindings/{name}.py" for name in ("test_trainers", "test_ranks_trainers")]
+    files = [f"tests/torch/{name}.py" for name in ("test_trainers", "test_ranks_trainers")]
     done = subprocess.run(
         [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
         cwd=ROOT, capture_output=True, text=True, env=launcher_variables(),

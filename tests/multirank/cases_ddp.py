@@ -32,8 +32,8 @@ from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
 from hvdcomp.compressors import EXAMPLES
 from hvdcomp.exchange.ledger import Ledger
 from hvdcomp.torch import CompressedAdam, MuonWithAdamW
-from hvdcomp.torch.group_beside import GroupBeside
-from hvdcomp.torch.packing import packed, unpacked
+from hvdcomp.torch.ddp.group_beside import GroupBeside
+from hvdcomp.torch.training import packed, unpacked
 from tests.multirank.collectives import nodes_of
 from tests.multirank.everywhere import assert_metrics
 from tests.multirank.models import WRAPPERS, Branches, batch, small_model, weights

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import hvdcomp
 from hvdcomp.tools.report.replay import replay
-from hvdcomp.torch.ddp_binding import DDPBinding
+from hvdcomp.torch.ddp.binding import DDPBinding
 from tests.decision_lines import whole_lines
 from tests.multirank.calibrations import made_up_calibration
 from tests.multirank.models import batch, weights

@@ -23,7 +23,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hvdcomp
-from hvdcomp.torch.sharded import parameter_groups
+from hvdcomp.torch.fsdp.checks import parameter_groups
 from tests.multirank.cases_fsdp import weights
 from tests.multirank.training_ddp import assert_same_everywhere, own_generator, raised
 

@@ -1,4 +1,4 @@
-"""`hvd.join()`, with which Horovod itself is not dependable: see `tests.bindings.test_ranks_torch`."""
+"""`hvd.join()`, with which Horovod itself is not dependable: see `tests.torch.test_ranks_torch`."""
 
 from __future__ import annotations
 

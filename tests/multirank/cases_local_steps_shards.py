@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import hvdcomp
 from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
 from hvdcomp.torch import LocalSteps
-from hvdcomp.torch.local_steps_shards import local_part
+from hvdcomp.torch.local_steps.binding import local_part
 from tests.multirank.cases_fsdp import mesh_of_ranks, sharded, weights
 from tests.multirank.cases_fsdp_meshes import mesh_of, replicate
 from tests.multirank.models import batch

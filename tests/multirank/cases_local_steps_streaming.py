@@ -13,7 +13,7 @@ import torch
 
 import hvdcomp
 from hvdcomp.torch import LocalSteps
-from hvdcomp.torch.local_steps import started_ranks
+from hvdcomp.torch.ranks import started_ranks
 from tests.multirank.models import batch, small_model, weights
 
 STEPS = 11

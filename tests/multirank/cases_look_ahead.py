@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hvdcomp import ConfigurationError, RankMismatchError
 from hvdcomp.torch import LookAhead, RowExchange, RowWiseAdagrad
-from hvdcomp.torch.local_steps import started_ranks
+from hvdcomp.torch.ranks import started_ranks
 from tests.multirank.models import weights
 from tests.multirank.training_ddp import assert_same_everywhere, raised
 from tests.multirank.worker import thorough

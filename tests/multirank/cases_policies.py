@@ -22,7 +22,7 @@ import hvdcomp
 from hvdcomp.communicators import horovod_ranks
 from hvdcomp.errors import ConfigurationError, RankMismatchError
 from hvdcomp.tools.report.replay import replay
-from hvdcomp.torch.binding import TorchBinding
+from hvdcomp.torch.horovod.binding import TorchBinding
 from tests.decision_lines import whole_lines
 from tests.multirank.calibrations import made_up_calibration
 from tests.multirank.collectives import nodes_of

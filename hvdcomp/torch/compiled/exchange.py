@@ -1,0 +1,217 @@
+"""The exchange behind the operators of compiled graphs (`hvdcomp.torch.compiled.operators`).
+
+A node of a graph gets all inputs of a step as its arguments, and keeps nothing from step to step. So an engine is made
+once for each node, when the node first runs, and is told the step and the residuals in each step. The node then
+computes what the engine of a training with the same method, seed and names computes in the same step, bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hvdcomp import settings
+from hvdcomp.arrays.torch_arrays import dtype_name
+from hvdcomp.arrays.types import FLOATING, wide_dtype
+from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator
+from hvdcomp.compressors import Compressor
+from hvdcomp.compressors.memory import ErrorFeedback, Memory, NoMemory
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.compressors.protocol import TensorInfo
+from hvdcomp.compressors.two_level import within
+from hvdcomp.errors import ConfigurationError, SpecError
+from hvdcomp.exchange.agreement import facts_of_kernels, refused_on_every_rank, require_agreement
+from hvdcomp.exchange.engine import Engine
+from hvdcomp.files import VERSION
+from hvdcomp.policies import POLICIES
+from hvdcomp.torch.training import refuse_capture
+
+_INSTEAD = "Use hvdcomp.ddp.register or hvdcomp.fsdp.register"
+
+
+@functools.cache
+def method_of(spec: str, residuals: bool) -> Compressor:
+    """The method of a node.
+
+    Args:
+        spec: spec string of a compressor.
+        residuals: whether the node is given residuals.
+
+    Raises:
+        SpecError: for an invalid spec, or a method that a node cannot run.
+    """
+    if spec.partition(":")[0].strip() in POLICIES:
+        raise SpecError(
+            f"{spec!r} is a policy, which decides between two steps, but a compiled graph repeats the same step. "
+            f"{_INSTEAD} for policies, or give the spec of a compressor, such as 'eden'"
+        )
+    method = parse_compressor(spec)
+    settings.check(method, None, None, None)
+    leaves = [within(leaf) for leaf in method.leaves()]
+    for leaf in leaves:
+        memory = leaf.default_memory
+        if leaf.keeps_state or not isinstance(memory, NoMemory | ErrorFeedback):
+            raise SpecError(
+                f"{leaf} does not work in a compiled graph, because this method keeps more than a residual from step "
+                f"to step. {_INSTEAD} for this method, or choose a method that keeps nothing, such as eden or int8"
+            )
+        if isinstance(memory, ErrorFeedback) and not residuals:
+            raise SpecError(
+                f"{leaf} keeps a residual from step to step, but no residual was given. Give the same tensor in each "
+                "step, at first residual=torch.zeros_like(tensor), or choose a method that keeps nothing, such as eden"
+            )
+    if residuals and not any(isinstance(leaf.default_memory, ErrorFeedback) for leaf in leaves):
+        raise SpecError(f"{method} keeps no residual, so leave out the residuals that were given")
+    return method
+
+
+def check(
+    tensors: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor] | None, names: Sequence[str], step: torch.Tensor
+) -> None:
+    """Raises ConfigurationError for arguments of a node that cannot be exchanged. It reads no values of tensors."""
+    if not len(set(names)) == len(names) == len(tensors):
+        raise ConfigurationError(
+            f"{len(tensors)} tensors were given with the names {', '.join(names)}; give each tensor a name of its own"
+        )
+    if step.numel() != 1 or step.device.type != "cpu" or step.dtype not in (torch.int64, torch.int32):
+        raise ConfigurationError(
+            f"the step is a tensor of shape {tuple(step.shape)} and type {step.dtype} on {step.device}; give a whole "
+            "number, or a tensor with one whole number on the CPU, such as torch.tensor(0)"
+        )
+    for name, tensor in zip(names, tensors, strict=True):
+        if dtype_name(tensor) not in FLOATING or tensor.device != tensors[0].device:
+            raise ConfigurationError(
+                f"tensor {name!r} has the type {tensor.dtype} and is on {tensor.device}, but all tensors must be on "
+                f"one device, and their types can be {', '.join(FLOATING)}"
+            )
+    if residuals is None:
+        return
+    if len(residuals) != len(tensors):
+        raise ConfigurationError(f"{len(residuals)} residuals were given for {len(tensors)} tensors; give one for each")
+    for name, tensor, residual in zip(names, tensors, residuals, strict=True):
+        wide = getattr(torch, wide_dtype(dtype_name(tensor)))
+        if (residual.shape, residual.dtype, residual.device) != (tensor.shape, wide, tensor.device):
+            raise ConfigurationError(
+                f"the residual of {name!r} has shape {tuple(residual.shape)} and type {residual.dtype} on "
+                f"{residual.device}; give a tensor of shape {tuple(tensor.shape)} and type {wide} on {tensor.device}"
+            )
+
+
+def exchange(
+    tensors: Sequence[torch.Tensor],
+    residuals: Sequence[torch.Tensor] | None,
+    spec: str,
+    step: torch.Tensor,
+    group_name: str,
+    names: Sequence[str],
+    seed: int,
+) -> list[torch.Tensor]:
+    """The means of tensors over the ranks of a process group, in new tensors; changes the residuals.
+
+    Raises:
+        SpecError, ConfigurationError: for invalid arguments.
+        RankMismatchError: on every rank, if ranks give different arguments when this node of the graph first runs.
+    """
+    check(tensors, residuals, names, step)
+    refuse_capture()
+    if not tensors:
+        return []
+    with torch.no_grad(), torch.autocast(tensors[0].device.type, enabled=False):
+        gradients = {name: tensor.detach() for name, tensor in zip(names, tensors, strict=True)}
+        node = _node(gradients, residuals is not None, spec, group_name, seed)
+        results = node.step(gradients, dict(zip(names, residuals or (), strict=False)), int(step))
+    return [results[name] for name in names]
+
+
+def group_of(name: str) -> dist.ProcessGroup:
+    """The process group of this name.
+
+    Raises:
+        ConfigurationError: if torch.distributed has none.
+    """
+    resolve: Any = dist.distributed_c10d._resolve_process_group  # whose argument is a type of its own in PyTorch 2.13
+    try:
+        group: dist.ProcessGroup = resolve(name)
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"torch.distributed has no process group of the name {name!r}: {error}. Call init_process_group() first, "
+            "and give the name of a group that exists, group.group_name"
+        ) from None
+    return group
+
+
+class _Node:
+    """A node of a graph, with its engine.
+
+    Attributes:
+        group: the process group.
+        signature: element types, shapes and device of the tensors.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, spec: str, residuals: bool, tensors: Mapping[str, torch.Tensor], seed: int
+    ) -> None:
+        self.group = group
+        self.signature = _signature(tensors)
+        communicator, like = TorchDistributedCommunicator(group), next(iter(tensors.values()))
+        with refused_on_every_rank(communicator, like):  # of ranks with other specs, some may wait
+            method = method_of(spec, residuals)
+        infos = [TensorInfo(name, tuple(tensor.shape), dtype_name(tensor)) for name, tensor in tensors.items()]
+        facts = {
+            "method": str(method),
+            "seed": seed,
+            "hvdcomp": VERSION,
+            **facts_of_kernels(),
+            **{f"tensor {info.name}": f"{info.dtype} {info.shape}" for info in infos},
+        }
+        require_agreement(communicator, facts, like)
+        self._engine = Engine(communicator, infos, method, seed=seed, min_numel=0, min_ndim=0)
+
+    def step(
+        self, gradients: Mapping[str, torch.Tensor], residuals: Mapping[str, torch.Tensor], step: int
+    ) -> dict[str, torch.Tensor]:
+        """The means by name; replaces the values of the residuals."""
+        if step < 0:
+            raise ConfigurationError(f"step {step} is not allowed; count the steps from 0")
+        engine = self._engine
+        engine.begin()
+        engine.step_number = step
+        kept = {name: residual for name, residual in residuals.items() if self._memory(name).keeps}
+        for name, residual in kept.items():
+            self._give(name, residual)
+        results = engine.step(gradients)
+        for name, residual in kept.items():
+            residual.copy_(engine.states[name].memory[0].view(residual.shape))
+        return results
+
+    def _memory(self, name: str) -> Memory:
+        return self._engine.planner.memory_for(self._engine.plan[name])
+
+    def _give(self, name: str, residual: torch.Tensor) -> None:
+        """Replaces what the engine keeps of a tensor. The storage stays, because the engine makes the descriptions of
+        its buckets again if it changes."""
+        state = self._engine.states[name]
+        if state.holds:
+            state.memory[0].copy_(residual.view(state.memory[0].shape))
+        else:
+            state.memory, state.keeper = (residual.clone(),), self._memory(name)
+
+
+_nodes: dict[tuple[Any, ...], _Node] = {}  # by what tells nodes apart
+
+
+def _node(tensors: Mapping[str, torch.Tensor], residuals: bool, spec: str, group_name: str, seed: int) -> _Node:
+    """The node of these arguments, made anew if the tensors or the process group have changed."""
+    group, key = group_of(group_name), (spec, residuals, group_name, seed, *tensors)
+    known = _nodes.get(key)
+    if known is None or known.group is not group or known.signature != _signature(tensors):
+        known = _nodes[key] = _Node(group, spec, residuals, tensors, seed)
+    return known
+
+
+def _signature(tensors: Mapping[str, torch.Tensor]) -> list[Any]:
+    return [(tensor.dtype, tensor.shape, tensor.device) for tensor in tensors.values()]

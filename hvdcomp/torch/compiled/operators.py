@@ -1,0 +1,108 @@
+"""The operators of compiled graphs: `torch.ops.hvdcomp.allreduce_mean` and its forms for several tensors.
+
+An operator is opaque to the compiler. Its fake kernel tells the compiler the shapes of the results, and refuses invalid
+arguments when the graph is made. Its effect keeps the operators of a graph in the order of the program, and so in the
+same order on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdcomp.torch.compiled.exchange import check, exchange, method_of
+
+_COMMON = "str spec, Tensor step, str group_name"
+
+
+def _operator(name: str, schema: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """Makes a function the operator `hvdcomp::NAME`."""
+
+    def register(function: Callable[..., Any]) -> Any:
+        made = torch.library.custom_op(f"hvdcomp::{name}", function, mutates_args=mutates, schema=schema)
+        if hasattr(made, "register_effect"):
+            made.register_effect(torch.library.EffectType.ORDERED)
+        return made
+
+    return register
+
+
+@_operator("allreduce_mean", f"(Tensor tensor, {_COMMON}, str name, int seed) -> Tensor")
+def allreduce_mean(tensor: Tensor, spec: str, step: Tensor, group_name: str, name: str, seed: int) -> Tensor:
+    """The mean of a tensor over the ranks of a process group; arguments as in `hvdcomp.compiled.allreduce_mean`."""
+    return _apart(exchange([tensor], None, spec, step, group_name, [name], seed), [tensor])[0]
+
+
+@allreduce_mean.register_fake
+def _(tensor: Tensor, spec: str, step: Tensor, group_name: str, name: str, seed: int) -> Tensor:
+    return _like([tensor], None, spec, step, [name])[0]
+
+
+@_operator("allreduce_means", f"(Tensor[] tensors, {_COMMON}, str[] names, int seed) -> Tensor[]")
+def allreduce_means(
+    tensors: Sequence[Tensor], spec: str, step: Tensor, group_name: str, names: Sequence[str], seed: int
+) -> list[Tensor]:
+    """The means of several tensors, in few collectives."""
+    return _apart(exchange(tensors, None, spec, step, group_name, names, seed), tensors)
+
+
+@allreduce_means.register_fake
+def _(
+    tensors: Sequence[Tensor], spec: str, step: Tensor, group_name: str, names: Sequence[str], seed: int
+) -> list[Tensor]:
+    return _like(tensors, None, spec, step, names)
+
+
+@_operator(
+    "allreduce_means_with_residuals",
+    f"(Tensor[] tensors, Tensor(a!)[] residuals, Tensor(b!)[] means, {_COMMON}, str[] names, int seed) -> ()",
+    mutates=("residuals", "means"),
+)
+def allreduce_means_with_residuals(
+    tensors: Sequence[Tensor],
+    residuals: Sequence[Tensor],
+    means: Sequence[Tensor],
+    spec: str,
+    step: Tensor,
+    group_name: str,
+    names: Sequence[str],
+    seed: int,
+) -> None:
+    """The means of several tensors by methods with error feedback, written to `means`. It replaces the residuals.
+
+    PyTorch does not functionalize an operator that changes a list of tensors and returns a list.
+    """
+    for mean, result in zip(means, exchange(tensors, residuals, spec, step, group_name, names, seed), strict=True):
+        mean.copy_(result)
+
+
+@allreduce_means_with_residuals.register_fake
+def _(
+    tensors: Sequence[Tensor],
+    residuals: Sequence[Tensor],
+    means: Sequence[Tensor],
+    spec: str,
+    step: Tensor,
+    group_name: str,
+    names: Sequence[str],
+    seed: int,
+) -> None:
+    _like(tensors, residuals, spec, step, names)
+
+
+def _apart(means: list[Tensor], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The means, each in a storage of its own: PyTorch allows nothing else of an operator. The means of one fused
+    all-reduce share a storage."""
+    storages = {tensor.untyped_storage().data_ptr() for tensor in (*means, *tensors)}
+    return means if len(storages) == len(means) + len(tensors) else [mean.clone() for mean in means]
+
+
+def _like(
+    tensors: Sequence[Tensor], residuals: Sequence[Tensor] | None, spec: str, step: Tensor, names: Sequence[str]
+) -> list[Tensor]:
+    method_of(spec, residuals is not None)
+    check(tensors, residuals, names, step)
+    return [torch.empty_like(tensor) for tensor in tensors]

@@ -1,0 +1,182 @@
+"""Finds out which parameters are in the flat gradients of FSDP, so that each parameter keeps its own residual.
+
+FSDP joins the gradients of those parameters of a module that have a gradient in this step, and does not say which
+parameters these are. The length of the flat gradient does not tell, because two experts of the same shape may train in
+turn. So each parameter has a hook.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from hvdcomp.torch.fsdp.resharding import FlatLayout, part_of
+from hvdcomp.torch.parameters import plain_names
+
+
+class _Parameter(NamedTuple):
+    """A parameter of a flat gradient.
+
+    Attributes:
+        owner, attribute: the module and its attribute that hold the parameter, or during a pass its whole.
+        shape: the whole shape.
+        length: elements of a row of the flat gradient.
+        cut_first: whether the first dimension is cut, as resharding needs.
+    """
+
+    owner: torch.nn.Module
+    attribute: str
+    shape: tuple[int, ...]
+    length: int
+    cut_first: bool
+
+    @property
+    def present(self) -> Any:
+        return getattr(self.owner, self.attribute)
+
+
+class FlatGradient:
+    """The flat gradient of modules that FSDP reduces together.
+
+    Args:
+        name: name of the flat gradient.
+        modules: the modules of one `fully_shard`, in its order, by the prefix of their parameters' names.
+        ranks: number of ranks over which each parameter is sharded.
+
+    Attributes:
+        name: name of the flat gradient.
+        modules: the modules.
+        held: the names of the parameters that a residual has, in order: those that are trained at the start, or have
+            had a gradient since then.
+    """
+
+    def __init__(self, name: str, modules: Mapping[str, Any], ranks: int) -> None:
+        self.name, self.modules = name, list(modules.values())
+        found: dict[Any, tuple[str, torch.nn.Module, str]] = {}
+        visited: set[torch.nn.Module] = set()
+        for prefix, module in modules.items():
+            for own_name, owner, attribute, parameter in _in_order(module, prefix, visited):
+                found.setdefault(parameter, (own_name, owner, attribute))
+        names = plain_names([own_name for own_name, _, _ in found.values()])
+        self._parameters = {
+            own_name: _Parameter(owner, attribute, tuple(parameter.shape), *_cut(parameter, ranks))
+            for own_name, (parameter, (_, owner, attribute)) in zip(names, found.items(), strict=True)
+        }
+        self.held = self._trained()
+        self._with_gradient: set[str] = set()  # since the last exchange
+
+    @property
+    def layout(self) -> FlatLayout | None:
+        """The parameters of the residual; None if one is cut along another dimension than the first."""
+        parameters = [(name, self._parameters[name]) for name in self.held]
+        if not all(parameter.cut_first for _, parameter in parameters):
+            return None
+        return [(name, list(parameter.shape)) for name, parameter in parameters]
+
+    def watch(self) -> None:
+        """Notes from now on which parameters get gradients."""
+        unwatched = dict(self._parameters)
+
+        @torch.compiler.disable
+        def look(*_: Any) -> None:
+            for name, parameter in list(unwatched.items()):
+                whole = parameter.present  # FSDP makes it in the first pass, and keeps it
+                if whole.requires_grad and not isinstance(whole, DTensor):
+                    whole.register_post_accumulate_grad_hook(functools.partial(self._note, name))
+                    del unwatched[name]
+
+        for module in self.modules:
+            module.register_forward_pre_hook(look)  # after FSDP's own
+
+    @torch.compiler.disable
+    def _note(self, name: str, _: torch.Tensor) -> None:
+        self._with_gradient.add(name)
+
+    def take_names(self, length: int) -> list[str] | None:
+        """The names of the parameters in the flat gradient that FSDP passes now; None if the names are not known.
+
+        Args:
+            length: elements of a row.
+        """
+        noted, self._with_gradient = self._with_gradient, set()
+        # All trained ones, after `set_reduce_scatter_unused_params`, or in a pass without the module's forward().
+        for names in ([name for name in self._parameters if name in noted], self._trained()):
+            if self._length(names) == length:
+                return names
+        return None
+
+    def hold(self, names: Iterable[str], arrays: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Adds parameters to `held`; the residual (rows, length), which is zero for them."""
+        before, wanted = self.held, {*self.held, *names}
+        self.held = [name for name in self._parameters if name in wanted]
+        return tuple(arrays) if self.held == before else self.moved(arrays, before, self.held)
+
+    def moved(
+        self, arrays: Iterable[torch.Tensor], names: Sequence[str], new_names: Sequence[str], into: Any = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Arrays (rows, length) of some parameters as those of others, with zeros for parameters that these lack.
+
+        Args:
+            into: arrays of the others that keep what these lack, and are changed; None for new ones.
+        """
+        old, new, results = self._places(names), self._places(new_names), []
+        for number, array in enumerate(arrays):
+            result = into[number] if into else array.new_zeros(len(array), self._length(new_names))
+            for name in old.keys() & new.keys():
+                result[:, new[name]] = array[:, old[name]]
+            results.append(result)
+        return tuple(results)
+
+    def restored(self, arrays: Sequence[torch.Tensor], layout: FlatLayout | None) -> tuple[torch.Tensor, ...] | None:
+        """A residual (rows, length) from a checkpoint; None if its parameters are not those of this flat gradient.
+
+        Args:
+            layout: the saved layout; None for a residual without one, which must be of `held`.
+        """
+        known = self._parameters
+        shapes = {name: known[name].shape for name in self.held} if layout is None else dict(layout)
+        is_known = all(name in known and known[name].shape == tuple(shape) for name, shape in shapes.items())
+        names = list(shapes)
+        if not is_known or any(array.shape[1] != self._length(names) for array in arrays):
+            return None
+        self.hold(names, ())
+        return self.moved(arrays, names, self.held)
+
+    def _trained(self) -> list[str]:
+        return [name for name, parameter in self._parameters.items() if parameter.present.requires_grad]
+
+    def _length(self, names: Iterable[str]) -> int:
+        return sum(self._parameters[name].length for name in names)
+
+    def _places(self, names: Iterable[str]) -> dict[str, slice]:
+        places, end = {}, 0
+        for name in names:
+            start, end = end, end + self._parameters[name].length
+            places[name] = slice(start, end)
+        return places
+
+
+def _in_order(
+    module: torch.nn.Module, prefix: str, visited: set[torch.nn.Module]
+) -> Iterator[tuple[str, torch.nn.Module, str, Any]]:
+    """The parameters in FSDP's order, those of child modules before the module's own: name, module, attribute, itself.
+    """
+    visited.add(module)
+    for inside, child in module.named_children():
+        if child not in visited and not isinstance(child, FSDPModule):
+            yield from _in_order(child, f"{prefix}{inside}.", visited)
+    for attribute, parameter in module.named_parameters(recurse=False):
+        if isinstance(parameter, DTensor):  # not of `ignored_params`
+            yield f"{prefix}{attribute}", module, attribute, parameter
+
+
+def _cut(parameter: DTensor, ranks: int) -> tuple[int, bool]:
+    """The length of a parameter's part, and whether its first dimension is cut."""
+    if parameter.placements == (Shard(0),):
+        return part_of(parameter.shape, ranks), True
+    return parameter.numel() // ranks, False  # FSDP takes no other dimension that the ranks do not divide

@@ -1,0 +1,171 @@
+"""The replicas of a model in FSDP2: which ranks have the same shards, and who averages their gradients.
+
+On a mesh of two dimensions, FSDP itself allreduces uncompressed gradients between replicas before it calls any hook.
+`leave_to_hook` lets FSDP end at this rank's shards, as on a mesh of one dimension. Parameters and their places on the
+mesh stay as they are: optimizers, clipping and checkpoints see the same model as before. `hvdcomp.fsdp.register`
+exchanges the gradients in a hook. `LocalSteps` has no hook, because it exchanges weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo
+from torch.distributed.tensor import DTensor
+
+from hvdcomp.communicators import Communicator
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.exchange.agreement import gather_rows
+from hvdcomp.torch.fsdp.boxes import cuts_of, number_of_boxes
+from hvdcomp.torch.fsdp.checks import all_parameter_groups
+
+REGISTER = "hvdcomp.fsdp.register"
+LOCAL_STEPS = "LocalSteps"
+"""The two that FSDP leaves replicas to, by their names in messages."""
+
+_PLACES_BYTES = 64  # of the words in which a rank says which boxes it has
+
+
+def group_of_replicas(model: torch.nn.Module, mesh: DeviceMesh | None, caller: str) -> dist.ProcessGroup | None:
+    """The ranks that have the same shards as this rank, one of each replica; None for a model without replicas.
+
+    Args:
+        model: a model in FSDP2.
+        mesh: the dimension of the replicas, of a model whose own mesh lacks it; or None.
+        caller: `REGISTER` or `LOCAL_STEPS`.
+
+    Raises:
+        ConfigurationError: if FSDP averages the gradients of only some modules, or between other ranks than `mesh` has;
+            or if this model was registered before. (`LocalSteps` may use a model again that `LocalSteps` used before.)
+    """
+    own = _group_of_fsdp(model, caller)
+    if mesh is None:
+        return own
+    given = mesh.get_group()
+    if own is not None and (ranks := _ranks_of(own)) != _ranks_of(given):
+        raise ConfigurationError(
+            f"{caller} was given a mesh of the ranks {list(_ranks_of(given))}, but on the mesh of fully_shard, the "
+            f"ranks {list(ranks)} are replicas; leave out the mesh argument of {caller}"
+        )
+    return given
+
+
+def leave_to_nobody(model: torch.nn.Module) -> None:
+    """Makes FSDP reduce the gradients of a model to this rank's shards only; replicas have different gradients then."""
+    for groups in all_parameter_groups(model).values():
+        for group in groups:
+            if isinstance(group.mesh_info, DDPMeshInfo):
+                leave_to_hook(group, None)
+
+
+def leave_to_hook(group: Any, hook: Callable[[torch.Tensor], None] | None) -> None:
+    """Makes FSDP reduce the gradients of a parameter group to this rank's shards only, and call a hook with them.
+
+    The hook is that of `set_all_reduce_hook`, which takes no module with several groups. To leave out FSDP's own
+    allreduce there is no public way: `set_requires_all_reduce(False)` hides the gradients of such backward passes.
+    """
+    group._all_reduce_hook = hook
+    info = group.mesh_info
+    if not isinstance(info, DDPMeshInfo):  # the class says which collectives FSDP starts
+        return
+    is_sharded = isinstance(info, FSDPMeshInfo)
+    arguments = {field.name: getattr(info, field.name) for field in dataclasses.fields(info) if field.init}
+    group.mesh_info = (FSDPMeshInfo if is_sharded else DataParallelMeshInfo)(**arguments)
+    if hasattr(info, "reduce_scatter_process_group"):  # of `set_separate_reduce_scatter_group`
+        group.mesh_info.reduce_scatter_process_group = info.reduce_scatter_process_group
+    if group.post_forward_mesh_info is info:  # FSDP compares them, to know whether it reshards to other ranks
+        group.post_forward_mesh_info = group.mesh_info
+
+
+def shards_of(group: Any) -> int:
+    """The number of ranks over which FSDP shards the parameters of a parameter group."""
+    return int(getattr(group.mesh_info, "shard_mesh_size", 1))
+
+
+def require_replicas(trained: Mapping[str, DTensor], group: dist.ProcessGroup, caller: str) -> None:
+    """Raises ConfigurationError if ranks of the group have different parts of one replica."""
+    members = set(_ranks_of(group))
+    for name, parameter in trained.items():
+        ranks = parameter.device_mesh.mesh
+        with_this_box = ranks[tuple(slice(None) if cut.pieces == 1 else cut.place for cut in cuts_of(parameter))]
+        shared = members.intersection(ranks.flatten().tolist())
+        if not shared.issubset(with_this_box.flatten().tolist()):
+            raise ConfigurationError(
+                f"parameter {name} is sharded over ranks that include {sorted(shared)}, so these ranks have different "
+                f"parts of it, but the mesh that was given to {caller} contains them as replicas. Pass to {caller} "
+                "mesh['replicate'] of the same mesh whose mesh['shard'] was given to fully_shard."
+                + (" If the model is sharded over all ranks, leave mesh out" if caller == REGISTER else "")
+            )
+
+
+def require_same_shards(
+    trained: Mapping[str, DTensor], communicator: Communicator, like: torch.Tensor, caller: str
+) -> None:
+    """Raises ConfigurationError on every rank of the communicator if the ranks have different parts."""
+    places = " and ".join(sorted({_place(parameter) for parameter in trained.values()})) or "of nothing"
+    rows = gather_rows(communicator, places.encode()[:_PLACES_BYTES].ljust(_PLACES_BYTES), like, "hvdcomp.shards")
+    if len(set(rows)) > 1:
+        by_rank = ", ".join(row.decode().strip() for row in rows)
+        raise ConfigurationError(
+            f"the ranks of the mesh that was given to {caller} have different parts of the parameters, by rank "
+            f"{by_rank}; pass mesh['replicate'] of the mesh whose mesh['shard'] was given to fully_shard"
+        )
+
+
+def _group_of_fsdp(model: torch.nn.Module, caller: str) -> dist.ProcessGroup | None:
+    """The ranks between which FSDP itself averages gradients, or did until it left them to `caller`; None if there are
+    none."""
+    found: dict[tuple[int, ...], tuple[str, dist.ProcessGroup | None]] = {}
+    for name, groups in all_parameter_groups(model).items():
+        for group in groups:
+            info = group.mesh_info
+            own = None
+            if info.replicate_mesh_dim is not None:
+                _require_not_left(group, caller)
+                own = info.mesh.get_group(info.replicate_mesh_dim)
+            found.setdefault(() if own is None else _ranks_of(own), (name or "the model", own))
+    if len(found) > 1:
+        (ranks, (name, _)), (other_ranks, (other_name, _)), *_ = found.items()
+        raise ConfigurationError(
+            f"FSDP averages the gradients of {name} {_between(ranks)}, but the gradients of {other_name} "
+            f"{_between(other_ranks)}; call fully_shard with the same replicas for all modules"
+        )
+    return next((own for _, own in found.values()), None)
+
+
+def _require_not_left(group: Any, caller: str) -> None:
+    """Raises ConfigurationError if FSDP has left the gradients of a parameter group to another caller, or to a hook."""
+    if isinstance(group.mesh_info, DDPMeshInfo):
+        return
+    left_to = LOCAL_STEPS if group._all_reduce_hook is None else REGISTER
+    if left_to == caller == REGISTER:
+        raise ConfigurationError(
+            "hvdcomp.fsdp.register was called for this model, or for a part of the model, before. Call register once "
+            "for each model, after all calls of fully_shard or replicate"
+        )
+    if left_to != caller:
+        raise ConfigurationError(
+            f"{caller} was given a model that was already given to {left_to}. LocalSteps exchanges weights, and "
+            "hvdcomp.fsdp.register exchanges gradients: use only one of the two for a model"
+        )
+
+
+def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def _between(ranks: Sequence[int]) -> str:
+    return f"between the ranks {list(ranks)}" if ranks else "between no replicas"
+
+
+def _place(parameter: DTensor) -> str:
+    """This rank's box in words, such as "1 of 2", counted from 0."""
+    number = 0
+    for cut in cuts_of(parameter):
+        number = number * cut.pieces + cut.place
+    return f"{number} of {number_of_boxes(parameter)}"

@@ -1,0 +1,463 @@
+"""The binding of models in FSDP2 (`fully_shard`) without replicas, in place of FSDP's reduce-scatter.
+
+After the backward pass of a module, FSDP passes its flat gradient, with a row for each rank, and receives this rank's
+row of the mean. So the exchange overlaps with the rest of the backward pass, as FSDP's own reduce-scatter does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from hvdcomp.bindings.setup import Setup
+from hvdcomp.bindings.state_check import FORMAT, parts_of
+from hvdcomp.communicators.nodes import RANKS_PER_NODE
+from hvdcomp.communicators.torch_distributed import TorchDistributedCommunicator, reduce_scatter
+from hvdcomp.compressors import Compressor
+from hvdcomp.compressors.bucket import GATHERED_BYTES
+from hvdcomp.compressors.gathering import Gathering
+from hvdcomp.compressors.memory import NoMemory
+from hvdcomp.errors import ConfigurationError, UnevenNodesError, warn_alone
+from hvdcomp.exchange.agreement import facts_of_kernels, refused_on_every_rank, require_agreement
+from hvdcomp.exchange.ledger import Cost, Sent
+from hvdcomp.exchange.shards import ShardReducer
+from hvdcomp.files import VERSION
+from hvdcomp.specs.levels import Level
+from hvdcomp.torch.fsdp.checks import (
+    before_forward_passes,
+    check_divide_factors,
+    check_settings,
+    check_sharding,
+    modules_of,
+    parameter_groups,
+)
+from hvdcomp.torch.fsdp.flat_gradients import FlatGradient
+from hvdcomp.torch.fsdp.resharding import FlatLayout, OwnedRows, resharded, with_plain_names
+from hvdcomp.torch.fsdp.weight_changes import WeightChanges
+from hvdcomp.torch.parameters import plain_names
+from hvdcomp.torch.training import refuse_capture
+
+_WITH_MEMORY = " with memory "
+
+
+class ShardsBinding:
+    """Ties one `Compression` to the reduce-scatters of one model; all ranks make it at the same point.
+
+    Args:
+        setup: the user's settings and objects.
+        model: a model sharded by `fully_shard` over all ranks.
+        weights: the compressor of changes of weights; None for FSDP's own all-gather.
+
+    Attributes:
+        engine: the reducer that compresses.
+        coordinator, accumulation: as in a `Binding` without a policy.
+    """
+
+    coordinator = None
+    accumulation = 1
+
+    def __init__(self, setup: Setup, model: torch.nn.Module, weights: Compressor | None = None) -> None:
+        communicator, like = TorchDistributedCommunicator(), torch.empty(0)
+        settings = setup.compression.settings
+        with refused_on_every_rank(communicator, like):
+            check_settings(setup)
+            _check(setup)
+            _check_weights(weights)
+            trained = _trained(model, communicator.world_size)
+            check_divide_factors(model)
+        shapes = {
+            f"parameter {name}": f"{parameter.dtype} {tuple(parameter.shape)}" for name, parameter in trained.items()
+        }
+        facts = {
+            **settings.describe(),
+            "weights": str(weights),
+            "hvdcomp": VERSION,
+            **facts_of_kernels(),
+            **shapes,
+        }
+        require_agreement(communicator, facts, like)
+        self._device = next((parameter.device_mesh.device_type for parameter in trained.values()), "cpu")
+        try:
+            self.engine = ShardReducer(
+                communicator, settings.compressor, settings.memory, settings.seed, settings.min_numel,
+                setup.compression.ledger, like,
+            )  # fmt: skip
+        except UnevenNodesError:
+            raise ConfigurationError(
+                "the nodes have different numbers of ranks, so FSDP's reduce-scatter cannot have two levels; start the "
+                f"same number of ranks on each node, or set {RANKS_PER_NODE}=1 on every rank, which makes each rank a "
+                "node"
+            ) from None
+        if self.engine.levels.across.size == 1 and communicator.rank == 0 < communicator.world_size - 1:
+            warn_alone(
+                f"all {communicator.world_size} ranks are on one node, so hvdcomp.fsdp.register compresses nothing, "
+                f"and leaves FSDP's reduce-scatter as it is; set {RANKS_PER_NODE}=1 to count each rank as a node"
+            )
+        self._named = str(settings.compressor)
+        self._method = f"{self._named}{_WITH_MEMORY}{self.engine.memory}"
+        self._due = False  # whether the end of the present step is pending
+        self._divided_by: dict[str, float | None] = {}  # what gradients in float16 were divided by, by flat gradient
+        self._flats: dict[str, FlatGradient] = {}
+        try:
+            for flat, group in _flat_gradients(model, communicator.world_size):
+                self._flats[flat.name] = flat
+                gather = None
+                if weights is not None and self.engine.levels.across.size > 1:
+                    gather = WeightChanges(self.engine, weights, flat.name, settings.min_numel)
+                for module in flat.modules:
+                    # FSDP uses these methods only, and its own class is private.
+                    module.set_custom_reduce_scatter(_ReduceScatter(self, flat, group))
+                    if gather is not None:
+                        module.set_custom_all_gather(gather)
+                        gather.forget_where_loaded(module)
+                if not isinstance(self.engine.memory, NoMemory):
+                    flat.watch()
+        except ValueError as error:
+            raise _several_meshes_error(error) from None
+        before_forward_passes(model, self._forget)
+
+    @torch.compiler.disable  # for a training step that is compiled as a whole
+    @torch.no_grad()
+    def reduce(
+        self, flat: FlatGradient, row: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, op: Any, factor: Any
+    ) -> None:
+        """Writes this rank's row of the mean, of the sum, or of the sum divided by a factor.
+
+        Args:
+            flat: the flat gradient.
+            row, rows, group, op: arguments of FSDP's own reduce-scatter.
+            factor: the factor of `set_gradient_divide_factor`; None for the mean.
+        """
+        if not self._due:
+            refuse_capture()
+            self._due = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_step)
+        engine, dense_bytes = self.engine, rows.numel() * rows.element_size()
+        ranks = engine.communicator.world_size
+        names = flat.take_names(rows.numel() // ranks)
+        if not engine.takes(flat.name, rows.numel()):
+            reduce_scatter(row, rows, op=op, group=group)
+            engine.enter(flat.name, dense_bytes, Sent(dense_bytes), rows.numel())
+            return
+        if rows.dtype == torch.float16:
+            self._require_same_divisor(flat.name, factor)
+        mean = self._mean(flat, names, rows.view(ranks, -1), dense_bytes)
+        if op == dist.ReduceOp.SUM:
+            mean = mean * ranks
+        elif op != dist.ReduceOp.AVG:  # FSDP lets its own reduce-scatter multiply by 1 / factor
+            mean = mean * (ranks / factor)
+        row.copy_(mean)
+
+    def _require_same_divisor(self, name: str, factor: float | None) -> None:
+        """Raises ConfigurationError if FSDP divides by another factor than before.
+
+        It divides gradients in float16 in two parts, of which one comes before the exchange: the residual would have
+        another scale. Other types are divided after the exchange.
+        """
+        before, self._divided_by[name] = self._divided_by.get(name, factor), factor
+        if before != factor and self.engine.states.get(name):
+            raise ConfigurationError(
+                f"module {name}: set_gradient_divide_factor changed its factor from {before or 'none'} to {factor}, so "
+                "gradients in float16 would have another scale than the residual. Set the factor before the first "
+                "step, or use MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)"
+            )
+
+    def _mean(
+        self, flat: FlatGradient, names: list[str] | None, rows: torch.Tensor, dense_bytes: int
+    ) -> torch.Tensor:
+        """This rank's row of the mean. The residual in `states` has all parameters of `flat.held`.
+
+        Args:
+            names: the parameters that have gradients in this step; None if they are not known.
+        """
+        engine, name = self.engine, flat.name
+        if isinstance(engine.memory, NoMemory) or names == flat.held:
+            return engine.reduce(name, rows, dense_bytes)
+        kept = engine.states.get(name, ())
+        if names is None:
+            warn_alone(
+                f"{name}: forward() of this module was not called, so hvdcomp does not know which parameters have "
+                "gradients in this step. In this step, hvdcomp does not add the residual of this module, and its "
+                "rounding errors are lost"
+            )
+        else:
+            kept = flat.hold(names, kept)
+        engine.states[name] = () if names is None else flat.moved(kept, flat.held, names)
+        mean = engine.reduce(name, rows, dense_bytes)
+        if names is not None:
+            kept = flat.moved(engine.states[name], names, flat.held, kept)
+        engine.states[name] = kept
+        return mean
+
+    @torch.compiler.disable
+    def _end_step(self) -> None:
+        self._due = False
+        self.engine.end_step()
+
+    def _forget(self) -> None:
+        """Counts the bytes of a backward pass that has raised to the step that follows."""
+        self._due = False
+
+    # Methods that `Compression` calls.
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the training has begun: whether any gradient has arrived."""
+        return bool(self.engine.plan)
+
+    def compress(self, tensor: torch.Tensor) -> Any:
+        """Raises ConfigurationError, because Horovod must not exchange gradients of this model."""
+        raise ConfigurationError(
+            "this hvdcomp.Compression is used by a model in FSDP, which averages its gradients already; use the "
+            "optimizer without hvd.DistributedOptimizer"
+        )
+
+    @property
+    def level(self) -> Level | None:
+        """See `Compression.level`."""
+        return self.engine.compressor.level
+
+    def set_level(self, level: Level) -> None:
+        """See `Compression.set_level`."""
+        self.engine.set_level(level)
+
+    def begin_from(self, state: Mapping[str, Any]) -> None:
+        """See `load_state_dict`."""
+        self.load_state_dict(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Compression.state_dict`."""
+        engine, memory = self.engine, str(self.engine.memory)
+        residuals = {
+            name: {"memory": memory, "arrays": [array.to(torch.float32, copy=True) for array in arrays]}
+            for name, arrays in engine.states.items()
+            if arrays
+        }
+        shapes = {name: list(kept["arrays"][0].shape) for name, kept in residuals.items()}
+        shared = {
+            "format": FORMAT,
+            "compressor": self._method,
+            "tensors": shapes,
+            "shards": self._shards,
+            "nodes": engine.levels.across.size,
+            "order": engine.order,
+            "layouts": self._layouts,
+            "step": engine.step_number,
+            "level": engine.compressor.level,
+            "warm_starts": {},
+            "coordinator": None,
+        }
+        own = {
+            "rank": engine.communicator.rank,
+            "size": engine.communicator.world_size,
+            "owners": engine.owners,
+            "residuals": residuals,
+            "coordinator": None,
+            "totals": dataclasses.asdict(engine.ledger.totals),
+            "steps": engine.ledger.steps,
+        }
+        if self._divided_by:
+            own["divided_by"] = dict(self._divided_by)
+        return {"shared": shared, "own": own}
+
+    @property
+    def _layouts(self) -> dict[str, FlatLayout]:
+        """The layout of each residual; without modules whose parameters are cut along another dimension than the
+        first."""
+        return {name: layout for name, flat in self._flats.items() if (layout := flat.layout) is not None}
+
+    @property
+    def _shards(self) -> str:
+        return f"{self.engine.communicator.world_size} ranks on {self.engine.levels.across.size} nodes"
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """`Compression.load_state_dict`.
+
+        For other numbers of ranks or nodes, `hvdcomp.dcp.load` passes the states of all ranks.
+
+        Raises:
+            ConfigurationError: if the state is of another compressor; or of another rank without the states of all
+                ranks, as rows depend on the ranks.
+        """
+        shared, own = parts_of(state)
+        engine = self.engine
+        states = {name: tuple(kept["arrays"]) for name, kept in own["residuals"].items()}
+        if shared["compressor"] != self._method and (states or _without_memory(shared["compressor"]) != self._named):
+            raise ConfigurationError(
+                f"the checkpoint was written with compressor {shared['compressor']}, and this run has {self._method}; "
+                "continue with the settings that the training was started with. The default memory depends on the "
+                'number of ranks on a node. Set memory= of hvdcomp.Compression, or residuals="drop" of hvdcomp.dcp.load'
+            )
+        placed_as = shared.get("shards"), shared.get("order", engine.order), own["rank"]
+        if states and placed_as != (self._shards, engine.order, engine.communicator.rank):
+            every, nodes = state.get("every"), engine.levels.across.size
+            if every is None or nodes == 1 or "layouts" not in shared:
+                raise ConfigurationError(
+                    f"the state was saved by rank {own['rank']} of "
+                    f"{shared.get('shards', 'a model that was sharded differently')}, and was given to rank "
+                    f"{engine.communicator.rank} of {self._shards}, but the residual of a shard fits only the same "
+                    "rank of the same number of ranks and nodes. On several nodes, hvdcomp.dcp.load cuts residuals to "
+                    "other ranks. Or load no state on any rank: then the residuals are lost"
+                )
+            states = resharded(every, self._layouts, OwnedRows(engine.owners, engine.communicator.world_size, nodes))
+        else:
+            states = self._by_name(states, shared.get("layouts", {}))
+        engine.set_level(shared["level"])
+        engine.step_number = shared["step"]
+        engine.states = {
+            name: tuple(array.to(self._device, copy=True) for array in arrays) for name, arrays in states.items()
+        }
+        self._divided_by = dict(own.get("divided_by") or {})
+        engine.ledger.go_on_from(Cost(**own["totals"]), own["steps"])
+
+    def _by_name(
+        self, states: Mapping[str, tuple[torch.Tensor, ...]], layouts: Mapping[str, FlatLayout]
+    ) -> dict[str, tuple[torch.Tensor, ...]]:
+        """Residuals of the same rank with the parameters that this model's residuals have, and all that were saved.
+
+        Raises:
+            ConfigurationError: if a module or parameter is not in the model.
+        """
+        placed = {}
+        for name, arrays in states.items():
+            flat, layout = self._flats.get(name), layouts.get(name)
+            restored = None
+            if flat is not None:
+                restored = flat.restored(arrays, None if layout is None else with_plain_names(layout))
+            if restored is None:
+                raise ConfigurationError(
+                    f"the residual of module {name} has other parameters than this module of the model, or an earlier "
+                    "version of hvdcomp saved it after a step in which some parameters had no gradients. Drop the "
+                    'residuals on all ranks: call hvdcomp.dcp.load with residuals="drop"'
+                )
+            placed[name] = restored
+        return placed
+
+
+class _ReduceScatter:
+    """The reduce-scatter of a module's flat gradient that FSDP calls in place of its own."""
+
+    def __init__(self, binding: ShardsBinding, flat: FlatGradient, group: Any) -> None:
+        self._binding, self._flat, self._parameters = binding, flat, group
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        factor = self._parameters.gradient_divide_factor
+        self._binding.reduce(self._flat, output_tensor, input_tensor, group, op, factor)
+
+
+def _check(setup: Setup) -> None:
+    """Raises ConfigurationError for settings that a reduce-scatter cannot follow."""
+    settings = setup.compression.settings
+    method, memory = settings.compressor, settings.memory
+    if not _is_of_vectors(method):
+        raise ConfigurationError(
+            f"{method} does not work with FSDP without replicas, because FSDP's reduce-scatter passes flat gradients "
+            "of whole modules to hvdcomp. Use int8, int4, fp8, bf16 or another quantizer for all modules. Within a "
+            "node, gradients are exchanged exactly anyway"
+        )
+    if memory is not None and (memory.is_momentum or memory.needs_all_gradients):
+        raise ConfigurationError(
+            f"the memory {memory} needs the whole gradients of each rank, and FSDP without replicas does not have "
+            "them; use error_feedback or none"
+        )
+    if settings.policy is not None:
+        raise ConfigurationError(
+            f"the policy {settings.policy} does not work with FSDP without replicas, because FSDP reduces the "
+            "gradients of one module after the other; leave the policy out"
+        )
+    if settings.overlap is True or settings.bucket_bytes or settings.gathered_bytes not in (None, GATHERED_BYTES):
+        raise ConfigurationError(
+            'FSDP itself decides when gradients are exchanged: leave overlap at "auto", and leave out bucket_bytes and '
+            "gathered_bytes"
+        )
+    if setup.grad_scaler is not None and setup.grad_scaler.is_enabled():
+        raise ConfigurationError(
+            "a torch.amp.GradScaler does not work with FSDP without replicas, because residuals would have other "
+            "scales than the gradients to which they are added. Train in bfloat16, which needs no scaler"
+        )
+
+
+def _check_weights(weights: Any) -> None:
+    """Raises ConfigurationError unless changes of weights can be sent so."""
+    if weights is not None and not (isinstance(weights, Compressor) and _is_of_vectors(weights)):
+        raise ConfigurationError(
+            f"weights={weights!r} does not work with hvdcomp.fsdp.register; give hvdcomp.Int8(), hvdcomp.Int4() or "
+            "another quantizer, or None for FSDP's own all-gather"
+        )
+
+
+def _without_memory(method: str) -> str:
+    return method.partition(_WITH_MEMORY)[0]
+
+
+def _is_of_vectors(method: Compressor) -> bool:
+    return method.lossless or (isinstance(method, Gathering) and not method.of_matrices)
+
+
+def _trained(model: torch.nn.Module, ranks: int) -> dict[str, DTensor]:
+    """The trained parameters, by name.
+
+    Raises:
+        ConfigurationError: if a parameter is not sharded over exactly all ranks.
+    """
+    if not hasattr(FSDPModule, "set_custom_reduce_scatter"):
+        raise ConfigurationError(
+            f"PyTorch {torch.__version__} has no FSDPModule.set_custom_reduce_scatter; install PyTorch 2.13 or later"
+        )
+    trained = check_sharding(model.named_parameters())
+    for name, parameter in trained.items():
+        mesh = parameter.device_mesh
+        if mesh.ndim != 1:
+            raise ConfigurationError(
+                f"parameter {name} is sharded over a mesh of {mesh.ndim} dimensions, as with tensor parallelism, and "
+                "not over all ranks. The copies of a shard on several ranks would become different, because each rank "
+                "compresses its copy together with other shards. Use a mesh that also has replicas: then hvdcomp "
+                "compresses between the replicas. Or train without tensor parallelism, and let fully_shard shard over "
+                "these ranks too"
+            )
+        if mesh.mesh.tolist() != list(range(ranks)):
+            raise ConfigurationError(
+                f"parameter {name} is sharded over {mesh.size()} ranks, and not over all {ranks} ranks in order. If "
+                "the model has replicas, pass the dimension of the replicas, mesh['replicate'], to "
+                "hvdcomp.fsdp.register. Otherwise shard the model over all ranks"
+            )
+    return trained
+
+
+def _flat_gradients(model: torch.nn.Module, ranks: int) -> list[tuple[FlatGradient, Any]]:
+    """The flat gradient of each `fully_shard`, by the name of the last of its modules, and its parameter group."""
+    modules: dict[str, Any] = modules_of(model)
+    names = {module: name for name, module in zip(plain_names(modules), modules.values(), strict=True)}
+    groups, flats = {}, []
+    for module, name in names.items():
+        for group in parameter_groups(module)[:1]:  # modules with several are refused
+            groups[id(group)] = name or "model", group
+    for name, group in groups.values():
+        several = len(group.modules) > 1
+        parts = {(f"{names[module]}." * several).removeprefix("."): module for module in group.modules}
+        flats.append((FlatGradient(name, parts, ranks), group))
+    return flats
+
+
+def _several_meshes_error(error: ValueError) -> ConfigurationError:
+    """The error for FSDP's refusal of a hook, which is the same on every rank."""
+    return ConfigurationError(
+        "FSDP cannot use the reduce-scatter of hvdcomp for a module whose parameters are sharded over several meshes: "
+        f"{error} Let shard_placement_fn return no meshes, or call fully_shard on modules that have one mesh each"
+    )

@@ -1,0 +1,122 @@
+"""Lets `hvd.elastic.TorchState(..., compression=compression)` keep a `hvdcomp.Compression`, and optimizers.
+
+Horovod calls a handler to save the object at a commit, to restore it after a failure, and to synchronise it when the
+ranks have changed. `hvdcomp.bindings.elastic` synchronises in the first step. Only a policy that changes the batch size
+needs it earlier, because the training loop reads `compression.accumulation` before that step.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from horovod.torch.elastic.state import (
+    OptimizerStateHandler,
+    StateHandler,
+    TorchState,
+    get_handler_registry,
+    set_handler_registry,
+)
+
+from hvdcomp.bindings.callers import caller_local
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.torch.horovod.optimizer import compression_of
+from hvdcomp.torch.local_steps.optimizer import OWN, LocalSteps, put
+
+
+class CompressionHandler(StateHandler):
+    """Keeps one `hvdcomp.Compression` for Horovod's TorchState.
+
+    Args:
+        value: the compression.
+    """
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self._saved = value.state_dict()
+
+    def save(self) -> None:
+        self._saved = self.value.state_dict()
+
+    def restore(self) -> None:
+        self.value.roll_back(self._saved)
+
+    def sync(self) -> None:
+        state = caller_local("self", lambda value: isinstance(value, TorchState))
+        handlers = () if state is None else state._handlers.values()
+        optimizers = (handler.value for handler in handlers if compression_of(handler.value) is self.value)
+        self.value.meet_ranks_early(next(optimizers, None))
+
+
+class OptimizerHandler(OptimizerStateHandler):
+    """Keeps an optimizer as Horovod's own handler does, and leaves the weights alone.
+
+    To give a new rank the state of an optimizer, Horovod makes a step with gradients of zero on that rank. Weight decay
+    would change its weights, which may be rank 0's already.
+
+    Args:
+        value: the optimizer.
+    """
+
+    def sync(self) -> None:
+        weights = [parameter.clone() for parameter in _parameters(self.value)]
+        super().sync()
+        put(_parameters(self.value), weights)
+
+
+class LocalStepsHandler(StateHandler):
+    """Keeps one `LocalSteps` with the weights of the model, which differ between ranks between two exchanges.
+
+    A surviving rank keeps its own weights, moments and steps. A new rank begins with the state of rank 0: the outer
+    weights, the outer momentum, the state of the inner optimizer, and the number of steps since the exchange.
+
+    Args:
+        value: the optimizer.
+    """
+
+    def __init__(self, value: LocalSteps) -> None:
+        super().__init__(value)
+        self.save()
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy((list(_parameters(self.value)), self.value.state_dict()))
+
+    def restore(self) -> None:
+        weights, state = self._saved
+        put(_parameters(self.value), weights)
+        self.value.roll_back(copy.deepcopy(state))
+
+    def sync(self) -> None:
+        state = caller_local("self", lambda value: isinstance(value, TorchState))
+        if any(isinstance(handler.value, torch.nn.Module) for handler in getattr(state, "_handlers", {}).values()):
+            raise ConfigurationError(
+                "hvd.elastic.TorchState was given a model together with LocalSteps. Horovod would then give all ranks "
+                "the weights of rank 0, and the steps of the other ranks since the latest exchange would be lost. "
+                "Leave out model=, because LocalSteps keeps the weights"
+            )
+        own = self.value.state_dict()
+        own.get(OWN, {}).pop("compression", None)  # synchronised by the binding
+        message = (list(_parameters(self.value)), own) if hvd.rank() == 0 else None
+        weights, common = hvd.broadcast_object(message, root_rank=0, name="hvdcomp.local_steps")
+        if OWN not in common:  # rank 0 has not begun
+            put(_parameters(self.value), weights)
+        if OWN not in common or OWN not in own:
+            self.value.join(common)
+        self.save()
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    return (parameter.detach() for group in optimizer.param_groups for parameter in group["params"])
+
+
+def register(kind: type) -> None:
+    """Registers `CompressionHandler` for objects of this kind with Horovod, and the handlers of optimizers; later calls
+    do nothing."""
+    registry = get_handler_registry()
+    if all(registered is not kind for registered, _ in registry):
+        # LocalSteps comes first, as Horovod takes the first handler that fits, and a LocalSteps is an optimizer too.
+        optimizers = [(LocalSteps, LocalStepsHandler), (torch.optim.Optimizer, OptimizerHandler)]
+        set_handler_registry([*optimizers, *registry, (kind, CompressionHandler)])

@@ -1,0 +1,141 @@
+"""Steps whose gradients Horovod allreduces itself, cast or unchanged, during the backward pass.
+
+Work for each gradient interrupts the backward pass, so the name of a gradient is not looked up if all gradients are
+cast to the same type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Set
+from typing import Any, NamedTuple
+
+import torch
+
+from hvdcomp.compressors.choice import Plan
+from hvdcomp.exchange.engine import Engine
+from hvdcomp.torch.horovod.caller import ParameterNames
+
+
+class Ticket(NamedTuple):
+    """The context that Horovod carries from compress to decompress.
+
+    Attributes:
+        name: name of the tensor; "" if it was not looked up.
+        cast: whether Horovod allreduces the gradient itself.
+        gradient: the gradient; None if Horovod's result needs no cast.
+    """
+
+    name: str
+    cast: bool
+    gradient: torch.Tensor | None
+
+
+UNCHANGED = Ticket("", True, None)  # for tensors whose name was not looked up
+
+
+class Passthrough:
+    """A binding's part in steps that only cast gradients.
+
+    Args:
+        engine: the engine, whose plan has each gradient's cast.
+        parameters: the parameters by name.
+        names: finds the names of gradients.
+        optimizer: Horovod's optimizer; None for another caller.
+        observe: function that gets a source, as in `Policy.source`, and gradients by name.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        parameters: Mapping[str, torch.nn.Parameter],
+        names: ParameterNames,
+        optimizer: Any,
+        observe: Callable[[str, Mapping[str, torch.Tensor]], None],
+    ) -> None:
+        self._engine = engine
+        self._parameters = parameters
+        self._names = names
+        self._optimizer = optimizer
+        self._observe = observe
+        self._observed: str | None = None  # source of the gradients observed in this step
+        # For the latest plan of casts: the wire's element type of each tensor, by name and element type; by element
+        # type only, if all are cast alike; and the latter for steps that need no names.
+        self._wires_of: Plan | None = None
+        self._wires: dict[tuple[str, torch.dtype], torch.dtype] = {}
+        self._wires_alike: dict[torch.dtype, torch.dtype] = {}
+        self._alike: dict[torch.dtype, torch.dtype] = {}
+        self._named: set[str] = set()  # names of tensors of this step
+        self._unnamed: list[torch.Tensor] = []  # gradients of this step without a name so far
+        self._all: frozenset[str] = frozenset()  # all tensors of the latest step in which all names were looked up
+        self._unchanged = {name: Ticket(name, True, None) for name in parameters}
+
+    def begin(self, observed: str | None) -> None:
+        """Begins a step.
+
+        Args:
+            observed: source of the gradients that this rank observes, as in `Policy.source`; None for none.
+        """
+        plan = self._engine.plan
+        if self._wires_of is not plan:
+            self._wires_of, self._wires, self._wires_alike = plan, {}, {}
+            if len(set(plan.values())) == 1:
+                named = {parameter.dtype: name for name, parameter in self._parameters.items()}
+                self._wires_alike = {dtype: self._wire_dtype(name, dtype) for dtype, name in named.items()}
+        self._named.clear()
+        self._unnamed.clear()
+        self._observed = observed
+        # The dense copy of a sparse gradient can be named only while Horovod hands it over.
+        copies = getattr(self._optimizer, "sparse_as_dense", False)
+        self._alike = self._wires_alike if observed is None and not copies else {}
+
+    def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Ticket]:
+        """The tensor that Horovod is to allreduce for a gradient."""
+        alike = self._alike.get(tensor.dtype)
+        if alike is not None and tensor.is_contiguous():
+            self._unnamed.append(tensor)
+            return (tensor, UNCHANGED) if alike is tensor.dtype else (tensor.to(alike), Ticket("", True, tensor))
+        name = self._names.of(tensor, self._optimizer)
+        self._named.add(name)
+        if self._observed == "local":
+            self._observe("local", {name: tensor})
+        wire = self._wire_dtype(name, tensor.dtype)
+        sent = (tensor if tensor.dtype is wire else tensor.to(wire)).contiguous()
+        return sent, self._unchanged[name] if sent is tensor else Ticket(name, True, tensor)
+
+    def decompress(self, tensor: torch.Tensor, ticket: Ticket) -> torch.Tensor:
+        """The mean gradient, from Horovod's result."""
+        result = tensor if ticket.gradient is None else _as_gradient(tensor, ticket.gradient)
+        if self._observed == "aggregated":
+            self._observe("aggregated", {ticket.name: result})
+        return result
+
+    def end(self) -> None:
+        """Ends a step and enters its bytes in the ledger."""
+        self._engine.enter_casts(self._names_of_step())
+        self._unnamed.clear()  # frees the memory of gradients that are set to None
+
+    def _names_of_step(self) -> Set[str]:
+        """The tensors of a step. Horovod's are the same in all steps, so that an equal number means equal tensors."""
+        if not self._unnamed:
+            return self._named
+        if len(self._unnamed) + len(self._named) == len(self._all):
+            return self._all
+        for gradient in self._unnamed:
+            self._named.add(self._names.of(gradient, self._optimizer))
+        self._all = frozenset(self._named)
+        return self._all
+
+    def _wire_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """The wire's element type of a gradient."""
+        wire = self._wires.get((name, dtype))
+        if wire is None:
+            text = self._engine.plan[name].wire_dtype(str(dtype).removeprefix("torch."))
+            wire = self._wires[name, dtype] = getattr(torch, text or "")
+        return wire
+
+
+def _as_gradient(reduced: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The allreduced tensor in the element type and memory layout of the gradient."""
+    if reduced.dtype == gradient.dtype and reduced.stride() == gradient.stride():
+        return reduced
+    return torch.empty_like(gradient).copy_(reduced)

@@ -1,0 +1,1 @@
+"""`LocalSteps`: its schedule, its exchange, and models in FSDP2."""

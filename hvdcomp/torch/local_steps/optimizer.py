@@ -1,0 +1,586 @@
+"""`LocalSteps`: local steps of each rank between exchanges, and an outer optimizer (DiLoCo)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from hvdcomp.bindings.frameworks import not_compiled
+from hvdcomp.bindings.setup import UsedCompression, require_compression
+from hvdcomp.communicators.ranks import Ranks
+from hvdcomp.compressors import Compressor
+from hvdcomp.compressors.casts import NoCompression
+from hvdcomp.compressors.memory import ErrorFeedback
+from hvdcomp.compressors.quantization_blocks import Int8
+from hvdcomp.compressors.routing import with_small
+from hvdcomp.compressors.signs import EFSignSGD
+from hvdcomp.compressors.sparse_chunked import ChunkedTopK
+from hvdcomp.errors import ConfigurationError
+from hvdcomp.specs.described import is_number
+from hvdcomp.specs.parsing import parse
+from hvdcomp.torch.local_steps.auto import AutoRounds, RoundLength
+from hvdcomp.torch.local_steps.binding import NO_NEW_GROUP, LocalStepsBinding, local_part
+from hvdcomp.torch.local_steps.rounds import Rounds, Sent, grouped
+from hvdcomp.torch.optimizers.compressed_adam import CompressedAdam
+from hvdcomp.torch.optimizers.learning_rate import rates_of
+from hvdcomp.torch.ranks import started_ranks
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+OWN = "local_steps"  # key of this optimizer's part of a state
+
+
+class LocalSteps(torch.optim.Optimizer):
+    """Wraps an optimizer: each rank makes `every` local steps, then the ranks exchange pseudo-gradients.
+
+    The pseudo-gradient of a rank is its weights at the latest exchange minus its present weights. The ranks compress
+    their pseudo-gradients and average them. An outer SGD applies the mean to the weights of the latest exchange, and
+    all ranks continue from the result (Douillard et al. 2023, DiLoCo, arXiv:2311.08105, algorithm 1).
+
+        compression = hvdcomp.Compression(hvdcomp.Int4())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=4e-4)
+        optimizer = hvdcomp.torch.LocalSteps(optimizer, every=30, compression=compression)
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            loss_of(model(inputs), targets).backward()
+            optimizer.step()
+
+    Do not wrap the model in DistributedDataParallel, nor the inner optimizer in hvd.DistributedOptimizer. Between two
+    exchanges the ranks' weights differ: evaluate and end when `in_sync` is true, or in `outer_weights`, which are the
+    same on all ranks after every step. Statistics of batch normalization are buffers, and are not exchanged. Keep the
+    weights in float32 (with torch.autocast for the computation), because the weights of the latest exchange have the
+    same type as the parameters.
+
+    With `fragments` the parameters are exchanged in groups at staggered steps, and with `delay` the exchange overlaps
+    with later steps (Douillard et al. 2025, Streaming DiLoCo, arXiv:2501.18512, algorithm 2).
+
+    Make a LocalSteps on every rank, and call its `step` the same number of times. A torch.amp.GradScaler steps it like
+    any optimizer. Do not give the scaler to the compression: each rank has its own scale, and skips the steps in which
+    its own gradients overflow. Learning rate schedulers work as with the inner optimizer, because both share the
+    parameter groups. Each rank also keeps the weights of the latest exchange, an outer momentum, and the residuals.
+
+    Args:
+        optimizer: the inner optimizer, of any kind; with its own clipping and learning rate.
+        every: number of steps between exchanges; papers use 30 to 500. With 1, the ranks exchange each step of the
+            weights instead of its gradient, and their weights are equal after every step. With "auto", or for example
+            "auto:share=0.05,start=10", rank 0 decides after each exchange, by the rule of `hvdcomp.torch.AutoRounds`.
+            "auto" does not work with `fragments`, `delay` or `local_share`.
+        compression: the compression of this optimizer only. Default: no compression, in float32. Rules by name and
+            checkpoints use the names in its `named_parameters`, or else the names in the inner optimizer (PyTorch 2.6),
+            or else numbers.
+        fragments: number of groups of whole parameters, of about equal size; each is exchanged once in `every` steps.
+        delay: number of steps from sending a fragment to applying its mean; less than `every / fragments`. In methods
+            with several exchanges (PowerSGD, scatter) only the first one overlaps with steps.
+        local_share: after an exchange, a rank's weights are a mix of its own weights and the outer weights;
+            `local_share` is the share of its own weights. With a delay and 0, the rank loses its steps since sending.
+            With 0.5 it keeps half of them.
+        outer_lr, outer_momentum, nesterov: settings of the outer `torch.optim.SGD` on the mean of the pseudo-gradients.
+            With 1 and 0 it averages the ranks' weights.
+        communicator: the communicator of the ranks that exchange. Default: all ranks of torch.distributed, or if that
+            was not started, of Horovod.
+        model: the model, if FSDP2 shards it on a mesh that has a dimension of replicas, or if it was given to
+            `replicate`. Each replica makes its own steps, and the ranks with the same shards exchange them. From then
+            on FSDP averages gradients only inside each replica.
+        mesh: the dimension of the replicas, `mesh["replicate"]`, if `fully_shard` was given only the dimension of the
+            shards, `mesh["shard"]`. The steps are then as with `model`.
+
+    Attributes:
+        inner, outer: the two optimizers.
+        every: number of steps of the present round.
+        compression: the compression. Its ledger counts only exchanges, because local steps send nothing.
+        in_sync: whether all ranks have the same weights now; with several fragments, a delay or a local share only
+            after `exchange`.
+
+    Raises:
+        ConfigurationError: for invalid numbers, an inner optimizer that exchanges itself, or if no ranks were started;
+            on every rank, for settings that local steps do not allow (policies that rank 0 decides, methods without a
+            magnitude).
+        RankMismatchError: on every rank, in the first step, if the ranks' settings or weights differ.
+    """
+
+    _binding: LocalStepsBinding | None = None
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        every: int | str = 30,
+        *,
+        compression: UsedCompression | None = None,
+        fragments: int = 1,
+        delay: int = 0,
+        local_share: float = 0.0,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        nesterov: bool = True,
+        communicator: Ranks | None = None,
+        model: torch.nn.Module | None = None,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        _check(optimizer, outer_lr, outer_momentum)
+        # Those that the ranks exchange; the binding refuses later ones on every rank.
+        self._parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if mesh is None and model is None:
+            _require_whole(self._parameters)
+        else:
+            from hvdcomp.torch.local_steps.replicas import replicas_of  # needs FSDP2
+
+            communicator = replicas_of(self._parameters, mesh, model, communicator)
+        sizes = [own.numel() for own in self._own()]
+        self._auto = parse(every, {AutoRounds.name: AutoRounds}, "round length") if isinstance(every, str) else None
+        first = every if self._auto is None else self._auto.start
+        self._rounds = Rounds(first, fragments, delay, local_share)  # type: ignore[arg-type]
+        self._rounds.check(len(sizes))
+        if self._auto is not None and not self._rounds.end_in_sync:
+            raise ConfigurationError(
+                f"LocalSteps: every={every!r} does not work with fragments, delay or local_share, because then no "
+                "round ends with the same weights on all ranks; give every a number of steps, or leave these three out"
+            )
+        self._length = None if self._auto is None else RoundLength(self._auto.start)
+        self._fragments = grouped(sizes, fragments)
+        if compression is None:
+            compression = _compression_of(NoCompression())
+        require_compression(compression, "hvdcomp.torch.LocalSteps")
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._step_supports_amp_scaling = True  # so that a GradScaler always calls `step`, which counts the step
+        self.inner, self.compression = optimizer, compression
+        self._share_groups()
+        optimizer.register_load_state_dict_post_hook(lambda _: self._share_groups())
+        self._steps = 0  # number of steps since all ranks had the same weights
+        self._sent: Sent | None = None
+        self._timed_from: tuple[float, int] | None = None  # seconds, and steps of the round by then
+        self._anchored = False  # whether the anchors are the weights of the latest exchange
+        anchors = [own.clone() for own in self._own()]
+        self.outer = torch.optim.SGD(
+            anchors, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov and outer_momentum > 0
+        )
+        ranks = started_ranks() if communicator is None else communicator
+        self._settings: dict[str, Any] = {}
+        self._binding = compression.serve(
+            lambda setup: LocalStepsBinding(setup, optimizer, anchors, self._settings, every, ranks), self.outer
+        )
+        if model is not None:
+            from hvdcomp.torch.fsdp.replicas import leave_to_nobody
+
+            leave_to_nobody(model)  # last, because nothing refuses these settings from here on
+
+    @classmethod
+    def diloco(cls, optimizer: torch.optim.Optimizer, every: int = 500, **options: Any) -> LocalSteps:
+        """DiLoCo as published (arXiv:2311.08105): 500 steps, then Nesterov momentum 0.9 at rate 0.7, dense.
+
+        Args:
+            optimizer: the inner optimizer, AdamW in the paper.
+            every, options: as in the class; any compressor is allowed.
+        """
+        return cls(optimizer, every, **options)
+
+    @classmethod
+    def sparseloco(
+        cls, optimizer: torch.optim.Optimizer, every: int = 30, named_parameters: Any = None, **options: Any
+    ) -> LocalSteps:
+        """SparseLoCo (Sarfi et al. 2025, arXiv:2508.15706): the largest 64 of each 4096 elements in 2 bits, error
+        feedback with a decay of 0.95, and an outer SGD at rate 1 without momentum.
+
+        Args:
+            optimizer: the inner optimizer, AdamW with betas (0.9, 0.95) in the paper.
+            named_parameters: as in `Compression`.
+            every, options: as in the class, without `compression`.
+        """
+        sparse = _compression_of(ChunkedTopK(), memory=ErrorFeedback(decay=0.95), named_parameters=named_parameters)
+        return cls(optimizer, every, **{"outer_lr": 1.0, "outer_momentum": 0.0, **options}, compression=sparse)
+
+    @classmethod
+    def compressed(
+        cls,
+        optimizer: torch.optim.Optimizer,
+        every: int = 4,
+        compressor: Compressor | None = None,
+        named_parameters: Any = None,
+        **options: Any,
+    ) -> LocalSteps:
+        """Makes a LocalSteps whose ranks exchange compressed changes of their weights, with error feedback
+        (docs/compressed-steps.md). Each rank sends the change of its weights since the latest exchange, and all ranks
+        continue from the mean of these changes.
+
+            optimizer = hvdcomp.torch.MuonWithAdamW(model, lr=16e-3)
+            optimizer = hvdcomp.torch.LocalSteps.compressed(optimizer, every=4)
+
+        The outer optimizer is SGD at rate 1 without momentum. Tensors with fewer than 1,024 elements or two dimensions
+        are sent as `Int8`. The part of a change that is not sent is kept for the next exchange, in units of weights.
+
+        Args:
+            optimizer: the inner optimizer; best with Muon inside, as `MuonWithAdamW`.
+            every: number of steps between exchanges. With 1 all ranks have the same weights after every step.
+            compressor: the compressor of all other tensors. Default: `EFSignSGD()`.
+            named_parameters: as in `Compression`.
+            options: as in the class, without `compression`.
+        """
+        compressor = EFSignSGD() if compressor is None else compressor
+        compression = _compression_of(
+            compressor if compressor.lossless else with_small(compressor, small=Int8()),
+            memory=ErrorFeedback(),
+            named_parameters=named_parameters,
+            min_numel=0,
+            min_ndim=0,
+        )
+        return cls(optimizer, every, **{"outer_lr": 1.0, "outer_momentum": 0.0, **options}, compression=compression)
+
+    @property
+    def every(self) -> int:
+        return self._rounds.every
+
+    @property
+    def in_sync(self) -> bool:
+        return self._steps == 0
+
+    @not_compiled
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Makes a step of the inner optimizer. Every `every`-th step ends with an exchange, in which all ranks wait for
+        each other.
+
+        Raises:
+            ConfigurationError: on every rank, in the exchange, if the weights of any rank are inf or NaN.
+        """
+        binding = self._begin()
+        loss = None
+        if self._unscaled():
+            loss = self.inner.step(closure) if closure is not None else self.inner.step()
+        self._steps += 1
+        rounds, number = self._rounds, self._rounds.due(self._steps)
+        if self._sent is not None and self._steps >= self._sent.at + rounds.delay:
+            self._receive(self._sent.places, rounds.local_share)
+        elif number is None or rounds.delay:
+            binding.enter_local_step()
+        if number is not None:
+            self._send(self._fragments[number], background=rounds.delay > 0)
+            if rounds.delay == 0:
+                self._receive(self._fragments[number], rounds.local_share)
+                if rounds.end_in_sync:
+                    self._end_round()
+        return loss
+
+    def _unscaled(self) -> bool:
+        """Takes the loss scale of a torch.amp.GradScaler out of the gradients; whether none of them has overflowed.
+
+        While it steps an optimizer, a GradScaler leaves there what it found, and its scale, which is None after
+        `unscale_`.
+        """
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf is not None and found_inf.item():
+            return False
+        if scale is not None:
+            gradients = [local_part(one.grad) for one in self._parameters if one.grad is not None]
+            torch._foreach_mul_(gradients, 1 / scale.item())
+        return True
+
+    @not_compiled
+    def exchange(self) -> None:
+        """Exchanges all parameters now, so that all ranks have the same weights, for example at the end of a training.
+        Call it on every rank. If the exchange of a fragment is under way, its result is applied first. Nothing happens
+        if the ranks are `in_sync`."""
+        self._begin()
+        if self.in_sync:
+            return
+        if self._sent is not None:
+            self._receive(self._sent.places, self._rounds.local_share)
+        places = list(range(len(self._anchors())))
+        self._send(places, background=False)
+        self._receive(places, 0.0)
+        self._end_round()
+
+    @contextmanager
+    def outer_weights(self) -> Iterator[None]:
+        """A context manager in which the model has its outer weights, the result of each parameter's latest exchange,
+        which are the same on all ranks. Use it to evaluate or publish the model. No step is allowed inside."""
+        before = [own.clone() for own in self._own()]
+        if self._anchored:
+            put(self._own(), self._anchors())
+        try:
+            yield
+        finally:
+            put(self._own(), before)
+
+    def _send(self, places: list[int], background: bool) -> None:
+        assert self._binding is not None
+        moved = self._binding.moved(places)
+        if self._length is not None:  # now: an exchange may take place in `moved`
+            self._agreed = self._binding.agree(self._length.steps, moved)
+            self._met_at = self._binding.now()
+        self._binding.send(places, moved, background)
+        self._sent = Sent(places, self._steps, moved) if background else None
+
+    @torch.no_grad()
+    def _receive(self, places: Sequence[int], local_share: float) -> None:
+        """Ends the exchange of the parameters at these places, and applies the mean."""
+        assert self._binding is not None
+        self._sent = None
+        means = self._binding.receive()
+        anchors, parameters = self._anchors(), self._own()
+        outer = self.outer.param_groups[0]
+        if self._binding.is_exact_alone and (outer["lr"], outer["momentum"]) == (1, 0):
+            # The mean is this rank's own way, and the anchor minus that would differ from its weights by a rounding.
+            put((anchors[place] for place in places), (parameters[place] for place in places))
+            return
+        for place, mean in zip(places, means, strict=True):
+            anchors[place].grad = mean
+        self.outer.step()  # skips parameters without a gradient
+        self.outer.zero_grad()
+        for place in places:
+            if local_share:
+                parameters[place].lerp_(anchors[place], 1 - local_share)
+            else:
+                parameters[place].copy_(anchors[place])
+
+    def _end_round(self) -> None:
+        """Begins the next round, with as many steps as rank 0 has decided."""
+        steps, self._steps = self._steps, 0
+        if self._auto is None or self._length is None:
+            return
+        assert self._binding is not None
+        assert self._timed_from is not None
+        now, (began, before) = self._binding.now(), self._timed_from
+        decided, drift = self._agreed
+        if steps == self.every:  # not one that `exchange` has ended
+            seconds = (self._met_at - began) / max(1, steps - before)
+            self._length.learn(self._auto, steps, drift, max(rates_of(self.inner)), seconds, now - self._met_at)
+        self._rounds = self._rounds._replace(every=decided)
+        self._timed_from = now, 0
+
+    def _begin(self) -> LocalStepsBinding:
+        """The binding; compares the ranks' settings in the first step, and in the first one after a change of the
+        ranks."""
+        binding = self._binding
+        if binding is None:
+            raise ConfigurationError(
+                "this LocalSteps was copied or unpickled, so it cannot exchange with other ranks; make a new "
+                "LocalSteps from the inner optimizer, and load the state_dict() of the old LocalSteps"
+            )
+        if binding.is_stale:
+            binding.follow_ranks()
+        if not binding.has_begun:
+            if not self._anchored:  # weights may have been loaded since __init__
+                put(self._anchors(), self._own())
+                self._anchored = True
+            outer = self.outer.param_groups[0]
+            self._settings |= {
+                **self._rounds._asdict(),
+                **{f"outer {name}": outer[name] for name in ("lr", "momentum", "nesterov")},
+                "local steps since the latest exchange": self._steps,
+                "sent after local steps": None if self._sent is None else self._sent.at,
+                "every": self.every if self._auto is None else f"{self._auto}, now {self.every}",
+            }
+            binding.compare()
+            if self._sent is not None:
+                binding.send(self._sent.places, self._sent.moved, True, self._steps - self._sent.at)
+            self._timed_from = binding.now(), self._steps + 1  # the gradients of this step are there already
+        return binding
+
+    # Methods of an optimizer.
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in the inner optimizer."""
+        self.inner.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises ConfigurationError, because the inner optimizer must have all its groups before LocalSteps is made."""
+        if self._binding is not None:  # None during __init__
+            raise ConfigurationError(NO_NEW_GROUP)
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the inner optimizer, and under "local_steps" the weights of the latest exchange, the outer
+        momentum, the number of steps since, the exchange under way, and the state of the compression.
+
+        Between two exchanges, this state differs between ranks, as does the state of the model. To continue bit for
+        bit, save both states on every rank.
+        """
+        state = self.inner.state_dict()
+        if self._anchored:
+            state[OWN] = {
+                "steps": self._steps,
+                "sent": None if self._sent is None else self._sent._asdict(),
+                "rounds": self._rounds._asdict(),
+                "auto": None if self._length is None else dataclasses.asdict(self._length),
+                "anchors": self._anchors(),
+                "outer": self.outer.state_dict(),
+                "compression": self.compression.state_dict(),
+            }
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restores a state of `state_dict` before the first step. Call it on every rank, with the state that this rank
+        saved. Load the weights of the model too.
+
+        You can also give it a state of the inner optimizer alone: then the training starts as after an exchange,
+        without outer momentum. If all ranks load the state of rank 0, saved between two exchanges, all ranks continue
+        from this state, and the other ranks' steps since the latest exchange are lost. `outer_lr`, `outer_momentum` and
+        `nesterov` are restored.
+
+        Raises:
+            ConfigurationError: after a step, or for a state of other tensors or another compressor.
+        """
+        if self._binding is not None and self._binding.has_begun:
+            raise ConfigurationError(
+                "LocalSteps: load_state_dict was called after the first step; call it before the first step"
+            )
+        self._load(state_dict, self.compression.load_state_dict)
+
+    def roll_back(self, state_dict: Mapping[str, Any]) -> None:
+        """Restores an earlier state of `state_dict` after steps were made, as elastic Horovod does after a failure.
+        Call it on every rank, and restore the model's weights from the same time."""
+        self._load(state_dict, self.compression.roll_back)
+
+    def join(self, state_dict: Mapping[str, Any]) -> None:
+        """Joins other ranks as a new rank, with a state of `state_dict` from any of them: the model gets the outer
+        weights, the inner optimizer that rank's moments, and pseudo-gradients are zero. If that rank had not begun, the
+        model keeps its weights. The state of the compression is left to the caller."""
+        self._load(state_dict, lambda _: None)
+        if self._anchored:
+            put(self._own(), self._anchors())
+            for moved in () if self._sent is None else self._sent.moved:
+                moved.zero_()
+
+    def change_ranks(self, group: dist.ProcessGroup) -> None:
+        """Continues with other ranks of torch.distributed, from the next step on. Call it between two steps, on every
+        rank of the new group, and on no other rank. The round need not have ended.
+
+            group = torch.distributed.new_group([0, 1, 3])  # without rank 2
+            if torch.distributed.get_rank() != 2:
+                optimizer.change_ranks(group)
+
+        A rank that has made steps keeps its weights, its moments and its residuals. The residuals are multiplied, so
+        that they keep their weight in the mean. A rank that has made no step is new: it begins with the outer weights
+        and momentum, with the moments of the group's first rank, and at the same step of the round. A rank that is left
+        out loses its steps since its latest exchanges. An exchange under way is sent again in the new group.
+
+        A rank that has made fewer steps continues at the step number of the group's first rank. If it has made fewer
+        steps of the same round, it keeps them. If the group's first rank has exchanged something without it, it begins
+        like a new rank, but keeps its residuals.
+
+        Args:
+            group: the process group; its first rank must have made a step.
+
+        Raises:
+            ConfigurationError: on every rank, if the group's first rank has not made a step.
+        """
+        if self._binding is None:
+            self._begin()  # raises
+        assert self._binding is not None
+        self._binding.change_ranks(group)
+        own = self.state_dict()
+        own.get(OWN, {}).pop("compression", None)  # the binding exchanges it in the next step
+        message = [own if dist.get_rank(group) == 0 else None]
+        dist.broadcast_object_list(message, dist.get_global_rank(group, 0), group)
+        common: Any = message[0]
+        if OWN not in common:
+            raise ConfigurationError(
+                "the first rank of the group that was given to LocalSteps.change_ranks has not made a step, so it "
+                "cannot give the other ranks the weights of the training; give a group whose first rank has made a step"
+            )
+        if OWN not in own or not self._has_exchanged_like(common[OWN]):
+            self.join(common)
+        else:
+            self._steps = common[OWN]["steps"]
+
+    @torch.no_grad()
+    def _load(self, state_dict: Mapping[str, Any], load_compression: Callable[[dict[str, Any]], None]) -> None:
+        own = state_dict.get(OWN)
+        if own is not None:
+            shapes, saved_shapes = (
+                [tuple(anchor.shape) for anchor in anchors] for anchors in (self._anchors(), own["anchors"])
+            )
+            if shapes != saved_shapes:
+                raise ConfigurationError(
+                    f"the state has parameters of shapes {saved_shapes}, but this optimizer has {shapes}; give the "
+                    "state of a LocalSteps with the same model and parameter groups"
+                )
+            if own.get("sent") is not None and own["rounds"] != self._rounds._asdict():
+                raise ConfigurationError(
+                    f"the state was saved while an exchange was under way, with {own['rounds']}, but this LocalSteps "
+                    f"has {self._rounds._asdict()}; use the same settings as the saved LocalSteps"
+                )
+        load_compression({} if own is None else own.get("compression", {}))
+        self.inner.load_state_dict({name: entry for name, entry in state_dict.items() if name != OWN})
+        self._anchored, self._steps, self._sent = own is not None, 0, None
+        if self._auto is not None:
+            saved = None if own is None else own.get("auto")
+            self._length = RoundLength(self._auto.start) if saved is None else RoundLength(**saved)
+            every = self._auto.start if own is None or saved is None else own["rounds"]["every"]
+            self._rounds = self._rounds._replace(every=every)
+        self.outer.state.clear()
+        if own is not None:
+            self.outer.load_state_dict(own["outer"])
+            put(self._anchors(), own["anchors"])
+            self._steps = own["steps"]
+            if (sent := own.get("sent")) is not None:
+                moved = [torch.empty_like(self._anchors()[place]) for place in sent["places"]]
+                put(moved, sent["moved"])
+                self._sent = Sent(sent["places"], sent["at"], moved)
+
+    def _has_exchanged_like(self, other: Mapping[str, Any]) -> bool:
+        """Whether this rank has made and begun the same exchanges as the rank of another state."""
+        pairs = zip(self._anchors(), other["anchors"], strict=True)
+        sent = None if self._sent is None else (self._sent.at, self._sent.places)
+        other_sent = None if other["sent"] is None else (other["sent"]["at"], other["sent"]["places"])
+        return sent == other_sent and all(torch.equal(own, anchor.to(own.device)) for own, anchor in pairs)
+
+    def _share_groups(self) -> None:
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    def _own(self) -> list[torch.Tensor]:
+        """This rank's part of each parameter: the parameter itself, or its shard."""
+        return [local_part(parameter) for parameter in self._parameters]
+
+    def _anchors(self) -> list[torch.Tensor]:
+        anchors: list[torch.Tensor] = self.outer.param_groups[0]["params"]
+        return anchors
+
+
+@torch.no_grad()
+def put(tensors: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> None:
+    """Copies values into tensors."""
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
+
+
+def _check(optimizer: Any, rate: Any, momentum: Any) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigurationError(
+            f"LocalSteps was given a {type(optimizer).__name__}; pass an optimizer of PyTorch, such as "
+            "torch.optim.AdamW(model.parameters()). TensorFlow and Keras have no local steps"
+        )
+    if isinstance(optimizer, CompressedAdam | LocalSteps) or hasattr(optimizer, "_requires_update"):  # Horovod's
+        raise ConfigurationError(
+            f"LocalSteps was given a {type(optimizer).__name__}, which exchanges gradients by itself; pass an "
+            "optimizer that works on one rank alone, such as torch.optim.AdamW(model.parameters())"
+        )
+    if not (is_number(rate) and rate > 0):
+        raise ConfigurationError(f"LocalSteps: outer_lr={rate!r} is not allowed; give a number above 0, such as 0.7")
+    if not (is_number(momentum) and 0 <= momentum < 1):
+        raise ConfigurationError(
+            f"LocalSteps: outer_momentum={momentum!r} is not allowed; give a number of at least 0 and below 1"
+        )
+
+
+def _require_whole(parameters: Iterable[torch.Tensor]) -> None:
+    """Raises ConfigurationError if a parameter is sharded."""
+    if any(hasattr(parameter, "device_mesh") for parameter in parameters):
+        raise ConfigurationError(
+            "the parameters are sharded (FSDP, tensor parallelism), but LocalSteps does not know which ranks have the "
+            "same shards. If the mesh of fully_shard or replicate has replicas, use LocalSteps(..., model=model). "
+            "Otherwise call fully_shard(model, mesh=mesh['shard']), and use LocalSteps(..., mesh=mesh['replicate']) "
+            "with the same mesh"
+        )
+
+
+def _compression_of(compressor: Compressor, **options: Any) -> UsedCompression:
+    """A `hvdcomp.Compression`, imported late because it is not a part of this framework's folder."""
+    compression: UsedCompression = import_module("hvdcomp").Compression(compressor, **options)
+    return compression
