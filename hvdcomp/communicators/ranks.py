@@ -93,7 +93,7 @@ class Ranks(Communicator):
         return False
 
     def anew(self) -> Ranks:
-        """A new communicator of all present ranks, if this one `is_stale`.
+        """Makes a new communicator of all present ranks. Call it if this communicator `is_stale`.
 
         Raises:
             ConfigurationError: on every rank, if this communicator had only some of all ranks.

@@ -56,7 +56,7 @@ class SimulatedGroup(InProcessGroup):
         self._links_free = np.zeros(len(costs))  # times from which each link is free
 
     def moment(self, rank: int) -> Moment:
-        """A rank's clocks; to be called by that rank."""
+        """The clocks of a rank. Only this rank may call it."""
         reading = self._timer()
         self._clocks[rank] += reading - self._marks.get(rank, reading)
         self._marks[rank] = reading

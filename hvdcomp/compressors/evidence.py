@@ -1,8 +1,9 @@
 """How much quality each method lost in hvdcomp's own trainings. `auto` uses these results to propose methods, and
 `advise` reports them.
 
-`evidence.json` has methods at their own best learning rates, beside uncompressed training at its own: the complete rows
-of docs/best-rates.md. `python benchmarks/which_method.py` writes it, with the methods to try first.
+`evidence.json` has methods at their own best learning rates, compared with uncompressed training at its own best
+learning rate: the complete rows of docs/best-rates.md. `python benchmarks/which_method.py` writes it, with the methods
+to try first.
 
 `evidence_one_rate.json` has the older trainings of docs/convergence.md, all of them at one learning rate. It is written
 by `python benchmarks/convergence.py --evidence hvdcomp/compressors/evidence_one_rate.json`. It leaves out methods that

@@ -60,7 +60,8 @@ class Gathering(Compressor):
     """Chunks begin at multiples of this number of elements."""
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, ...]:
-        """The payload of a tensor, of shapes and types that follow from those of `x`; arguments as in `aggregate`."""
+        """Encodes a tensor, and returns its payload. The shapes and types of the payload depend only on the shape and
+        type of `x`; arguments as in `aggregate`."""
         raise NotImplementedError
 
     def decode(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...]) -> Array:
@@ -82,7 +83,7 @@ class Gathering(Compressor):
         return decoded
 
     def decoded(self, xp: ModuleType, parts: Sequence[Array], shape: tuple[int, ...], context: Context) -> Array:
-        """The elements of one payload, a vector; `context` is that of `encode`."""
+        """Decodes one payload, and returns its elements, a vector; `context` is the context of `encode`."""
         return xp.flatten(self.restore(xp, self.decode(xp, parts, shape), shape, context))
 
     @property
@@ -162,7 +163,8 @@ class Gathering(Compressor):
     def reduce_scatter(
         self, xp: ModuleType, chunks: Sequence[Array], context: Context
     ) -> Generator[Request, Any, tuple[Array, list[tuple[Array, ...]]]]:
-        """The first half of a scattered step: the mean of this rank's chunk, to which its own x goes uncompressed.
+        """The first half of a step with exchange "scatter": computes the mean of this rank's chunk. This rank's own x
+        is not compressed for this mean.
 
         Args:
             xp: array functions.

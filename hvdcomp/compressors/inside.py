@@ -1,7 +1,7 @@
 """Chooses the array functions that compress a tensor: the framework's, or NumPy's.
 
 On the host, NumPy has the smaller overhead per operation, and the framework has threads. So a small float32 tensor is
-computed in NumPy, whatever the framework; every other tensor is computed in the framework.
+computed in NumPy with every framework; every other tensor is computed in the framework.
 """
 
 from __future__ import annotations

@@ -165,7 +165,8 @@ def fit_columns(
 ) -> Array:
     """The kept columns (length, any), cut to `rank` columns or filled up with random columns.
 
-    All columns are drawn anew if the kept ones have another length, as from an older checkpoint with another shape.
+    All columns are drawn again if the kept columns have another length, for example from an older checkpoint with
+    another shape.
     """
     if kept is None or kept.shape[0] != length:
         return random_columns(xp, x, length, rank, context, purpose)

@@ -66,7 +66,8 @@ class Memory(Described):
         raise NotImplementedError
 
     def update(self, xp: ModuleType, x: Array, sent: Array | SparseVector, state: State) -> State:
-        """State for the next step, given x and C(x); may reuse the storage of `x`, not that of `prepare`'s state."""
+        """The state for the next step, given x and C(x). May reuse the storage of `x`, but not the storage of the state
+        from `prepare`."""
         raise NotImplementedError
 
 

@@ -60,8 +60,8 @@ class AllToAll:
     """Sends each rank its rows; answered with one tuple of arrays per rank, in rank order: the rows for this rank.
 
     Attributes:
-        parts: arrays with a row for each rank; row r goes to rank r. As in `AllGather`, shapes and dtypes must be the
-            same on all ranks.
+        parts: arrays with a row for each rank; row r is sent to rank r. As in `AllGather`, shapes and dtypes must be
+            the same on all ranks.
         with_room: None.
         group: the ranks that take part.
     """

@@ -1,8 +1,8 @@
 """EDEN: rotates each block at random, and then sends one of a few levels for each element.
 
-After a random rotation the elements of a block are distributed like normal numbers, whatever the block was. The levels
-are the best ones for normal numbers (Lloyd-Max), and a scale for each block makes the result unbiased. So the error is
-known before the gradient is, and no error feedback is needed.
+After a random rotation, the elements of any block are distributed like normal numbers. The levels are the best ones for
+normal numbers (Lloyd-Max), and a scale for each block makes the result unbiased. So the error is known before the
+gradient is, and no error feedback is needed.
 """
 
 from __future__ import annotations

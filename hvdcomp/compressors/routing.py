@@ -2,7 +2,7 @@
 
 A router is itself a compressor, and is allowed wherever a compressor is allowed, also inside another router. A router
 never compresses: its method `route` returns the compressor of each tensor, which determines memory, payload and bias.
-All tensors share the fused collectives of a round, whatever their compressors.
+All tensors share the fused collectives of a round, also if their compressors differ.
 """
 
 from __future__ import annotations
@@ -150,9 +150,9 @@ def _has_level(compressor: Compressor) -> bool:
 class ByName(Router):
     """Chooses by the tensor's name: the first pattern that matches decides.
 
-    Patterns are those of Python's `fnmatch`: `*` stands for any text (also with dots and slashes), `?` for one
-    character, and `[abc]` for one of the characters a, b and c. A pattern must match the whole name. Upper and lower
-    case are different.
+    Patterns are as in Python's `fnmatch`: `*` matches any text (also with dots and slashes), `?` matches one character,
+    and `[abc]` for one of the characters a, b and c. A pattern must match the whole name. Upper and lower case are
+    different.
 
     Args:
         patterns: compressor by pattern, in the order in which patterns are tried (a mapping, or pairs). A tensor that

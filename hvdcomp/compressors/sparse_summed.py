@@ -145,7 +145,7 @@ class ARCTopK(BlocksTogether):
     """Sends the rows of the mean gradient matrix with the largest norms, which a sketch estimates (Chen et al. 2025,
     arXiv:2510.26709).
 
-    The ranks average G V, where V has `sketch` random columns, the same on all ranks and drawn anew in each step. The
+    The ranks average G V, where V has `sketch` random columns, the same on all ranks and drawn again in each step. The
     norm of a row of the average estimates the norm of that row of the mean gradient. So gradients that cancel between
     ranks have no weight, unlike in sums of squares.
 

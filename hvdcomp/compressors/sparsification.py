@@ -43,7 +43,7 @@ class WithRatio(Compressor):
 
 @dataclass(frozen=True)
 class ByRatio(WithRatio):
-    """Base of methods that send k elements, whatever the tensor's shape."""
+    """Base class of methods that send k elements of a tensor of any shape."""
 
     def most_elements(self, budget: float, size: int) -> int:
         """The most elements of a tensor of `size` whose payload is within `budget` bytes; 1 if no payload is."""

@@ -164,10 +164,11 @@ class DGC(ThresholdSparsifier):
     sample gives the threshold (Lin et al. 2018, arXiv:1712.01887, sections 3 and 5).
 
     The first threshold is the magnitude that a share `ratio` of a strided 1 % sample reaches. It is multiplied by 0.8
-    while fewer than k elements reach it, and by 1.3 while more than 2 k do, at most 10 times; a step past a threshold
-    already tested goes half-way to it instead. The k largest of the elements that reach the threshold are sent, which
-    are the k largest of all. If the rounds end without such a threshold, the k largest of the first 2 k elements, in
-    index order, that reach the nearest tested thresholds are sent.
+    while fewer than k elements reach it, and by 1.3 while more than 2 k do, at most 10 times; if this would pass a
+    threshold that was already tested, the next threshold is half-way to the tested threshold. The k largest of the
+    elements that reach the threshold are sent, which are the k largest of all. If the rounds end without such a
+    threshold, the k largest of the first 2 k elements, in index order, that reach the nearest tested thresholds are
+    sent.
 
     The optimizer must have no momentum of its own. Momentum and clipping are settings of the default memory
     (`MomentumCorrection`), without effect on another memory.

@@ -300,7 +300,7 @@ class Adviser:
     def wins(self, spec: str, setting: Setting, dense_s: Any = None) -> tuple[Range, ...]:
         """Ranges of bandwidth, bytes/s, in which a method is faster than dense, all else as in the setting.
 
-        Evaluated from 1 Mb/s to 10 Tb/s at 200 points per decade; a range that reaches an end is taken to be open.
+        Evaluated from 1 Mb/s to 10 Tb/s at 200 points per decade; a range that reaches an end is assumed to be open.
 
         Args:
             spec: spec of the method.

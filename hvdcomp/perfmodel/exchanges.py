@@ -158,7 +158,7 @@ def exchange_of(
         compressor: the compressor; `Chooser` gives each tensor its own.
         tensors: all tensors with a gradient.
         ranks: number of ranks; matters if chunks are scattered, and in two levels.
-        ranks_per_node: number of ranks of a node; None if unknown. All nodes but the last are taken to be full.
+        ranks_per_node: number of ranks of a node; None if unknown. All nodes except the last are assumed to be full.
         min_numel, min_ndim: as in `Chooser`.
 
     Raises:

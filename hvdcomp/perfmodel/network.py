@@ -216,7 +216,7 @@ def network_of_nodes(
 
 
 def reduction_of_scatter(of_allreduce: Mapping[str, float]) -> dict[str, float]:
-    """`reduction_s_per_byte` of a reduce-scatter, from that of an allreduce.
+    """Computes `reduction_s_per_byte` of a reduce-scatter from `reduction_s_per_byte` of an allreduce.
 
     A reduce-scatter adds up all bytes that it moves. An allreduce adds up only half of its bytes, because the other
     half are finished sums.

@@ -122,8 +122,8 @@ def local_step_s(
     """Mean seconds of a step if only every `every`-th step ends with an exchange (`hvdcomp.torch.LocalSteps`): a step
     without exchange, plus the exchange and the outer step over `every`.
 
-    The exchange does not overlap with anything, because it begins after the optimizer's step. The outer step also goes
-    through all weights once, and is taken to last as long as the optimizer's step.
+    The exchange does not overlap with anything, because it begins after the optimizer's step. The outer step also
+    processes all weights once, and is assumed to take as long as the optimizer's step.
 
     Args:
         network, compute, exchange, setting, encode: as in `predict`.

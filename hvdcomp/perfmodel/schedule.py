@@ -140,7 +140,7 @@ def when_ready(
 
 
 def sequential(compute: Array, encode: Array, exchange: Exchange, cost_of: CostOf, payload: Array = 1.0) -> Parts:
-    """compute + encode and decode + all collectives in turn; those of a round start together.
+    """compute + encode and decode + all collectives one after the other; the collectives of a round start together.
 
     Args:
         compute: seconds of a step without communication.
@@ -220,7 +220,7 @@ def early(
         gamma: as in `Compute`.
         encode, decode: seconds of encoding and of decoding, of the whole model.
         exchange: the exchange.
-        buckets: the early buckets in order; their shares of encode time and of bytes are taken to be equal.
+        buckets: the early buckets in order; their shares of encode time are assumed to equal their shares of bytes.
         cost_of: cost of collectives.
         payload: factor of the bytes.
     """

@@ -125,8 +125,8 @@ def encode_time_at(
 ) -> EncodeTime | None:
     """The encode time of a compressor at `factor` times its level.
 
-    It is interpolated between levels with known times; beyond them it is that of the nearest level. If the compressor's
-    methods do not have a common level, it is the compressor's own time.
+    The time is interpolated between levels with known times; beyond these levels, it is the time of the nearest level.
+    If the compressor's methods do not have a common level, it is the compressor's own time.
 
     Args:
         compressor: the compressor.

@@ -35,8 +35,8 @@ class Policy(Described, Generic[State]):
     Class attributes:
         name: the policy's name in a spec string.
         state_type: the dataclass of its state, whose fields have types that `hvdcomp.specs.typed.typed` takes.
-        state_growth: bytes by which a state's JSON may grow, beside an allowance for each tensor; a larger state takes
-            another message.
+        state_growth: bytes by which a state's JSON may grow, in addition to an allowance for each tensor. A larger
+            state needs a second message.
 
     Attributes:
         lag: 1: a decision takes effect one step later, so that its broadcast overlaps with the computation of the next
@@ -56,7 +56,7 @@ class Policy(Described, Generic[State]):
 
     @property
     def compressors(self) -> tuple[str, ...]:
-        """Specs of the compressors that decisions may name beside that of the training."""
+        """Specs of the compressors that decisions may use in addition to the compressor of the training."""
         return ()
 
     @property

@@ -40,7 +40,7 @@ class Decision:
         return plans.own()
 
     def batch(self) -> BatchSize:
-        """The batch size of this decision; by default that of the start."""
+        """The batch size of this decision; by default, the batch size at the start."""
         return BatchSize()
 
     def observer(self, observers: Any) -> Any:

@@ -231,7 +231,8 @@ class Request:
         statistics: statistics that the next `decide` reads; no others need be computed in the period before it.
         period: the period at whose end `decide` is called, and over which gradients are accumulated; None for never.
         source: the gradients that are accumulated: "local", rank 0's own, or "aggregated", the mean over ranks.
-        ever: statistics that requests of any state may name, by which all ranks prepare, whatever rank 0's state is.
+        ever: statistics that the requests of any state may name, so that all ranks can prepare for all states of rank
+            0.
         around: levels for LEVEL_TABLE and EXCHANGE_SECONDS, as factors of each tensor's own level; 1.0 is one of them.
         scaled: whether LEVEL_TABLE has errors in units of the root mean square of each tensor's mean gradient.
     """

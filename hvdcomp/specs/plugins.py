@@ -31,7 +31,7 @@ class Plugins:
     Args:
         noun: the word for the classes in errors, such as "compressor".
         group: the group of entry points.
-        bases: classes one of which they derive from.
+        bases: the base classes; each class must be a subclass of one of these.
         known: hvdcomp's own classes by name.
     """
 

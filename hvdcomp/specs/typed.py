@@ -75,7 +75,7 @@ def typed(kind: Any, value: Any, where: str, texts: Mapping[str, float] | None =
 def as_fields(value: Any) -> dict[str, Any]:
     """The fields of a dataclass for a file, from which `typed` restores it.
 
-    Fields in the class's `later` are left out if they have their defaults, so that files equal those of versions
+    Fields in the class's `later` are left out if they have their defaults, so that files are the same as in versions
     without these fields.
     """
     later = getattr(value, "later", ())

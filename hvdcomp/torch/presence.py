@@ -38,7 +38,7 @@ class PresenceCheck:
         self._total = 0
 
     def start(self, presence: int, name: str) -> None:
-        """Starts the allreduce; to be called on all ranks.
+        """Starts the allreduce. Call it on all ranks.
 
         Args:
             presence: as in `Binding`.

@@ -56,7 +56,7 @@ class SimulatedBinding(TorchTraining):
 
     @torch.no_grad()
     def exchange(self) -> None:
-        """Replaces gradients by means; to be called after the backward passes of a step."""
+        """Replaces the gradients by their means. Call it after the backward passes of a step."""
         ready, self._ready = self._ready, {}
         gradients = {name: gradient for name in ready if (gradient := self._parameters[name].grad) is not None}
         if not self.exchanges:

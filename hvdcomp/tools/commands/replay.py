@@ -19,7 +19,7 @@ DIFFERS = 1
 
 
 class CannotReplay(click.ClickException):
-    """The log cannot be replayed. Its exit status differs from that of a wrong decision."""
+    """The log cannot be replayed. The exit status differs from the exit status for a wrong decision."""
 
     exit_code = 2
 

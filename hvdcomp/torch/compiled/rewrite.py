@@ -65,7 +65,7 @@ def replace_reduces(
     least: int,
     name_of: NamesOfReduces,
 ) -> list[str]:
-    """Replaces the all-reduces of one process group; arguments as of `hvdcomp.compiled.compress_all_reduces`.
+    """Replaces the all-reduces of one process group; arguments as in `hvdcomp.compiled.compress_all_reduces`.
 
     Returns:
         The names of the tensors that are compressed, in the order of the graph.

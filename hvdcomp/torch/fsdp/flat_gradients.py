@@ -119,7 +119,7 @@ class FlatGradient:
     def moved(
         self, arrays: Iterable[torch.Tensor], names: Sequence[str], new_names: Sequence[str], into: Any = None
     ) -> tuple[torch.Tensor, ...]:
-        """Arrays (rows, length) of some parameters as those of others, with zeros for parameters that these lack.
+        """Rearranges arrays (rows, length) of some parameters for other parameters, with zeros for missing parameters.
 
         Args:
             into: arrays of the others that keep what these lack, and are changed; None for new ones.

@@ -21,7 +21,7 @@ FlatLayout = Sequence[tuple[str, Sequence[int]]]
 
 
 class OwnedRows(NamedTuple):
-    """The rows of which a rank has residuals.
+    """The rows for which a rank has residuals.
 
     Attributes:
         owners: the ranks that own the rows, in order.

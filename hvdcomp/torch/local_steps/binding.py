@@ -100,7 +100,7 @@ class LocalStepsBinding(TorchTraining):
 
     @property
     def is_exact_alone(self) -> bool:
-        """Whether this is the only rank, and nothing is lost in what it sends."""
+        """Whether this is the only rank, and it sends its values without loss."""
         return self.communicator.world_size == 1 and all(method.lossless for method in self.engine.plan.values())
 
     @torch.no_grad()
@@ -119,7 +119,7 @@ class LocalStepsBinding(TorchTraining):
             moved: the pseudo-gradients of all parameters.
 
         Returns:
-            The drift as of `RoundLength.learn`, estimated by sketches.
+            The drift, as in `RoundLength.learn`, estimated by sketches.
         """
         own = sketch(moved)
         head = torch.tensor([float(decided * (self.communicator.rank == 0)), float(own.dot(own))], dtype=own.dtype)

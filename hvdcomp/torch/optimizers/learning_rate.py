@@ -33,7 +33,7 @@ class ScaledSteps:
         return rates_of(self._optimizer) if self._own is None else tuple(map(float, self._own))
 
     def begin_step(self) -> None:
-        """Fixes the factor of a step; to be called when the exchange of its gradients begins.
+        """Fixes the factor of a step. Call it when the exchange of the step's gradients begins.
 
         A decision applied after that, as for a checkpoint, is for the next step, as other ranks may apply it later.
         """

@@ -61,7 +61,7 @@ class LookAhead:
     position, this position is ahead of the training: save the number of steps instead.
 
     Args:
-        loader: iterable of batches, the same number on each rank. Each iteration begins it anew.
+        loader: iterable of batches, the same number on each rank. Each iteration starts the loader again.
         rows: the `RowExchange` or `ShardedTables`, all in the host's memory and with sparse=True.
         optimizer: the optimizer of these tables only: `torch.optim.SGD` without momentum or `torch.optim.Adagrad`
             without lr_decay, both without weight_decay, or `RowWiseAdagrad`.

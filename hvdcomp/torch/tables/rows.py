@@ -202,7 +202,8 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def leave_alone(model: torch.nn.Module, weights: Iterable[torch.Tensor]) -> None:
-    """Makes DistributedDataParallel ignore the weights, under all their names, beside those it ignores already."""
+    """Makes DistributedDataParallel ignore these weights, under all their names, in addition to the parameters that it
+    already ignores."""
     ids = {id(weight) for weight in weights}
     parameters = model.named_parameters(remove_duplicate=False)
     names = [name for name, parameter in parameters if id(parameter) in ids]

@@ -108,7 +108,7 @@ class ShardedTables:
         ranks: Communicator,
         name: str,
     ) -> Callable[[], list[list[torch.Tensor]]]:
-        """Starts to fetch rows from their owners; to be called on every rank.
+        """Starts to fetch rows from their owners. Call it on every rank.
 
         Args:
             by_rank: the ids that each rank wants of each table.

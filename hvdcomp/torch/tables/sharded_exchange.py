@@ -168,7 +168,7 @@ class ShardedExchange:
             self._put(kept)
 
     def check_state(self, state: Any) -> None:
-        """Raises ConfigurationError if an optimizer's state is not that of the owned rows."""
+        """Raises ConfigurationError if an optimizer's state does not belong to the rows that this rank owns."""
         parameters = [weight for group in self._optimizer.param_groups for weight in group["params"]]
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         for number, weight in zip(numbers, parameters, strict=False):
