@@ -174,7 +174,7 @@ def put_aside(path: Path, most: int) -> None:
 
     Args:
         path: the file.
-        most: number of files to keep under a number; older files are removed.
+        most: the number of renamed files to keep; older renamed files are removed.
 
     Raises:
         OSError: if renaming fails.

@@ -1,7 +1,7 @@
 """Array operations on shapes and element types only; payloads are counted by running a compressor on them.
 
-The functions are those of `numpy_arrays` that compressors call. They and the methods of an array return the shape and
-the type of the result, without computation and memory. An array has no elements to read.
+The module has the functions of `numpy_arrays` that compressors call. These functions, and the methods of a
+`ShapeArray`, return only the shape and the type of the result, without computation or memory.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class DeviceTensors:
     def in_graph(
         self, function: Callable[..., Sequence[Array]], tensors: Sequence[tf.Tensor], name: str
     ) -> list[tf.Tensor]:
-        """As `tensorflow_tensors.in_graph`, with PyTorch arrays."""
+        """Like `tensorflow_tensors.in_graph`, but the Python function gets and returns PyTorch tensors."""
 
         def called(*inside: tf.Tensor) -> list[tf.Tensor]:
             # Otherwise PyTorch would initialise GPU 0 too.

@@ -16,7 +16,7 @@ Contribution = tuple[str, str, tuple[int, ...], Array, tuple[int, ...]]
 
 
 class ReleasedError(Exception):
-    """Ends a rank that waits for a rank that has ended."""
+    """Raised in a rank that waits for another rank which has already ended."""
 
 
 class InProcessGroup:

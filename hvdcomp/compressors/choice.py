@@ -81,7 +81,7 @@ class Chooser:
         return kept
 
     def casts(self, plan: Plan) -> bool:
-        """Whether a plan has only casts without memory."""
+        """Whether the plan has only casts (fp16, bf16 or none), without residuals."""
         return all(self.is_cast(name, compressor) for name, compressor in plan.items())
 
     def is_cast(self, name: str, compressor: Compressor) -> bool:

@@ -146,7 +146,8 @@ class RandomK(ByRatio):
 
     @property
     def biased(self) -> bool:  # type: ignore[override]
-        """True unless scaled by d / k."""
+        """Whether the mean of the decoded values differs from the gradient: True, unless `unbiased` scales the values
+        by d / k (d: number of elements, k: number of sent elements)."""
         return not self.unbiased
 
     @property

@@ -1,4 +1,4 @@
-"""Kernels in C for the arithmetic of a step on the CPU, in one shared object that serves every framework.
+"""Kernels in C for the arithmetic of a step on the CPU, in one shared object for all frameworks.
 
 The object is built when hvdcomp is installed, if there is a C compiler (`build.py`). Without it, array functions do the
 same work, more slowly (`exchange/group_step.py`). It is loaded at the first use, not at import.
@@ -56,11 +56,12 @@ class _Loaded:
 def library(*, release: bool = True) -> ctypes.CDLL | None:
     """The loaded shared object with the kernels; None if there are no kernels.
 
-    Its functions are those of `src/hvdcomp.h` and `src/kernels.def`, with their types declared.
+    The shared object has the functions of `src/hvdcomp.h` and `src/kernels.def`, and their types are declared for
+    ctypes.
 
     Args:
-        release: whether a call releases the interpreter's lock. A busy thread may then keep this one waiting for 5 ms
-            after the call; for calls of less than a millisecond, holding the lock is faster.
+        release: whether a call releases the interpreter's lock. If it does, another busy thread may make this thread
+            wait for 5 ms after the call. Calls of less than a millisecond are faster without releasing the lock.
 
     Raises:
         ConfigurationError: for a value of `HVDCOMP_KERNELS` that is unknown or not usable here.
@@ -90,7 +91,7 @@ def way_out() -> str:
 
 
 def instruction_set() -> str | None:
-    """The instruction set in use, of `INSTRUCTION_SETS`; None without kernels."""
+    """The instruction set that the kernels use, one of `INSTRUCTION_SETS`; None without kernels."""
     loaded = library()
     return None if loaded is None else loaded.hvd_instruction_set().decode()
 

@@ -175,11 +175,11 @@ class CollectiveCost:
 
 
 def network_of_link(bits_per_s: float, latency_s: float) -> Network:
-    """The network of ranks with a link of this rate each, and ring algorithms.
+    """The network of ranks of which each has a link of the given rate. The collectives are ring algorithms.
 
     Args:
         bits_per_s: rate of each link, both ways at once.
-        latency_s: seconds of a message.
+        latency_s: latency of a message, in seconds.
     """
     cost = CollectiveCost("ring", latency_s, bits_per_s / 8)
     return Network(cost, cost)

@@ -28,7 +28,7 @@ class JobState(Protocol):
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code of an ended job, as in a shell; without meaning before its end."""
+        """The exit code of a job that has ended, as in a shell. Before the job's end, the value has no meaning."""
 
 
 class Scheduler(Protocol[Settings, Job]):

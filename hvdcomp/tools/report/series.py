@@ -27,7 +27,7 @@ _TO_TARGET = {"steps_to_target": "step", "bytes_to_target": "bytes_sent", "secon
 
 
 def series_rows(groups: Iterable[Group]) -> list[dict[str, Any]]:
-    """A row of numbers for each series. Means are over the finished runs."""
+    """A table row of numbers for each series of runs. Means are over the finished runs."""
     groups = list(groups)
     return [_row(group, groups) for group in groups]
 

@@ -1,4 +1,5 @@
-"""Criteo's clicks from a folder, in the form of the Display Advertising Challenge at Kaggle, a file `train.txt`.
+"""Reads Criteo's click data from a folder with the file `train.txt`, in the format of Kaggle's Display Advertising
+Challenge.
 
 A line has 40 fields between tabs: the label, 0 or 1, then 13 integers, then 26 categories as hexadecimal numbers of 32
 bits. All but the label may be missing. An integer n becomes log(1 + n), and 0 if it is negative or missing. A category

@@ -107,7 +107,7 @@ class Learner(ABC):
 
         Args:
             inputs, targets: as `DataSet` gives them, (accumulation * backward_passes_per_step * batch_size, ...).
-            accumulation: the number of batches of the usual size.
+            accumulation: the number of batches whose gradients are added up in one step.
         """
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""The quality at which a run ends: `--until accuracy=0.93`, on the validation part."""
+"""The quality on the validation part at which a run ends, such as `--until accuracy=0.93`."""
 
 from __future__ import annotations
 

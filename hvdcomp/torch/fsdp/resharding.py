@@ -101,6 +101,6 @@ def _overlaps(layout: FlatLayout, old: OwnedRows, new: OwnedRows) -> Iterator[tu
 
 
 def part_of(shape: Sequence[int], ranks: int) -> int:
-    """Elements of a parameter on each rank, padding included."""
+    """Number of elements of a parameter on each rank, including padding."""
     first, *inner = shape
     return -(-first // ranks) * torch.Size(inner).numel()

@@ -112,14 +112,15 @@ class LocalStepsBinding(TorchTraining):
 
     @torch.no_grad()
     def agree(self, decided: int, moved: Sequence[torch.Tensor]) -> tuple[int, float]:
-        """Waits for all ranks; the number of steps that rank 0 has decided, and the drift.
+        """Waits for all ranks; all of them then use the number of steps that rank 0 has decided.
 
         Args:
             decided: number of steps that this rank has decided.
             moved: the pseudo-gradients of all parameters.
 
         Returns:
-            The drift, as in `RoundLength.learn`, estimated by sketches.
+            The number of steps that rank 0 has decided, and the drift of the ranks, as in `RoundLength.learn`,
+            estimated by sketches.
         """
         own = sketch(moved)
         head = torch.tensor([float(decided * (self.communicator.rank == 0)), float(own.dot(own))], dtype=own.dtype)
