@@ -8,7 +8,7 @@ of the other framework may still read it. So each conversion needs two measures:
 - TensorFlow's storage that PyTorch reads is referenced until the step has ended with such a wait. PyTorch's storage
   that TensorFlow reads is referenced until TensorFlow has released it, and a later wait for its stream.
 
-All of it also works on the CPU, where tests run it without queues and waits.
+The conversions also work on the CPU, where tests run them without queues and waits.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ class Ranks(Communicator):
         included: whether this process is one of the ranks.
 
     Class attributes:
-        GROUPING: environment variable that allows groups of ranks, to be set to the same value on all ranks; "" if none
-            is needed.
+        GROUPING: name of the environment variable that allows groups of ranks; set it to the same value on all ranks.
+            "" if no variable is needed.
     """
 
     GROUPING: ClassVar[str] = ""

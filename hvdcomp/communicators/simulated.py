@@ -72,7 +72,7 @@ class SimulatedGroup(InProcessGroup):
         return result
 
     def share(self, rank: int, value: Any, name: str) -> list[Any]:
-        """Copies of the values of all ranks; takes no time on any link."""
+        """Copies of the values of all ranks. The simulated clocks count no time for this."""
         self._finish_computing()
         self.moment(rank)
         all_ranks = tuple(range(self.world_size))

@@ -45,9 +45,9 @@ def measured_with(compressor: Compressor, optimizer: str) -> Measured | None:
 def harm_with(compressor: Compressor, optimizer: str, keeps: bool) -> Measured | None:
     """The measurement that shows that an optimizer learns badly with a method; None if there is no such measurement.
 
-    A setting that was not measured is judged by the measured settings of its method. Settings that compress no harder
-    should lose no more, so the mildest of these settings must have lost `HARMFUL`. If all measured settings compress
-    harder, the mildest must have lost twice as much.
+    A setting that was not measured is judged by the measured settings of its method. Settings that compress at most as
+    strongly should not raise the loss more. So the smallest raise of the loss among these measured settings must be at
+    least `HARMFUL`. If all measured settings compress more strongly, the smallest must be at least twice `HARMFUL`.
 
     Args:
         compressor: the method.

@@ -154,7 +154,8 @@ def as_matrix(xp: ModuleType, x: Array) -> Array:
 
 
 def rank_for(compression_factor: float, shape: tuple[int, ...]) -> int:
-    """The highest rank whose two factors take no more than 1 / `compression_factor` of the matrix; 1 at least."""
+    """The highest rank with which the two factors are no larger than 1 / `compression_factor` of the matrix; at least
+    1."""
     rows, columns = matrix_shape(shape)
     rank = math.floor(rows * columns / (compression_factor * (rows + columns)))
     return max(1, min(rank, rows, columns))

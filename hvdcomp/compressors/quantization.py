@@ -71,7 +71,7 @@ class QSGD(Multiples):
 
     @property
     def variance(self) -> float:  # type: ignore[override]
-        """bucket / (4 s**2), as rounding to multiples of norm / s has a variance of at most (norm / s)**2 / 4."""
+        """bucket / (4 s**2), because rounding to multiples of norm / s has a variance of at most (norm / s)**2 / 4."""
         return self.bucket / steps_of(self.bits) ** 2
 
     def encode(self, xp: ModuleType, x: Array, context: Context) -> tuple[Array, Array]:
@@ -92,8 +92,9 @@ class TernGrad(Multiples):
     """Rounds each element at random to -1, 0 or 1 times the largest magnitude (Wen et al. 2017, algorithm 1, with one
     scale per tensor).
 
-    Unbiased with respect to the clipped gradient. Sigma is taken about zero, sqrt(mean(x**2)): gradients are modelled
-    with mean zero, and about its own mean a constant tensor would be clipped to nothing.
+    Unbiased with respect to the clipped gradient. The standard deviation is computed about zero, as sqrt(mean(x**2)),
+    because gradients are modelled with mean zero. About its own mean, a constant tensor would have the deviation 0 and
+    be clipped to zeros.
 
     Attributes:
         clip: magnitudes are first clipped to `clip` times the standard deviation of the elements; 0 or inf for no

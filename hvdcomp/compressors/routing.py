@@ -56,7 +56,7 @@ class Router(Compressor):
         raise NotImplementedError
 
     def route(self, tensor: TensorInfo) -> Compressor:
-        """The compressor of a tensor: the chosen compressor, or its own `route` if it prefers another.
+        """The compressor of a tensor: the result of `route` of the compressor that the rules choose.
 
         Raises:
             SpecError: for a tensor that no rule covers.
@@ -371,7 +371,7 @@ def _require_compressor(method: str, place: str, choice: object) -> None:
 
 
 def nested_too_deep() -> SpecError:
-    """The error where routers are nested deeper than is allowed."""
+    """The error for routers that are nested more deeply than is allowed."""
     return SpecError(
         f"routers may be nested at most {MOST_NESTED} deep. Each numel<N or ndim<N contains all rules after it: use "
         "fewer of them, and put patterns of names side by side in one object"

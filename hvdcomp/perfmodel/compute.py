@@ -60,9 +60,9 @@ class Compute:
             send these bytes; both ascending. Empty if unknown. Horovod sends single gradients, DistributedDataParallel
             its buckets.
         gamma: factor by which concurrent communication slows the backward pass, 1 or more.
-        hides: the share, from 0 to 1, of the time that hvdcomp's engine really saves by sending during the backward
-            pass, relative to the saving if computation and communication shared no resource except by gamma. Far below
-            1 if one processor core does both.
+        hides: the time that hvdcomp's engine saves by sending during the backward pass, as a share (0 to 1) of the time
+            that it would save if computation and communication shared no resource except by gamma. Far below 1 if one
+            processor core computes and communicates.
         batch_size: batch size of one rank for these times; None if unknown.
         encode: encode time by spec of the compressor. For methods that the library exchanges itself, "none" included,
             it is the time of such a step that the other numbers do not include.

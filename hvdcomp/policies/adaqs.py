@@ -70,7 +70,7 @@ class AdaQS(AccumulatedGradientPolicy[AdaQSState]):
         return AdaQSState(dict.fromkeys(tensors, float(self.start)), dict.fromkeys(tensors))
 
     def request(self, state: AdaQSState) -> Request:
-        """The next request. Once every factor has reached the floor, it asks for no statistic."""
+        """Which statistics the policy needs next: none, if the factors of all tensors have reached their minimum."""
         ended = all(factor <= self.floor for factor in state.factors.values())
         ratios = {Statistic.MEAN_TO_STD}
         return self.request_after(self.interval, set() if ended else ratios, ever=ratios)

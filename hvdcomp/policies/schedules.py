@@ -107,7 +107,7 @@ class ListedLevels(LevelSchedule):
             compressor.at_level(level)
 
     def ends(self, steps_per_epoch: int | None) -> list[int]:
-        """The ends of the levels in steps."""
+        """The steps at which the levels end."""
         return list(self.steps) or [end * (steps_per_epoch or 0) for end in self.epochs]
 
 

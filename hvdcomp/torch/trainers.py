@@ -21,7 +21,7 @@ from hvdcomp.policies import changes_batch_size
 
 
 def missing(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError:
-    """The error for a library that a module of hvdcomp is for.
+    """The error to raise if a library is not installed that a module of hvdcomp needs.
 
     Args:
         error: the error of the import.

@@ -72,7 +72,7 @@ def why_not() -> str:
 
 
 def way_out() -> str:
-    """Instructions to get kernels for CUDA devices; empty if there are."""
+    """Instructions for getting kernels for CUDA devices; an empty text if there are kernels."""
     return _reason_and_remedy()[1]
 
 

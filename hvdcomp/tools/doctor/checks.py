@@ -303,7 +303,7 @@ def check_kernels(facts: Facts) -> Iterator[Problem]:
 
 
 def check_device_kernels(facts: Facts) -> Iterator[Problem]:
-    """Only with a GPU that this PyTorch can use."""
+    """Checks hvdcomp's kernels for GPUs, if there is a GPU that this PyTorch can use."""
     kernels, cuda = facts.device_kernels, None if facts.torch is None else facts.torch.cuda
     if kernels is None or cuda is None or not facts.gpus:
         return

@@ -1,8 +1,8 @@
 """Starts a rank of torch.distributed: `python3 -m hvdcomp.tools.launch.torch_rank PROGRAM [ARGUMENT]...`.
 
 srun or mpirun starts the ranks; this program translates their variables to torchrun's, and becomes PROGRAM. Unlike
-torchrun it leaves no agent: signals go straight to the ranks, and their exit codes come back, among them the code of a
-saved run, where torchrun returns 1.
+torchrun, it leaves no agent process: ranks receive signals directly, and srun or mpirun sees their own exit codes. So
+the exit code of a run that has saved a checkpoint is kept; torchrun would return 1.
 """
 
 from __future__ import annotations

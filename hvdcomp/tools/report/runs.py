@@ -223,7 +223,7 @@ def as_number(value: Any) -> float:
 
 
 def finite(value: float) -> float | None:
-    """`value`, or None if it is not finite."""
+    """The given value, or None if the value is not finite."""
     return float(value) if np.isfinite(value) else None
 
 

@@ -90,7 +90,7 @@ class Learner(ABC):
 
     @abstractmethod
     def distribute(self, compression: Compression) -> None:
-        """Exchange gradients with this compression from now on."""
+        """Make all later steps exchange gradients with the given compression."""
 
     @property
     def row_ledger(self) -> Any:

@@ -61,7 +61,7 @@ class Ranks(ABC):
         return time.perf_counter()
 
     def on_links(self) -> np.ndarray:
-        """Seconds on this rank's clock for each of the `links`."""
+        """The seconds of training so far by this rank's clock, for each of the `links`."""
         return np.zeros(len(self.links))
 
     @property

@@ -92,7 +92,7 @@ def replace_reduces(
 
 
 def compile_by(backend: str, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """What a backend of `torch.compile` makes of a graph from Dynamo, for these examples of inputs."""
+    """Compiles a graph from Dynamo with a backend of `torch.compile`, for the given example inputs."""
     compiled: Callable[..., Any] = torch._dynamo.lookup_backend(backend)(module, list(inputs))
     return compiled
 

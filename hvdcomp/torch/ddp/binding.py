@@ -181,7 +181,7 @@ class DDPBinding(TorchTraining):
         return future
 
     def begin(self) -> None:
-        """`Binding.begin`, and the choice between casts and the engine."""
+        """Begins a step as `Binding.begin` does, and chooses between casts and the engine."""
         self._step.clear()
         self._pending.clear()
         if self._beside is not None:

@@ -38,7 +38,8 @@ class LocalStepsBinding(TorchTraining):
         setup: the user's settings and objects. Its `optimizer` is the outer one.
         inner: the optimizer of local steps.
         anchors: the weights at the latest exchange, one for each parameter, in the order of the groups.
-        settings: settings that must be the same on all ranks, beside the compression's; read in the first step.
+        settings: settings that must be the same on all ranks, in addition to the settings of the compression. They are
+            read in the first step.
         every: number of steps between exchanges, or the spec of the rule that decides it.
         communicator: the communicator.
     """

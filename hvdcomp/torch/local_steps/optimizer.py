@@ -394,8 +394,9 @@ class LocalSteps(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the inner optimizer, and under "local_steps" the weights of the latest exchange, the outer
-        momentum, the number of steps since, the exchange under way, and the state of the compression.
+        """The state of the inner optimizer, and under "local_steps" the weights at the latest exchange, the outer
+        momentum, the number of steps since the latest exchange, the exchange that has not ended yet, and the state of
+        the compression.
 
         Between two exchanges, this state differs between ranks, as does the state of the model. To continue bit for
         bit, save both states on every rank.

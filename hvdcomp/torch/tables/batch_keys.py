@@ -98,7 +98,7 @@ class ReadBatch:
 
 
 def refuse(at_fault: np.ndarray, reason: str, own: str | None = None) -> None:
-    """Raises RankMismatchError, on every rank, if any rank is at fault."""
+    """Raises RankMismatchError on every rank if any rank has reported an error."""
     if at_fault.any():
         detail = f": {own}" if own else ""
         raise RankMismatchError(f"LookAhead: rank {', '.join(map(str, np.flatnonzero(at_fault)))} {reason}{detail}")

@@ -138,7 +138,7 @@ class RowExchange:
         """Continues from a `state_dict` of the same rank.
 
         Raises:
-            ConfigurationError: if the state is of other tables.
+            ConfigurationError: if the state belongs to other tables.
         """
         if unknown := state.keys() - self.tables.keys():
             raise ConfigurationError(

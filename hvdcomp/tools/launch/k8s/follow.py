@@ -1,4 +1,4 @@
-"""Following a job to its end: its state and its launcher's log, through dropped connections.
+"""Follows a job to its end: its state and its launcher's log. A dropped connection is opened again.
 
 Three threads watch the MPIJob, its pods and the operator's events about it; each lists first, then watches from there,
 and lists again whenever a watch ends. A fourth reads the log. The caller's thread combines their updates.

@@ -112,7 +112,8 @@ class NewLines:
         self._received: float | None = None
 
     def seconds(self) -> int | None:
-        """Seconds of the log's end that contain all new lines, with a margin; None before the first line."""
+        """The number of seconds at the end of the log that contain all new lines, with a margin; None before the first
+        line."""
         return None if self._received is None else int(time.monotonic() - self._received) + 30
 
     def of(self, lines: Iterable[bytes]) -> Iterator[str]:

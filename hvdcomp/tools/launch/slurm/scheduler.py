@@ -1,4 +1,4 @@
-"""Slurm as a scheduler: a batch job for each job."""
+"""Slurm's implementation of the protocol `Scheduler`: each job is a batch job."""
 
 from __future__ import annotations
 
