@@ -113,12 +113,12 @@ def _lacks_of(grid: Grid, own: Row | None, seeds: Sequence[int]) -> tuple[str, .
         return ("every training",)
     lacks = []
     if grid.next and {run.seed for run in grid.next} == {SEARCHED[0]}:
-        lacks.append(f"a worse rate on either side of the best of {len(grid.lost)} rates")
+        lacks.append(f"a worse learning rate on either side of the best of {len(grid.lost)} rates")
     elif grid.next:
         others = ", ".join(map(str, SEARCHED[1:]))
-        lacks.append(f"the seeds {others} at the rates that are close to the best")
+        lacks.append(f"the seeds {others} at the learning rates that are close to the best rate")
     elif not grid.is_inside:
-        lacks.append(f"a best rate inside the grid, within {FARTHEST} factors of two")
+        lacks.append(f"a best learning rate inside the grid, within {FARTHEST} factors of two")
     there, needed = 0 if own is None else len(own.qualities), max(len(HELD_OUT), len(seeds))
     if there < needed:
         lacks.append(f"{needed - there} of {needed} held-out seeds")

@@ -50,9 +50,9 @@ def _beginning(commits: str) -> list[str]:
         "# Each method at its own best learning rate",
         "",
         filled(
-            "This page shows how much quality each compression method costs if you search for the learning rate that "
-            "suits the method. Uncompressed training gets the same search. Other pages compare methods at a single "
-            "learning rate, which favours some of them."
+            "This page shows how much quality a training loses with each compression method if you search for the best "
+            "learning rate of this method. For uncompressed training, we search for the best learning rate in the same "
+            "way. Other pages compare all methods at a single learning rate, which favours some of the methods."
         ),
         "",
         f"Made by `python benchmarks/best_rates.py`,\nat commit {commits}.",
@@ -65,9 +65,11 @@ def _summary(found: ByWorkload) -> list[str]:
         "## What is measured so far",
         "",
         filled(
-            "A row is complete if the best learning rate of the method is between two worse ones, and if "
-            f"{len(HELD_OUT)} other seeds were trained at the best rate. The same must be true for uncompressed "
-            "training of the same workload. The tables show only complete rows."
+            "The tables on this page have a row for each method on each training task (workload), but only if the row "
+            "is complete. A row is complete if the search has found a best learning rate between two worse learning "
+            f"rates, and if {len(HELD_OUT)} other seeds were trained at the best learning rate. The row of "
+            "uncompressed training of the same workload must also be complete. The numbers in this table are numbers "
+            "of rows:"
         ),
         "",
         "| workload | complete rows | begun | not begun |",
@@ -84,17 +86,22 @@ def _explanation(seeds: Sequence[int]) -> list[str]:
     items = (
         "**times fewer bytes**: the bytes of uncompressed gradients, divided by the bytes that a rank sent in the "
         "whole training. Small tensors, which most methods send uncompressed, are included.",
-        "**lost**: how much worse the method is than uncompressed training, each at its own best rate. It is the mean "
-        f"of the differences for the seeds {_in_words(seeds)}, with its 95 % confidence interval (Student's t).",
-        "**lost at dense's best rate**: the same, if the method uses the best rate of uncompressed training.",
-        f"**good rates**: the rates that lose at most {FORGIVING:g} % of the loss, or {FORGIVING:g} point of accuracy, "
-        "compared with the method's best rate. These numbers come from the seeds of the search.",
-        "**`compressed-adam`**: these rows change AdamW, too. They are compared with uncompressed training by AdamW "
-        "itself. The row `compressed-adam none` shows what the change alone does.",
-        "**`local-steps`, `diloco` and `sparseloco`**: the ranks exchange how far their weights have moved, after each "
-        "step or after several ([compressed steps](compressed-steps.md), [local steps](local-steps.md)). DiLoCo and "
-        "SparseLoCo have settings that send about as many bytes as `local-steps=4 efsignsgd`.",
-        "**`powersgd`** has the lowest rank that sends at least as many bytes as the method that it is compared with.",
+        "**lost**: how much worse the method is than uncompressed training, both at their own best learning rates. The "
+        f"number is the mean of the differences for the seeds {_in_words(seeds)}, with its 95 % confidence interval "
+        "(Student's t).",
+        "**lost at dense's best rate**: how much worse the method is than uncompressed training if both use the best "
+        "learning rate of uncompressed training.",
+        f"**good rates**: the learning rates at which the method loses at most {FORGIVING:g} % of the loss, or "
+        f"{FORGIVING:g} point of accuracy, compared with its best learning rate. This column uses only the seeds of "
+        "the search.",
+        "**`compressed-adam`**: these rows use the optimizer `CompressedAdam` instead of AdamW, and are compared with "
+        "uncompressed training by AdamW. The row `compressed-adam none` shows the effect of `CompressedAdam` without "
+        "compression.",
+        "**`local-steps`, `diloco` and `sparseloco`**: in these rows, the ranks do not exchange gradients, but the "
+        "changes of their weights, after each step or after several steps ([compressed steps](compressed-steps.md), "
+        "[local steps](local-steps.md)). The settings of DiLoCo and SparseLoCo are chosen so that they send about the "
+        "same number of bytes as `local-steps=4 efsignsgd`.",
+        "**`powersgd`** uses the lowest rank that does not send fewer bytes than the method that it is compared with.",
     )
     return ["## How to read the tables", "", *(filled(item, bullet=True) for item in items), ""]
 
@@ -102,11 +109,11 @@ def _explanation(seeds: Sequence[int]) -> list[str]:
 def section_of(workload: str, outcomes: Mapping[str, Outcome]) -> list[str]:
     options = ", ".join(f"{key} {value}" for key, value in WORKLOADS[workload].items() if key != "lr")
     complete = {spec: outcome for spec, outcome in outcomes.items() if not outcome.lacks}
-    lines = [f"## {workload}", "", filled(f"{options}."), ""]
+    lines = [f"## {workload}", "", filled(f"The options of `hvdcomp train` are: {options}."), ""]
     if complete:
         lines += [*_table(workload, complete), *_pairs(workload, complete)]
     else:
-        lines += ["No row of this workload is complete.", ""]
+        lines += [f"No row of the workload `{workload}` is complete yet.", ""]
     return [*lines, *_missing(outcomes)]
 
 
@@ -154,9 +161,12 @@ def _missing(outcomes: Mapping[str, Outcome]) -> list[str]:
     """What incomplete rows lack, as a list."""
     begun = [outcome for outcome in outcomes.values() if outcome.lacks and outcome.is_begun]
     others = [f"`{outcome.spec}`" for outcome in outcomes.values() if not outcome.is_begun]
-    lines = [filled(f"`{outcome.spec}` lacks {in_one_sentence(outcome.lacks)}.", bullet=True) for outcome in begun]
-    lines += [filled(f"No training was made with {in_one_sentence(others)}.", bullet=True)] if others else []
-    return ["Not measured yet:", "", *lines, ""] if lines else []
+    lines = [
+        filled(f"The row `{outcome.spec}` still lacks {in_one_sentence(outcome.lacks)}.", bullet=True)
+        for outcome in begun
+    ]
+    lines += [filled(f"No training was made yet with {in_one_sentence(others)}.", bullet=True)] if others else []
+    return ["Rows that are not complete yet:", "", *lines, ""] if lines else []
 
 
 def _long_trainings(found: ByWorkload, runs: Path) -> list[str]:
@@ -173,9 +183,10 @@ def _long_trainings(found: ByWorkload, runs: Path) -> list[str]:
                 lines.append(f"| {name} | `{spec}` | {TRAINED[long_of(name)]['steps']} | {shown} {unit} |")
     head = ["| workload | method | steps | lost |", "|---|---|--:|---|"]
     text = (
-        "The methods that the README recommends are trained for three times as many steps, with the seeds "
-        f"{in_one_sentence(list(map(str, LONG_SEEDS)))}. The learning rates are those of the tables above. The last "
-        "column shows how much each seed lost compared with uncompressed training of the same length."
+        "The methods that the README recommends are also trained for three times the number of steps, with the seeds "
+        f"{in_one_sentence(list(map(str, LONG_SEEDS)))}. The learning rates of the long trainings are the best rates "
+        "of the short trainings. The last column shows how much each seed lost compared with uncompressed training of "
+        "the same length."
     )
     body = [*head, *lines] if lines else ["No long training was made yet."]
     return ["## Three times as many steps", "", filled(text), "", *body, ""]
@@ -192,39 +203,42 @@ def _for_reviewers(records: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -
     raw = f"[{RECORDS}](../{MEASURED.relative_to(ROOT)}/best-rates/{RECORDS})"
     items = (
         "**What was tuned**: only the learning rate. The search begins with three rates that differ by factors of two, "
-        "around the best rate of uncompressed training, or around twice this rate for compressed steps. The search "
-        "continues until the best rate is between two worse ones, "
+        "around the best rate of uncompressed training. For compressed steps, the search begins around twice the best "
+        "rate of uncompressed training. The search continues until the best rate is between two worse rates, "
         f"but at most {FARTHEST} factors of two from the first rate of the workload. Levels, warm-ups, schedules and "
         "optimizers were not tuned for any row.",
-        f"**On what**: the validation part at the end of the training. Each rate was trained with seed {SEARCHED[0]}, "
-        f"and the rates within {CLOSE:g} % or {CLOSE:g} points of the best one also with the seeds "
-        f"{_in_words(SEARCHED[1:])}. The mean decides.",
-        f"**What was held out**: the seeds {_in_words(seeds)}. No choice has seen them, and all figures of the tables "
-        "come from them. A seed draws the initial weights, the order of the batches and the random numbers of the "
-        "compressor. The data are the same for all seeds, and the figures come from the validation part, too. The test "
-        "part was not used.",
-        f"**How many trainings**: {len(records)}, in {hours:.1f} hours of a core. The search made {searched} of them. "
-        "A training takes longer on a core that other programs use, too, so these hours are an upper bound.",
-        f"**Raw records**: {raw} has a line for each training. The line has the workload, the method with its learning "
-        "rate, the seed, the commit, the seconds, the factor and bytes of a rank, and the loss and accuracy at the "
-        "end. An empty loss means that the training diverged. The CSV file beside this page has the rows of the "
-        "tables.",
-        "**To make a row again**: train it in an empty folder. This command makes one row, the row of uncompressed "
-        "training that it is compared with, and the long trainings of the method if the README names it. Replace the "
-        "workload and the method by those of your row.",
+        "**Where the best rate comes from**: from the validation data at the end of the training. Each learning rate "
+        f"was trained with seed {SEARCHED[0]}. Rates within {CLOSE:g} % or {CLOSE:g} points of the best rate were also "
+        f"trained with the seeds {_in_words(SEARCHED[1:])}. The best rate is the rate with the best mean over these "
+        "seeds.",
+        f"**What was held out**: the seeds {_in_words(seeds)}. The held-out seeds were not used for any choice, and "
+        "all results in the tables come from the held-out seeds. A seed determines the initial weights, the order of "
+        "the batches and the random numbers of the compressor. The data are the same for all seeds, and the results "
+        "also come from the validation data. The test data were not used.",
+        f"**How many trainings**: {len(records)} trainings, in {hours:.1f} core hours. The search for learning "
+        f"rates used {searched} of the trainings. Other programs used the same cores, so the number of core hours is "
+        "an upper bound.",
+        f"**Raw records**: {raw} has a line for each training. The line contains the workload, the method with its "
+        "learning rate, the seed, the commit, the seconds, the compression factor and bytes of a rank, and the final "
+        "loss and accuracy. An empty loss means that the training diverged. The CSV file of this page contains the "
+        "rows of the tables.",
+        "**To repeat the trainings of a row**, use an empty folder. The following command trains one row and the row "
+        "of uncompressed training that it is compared with. If the README recommends the method, the command also "
+        "makes the long trainings. Replace the workload and the method in the command by those of your row.",
     )
     return [
         "## How the README chooses",
         "",
         filled(
-            "For each optimizer, the README recommends the method that sends the fewest bytes and loses little on "
-            "every task with this optimizer. Little means that the upper end of the 95 % interval is at most "
-            f"{BOUNDS[0]:g} % of the loss or {BOUNDS[0]:g} point of accuracy. A second method may lose up to "
-            f"{BOUNDS[1]:g} % or {BOUNDS[1]:g} points, if it sends fewer bytes still. Rows with 16 ranks count as soon "
-            "as they are complete. `python benchmarks/which_method.py` makes the table from the records. It also "
-            "writes the figures that `auto`, `hvdcomp advise`, `hvdcomp profile` and the [warning about "
-            "Adam](adam.md#when-hvdcomp-warns-you) use. Tasks without complete rows keep their [older "
-            "figures](convergence.md), which were measured at one learning rate."
+            "For each optimizer, the README recommends the method that sends the fewest bytes, among all methods that "
+            "lose little on every task with this optimizer. A method loses little if the upper end of the 95 % "
+            f"interval of its loss is at most {BOUNDS[0]:g} % (or {BOUNDS[0]:g} point of accuracy). The README also "
+            f"recommends a second method if it sends even fewer bytes and loses at most {BOUNDS[1]:g} % (or "
+            f"{BOUNDS[1]:g} points). Rows with 16 ranks are used as soon as they are complete. `python "
+            "benchmarks/which_method.py` makes the README's table from the records. The same script writes the numbers "
+            "for the recommendations of `auto`, `hvdcomp advise` and `hvdcomp profile`, and for the [warning about "
+            "Adam](adam.md#when-hvdcomp-warns-you). For tasks without complete rows, hvdcomp uses [older "
+            "results](convergence.md), which were measured at one learning rate."
         ),
         "",
         "## For reviewers",
@@ -236,8 +250,9 @@ def _for_reviewers(records: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -
         "  ```",
         "",
         filled(
-            "The trainings are those of `hvdcomp train` on [simulated ranks](simulated-ranks.md), which end with the "
-            "same weights as real ranks. With `--dry-run` the command prints the first trainings."
+            "All trainings ran `hvdcomp train` on [simulated ranks](simulated-ranks.md), which end with the same "
+            "weights as real ranks. With `--dry-run`, `benchmarks/best_rates.py` prints the first trainings without "
+            "training."
         ),
         "",
     ]

@@ -573,7 +573,8 @@ def block_of(table: Table) -> str:
     workload, front = table.workload, front_of(table)
     options = ", ".join(f"{name} {value}" for name, value in workload.options.items())
     lines = [
-        f"| method | times fewer bytes | {workload.lost} | {' | '.join(f's at {shown}' for shown in LINKS.values())} |",
+        f"| method | times fewer bytes | {workload.lost} "
+        f"| {' | '.join(f'seconds to the target at {shown}' for shown in LINKS.values())} |",
         f"|---|{'--:|' * (2 + len(LINKS))}",
     ]
     for row in table.rows:
@@ -583,8 +584,9 @@ def block_of(table: Table) -> str:
             times = [_time(record[f"seconds_{link}"], record[f"times_as_fast_{link}"]) for link in LINKS]
             lines.append(f"| {' | '.join([label, f'{row.factor:.1f}', lost, *times])} |")
     seeds = ", ".join(map(str, sorted({run.seed for run in table.runs})))
-    ends = f"Target: {workload.target}. Computing a step takes {table.compute_ms:.1f} ms."
-    lines += ["", f"Ranks: {workload.ranks}. Seeds: {seeds}. Options: {options}. {ends}"]
+    ends = f"The target is {workload.target}. Computing a step takes {table.compute_ms:.1f} ms."
+    ranks = f"The trainings of this table have {workload.ranks} ranks and the seeds {seeds}"
+    lines += ["", f"{ranks}. The options of `hvdcomp train` are: {options}. {ends}"]
     for run in table.failed:
         lines += ["", f"Failed: `{run.method.spec}`, seed {run.seed}: {run.about['error']}"]
     return "\n".join(lines)
@@ -600,7 +602,8 @@ def savings_of(tables: Sequence[Table]) -> str:
 
     Workloads without any speedup are left out.
     """
-    lines = [f"| | {' | '.join(LINKS.values())} |", f"|---|{'--:|' * len(LINKS)}"]
+    head = ["training, optimizer", *(f"fastest method at {link}" for link in LINKS.values())]
+    lines = [f"| {' | '.join(head)} |", f"|---|{'--:|' * len(LINKS)}"]
     for table in tables:
         cells = []
         for link in LINKS:

@@ -54,21 +54,23 @@ METHODS = (
     *("topk:ratio=0.01", "int4", "efsignsgd"),
 )
 
-ABOUT = """All methods train the same model. They take turns in one process on each rank, and use the same process \
-group with Gloo. The trainings use batch size {batch_size}, random data, SGD with momentum, and one thread. Each host \
-has its own cores if the machine has enough cores. `compute` is a training without any exchange, and `DDP` is a \
-training without a hook. Names that end in `_hook` are PyTorch's hooks, and all other methods are hvdcomp's. Times are \
-those of the slowest rank: the median and the quartiles of all steps. Bytes are those that one step sends over the \
-link of a host, including headers and acknowledgements. They come from the counter of the host's network interface.
+ABOUT = """All methods train the same model. The methods take turns in one process on each rank, and use the same \
+process group with Gloo. The trainings use batch size {batch_size}, random data, SGD with momentum, and one thread. \
+Each host has its own cores if the machine has enough cores. `compute` is a training without any exchange, and `DDP` \
+is a training without a hook. Names that end in `_hook` are PyTorch's hooks, and all other methods are hvdcomp's. The \
+time of a step is the time of the slowest rank, and the page shows the median and the quartiles of all steps. The \
+number of bytes is what one step sends over the link of a host, including headers and acknowledgements, by the counter \
+of the host's network interface.
 
-PyTorch's PowerSGD has rank 4, error feedback and warm start. It compresses from the third step on, which is before \
-the measurement begins. It gets all gradients in one bucket, because with several buckets, Gloo's threads start its \
-collectives in a different order on each rank, and the run fails. All other methods use DDP's default buckets."""
+PyTorch's PowerSGD has rank 4, error feedback and warm start. PyTorch's PowerSGD compresses from the third step on, \
+which is before the measurement begins. It gets all gradients in one bucket, because with several buckets, Gloo's \
+threads start the hook's collectives in a different order on each rank, and the run fails. All other methods use DDP's \
+default buckets."""
 
-ALTERNATING = """**`alternating=true` is less accurate**, so we compare it with no hook. In each step it sends only \
-one of the two factors, while PyTorch's hook and `powersgd:rank=4` send both. In \
-[convergence.csv](../convergence.csv), the loss of an LSTM is 6 % above dense training with `powersgd:rank=4`, and \
-15 % above it with `alternating=True`."""
+ALTERNATING = """**`alternating=true` is less accurate** than PyTorch's PowerSGD hook, so we do not compare it with \
+this hook. In each step, `alternating=true` sends only one of the two factors, while PyTorch's hook and \
+`powersgd:rank=4` send both factors. In [convergence.csv](../convergence.csv), the loss of an LSTM is 6 % higher than \
+with dense training if the method is `powersgd:rank=4`, and 15 % higher with `alternating=True`."""
 
 
 @dataclass(frozen=True)
@@ -168,9 +170,9 @@ def summary(rows: Sequence[Row]) -> str:
     least = min(best, key=lambda row: row.over_hook or 0)
     faster = sum((row.over_hook or 0) > 1 for row in best)
     return (
-        f"In {faster} of {len(best)} comparisons, hvdcomp's fastest method of a kind is faster than PyTorch's fastest "
-        f"method of this kind. The smallest speedup is {least.over_hook:.2f} ({least.method} over {least.hook}, "
-        f"{least.in_words()})."
+        f"We compare PyTorch's hooks with hvdcomp's methods of the same kind. In {faster} of {len(best)} comparisons, "
+        f"hvdcomp's fastest method is faster than PyTorch's fastest hook. The smallest speedup is "
+        f"{least.over_hook:.2f} ({least.method} over {least.hook}, {least.in_words()})."
     )
 
 
@@ -195,9 +197,10 @@ def markdown(runs: Sequence[Mapping[str, Any]], details: Mapping[str, Any]) -> s
         ABOUT.format(**details),
         "",
         *([ALTERNATING, ""] if any("alternating" in row.method for row in rows) else []),
-        "The table shows the speedup of each method over DDP without a hook, by rate. The last column shows its "
-        "speedup over PyTorch's fastest hook with similar accuracy. A range is over the clusters and models. "
-        f"[{STEM}.csv]({STEM}.csv) has every setting with times, quartiles, bytes and standard errors of the speedups.",
+        "The table shows the speedup of each method over DDP without a hook, for each rate of the links. The last "
+        "column shows the speedup over PyTorch's fastest hook with similar accuracy. Where the table shows a range, "
+        "it is the range over the numbers of hosts and the models. The file "
+        f"[{STEM}.csv]({STEM}.csv) contains the times, quartiles, bytes and standard errors of every setting.",
         "",
         *_table(("method", *rates, "over the hook"), methods),
         "",

@@ -474,7 +474,8 @@ def section_of(name: str, pairs: Sequence[Pair], seeds: Sequence[int]) -> list[s
     lines = [
         f"## {name}",
         "",
-        f"Seeds: {_in_words(seeds)}. Options: {options}.",
+        f"The trainings of this table have the seeds {_in_words(seeds)}. "
+        f"The options of `hvdcomp train` are: {options}.",
         "",
         f"| compressor | policy | seeds | factor | {quality} | control | control's bytes | control's {quality} "
         f"| share of the gap | gain ({unit}) | |",
@@ -500,7 +501,7 @@ def summary_of(pairs: Sequence[Pair]) -> list[str]:
     lines = [
         "## Policies compared with the fixed level of the same bytes",
         "",
-        "Number of comparisons with each result:",
+        "The table shows in how many comparisons each policy was better or worse than the fixed level:",
         "",
         "| policy | compressor | better | no difference shown | worse |",
         "|---|---|--:|--:|--:|",
@@ -533,27 +534,28 @@ def write_page(file: Path, runs: Path, seeds: Sequence[int]) -> bool:
         "",
         f"""Made by `{_command(by_workload)}`, at commit {shown}.
 
-Does a policy train better than a fixed level that sends the same number of bytes? Each training runs `hvdcomp train` on
-[simulated ranks](simulated-ranks.md). We compare each policy with one or two controls:
+Does a training with a policy end with a better model than a training with a fixed level that sends the same number of
+bytes? To find out, we trained with `hvdcomp train` on [simulated ranks](simulated-ranks.md), and compared each policy
+with one or two control trainings:
 
-- **A fixed level** of the same compressor. On average, its training sends the same number of bytes. Bisection finds the
-  level. For ranks of PowerSGD, it is the lowest rank that sends at least this number of bytes.
-- **A `schedule`**, if the policy chooses between two levels. It sends the same number of bytes, with the less
-  compressed steps in the middle of the training.
+- **A fixed level** of the same compressor that sends, on average, the same number of bytes as the policy. We find the
+  level by bisection. For PowerSGD, we use the lowest rank that does not send fewer bytes than the policy.
+- **A `schedule`**, if the policy chooses between two levels. The schedule uses the same two levels and sends the same
+  number of bytes as the policy, but compresses less in the middle of the training.
 
-The columns of the tables:
+The tables have these columns:
 
-- **seeds** is the number of seeds for which there are trainings of both the policy and the control.
+- **seeds** is the number of seeds with trainings of both the policy and the control.
 - **factor** is the bytes of dense training divided by the bytes with the policy.
-- **control's bytes** are in percent of the policy's bytes.
+- **control's bytes** is the number of bytes with the control, in percent of the bytes with the policy.
 - **share of the gap** has two numbers, one for the policy and one for the control. The gap is the difference in quality
-  between the fixed levels that send the fewest and the most bytes. For Accordion, these are its high and low levels.
-  The shares are over the seeds that all four rows have.
-- **gain** is the mean difference between policy and control over the seeds, with its 95 % confidence interval
-  (Student's t). A policy counts as better or worse only if zero is outside of this interval.
+  between the fixed levels that send the fewest and the most bytes. For Accordion, these two levels are its high and low
+  levels. The shares use only seeds that were trained in all four rows.
+- **gain** is the mean difference in quality between the policy and the control over the seeds, with its 95 % confidence
+  interval (Student's t). A policy counts as better or worse only if zero is outside of the interval.
 
-[{table.name}]({table.name}) has the same figures. For results that papers report about their policies, see
-[reproduction.md](reproduction.md).""",
+The CSV file [{table.name}]({table.name}) contains the same numbers. The page on
+[reproduced papers](reproduction.md) compares policies with the results of their papers.""",
         "",
         findings_of(file),
         "",

@@ -278,18 +278,19 @@ def page_of(cases: dict[str, dict[str, Any]], steps: int, ranks: int, faults: fl
     lines = [
         "# Long trainings",
         "",
-        "These trainings run for many steps, with faulty gradients and a full disk from time to time. "
-        f"{sum(not case['grows'] for case in cases.values())} of {len(cases)} cases are *flat*: memory, open files and "
-        "the decision log do not grow, and all ranks have the same weights.",
+        "This page shows that long trainings do not use more and more resources. From time to time, a gradient is "
+        "faulty or the disk is full. A training is *flat* if memory, open files and the decision log do not grow, and "
+        f"if all ranks have the same weights. {sum(not case['grows'] for case in cases.values())} of {len(cases)} "
+        "trainings are flat.",
         "",
         f"Made by `{command}`, at commit `{commit()}`.",
         "",
-        f"Each case is a separate training of {steps} steps on {ranks} ranks. In {faults:.0%} of the steps, chosen at "
-        "random, one random rank has one of these faults:",
+        f"Each row of the table is a separate training of {steps} steps on {ranks} ranks. In {faults:.0%} of the "
+        "steps, chosen at random, one random rank has one of these faults:",
         "",
         *[f"- **{name}**: {meaning}" for name, meaning in FAULTS.items()],
         "",
-        "For each case, the table shows the rank whose memory grew most in the second half.",
+        "For each training, the table shows the rank whose memory grew most in the second half of the training.",
         "",
         *table_of(cases),
     ]

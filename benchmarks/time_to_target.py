@@ -226,16 +226,18 @@ def write_page(file: Path, runs: Sequence[ClusterRun]) -> bool:
 
 Made by `sudo .venv/bin/python benchmarks/time_to_target.py{chosen}`, at commit {commits}.
 
-Each training runs `hvdcomp train` under Horovod on {first.hosts} [emulated hosts](emulated-cluster.md), with one rank
-on each host. It ends when it reaches {first.options["until"]} on the validation data. Its options are: {options}.
+This page shows how long a training takes with each method until it reaches a target. Each training runs `hvdcomp train`
+under Horovod on {first.hosts} [emulated hosts](emulated-cluster.md), with one rank on each host. The training ends when
+it reaches {first.options["until"]} on the validation data. The options of `hvdcomp train` are: {options}.
 
-All hosts share the machine's cores. A step therefore computes for longer than on separate hosts, and the network takes
-a smaller part of the step.
+All emulated hosts share the cores of one machine. So the computation of a step takes longer than on separate hosts, and
+the network takes a smaller part of the step.
 
 The table shows means over the seeds, with their 95 % confidence intervals (Student's t):
 
+- **reached** is the number of seeds that reached the target.
 - **seconds** is the time of training, without the evaluations.
-- **speedup** compares each run with the faster of {" and ".join(f"`{one}`" for one in UNCOMPRESSED)}, seed by seed.
+- **speedup** compares a method with the faster of {" and ".join(f"`{one}`" for one in UNCOMPRESSED)}, seed by seed.
 - **over fixed level** is the speedup over the same method at its fixed level, without the policy.
 
 {findings_of(file)}

@@ -78,8 +78,7 @@ def defined() -> dict[str, set[str]]:
     sources += (ROOT / "hvdcomp").rglob("*.[ch]")
     sources.append(ROOT / "hvdcomp" / "kernels" / "src" / "kernels.def")
     return {
-        str(path.relative_to(ROOT)): set(re.findall(r"\w+", str(DEFINED.findall(path.read_text()))))
-        for path in sources
+        str(path.relative_to(ROOT)): set(re.findall(r"\w+", str(DEFINED.findall(path.read_text())))) for path in sources
     }
 
 

@@ -72,22 +72,23 @@ def as_markdown(command: str, found: dict[str, Any], rows: Sequence[Row]) -> str
         "",
         f"Made by `{command}`, with {versions} on {found['cores']} cores, at commit `{found['commit']}`.",
         "",
-        "The command at the end of this page causes faults in trainings, and compares the consequences with the "
-        "documented ones. "
+        "This page shows what happens to a training after a fault, such as a killed process or a full disk. A test "
+        "causes each fault, and compares the consequences with the documented consequences. "
         f"{len(rows) - len(failed)} of {len(rows)} rows are as documented.",
         "",
-        "A row is a fault with a transport: Horovod with Gloo or MPI (`gloo`, `mpi`), or torch.distributed under "
-        f"torchrun (`ddp`). [{NAME}.csv]({NAME}.csv) has all rows, with what happened and the seconds from the "
-        "fault to the end of the training's last process. Each row also checks that no process is left. If ranks train "
-        "with hvdcomp, it checks that all ranks have the same weights after each step.",
+        "Each row is a fault with a transport: Horovod with Gloo or MPI (`gloo`, `mpi`), or torch.distributed under "
+        f"torchrun (`ddp`). The file [{NAME}.csv]({NAME}.csv) contains all rows, with the consequences and the seconds "
+        "from the fault to the end of the training's last process. The test also checks that no process of the "
+        "training is left. If the ranks train with hvdcomp, the test checks that all ranks have the same weights after "
+        "each step.",
         "",
-        "In the table, faults with the same documented outcome share a line. The line names them, or only the first "
-        f"one if there are more than {NAMED}. It shows the seconds of the slowest row, and the time limit of this row. "
-        "Ranks that would wait forever were ended at the limit.",
+        "Faults with the same documented consequence are in the same line of the table. The line names all of these "
+        f"faults, or only the first fault if there are more than {NAMED}. The last column shows the seconds of the "
+        "slowest fault, and its time limit. Ranks that would wait forever were ended at the time limit.",
         "",
         *(f"- **FAILED**: {row.fault}, over {row.transport}: {_short(row.happened)}" for row in failed),
         *([""] if failed else []),
-        "| faults | documented | slowest, s |",
+        "| faults | documented consequence | slowest, s |",
         "|---|---|--:|",
     ]
     for group, documented in dict.fromkeys((row.group, row.documented) for row in rows):

@@ -18,33 +18,36 @@ LEAST_SPEED = 3.0
 NOT_MEASURED = "not measured"
 
 STEP = (
-    "For each model: the median milliseconds of a step of one rank, by the device's own time. The host has queued the "
-    "work in advance. The number in brackets is this time divided by the time to copy the gradients once. For the "
-    "first model, the table also shows the milliseconds by the clock (wall), the kernel launches, and the bytes per "
-    "parameter that stay on the device from step to step (kept)."
+    "The table shows how many milliseconds the GPU works to compress and decompress the gradients of a step, as the "
+    "median for one rank. The host queued the work in advance, so this time does not include the host's work. The "
+    "number in brackets is the time divided by the time to copy the gradients once. For the first model, the table "
+    "also shows the milliseconds by the clock (wall), the number of kernel launches, and the bytes per parameter that "
+    "stay in GPU memory from step to step (kept)."
 )
 MEMORY = (
-    "Bytes that PyTorch has allocated in addition to the gradients, per element of four matrices of 2048 x 4096: the "
-    "bytes that stay from step to step (kept), and the maximum within a step (most). The results replace the gradients."
+    "The table shows how many bytes PyTorch allocates in addition to the gradients, per element of four matrices of "
+    '2048 x 4096. "kept" is the number of bytes that stay allocated from step to step, and "most" is the maximum '
+    "within a step. The mean gradients are written over the gradients."
 )
 TRAINING = (
     "DistributedDataParallel trains a decoder with 85 million parameters in bfloat16, on 8 sequences of 512 bytes, "
-    "with one rank over NCCL. The steps of each method alternate with steps of DDP without a hook, 15 of each. The "
-    "table shows medians. With "
-    "one rank, the exchange costs nothing, so the table shows the time that the method itself adds, and overlap with "
-    "the backward pass saves nothing. MB is the maximum of the memory that PyTorch allocates in a step, including the "
-    'model\'s. "-" means not measured.'
+    "with one rank over NCCL. For each method, 15 steps with the method alternate with 15 steps of DDP without a hook. "
+    "The table shows the medians. With one rank, the exchange costs nothing. So the table shows how much time the "
+    "method itself adds, and overlap with the backward pass saves nothing. MB is the largest amount of memory that "
+    "PyTorch "
+    'allocates in a step, including the memory of the model. "-" means not measured.'
 )
-SEVERAL = "The same training with a rank on each of several GPUs, over NCCL."
-NETWORK = "Collectives between all GPUs, measured by `hvdcomp calibrate`."
+SEVERAL = "The table shows the same training with one rank on each of several GPUs, over NCCL."
+NETWORK = "The table shows the times of collectives between all GPUs, measured by `hvdcomp calibrate`."
 PREDICTIONS = (
-    "Milliseconds of a step, as predicted from `hvdcomp calibrate` and `hvdcomp profile` on the same GPU, and as "
-    "measured. Two ranks share the GPU over Gloo, or one rank has the GPU alone over NCCL. One rank exchanges nothing."
+    "The table shows the time of a step in milliseconds, as predicted from `hvdcomp calibrate` and `hvdcomp profile` "
+    "on the same GPU, and as measured. Either two ranks share the GPU over Gloo, or one rank uses the GPU alone over "
+    "NCCL. A single rank exchanges nothing."
 )
 KERNELS = (
-    "GB/s is the number of bytes that a kernel has to move, divided by its time, on the matrices of BERT-base. The "
-    "table compares it with a copy, and lists kernels with less than "
-    f"{LEAST_SHARE:.0%} of the copy's rate. The JSON file has the other kernels."
+    "The rate of a kernel, in GB/s, is the number of bytes that the kernel has to move, divided by its time, on the "
+    "matrices of BERT-base. The table compares this rate with the rate of a copy, and lists only kernels with less "
+    f"than {LEAST_SHARE:.0%} of the copy's rate. The JSON file contains all other kernels."
 )
 
 
@@ -55,7 +58,7 @@ def as_markdown(document: Mapping[str, Any]) -> str:
     failures = [f"- {name}: {one.splitlines()[0]}" for name, part in parts.items() for one in part["failures"]]
     lines += failures + [""] * bool(failures)
     lines += ["## Compared with the aims", ""]
-    lines += table(("what", "aim", "measured", ""), list(aims(parts)))
+    lines += table(("what was measured", "aim", "result", ""), list(aims(parts)))
     lines += ["## A step", "", STEP, ""]
     lines += _steps(_rows(parts, "bench"))
     lines += ["## Memory", "", MEMORY, ""]

@@ -90,9 +90,10 @@ def _speedups(all_gains: Sequence[Gain]) -> list[str]:
             speedups = sorted(gain.over_stock for gain in all_gains if (gain.model, gain.rate) == (model, rate))
             cells.append(" to ".join(dict.fromkeys(f"{value:.2f}" for value in [*speedups[:1], *speedups[-1:]])))
         lines.append((model, *cells))
-    ranges = ", as a range over the clusters" if len({gain.cluster for gain in all_gains}) > 1 else ""
+    ranges = ", as a range over the numbers of hosts and ranks" if len({gain.cluster for gain in all_gains}) > 1 else ""
     return [
-        f"Speedup of the fastest compressor of each setting over dense gradients or fp16, whichever is faster{ranges}:",
+        f"The table shows the speedup of the fastest compressor in each setting{ranges}. The baseline is the faster of "
+        "dense gradients and fp16:",
         "",
         *_markdown_table(("model", *rates), lines),
         "",
@@ -123,32 +124,36 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
+_OF_KINDS = "The table shows the errors of the predictions for compressors, for each kind of exchange:"
+
+
 def markdown(stem: str, rows: Sequence[Row], details: dict[str, Any]) -> str:
     """The page: the summary, tables of errors and speedups, settings in which `auto` chose badly, and the noise."""
     commits = commits_in_words(run["commit"] for run in details["runs"])  # more than one if the run was resumed
     all_gains = gains(rows)
     file = f"{stem}-gains.csv"
-    gains_file = f" [{file}]({file}) has the fastest compressor of each setting, and its speedups." if all_gains else ""
+    gains_file = f" The file [{file}]({file}) contains the fastest compressor of each setting, and its speedups."
     kinds = list(_by_kind(rows))
     lines = [
         "# Predicted and measured times of steps",
         "",
         f"Made by `{details['command']}`, at commit {commits}.",
         "",
-        f"[{stem}.csv]({stem}.csv) has all {len(rows)} rows, with quartiles and the parts of each "
-        f"prediction.{gains_file}",
+        "This page compares the measured times of training steps with the times that the performance model predicts. "
+        f"The file [{stem}.csv]({stem}.csv) contains all {len(rows)} predictions, with the quartiles of the measured "
+        f"times, and the parts of each prediction.{gains_file if all_gains else ''}",
         "",
         *([details["left_out"], ""] if details.get("left_out") else []),
         *(line for paragraph in summary(rows) for line in (paragraph, "")),
         *_speedups(all_gains),
-        "Errors of the predictions by method, over all settings:",
+        "The table shows the errors of the predictions for each method, over all settings:",
         "",
         *_markdown_table(
             ("method", "settings", "fastest compressor in", "median error", "largest error"),
             list(_by_method(rows, all_gains)),
         ),
         "",
-        *(["Errors of the predictions for compressors, by kind of exchange:", ""] if kinds else []),
+        *([_OF_KINDS, ""] if kinds else []),
         *(_markdown_table(("exchange with", "predictions", "median error"), kinds) if kinds else []),
         *([""] if kinds else []),
         *_auto(choices(details.get("runs", ()))),
@@ -172,10 +177,10 @@ def auto_summary(chosen: Sequence[Choice]) -> str:
     slowest, slower = (max(chosen, key=lambda choice: getattr(choice, name)) for name in ("over_best", "over_dense"))
     median = statistics.median(choice.over_best for choice in chosen)
     return (
-        f"With auto, a step takes {median:.3f} times as long as with the best static choice in the median, and "
-        f"{slowest.over_best:.3f} times as long in the worst setting ({slowest.in_words()}). Compared with dense "
-        f"gradients, it takes {slower.over_dense:.3f} times as long in the worst setting ({slower.in_words()}). The "
-        f"standard errors of the ratios to the best static choice are at most "
+        f"With the policy auto, a step takes {median:.3f} times as long as with the best static choice in the median, "
+        f"and {slowest.over_best:.3f} times as long in the worst setting ({slowest.in_words()}). Compared with dense "
+        f"gradients, a step with auto takes {slower.over_dense:.3f} times as long in the worst setting "
+        f"({slower.in_words()}). The standard errors of the ratios to the best static choice are at most "
         f"{max(choice.over_best_error for choice in chosen):.3f}."
     )
 

@@ -34,51 +34,66 @@ _HEADINGS = {
 _HEAD = """# Tables and figures of the papers, reproduced
 
 Made by `hvdcomp reproduce --page docs/reproduction.md --output docs/reproduction` from the results in
-[reproduction](reproduction). [reproduction.csv](reproduction.csv) has every row of every result, with the control, the
-command and the commit. `hvdcomp reproduce NAME` repeats one result, and `hvdcomp reproduce` lists the names.
+[reproduction](reproduction). The file [reproduction.csv](reproduction.csv) contains every row of every result, with the
+control, the command and the commit. `hvdcomp reproduce NAME` repeats one result, and `hvdcomp reproduce` lists the
+names.
 
-We compare each published number with our own number. Ours is counted from shapes, predicted by the [performance
-model](performance-model.md), or the mean of small trainings on [simulated ranks](simulated-ranks.md). A mean has its
-95 % confidence interval over five seeds (Student's t). Differences are in points of accuracy on the test data, or for
-text in percent of the perplexity. A negative difference is a loss. We use neither the authors' GPUs and networks, nor
-CIFAR, ImageNet or Penn Treebank.
+This page compares each published number of four papers with our own number. We get our numbers in three ways: we count
+them from the shapes of tensors, we predict them with the [performance model](performance-model.md), or we train small
+models on [simulated ranks](simulated-ranks.md). For trainings, our number is the mean over five seeds, with its 95 %
+confidence interval (Student's t). Differences in quality are in points of accuracy on the test data, or, for text, in
+percent of the perplexity. A negative difference means that quality was lost. We do not use the authors' GPUs and
+networks, or CIFAR, ImageNet or Penn Treebank.
 
-- A row *holds* if the whole interval fulfils its claim, such as "no more than 1 lost". It *does not hold* if no part
-  of the interval fulfils the claim. Otherwise the row is *open*. A number without an interval holds if it agrees with
-  the published number. Depending on the row, this means within a given share, in the same order, or with the same sign.
-- The main claim of a table or figure decides about the result. Without a main claim, all of its rows decide. The
-  result *does not hold here* if none of these rows holds, and *is not confirmed* if all of them are open. It is *as
-  published* if all rows hold, and each published number has a counterpart. Otherwise it is *in part*.
-- Our trainings use other networks and other data. They do not show what happened in the authors' own trainings.
+Each row compares one number:
 
-**The trainings are small and few.** MNIST-1D replaces images: we train a convolutional network with 108,000 parameters
-for 1,920 steps. (Accordion's authors train ResNet-18 and others for 29,400 steps.) The source of Python's library
-replaces text: we train an LSTM with 249,000 parameters for 840 steps. The trainings are long enough, and their learning
-rates low enough, that low compression loses little compared with dense gradients.
+- A row *holds* if all numbers of our confidence interval fulfil the claim of the row, such as "no more than 1 lost". It
+  *does not hold* if no number of the interval fulfils the claim. If only a part of the interval fulfils the claim, the
+  row is *open*.
+- Our number may have no confidence interval. The row then *holds* if our number agrees with the published number:
+  within a given share, in the same order, or with the same sign, depending on the row.
 
-The same few trainings represent the networks of many tables and figures. The column *distinct trainings* counts them;
-each has five seeds. Rows with the same number in the column *comparison* use [the same trainings](#the-comparisons), so
-they are one finding and not several.
+Each table or figure of a paper has one result, which depends on its rows:
+
+- If a table or figure has a main claim, the rows of this claim decide. If it has no main claim, all of its rows decide.
+- The result *does not hold here* if none of the deciding rows holds. The result *is not confirmed* if all deciding rows
+  are open.
+- The result is *as published* if all rows hold, and each published number has a counterpart. In all other cases, the
+  result holds *in part*.
+
+Our trainings use other networks and other data than the papers. So our trainings do not show what
+happened in the authors' own trainings.
+
+**The trainings are small and few.** Instead of the papers' images, we use MNIST-1D, and train a convolutional network
+with 108,000 parameters for 1,920 steps. (Accordion's authors train ResNet-18 and other networks for 29,400 steps.)
+Instead of the papers' text, we use the source code of Python's library, and train an LSTM with 249,000 parameters for
+840 steps. We chose long enough trainings and low enough learning rates so that low compression loses little quality
+compared with dense gradients.
+
+We use the same few trainings in place of the networks of many tables and figures. The column *distinct trainings*
+counts these trainings, each with five seeds. Rows with the same number in the column *comparison* use [the same
+trainings](#the-comparisons). So several such rows are only one finding.
 
 We compare each policy with a [control](#policies-compared-with-their-controls), a training that sends the same number
-of floats but ignores the gradients. If you have CIFAR or WikiText-2, pass `--data-dir FOLDER`. hvdcomp then runs
-Accordion's original trainings, with the settings of their table 7, on simulated ranks. This takes hours on a GPU. We
-have not run it.
+of floats but ignores the gradients. If you have CIFAR or WikiText-2, pass `--data-dir FOLDER`. With this option,
+hvdcomp runs Accordion's original trainings, with the settings of Accordion's table 7, on simulated ranks. The original
+trainings take hours on a GPU, and we have not run them.
 
-From Bagpipe we implement only the embedding exchange, [LookAhead](look-ahead.md), and we compare only the numbers in
-its abstract.
+From the paper on Bagpipe, we implement only the embedding exchange, [LookAhead](look-ahead.md), and we compare only the
+numbers in its abstract.
 
 In figures 5 and 13 to 16 of On the Utility of Gradient Compression, encoding during the backward pass takes longer than
-after it, on the authors' GPUs. We cannot show these figures here. On processors, a step was
-[shorter](exchange-measured.md#overlap) with encoding during the backward pass. On one GPU it took longer, as published
-([encoding.md](encoding.md#where-the-time-goes-on-a-gpu)).
+encoding after it, on the authors' GPUs. We cannot reproduce these figures with our machines. On CPUs, encoding during
+the backward pass made a step [shorter](exchange-measured.md#overlap). On one GPU, it made a step longer, as in the
+paper ([encoding](encoding.md#where-the-time-goes-on-a-gpu)).
 """
 _INTRODUCED = {
-    NOT_HELD: "Our number does not fulfil the claim. If it has an interval, no part of the interval fulfils the claim, "
-    "except in rows marked (open).",
-    NOT_CONFIRMED: "Only a part of the interval fulfils the claim, so our trainings do not decide.",
+    NOT_HELD: "In this table, our number does not fulfil the claim of the paper. If our number has a confidence "
+    "interval, no part of the interval fulfils the claim, except in rows marked (open).",
+    NOT_CONFIRMED: "In this table, only a part of our confidence interval fulfils the claim of the paper, so our "
+    "trainings do not decide whether the claim is true.",
 }
-_OF_COMPARISONS = "The name of a training is its network (`images` or `text`) with its options of `hvdcomp train`."
+_OF_COMPARISONS = "Each training is described by its network (`images` or `text`) and its options of `hvdcomp train`."
 _MOST_BESIDE = 5
 """Percent by which a control's floats may differ from the policy's."""
 _COMMITS = "The results were made at commit {commits}.\n"
@@ -150,8 +165,9 @@ def _beside_controls(outcomes: Mapping[str, Outcome]) -> list[str]:
         _line(row.what.rpartition(": ")[2], row.control, f"{_percent(row)}%", with_half(row)) for row in found.values()
     ]
     said = (
-        f"With the same number of floats (within {_MOST_BESIDE} %), a policy is {counts}. In the other comparisons, "
-        "the interval contains 0. We do not count controls that send more or fewer floats."
+        f"We compared policies with controls that send the same number of floats (within {_MOST_BESIDE} %). The policy "
+        f"is {counts}. In the other comparisons, the confidence interval of the difference contains 0. These counts "
+        "leave out controls that send more or fewer floats."
     )
     return ["## Policies compared with their controls", "", said, "", *_marked("controls", [*head, *lines])]
 

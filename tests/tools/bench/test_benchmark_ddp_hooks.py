@@ -70,7 +70,7 @@ def test_methods_are_compared_with_the_fastest_hook_of_like_accuracy(benchmark_f
         ("dense", "none"), ("cast", "bf16"), ("low rank", "powersgd:rank=4")
     ]  # fmt: skip
     said = benchmark_file.summary(list(rows.values()))
-    assert said.startswith("In 2 of 3 comparisons, hvdcomp's fastest method of a kind is faster")
+    assert "In 2 of 3 comparisons, hvdcomp's fastest method is faster" in said
     assert "The smallest speedup is 0.80 (none over DDP, mlp, 2 hosts, 1gbit)." in said
 
 
