@@ -112,7 +112,7 @@ bench-encode: setup  ## measure what encoding costs, and write the pages in docs
 	done
 
 bench: bench-encode  ## measure what compression costs and what it does to accuracy (about an hour)
-	@python benchmarks/convergence.py --workload mnist1d --runs runs/convergence --table runs/convergence/mnist1d.md
+	@python -m benchmarks.quality.convergence --workload mnist1d --runs runs/convergence --table runs/convergence/mnist1d.md
 
 faults: setup  ## kill, stop and cut off ranks of trainings: a table in docs/faults; GROUP=, ROW=, TRANSPORT=, RESUME=1 choose
 	@python -m tests.faults $(if $(GROUP),--group "$(GROUP)") $(if $(ROW),--row "$(ROW)") \

@@ -11,8 +11,8 @@ from typing import Any
 
 import click
 
+from benchmarks.trainings import ROOT, Run
 from hvdcomp.files import commits_in_words
-from hvdcomp.tools.reproduce.trainings import ROOT, Run
 from hvdcomp.tools.train.spread import estimate
 
 MEASURED = ROOT / "benchmarks/measured"

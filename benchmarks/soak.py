@@ -1,8 +1,8 @@
 """Checks that memory, open files and disk space do not grow in a long training, for each policy and many methods.
 
-    python benchmarks/soak.py --steps 2000
-    python benchmarks/soak.py --steps 1000000 --case topk --case auto --output runs/soak
-    python benchmarks/soak.py --faults 0
+    python -m benchmarks.soak --steps 2000
+    python -m benchmarks.soak --steps 1000000 --case topk --case auto --output runs/soak
+    python -m benchmarks.soak --faults 0
 
 Each case is a separate training of a small network on real ranks. Each rank regularly measures its resident memory,
 its open files, and the bytes of its decision log. The log's files have a small limit, so that they are rotated. In
@@ -238,7 +238,7 @@ def train(case: str, steps: int, faults: float, folder: Path) -> None:
 def run_case(case: str, steps: int, ranks: int, faults: float, folder: Path) -> dict[str, Any]:
     """Starts the ranks of a case, and evaluates their measurements."""
     folder.mkdir(parents=True)
-    command = ["horovodrun", "-np", str(ranks), "--gloo", sys.executable, str(Path(__file__).resolve())]
+    command = ["horovodrun", "-np", str(ranks), "--gloo", sys.executable, "-m", "benchmarks.soak"]
     arguments = ["--worker", case, "--steps", str(steps), "--faults", str(faults), "--output", str(folder)]
     output = folder / "output.txt"
     with output.open("wb") as file:
@@ -274,7 +274,7 @@ def table_of(cases: dict[str, dict[str, Any]]) -> list[str]:
 
 def page_of(cases: dict[str, dict[str, Any]], steps: int, ranks: int, faults: float) -> str:
     """The page: what was run, which faults there were, and the table."""
-    command = f"python benchmarks/soak.py --steps {steps} --ranks {ranks} --faults {faults:g}"
+    command = f"python -m benchmarks.soak --steps {steps} --ranks {ranks} --faults {faults:g}"
     lines = [
         "# Long trainings",
         "",

@@ -297,7 +297,7 @@ class Compression:
                 )
         elif self._binding.is_stale:
             self._binding.follow_ranks()
-        self._binding.meet_elastic_ranks()
+        self._binding.agree_with_new_ranks()
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a copy. A copy is for another model, so it uses the parameter names of Horovod's optimizer.

@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from hvdcomp import ErrorFeedback
+from hvdcomp.adaptation.energies import Energies, densified
 from hvdcomp.adaptation.gradient_sums import AccumulatedGradients
+from hvdcomp.adaptation.look import Look, observe
 from hvdcomp.communicators import LoopbackCommunicator
 from hvdcomp.compressors.memory import Memory, MomentumCorrection, NoMemory
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import TensorInfo
-from hvdcomp.exchange.energies import Energies, densified
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.exchange.look import Look
 from hvdcomp.kernels import cuda
 from hvdcomp.kernels.tables import NARROW
 from tests.harness import previews_of
@@ -135,7 +135,7 @@ def watch(engine: Engine, sources: bool = False) -> None:
         previews.lost(look, engine.plan, names, replaced)
         return replaced
 
-    engine.before_compress = look
+    observe(engine, look)
 
 
 def launches(
@@ -162,13 +162,13 @@ def launches(
         engine = Engine(communicator, tensors, parse_compressor(spec), memory, min_numel=0, min_ndim=0)
         sums = AccumulatedGradients()
         if watched:
-            watch(engine, sources)
+            observe(engine, sources)
         for step in range(steps):
             engine.begin()
             gradients = {tensor.name: torch.zeros(tensor.shape, dtype=getattr(torch, dtype)) for tensor in tensors}
             engine.step(gradients, in_place=step % 2 == 0, sums=sums.of_step(1.0) if watched else None)
-        assert engine.buckets.now
-        assert engine.buckets.now[0].bucket.device is not None
+        assert engine.buckets.with_kernels
+        assert engine.buckets.with_kernels[0].bucket.device is not None
     return launches
 
 

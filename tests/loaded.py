@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def load_file(path: str, name: str) -> ModuleType:
-    """Runs a file, and returns its module. It can import files of its folder, as a program can.
+    """Runs a file, and returns its module.
 
     Args:
         path: relative to the repository.
@@ -22,13 +22,5 @@ def load_file(path: str, name: str) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
-    folder = str((ROOT / path).parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
     spec.loader.exec_module(module)
     return module
-
-
-def load_benchmark(name: str) -> ModuleType:
-    """The module of a program in benchmarks/."""
-    return load_file(f"benchmarks/{name}.py", f"benchmark_{name}")

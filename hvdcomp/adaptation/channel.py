@@ -141,14 +141,14 @@ class DecisionChannel:
         self.state, self.request = state, self.policy.request(state)
         self.latest, self.latest_request = state, self.request
 
-    def be_ahead(self, state: Any) -> None:
+    def set_latest(self, state: Any) -> None:
         """Enters, on rank 0, a state that the other ranks have yet to receive."""
         self.latest, self.latest_request = state, self.policy.request(state)
 
     def decide(self, statistics: Statistics) -> Decision:
         """Makes a decision; on rank 0 only."""
         state, decision = self.policy.decide(self.latest, statistics)
-        self.be_ahead(state)
+        self.set_latest(state)
         return decision
 
     def refuse(self, error: Exception) -> None:

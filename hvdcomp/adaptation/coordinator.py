@@ -26,8 +26,8 @@ from hvdcomp.adaptation.step_counter import Progress, Rates, StepClock
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array
 from hvdcomp.exchange.agreement import require_same_levels
-from hvdcomp.exchange.bucket_step import Sums
 from hvdcomp.exchange.engine import Engine
+from hvdcomp.exchange.engine_bucket import Sums
 from hvdcomp.policies.base import Policy
 from hvdcomp.policies.decisions import BatchSize, Decision
 from hvdcomp.policies.request import Candidates, LearningRates, Statistic, Statistics
@@ -80,7 +80,7 @@ class Coordinator:
         self._rates: Rates = ()  # rates of the latest step
         self._partial = False  # whether rank 0 missed a part of the present period, which then gets no decision
         self.decision: Decision = BatchSize()
-        self._obey(policy.decision(self.channel.state))
+        self._apply(policy.decision(self.channel.state))
 
     @property
     def policy(self) -> Policy[Any]:
@@ -116,12 +116,12 @@ class Coordinator:
             self.channel.in_flight = False
             if self.channel.decides:
                 self.channel.enter(self.channel.latest)
-                self._obey(self.policy.decision(self.channel.state))
+                self._apply(self.policy.decision(self.channel.state))
 
     def receive(self) -> None:
         """Receives and applies a decision under way, between two steps."""
         if self.channel.in_flight:
-            self._obey(self.channel.receive())
+            self._apply(self.channel.receive())
 
     def begin_step(self, rates: Callable[[], Rates]) -> None:
         """Begins a step; to be called before the engine's `begin`."""
@@ -239,11 +239,11 @@ class Coordinator:
         self.channel.enter(self.policy.from_json(shared["state"]))
         self.progress.step, self.progress.epoch, self.progress.taken = shared["progress"]
         self._put_in_force(self.policy.decision(self.channel.state))
-        self.progress.go_on_after(shared.get("steps_per_epoch"), self.batch_size.accumulation)
+        self.progress.continue_after(shared.get("steps_per_epoch"), self.batch_size.accumulation)
         self._ended = None if shared["ended"] is None else Statistics(*shared["ended"])
         self._first_rates = shared["period_rates"] and tuple(shared["period_rates"])
         if own is not None and self.channel.decides:
-            self.channel.be_ahead(self.policy.from_json(own["latest"]))
+            self.channel.set_latest(self.policy.from_json(own["latest"]))
             self._ended = None if own["ended"] is None else Statistics.of_plain(own["ended"])
             self.observers.restore(own, place)
 
@@ -297,7 +297,7 @@ class Coordinator:
         if not self.observes:
             self.observers.sums.clear()
 
-    def _obey(self, decision: Decision) -> None:
+    def _apply(self, decision: Decision) -> None:
         if decision == self.decision:
             return
         if decision.batch() != self.batch_size:

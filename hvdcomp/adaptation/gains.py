@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+from hvdcomp.adaptation.energies import Energies, densified
+from hvdcomp.adaptation.look import Look
 from hvdcomp.adaptation.observer import Observer
 from hvdcomp.adaptation.plans import Plans
 from hvdcomp.adaptation.previews import Kept
 from hvdcomp.adaptation.step_counter import StepClock
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors import Compressor
-from hvdcomp.exchange.energies import Energies, densified
-from hvdcomp.exchange.look import Look
 from hvdcomp.policies.decisions import MultiLevel
 from hvdcomp.policies.gravac import error_gain, raw_gain
 from hvdcomp.policies.request import GravacGains, Request, Statistic, Timing

@@ -14,7 +14,7 @@ from hvdcomp.adaptation.level_errors import LevelErrors
 from hvdcomp.adaptation.observer import Observer
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array, number_of_elements, wide_dtype
-from hvdcomp.exchange.bucket_step import Sums
+from hvdcomp.exchange.engine_bucket import Sums
 from hvdcomp.policies.request import Request, Statistic
 
 

@@ -52,7 +52,7 @@ class LevelErrors:
             sums: sums of the gradients over the steps that `request.period` accumulates, by tensor name.
             request: the policy's request.
         """
-        self._look_around(request.around)
+        self._make_levels(request.around)
         period = request.period
         steps = max(1, period.last or period.steps) if period else 1
         names = [name for name in self._bytes if name in sums]
@@ -84,7 +84,7 @@ class LevelErrors:
         xp, context = arrays_for(next(iter(xs.values()))), self._engine.context("")
         return self._plans.previews.lost_alone(xp, xs, compressors, context).numbers()
 
-    def _look_around(self, around: tuple[float, ...]) -> None:
+    def _make_levels(self, around: tuple[float, ...]) -> None:
         """Makes the compressors of all levels, each level of a tensor once, and its own level first."""
         if around == self._around:
             return

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from hvdcomp.adaptation.look import Look
 from hvdcomp.arrays.types import Array
-from hvdcomp.exchange.look import Look
 from hvdcomp.policies.request import Request, Statistic
 
 
@@ -23,7 +23,7 @@ class Observer:
         """Begins a step; `period_ends` is whether it is the last of a period."""
 
     def before_compress(self, look: Look) -> Mapping[str, Array]:
-        """The engine calls this function if it is its `before_compress`."""
+        """Looks at x in a step, if the engine is watched by this function (`look.observe`)."""
         return {}
 
     def statistics(self, request: Request, batches: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from hvdcomp.adaptation.gains import CompressionGains
 from hvdcomp.adaptation.gradient_sums import AccumulatedGradients
 from hvdcomp.adaptation.level_errors import LevelErrors
+from hvdcomp.adaptation.look import observe
 from hvdcomp.adaptation.observer import Observer
 from hvdcomp.adaptation.plans import Plans
 from hvdcomp.adaptation.step_counter import StepClock, StepTimes
@@ -65,7 +66,7 @@ class Observers:
     def follow(self, decision: Decision) -> None:
         """Sets the engine's observer for a decision."""
         self.gains = decision.observer(self)
-        self._plans.engine.before_compress = None if self.gains is None else self.gains.before_compress
+        observe(self._plans.engine, None if self.gains is None else self.gains.before_compress)
 
     def two_levels(self, decision: MultiLevel) -> Observer:
         """The observer that compresses the whole model twice and measures the gains.

@@ -9,14 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from hvdcomp.adaptation.energies import Energies, of_errors
+from hvdcomp.adaptation.look import Look
+from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors import Compressor, inside
 from hvdcomp.compressors.bucket import Bucket
 from hvdcomp.compressors.memory import ErrorFeedback
 from hvdcomp.compressors.protocol import Context, SparseVector, TensorInfo
-from hvdcomp.exchange.buckets import prepared_states
-from hvdcomp.exchange.energies import Energies, of_errors
-from hvdcomp.exchange.look import Look
+from hvdcomp.exchange.engine_bucket import prepared_states
 from hvdcomp.exchange.tensor_state import TensorState
 from hvdcomp.kernels import cuda
 
@@ -90,7 +91,7 @@ class Previews:
             kept.update(zip(bucket.names, bucket.means(xp, xs[bucket.names[0]]), strict=True))
             if lost is not None:
                 lost.add(bucket.names, bucket.lost(xp, xs[bucket.names[0]]))
-            bucket.let_go()
+            bucket.release()
         pairs = {}
         for name in [name for name in xs if name not in kept]:  # in this order, also that of additions
             kept[name] = self._of_tensor(xp, xs[name], compressors[name], dataclasses.replace(context, name=name))
@@ -141,7 +142,7 @@ class Previews:
             self._run(xp, bucket, xs, addresses, dict(zip(own, placed[1], strict=True)), context)
             del placed  # which has kept the arrays alive
             energies.add(bucket.names, bucket.lost(xp, xs[bucket.names[0]]))
-            bucket.let_go()
+            bucket.release()
             done.update(bucket.names)
         pairs = {}
         for name in names:
@@ -163,19 +164,19 @@ class Previews:
         if not names:
             return []
         first = xs[names[0]]
-        where = (first.device, xp) if cuda.placed([first]) is not None else ()
-        key = (tuple(names), id(compressors), where)
+        device = (first.device, xp) if cuda.placed([first]) is not None else ()
+        key = (tuple(names), id(compressors), device)
         if key not in self._buckets:
             if len(self._buckets) == _MOST_BUCKETS:
                 self._buckets.clear()
             families: dict[Any, list[str]] = {}
             for name in names:
                 compressor, tensor = compressors[name], self._tensors[name]
-                if compressor.has_bucket_form and (not where or cuda.takes(compressor, tensor.size)):
+                if compressor.has_bucket_form and (not device or cuda.takes(compressor, tensor.size)):
                     families.setdefault((compressor.bucket_family, tensor.dtype), []).append(name)
             buckets = [
                 _PreviewBucket(
-                    [self._tensors[name] for name in own], [compressors[name] for name in own], where, self._room
+                    [self._tensors[name] for name in own], [compressors[name] for name in own], self._room, *device
                 )
                 for own in families.values()
             ]
@@ -228,8 +229,8 @@ class _PreviewBucket:
     """A bucket that sends nothing.
 
     Args:
-        where: as of `Bucket`: device and array functions; empty on the host.
         room: memory for x and C(x).
+        device, xp: as of `Bucket`.
 
     Attributes:
         names: names of its tensors.
@@ -237,12 +238,17 @@ class _PreviewBucket:
     """
 
     def __init__(
-        self, tensors: Sequence[TensorInfo], compressors: Sequence[Compressor], where: tuple[Any, ...], room: _Room
+        self,
+        tensors: Sequence[TensorInfo],
+        compressors: Sequence[Compressor],
+        room: _Room,
+        device: Any = None,
+        xp: ModuleType = numpy_arrays,
     ) -> None:
         self.names = [tensor.name for tensor in tensors]
-        self.bucket = Bucket(tensors, compressors, ErrorFeedback(), *where)
+        self.bucket = Bucket(tensors, compressors, ErrorFeedback(), device, xp)
         self._room = room
-        if where:
+        if device is not None:
             self.bucket.kernels.room = room.on_device
         self._made: Sequence[Sequence[Array]] = ()  # x, and C(x)
 
@@ -282,6 +288,6 @@ class _PreviewBucket:
         sums = self.bucket.sums_of("measure_left")
         return xp.from_numpy(sums, like=like) if self.bucket.device is None else sums
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Forgets x and C(x), whose memory on a device is needed elsewhere."""
         self._made = ()

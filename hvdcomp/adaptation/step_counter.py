@@ -58,7 +58,7 @@ class Progress:
             self.epoch += 1
             self.taken = 0
 
-    def go_on_after(self, steps_per_epoch: int | None, accumulation: int) -> None:
+    def continue_after(self, steps_per_epoch: int | None, accumulation: int) -> None:
         """Converts `taken`, counted with another number of steps per epoch, to the same share of an epoch.
 
         Args:

@@ -23,8 +23,8 @@ from hvdcomp.communicators.ranks import Ranks
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import refused_on_every_rank, require_agreement, require_same_levels
-from hvdcomp.exchange.bucket_step import Sums
 from hvdcomp.exchange.engine import Engine
+from hvdcomp.exchange.engine_bucket import Sums
 from hvdcomp.exchange.waste import WasteWarning
 from hvdcomp.policies import LevelSchedule
 from hvdcomp.specs.levels import Level
@@ -64,7 +64,8 @@ class Binding(Training):
         self._carried: Mapping[str, Any] | None = None  # the state from before the ranks changed
         self._rolled_back: Mapping[str, Any] | None = None
         self.ranks_may_change = elastic.may_change()
-        self._first_state: Mapping[str, Any] = {}  # in which this rank began, if its weights go back to that time
+        # The state at the start of training; used if the weights are rolled back to it.
+        self._first_state: Mapping[str, Any] = {}
         self._level: Level | None = None  # set by the user, since the latest roll-back
         if setup.compression.settings.overlap is True and not self.overlaps:
             raise ConfigurationError(
@@ -72,13 +73,13 @@ class Binding(Training):
                 'to hvdcomp at once; leave overlap at "auto"'
             )
         setup.compression.settings.require_matches(names or [tensor.name for tensor in self._tensors])
-        self.meet(communicator)
+        self.connect(communicator)
 
-    def meet(self, communicator: Ranks) -> None:
+    def connect(self, communicator: Ranks) -> None:
         """Makes the objects that depend on the ranks, for the ranks of this communicator."""
         self.communicator = communicator
         self._refused: str | None = None  # the reason why this rank refuses the present step
-        self._met = False  # whether all ranks have the same state after a possible change
+        self._has_agreed = False  # whether all ranks have the same state after a possible change
         setup = self.setup
         settings = setup.compression.settings
         self.engine = Engine(
@@ -139,7 +140,7 @@ class Binding(Training):
 
         Every rank calls it, or is new. It raises ConfigurationError on every rank if any cannot go on.
         """
-        communicator = self.communicator.anew()
+        communicator = self.communicator.renewed()
         with refused_on_every_rank(communicator, self.like):
             carried = self.state_dict()
             self._rolled_back = None
@@ -148,16 +149,17 @@ class Binding(Training):
             self._carried = carried or None  # None before the first step
             if self._batch is not None:
                 self._batch.undo()
-            self.meet(communicator)
+            self.connect(communicator)
 
-    def meet_elastic_ranks(self) -> None:
-        if self._met or (self._carried is None and not self.ranks_may_change):
+    def agree_with_new_ranks(self) -> None:
+        if self._has_agreed or (self._carried is None and not self.ranks_may_change):
             return
-        self._met = True
+        self._has_agreed = True
         carried, self._carried = self._carried, None
         require_agreement(self.communicator, {}, self.like)  # meets an error in making a rank's binding
         state = self.state_dict() if carried is None else carried
-        agreed = elastic.meet(self.communicator, self.like, state, carried is not None, self.pack, self.unpack)
+        ranks = self.communicator
+        agreed = elastic.agree_on_state(ranks, self.like, state, carried is not None, self.pack, self.unpack)
         with refused_on_every_rank(self.communicator, self.like):
             self.load_state_dict(agreed)
 
@@ -262,14 +264,14 @@ class Binding(Training):
     # Settings and refusals.
 
     @property
-    def agreed(self) -> bool:
+    def has_agreed(self) -> bool:
         """Whether the ranks have finished comparing settings and weights."""
-        return self._first_steps.agreed
+        return self._first_steps.has_agreed
 
     @property
     def has_begun(self) -> bool:
         """Whether a first step was begun."""
-        return self._first_steps.begun
+        return self._first_steps.has_begun
 
     def refuse(self) -> None:
         """Raises ConfigurationError if this rank refuses the present step."""
@@ -310,7 +312,7 @@ class Binding(Training):
             self._batch.apply()
         state = checkpoint.state_of(self.engine, self.coordinator, self.copy)
         state["own"]["loss_scale"] = self.units.loss_scale
-        if self.summed:
+        if self.is_summed:
             state["own"]["op"] = "sum"
         return state
 

@@ -118,7 +118,7 @@ def restore(
             engine.states[name].keeper = parse_memory(kept["memory"])
     if coordinator is not None:
         coordinator.restore(shared["coordinator"], own["coordinator"] if own["rank"] == 0 else None, place)
-    engine.ledger.go_on_from(Cost(**own["totals"]), own["steps"])
+    engine.ledger.continue_from(Cost(**own["totals"]), own["steps"])
 
 
 def _astype(array: Array, dtype: str) -> Array:

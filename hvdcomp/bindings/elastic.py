@@ -57,7 +57,7 @@ def survivor(state: Mapping[str, Any]) -> Survivor:
     return Survivor(own["rank"], own["size"], math.fsum(norm * norm for norm in norms))
 
 
-def meet(
+def agree_on_state(
     communicator: Ranks,
     like: Array,
     state: Mapping[str, Any],

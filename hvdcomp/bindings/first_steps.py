@@ -33,12 +33,12 @@ class FirstSteps:
         self._first: int | None = None  # the number of the first step
 
     @property
-    def begun(self) -> bool:
+    def has_begun(self) -> bool:
         """Whether there was a first step."""
         return self._first is not None
 
     @property
-    def agreed(self) -> bool:
+    def has_agreed(self) -> bool:
         """Whether both comparisons are over."""
         return self._settings_agreed and self._weights_agreed
 
@@ -49,11 +49,11 @@ class FirstSteps:
             RankMismatchError: on every rank, if the settings or the weights of any differ.
             ConfigurationError: on every rank, if none can take part.
         """
-        if self.agreed:
+        if self.has_agreed:
             return
         training = self._training
         if self._first is None:
-            training.meet_elastic_ranks()
+            training.agree_with_new_ranks()
             self._first = training.engine.step_number
         step = training.engine.step_number
         weights_due = step - self._first >= training.steps_before_broadcast

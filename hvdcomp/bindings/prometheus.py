@@ -32,7 +32,7 @@ class Collector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
         settings, ledger, plan = self._compression.settings, self._compression.ledger, self._compression.plan
-        cost, steps = ledger.here()
+        cost, steps = ledger.of_this_process()
         last = ledger.last
         described = {"compressor": str(settings.compressor), "policy": str(settings.policy or "")}
         yield InfoMetricFamily(

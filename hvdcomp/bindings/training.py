@@ -118,12 +118,12 @@ class Training(ABC):
         return  # no momenta were added
 
     @property
-    def summed(self) -> bool:
+    def is_summed(self) -> bool:
         """Whether the training uses the sum of the ranks' gradients instead of their mean."""
         return False
 
     @abstractmethod
-    def meet_elastic_ranks(self) -> None:
+    def agree_with_new_ranks(self) -> None:
         """Agrees on rank 0's state if the ranks may have changed; waits for all ranks. To be called before the first
         step of the present ranks; later calls do nothing."""
 

@@ -54,7 +54,7 @@ class Units:
         the next compressed momentum.
         """
         if self._training.refreshes():
-            self._training.engine.planner.compress_by(NoCompression(), beside_residuals=True)
+            self._training.engine.planner.compress_by(NoCompression(), ignores_residuals=True)
             return
         spec = self._training.warm_up()
         if spec is not None and (self._warm_up is None or str(self._warm_up) != spec):
@@ -77,4 +77,4 @@ class Units:
         """The factor of momenta that converts them to the units of this rank's gradients."""
         training = self._training
         # The optimizer has momenta without the loss scale, and of the sum over all ranks if gradients are summed.
-        return (self.loss_scale or 1.0) / (training.communicator.world_size if training.summed else 1)
+        return (self.loss_scale or 1.0) / (training.communicator.world_size if training.is_summed else 1)

@@ -74,7 +74,7 @@ class HorovodRanks(Ranks):
     def is_stale(self) -> bool:
         return self._shutdowns.count != self._generation  # read for each gradient
 
-    def anew(self) -> Ranks:
+    def renewed(self) -> Ranks:
         if self._process_set.process_set_id != 0:
             raise ConfigurationError(
                 f"{self._process_set} no longer exists: Horovod forgets process sets when its ranks change. In an "

@@ -60,9 +60,9 @@ class HorovodTensorFlowCommunicator(HorovodRanks):
         part.on_device = self.on_device
         return part
 
-    def anew(self) -> HorovodTensorFlowCommunicator:
+    def renewed(self) -> HorovodTensorFlowCommunicator:
         self._thread.shutdown(wait=False, cancel_futures=True)
-        communicator = super().anew()
+        communicator = super().renewed()
         assert isinstance(communicator, HorovodTensorFlowCommunicator)
         return communicator
 

@@ -38,7 +38,7 @@ class InProcessGroup:
         self._contributions: dict[int, Contribution] = {}
         self._results: dict[int, Array] = {}
 
-    def meet(self, rank: int, contribution: Contribution) -> Array:
+    def exchange(self, rank: int, contribution: Contribution) -> Array:
         """Adds this rank's contribution to a collective, waits, and returns the result."""
         if self.world_size == 1:
             return self._results_of({0: contribution})[0]
@@ -163,7 +163,7 @@ class InProcessCommunicator:
 
     def wait(self, started: Any) -> Array:
         kind, name, array = started
-        return self.group.meet(self._number, (kind, name, tuple(array.shape), array, self._members))
+        return self.group.exchange(self._number, (kind, name, tuple(array.shape), array, self._members))
 
 
 def _missed(rank: int, contribution: Contribution) -> RuntimeError:

@@ -74,7 +74,7 @@ class Ranks(Communicator):
             )
         return nodes
 
-    def beside(self) -> Ranks:
+    def duplicate(self) -> Ranks:
         """A second communicator of the same ranks. Its collectives and those of this communicator do not block each
         other if their names differ. Call it on every rank."""
         return self
@@ -92,7 +92,7 @@ class Ranks(Communicator):
         """Whether the library was restarted with other ranks."""
         return False
 
-    def anew(self) -> Ranks:
+    def renewed(self) -> Ranks:
         """Makes a new communicator of all present ranks. Call it if this communicator `is_stale`.
 
         Raises:

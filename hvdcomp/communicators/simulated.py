@@ -67,7 +67,7 @@ class SimulatedGroup(InProcessGroup):
         self._starts[rank] = start
         self._finish_computing()
         self.moment(rank)
-        result = self.meet(rank, contribution)
+        result = self.exchange(rank, contribution)
         self._marks[rank] = self._timer()
         return result
 
@@ -76,7 +76,7 @@ class SimulatedGroup(InProcessGroup):
         self._finish_computing()
         self.moment(rank)
         all_ranks = tuple(range(self.world_size))
-        packed: Any = self.meet(rank, ("objects", name, (), pickle.dumps(value), all_ranks))
+        packed: Any = self.exchange(rank, ("objects", name, (), pickle.dumps(value), all_ranks))
         values = [pickle.loads(row) for row in packed]
         self._marks[rank] = self._timer()
         return values
@@ -137,7 +137,7 @@ class SimulatedCommunicator(InProcessCommunicator):
         """Seconds on this rank's clock of each link."""
         return self.group.moment(self._number)
 
-    def anew(self) -> SimulatedCommunicator:
+    def renewed(self) -> SimulatedCommunicator:
         raise NotImplementedError("simulated ranks never change")
 
     def _start(self, kind: str, name: str, array: Array) -> Any:

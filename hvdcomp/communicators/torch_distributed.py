@@ -89,14 +89,14 @@ class TorchDistributedCommunicator(Ranks):
         self._host_group = self.group if _takes_cpu(self.group) else _group_beside(self.group, "gloo")
 
     def move_to(self, group: dist.ProcessGroup) -> None:
-        """Marks this communicator as stale: `anew` then returns a communicator of another process group."""
+        """Marks this communicator as stale: `renewed` then returns a communicator of another process group."""
         self._next = group
 
     @property
     def is_stale(self) -> bool:
         return self._next is not None
 
-    def anew(self) -> TorchDistributedCommunicator:
+    def renewed(self) -> TorchDistributedCommunicator:
         if self._next is None:
             raise ConfigurationError(
                 "roll_back works only if ranks join or leave during the training. With torch.distributed, ranks join "
@@ -108,7 +108,7 @@ class TorchDistributedCommunicator(Ranks):
     def gather_bytes(self, own: np.ndarray, name: str) -> torch.Tensor:
         return self.wait(self.start_allgather(torch.from_numpy(own), name))
 
-    def beside(self) -> TorchDistributedCommunicator:
+    def duplicate(self) -> TorchDistributedCommunicator:
         """A communicator with a process group of its own, because the collectives of one group wait for each other."""
         return TorchDistributedCommunicator(_group_beside(self.group, _backend(self.group)))
 

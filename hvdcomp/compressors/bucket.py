@@ -3,7 +3,7 @@
 In addition to `aggregate` for one tensor, a compressor may have a form for all tensors of a bucket, `aggregate_bucket`.
 This form is a generator too, and yields one request per round for all tensors. Its kernels compute x from the gradients
 and the residuals, compress x in the same pass, and write the mean over the ranks to the results. Without kernels, or
-without such a form, tensors are in no bucket (`exchange.group_step`).
+without such a form, tensors are in no bucket (`exchange.tensor_group`).
 """
 
 from __future__ import annotations

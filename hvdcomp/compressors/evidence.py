@@ -2,14 +2,14 @@
 `advise` reports them.
 
 `evidence.json` has methods at their own best learning rates, compared with uncompressed training at its own best
-learning rate: the complete rows of docs/best-rates.md. `python benchmarks/which_method.py` writes it, with the methods
-to try first.
+learning rate: the complete rows of docs/best-rates.md. `python -m benchmarks.best_rates.which_method` writes it, with
+the methods to try first.
 
 `evidence_one_rate.json` has the older trainings of docs/convergence.md, all of them at one learning rate. It is written
-by `python benchmarks/convergence.py --evidence hvdcomp/compressors/evidence_one_rate.json`. It leaves out methods that
-were trained with other settings: `dgc`, which has a momentum of its own, and `signsgd`, which had another learning
-rate. A figure of this file counts only until `evidence.json` has the same method with the same optimizer on the same
-task.
+by `python -m benchmarks.quality.convergence --evidence hvdcomp/compressors/evidence_one_rate.json`. It leaves out
+methods that were trained with other settings: `dgc`, which has a momentum of its own, and `signsgd`, which had another
+learning rate. A figure of this file counts only until `evidence.json` has the same method with the same optimizer on
+the same task.
 
 Both files have means over the seeds of each training, every method with its default memory.
 """

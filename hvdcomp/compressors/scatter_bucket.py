@@ -68,7 +68,7 @@ def aggregate_chunks(method: CodesBuckets, bucket: Bucket) -> BucketAggregation:
     decoded = [chunks.decode(method, bucket, payloads) for chunks in layout.decoders]
     found_inf = any_found_inf(found_inf, *decoded)
     own_chunk.keep(bucket)
-    if bucket.widens and bucket.device is None:  # on a device, `BucketStep` does it
+    if bucket.widens and bucket.device is None:  # on a device, `EngineBucket` does it
         return any_found_inf(bucket.call("narrow_results"), found_inf)
     return found_inf
 

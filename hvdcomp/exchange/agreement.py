@@ -89,13 +89,13 @@ def refused_on_every_rank(communicator: Communicator, like: Array) -> Iterator[N
         yield
     except Exception as error:
         try:
-            require_agreement(communicator, {_REFUSED: _told(error)}, like)
+            require_agreement(communicator, {_REFUSED: _message_of(error)}, like)
         except RankMismatchError as mismatch:
             raise mismatch from error
         raise
 
 
-def _told(error: Exception) -> str:
+def _message_of(error: Exception) -> str:
     """An error as other ranks are told of it: hvdcomp's own messages say all, and others need the kind."""
     own = isinstance(error, ConfigurationError | SpecError | RankMismatchError)
     return str(error) if own else f"{type(error).__name__}: {error}"

@@ -1,77 +1,38 @@
 """Which tensors of a step go together: in a bucket, through kernels, or in a group, through array functions.
 
-A bucket takes gradients of float32, or of 16 bits, where there are kernels for their compressor. Everything else is in
-groups (`group_step`): methods without a bucket form, float64, memories of a user's own, and all gradients on hosts and
-devices without kernels.
+A bucket takes gradients of float32, or of 16 bits, where there are kernels for their compressor. All others are in
+groups: methods without a bucket form, float64, memories of a user's own, and all gradients on hosts and devices without
+kernels.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from functools import cached_property
 from types import ModuleType
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from hvdcomp import kernels
-from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.types import Array, dtype_bytes
 from hvdcomp.compressors import Compressor, needs_nodes
-from hvdcomp.compressors.bucket import Bucket, BucketStates
 from hvdcomp.compressors.choice import Plan
-from hvdcomp.compressors.memory import ErrorFeedback, Memory, MomentumCorrection, NoMemory
+from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.exchange.device_residuals import DeviceResiduals
-from hvdcomp.exchange.ledger import Cost
-from hvdcomp.exchange.recycled import Recycled
-from hvdcomp.exchange.residuals import FlatStorage, Residuals
+from hvdcomp.exchange.engine_bucket import EngineBucket
+from hvdcomp.exchange.residuals import KNOWN_TO_KERNELS, FlatStorage, Residuals
+from hvdcomp.exchange.tensor_group import Member, TensorGroup
 from hvdcomp.exchange.tensor_state import TensorState
 from hvdcomp.kernels import cuda
 from hvdcomp.kernels.tables import NARROW
 
-KNOWN_TO_KERNELS = (NoMemory, ErrorFeedback, MomentumCorrection)
-"""The memories whose arithmetic kernels do."""
+BucketOrGroup: TypeAlias = EngineBucket | TensorGroup
+"""Tensors that go through a step together. Below, what is said of a bucket holds for a group too."""
 
 _Item = TypeVar("_Item")
-
-
-class Member(NamedTuple):
-    """A tensor of a group.
-
-    Attributes:
-        name: the tensor's name.
-        compressor, memory: those of the plan.
-        floats: what the compressor sends, as `Compressor.payload_floats`.
-        state: of the tensor; a step writes what is kept for the next one.
-    """
-
-    name: str
-    compressor: Compressor
-    memory: Memory
-    floats: float
-    state: TensorState
-
-
-class TensorGroup:
-    """Tensors that no kernel takes, and that go through a step together.
-
-    Args:
-        members: the tensors; at least one.
-        number, gathered: as the attributes of `EngineBucket`.
-    """
-
-    on_device = False  # array functions may wait for what is computed
-
-    def __init__(self, members: Sequence[Member], number: int | None = None, gathered: float = 0.0) -> None:
-        self.members = members
-        self.names = [member.name for member in members]
-        self.number = number
-        self.gathered = gathered
 
 
 class Buckets:
@@ -80,15 +41,15 @@ class Buckets:
     Args:
         tensors: all tensors, by name.
         states: of the tensors, by name.
-        memory_for: of a compressor, the memory that goes with it.
-        says: whether it warns if gradients lie on a device that has no kernels.
-        most_gathered: bytes that one rank gathers of the payloads of a bucket or group, at most, unless a tensor alone
-            has more; None for any number. If a step gathers more, nothing starts before all gradients are there.
-        ranks: their number.
+        memory_for: function from a compressor to its memory.
+        warns: whether to warn if gradients are on a device that has no kernels.
+        most_gathered: the most bytes of payloads that one rank gathers of a bucket or group, unless a single tensor has
+            more; None for no limit. If a step gathers more, nothing starts before all gradients are ready.
+        ranks: number of ranks.
 
     Attributes:
-        order: names, in the order in which gradients become ready: one batch after the other, those of a batch at once.
-            Empty while it is not known.
+        order: batches of names, in the order in which gradients become ready; those of a batch become ready at once.
+            Empty while the order is not known.
     """
 
     def __init__(
@@ -96,36 +57,36 @@ class Buckets:
         tensors: Mapping[str, TensorInfo],
         states: Mapping[str, TensorState],
         memory_for: Callable[[Compressor], Memory],
-        says: bool = False,
+        warns: bool = False,
         most_gathered: int | None = None,
         ranks: int = 1,
     ) -> None:
         self._tensors = tensors
         self._most_gathered = most_gathered
         self._ranks = ranks
-        self._says = says
+        self._warns = warns
         self._states = states
         self._memory_for = memory_for
         self._numbers = {name: number for number, name in enumerate(tensors)}
         self._sizes = [tensor.size for tensor in tensors.values()]
         self._residuals: FlatStorage = Residuals(self._sizes)
-        self._together: list[Together] = []  # of the latest step, first those that may start early, by their numbers
+        self._latest: list[BucketOrGroup] = []  # of the latest step, first those that may start early, by their numbers
         self.order: Sequence[Sequence[str]] = ()
         self._least_bytes = 0
         self._made_for: tuple[Plan, Sequence[str]] | None = None
         self._names: list[str] = []
-        self._states_seen: list[TensorState] = []
-        self._seen = 0, 0
+        self._known_states: list[TensorState] = []
+        self._known_changes = 0, 0
 
     @property
-    def now(self) -> list[EngineBucket]:
+    def with_kernels(self) -> list[EngineBucket]:
         """The buckets of the latest step, first those that need not wait for all gradients, by their numbers."""
-        return [together for together in self._together if isinstance(together, EngineBucket)]
+        return [bucket for bucket in self._latest if isinstance(bucket, EngineBucket)]
 
     @property
     def groups(self) -> list[TensorGroup]:
         """The groups of the latest step, in the same order."""
-        return [together for together in self._together if isinstance(together, TensorGroup)]
+        return [group for group in self._latest if isinstance(group, TensorGroup)]
 
     def of_step(
         self,
@@ -134,43 +95,43 @@ class Buckets:
         gradients: Mapping[str, Array],
         plan: Plan,
         under_way: Set[str] = frozenset(),
-    ) -> list[Together]:
+    ) -> list[BucketOrGroup]:
         """The buckets and groups of a step that have not started.
 
         Args:
             names: of the tensors that take part.
             under_way: the names of those whose buckets and groups have started.
         """
-        if not self._still_right(plan) or self._made_for != (plan, names):
-            self._together = list(self._made(xp, names, gradients, plan))
-            self._names = [name for together in self._together for name in together.names]
-            self._states_seen = [self._states[name] for name in self._names]
-            self._seen = self._residuals.released, self._residuals.dropped
+        if not self._are_current(plan) or self._made_for != (plan, names):
+            self._latest = list(self._make(xp, names, gradients, plan))
+            self._names = [name for bucket in self._latest for name in bucket.names]
+            self._known_states = [self._states[name] for name in self._names]
+            self._known_changes = self._residuals.released, self._residuals.dropped
             self._made_for = (plan, names)
-        waiting = [together for together in self._together if together.names[0] not in under_way]
-        if all(self.take(xp, together, gradients) for together in waiting):
+        waiting = [bucket for bucket in self._latest if bucket.names[0] not in under_way]
+        if all(self.take(xp, bucket, gradients) for bucket in waiting):
             return waiting
         return [self.group([name for name in names if name not in under_way], plan)]
 
-    def early(self, plan: Plan) -> list[Together]:
-        """What need not wait for all gradients of the step to come, if it is like the one before."""
-        if not self._still_right(plan):
+    def early(self, plan: Plan) -> list[BucketOrGroup]:
+        """The buckets and groups that can start before all gradients are ready, if this step is like the one before."""
+        if not self._are_current(plan):
             return []
-        return [together for together in self._together if together.number is not None]
+        return [bucket for bucket in self._latest if bucket.number is not None]
 
-    def take(self, xp: ModuleType, together: Together, gradients: Mapping[str, Array]) -> bool:
-        """Gives a bucket its gradients of a step; whether it can take them. A group takes all gradients."""
-        if isinstance(together, TensorGroup):
+    def take(self, xp: ModuleType, bucket: BucketOrGroup, gradients: Mapping[str, Array]) -> bool:
+        """Gives a bucket its gradients of a step; returns whether kernels can use them. A group uses any gradients."""
+        if isinstance(bucket, TensorGroup):
             return True
-        placed = self._placed(xp, [gradients[name] for name in together.names], together.bucket.dtype)
+        placed = self._placed(xp, [gradients[name] for name in bucket.names], bucket.bucket.dtype)
         if placed is not None:
-            together.arrays, together.bucket.segments["gradient"] = placed
+            bucket.arrays, bucket.bucket.segments["gradient"] = placed
         return placed is not None
 
     def group(
         self, names: Sequence[str], plan: Plan, states: Mapping[str, TensorState] | None = None
     ) -> TensorGroup:
-        """A group of tensors; states: by name, if they are others than those of the training."""
+        """A group of tensors; states: by name, instead of the training's states."""
         states = self._states if states is None else states
         members = []
         for name in names:
@@ -180,9 +141,9 @@ class Buckets:
         return TensorGroup(members)
 
     def _placed(self, xp: ModuleType, arrays: Sequence[Array], dtype: str) -> tuple[list[Array], list[int]] | None:
-        """The gradients and their addresses, where kernels serve them and residuals are kept; else None."""
+        """The gradients and their addresses; None if they are not where kernels and flat storage are."""
         if (placed := cuda.placed(arrays, dtype)) is not None:
-            if not isinstance(self._residuals, DeviceResiduals) and not self.now:
+            if not isinstance(self._residuals, DeviceResiduals) and not self.with_kernels:
                 # Not a part of the gradient: that would keep all of it.
                 like = xp.astype(xp.zeros((0,), like=arrays[0]), "float32")
                 self._residuals = DeviceResiduals(self._sizes, xp, like)
@@ -192,53 +153,53 @@ class Buckets:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of residuals, velocities and the methods' own arrays from step to step; on the host with the places
-        that a step fills while it may still come to nothing."""
-        states = [held.bucket.states for held in self.now]
+        """Bytes kept from step to step: residuals, velocities and the methods' own arrays; on the host with the second
+        places, which a step fills."""
+        states = [bucket.bucket.states for bucket in self.with_kernels]
         return self._residuals.nbytes + sum(kept.nbytes for kept in states if kept is not None)
 
     def start_early(self, order: Sequence[Sequence[str]], least_bytes: int) -> None:
-        """From the next step on there are buckets that do not wait for all gradients.
+        """From the next step on, makes buckets that do not wait for all gradients.
 
         Args:
             order: the new value of the attribute `order`; if it is empty, all buckets wait for all gradients.
-            least_bytes: bytes of gradients in a bucket that does not wait, at least.
+            least_bytes: least bytes of gradients in a bucket that does not wait.
         """
         self.order, self._least_bytes = order, least_bytes
-        # No bucket is used again: collectives that nobody waits for may still use the storage of these.
-        self._made_for, self._together = None, []
+        # No bucket is used again: a step may have ended with an error, while collectives still read its payload.
+        self._made_for, self._latest = None, []
 
-    def _still_right(self, plan: Plan) -> bool:
+    def _are_current(self, plan: Plan) -> bool:
         if self._made_for is None or self._made_for[0] is not plan:
             return False
-        # Somebody may have put others in their place, or taken what they keep out of flat storage; tensors that keep
-        # nothing any more may go with others.
-        same = all(map(operator.is_, map(self._states.__getitem__, self._names), self._states_seen))
-        return same and self._seen == (self._residuals.released, self._residuals.dropped)
+        # Make buckets again if a state was replaced or moved out of flat storage, or if a residual was dropped: the
+        # tensor may now belong to another bucket.
+        same = all(map(operator.is_, map(self._states.__getitem__, self._names), self._known_states))
+        return same and self._known_changes == (self._residuals.released, self._residuals.dropped)
 
-    def _made(
+    def _make(
         self, xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array], plan: Plan
-    ) -> Iterator[Together]:
+    ) -> Iterator[BucketOrGroup]:
         kinds = self._kinds(xp, names, gradients, plan)
         gathered = {name: self._gathered_of(name, plan[name]) for name in self._tensors}
-        together = sum(gathered[name] for name in itertools.chain(*self.order))
-        in_one_part = self._most_gathered is None or together <= self._most_gathered
+        in_order = sum(gathered[name] for name in itertools.chain(*self.order))
+        in_one_part = self._most_gathered is None or in_order <= self._most_gathered
         hosted = not any(map(xp.waits, gradients.values()))
         early = self._early_pieces(names, kinds, hosted) if in_one_part else []
         numbers = {name: number for number, piece in enumerate(early) for name in piece}
         by_number: dict[Any, list[str]] = {}
         for name in names:
             by_number.setdefault((numbers.get(name, len(early)), kinds[name]), []).append(name)
-        known = {held.key: held for held in self.now}
+        known = {bucket.key: bucket for bucket in self.with_kernels}
         for (number, kind), whole in sorted(by_number.items(), key=lambda entry: entry[0][0]):
             for members in in_parts(whole, gathered.__getitem__, self._most_gathered):
                 if kind is None:
-                    made: Together = self.group(members, plan)
+                    bucket: BucketOrGroup = self.group(members, plan)
                 else:
-                    made = self._bucket(xp, members, gradients, plan, kind[1], known)
-                made.number = number if number < len(early) else None
-                made.gathered = sum(gathered[name] for name in members)
-                yield made
+                    bucket = self._bucket(xp, members, gradients, plan, kind[1], known)
+                bucket.number = number if number < len(early) else None
+                bucket.gathered = sum(gathered[name] for name in members)
+                yield bucket
 
     def _bucket(
         self,
@@ -249,27 +210,28 @@ class Buckets:
         memory: Memory,
         known: Mapping[Any, EngineBucket],
     ) -> EngineBucket:
-        """The bucket of these tensors, one of the known buckets if there is such a bucket."""
+        """The bucket of these tensors; one of the known buckets if it has the same key."""
         on_device = isinstance(self._residuals, DeviceResiduals)
         bridges = _no_bridges if on_device else _bridges
         tensors = []
         for name in names:
             state, place = self._states[name], self._numbers[name]
             if not state.is_flat:
-                state.keeper = memory  # of the same class, if anything is kept; it says in which type
+                state.keeper = memory  # of the same class if there is a residual; residuals may get another type
             wrap, unwrap = bridges(xp, gradients[name], self._tensors[name].shape)
-            state.lie_in(self._residuals, place, unwrap, wrap)
+            state.move_to_flat_storage(self._residuals, place, unwrap, wrap)
             tensors.append((name, state, place))
         key = (tuple(tensors), tuple(plan[name] for name in names), memory)
         described = [self._tensors[name] for name in names]
-        where = (gradients[names[0]].device, xp) if on_device else ()
-        made = known.get(key) or EngineBucket(*key, described, self._residuals, where)
-        made.has_states &= plan[names[0]].keeps_state  # others may have had its tensors in the meantime
-        return made
+        device = (gradients[names[0]].device, xp) if on_device else ()
+        bucket = known.get(key) or EngineBucket(*key, described, self._residuals, *device)
+        # Another bucket may have had its tensors since its last step.
+        bucket.has_states &= plan[names[0]].keeps_state
+        return bucket
 
     def _gathered_of(self, name: str, compressor: Compressor) -> float:
-        """Bytes that one rank gathers of a tensor's payloads; 0 where it gathers shares of them, scattered or in two
-        levels: that is little, and which rank has which share depends on the whole bucket."""
+        """Bytes that one rank gathers of a tensor's payloads. It is 0 for scattered payloads and for two levels:
+        there a rank gathers small shares, which depend on the whole bucket."""
         if self._most_gathered is None or needs_nodes(compressor) or compressor.scatters(self._ranks):
             return 0.0
         tensor = self._tensors[name]
@@ -279,11 +241,11 @@ class Buckets:
     def _kinds(
         self, xp: ModuleType, names: Sequence[str], gradients: Mapping[str, Array], plan: Plan
     ) -> dict[str, tuple[Any, Memory, str] | None]:
-        """The kind of each tensor of the training, whether it has a gradient in this step or not."""
+        """The kind of each tensor of the training, also of those without a gradient in this step."""
         served = set(NARROW)
         for dtype in NARROW:
             given = [gradients[name] for name in names if self._tensors[name].dtype == dtype]
-            if given and self._says:
+            if given and self._warns:
                 cuda.warn_where_none(given[0])
             if given and self._placed(xp, given, dtype) is None:
                 served.remove(dtype)
@@ -293,7 +255,7 @@ class Buckets:
         }
 
     def _kind(self, name: str, compressor: Compressor) -> tuple[Any, Memory, str] | None:
-        """Key that tensors of one bucket have in common; None for a tensor that is in no bucket."""
+        """The key that all tensors of a bucket share; None for a tensor of a group."""
         tensor = self._tensors[name]
         if not compressor.has_bucket_form or not tensor.size:
             return None
@@ -303,11 +265,11 @@ class Buckets:
         return (compressor.bucket_family, memory, tensor.dtype) if type(memory) in KNOWN_TO_KERNELS else None
 
     def _early_pieces(self, names: Sequence[str], kinds: Mapping[str, Any], hosted: bool) -> list[list[str]]:
-        """The tensors of each bucket, and on the host of each group, that does not wait for all gradients of a step.
+        """The tensors of each bucket that does not wait for all gradients of a step; on the host also of each group.
 
-        Ranks may learn at different times that a tensor has no gradient. So what the pieces hold follows from the order
-        and the plan alone. Those from the first one on that misses a gradient wait. On a device array functions may
-        wait for it, and so would the backward pass.
+        Ranks may learn at different times that a tensor has no gradient. So the pieces depend on the order and the plan
+        alone. If a piece misses a gradient, it waits for all gradients, and so do all pieces after it. Groups on a
+        device always wait, because array functions may wait for the device, and would delay the backward pass.
         """
         pieces: list[list[str]] = []
         filling: dict[Any, tuple[list[str], int]] = {}
@@ -326,14 +288,13 @@ class Buckets:
 def in_parts(
     items: Iterable[_Item], size_of: Callable[[_Item], float], most: float | None, before: float = 0.0
 ) -> list[list[_Item]]:
-    """The items in parts, in their order, whose sizes add up to no more than `most`, unless an item alone has more.
+    """Cuts items into parts, in their order. The sizes of a part add up to at most `most`, unless one item is larger.
 
     Args:
         items: the items.
-        size_of: the size of an item.
-        most: the most of a part; None for one part of everything.
-        before: the size of what is in the first part already, beside the items; the part is empty where that leaves no
-            room for any.
+        size_of: function from an item to its size.
+        most: the largest size of a part; None for a single part.
+        before: a size that the first part has already. The part is empty if no item fits beside it.
 
     Example:
         >>> in_parts([3, 1, 2, 9, 1], float, 4)
@@ -354,32 +315,11 @@ def in_parts(
     return parts
 
 
-def prepared_states(
-    xp: ModuleType, bucket: Bucket, states: Sequence[TensorState], arrays: Sequence[Array]
-) -> BucketStates | None:
-    """The compressors' arrays of a bucket's tensors, which have these states, fitted to the compressors' levels; None
-    if the method keeps none.
-
-    Args:
-        arrays: in the shapes of the tensors, where the bucket works.
-    """
-    if not bucket.compressors[0].keeps_state:
-        return None
-    context, each = bucket.context, zip(states, bucket.tensors, bucket.compressors, arrays, strict=True)
-    if bucket.device is None:
-        on_host = [state.prepare_on_host(xp, tensor, compressor, context) for state, tensor, compressor, _ in each]
-        return BucketStates(on_host)
-    on_device = [
-        state.prepare(xp, x, compressor, dataclasses.replace(context, name=tensor.name))
-        for state, tensor, compressor, x in each
-    ]
-    return BucketStates(on_device, xp)
-
-
 def _bridges(
     xp: ModuleType, like: Array, shape: tuple[int, ...]
 ) -> tuple[Callable[[np.ndarray], Array], Callable[[Array], np.ndarray]]:
-    """From vectors in NumPy to arrays of the framework in a tensor's shape, which share their storage, and back."""
+    """Functions from a NumPy vector to an array of the framework in a tensor's shape, which shares its storage, and
+    back."""
     empty = xp.zeros((0,), like=like)  # not a part of it: that would keep all of it
 
     def wrap(vector: np.ndarray) -> Array:
@@ -391,174 +331,8 @@ def _bridges(
     return wrap, unwrap
 
 
-def _itself(array: Array) -> Array:
-    return array
-
-
 def _no_bridges(
     xp: ModuleType, like: Array, shape: tuple[int, ...]
 ) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
     """The same on a device, where vectors are arrays of the framework."""
     return lambda vector: xp.reshape(vector, shape), xp.flatten
-
-
-class EngineBucket:
-    """A bucket, and what only the engine knows of its tensors.
-
-    Args:
-        tensors: name, state, and number in flat storage of each tensor.
-        compressors, memory, described: as of `Bucket`.
-        residuals: the flat storage.
-        where: device and array functions of the bucket; empty on the host.
-
-    Attributes:
-        key: two of the same key are the same bucket.
-        places: in the bucket, by name.
-        bucket: what its compressors see.
-        number: among the buckets that do not wait for all gradients of a step; None for the others.
-        gathered: bytes that one rank gathers of its payloads; 0 where nobody asks.
-        arrays: the gradients of the step, row-major.
-        has_states: whether the states of all its tensors name its method, and leave the method's arrays to the bucket.
-    """
-
-    def __init__(
-        self,
-        tensors: tuple[tuple[str, TensorState, int], ...],
-        compressors: tuple[Compressor, ...],
-        memory: Memory,
-        described: Sequence[TensorInfo],
-        residuals: FlatStorage,
-        where: tuple[Any, ...] = (),
-    ) -> None:
-        self.tensors = tensors
-        self.residuals = residuals
-        self.names = [name for name, _, _ in tensors]
-        self.places = {name: place for place, name in enumerate(self.names)}
-        self.numbers = np.array([number for _, _, number in tensors])
-        self.key = (tensors, compressors, memory)
-        device, xp = where or (None, numpy_arrays)
-        self.bucket = Bucket(described, compressors, memory, device, xp, described[0].dtype != "float32")
-        self.number: int | None = None
-        self.gathered = 0.0
-        self.arrays: Sequence[Array] = ()
-        self._set_aside: tuple[list[Array], Sequence[int] | np.ndarray] | None = None
-        self._wide: tuple[list[Array], Sequence[int] | np.ndarray] | None = None
-        self._costs: dict[int, dict[str, Cost]] = {}  # by the step's place in the compressors' period
-        self.has_states = False
-        self._wrap_state: Callable[[np.ndarray], Array]
-
-    def aside(self) -> Sequence[int] | np.ndarray:
-        """Addresses of memory for the results of a step that are not yet to be seen."""
-        if self._set_aside is None or self.on_device:
-            self._set_aside = self._fresh_arrays()  # nobody else gets their storage as long as this holds them
-        return self._set_aside[1]
-
-    def fresh_results(self, xp: ModuleType) -> tuple[list[Array], Sequence[int] | np.ndarray]:
-        """Arrays for the results of a step, which are to stay when it has ended, and their addresses."""
-        arrays, addresses = self._fresh_arrays()
-        if self.on_device:
-            return arrays, addresses
-        results = [xp.from_numpy(array, like=self.arrays[0]) for array in arrays]
-        if self.bucket.widens:
-            results = [xp.bitcast(result, self.bucket.dtype) for result in results]
-        return results, addresses
-
-    def put(self, places: Sequence[int] | np.ndarray) -> None:
-        """Says where results go: those of 16 bits from where `widen` has put means."""
-        self.bucket.segments["narrowed" if self.bucket.widens else "result"] = places
-
-    def widen(self, xp: ModuleType) -> None:
-        """Has means of gradients of 16 bits put into memory of float32, and x too if nothing is kept of it."""
-        if not self.bucket.widens:
-            return
-        if self._wide is None and self.on_device:
-            self._wide = cuda.split_like(self.arrays, wide=True)
-        elif self._wide is None:
-            arrays, places = Recycled([tensor.shape for tensor in self.bucket.tensors]).arrays()
-            self._wide = [xp.from_numpy(array, like=self.arrays[0]) for array in arrays], places
-        self.bucket.segments["result"] = self._wide[1]
-        if not self.bucket.keeps:
-            self.bucket.segments["x"] = self._wide[1]
-
-    def x(self, place: int) -> Array:
-        """x of a tensor at a place of the bucket."""
-        if self.bucket.keeps:
-            _, state, number = self.tensors[place]
-            return state.wrapped(self.residuals.x(number))
-        return self.arrays[place] if self._wide is None else self._wide[0][place]
-
-    def _fresh_arrays(self) -> tuple[list[Array], Sequence[int] | np.ndarray]:
-        return cuda.split_like(self.arrays) if self.on_device else self._fresh.arrays()
-
-    def placed(self, xp: ModuleType, arrays: Sequence[Array]) -> tuple[Sequence[Array], Sequence[int]]:
-        """Float32 arrays in row-major order where the bucket works, and the addresses of their first elements."""
-        placed = (cuda.placed if self.on_device else xp.hosted)(arrays) if arrays else ([], [])
-        assert placed is not None
-        return placed
-
-    def let_go(self) -> None:
-        """Forgets the arrays of a step that has ended: the bucket outlives it, what it was given need not."""
-        self.arrays = ()
-        if self.on_device:  # where memory that is let go of comes back without being cleared
-            self._set_aside = self._wide = None
-
-    @property
-    def on_device(self) -> bool:
-        """Whether its kernels work on a device."""
-        return self.bucket.device is not None
-
-    @cached_property
-    def _fresh(self) -> Recycled:
-        dtype = "int16" if self.bucket.widens else "float32"
-        return Recycled([tensor.shape for tensor in self.bucket.tensors], dtype)
-
-    @property
-    def had_residuals(self) -> bool:
-        """Whether a memory has kept something of these tensors that a step sends."""
-        sends = self.bucket.keeps and not self.bucket.memory.is_momentum
-        return sends and bool(self.residuals.holds[self.numbers].any())
-
-    def costs(self) -> dict[str, Cost]:
-        """Cost of each tensor in the step, by name; nothing may change it."""
-        step = self.bucket.context.step % self.bucket.compressors[0].period
-        if step not in self._costs:
-            costs = self._costs[step] = {}
-            for tensor, compressor in zip(self.bucket.tensors, self.bucket.compressors, strict=True):
-                sent, in_node = compressor.bytes_in_bucket(tensor, self.bucket.context)
-                floats = compressor.payload_floats(tensor.shape)
-                dense = tensor.size * dtype_bytes(tensor.dtype)
-                costs[tensor.name] = Cost(int(sent), dense, floats, bytes_in_node=int(in_node))
-        return self._costs[step]
-
-    def prepare_states(self, xp: ModuleType) -> None:
-        """Brings the compressors' arrays into the bucket, fitted to its levels, unless they are there already."""
-        if not self.has_states and self.bucket.compressors[0].keeps_state:
-            states = [state for _, state, _ in self.tensors]
-            self.bucket.states = prepared_states(xp, self.bucket, states, self.arrays)
-
-    def keep_states(self, xp: ModuleType, found_inf: Array | None = None) -> None:
-        """Keeps what a step has made of the compressors' arrays for the next one, in place of another method's; on a
-        device, if it counts."""
-        states, method = self.bucket.states, self.bucket.compressors[0]
-        if states is not None:
-            states.commit() if found_inf is None else states.settle(found_inf)
-        if self.has_states or method.lossless:  # a dense step keeps the warm start of the method it interrupts
-            return
-        like = xp.zeros((0,), like=self.arrays[0])
-        self._wrap_state = _itself if self.on_device else functools.partial(xp.from_numpy, like=like)
-        for place, (_, state, _) in enumerate(self.tensors):
-            state.method = method.name
-            if states is None:
-                state.compressor = ()
-            else:
-                state.lie_in_bucket(self, place)
-        self.has_states = True
-
-    def state(self, place: int) -> tuple[Array, ...]:
-        """The compressor's arrays of a tensor, as `TensorState.compressor` has them."""
-        assert self.bucket.states is not None
-        return tuple(self._wrap_state(array) for array in self.bucket.states.arrays(place))
-
-
-Together: TypeAlias = EngineBucket | TensorGroup
-"""Tensors that go through a step together."""

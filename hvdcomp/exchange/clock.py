@@ -13,7 +13,7 @@ Span = tuple[Any, Any]  # two marks
 
 
 class Spans(NamedTuple):
-    """How long a bucket was under way in a step: before its last collective, and after it."""
+    """Times of the work on a bucket in a step: before its last collective, and after it."""
 
     encoding: list[Span]
     decoding: list[Span]
@@ -23,15 +23,15 @@ class Clock:
     """Marks times in the steps of an engine.
 
     A mark costs next to nothing on the host. On a device it is an event, and each of many small ones holds up the host
-    for some microseconds. So turns that follow each other share the mark between them, `turns_only` leaves out what
-    gives a device little to do, and events are used again in later steps.
+    for some microseconds. So turns that follow each other share the mark between them, a step with all its buckets on a
+    device marks nothing else, and events are used again in later steps.
 
     Attributes:
-        turns_only: whether `around` does nothing. True when a step begins.
+        marks_only_turns: whether `around` marks nothing. True when a step begins.
     """
 
     def __init__(self) -> None:
-        self.turns_only = True
+        self.marks_only_turns = True
         self._xp: ModuleType
         self._like: Array
         self._last: Any = None
@@ -40,31 +40,31 @@ class Clock:
         self._now: Callable[[], float] | None = None
 
     def follow(self, now: Callable[[], float]) -> None:
-        """Takes the marks from another clock than that of the device: that of a simulated rank, in seconds."""
+        """Uses another clock than the device's: that of a simulated rank, in seconds."""
         self._now = now
 
     def begin(self, xp: ModuleType, like: Array) -> None:
-        """Begins a step. All its marks are on the device of one array."""
+        """Begins a step. All its marks are on the device of `like`."""
         self._xp, self._like = xp, like
         self._marks = []
-        self.turns_only = True
+        self.marks_only_turns = True
 
     def start(self) -> None:
-        """From here on."""
+        """Starts a lap here."""
         spare = self._spare.pop() if self._spare else None
         self._last = self._xp.mark(self._like, spare) if self._now is None else self._now()
         self._marks.append(self._last)
 
     def lap(self, spans: list[Span]) -> None:
-        """The time since the mark before belongs to these, and the next lap starts here."""
+        """Adds the time since the latest mark to the spans, and starts the next lap."""
         before = self._last
         self.start()
         spans.append((before, self._last))
 
     @contextmanager
     def around(self, spans: list[Span]) -> Iterator[None]:
-        """Work that is no turn, with marks of its own."""
-        if self.turns_only:
+        """Adds the time of the work inside, which is no turn, unless `marks_only_turns`."""
+        if self.marks_only_turns:
             yield
             return
         self.start()
@@ -72,6 +72,6 @@ class Clock:
         self.lap(spans)
 
     def end(self) -> Callable[[], None]:
-        """Ends a step; returns what is to be called when nobody looks at its marks any more."""
+        """Ends a step; returns a function that recycles its marks, to be called when they are no longer needed."""
         marks = self._marks
         return lambda: self._spare.extend(marks)

@@ -1,11 +1,11 @@
-"""Flat storage for what is kept of float32 tensors on a device between steps: as `residuals`, but on the device.
+"""Flat storage on a device; see `residuals`.
 
-The host does not know whether a step counts, and waits for no answer. So places change their roles after every step,
-and of a step that does not count, a kernel (`settle`) leaves what was kept where the next step looks for it.
+The host never waits to learn whether a step counts. It swaps the two places after every step. If the step did not
+count, the kernel `settle` copies the old residual to where the next step reads it.
 
-From step to step a tensor has one place. A step of a bucket takes memory for x of its tensors, and when it has ended,
-what was kept before goes back to the framework's allocator: a forward and a backward pass may use it until the next
-step, as for activations. The allocator hands it out again behind the work that the step's stream had then.
+Between steps a tensor has one place. In a step, a bucket allocates memory for x of its tensors, and at the end it frees
+the memory of the old residuals. The forward and backward pass can use this memory, for example for activations. The
+framework's allocator reuses it only after the work that was on the step's stream at that time.
 """
 
 from __future__ import annotations
@@ -40,36 +40,35 @@ class DeviceResiduals(FlatStorage):
         super().__init__(sizes, xp, _ALIGNMENT)
         self._like = like
         self.device = like.device
-        # What was sent of x, of each turn and tensor: the rule as of `kernels.tables`, and the two numbers that it
-        # speaks of.
+        # What was sent of x, by place and tensor: a rule of `kernels.tables` and its two numbers.
         self._sent = xp.zeros((2, len(sizes), 4), like=like)
 
     def enter(self, bucket: Bucket, numbers: np.ndarray) -> None:
         turn = self._turn[numbers]
         if not self._places["x"]["buffer"][1 - turn, numbers].all():
-            self._let_go(1 - turn, numbers)  # of some, after a step that an error has ended
+            self._free_places(1 - turn, numbers)  # some are left of a step that ended with an error
         super().enter(bucket, numbers)
         if bucket.memory.rounds_to:  # of which nothing was sent
             return
         for row, half in enumerate((turn, 1 - turn)):
             bucket.kernels.sent[row] = self._sent.data_ptr() + 16 * (half * len(self._sizes) + numbers)
 
-    def _take_off(self, x: Array, number: int) -> None:
+    def _subtract_sent(self, x: Array, number: int) -> None:
         rule, above, below, _ = self._sent[int(self._turn[number]), number]
         where = self._xp.where
         sent = where((x > 0) | ((x == 0) & (rule == NOT_NEGATIVE)), above, below)
         x -= where(rule == EVERYTHING, x, where(rule == NOTHING, 0.0, sent))
 
-    def _nothing_was_sent(self, number: int) -> None:
+    def _clear_sent(self, number: int) -> None:
         self._sent[int(self._turn[number]), number] = 0
 
     def commit(self, bucket: Bucket, numbers: np.ndarray) -> None:
         super().commit(bucket, numbers)
-        self._let_go(1 - self._turn[numbers], numbers)
+        self._free_places(1 - self._turn[numbers], numbers)
 
     def drop(self, numbers: np.ndarray) -> None:
         super().drop(numbers)
-        self._let_go(self._turn[numbers], numbers)
+        self._free_places(self._turn[numbers], numbers)
 
     def _before_free(self, buffer: Array) -> None:
         cuda.let_go(buffer)

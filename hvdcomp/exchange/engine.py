@@ -1,9 +1,9 @@
-"""The engine: takes the gradients of each step through compression, and keeps what tensors need from step to step.
+"""The engine: compresses and exchanges the gradients of each step, and keeps what tensors need from step to step.
 
-It knows no framework (array functions come with the arrays), no compressor by name, and reaches other ranks only
-through a communicator. `plan` says which compressor each tensor gets, `buckets` which tensors are compressed together,
-`bucket_step` what a bucket goes through and `group_step` what a group does, `lockstep` how they exchange,
-`overlap` what starts before all gradients are there, `fusion` what travels.
+It knows no framework (array functions come with the arrays) and no compressor by name, and reaches other ranks only
+through a communicator. `plan` chooses the compressor of each tensor. `buckets` decides which tensors go together, in an
+`engine_bucket` or a `tensor_group`. A `wave` takes buckets and groups from round to round, and `fusion` makes few
+collectives of each round. `overlap` starts buckets before all gradients are ready.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import ModuleType
-from typing import NamedTuple
 
 from hvdcomp.arrays import arrays_for
 from hvdcomp.arrays.types import Array
@@ -24,38 +23,21 @@ from hvdcomp.compressors.choice import MIN_NDIM, MIN_NUMEL, Plan
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.protocol import Context, TensorInfo
 from hvdcomp.compressors.two_level import within
-from hvdcomp.exchange.bucket_step import Sums
-from hvdcomp.exchange.buckets import Buckets, Together, in_parts
+from hvdcomp.exchange.buckets import BucketOrGroup, Buckets, in_parts
 from hvdcomp.exchange.clock import Spans
-from hvdcomp.exchange.group_step import Step, step_of
+from hvdcomp.exchange.engine_bucket import Sums
 from hvdcomp.exchange.ledger import Ledger, Sent, StepCost
-from hvdcomp.exchange.lockstep import Lockstep, run_to_the_end
-from hvdcomp.exchange.look import Look
 from hvdcomp.exchange.nodes import FoundLevels
 from hvdcomp.exchange.overlap import Overlap
 from hvdcomp.exchange.plan import Planner
 from hvdcomp.exchange.tensor_state import TensorState
+from hvdcomp.exchange.wave import Wave, run_to_the_end
 from hvdcomp.specs.levels import Level, LevelsBySize
 
-BeforeCompress = Callable[[Look], Mapping[str, Array]]
-
-
-class UnderWay(NamedTuple):
-    """A step that has begun.
-
-    Attributes:
-        xp: array functions of the gradients.
-        waves: steps that go from round to round together.
-        later: the same of those that have not started, as too much would be gathered at a time.
-        look: what `Engine.before_compress` was given; None if nobody looks.
-        tensors: their number.
-    """
-
-    xp: ModuleType
-    waves: list[Lockstep]
-    later: list[Lockstep]
-    look: Look | None
-    tensors: int
+BeforeCompress = Callable[[Sequence[BucketOrGroup], Array | None], Mapping[str, Array]]
+"""A function that gets the buckets and groups of a step before they are open, and the factor that the memory multiplies
+gradients with, None for 1. It may look at x, and returns by name arrays that are compressed in place of x of some
+tensors."""
 
 
 class Engine:
@@ -65,23 +47,21 @@ class Engine:
         communicator: the ranks to exchange with.
         tensors, compressor, memory, min_numel, min_ndim: as for `Chooser`.
         seed: seed of all random choices; the same on all ranks.
-        bytes_beside: bytes that the binding itself sends beside the engine's collectives, by the number of a step's
-            tensors.
+        bytes_beside: function from the number of a step's tensors to the bytes that the binding itself sends.
         ledger: ledger into which costs are entered.
-        overlap_bytes: bytes of gradients, at least, of a bucket that starts before all gradients of a step are there;
-            None for no such buckets.
+        overlap_bytes: least bytes of gradients in a bucket that starts before all gradients of a step are ready; None
+            for no such buckets.
         gathered_bytes: as of `hvdcomp.Compression`.
 
     Attributes:
         planner: chooser of each tensor's compressor.
         bytes_beside: as given.
-        step_number: number of the step that comes next, or is under way, from 0.
+        step_number: number of the present or next step, from 0.
         states: state of each tensor, by name.
-        buckets: the buckets and groups of the tensors that are compressed together.
-        before_compress: function called in each step before x is compressed. It may look at x, and returns by name
-            arrays that are to be compressed in place of x of some tensors.
-        found_inf: an element that is 0, or NaN if nothing of the last step counts (see `step`).
-        overlap: buckets that start early; to be told of gradients when they are there, after `expect`.
+        buckets: the buckets and groups.
+        before_compress: function called in each step before x is compressed; None for no function.
+        found_inf: an element that is 0, or NaN if the last step does not count (see `step`).
+        overlap: what starts early; call its `ready` for each gradient, after `expect`.
     """
 
     def __init__(
@@ -110,18 +90,18 @@ class Engine:
         self.step_number = 0
         self.states: dict[str, TensorState] = {name: TensorState() for name in self.tensors}
         self._gathered_bytes = gathered_bytes
-        says, ranks = communicator.rank == 0, communicator.world_size
-        self.buckets = Buckets(self.tensors, self.states, self.planner.memory_for, says, gathered_bytes, ranks)
+        warns, ranks = communicator.rank == 0, communicator.world_size
+        self.buckets = Buckets(self.tensors, self.states, self.planner.memory_for, warns, gathered_bytes, ranks)
         self.before_compress: BeforeCompress | None = None
         self.found_inf: Array | None = None
-        self._drop_sent: Callable[[], None] | None = None  # what is to be done before the next step
+        self._forget_sent: Callable[[], None] | None = None  # what is to be done before the next step
         self.overlap = Overlap(communicator, self.tensors, self.buckets, self.ledger.clock, overlap_bytes)
 
     # Between two steps.
 
     @property
     def plan(self) -> Plan:
-        """The compressor of each tensor in the step that is under way."""
+        """The compressor of each tensor in the present step."""
         return self.planner.plan
 
     @property
@@ -138,38 +118,39 @@ class Engine:
         self.planner.set_level(level)
 
     def begin(self) -> Plan:
-        """`Planner.begin`. Waits for the device if the step before has sent residuals dense."""
-        self.overlap.end()  # of a step that was not made
-        if self._drop_sent is not None:
-            self._drop_sent()
-            self._drop_sent = None
+        """`Planner.begin`. Waits for the device if the step before has sent whole residuals."""
+        self.overlap.end()  # if the step before ended with an error
+        if self._forget_sent is not None:
+            self._forget_sent()
+            self._forget_sent = None
         return self.planner.begin()
 
     def scale_residuals(self, factor: float, momentum: bool = True) -> None:
         """Multiplies every residual, as after a change of the loss scale.
 
         Args:
-            momentum: whether a memory's momentum is multiplied too. It is not where the learning rate has changed:
-                optimizers do not do so with theirs.
+            momentum: whether to multiply a memory's momentum too. Pass False after a change of the learning rate:
+                optimizers leave their own momentum as it is.
         """
         for state in self.states.values():
             state.scale_residual(factor, momentum)
 
     @property
-    def holds_residuals(self) -> bool:
+    def has_residuals(self) -> bool:
         """Whether any tensor has a residual to be sent."""
-        return any(state.holds for state in self.states.values())
+        return any(state.has_residual for state in self.states.values())
 
     @property
     def passthrough(self) -> bool:
-        """Whether the plan needs nothing that a plain allreduce of (cast) gradients cannot do."""
-        return self.planner.casts_only and (self.planner.beside_residuals or not self.holds_residuals)
+        """Whether a plain allreduce of (cast) gradients does all that the plan needs."""
+        return self.planner.casts_only and (self.planner.ignores_residuals or not self.has_residuals)
 
     def enter_casts(self, names: Set[str], beside: bool = False) -> None:
-        """Enters, as a step of its own, what somebody else allreduced because `passthrough` held.
+        """Enters a step in which the caller allreduced the gradients, because of `passthrough`.
 
         Args:
-            beside: whether the binding has sent what it sends beside the engine's collectives too.
+            names: of the tensors.
+            beside: whether to add `bytes_beside`.
         """
         cost = self.planner.cost_of_casts(names)
         bytes_beside = self.bytes_beside(len(names)) if beside else 0
@@ -178,7 +159,7 @@ class Engine:
         self.step_number += 1
 
     def enter_alone(self, names: Set[str], bytes_beside: int = 0) -> None:
-        """Enters, as a step of its own, one in which this rank kept its gradients, and the binding sent so much."""
+        """Enters a step in which this rank kept its gradients, and the binding sent `bytes_beside` bytes."""
         part = self.planner.costs_of_nothing(names)
         dense = sum(cost.dense_bytes for cost in part.values())
         self.ledger.record(StepCost(bytes_beside, dense, step=self.step_number, parts=(part,)))
@@ -191,16 +172,16 @@ class Engine:
     ) -> dict[str, Array]:
         """Aggregates the gradients of one step.
 
-        If any gradient of any rank holds an inf or NaN, or overflows when its residual is added, when it is cast to
-        half precision or when what the ranks sent is put together, every rank gets results that hold a NaN in each
-        tensor (so that a loss scaler skips the step everywhere), and all residuals and compressor states stay as they
-        were.
+        A step does not count if a gradient of any rank holds an inf or NaN. Nor does it count if a gradient overflows
+        when its residual is added, when it is cast to half precision, or when the ranks' payloads are combined. Then
+        every rank gets a NaN in each result, so that a loss scaler skips the step on all ranks, and all residuals and
+        compressor states stay as they were.
 
         Args:
             gradients: by name; the same names on all ranks.
-            in_place: whether results may take the place of the gradients, as in Horovod's own allreduce: fresh memory
-                costs as much time as several copies. Otherwise gradients are not changed.
-            sums: to which gradients are added, unless the step does not count.
+            in_place: whether results may overwrite gradients, as in Horovod's own allreduce. This saves the time of
+                several copies.
+            sums: sums to which gradients are added if the step counts.
 
         Returns:
             The aggregated gradients by name, each in the shape, element type and layout of its gradient, in storage
@@ -215,94 +196,93 @@ class Engine:
 
     def start(
         self, gradients: Mapping[str, Array], in_place: bool = False, sums: Sums | None = None, alone: bool = False
-    ) -> UnderWay:
-        """Begins a step that `finish` is to end: sends what needs no answer from any rank, and waits for nothing.
+    ) -> list[Wave]:
+        """Begins a step that `finish` ends: starts the first collectives, and waits for nothing.
 
-        In between, steps may be entered that make no exchange, and no other may be started.
+        No other step may be started before `finish`. Steps without an exchange may be entered in between.
 
         Args:
-            gradients, in_place, sums: as of `step`; at least one gradient, and nobody may change any before `finish`.
+            gradients, in_place, sums: as of `step`; at least one gradient. None may change before `finish`.
             alone: whether `finish` follows at once.
+
+        Returns:
+            The waves of the step. The last ones have not started, if ranks would otherwise gather too much at a time.
         """
         gradients = {name: gradients[name] for name in self.tensors if name in gradients}
         first = next(iter(gradients.values()))
         xp = arrays_for(first)
-        # What started early goes on by itself. What could have done so starts now, in the same order, so that all ranks
-        # have the same collectives; everything else goes together, as the last.
+        # A bucket that has started early is a wave of its own. On another rank it may not have started yet: it starts
+        # now, also as a wave of its own and in the same order, so that all ranks start the same collectives. All others
+        # come last, together.
         started = self.overlap.end(first)
         if not started:
             self.ledger.clock.begin(xp, first)
         factor = None
         if self.memory is not None:
             factor = self.memory.gradient_factor(xp, list(gradients.values()), self.communicator.world_size)
-        steps = self._steps(xp, gradients, factor, {name for wave in started for name in wave.names})
-        look: Look | None = None
+        waiting = self._begin_buckets(xp, gradients, factor, {name for wave in started for name in wave.names})
         sources: Mapping[str, Array] = {}
         if self.before_compress is not None:
-            look = Look(xp, steps, self.plan, self.context(""), factor)
-            sources = self.before_compress(look)
-        for step in steps:
-            step.open(gradients, in_place, sums, sources)
-        waves = [self.overlap.wave(xp, [step], step.number) for step in steps if step.number is not None]
-        all_last = [step for step in steps if step.number is None]
-        before = sum(step.gathered for wave in [*started, *waves] for step in wave.steps)
+            sources = self.before_compress(waiting, factor)
+        for bucket in waiting:
+            bucket.open(in_place, sums, sources)
+        waves = [self.overlap.new_wave(xp, [bucket], bucket.number) for bucket in waiting if bucket.number is not None]
+        all_last = [bucket for bucket in waiting if bucket.number is None]
+        before = sum(bucket.gathered for wave in [*started, *waves] for bucket in wave.buckets)
         last, *parts = in_parts(all_last, operator.attrgetter("gathered"), self._gathered_bytes, before)
         if last:
             alone = alone and not started and not waves and not parts
-            waves.append(self.overlap.wave(xp, last, None, alone=alone))
+            waves.append(self.overlap.new_wave(xp, last, None, alone=alone))
         for wave in waves:
             wave.start()
-        later = [self.overlap.wave(xp, part, None, part=place) for place, part in enumerate(parts, 1)]
-        return UnderWay(xp, [*started, *waves], later, look, len(gradients))
+        later = [self.overlap.new_wave(xp, part, None, part=place) for place, part in enumerate(parts, 1)]
+        return [*started, *waves, *later]
 
-    def finish(self, under_way: UnderWay, kept: Set[str] = frozenset()) -> dict[str, Array]:
+    def finish(self, waves: Sequence[Wave], kept: Set[str] = frozenset()) -> dict[str, Array]:
         """Ends a step that `start` began; returns what `step` does, and enters the step.
 
         Args:
+            waves: what `start` returned.
             kept: the names of tensors whose gradients this rank keeps in this step.
         """
-        xp, waves, later, look, tensors = under_way
         run_to_the_end(waves)
-        for wave in later:
-            wave.start()
-            run_to_the_end([wave])
-        waves = [*waves, *later]
-        steps = [step for wave in waves for step in wave.steps]
+        buckets = [bucket for wave in waves for bucket in wave.buckets]
+        xp = arrays_for(buckets[0].like)
         found_inf = sum((wave.found_inf() for wave in waves[1:]), waves[0].found_inf())
-        if look is not None:
-            look.tell()
         results: dict[str, Array] = {}
-        for step in steps:
-            results |= step.finish(found_inf)
+        for bucket in buckets:
+            results |= bucket.finish(found_inf)
         self.overlap.free(next(iter(results.values())))
-        self._drop_sent = _dropping(xp, steps, self.planner.sends_all, found_inf)
-        self._record(xp, waves, tensors, kept)
+        self._forget_sent = _forget_sent_residuals(xp, buckets, self.planner.sends_all, found_inf)
+        self._record(xp, waves, len(results), kept)
         self.step_number += 1
         self.found_inf = found_inf
         return results
 
-    def _steps(
+    def _begin_buckets(
         self, xp: ModuleType, gradients: Mapping[str, Array], factor: Array | None, under_way: Set[str]
-    ) -> list[Step]:
-        """Steps of the buckets and groups that are not under way.
+    ) -> list[BucketOrGroup]:
+        """Begins the step in the buckets and groups that have not started, and returns them.
 
         Args:
             factor: what the memory multiplies gradients with; None for 1.
             under_way: names of the tensors whose buckets and groups have started.
         """
         clock, plan, context, names = self.ledger.clock, self.plan, self.context(""), list(gradients)
-        if self.planner.beside_residuals:  # such steps are rare: in a group, and buckets stay as they are
-            waiting: list[Together] = [self.buckets.group(names, plan, defaultdict(TensorState))]
+        if self.planner.ignores_residuals:  # such steps are rare, so buckets are not made again for them
+            waiting: list[BucketOrGroup] = [self.buckets.group(names, plan, defaultdict(TensorState))]
         else:
             waiting = self.buckets.of_step(xp, names, gradients, plan, under_way)
-        clock.turns_only &= all(together.on_device for together in waiting)
-        return [step_of(xp, together, gradients, context, factor, clock) for together in waiting]
+        clock.marks_only_turns &= all(bucket.on_device for bucket in waiting)
+        for bucket in waiting:
+            bucket.begin(xp, gradients, context, factor, clock)
+        return waiting
 
-    def _record(self, xp: ModuleType, waves: Sequence[Lockstep], number_of_tensors: int, kept: Set[str]) -> None:
+    def _record(self, xp: ModuleType, waves: Sequence[Wave], number_of_tensors: int, kept: Set[str]) -> None:
         """Enters the costs of a step that has ended."""
         rounds = [span for wave in waves for span in wave.rounds]
         sent = sum((wave.sent for wave in waves), Sent(self.bytes_beside(number_of_tensors)))
-        parts_and_spans = [step.part for wave in waves for step in wave.steps]
+        parts_and_spans = [bucket.part for wave in waves for bucket in wave.buckets]
         if kept:
             parts_and_spans.append((self.planner.costs_of_nothing(kept), Spans([], [])))
         parts, spans = zip(*parts_and_spans, strict=True)
@@ -314,11 +294,11 @@ class Engine:
     def expect(
         self, in_place: bool = False, sums: Sums | None = None, agreed: Callable[[], bool] = lambda: True
     ) -> None:
-        """Lets buckets of the step that has begun start before its `step`, as soon as `overlap.ready` was told of all
-        their gradients. It does nothing where somebody looks at x before it is compressed.
+        """Allows buckets of this step to start as soon as `overlap.ready` got all their gradients. Does nothing if
+        `before_compress` is to look at x.
 
         Args:
-            in_place, sums: as for `step`, which is to be given the same.
+            in_place, sums: the arguments that `step` will get.
             agreed: as of `Overlap.begin`.
         """
         if self.before_compress is not None or (self.memory is not None and self.memory.needs_all_gradients):
@@ -336,24 +316,25 @@ class Engine:
         return FoundLevels(self.communicator, self.tensors)
 
 
-def _dropping(
-    xp: ModuleType, steps: Sequence[Step], sends_all: Callable[[str, Compressor], bool], found_inf: Array
+def _forget_sent_residuals(
+    xp: ModuleType, buckets: Sequence[BucketOrGroup], sends_all: Callable[[str, Compressor], bool], found_inf: Array
 ) -> Callable[[], None] | None:
-    """Forgets residuals that a lossless compressor has just sent, or a cast that keeps no rounding error.
+    """Forgets residuals that were sent whole, by a lossless compressor or a cast without error feedback.
 
-    On a device nobody knows yet whether this step counts: there it is returned, to be called before the next one.
+    On a device the host does not know yet whether the step counts. So the function that forgets is returned, to be
+    called before the next step.
     """
-    forgets = [forget for step in steps if (forget := step.forget_sent(sends_all)) is not None]
-    if not forgets:
+    of_buckets = [one for bucket in buckets if (one := bucket.forget_sent(sends_all)) is not None]
+    if not of_buckets:
         return None
     flag = xp.read_later(found_inf)
 
-    def drop() -> None:
+    def forget() -> None:
         if flag() == 0:
-            for forget in forgets:
-                forget()
+            for forget_one in of_buckets:
+                forget_one()
 
-    if xp.waits(found_inf) or any(step.on_device for step in steps):
-        return drop
-    drop()
+    if xp.waits(found_inf) or any(bucket.on_device for bucket in buckets):
+        return forget
+    forget()
     return None

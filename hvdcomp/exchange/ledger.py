@@ -149,8 +149,8 @@ class Ledger:
         self.last: StepCost | None = None
         self.totals = Cost()
         self.steps = 0
-        # What this process had made when the run last went on from a checkpoint, and the sums of that checkpoint.
-        self._went_on = (Cost(), 0, Cost(), 0)
+        # When the latest checkpoint was loaded: the cost and steps of this process, and those of the checkpoint.
+        self._continued = (Cost(), 0, Cost(), 0)
         self._tensors: dict[str, Cost] = {}
         self._unsettled: deque[Settle] = deque()
         self._timed: StepCost | None = None
@@ -172,17 +172,17 @@ class Ledger:
         """The newest step whose times are known; None if those of the last step never will be."""
         return self._timed if self._unsettled or self._timed is self.last else None
 
-    def here(self) -> tuple[Cost, int]:
+    def of_this_process(self) -> tuple[Cost, int]:
         """The sum of all steps that this process made, and their number. Unlike `totals`, these are not reset when a
         checkpoint is loaded."""
-        made, number, totals, steps = self._went_on
+        made, number, totals, steps = self._continued
         cost = self.totals.without(totals)
         cost.add(made)
         return cost, number + self.steps - steps
 
-    def go_on_from(self, totals: Cost, steps: int) -> None:
-        """Goes on from the sums and the number of steps of a checkpoint, in place of those so far."""
-        self._went_on = (*self.here(), replace(totals), steps)
+    def continue_from(self, totals: Cost, steps: int) -> None:
+        """Continues from the sums and the number of steps of a checkpoint."""
+        self._continued = (*self.of_this_process(), replace(totals), steps)
         self.totals, self.steps = totals, steps
 
     def record(self, step: StepCost, settle: Settle | None = None) -> None:

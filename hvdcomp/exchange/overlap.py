@@ -1,9 +1,10 @@
-"""Overlap: a bucket is encoded, and starts its first collective, as soon as its own gradients are there, while the
-backward pass makes those of others.
+"""Overlap: a bucket is encoded, and starts its first collective, as soon as its own gradients are ready, while the
+backward pass computes the other gradients.
 
-Nothing waits there. What a bucket needs after its first collective, it does when all gradients of the step have come.
-The ranks may start a bucket at different times, in a hook or at the end, but all of them start the same buckets, in the
-same order: `Buckets` makes them from the plan and from the order in which gradients became ready on rank 0.
+Nothing waits during the backward pass. A bucket does all that follows its first collective when all gradients of the
+step are ready. Ranks may start a bucket at different times, in a hook or at the end. But all ranks start the same
+buckets in the same order: `Buckets` makes them from the plan, and from the order in which gradients became ready on
+rank 0.
 """
 
 from __future__ import annotations
@@ -22,20 +23,19 @@ from hvdcomp.compressors.bucket import LEAST_BYTES
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.protocol import Context, TensorInfo
 from hvdcomp.errors import warn_alone
-from hvdcomp.exchange.bucket_step import Sums
-from hvdcomp.exchange.buckets import Buckets, Together
+from hvdcomp.exchange.buckets import BucketOrGroup, Buckets
 from hvdcomp.exchange.clock import Clock
-from hvdcomp.exchange.group_step import Step, step_of
-from hvdcomp.exchange.lockstep import Lockstep
+from hvdcomp.exchange.engine_bucket import Sums
+from hvdcomp.exchange.wave import Wave
 
 TRIES = 20
-"""After this number of steps in which no bucket has started by itself, all buckets go together."""
+"""After this number of steps in which no bucket has started early, all buckets go together."""
 
 _MOST = np.iinfo(np.int32).max
 
 
-class _Step(NamedTuple):
-    """Arguments of `Overlap.begin`, and the streams on which gradients have come."""
+class _Expected(NamedTuple):
+    """Arguments of `Overlap.begin` for the present step, and the streams on which gradients have come."""
 
     context: Context
     in_place: bool
@@ -52,15 +52,15 @@ class Overlap:
         tensors: of the training, by name; the same on all ranks.
         buckets: of the training.
         clock: of the engine.
-        least_bytes: of the gradients of a bucket that starts by itself; None for no such buckets.
+        least_bytes: least bytes of gradients in a bucket that starts early; None for no such buckets.
 
     Attributes:
-        started: what is under way in this step.
-        least_bytes: as given, or as rank 0 chose; None where `review` has ended overlap.
-        from_rank_0: whether rank 0 may choose `least_bytes`, `LEAST_BYTES` or more, before the first step; the others
-            learn it with the order. The same on all ranks.
-        era: the number of the order that holds, which rank 0 gives; 0 while none is known. It is a part of the names of
-            what starts early: other trainings may have buckets under way at the same time.
+        started: the waves that have started early in this step.
+        least_bytes: as given, or as rank 0 chose; None after `review` has ended overlap.
+        from_rank_0: whether rank 0 may choose `least_bytes`, `LEAST_BYTES` or more, before the first step. The other
+            ranks get it with the order. The same on all ranks.
+        era: number of the present order, chosen by rank 0; 0 while no order is known. Names of early collectives
+            contain it, because other trainings of the process may have such collectives at the same time.
     """
 
     _eras: ClassVar[Iterator[int]] = itertools.count(1)  # of all trainings of this process
@@ -73,7 +73,7 @@ class Overlap:
         clock: Clock,
         least_bytes: int | None,
     ) -> None:
-        self.started: list[Lockstep] = []
+        self.started: list[Wave] = []
         self.era = 0
         self.from_rank_0 = False
         self._learnt = False
@@ -82,8 +82,8 @@ class Overlap:
         self._buckets = buckets
         self._clock = clock
         self.least_bytes = least_bytes
-        self._early: Sequence[Together] = ()  # in the order in which they may start
-        self._step: _Step
+        self._early: Sequence[BucketOrGroup] = ()  # in the order in which they may start
+        self._expected: _Expected
         self._places: dict[str, int] = {}
         self._missing: list[int] = []  # gradients of each
         self._gradients: dict[str, Array] = {}
@@ -100,90 +100,93 @@ class Overlap:
         Args:
             context: of the step.
             in_place, sums: as of `Engine.step`.
-            agreed: whether all ranks are known to make this step, at the same levels; nothing starts before.
+            agreed: function that returns whether this rank knows that all ranks make this step, at the same levels.
+                Nothing starts before.
         """
         early = self._buckets.early(plan)
         if early != self._early:
             self._early = early
-            self._places = {name: place for place, together in enumerate(early) for name in together.names}
-        self._step = _Step(context, in_place, sums, agreed, set())
-        self._missing = [len(together.names) for together in early]
+            self._places = {name: place for place, bucket in enumerate(early) for name in bucket.names}
+        self._expected = _Expected(context, in_place, sums, agreed, set())
+        self._missing = [len(bucket.names) for bucket in early]
         self._tries += bool(early)
 
     def ready(self, name: str, gradient: Array) -> None:
-        """To be called when a gradient is there, after `begin`, on the stream that has made it. It may start
-        collectives, and waits for none.
+        """Call this when a gradient is ready, after `begin`, on the stream that computed it. It may start collectives,
+        and waits for none.
 
-        On a device, what starts runs on that stream, behind the gradient. Where gradients come on several streams,
-        nothing more starts: a bucket would not be behind all of its own.
+        On a device, a bucket runs on this stream, after the gradient. If gradients come on several streams, no more
+        buckets start: a bucket on one stream would not run after its gradients on the others.
         """
         place = self._places.get(name)
         if place is not None and self._missing:
             self._gradients[name] = gradient
             self._missing[place] -= 1
-            self._step.streams.add(arrays_for(gradient).stream(gradient))
-            if len(self._step.streams) > 1:
+            self._expected.streams.add(arrays_for(gradient).stream(gradient))
+            if len(self._expected.streams) > 1:
                 self._missing = []
-        while len(self.started) < len(self._missing) and not self._missing[len(self.started)] and self._step.agreed():
-            self._start(self._early[len(self.started)])
+        while (next_one := len(self.started)) < len(self._missing) and not self._missing[next_one]:
+            if not self._expected.agreed():
+                break
+            self._start(self._early[next_one])
 
-    def _start(self, together: Together) -> None:
-        """Starts a bucket or group. If it is a bucket that cannot take the gradients that have come, this bucket and
-        those behind it wait for all gradients."""
-        like, clock, step = self._gradients[together.names[0]], self._clock, self._step
+    def _start(self, bucket: BucketOrGroup) -> None:
+        """Starts a bucket or group. If a bucket cannot take its gradients, it waits for all gradients, and so do the
+        buckets after it."""
+        like, clock, expected = self._gradients[bucket.names[0]], self._clock, self._expected
         xp = arrays_for(like)
         if not self.started:
             clock.begin(xp, like)
-        if not self._buckets.take(xp, together, self._gradients):
+        if not self._buckets.take(xp, bucket, self._gradients):
             self._missing = []
             return
-        clock.turns_only &= together.on_device
-        started = step_of(xp, together, self._gradients, step.context, None, clock)
-        started.open(self._gradients, step.in_place, step.sums)
-        wave = self.wave(xp, [started], together.number)
+        clock.marks_only_turns &= bucket.on_device
+        bucket.begin(xp, self._gradients, expected.context, None, clock)
+        bucket.open(expected.in_place, expected.sums)
+        wave = self.new_wave(xp, [bucket], bucket.number)
         wave.start()
         self.started.append(wave)
         self._starts += 1
 
-    def end(self, like: Array | None = None) -> list[Lockstep]:
-        """Ends a step; what it has started. The stream that now works where `like` is goes on behind that."""
+    def end(self, like: Array | None = None) -> list[Wave]:
+        """Ends a step; returns the waves that have started. The present stream of `like`'s device waits for them."""
         if self.started and like is not None:
             now = arrays_for(like).stream(like)
-            for stream in self._step.streams - {now}:
+            for stream in self._expected.streams - {now}:
                 now.wait_stream(stream)
-        self._streams = self._step.streams if self.started else set()
+        self._streams = self._expected.streams if self.started else set()
         started, self.started, self._missing, self._gradients = self.started, [], [], {}
         return started
 
     def free(self, like: Array) -> None:
-        """Lets memory of a step that has ended be used again: the streams that have taken some go on behind the step,
-        which has used it on the stream that now works where `like` is."""
+        """After a step: lets its memory be used again. The streams that allocated memory wait for the present stream of
+        `like`'s device, which has used that memory."""
         if self._streams:
             now = arrays_for(like).stream(like)
             for stream in self._streams - {now}:
                 stream.wait_stream(now)
             self._streams = set()
 
-    def wave(
-        self, xp: ModuleType, steps: Sequence[Step], number: int | None, alone: bool = False, part: int = 0
-    ) -> Lockstep:
-        """Steps that go from round to round together: that of a bucket that may start early, or all others.
+    def new_wave(
+        self, xp: ModuleType, buckets: Sequence[BucketOrGroup], number: int | None, alone: bool = False, part: int = 0
+    ) -> Wave:
+        """The wave of a bucket that may start early, or of all others.
 
         Args:
             number: of the bucket; None for all others.
-            alone: as of `Lockstep`.
-            part: of all others, which may go one after the other.
+            alone: as of `Wave`.
+            part: number of the wave, if all others are several waves.
         """
         name = "round" if number is None else f"order{self.era}.early{number}.round"
         if part:
             name = f"part{part}.{name}"
-        return Lockstep(xp, self._communicator, self._clock, name, steps, alone)
+        return Wave(xp, self._communicator, self._clock, name, buckets, alone)
 
     def learn_order(self, gradients: Mapping[str, Array]) -> None:
-        """After a step: takes the order in which gradients became ready, of the first step on rank 0, for that of all.
+        """After the first step: all ranks take the order in which gradients became ready on rank 0.
 
-        Waits for all ranks in that step, unless all gradients are too small for a bucket that starts by itself. Where
-        rank 0 finds so alone, all know then that there are none.
+        Waits for all ranks, unless all gradients together are too small for a bucket that starts early. If only rank 0
+        finds them too small, it tells the other ranks, and nothing starts early.
 
         Args:
             gradients: by name, in their order.
@@ -208,12 +211,13 @@ class Overlap:
             self._follow([[names[number]] for number in order if number >= 0], self.least_bytes)
 
     def review(self, like: Array) -> None:
-        """After a step: ends overlap if no rank has started a bucket by itself in `TRIES` steps, or in twice as many,
-        and so on, where ranks have tried it less than `TRIES / 2` times.
+        """After a step: ends overlap if no rank has started a bucket early in `TRIES` steps. If ranks have tried less
+        than `TRIES / 2` times, it waits for twice as many steps, and so on.
 
-        Each bucket then goes by itself at the end of the step, which costs rounds and hides nothing: as where gradients
-        come on several streams, or where it is known only after the backward pass that all ranks make the step. In
-        the last of these steps all ranks wait for each other, and then all make the same decision.
+        Without early starts, each bucket is still a wave of its own at the end of the step, which costs rounds and
+        hides nothing. This happens if gradients come on several streams, or if a rank learns only after the backward
+        pass that all ranks make the step. All ranks wait for each other in the last of these steps, and then make the
+        same decision.
 
         Args:
             like: an array of the step.
@@ -243,11 +247,11 @@ class Overlap:
         self.least_bytes = None  # for good
 
     def follow(self, batches: Sequence[Sequence[str]], least_bytes: int) -> None:
-        """Takes an order that all ranks know, from the next step on: instead of `learn_order`.
+        """Uses an order that all ranks know, from the next step on; instead of `learn_order`.
 
         Args:
             batches: names of gradients that become ready at once, in their order.
-            least_bytes: of the gradients of a bucket; what is smaller goes with the next ones. The same on all ranks.
+            least_bytes: least bytes of gradients in a bucket. The same on all ranks.
         """
         self._learnt = True
         if self.least_bytes is not None:

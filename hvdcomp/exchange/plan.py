@@ -15,14 +15,14 @@ from hvdcomp.specs.levels import Level, LevelsBySize, level_of_size
 
 
 class Planner(Chooser):
-    """Holds the plan of the step under way, and of the one that follows.
+    """Has the plan of the present step and of the next one.
 
     Its arguments are those of a `Chooser`.
 
     Attributes:
-        plan: of the step that is under way.
-        beside_residuals: whether that step neither sends nor changes what earlier ones have left.
-        level: as `set_level` was last told.
+        plan: the plan of the present step.
+        ignores_residuals: whether the present step leaves all residuals unsent and unchanged.
+        level: the last argument of `set_level`.
     """
 
     def __post_init__(self, described: Iterable[TensorInfo]) -> None:
@@ -30,9 +30,9 @@ class Planner(Chooser):
         self.level: Level | str | LevelsBySize | None = None
         self.plan = self.plan_for(self.compressor)
         self._next_plan = self.plan
-        self.beside_residuals = False
-        self._in_place: tuple[Compressor | None, bool] = None, False  # of the plan that follows
-        self._plan_in_place = self.plan
+        self.ignores_residuals = False
+        self._override: tuple[Compressor | None, bool] = None, False  # of the plan that follows
+        self._override_plan = self.plan
         # What follows from the plan; None where it is not computed yet.
         self._digest: int | None = None
         self._casts: bool | None = None
@@ -71,20 +71,20 @@ class Planner(Chooser):
         else:
             self.set_plan(self.plan_for(NoCompression() if isinstance(level, str) else self.compressor.at_level(level)))
 
-    def compress_by(self, compressor: Compressor | None, beside_residuals: bool = False) -> None:
+    def compress_by(self, compressor: Compressor | None, ignores_residuals: bool = False) -> None:
         """Compresses all tensors by another compressor from the next step on, whatever the plan; None for the plan.
 
         Args:
-            beside_residuals: as the attribute; with a lossless compressor only.
+            ignores_residuals: as the attribute; with a lossless compressor only.
         """
-        if compressor is not None and compressor != self._in_place[0]:
-            self._plan_in_place = self.plan_for(compressor)
-        self._in_place = compressor, beside_residuals
+        if compressor is not None and compressor != self._override[0]:
+            self._override_plan = self.plan_for(compressor)
+        self._override = compressor, ignores_residuals
 
     def begin(self) -> Plan:
-        """Fixes the plan of the step that is about to begin, and returns it."""
-        other, self.beside_residuals = self._in_place
-        plan = self._next_plan if other is None else self._plan_in_place
+        """Fixes the plan of the step that begins, and returns it."""
+        other, self.ignores_residuals = self._override
+        plan = self._next_plan if other is None else self._override_plan
         if self.plan is not plan:
             self.plan = plan
             self._digest = self._casts = self._cast_cost = None

@@ -1,15 +1,15 @@
-"""Flat storage for what is kept of float32 tensors between steps.
+"""Flat storage: residuals and velocities of float32 tensors from step to step.
 
-A step reads what is kept of a tensor in one place and writes x to another; if the step counts, the places change their
-roles, and what is left of x after sending is the residual. If it does not, nothing has changed. On the host both places
-stay, because memory that is new to a process is slow there; on a device (`device_residuals`) the one that nothing is
-kept in goes when the step has ended.
+Each tensor has two places. A step reads the residual in one place and writes x to the other. If the step counts, the
+two places swap roles: x without what was sent of it is the new residual. If it does not count, nothing has changed. On
+the host both places stay, because the system clears memory that is new to a process. On a device (`device_residuals`)
+the place that is not in use is freed after each step.
 
-A residual is kept as x, with a rule that says what of it was sent: the next step takes that off when it reads x anyway.
-Whoever else asks for a residual makes it real first.
+A residual is stored as x, with a rule that tells what was sent of x. The next step reads x anyway, and then subtracts
+what was sent. Any other reader of a residual has it subtracted first (`arrays`).
 
-A residual that its memory rounds to 16 bits has one place, which is written when the step is known to count. There the
-place of x goes when the step has ended, on the host too.
+A residual that its memory rounds to 16 bits has a single place, which is written when the step is known to count. The
+place of x is then freed after each step, on the host too.
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.alignment import empty_aligned
 from hvdcomp.arrays.types import Array
 from hvdcomp.compressors.bucket import Bucket
-from hvdcomp.compressors.memory import Memory, NoMemory, without
+from hvdcomp.compressors.memory import ErrorFeedback, Memory, MomentumCorrection, NoMemory, without
 from hvdcomp.exchange.recycled import ALIGNMENT
 from hvdcomp.kernels.limits import LARGEST
 from hvdcomp.kernels.tables import EVERYTHING, FACTORS, NARROW, NOT_NEGATIVE, NOTHING, PRODUCT, product
 
+KNOWN_TO_KERNELS = (NoMemory, ErrorFeedback, MomentumCorrection)
+"""The memories whose arithmetic kernels do."""
+
 _PLACE = np.dtype([("buffer", "i8"), ("start", "i8"), ("address", "u8")])
-"""Place of something of a tensor: the number of the buffer, 0 for nowhere, the element there, and the address."""
+"""A place: the number of its buffer, 0 for no place; its first element there; and its address."""
 
 _KINDS: dict[str, np.dtype[Any]] = {"x": np.dtype("f4"), "velocity": np.dtype("f4"), "rounded": np.dtype("i2")}
-"""What is kept of a tensor, and of what element type; of a rounded residual, the bits."""
+"""What is kept of a tensor, and in which element type; a rounded residual is kept as bits."""
 
 
 class FlatStorage:
@@ -47,9 +50,9 @@ class FlatStorage:
 
     Attributes:
         keepers: (tensors,), the memory whose arrays are kept of each tensor.
-        holds: (tensors,), whether anything is kept.
-        released: how often what is kept of a tensor was taken to lie elsewhere.
-        dropped: how often what is kept of some was forgotten.
+        has_residual: (tensors,), whether anything is kept.
+        released: how often a tensor's arrays were moved out of this storage.
+        dropped: how often residuals were dropped.
     """
 
     def __init__(self, sizes: Sequence[int], xp: ModuleType, alignment: int) -> None:
@@ -59,10 +62,10 @@ class FlatStorage:
         self._buffers: dict[int, Array] = {}
         self._numbers = itertools.count(1)  # of buffers
         self._places = {kind: np.zeros((2, len(sizes)), _PLACE) for kind in _KINDS}
-        # Which of a tensor's two places holds what is kept; that of a rounded residual stays the same.
+        # Which of a tensor's two places is the residual's; it never changes for rounded residuals.
         self._turn = np.zeros(len(sizes), np.int64)
         self.keepers = np.full(len(sizes), NoMemory(), object)
-        self.holds = np.zeros(len(sizes), bool)
+        self.has_residual = np.zeros(len(sizes), bool)
         self.released = self.dropped = 0
 
     @property
@@ -73,27 +76,27 @@ class FlatStorage:
     def arrays(self, number: int) -> tuple[Array, ...]:
         """Residuals of a tensor, as the arrays of its keeper's state: float32 vectors, whose storage a later step
         reuses."""
-        if not self.holds[number]:
+        if not self.has_residual[number]:
             return ()
         if dtype := self.keepers[number].rounds_to:
             return (_of_bits(self._xp, self._part("rounded", number, self._turn[number]), dtype),)
         x = self._part("x", number, self._turn[number])
-        self._take_off(x, number)
-        self._nothing_was_sent(number)
+        self._subtract_sent(x, number)
+        self._clear_sent(number)
         if not self.keepers[number].is_momentum:
             return (x,)
         return self._part("velocity", number, self._turn[number]), x
 
     def keep(self, number: int, keeper: Memory, arrays: Sequence[Array]) -> None:
-        """Keeps arrays of a memory's state for a tensor, in place of what is kept; nothing if there are none."""
+        """Replaces what is kept of a tensor by arrays of a memory's state; by nothing if there are none."""
         self.keepers[number] = keeper
-        self.holds[number] = bool(arrays)
-        self._nothing_was_sent(number)
+        self.has_residual[number] = bool(arrays)
+        self._clear_sent(number)
         if arrays:
             *velocity, x = arrays
             turn, x = self._turn[number], x.reshape(-1)
             for kind in _kinds_of(keeper):
-                self._provide(kind, self._turn[[number]], np.array([number]))
+                self._ensure_places(kind, self._turn[[number]], np.array([number]))
             if dtype := keeper.rounds_to:
                 self._part("rounded", number, turn)[:] = _bits_of(self._xp, x, dtype)
                 return
@@ -112,50 +115,49 @@ class FlatStorage:
             self.keep(number, keeper, arrays)
 
     def drop(self, numbers: np.ndarray) -> None:
-        """Forgets what is kept."""
-        self.holds[numbers] = False
+        """Drops residuals and velocities."""
+        self.has_residual[numbers] = False
         self.dropped += 1
 
     # A step.
 
     def enter(self, bucket: Bucket, numbers: np.ndarray) -> None:
-        """Writes into a bucket's table where what is kept of its tensors, which have these numbers, lies, and where x
-        goes."""
+        """Writes the addresses of residuals and of x into a bucket's table; numbers: of its tensors."""
         segments, turn = bucket.segments, self._turn[numbers]
         if bucket.memory.rounds_to:
-            self._fill("rounded", turn, numbers)
-            self._fill("x", 1 - turn, numbers)
+            self._add_missing_places("rounded", turn, numbers)
+            self._add_missing_places("x", 1 - turn, numbers)
             rounded = self._places["rounded"]["address"][turn, numbers]
-            segments["rounded"], segments["kept"] = rounded, np.where(self.holds[numbers], rounded, 0)
+            segments["rounded"], segments["kept"] = rounded, np.where(self.has_residual[numbers], rounded, 0)
             segments["x"] = self._places["x"]["address"][1 - turn, numbers]
             return
         fields = [("x", "kept", "x")] + [("velocity", "velocity", "next_velocity")] * bucket.memory.is_momentum
         for kind, old, new in fields:
-            self._provide(kind, 1 - turn, numbers)
+            self._ensure_places(kind, 1 - turn, numbers)
             addresses = self._places[kind]["address"]
-            segments[old] = np.where(self.holds[numbers], addresses[turn, numbers], 0)
+            segments[old] = np.where(self.has_residual[numbers], addresses[turn, numbers], 0)
             segments[new] = addresses[1 - turn, numbers]
 
     def commit(self, bucket: Bucket, numbers: np.ndarray) -> None:
-        """After a step that counts: what is left of x is what is kept. On a device, after any step."""
+        """Makes x the new residual, after a step that counts; on a device after every step."""
         if bucket.memory.rounds_to:
-            self._let_go(1 - self._turn[numbers], numbers)
+            self._free_places(1 - self._turn[numbers], numbers)
         else:
             self._turn[numbers] ^= 1
-        self.holds[numbers] = True
+        self.has_residual[numbers] = True
         self.keepers[numbers] = bucket.memory
 
     def x(self, number: int) -> Array:
-        """x of the step under way, a vector."""
+        """x of the present step, a vector."""
         return self._part("x", number, 1 - self._turn[number])
 
-    # What was sent of x, which has a place for each of the two turns on a device.
+    # What was sent of x. A device has this for both places.
 
-    def _take_off(self, x: Array, number: int) -> None:
-        """Takes off a kept x what was sent of it."""
+    def _subtract_sent(self, x: Array, number: int) -> None:
+        """Subtracts from a stored x what was sent of it."""
         raise NotImplementedError
 
-    def _nothing_was_sent(self, number: int) -> None:
+    def _clear_sent(self, number: int) -> None:
         raise NotImplementedError
 
     # Places.
@@ -165,18 +167,18 @@ class FlatStorage:
         start = int(place["start"])
         return self._buffers[int(place["buffer"])][start : start + self._sizes[number]]
 
-    def _provide(self, kind: str, turn: np.ndarray, numbers: np.ndarray) -> None:
-        """Sees to it that tensors have these of their two places for something that is kept."""
-        self._fill(kind, turn, numbers)
+    def _ensure_places(self, kind: str, turn: np.ndarray, numbers: np.ndarray) -> None:
+        """Makes sure that tensors have these of their two places, for a kind of `_KINDS`."""
+        self._add_missing_places(kind, turn, numbers)
 
-    def _fill(self, kind: str, turn: np.ndarray, numbers: np.ndarray) -> None:
-        """Gives tensors those of these places that they lack."""
+    def _add_missing_places(self, kind: str, turn: np.ndarray, numbers: np.ndarray) -> None:
+        """Gives places to the tensors that do not have them."""
         lacking = self._places[kind]["buffer"][turn, numbers] == 0
         if lacking.any():
             self._allocate(kind, turn[lacking], numbers[lacking])
 
     def _allocate(self, kind: str, turn: int | np.ndarray, numbers: np.ndarray) -> None:
-        """Gives tensors these places in a new buffer, which is not filled."""
+        """Gives tensors places in a new, uninitialized buffer."""
         ends = np.cumsum(self._padded[numbers])
         buffer, number = self._buffer(int(ends[-1]), _KINDS[kind].name), next(self._numbers)
         starts = ends - self._padded[numbers]
@@ -186,8 +188,8 @@ class FlatStorage:
         places["start"][turn, numbers] = starts
         places["address"][turn, numbers] = self._address(buffer) + _KINDS[kind].itemsize * starts
 
-    def _let_go(self, turn: np.ndarray, numbers: np.ndarray) -> None:
-        """Takes these places from tensors, and lets buffers go in which no tensor has a place any more."""
+    def _free_places(self, turn: np.ndarray, numbers: np.ndarray) -> None:
+        """Takes these places from tensors, and frees buffers that have no place left."""
         for places in self._places.values():
             buffers = places["buffer"]
             left = set(buffers[turn, numbers].tolist()) - {0}
@@ -197,7 +199,7 @@ class FlatStorage:
                     self._before_free(self._buffers.pop(number))
 
     def _before_free(self, buffer: Array) -> None:
-        """What is to be done before the last reference to a buffer goes."""
+        """Called before a buffer is freed."""
 
     def _buffer(self, count: int, dtype: str) -> Array:
         raise NotImplementedError
@@ -247,7 +249,7 @@ class Residuals(FlatStorage):
         if bucket.factors is not None:
             bucket.factors.commit()
 
-    def _take_off(self, x: np.ndarray, number: int) -> None:
+    def _subtract_sent(self, x: np.ndarray, number: int) -> None:
         if self._rule[number] == PRODUCT:
             sent, dtype = product(self._product[number], x.size), self._dtypes[number]
             with np.errstate(over="ignore"):
@@ -260,12 +262,12 @@ class Residuals(FlatStorage):
             upper = x >= 0 if self._rule[number] == NOT_NEGATIVE else x > 0
             x -= np.where(upper, self._above[number], self._below[number])
 
-    def _nothing_was_sent(self, number: int) -> None:
+    def _clear_sent(self, number: int) -> None:
         self._rule[number] = NOTHING
 
-    def _provide(self, kind: str, turn: np.ndarray, numbers: np.ndarray) -> None:
+    def _ensure_places(self, kind: str, turn: np.ndarray, numbers: np.ndarray) -> None:
         if kind == "rounded":
-            self._fill(kind, turn, numbers)
+            self._add_missing_places(kind, turn, numbers)
         elif not self._places[kind]["buffer"][turn, numbers].all():
             for half in range(2):
                 self._allocate(kind, half, np.arange(len(self._sizes)))

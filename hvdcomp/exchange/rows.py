@@ -353,7 +353,7 @@ class _Wire(NamedTuple):
 
 
 def _united(by_rank: Sequence[Sequence[Array]]) -> tuple[list[Array], list[list[Array]]]:
-    """Ids of any rank of each table, in order; and the places among them of each rank's."""
+    """For each table, the sorted union of all ranks' ids, and each rank's positions in it."""
     unions, places = [], []
     for of_table in zip(*by_rank, strict=True):
         xp = arrays_for(of_table[0])

@@ -26,10 +26,10 @@ from hvdcomp.compressors.shard_bucket import ShardKernels
 from hvdcomp.compressors.two_level_bucket import between
 from hvdcomp.errors import warn_alone
 from hvdcomp.exchange.agreement import gather_rows
-from hvdcomp.exchange.buckets import KNOWN_TO_KERNELS
 from hvdcomp.exchange.fusion import Round
 from hvdcomp.exchange.ledger import Cost, Ledger, Sent
 from hvdcomp.exchange.nodes import FoundLevels
+from hvdcomp.exchange.residuals import KNOWN_TO_KERNELS
 from hvdcomp.kernels import cuda
 from hvdcomp.specs.levels import Level
 
@@ -115,7 +115,7 @@ class ShardReducer:
 
     @property
     def owners(self) -> list[int]:
-        """The ranks whose rows this one keeps something of, as `states` has them in order."""
+        """The ranks of whose rows this rank has residuals, in the order of `states`."""
         (place, _), (node, nodes) = self.levels.node, self.levels.across
         ranks = self.order[place * nodes : (place + 1) * nodes]
         return ranks[:node] + ranks[node + 1 :]
@@ -124,9 +124,9 @@ class ShardReducer:
         """Sets the level of all flat gradients; to be called on every rank between the same two steps."""
         self.compressor = self.compressor.at_level(level)
 
-    def takes(self, name: str, size: int) -> bool:
-        """Whether `reduce` saves anything of a flat gradient of so many elements; else somebody reduces it exactly, and
-        calls `enter`."""
+    def compresses(self, name: str, size: int) -> bool:
+        """Whether to compress a flat gradient of this size. If not, the caller averages it exactly, and reports that
+        with `enter`."""
         exact = self.compressor.lossless or self.levels.across.size == 1 or size < self._min_numel
         self.plan[name] = NoCompression() if exact else self.compressor
         return not exact
@@ -177,7 +177,7 @@ class ShardReducer:
     def _between_nodes(
         self, xp: ModuleType, rows: Array, state: State, shard: Context, name: str
     ) -> Generator[Request, Any, tuple[Array, State]]:
-        """`reduce_scatter`, in kernels where there are some."""
+        """`reduce_scatter`, with kernels if possible."""
         method, memory = self.compressor, self.memory
         assert isinstance(method, Gathering)
         length = rows.shape[1]
@@ -188,10 +188,10 @@ class ShardReducer:
         hosted = xp.hosted([rows]) if known and self._kernels and placed is None else None
         if placed is None and hosted is None:
             return (yield from reduce_scatter(method, memory, xp, rows, state, shard))
-        where = (rows.device, xp) if placed is not None else ()
+        device = (rows.device, xp) if placed is not None else ()
         compiled = self._rows.get(name)
         if compiled is None or (compiled.method, compiled.length) != (method, length):
-            compiled = self._rows[name] = ShardKernels(method, memory, length, shard, *where)
+            compiled = self._rows[name] = ShardKernels(method, memory, length, shard, *device)
         if not isinstance(memory, NoMemory) and not state:
             state = memory.prepare(xp, rows[1:], ())
         if placed is not None:

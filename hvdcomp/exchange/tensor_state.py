@@ -33,7 +33,7 @@ class TensorState:
         memory, keeper: the memory's arrays, and whose they are.
         method, compressor: the method that last compressed the tensor, and its arrays.
 
-    The memory's arrays may lie in flat storage (`lie_in`), where buckets find them, and the method's in a bucket.
+    The memory's arrays may be in flat storage, where buckets find them, and the method's arrays in a bucket.
     """
 
     __slots__ = ("_arrays", "_bucket", "_keeper", "_number", "_of_method", "_place", "_residuals", "_wrap", "method")
@@ -57,12 +57,12 @@ class TensorState:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes of the arrays that lie in no bucket and in no flat storage."""
+        """Bytes of the arrays that are neither in a bucket nor in flat storage."""
         return sum(int(array.nbytes) for array in (*self._arrays, *self._of_method))
 
     @property
     def compressor(self) -> tuple[Array, ...]:
-        """The method's arrays. To be looked at before the next step, which may reuse their storage."""
+        """The method's arrays. The next step may reuse their storage."""
         return self._of_method if self._bucket is None else self._bucket.state(self._place)
 
     @compressor.setter
@@ -72,15 +72,14 @@ class TensorState:
             self._bucket.has_states = False
             self._bucket = None
 
-    def lie_in_bucket(self, bucket: KeepsStates, place: int) -> None:
-        """Leaves the method's arrays to a bucket, which keeps them from step to step."""
+    def leave_to_bucket(self, bucket: KeepsStates, place: int) -> None:
+        """Lets a bucket keep the method's arrays from step to step."""
         self.compressor = ()
         self._bucket, self._place = bucket, place
 
     @property
     def memory(self) -> tuple[Array, ...]:
-        """The memory's arrays, in the shape of the tensor. To be looked at before the next step, which may reuse their
-        storage."""
+        """The memory's arrays, in the shape of the tensor. The next step may reuse their storage."""
         if self._residuals is None:
             return self._arrays
         return tuple(self.wrapped(array) for array in self._residuals.arrays(self._number))
@@ -106,33 +105,34 @@ class TensorState:
             self._residuals.keepers[self._number] = memory
 
     def wrapped(self, vector: np.ndarray) -> Array:
-        """The array of the framework, in the tensor's shape, that has a vector's elements in its storage."""
+        """A vector of flat storage as an array of the framework in the tensor's shape, with the same storage."""
         assert self._wrap is not None
         return self._wrap(vector)
 
     @property
     def is_flat(self) -> bool:
-        """Whether the memory's arrays lie in flat storage."""
+        """Whether the memory's arrays are in flat storage."""
         return self._residuals is not None
 
     @property
-    def holds(self) -> bool:
+    def has_residual(self) -> bool:
         """Whether the memory has kept anything."""
-        return bool(self._arrays) if self._residuals is None else bool(self._residuals.holds[self._number])
+        return bool(self._arrays) if self._residuals is None else bool(self._residuals.has_residual[self._number])
 
-    def lie_in(
+    def move_to_flat_storage(
         self,
         residuals: FlatStorage,
         number: int,
         unwrap: Callable[[Array], np.ndarray],
         wrap: Callable[[np.ndarray], Array],
     ) -> None:
-        """Moves the memory's arrays to flat storage, unless they are there.
+        """Moves the memory's arrays to flat storage, if they are not there yet.
 
         Args:
-            number: of the tensor in the storage.
-            unwrap: a vector of the array's elements in NumPy.
-            wrap: the array that has a vector's elements, in its storage.
+            residuals: the flat storage.
+            number: number of the tensor in the storage.
+            unwrap: function from an array to a vector of its elements.
+            wrap: function from a vector to an array in the shape of the tensor, with the same storage.
         """
         self._wrap = wrap
         if self._residuals is None:
@@ -140,27 +140,27 @@ class TensorState:
             self._residuals, self._number, self._arrays = residuals, number, ()
 
     def memory_for(self, memory: Memory) -> Memory:
-        """The memory of the next step: that of its plan, or else the one whose arrays are still to be sent."""
-        return self.keeper if self.holds and type(memory) is not type(self.keeper) else memory
+        """The memory of the next step: the plan's, unless a residual of another memory still has to be sent."""
+        return self.keeper if self.has_residual and type(memory) is not type(self.keeper) else memory
 
     def kept_for(self, compressor: Compressor) -> tuple[Array, ...]:
-        """The arrays that are kept, which are only for the method that left them."""
+        """The method's arrays, if they are of this compressor's method; else none."""
         return self.compressor if self.method == compressor.name else ()
 
     def prepare(self, xp: ModuleType, x: Array, compressor: Compressor, context: Context) -> tuple[Array, ...]:
-        """The arrays that a compressor starts from."""
+        """The arrays with which a compressor starts."""
         return checked.prepare(compressor, xp, x, self.kept_for(compressor), context)
 
     def prepare_on_host(
         self, xp: ModuleType, tensor: TensorInfo, compressor: Compressor, context: Context
     ) -> tuple[np.ndarray, ...]:
-        """Arrays in NumPy that a compressor starts from; the context's name is not looked at."""
+        """As `prepare`, in NumPy; the context's name is not read."""
         x = np.broadcast_to(np.float32(0), tensor.shape)
         kept = tuple(map(xp.to_numpy, self.kept_for(compressor)))
         return compressor.prepare(numpy_arrays, x, kept, dataclasses.replace(context, name=tensor.name))
 
     def scale_residual(self, factor: float, momentum: bool) -> None:
-        """Multiplies the residual, and the memory's momentum if that is asked for."""
+        """Multiplies the residual, and if `momentum` also the memory's momentum."""
         if self._residuals is not None:
             self._residuals.scale(self._number, factor, momentum)
             return

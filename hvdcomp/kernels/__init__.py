@@ -1,7 +1,7 @@
 """Kernels in C for the arithmetic of a step on the CPU, in one shared object for all frameworks.
 
 The object is built when hvdcomp is installed, if there is a C compiler (`build.py`). Without it, array functions do the
-same work, more slowly (`exchange/group_step.py`). It is loaded at the first use, not at import.
+same work, more slowly (`exchange/tensor_group.py`). It is loaded at the first use, not at import.
 
 Environment variables:
 

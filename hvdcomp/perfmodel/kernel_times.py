@@ -9,7 +9,7 @@ is the rest of the time that an H200 needs for an element. This rest was measure
 operations. The bandwidth is `REACHED` times the bandwidth in the data sheet. On any card, the host needs `HOST_S` for a
 step and `HOST_LAUNCH_S` for each launch. It works while the device works, so a step takes the longer of the two times.
 
-`benchmarks/other_card.py` predicts each measured card from the other one, and compares the predictions with the
+`benchmarks/times/other_card.py` predicts each measured card from the other one, and compares the predictions with the
 measurements.
 """
 

@@ -107,10 +107,10 @@ class TensorFlowBinding(TensorFlowTraining):
         with _refused_on_every_rank(communicator, np.zeros((0,), np.float32)):
             super().__init__(setup, variables, communicator)
 
-    def meet(self, communicator: Ranks) -> None:
+    def connect(self, communicator: Ranks) -> None:
         assert isinstance(communicator, HorovodTensorFlowCommunicator)
         communicator.on_device = self._on_device
-        super().meet(communicator)
+        super().connect(communicator)
 
     @tf.autograph.experimental.do_not_convert
     def compress(self, tensor: tf.Tensor) -> tuple[tf.Tensor, _Ticket]:
@@ -236,7 +236,7 @@ class TensorFlowBinding(TensorFlowTraining):
             self.follow_ranks()
         alone = self.communicator.world_size == 1  # the other ranks of an elastic job are gone
         if alone:
-            self.meet_elastic_ranks()
+            self.agree_with_new_ranks()
         else:
             self.begin()
         if self._scaled is not None:
@@ -254,7 +254,7 @@ class TensorFlowBinding(TensorFlowTraining):
         return [mean * ranks for mean in means] if self._summed else means
 
     def _begin_casts(self, names: Set[str]) -> int:
-        if self.is_stale or not self.agreed:
+        if self.is_stale or not self.has_agreed:
             self._begin()  # the ranks compare their settings
         if self.communicator.world_size == 1:
             return self.engine.step_number
@@ -264,7 +264,7 @@ class TensorFlowBinding(TensorFlowTraining):
     # Methods of `Training`.
 
     @property
-    def summed(self) -> bool:
+    def is_summed(self) -> bool:
         return self._summed
 
     def facts(self) -> dict[str, Any]:

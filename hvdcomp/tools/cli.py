@@ -18,15 +18,15 @@ _COMMANDS = {
     "profile": "Run some steps of your training program, and recommend a compressor.",
     "replay": "Repeat the policy decisions of a training run from its log.",
     "report": "Make a table and a web page from training runs.",
-    "reproduce": "Reproduce a published table or figure.",
     "train": "Train a reference model with compressed gradients.",
 }
 _PLACES = {
     name: (f"hvdcomp.tools.commands.{name.replace('-', '_')}", "command", text) for name, text in _COMMANDS.items()
 }
+_MOVED = {"reproduce": "python -m benchmarks.reproduce"}
 
 
-@click.group(cls=LazyGroup, lazy=_PLACES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, lazy=_PLACES, moved=_MOVED, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="hvdcomp")
 def main() -> None:
     """Gradient compression for Horovod, in PyTorch and TensorFlow, and for PyTorch's DDP and FSDP."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 import click
@@ -94,14 +95,29 @@ class LazyGroup(Group):
 
     Args:
         lazy: for each command by name its module, its name in that module, and a line of help.
+        moved: by name of a command that the package had before, the command for a clone of the repository.
     """
 
-    def __init__(self, *args: Any, lazy: Mapping[str, tuple[str, str, str]], **attributes: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        lazy: Mapping[str, tuple[str, str, str]],
+        moved: Mapping[str, str] = MappingProxyType({}),
+        **attributes: Any,
+    ) -> None:
         super().__init__(*args, **attributes)
         self._lazy = lazy
+        self._moved = moved
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(self._lazy)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if instead := self._moved.get(args[0]):
+            ctx.fail(f"the command {args[0]!r} has moved: run `{instead}` in a clone of the repository")
+        return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self._lazy:

@@ -97,7 +97,7 @@ class TorchTraining(Binding):
                 f"{', '.join(others[:3])}, which this optimizer does not train, so the ranks' weights would become "
                 "different. Give it all parameters that the model trains, or leave out local_steps"
             )
-        if self.summed:
+        if self.is_summed:
             raise ConfigurationError(
                 f"CompressedAdam: local_steps={local_steps} does not work with op=hvd.Sum, because a rank that steps "
                 "alone has no sum; use op=hvd.Average"

@@ -192,7 +192,7 @@ def test_residuals_are_sent_on_the_way_to_fp16_and_then_horovod_can_carry_the_gr
     engine = driven.engine
     assert tuple(driven.plans[-1].values()) == PLANS["fp16"]
     assert any(tuple(plan.values()) == PLANS["compressed"] for plan in driven.plans)
-    assert not engine.holds_residuals
+    assert not engine.has_residuals
     assert engine.passthrough
     sent = sum(results["linear"].astype(float) for results in driven.results)
     gradients = sum(

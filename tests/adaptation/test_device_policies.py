@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from hvdcomp import ErrorFeedback, kernels
+from hvdcomp.adaptation.energies import Energies, densified
 from hvdcomp.adaptation.gradient_sums import AccumulatedGradients
+from hvdcomp.adaptation.look import Look, observe
 from hvdcomp.adaptation.observers import Observers
 from hvdcomp.arrays import numpy_arrays
 from hvdcomp.communicators import LoopbackCommunicator
@@ -20,9 +22,7 @@ from hvdcomp.compressors.low_rank import random_columns
 from hvdcomp.compressors.memory import Memory, MomentumCorrection, NoMemory
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import Context
-from hvdcomp.exchange.energies import Energies, densified
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.exchange.look import Look
 from hvdcomp.kernels import cuda
 from hvdcomp.policies import parse_policy
 from tests.driven import Driven
@@ -105,7 +105,7 @@ def looked(spec: str, memory: Memory, device: bool, in_place: bool, of_results: 
             seen.append((energies, numbers_of(look), numbers_of(kept)))
             return half
 
-        engine.before_compress = look
+        observe(engine, look)
         told: list[Any] = []
         for step in range(1 + ranks):
             rng = np.random.default_rng([communicator.rank, step])
@@ -114,8 +114,8 @@ def looked(spec: str, memory: Memory, device: bool, in_place: bool, of_results: 
                 given["odd"][0, 0, 0] = float("inf")
             engine.begin()
             results = engine.step(given, in_place, sums.of_step(0.25, of_results))
-            assert all((group.bucket.device is not None) == device for group in engine.buckets.now)
-            assert {name for group in engine.buckets.now for name in group.names} == SHAPES.keys()
+            assert all((group.bucket.device is not None) == device for group in engine.buckets.with_kernels)
+            assert {name for group in engine.buckets.with_kernels for name in group.names} == SHAPES.keys()
             if step == 1:
                 assert all(bool(x.isnan().any()) for x in results.values())
             else:
@@ -173,7 +173,7 @@ def test_powersgd_goes_on_from_what_it_kept_when_its_rank_changes(device: bool) 
             given = {one.name: rng.standard_normal(one.shape, dtype=np.float32) for one in tensors}
             before = {name: [as_numpy(x) for x in engine.states[name].memory] for name in given}
             found = engine.step({name: torch.tensor(x) for name, x in given.items()})
-            assert [group.bucket.device is not None for group in engine.buckets.now] == [device]
+            assert [group.bucket.device is not None for group in engine.buckets.with_kernels] == [device]
             for name, gradient in given.items():
                 x = sum(before[name], gradient)
                 matrix = x.reshape(x.shape[0], -1)
@@ -224,7 +224,7 @@ def test_policies_are_told_the_same_and_decide_the_same_as_on_the_host(spec: str
 
             observers.statistics = statistics  # type: ignore[method-assign]
             driven.run(5 if ranks == 1 else 9)
-            groups = driven.engine.buckets.now
+            groups = driven.engine.buckets.with_kernels
             assert all((group.bucket.device is not None) == device for group in groups)
             assert {name for group in groups for name in group.names} == driven.engine.tensors.keys()
             return told, driven.plans, driven.results

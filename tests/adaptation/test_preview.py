@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvdcomp.adaptation.energies import Energies
+from hvdcomp.adaptation.look import Look, observe
 from hvdcomp.arrays import arrays_for
 from hvdcomp.communicators import LoopbackCommunicator
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.compressors.memory import ErrorFeedback, Memory, MomentumCorrection, NoMemory
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.exchange.energies import Energies
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.exchange.look import Look
 from tests.harness import (
     BACKENDS,
     BACKENDS_AND_DTYPES,
@@ -70,7 +70,7 @@ def test_a_preview_is_what_one_rank_then_sends_and_leaves_no_trace(spec: str, ba
     def before(made: Engine, step: int) -> None:
         nonlocal engine
         engine = made
-        engine.before_compress = look
+        observe(engine, look)
 
     engine: Engine
     run_engines(
@@ -100,7 +100,7 @@ def test_with_other_ranks_what_is_sent_is_the_preview_where_the_compressor_says_
             previews.append(densify(previews_of(engine).kept(x_of, engine.plan, ["w"])["w"], MATRIX).tobytes())
             return {}
 
-        engine.before_compress = look
+        observe(engine, look)
         for step in range(3):
             given.append(np.random.default_rng([communicator.rank, step]).normal(size=MATRIX))
             engine.step({"w": make(backend, given[-1])})
@@ -124,7 +124,7 @@ def test_energies_of_the_gradients_alone_leave_out_what_the_memory_adds(clip: fl
         seen.append((x_of.gradient_energies(["w"]).numbers(), x_of.energies(["w"]).numbers()))
         return {}
 
-    engine.before_compress = look
+    observe(engine, look)
     for step in range(3):
         random = np.random.default_rng(step)
         gradients = {name: make(backend, random.normal(size=shape), dtype) for name, shape in SHAPES.items()}
@@ -157,7 +157,7 @@ def test_what_a_step_tells_of_what_it_has_lost(spec: str, memory: Memory, backen
             assert found.total() == 0
             return {}
 
-        watched.before_compress = look
+        observe(watched, look)
         for step in range(3):
             results = []
             for engine in (watched, plain):

@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hvdcomp.adaptation.energies import Energies
 from hvdcomp.adaptation.gains import CompressionGains
+from hvdcomp.adaptation.look import Look, observe
 from hvdcomp.adaptation.plans import Plans, levelled_tensors
 from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.types import number_of_elements
@@ -17,9 +19,7 @@ from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.compressors.choice import Plan
 from hvdcomp.compressors.memory import ErrorFeedback
 from hvdcomp.compressors.parsing import parse_compressor
-from hvdcomp.exchange.energies import Energies
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.exchange.look import Look
 from hvdcomp.policies.decisions import MultiLevel
 from tests.driven import COMPRESSED, SHAPES, gradients_of, random_gradients
 from tests.harness import (
@@ -43,7 +43,7 @@ SENDING = ["minimum", "candidate", "candidate", "dense", "candidate", "minimum",
 
 
 def attach(engine: Engine, observer: CompressionGains) -> None:
-    engine.before_compress = observer.before_compress
+    observe(engine, observer.before_compress)
 
 
 def watch_previews(
@@ -225,7 +225,7 @@ def test_what_is_sent_is_the_second_compression_of_the_first_on_every_rank(spec:
                 kept.append(dict(found))
             return observer.before_compress(x_of)
 
-        engine.before_compress = look
+        observe(engine, look)
         engine.set_plan(levels[1])
         for step in range(3):
             engine.begin()

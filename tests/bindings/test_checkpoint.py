@@ -238,7 +238,7 @@ def go_on(runs: list[Driven], step: int, lost: list[bool]) -> None:
     for run, loses in zip(runs, lost, strict=True):
         assert run.engine.step_number == run.coordinator.progress.step == step
         assert run.coordinator.decision == runs[0].coordinator.decision
-        assert run.engine.holds_residuals != loses
+        assert run.engine.has_residuals != loses
         assert all(run.engine.states[name].compressor for name in COMPRESSED)
     run_again(runs, 4)
     for run in runs[1:]:
@@ -308,7 +308,7 @@ def refused(state: Mapping[str, Any], match: str, spec: str = SPEC, policy: str 
         with pytest.raises(ConfigurationError, match=match):
             restore(state, run.engine, run.coordinator if policy else None, lambda array, name: copy(array))
         assert run.engine.step_number == run.coordinator.progress.step == 0
-        assert not run.engine.holds_residuals
+        assert not run.engine.has_residuals
         assert not any(kept.compressor for kept in run.engine.states.values())
 
     run_ranks(1, work)
@@ -356,7 +356,7 @@ def test_what_another_kind_of_memory_left_is_refused(saved: Any, present: Any, f
             return
         with pytest.raises(ConfigurationError, match=r"has a residual of .* Use the same memory, or drop the"):
             restore(state, engines[1], None, lambda array, name: copy(array))
-        assert not engines[1].holds_residuals
+        assert not engines[1].has_residuals
 
     run_ranks(1, work)
 
@@ -370,7 +370,7 @@ def test_a_second_state_leaves_nothing_of_the_first() -> None:
         one.step({name: make("numpy", values) for name, values in random_gradients(0, 0).items()})
         for state in (state_of(one, None, copy), state_of(empty, None, copy)):
             restore(state, fresh, None, lambda array, name: copy(array))
-        assert not fresh.holds_residuals
+        assert not fresh.has_residuals
 
     run_ranks(1, work)
 

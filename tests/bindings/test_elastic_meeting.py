@@ -45,7 +45,7 @@ def meeting(
         was = now[communicator.rank]
         state = fresh if was is None else before[was]
         like = np.zeros(0, np.float32)
-        agreed = elastic.meet(communicator, like, state, was is not None, pack, unpack)
+        agreed = elastic.agree_on_state(communicator, like, state, was is not None, pack, unpack)
         checkpoint.restore(agreed, engine, None, lambda array, name: np.array(array))
         return engine
 
@@ -88,7 +88,7 @@ def test_what_survivors_hold_back_counts_as_before(spec, now):
     for name, mean in pending(engines).items():
         np.testing.assert_allclose(mean, kept[name], rtol=1e-5, atol=1e-7)
     assert [engine.step_number for engine in engines] == [4] * len(now)
-    assert len({tuple(name for name, one in engine.states.items() if one.holds) for engine in engines}) == 1
+    assert len({tuple(name for name, one in engine.states.items() if one.has_residual) for engine in engines}) == 1
     for engine in engines:  # warm starts are those of rank 0
         for name, state in engine.states.items():
             warm = before[survivors[0]]["shared"]["warm_starts"].get(name, {"arrays": ()})["arrays"]
@@ -110,7 +110,7 @@ def test_residuals_do_not_outlive_the_weights_they_belong_to():
     before = [state for state, _ in run_ranks(2, lambda communicator: state_of(communicator, "topk:ratio=0.1", 3))]
     engines, said = meeting(before, [None, 1], "topk:ratio=0.1")
     assert [engine.step_number for engine in engines] == [0, 0]
-    assert not any(engine.holds_residuals for engine in engines)
+    assert not any(engine.has_residuals for engine in engines)
     assert said
     assert said[0].startswith("rank 0 is new")
 

@@ -147,12 +147,12 @@ def test_counters_are_of_this_process_and_never_go_back() -> None:
     make_step()
     saved = (Cost(1000, 9000, 5.0, 0.7, 0.8, 0.9), 50)
     for _ in range(3):  # a restart, and later the same checkpoint again
-        made, steps = ledger.here()
-        ledger.go_on_from(Cost(**vars(saved[0])), saved[1])
-        assert ledger.here() == (made, steps)
+        made, steps = ledger.of_this_process()
+        ledger.continue_from(Cost(**vars(saved[0])), saved[1])
+        assert ledger.of_this_process() == (made, steps)
         make_step()
         assert (ledger.totals.bytes_sent, ledger.steps) == (1010, 51)
-    made, steps = ledger.here()
+    made, steps = ledger.of_this_process()
     assert (made.bytes_sent, made.dense_bytes, made.bytes_in_node, steps) == (40, 400, 12, 4)
     assert (made.encode_seconds, made.communicate_seconds) == (pytest.approx(0.4), pytest.approx(1.2))
 

@@ -41,7 +41,7 @@ def refused(state: Mapping[str, Any], match: str, backend: str = "numpy", policy
         with pytest.raises(ConfigurationError, match=match):
             restore(state, run.engine, run.coordinator, lambda array, name: copy(array))
         assert run.engine.step_number == run.coordinator.progress.step == 0
-        assert not run.engine.holds_residuals
+        assert not run.engine.has_residuals
         assert not any(kept.compressor for kept in run.engine.states.values())
 
     run_ranks(1, work)

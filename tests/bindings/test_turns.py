@@ -59,7 +59,7 @@ def test_all_that_was_kept_is_sent_whatever_has_followed(backend: str) -> None:
         assert other.plans == ranks[0].plans
         assert other.result_bits() == ranks[0].result_bits()
     assert ranks[0].plans[-1]["linear"] == "none"
-    assert not any(one.engine.holds_residuals for one in ranks)
+    assert not any(one.engine.has_residuals for one in ranks)
     for name in ("linear", "conv"):
         sent = sum(results[name].astype(float) for results in ranks[0].results)
         gradients = [random_gradients(rank, step)[name].astype(float) for rank in range(4) for step in range(STEPS)]

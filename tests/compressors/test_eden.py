@@ -241,7 +241,7 @@ def train(settings: str, ranks: int) -> list[list[tuple[dict[str, np.ndarray], S
             results = {name: x.copy() for name, x in engine.step(gradients(communicator.rank, step)).items()}
             assert engine.ledger.last is not None
             steps.append((results, engine.ledger.last, [size for *_, size in counting.started if size > 8]))
-        assert len(engine.buckets.now) == 1
+        assert len(engine.buckets.with_kernels) == 1
         return steps
 
     return run_ranks(ranks, work)
@@ -280,7 +280,7 @@ def test_tensors_of_a_bucket_may_have_means_of_other_bits() -> None:
     def work(communicator: InProcessCommunicator) -> dict[str, np.ndarray]:
         engine = Engine(communicator, infos(SHAPES), ByName(list(methods.items())), min_numel=0, min_ndim=0)
         results = engine.step(gradients(communicator.rank, 0))
-        assert len(engine.buckets.now) == 1
+        assert len(engine.buckets.with_kernels) == 1
         return results
 
     found = run_ranks(2, work)

@@ -170,7 +170,7 @@ def test_after_a_dense_step_all_gradients_have_arrived(specs: list[str], backend
     )  # fmt: skip
     arrived = sum(as_numpy(result["w"]) for result in runs[0].results)
     np.testing.assert_array_equal(arrived, values.sum(axis=1).mean(axis=0))
-    assert not runs[0].engine.holds_residuals
+    assert not runs[0].engine.has_residuals
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

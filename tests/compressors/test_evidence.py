@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from benchmarks.best_rates import which_method
+from benchmarks.pages import MEASURED
+from benchmarks.quality import convergence
+from benchmarks.trainings import seeds_there
 from hvdcomp.compressors import COMPRESSORS as COMPRESSOR_NAMES
 from hvdcomp.compressors import evidence
 from hvdcomp.compressors.evidence import DIVERGED, Evidence, in_words, lost_with, measured_specs
@@ -18,24 +21,21 @@ from hvdcomp.perfmodel.quality import HARMLESS
 from hvdcomp.tools.commands.calibrate import COMPRESSORS
 from hvdcomp.tools.commands.calibrate import command as calibrate
 from hvdcomp.tools.commands.profile import command as profile
-from tests.loaded import load_benchmark
 from tests.readme import README
 
 FOLDER = Path(evidence.__file__).parent
 
 
 def test_the_file_of_best_rates_is_made_of_the_trainings() -> None:
-    """If not: `python benchmarks/which_method.py`."""
-    benchmark: Any = load_benchmark("which_method")
-    assert json.loads((FOLDER / "evidence.json").read_text()) == benchmark.evidence_of(benchmark.RUNS)
+    """If not: `python -m benchmarks.best_rates.which_method`."""
+    assert json.loads((FOLDER / "evidence.json").read_text()) == which_method.evidence_of(which_method.RUNS)
 
 
 def test_the_file_of_one_rate_is_made_of_the_trainings() -> None:
-    """If not: `python benchmarks/convergence.py --page-only --evidence hvdcomp/compressors/evidence_one_rate.json`."""
-    benchmark: Any = load_benchmark("convergence")
-    runs = load_benchmark("pages").MEASURED / "convergence"
-    tables = benchmark.tables_of(runs, benchmark.seeds_there(runs), {})
-    assert json.loads((FOLDER / "evidence_one_rate.json").read_text()) == benchmark.evidence_of(tables)
+    """If not: `python -m benchmarks.quality.convergence --page-only --evidence FILE`, with the path of this file."""
+    runs = MEASURED / "convergence"
+    tables = convergence.tables_of(runs, seeds_there(runs), {})
+    assert json.loads((FOLDER / "evidence_one_rate.json").read_text()) == convergence.evidence_of(tables)
 
 
 def test_a_result_at_best_rates_replaces_that_of_the_same_method_optimizer_and_task() -> None:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdcomp import ErrorFeedback, NoMemory, kernels
+from hvdcomp.adaptation.look import Look, observe
 from hvdcomp.arrays import numpy_arrays
 from hvdcomp.arrays.types import Array
 from hvdcomp.communicators.in_process import run_ranks
@@ -23,7 +24,6 @@ from hvdcomp.compressors.protocol import AllGather, AllToAll, Context
 from hvdcomp.compressors.scatter_bucket import _pieces
 from hvdcomp.errors import SpecError
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.exchange.look import Look
 from tests.harness import BACKENDS, CountingCommunicator, as_numpy, bits, infos, make, previews_of, some_of
 from tests.lockstep import Exchanged, run_lockstep
 
@@ -132,9 +132,9 @@ def test_a_bucket_is_cut_as_a_whole(spec: str, memory: Memory, ranks: int) -> No
         seen = []
         for step in range(steps):
             results = engine.step(gradients_of(communicator.rank, step))
-            kept = {name: state.memory[0].copy() for name, state in engine.states.items() if state.holds}
+            kept = {name: state.memory[0].copy() for name, state in engine.states.items() if state.has_residual}
             seen.append((results, kept))
-        assert len(engine.buckets.now) == 1
+        assert len(engine.buckets.with_kernels) == 1
         return seen
 
     def gradients_of(rank: int, step: int) -> dict[str, np.ndarray]:
@@ -201,7 +201,7 @@ def test_with_error_feedback_nothing_is_lost_over_many_steps(spec: str) -> None:
 def test_what_is_compressed_in_place_of_x_leaves_the_rest_of_it(dtype: str) -> None:
     def work(communicator: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         engine = Engine(communicator, infos({"w": (40, 30)}, dtype), scattering("int8"), ErrorFeedback(), min_numel=0)
-        engine.before_compress = lambda look: {"w": look["w"] * 0.5}
+        observe(engine, lambda look: {"w": look["w"] * 0.5})
         given = gradients(3, (40, 30))[communicator.rank].astype(dtype)
         return given, engine.step({"w": given.copy()})["w"], np.array(engine.states["w"].memory[0])
 
@@ -284,7 +284,7 @@ def test_a_preview_is_what_this_rank_would_send_if_it_gathered(
             seen.append(of_both[0])
             return {}
 
-        engine.before_compress = look if looks else None
+        observe(engine, look if looks else None)
         results = [engine.step({"w": gradients(3, (40, 30), step)[communicator.rank]})["w"].copy() for step in range(3)]
         assert len(seen) == 3 * looks
         return results

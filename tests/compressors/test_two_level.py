@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from hvdcomp import Compressor, ErrorFeedback, kernels
+from hvdcomp.adaptation.look import observe
 from hvdcomp.arrays import numpy_arrays
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.compressors.parsing import parse_compressor
@@ -90,7 +91,7 @@ def test_a_bucket_is_dealt_out_as_one_vector(spec: str, nodes: int, ranks_per_no
     def work(communicator: InProcessCommunicator) -> list[np.ndarray]:
         engine = Engine(communicator, infos(SHAPES), TwoLevel(inner), ErrorFeedback(), min_numel=0, min_ndim=0)
         results = [engine.step(gradients(communicator.rank, step)) for step in range(steps)]
-        assert len(engine.buckets.now) == 1
+        assert len(engine.buckets.with_kernels) == 1
         return [np.concatenate([one[name].reshape(-1) for name in SHAPES]) for one in results]
 
     def of_shard(own: int) -> list[np.ndarray]:
@@ -167,7 +168,7 @@ def test_gradients_of_16_bits_are_exchanged_in_float32(
                 for kept, other in zip(narrow.states[name].memory, wide.states[name].memory, strict=True):
                     apart = ~np.isclose(kept, other + taken_off[name], rtol=1e-3, atol=1e-4)
                     assert apart.mean() < 0.01, (name, step)
-        assert {name for group in narrow.buckets.now for name in group.names} == SHAPES.keys()
+        assert {name for group in narrow.buckets.with_kernels for name in group.names} == SHAPES.keys()
         return found
 
     for steps in zip(*run_ranks(nodes * ranks_per_node, work, ranks_per_node), strict=True):
@@ -264,7 +265,7 @@ def test_what_is_compressed_in_place_of_x_leaves_the_rest_of_it(spec: str, backe
 
     def work(communicator: InProcessCommunicator) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
         engine = Engine(communicator, infos(shapes), TwoLevel(parse_compressor(spec)), ErrorFeedback(), min_numel=0)
-        engine.before_compress = lambda look: {"w": look["w"] * 0.5}
+        observe(engine, lambda look: {"w": look["w"] * 0.5})
         rng = np.random.default_rng(communicator.rank)
         given = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
         got = engine.step({name: make(backend, x) for name, x in given.items()})

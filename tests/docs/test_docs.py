@@ -74,7 +74,8 @@ def test_a_picture_has_no_background_of_its_own(picture: Path) -> None:
 
 def defined() -> dict[str, set[str]]:
     """The functions, classes, attributes, constants and kernels that each file defines."""
-    sources = [file for folder in ("hvdcomp", "tests", "examples") for file in (ROOT / folder).rglob("*.py")]
+    folders = ("hvdcomp", "benchmarks", "tests", "examples")
+    sources = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
     sources += (ROOT / "hvdcomp").rglob("*.[ch]")
     sources.append(ROOT / "hvdcomp" / "kernels" / "src" / "kernels.def")
     return {

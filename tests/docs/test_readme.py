@@ -8,12 +8,11 @@ import os
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from benchmarks.best_rates import which_method
 from tests.docs.test_docs import ROOT
-from tests.loaded import load_benchmark
 from tests.package_index import fresh_environment, pip_with_index
 from tests.readme import README
 
@@ -49,16 +48,14 @@ def test_no_page_installs_hvdcomp_from_an_index(page: Path) -> None:
 
 
 def test_the_table_of_methods_is_made_from_the_trainings_at_best_rates() -> None:
-    """If not: `python benchmarks/which_method.py`."""
-    benchmark: Any = load_benchmark("which_method")
-    assert benchmark.table_of(benchmark.RUNS).strip() == TABLE
+    """If not: `python -m benchmarks.best_rates.which_method`."""
+    assert which_method.table_of(which_method.RUNS).strip() == TABLE
 
 
 def test_rows_at_one_learning_rate_pair_bytes_and_quality_of_the_same_trainings() -> None:
     with (ROOT / "docs" / "convergence.csv").open(encoding="utf-8", newline="") as file:
         measured = {(row["workload"], row["method"]): row for row in csv.DictReader(file)}
-    benchmark: Any = load_benchmark("which_method")
-    rows = [row for rows in benchmark.AT_ONE_RATE.values() for row in rows]
+    rows = [row for rows in which_method.AT_ONE_RATE.values() for row in rows]
     assert {situation for situation, *_ in rows} == TRAININGS.keys()
     for situation, method, factor, quality in rows:
         (spec,) = re.findall(r"`([a-z].*?)`", method)

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from hvdcomp import ErrorFeedback, MomentumCorrection, TopK, kernels
 from hvdcomp.adaptation.gradient_sums import AccumulatedGradients
+from hvdcomp.adaptation.look import Look, observe
 from hvdcomp.communicators.in_process import run_ranks
 from hvdcomp.compressors import COMPRESSORS
 from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.exchange.look import Look
 from hvdcomp.exchange.tensor_state import TensorState
 from tests.harness import (
     Run,
@@ -113,7 +113,7 @@ def test_a_bucket_does_what_its_tensors_do_by_themselves(
     recorded = Recorded()
     found = run(backend, spec, before=recorded.keep)
     assert_same_on_all_ranks(found)
-    assert found[0].engine.buckets.now, "no tensor went into a bucket"
+    assert found[0].engine.buckets.with_kernels, "no tensor went into a bucket"
     request.getfixturevalue("without_kernels")
     seeded = {"before": recorded.set} if parse_compressor(spec).keeps_state else {}
     assert_close(found, run(backend, spec, **seeded))
@@ -128,7 +128,7 @@ def test_momentum_is_corrected_as_for_tensors_by_themselves(
     recorded = Recorded()
     options: dict[str, Any] = {"memory": lambda: MomentumCorrection(0.75, nesterov, 300.0, not nesterov)}
     found = run("numpy", spec, before=recorded.keep, **options)
-    assert found[0].engine.buckets.now, "no tensor went into a bucket"
+    assert found[0].engine.buckets.with_kernels, "no tensor went into a bucket"
     request.getfixturevalue("without_kernels")
     assert_close(found, run("numpy", spec, before=recorded.set, **options))
 
@@ -146,7 +146,7 @@ def test_zero_has_one_sign_in_what_is_sent_and_in_what_is_left(
         return list(run_engines(2, infos(SHAPES), parse_compressor(spec), of, 3, memory=lambda: memory))
 
     found = runs()
-    assert found[0].engine.buckets.now, "no tensor went into a bucket"
+    assert found[0].engine.buckets.with_kernels, "no tensor went into a bucket"
     request.getfixturevalue("without_kernels")
     assert_close(found, runs())
 
@@ -176,7 +176,7 @@ class Watch:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.steps: list[dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]] = []
-        engine.before_compress = self._before
+        observe(engine, self._before)
         self.x: dict[str, np.ndarray] = {}
         self.sent: dict[str, np.ndarray] = {}
 

@@ -89,7 +89,7 @@ def run(methods: dict[str, str], steps: int = 1, before: Any = lambda step: None
             before(step)
             engine.begin()
             engine.step({name: torch.zeros(shape) for name, shape in shapes.items()}, in_place=True)
-        assert len(engine.buckets.now) == len(set(methods.values()))
+        assert len(engine.buckets.with_kernels) == len(set(methods.values()))
 
     run_ranks(1, work)
     return ledgers[0]

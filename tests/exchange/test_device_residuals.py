@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from hvdcomp import ErrorFeedback
+from hvdcomp.adaptation.look import observe
 from hvdcomp.communicators import LoopbackCommunicator
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.compressors import COMPRESSORS
@@ -50,7 +51,7 @@ def test_residuals_take_one_place_between_steps(
     within: list[float] = []
     with on_device(monkeypatch), recorded():
         engine = Engine(LoopbackCommunicator(2), infos(SHAPES), parse_compressor(spec), memory, 0, 0, 0)
-        engine.before_compress = lambda look: within.append(kept()) or {}
+        observe(engine, lambda look: within.append(kept()) or {})
         for _ in range(3):
             engine.begin()
             engine.step(given())
@@ -80,7 +81,7 @@ def test_a_rounded_residual_takes_two_bytes_and_x_four_in_a_step(monkeypatch: py
     with on_device(monkeypatch), recorded():
         memory = ErrorFeedback(dtype="bf16")
         engine = Engine(LoopbackCommunicator(2), infos(SHAPES), parse_compressor("efsignsgd"), memory, 0, 0, 0)
-        engine.before_compress = lambda look: within.append(engine.buckets.kept_bytes) or {}
+        observe(engine, lambda look: within.append(engine.buckets.kept_bytes) or {})
         for _ in range(3):
             engine.begin()
             engine.step(given())
@@ -114,7 +115,7 @@ def test_little_else_stays_in_memory(spec: str, memory: Memory, monkeypatch: pyt
         for _ in range(3):
             engine.begin()
             engine.step(gradients, in_place=True)
-        (bucket,) = engine.buckets.now
+        (bucket,) = engine.buckets.with_kernels
         assert bucket.on_device
         sent = sum(payload.bytes for payload in compressor.payloads((1024, 2048), "float32", 1))
         kept = engine.buckets.kept_bytes

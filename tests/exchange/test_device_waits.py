@@ -106,7 +106,7 @@ def test_in_a_step_of_buckets_nothing_waits(spec: str, memory: Memory, monkeypat
             if watched:
                 watch(engine, sources)
             steps(engine, [spec, None, "none", "fp16", spec], in_place=watched)
-            assert {name for group in engine.buckets.now for name in group.names} == SHAPES.keys()
+            assert {name for group in engine.buckets.with_kernels for name in group.names} == SHAPES.keys()
 
 
 @pytest.mark.parametrize(("spec", "text"), [
@@ -132,7 +132,8 @@ def test_in_a_step_that_a_policy_watches_nothing_waits(spec: str, text: str, mon
 
         monkeypatch.setattr(driven.engine, "step", watched)
         driven.run(5)
-        assert {name for group in driven.engine.buckets.now for name in group.names} == driven.engine.tensors.keys()
+        grouped = {name for group in driven.engine.buckets.with_kernels for name in group.names}
+        assert grouped == driven.engine.tensors.keys()
 
     with on_device(monkeypatch), recorded():
         run_ranks(1, work)
@@ -162,10 +163,10 @@ def test_what_was_sent_dense_is_dropped_before_the_next_step_if_it_counts(monkey
         for spec in ("topk:ratio=0.1", "sidco:ratio=0.1"):
             engine = Engine(LoopbackCommunicator(2), infos(SHAPES), parse_compressor(spec), ErrorFeedback())
             steps(engine, [spec, "none"])
-            assert engine.holds_residuals
+            assert engine.has_residuals
             assert not engine.passthrough
             engine.begin()
-            assert not engine.holds_residuals
+            assert not engine.has_residuals
             assert engine.passthrough
 
 

@@ -382,7 +382,7 @@ def test_residuals_must_be_sent_before_casts_are_left_to_others(backend: str) ->
         if step == 1:
             engine.set_plan({"w": NoCompression()})
             engine.begin()
-            assert engine.holds_residuals
+            assert engine.has_residuals
             assert not engine.passthrough
 
     (run,) = run_engines(
@@ -400,7 +400,7 @@ def test_a_step_beside_residuals_neither_sends_nor_changes_them(backend: str, sp
             engine.planner.compress_by(*((NoCompression(), True) if step == beside else (None, False)))
             engine.begin()
             if step == beside:
-                assert engine.holds_residuals
+                assert engine.has_residuals
                 assert engine.passthrough
                 before.append(states_of(engine))
             elif beside is not None and step == beside + 1:
@@ -429,7 +429,7 @@ def test_a_cast_sends_residuals_too_and_keeps_its_rounding_error_only_if_told_to
         if step == 1:
             engine.set_plan({"w": FP16()})
             engine.begin()
-            assert engine.holds_residuals
+            assert engine.has_residuals
 
     (run,) = run_engines(
         1, infos({"w": (4, 4)}), TopK(0.1), lambda r, s: {"w": make(backend, np.full((4, 4), 0.1))}, 2,
@@ -437,5 +437,5 @@ def test_a_cast_sends_residuals_too_and_keeps_its_rounding_error_only_if_told_to
     )  # fmt: skip
     arrived = sum(as_numpy(result["w"]) for result in run.results)
     np.testing.assert_allclose(arrived, np.full((4, 4), 0.2), rtol=1e-3)
-    assert run.engine.holds_residuals is not (memory is None)
+    assert run.engine.has_residuals is not (memory is None)
     assert run.engine.passthrough is (memory is None)

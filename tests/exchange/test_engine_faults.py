@@ -83,7 +83,7 @@ def test_a_non_finite_first_step_and_a_non_finite_flush(backend: str, spec: str)
     assert np.isnan(as_numpy(run.results[0]["w"])).any()
     assert np.isnan(as_numpy(run.results[2]["w"])).any()
     np.testing.assert_allclose(as_numpy(run.results[1]["w"]) + as_numpy(run.results[3]["w"]), values[1], atol=1e-5)
-    assert not run.engine.holds_residuals
+    assert not run.engine.has_residuals
 
 
 @every_backend

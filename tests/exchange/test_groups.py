@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hvdcomp import ErrorFeedback, MomentumCorrection, NoMemory
+from hvdcomp.adaptation.look import observe
 from hvdcomp.arrays.types import Array
 from hvdcomp.bindings.checkpoint import restore, state_of
 from hvdcomp.communicators.in_process import InProcessGroup
@@ -190,7 +191,7 @@ def test_what_is_not_finite_gives_no_result_and_no_warning(value: float) -> None
         warnings.simplefilter("error")
         for run in run_engines(2, infos(SHAPES), Rounds(), given):
             assert all(np.isnan(x).any() for x in run.results[0].values())
-            assert not run.engine.holds_residuals
+            assert not run.engine.has_residuals
 
 
 @dataclass(frozen=True)
@@ -247,7 +248,7 @@ def test_what_is_put_in_place_of_x_is_compressed(backend: str) -> None:
     """And taken off x."""
 
     def look(engine: Engine, step: int) -> None:
-        engine.before_compress = lambda xs: {"matrix": xs["matrix"] * 0.5}
+        observe(engine, lambda xs: {"matrix": xs["matrix"] * 0.5})
 
     given = lambda rank, step: {"matrix": make(backend, np.full((6, 8), 4.0)), "w": make(backend, np.ones(3))}  # noqa: E731
     shapes = {"matrix": (6, 8), "w": (3,)}

@@ -10,6 +10,7 @@ import pytest
 
 from hvdcomp import ErrorFeedback, MomentumCorrection, NoMemory
 from hvdcomp.adaptation.gradient_sums import AccumulatedGradients
+from hvdcomp.adaptation.look import Look, observe
 from hvdcomp.bindings.checkpoint import restore, state_of
 from hvdcomp.communicators.in_process import run_ranks
 from hvdcomp.compressors import COMPRESSORS
@@ -17,7 +18,6 @@ from hvdcomp.compressors.memory import Memory
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.exchange.look import Look
 from hvdcomp.kernels import cuda
 from tests.exchange.test_buckets import needs_kernels
 from tests.harness import (
@@ -72,7 +72,7 @@ def run(
 
 
 def grouped(engine: Engine) -> set[str]:
-    return {name for group in engine.buckets.now for name in group.names}
+    return {name for group in engine.buckets.with_kernels for name in group.names}
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
@@ -123,10 +123,10 @@ def test_a_bucket_does_what_its_tensors_do_by_themselves(
     found = run(backend, dtype, spec)
     assert_same_on_all_ranks(found)
     assert grouped(found[0].engine) == SHAPES.keys()
-    assert {one.bucket.dtype for one in found[0].engine.buckets.now} == {dtype}
+    assert {one.bucket.dtype for one in found[0].engine.buckets.with_kernels} == {dtype}
     request.getfixturevalue("without_kernels")
     plain = run(backend, dtype, spec)
-    assert not plain[0].engine.buckets.now
+    assert not plain[0].engine.buckets.with_kernels
     last_bit = 2.0**-7 if dtype == "bfloat16" else 2.0**-10
     for name, right in plain[0].results[0].items():
         mine, other = as_numpy(found[0].results[0][name]).astype(float), as_numpy(right).astype(float)
@@ -271,7 +271,7 @@ def test_a_bucket_holds_elements_of_one_type(backend: str, dtype: str) -> None:
 
     runs = run_engines(2, tensors, parse_compressor("topk:ratio=0.2"), given, 3)
     assert_same_on_all_ranks(runs)
-    assert [group.names for group in runs[0].engine.buckets.now] == [["bias", "norm"], ["matrix", "other"]]
+    assert [group.names for group in runs[0].engine.buckets.with_kernels] == [["bias", "norm"], ["matrix", "other"]]
     for name, one in of.items():
         assert str(runs[0].results[0][name].dtype).removeprefix("torch.") == one
         alone = run_engines(
@@ -303,7 +303,7 @@ def test_who_looks_at_x_sees_it_in_float32_and_may_replace_it(memory: Memory, ba
             assert told.numbers().keys() == SHAPES.keys()
             return {name: x * 0 for name, x in look.items()} if replaces else {}
 
-        watched.before_compress = look
+        observe(watched, look)
         for step in range(3):
             found = []
             for engine in (watched, plain):
@@ -350,7 +350,7 @@ def test_the_bits_on_a_device_are_those_of_the_kernels_in_c(
             found += [torch.isnan(x).any().item() if step == 2 else bits(x) for x in result.values()]
             found += [bits_of(engine), {name: bits(x) for name, x in sums.sums.items()}]
         assert grouped(engine) == shapes.keys()
-        found.append({group.bucket.device is None for group in engine.buckets.now})
+        found.append({group.bucket.device is None for group in engine.buckets.with_kernels})
         return found
 
     ranks, *nodes = (4, 2) if spec.startswith("two_level") else (2,)  # of two ranks each

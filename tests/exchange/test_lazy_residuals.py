@@ -132,7 +132,7 @@ def test_a_dense_step_sends_it() -> None:
         one.step(gradients(0))
         one.step(gradients(1), dict.fromkeys(SHAPES, "none"))
     assert run.results == asked.results
-    assert not run.engine.holds_residuals
+    assert not run.engine.has_residuals
 
 
 @pytest.mark.parametrize("rank", [1, 3, 4, 9])

@@ -11,6 +11,7 @@ import pytest
 
 from hvdcomp import DGC, Compression, ErrorFeedback, MomentumCorrection, SpecError, TopK
 from hvdcomp.adaptation.gradient_sums import AccumulatedGradients
+from hvdcomp.adaptation.look import observe
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange import overlap
@@ -116,7 +117,7 @@ def test_ranks_that_never_try_are_asked_ever_more_rarely(monkeypatch: pytest.Mon
     monkeypatch.setattr(overlap, "TRIES", 2)
 
     def before(engine: Engine, step: int) -> None:
-        engine.before_compress = lambda look: {}
+        observe(engine, lambda look: {})
 
     for one in run("topk:ratio=0.1", BYTES, steps=20, before=before):
         assert one.engine.overlap.era
@@ -128,7 +129,7 @@ def test_it_does_not_end_because_few_tries_came_to_nothing() -> None:
     steps = 2 * overlap.TRIES
 
     def before(engine: Engine, step: int) -> None:
-        engine.before_compress = (lambda look: {}) if step < overlap.TRIES - 1 else None
+        observe(engine, (lambda look: {}) if step < overlap.TRIES - 1 else None)
 
     for one in run("topk:ratio=0.1", BYTES, steps=steps, before=before, tells=lambda rank, step: step > overlap.TRIES):
         assert one.engine.overlap.era
@@ -181,7 +182,7 @@ def test_it_ends_where_no_bucket_starts_by_itself(who: str, recwarn: pytest.Warn
     if who == "nobody at first":
 
         def before(engine: Engine, step: int) -> None:
-            engine.before_compress = (lambda look: {}) if step < overlap.TRIES + 2 else None
+            observe(engine, (lambda look: {}) if step < overlap.TRIES + 2 else None)
 
         options["before"] = before
     found = run("topk:ratio=0.1", BYTES, tells=tells, **options)
@@ -190,7 +191,7 @@ def test_it_ends_where_no_bucket_starts_by_itself(who: str, recwarn: pytest.Warn
     assert len(said) == (not goes_on)
     for one in found:
         assert bool(one.engine.overlap.era) == (one.engine.overlap.least_bytes is not None) == goes_on
-        assert any(held.number is not None for held in one.engine.buckets.now) == goes_on
+        assert any(held.number is not None for held in one.engine.buckets.with_kernels) == goes_on
         names = [name for _, _, name, _ in one.engine.communicator.started]
         assert names.count("hvdcomp.early") == 1
         assert sum(".early0." in name for name in names) == (steps if goes_on else overlap.TRIES) - 1
@@ -331,7 +332,7 @@ def test_who_looks_at_x_starts_late_and_changes_nothing() -> None:
 
     def before(engine: Engine, step: int) -> None:
         if engine.communicator.rank == 0:
-            engine.before_compress = lambda look: looked.append(look.energies(list(SHAPES))) or {}
+            observe(engine, lambda look: looked.append(look.energies(list(SHAPES))) or {})
 
     found = run("topk:ratio=0.1", BYTES, before=before)
     assert len(looked) == 6
@@ -374,7 +375,7 @@ def test_gradients_of_a_step_that_was_not_made_are_forgotten() -> None:
         engine.expect()
         old, new = (gradients_of(communicator.rank, step) for step in (2, 3))
         engine.overlap.ready("a3", old["a3"])
-        engine.before_compress = lambda look: {}
+        observe(engine, lambda look: {})
         engine.begin()
         engine.expect()
         for name, one in new.items():

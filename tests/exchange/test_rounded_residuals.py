@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hvdcomp import ErrorFeedback
+from hvdcomp.adaptation.look import observe
 from hvdcomp.bindings.checkpoint import restore, state_of
 from hvdcomp.bindings.world import state_for
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
@@ -115,7 +116,7 @@ def test_the_decay_is_of_what_was_rounded(spec: str) -> None:
 @needs_kernels
 def test_a_dense_step_sends_it_and_somebody_may_replace_x() -> None:
     def change(engine: Engine, step: int) -> None:
-        engine.before_compress = lambda look: {"matrix": look["matrix"] * np.float32(0.5)}
+        observe(engine, lambda look: {"matrix": look["matrix"] * np.float32(0.5)})
         set_to(engine, parse_compressor("none" if step == 3 else "efsignsgd"))
 
     found = run("numpy", "efsignsgd", ErrorFeedback(dtype="bf16"), also=change)
@@ -155,7 +156,7 @@ def test_so_do_tensors_by_themselves(spec: str, dtype: str, monkeypatch: pytest.
 def test_so_do_kernels_on_a_device(spec: str, dtype: str) -> None:
     pytest.importorskip("torch")
     found = run("torch", spec, ErrorFeedback(dtype=dtype), shapes=SMALL)
-    assert all(group.bucket.device is not None for group in found[0].engine.buckets.now)
+    assert all(group.bucket.device is not None for group in found[0].engine.buckets.with_kernels)
     assert_rounds(dtype, found, run("torch", spec, ErrorFeedback(), dtype, SMALL))
 
 
@@ -169,7 +170,7 @@ def test_two_bytes_a_parameter_stay_on_the_host(dtype: str) -> None:
             communicator, infos(shapes), parse_compressor("topk:ratio=0.1"), ErrorFeedback(dtype=dtype), 0, 0, 0
         )
         within: list[int] = []
-        engine.before_compress = lambda look: within.append(engine.buckets.kept_bytes) or {}
+        observe(engine, lambda look: within.append(engine.buckets.kept_bytes) or {})
         for step in range(3):
             engine.begin()
             engine.step({name: np.full(shape, step, np.float32) for name, shape in shapes.items()})

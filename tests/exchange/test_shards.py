@@ -45,7 +45,7 @@ def run(
         rows = []
         for step in range(steps):
             given = gradient(communicator.rank, communicator.world_size, step)
-            assert own.takes("w", given.size)
+            assert own.compresses("w", given.size)
             rows.append(as_numpy(own.reduce("w", make(backend, given), given.nbytes)))
             own.end_step()
         return rows, [as_numpy(one) for one in own.states["w"]], own.ledger
@@ -160,9 +160,9 @@ def test_bytes_are_those_of_both_levels() -> None:
 def test_small_lossless_and_single_nodes_are_left_to_somebody_else() -> None:
     def work(communicator: InProcessCommunicator) -> tuple[bool, ...]:
         def takes(spec: str) -> bool:
-            return reducer(communicator, spec, None, make("numpy", []), min_numel=100).takes("w", 100)
+            return reducer(communicator, spec, None, make("numpy", []), min_numel=100).compresses("w", 100)
 
-        small = reducer(communicator, "int4", None, make("numpy", []), min_numel=101).takes("w", 100)
+        small = reducer(communicator, "int4", None, make("numpy", []), min_numel=101).compresses("w", 100)
         return takes("int4"), takes("none"), small
 
     assert run_ranks(4, work, 2) == [(True, False, False)] * 4
@@ -214,7 +214,7 @@ def test_a_level_holds_from_the_next_step_on(spec: str, levels: tuple[int, int])
         given, sent = gradient(communicator.rank, 2), []
         for bits in levels:
             own.set_level(bits)
-            own.takes("w", given.size)
+            own.compresses("w", given.size)
             own.reduce("w", given, given.nbytes)
             own.end_step()
             sent.append(own.ledger.last.bytes_sent)

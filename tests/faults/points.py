@@ -60,8 +60,8 @@ def _at_step(reached: Reached) -> None:
 
 def _in_encode(reached: Reached) -> None:
     """When gradients of a step have been compressed, and nothing of them was sent."""
-    from hvdcomp.exchange.bucket_step import BucketStep
-    from hvdcomp.exchange.group_step import GroupStep
+    from hvdcomp.exchange.engine_bucket import EngineBucket
+    from hvdcomp.exchange.tensor_group import TensorGroup
 
     def wrap(kind: Any) -> None:
         real = kind.advance
@@ -74,8 +74,8 @@ def _in_encode(reached: Reached) -> None:
 
         kind.advance = advance
 
-    wrap(BucketStep)
-    wrap(GroupStep)
+    wrap(EngineBucket)
+    wrap(TensorGroup)
 
 
 def _in_collective(reached: Reached) -> None:

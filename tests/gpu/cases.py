@@ -144,7 +144,7 @@ def compare(
             before.append(device.states())
         found.append([{name: on_host(x) for name, x in rank.items()} for rank in device.step(one, **options)])
         plans.append(device.plan())
-    if all(group.bucket.device is None for engine in device.engines for group in engine.buckets.now):
+    if all(group.bucket.device is None for engine in device.engines for group in engine.buckets.with_kernels):
         yield "no bucket was on the device"
     kept = device.memories()
     loose = 20.0 if spec.startswith("powersgd") else loose

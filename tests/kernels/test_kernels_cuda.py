@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from hvdcomp import ErrorFeedback, kernels
+from hvdcomp.adaptation.look import Look, observe
 from hvdcomp.arrays import arrays_for
 from hvdcomp.communicators import LoopbackCommunicator
 from hvdcomp.communicators.in_process import run_ranks
 from hvdcomp.compressors.memory import MomentumCorrection
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.exchange.engine import Engine
-from hvdcomp.exchange.look import Look
 from hvdcomp.kernels import cuda, tables
 from tests.cuda_kernels import SPECS, launches
 from tests.exchange import test_buckets
@@ -70,14 +70,14 @@ def test_a_bucket_does_what_its_tensors_do_by_themselves(spec: str, monkeypatch:
         monkeypatch.setattr(test_buckets, "SHAPES", shapes)
     recorded = Recorded()
     found = run("torch", spec, steps=2, before=recorded.keep)
-    assert all(one.bucket.device is not None for run in found for one in run.engine.buckets.now)
-    assert {name for one in found[0].engine.buckets.now for name in one.names} == shapes.keys()
+    assert all(one.bucket.device is not None for run in found for one in run.engine.buckets.with_kernels)
+    assert {name for one in found[0].engine.buckets.with_kernels for name in one.names} == shapes.keys()
     off(monkeypatch)
     if parse_compressor(spec).keeps_state:
         plain = run("torch", spec, steps=2, before=recorded.set)
     else:
         plain = run("numpy", spec, steps=2)
-    assert all(one.bucket.device is None for one in plain[0].engine.buckets.now)
+    assert all(one.bucket.device is None for one in plain[0].engine.buckets.with_kernels)
     assert_close(found, plain, atol=5e-6)
     monkeypatch.undo()
     kernels.reset()
@@ -109,7 +109,7 @@ def test_a_bucket_that_is_cut_does_what_it_does_on_the_host(spec: str, ranks: in
     def work(communicator: Any, backend: Any) -> tuple[list[Any], list[Any]]:
         engine = Engine(communicator, infos(shapes), parse_compressor(spec), ErrorFeedback(), min_numel=0, min_ndim=0)
         if replaced:
-            engine.before_compress = lambda look: {"b": look["b"] * 0.5}
+            observe(engine, lambda look: {"b": look["b"] * 0.5})
         results = []
         for step in range(2):
             engine.begin()
@@ -117,8 +117,9 @@ def test_a_bucket_that_is_cut_does_what_it_does_on_the_host(spec: str, ranks: in
             given = {name: backend(rng.normal(size=shape).astype(np.float32)) for name, shape in shapes.items()}
             found = engine.step(given)
             results += [as_numpy(found[name]).copy() for name in shapes]
-        assert {name for group in engine.buckets.now for name in group.names} == {*shapes}
-        assert all((one.bucket.device is not None) == (backend is torch.from_numpy) for one in engine.buckets.now)
+        assert {name for group in engine.buckets.with_kernels for name in group.names} == {*shapes}
+        on_device = backend is torch.from_numpy
+        assert all(one.on_device == on_device for one in engine.buckets.with_kernels)
         return results, [as_numpy(one).copy() for name in shapes for one in engine.states[name].memory]
 
     per_node = None if ranks % 2 else 2
@@ -145,7 +146,7 @@ def test_of_16_bits_a_bucket_makes_what_it_makes_on_the_host(spec: str, dtype: s
                 for name, shape in shapes.items()
             }
             results += [one.float().clone() for one in engine.step(given).values()]
-        assert (engine.buckets.now[0].bucket.device is not None) == cuda.serves_host()
+        assert (engine.buckets.with_kernels[0].bucket.device is not None) == cuda.serves_host()
         return results + [one.clone() for name in shapes for one in engine.states[name].memory]
 
     device = run_ranks(2, work)
@@ -248,7 +249,7 @@ def test_while_somebody_looks_at_x_tensors_stay_in_their_bucket() -> None:
             return {}
 
         for step in range(4):
-            engine.before_compress = look if step % 2 else None
+            observe(engine, look if step % 2 else None)
             engine.begin()
             given = gradients("torch")(0, step)
             found = engine.step(given)
@@ -311,5 +312,5 @@ def test_one_storage_is_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     engine.begin()
     gradients = {"a": torch.ones(6, 5, dtype=torch.bfloat16, device="meta"), "b": torch.ones(6, 5)}
     engine.buckets.of_step(arrays_for(gradients["b"]), ["a", "b"], gradients, engine.plan)
-    assert [bucket.names for bucket in engine.buckets.now] == [["b"]]
+    assert [bucket.names for bucket in engine.buckets.with_kernels] == [["b"]]
     assert [group.names for group in engine.buckets.groups] == [["a"]]

@@ -107,8 +107,8 @@ class Steps:
             for rank, of_rank in enumerate(found):
                 self.results |= {(name, rank, step): as_numpy(result) for name, result in of_rank.items()}
         for engine in ranks.engines:
-            assert {name for group in engine.buckets.now for name in group.names} == {*tensors}
-            assert all((group.bucket.device is None) == (place == HOST) for group in engine.buckets.now)
+            assert {name for group in engine.buckets.with_kernels for name in group.names} == {*tensors}
+            assert all((group.bucket.device is None) == (place == HOST) for group in engine.buckets.with_kernels)
         self.kept = {
             (name, rank, number): array
             for rank, memories in enumerate(ranks.memories())

@@ -165,8 +165,13 @@ def case_buckets_start_in_the_backward_pass_and_change_nothing() -> None:
             assert bool(binding.engine.buckets.groups) == ((spec, dtype) not in in_buckets)
             assert_same_everywhere(model)
             results.append(weights(model))
-        if spec != "powersgd:rank=2" or dist.get_world_size() == 2:  # sums over more ranks have an order
-            assert torch.equal(*results), spec
+        # The last bits of a sum over more than two ranks depend on what travels with it. PowerSGD sums its factors; the
+        # groups of float64 have the biases, which are summed, among them.
+        sums = spec == "powersgd:rank=2" or dtype == torch.float64
+        if not sums or dist.get_world_size() == 2:
+            assert torch.equal(*results), (spec, dtype)
+        elif dtype == torch.float64:
+            torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
 def case_unused_parameters() -> None:
@@ -293,7 +298,7 @@ def case_gradients_of_bfloat16_are_exchanged_in_buckets() -> None:
         engine = how._binding.engine
         types = {name: one.dtype for name, one in engine.tensors.items()}
         assert {*types.values()} == {"float32", "bfloat16"}
-        grouped = {name: group.bucket.dtype for group in engine.buckets.now for name in group.names}
+        grouped = {name: group.bucket.dtype for group in engine.buckets.with_kernels for name in group.names}
         assert grouped == types, spec
         assert_same_everywhere(model)
         kept = [one for state in engine.states.values() for one in state.memory]

@@ -226,7 +226,7 @@ def _sends_the_rest_next(how: hvdcomp.Compression) -> bool:
     how.state_dict()  # takes up what was decided
     assert how._binding is not None
     engine = how._binding.engine
-    return engine.holds_residuals and set(map(str, engine.planner._next_plan.values())) == {"none"}
+    return engine.has_residuals and set(map(str, engine.planner._next_plan.values())) == {"none"}
 
 
 def case_residuals_of_rank_0_alone_do_not_part_the_ranks() -> None:

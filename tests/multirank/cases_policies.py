@@ -533,7 +533,7 @@ def case_a_checkpoint_of_other_ranks_loses_residuals_with_a_warning() -> None:
         zeroed = expected == "1024 ranks" or hvd.rank() != 0
         engine = resumed.binding.engine
         assert any(array.any() for state in engine.states.values() for array in state.memory) != zeroed
-        assert engine.holds_residuals == (expected == "rank 0")  # on all ranks: steps go by it
+        assert engine.has_residuals == (expected == "rank 0")  # on all ranks: steps go by it
         resumed.step()
         assert resumed.binding.engine.step_number == 10
         assert resumed.plans[0] == hvd.broadcast_object(resumed.plans[0], root_rank=0)

@@ -45,7 +45,7 @@ def _assert_on_device(training: TapeTraining) -> None:
     import torch
 
     engine = training.binding.engine
-    assert {group.bucket.device for group in engine.buckets.now} == {torch.device("cpu")}
+    assert {group.bucket.device for group in engine.buckets.with_kernels} == {torch.device("cpu")}
     assert isinstance(engine.found_inf, torch.Tensor)
 
 
@@ -79,7 +79,7 @@ def case_several_rounds_and_a_tensor_in_no_bucket() -> None:
     with on_device():
         device = _train(spec)
         _assert_on_device(device)
-        grouped = {name for group in device.binding.engine.buckets.now for name in group.names}
+        grouped = {name for group in device.binding.engine.buckets.with_kernels for name in group.names}
         assert grouped == {"first", "first_bias", "second_bias"}
     assert_same_everywhere(device.variables)
     np.testing.assert_allclose(device.weights, host.weights, rtol=1e-4, atol=1e-5)

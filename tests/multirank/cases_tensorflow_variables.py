@@ -178,10 +178,10 @@ def case_two_models_in_one_function() -> None:
     for call in range(3):
         step(*map(tf.constant, batch(generator)))
         if call == 0:
-            assert not binding_of(both).agreed
+            assert not binding_of(both).has_agreed
             for model in models:
                 hvd.broadcast_variables(model.variables_in_order, root_rank=0)
-    assert binding_of(both).agreed
+    assert binding_of(both).has_agreed
     assert both.ledger.steps == 6
     for model in models:
         assert_same_everywhere(model.variables_in_order)

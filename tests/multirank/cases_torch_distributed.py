@@ -55,7 +55,7 @@ def case_a_group_of_some_ranks_gets_another_beside_it_however_many_its_ranks_hav
         dist.new_group(others)
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine = TorchDistributedCommunicator(groups[dist.get_rank() % 2])
-    for communicator in (mine.beside(), mine.beside()):
+    for communicator in (mine.duplicate(), mine.duplicate()):
         total = communicator.wait(communicator.start_allreduce(torch.tensor([float(dist.get_rank())]), "sum", "any"))
         assert total == [2.0, 4.0][dist.get_rank() % 2]
 
@@ -67,7 +67,7 @@ def case_a_group_of_all_ranks_can_follow_one_that_some_ranks_have_made() -> None
     if rank == 0:
         ours = TorchDistributedCommunicator(first)
         for _ in range(3):
-            ours.beside()
+            ours.duplicate()
     counts = [0] * size
     dist.all_gather_object(counts, dist.distributed_c10d._world.group_count)
     assert len(set(counts)) == 1, "they would wait for each other in the next group"
@@ -84,6 +84,6 @@ def case_groups_of_our_own_wait_as_long_as_the_given_one() -> None:
     waits = timedelta(seconds=77)
     ours = TorchDistributedCommunicator(dist.new_group(timeout=waits))
     everyone = tuple(range(dist.get_world_size()))
-    for made in (ours.beside(), ours.make_groups([everyone])[everyone]):
+    for made in (ours.duplicate(), ours.make_groups([everyone])[everyone]):
         assert isinstance(made, TorchDistributedCommunicator)
         assert _timeout(made.group) == waits

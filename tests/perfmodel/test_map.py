@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import other_card
+from benchmarks.times import other_card
 from hvdcomp.compressors.evidence import DIVERGED, lost_with
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.perfmodel import Adviser, Calibration, EncodeTime, Setting, load, presets, quality, save

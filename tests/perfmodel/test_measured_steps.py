@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.steps.compare import compare
 from hvdcomp.perfmodel.advice import MODEL_ERROR
-from hvdcomp.tools.bench.compare import compare
 
 DOCS = Path(__file__).parents[2] / "docs"
 

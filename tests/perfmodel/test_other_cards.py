@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import other_card
+from benchmarks.times import other_card
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.compressors.protocol import TensorInfo
 from hvdcomp.perfmodel import Adviser, Compute, EncodeTime, Network, Setting, load, model_of, predict, presets

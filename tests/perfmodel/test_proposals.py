@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 import hvdcomp
+from benchmarks.steps import proposals
 from hvdcomp import Auto, Compression, ErrorFeedback, SpecError
 from hvdcomp.adaptation.candidates import candidates_of
 from hvdcomp.communicators.in_process import InProcessCommunicator, run_ranks
@@ -28,7 +29,6 @@ from hvdcomp.perfmodel.proposals import MOST, REACH
 from hvdcomp.policies import parse_policy
 from hvdcomp.policies.request import Candidates
 from hvdcomp.tools.commands.advise import to_begin_with
-from hvdcomp.tools.commands.bench import command as bench
 from tests.harness import infos
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -276,7 +276,7 @@ def test_a_memory_of_the_users_has_no_evidence() -> None:
 
 def test_what_it_would_have_chosen_where_steps_were_measured() -> None:
     """The page is what the command prints, and of all rows the choice is the fastest that evidence allows, or near."""
-    done = CliRunner().invoke(bench, ["proposals", str(DOCS / "steps-measured.json")])
+    done = CliRunner().invoke(proposals.main, [str(DOCS / "steps-measured.json")])
     assert done.exit_code == 0, done.output
     assert done.stdout == (DOCS / "auto-proposals.csv").read_text()
     rows = list(csv.DictReader(done.stdout.splitlines()))
@@ -291,8 +291,8 @@ def test_what_it_would_have_chosen_where_steps_were_measured() -> None:
 
 def test_a_file_that_holds_no_steps(tmp_path: Path) -> None:
     file = tmp_path / "steps.json"
-    for content, words in (("{}", "was not written by hvdcomp"), ('{"runs": []}', "contains no measured steps")):
+    for content, words in (("{}", "was not written by `python -m"), ('{"runs": []}', "contains no measured steps")):
         file.write_text(content)
-        done = CliRunner().invoke(bench, ["proposals", str(file)])
+        done = CliRunner().invoke(proposals.main, [str(file)])
         assert done.exit_code == 1
         assert words in done.output

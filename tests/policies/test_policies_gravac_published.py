@@ -20,7 +20,6 @@ from hvdcomp.tools.train.data import load_data
 from hvdcomp.tools.train.options import TrainingOptions
 from tests.driven import Driven
 from tests.harness import DTYPES, needing
-from tests.loaded import load_file
 
 SHAPES = {"conv": (8, 4, 3, 3), "linear": (24, 40)}
 RANKS, STEPS = 2, 13
@@ -218,7 +217,8 @@ def test_they_are_so_without_compiled_kernels(spec: str, without_kernels: None) 
 
 def test_the_residual_makes_gravacs_gain_small_and_its_published_code_leaves_it_out() -> None:
     pytest.importorskip("torch")
-    gains = load_file("benchmarks/gravac_gain.py", "benchmark_gravac_gain")
+    from benchmarks.quality import gravac_gain as gains
+
     settings = TrainingOptions(model="cnn", data="digits", batch_size=16, epochs=1, samples=320).resolved()
     found = gains.measure(load_data(settings), settings, gains.ratio_of(10.0))
     assert found.text < 0.8 * found.alone

@@ -269,7 +269,7 @@ def test_errors_are_those_of_the_mean_at_the_levels_of_each_tensors_own_method(b
     whole = np.linalg.norm(sums["linear"] / 4)
     assert 0 < errors["linear"][4] < errors["linear"][2] < errors["linear"][1] < whole
     # Nothing of a step has changed: not even what PowerSGD begins with.
-    assert not engine.holds_residuals
+    assert not engine.has_residuals
     assert engine.step_number == 0
 
 

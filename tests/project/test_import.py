@@ -91,6 +91,70 @@ def test_the_help_of_each_command_needs_no_framework(command: str) -> None:
     )
 
 
+_WITHOUT_TOOLS = """
+import importlib.util, sys
+
+class Refuses:
+    def find_spec(self, name, path=None, target=None):
+        if name == "hvdcomp.tools" or name.startswith("hvdcomp.tools."):
+            raise AssertionError(f"the library asks for {name}")
+
+sys.meta_path.insert(0, Refuses())
+if importlib.util.find_spec("mpi4py"):
+    import mpi4py
+
+    mpi4py.rc.initialize = False  # a module of hvdcomp imports MPI, and nothing here starts it
+lacking = set()
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        lacking.add(error.name.partition(".")[0])
+
+import numpy as np
+import hvdcomp
+from hvdcomp.communicators.in_process import run_ranks
+from hvdcomp.compressors import TensorInfo
+from hvdcomp.exchange import Engine
+
+def step(ranks):
+    engine = Engine(ranks, [TensorInfo("w", (64, 64), "float32")], hvdcomp.TopK(ratio=0.125))
+    engine.begin()
+    return np.count_nonzero(engine.step({"w": np.ones((64, 64), np.float32)})["w"])
+
+print("sent", *run_ranks(2, step), "lacking", *lacking)
+if "hvdcomp.ddp" in sys.argv and "torch" not in lacking:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compression = hvdcomp.Compression.from_spec("topk:ratio=0.1", policy="accordion:low=0.1,high=0.01,steps=1")
+    hvdcomp.ddp.register(model, compression, optimizer)
+    for _ in range(3):
+        model(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+    dist.destroy_process_group()
+    print("steps", compression.ledger.steps)
+"""
+
+
+@pytest.mark.parametrize("of_tensorflow", [False, True])
+def test_the_library_works_without_the_tools(of_tensorflow: bool) -> None:
+    """TensorFlow has a process of its own: Triton cannot be imported after it."""
+    paths = [path.relative_to(ROOT).with_suffix("") for path in sorted((ROOT / "hvdcomp").rglob("*.py"))]
+    names = [".".join(path.parts).removesuffix(".__init__") for path in paths if "tools" not in path.parts]
+    names.remove("hvdcomp.__main__")  # the command itself
+    chosen = [name for name in names if ("tensorflow" in name) == of_tensorflow]
+    assert len(chosen) > (10 if of_tensorflow else 200)
+    shown = run(sys.executable, "-c", _WITHOUT_TOOLS, *chosen)
+    lacking = set(shown.partition("lacking")[2].partition("\n")[0].split())
+    assert shown.startswith("sent 512 512")
+    assert lacking <= {*FRAMEWORKS, "triton"}
+    assert of_tensorflow or "torch" in lacking or "steps 3" in shown
+
+
 @pytest.mark.parametrize("clone", ["hvdcomp", "another"])
 def test_an_editable_installation_is_found_before_the_folder_of_the_clone(tmp_path: Path, clone: str) -> None:
     """A script beside a clone named hvdcomp has the clone's folder, which is no package, first in its path."""

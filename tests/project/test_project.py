@@ -187,10 +187,9 @@ def test_a_wheel_made_from_it_has_the_package_alone_and_starts_anywhere(sdist: P
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     (tmp_path / "empty").mkdir()
     programs = {
-        "hvdcomp bench steps --hosts 1 --output .": (1, "use 2 to 64 hosts"),
+        "hvdcomp reproduce utility-fig9": (2, "run `python -m benchmarks.reproduce` in a clone"),
         "hvdcomp.tools.bench.cluster status --help": (0, "List the clusters"),
         "hvdcomp.tools.bench.compare_worker --help": (0, "--compressor"),
-        "hvdcomp.tools.bench.steps_worker --method topkk --output x.json": (2, "unknown compressor 'topkk'"),
     }
     for program, (code, words) in programs.items():
         done = subprocess.run(

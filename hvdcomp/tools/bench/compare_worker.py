@@ -1,5 +1,5 @@
-"""Calibrates and measures steps on every rank of a run: `hvdcomp bench steps` starts it on its clusters, and `make
-demo` on two ranks of a machine.
+"""Calibrates and measures steps on every rank of a run: `hvdcomp demo` starts it on two ranks of a machine, and
+`python -m benchmarks.steps` on its clusters.
 
 The measured steps take turns with the steps of the calibration, because the speed of machines changes from minute to
 minute.
@@ -22,8 +22,7 @@ import click
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.perfmodel import NOISY, as_json, load, save, uncertain_shares
 from hvdcomp.tools.bench.auto_training import AUTO, AutoTraining
-from hvdcomp.tools.bench.compare import ratio
-from hvdcomp.tools.bench.trainings import COMPUTE, OVERLAPS, Training, Turns, trainings_of
+from hvdcomp.tools.bench.trainings import COMPUTE, OVERLAPS, Training, Turns, ratio, trainings_of
 from hvdcomp.tools.train.backends import reach
 from hvdcomp.tools.train.options import BACKENDS
 from hvdcomp.tools.train.ranks import Ranks

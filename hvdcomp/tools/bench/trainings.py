@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvdcomp.compressors.parsing import parse_compressor
 from hvdcomp.perfmodel import STOCK_SPECS
+from hvdcomp.policies import median_with_error
 
 if TYPE_CHECKING:
     from hvdcomp.tools.bench.carrier import Carrier, Distributed
@@ -241,3 +242,9 @@ def _may_overlap(method: str) -> bool:
     if method in STOCK_SPECS:
         return False
     return any(leaf.wire_dtype("float32") is None for leaf in parse_compressor(method).leaves())
+
+
+def ratio(steps: Sequence[Sequence[float]], reference: Sequence[Sequence[float]]) -> tuple[float, float]:
+    """The median over rounds of the ratio of the steps' medians, and its standard error."""
+    medians, reference_medians = (map(statistics.median, rounds) for rounds in (steps, reference))
+    return median_with_error([median / other for median, other in zip(medians, reference_medians, strict=True)])

@@ -8,15 +8,10 @@ from hvdcomp.tools.terminal import LazyGroup
 
 _MEASUREMENTS = {
     "encode": ("hvdcomp.tools.commands.bench_encode", "encode", "Measure the encode time and memory of each method."),
-    "proposals": (
-        "hvdcomp.tools.commands.bench_proposals",
-        "proposals",
-        "Compare the choices of the policy auto with measurements.",
-    ),
-    "steps": ("hvdcomp.tools.commands.bench_steps", "steps", "Compare predicted with measured step times."),
 }
+_MOVED = {"proposals": "python -m benchmarks.steps.proposals", "steps": "python -m benchmarks.steps"}
 
 
-@click.group(cls=LazyGroup, lazy=_MEASUREMENTS)
+@click.group(cls=LazyGroup, lazy=_MEASUREMENTS, moved=_MOVED)
 def command() -> None:
     """Measure the cost of compression on this machine."""

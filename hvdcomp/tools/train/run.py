@@ -87,7 +87,7 @@ class Run:
         self._next_check = _STEPS_BETWEEN_CHECKS if checkpoints is None else 1
         self._start = self._epoch_start = ranks.now()
 
-    def go_on_from(self, saved: dict[str, Any]) -> None:
+    def continue_from(self, saved: dict[str, Any]) -> None:
         """Resume from a position that `_position` returned."""
         assert self._checkpoints is not None
         for name in KEPT:

@@ -244,7 +244,7 @@ class TorchLearner(Learner):
         self._load_own(rank_content, of_this_rank=first == self._rank)
         if self._rows is not None and rank_content["rows"] is not None:
             totals, steps = rank_content["rows"]
-            self._rows.ledger.go_on_from(replace(self._rows.ledger.totals, **totals), steps)
+            self._rows.ledger.continue_from(replace(self._rows.ledger.totals, **totals), steps)
         other_states = (
             self._read(folder / OWN.format(source), "compression")["compression"] for source in other_sources
         )

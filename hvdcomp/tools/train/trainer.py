@@ -73,7 +73,7 @@ def _set_up(options: TrainingOptions, ranks: Ranks | None, warnings: Warnings | 
     writer = ranks.together(lambda: _writer(options, ranks, saved))
     run = Run(options, ranks, data, learner, compression, steps, checkpoints, writer, warnings)
     if saved is not None:
-        run.go_on_from(saved)
+        run.continue_from(saved)
     return run
 
 

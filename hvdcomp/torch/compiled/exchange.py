@@ -195,7 +195,7 @@ class _Node:
         """Replaces what the engine keeps of a tensor. The storage stays, because the engine makes the descriptions of
         its buckets again if it changes."""
         state = self._engine.states[name]
-        if state.holds:
+        if state.has_residual:
             state.memory[0].copy_(residual.view(state.memory[0].shape))
         else:
             state.memory, state.keeper = (residual.clone(),), self._memory(name)

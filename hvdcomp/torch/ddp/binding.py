@@ -30,7 +30,7 @@ from hvdcomp.errors import ConfigurationError
 from hvdcomp.exchange.agreement import refused_on_every_rank
 from hvdcomp.torch import half_precision
 from hvdcomp.torch.ddp.group_beside import GroupBeside
-from hvdcomp.torch.ddp.uses import Uses
+from hvdcomp.torch.ddp.uses import UsedParameters
 from hvdcomp.torch.optimizers.compressed_adam import CompressedAdam
 from hvdcomp.torch.parameters import by_name, plain_names, unique
 from hvdcomp.torch.presence import PresenceCheck
@@ -108,7 +108,8 @@ class DDPBinding(TorchTraining):
             "find_unused_parameters": model.find_unused_parameters,
             "static_graph": model.static_graph,
         }
-        self._uses = Uses(model, parameters) if any(self._model_settings.values()) else None  # tracks used parameters
+        # Of a model that may leave out parameters in a step.
+        self._uses = UsedParameters(model, parameters) if any(self._model_settings.values()) else None
         self._unused: Set[str] = frozenset()  # parameters without gradients in a static graph
         self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in parameters.items()}
         self._wire: torch.dtype | None = None  # element type of a step that casts
@@ -246,7 +247,7 @@ class DDPBinding(TorchTraining):
         self.engine.enter_casts(dense, self._checks_presence)
         self.end_step()
 
-    def _used(self, gradients: Mapping[str, torch.Tensor], uses: Uses) -> dict[str, torch.Tensor]:
+    def _used(self, gradients: Mapping[str, torch.Tensor], uses: UsedParameters) -> dict[str, torch.Tensor]:
         """The gradients that any rank has. For the others DDP hands over zeros, and drops the results."""
         flags = torch.tensor([name in uses.names for name in gradients], dtype=torch.int32)
         uses.names.clear()

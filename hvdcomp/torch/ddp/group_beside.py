@@ -52,5 +52,5 @@ class GroupBeside:
                 free = made[anywhere.index(0)]
                 free._user = ref(user)
                 return free
-        made.append(cls(ranks.beside(), user))
+        made.append(cls(ranks.duplicate(), user))
         return made[-1]

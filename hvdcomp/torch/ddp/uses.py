@@ -9,7 +9,7 @@ from weakref import finalize
 import torch
 
 
-class Uses:
+class UsedParameters:
     """The parameters that this rank has used since the latest exchange.
 
     Gradients do not show which parameters were used: the gradient of a used parameter may be zero on all ranks, for

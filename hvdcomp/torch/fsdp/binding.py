@@ -62,7 +62,7 @@ class FSDPBinding(TorchTraining):
         # A group of its own: buckets start at different times on each rank, and would meet what others, such as another
         # model in the same backward pass, start in the user's.
         self._replicas = TorchDistributedCommunicator(group)
-        communicator, like = self._replicas.beside(), torch.empty(0)
+        communicator, like = self._replicas.duplicate(), torch.empty(0)
         if dist.get_rank() != 0:  # every shard group decides for itself; only one may write the log
             setup.compression.decision_log = None
         # On a device, all ranks must start a bucket between the same two of FSDP's collectives, as in `DDPBinding`.

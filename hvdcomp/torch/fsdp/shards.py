@@ -141,7 +141,7 @@ class ShardsBinding:
         engine, dense_bytes = self.engine, rows.numel() * rows.element_size()
         ranks = engine.communicator.world_size
         names = flat.take_names(rows.numel() // ranks)
-        if not engine.takes(flat.name, rows.numel()):
+        if not engine.compresses(flat.name, rows.numel()):
             reduce_scatter(row, rows, op=op, group=group)
             engine.enter(flat.name, dense_bytes, Sent(dense_bytes), rows.numel())
             return
@@ -314,7 +314,7 @@ class ShardsBinding:
             name: tuple(array.to(self._device, copy=True) for array in arrays) for name, arrays in states.items()
         }
         self._divided_by = dict(own.get("divided_by") or {})
-        engine.ledger.go_on_from(Cost(**own["totals"]), own["steps"])
+        engine.ledger.continue_from(Cost(**own["totals"]), own["steps"])
 
     def _by_name(
         self, states: Mapping[str, tuple[torch.Tensor, ...]], layouts: Mapping[str, FlatLayout]

@@ -56,9 +56,9 @@ class TorchBinding(TorchTraining):
             super().__init__(setup, parameters, communicator, optimizer)
         self._passes = getattr(optimizer, "backward_passes_per_step", 1)  # before any policy
 
-    def meet(self, communicator: Ranks) -> None:
+    def connect(self, communicator: Ranks) -> None:
         assert isinstance(communicator, HorovodTorchCommunicator)
-        super().meet(communicator)
+        super().connect(communicator)
         self._presence_check = PresenceCheck(communicator)
         self._casting = False
         self._alone = False  # whether the present step has no exchange
@@ -141,7 +141,7 @@ class TorchBinding(TorchTraining):
     def _run_pending(self, presence: int) -> None:
         """Runs the engine on the pending gradients; `presence` is Horovod's result of the ranks' presences."""
         try:
-            self.check_presence(presence if self.summed else presence * self.communicator.world_size)
+            self.check_presence(presence if self.is_summed else presence * self.communicator.world_size)
         except (ConfigurationError, RankMismatchError):
             self._horovod_optimizer.finish()
             raise
@@ -151,14 +151,14 @@ class TorchBinding(TorchTraining):
         # Horovod hands over zeros for what is frozen, but more may have been kept of it.
         for name in self._results.keys() & self._frozen:
             self._results[name].zero_()
-        if self.summed:
+        if self.is_summed:
             for result in self._results.values():
                 result.mul_(self.communicator.world_size)
 
     # Methods of `Training`.
 
     @property
-    def summed(self) -> bool:
+    def is_summed(self) -> bool:
         return bool(getattr(self._optimizer, "op", hvd.Average) == hvd.Sum)
 
     def facts_of_step(self) -> dict[str, Any]:

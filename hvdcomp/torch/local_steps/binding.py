@@ -24,7 +24,8 @@ from hvdcomp.compressors.sparsification import WithRatio
 from hvdcomp.compressors.two_level import within
 from hvdcomp.errors import ConfigurationError, warn_alone
 from hvdcomp.exchange.agreement import refused_on_every_rank
-from hvdcomp.exchange.engine import Engine, UnderWay
+from hvdcomp.exchange.engine import Engine
+from hvdcomp.exchange.wave import Wave
 from hvdcomp.policies import Policy
 from hvdcomp.torch.local_steps.auto import sketch
 from hvdcomp.torch.parameters import by_name, plain_names
@@ -80,9 +81,9 @@ class LocalStepsBinding(TorchTraining):
         """Enters a step without an exchange."""
         self.engine.enter_alone(self._parameters.keys())
 
-    def meet(self, communicator: Ranks) -> None:
-        self._under_way: UnderWay | None = None  # an exchange with former ranks is lost
-        super().meet(communicator)
+    def connect(self, communicator: Ranks) -> None:
+        self._waves: Sequence[Wave] = ()  # of the exchange under way; an exchange with former ranks is lost
+        super().connect(communicator)
 
     def change_ranks(self, group: dist.ProcessGroup) -> None:
         """Continues with the ranks of another process group from the next step on."""
@@ -97,7 +98,7 @@ class LocalStepsBinding(TorchTraining):
     @property
     def is_sending(self) -> bool:
         """Whether an exchange is under way."""
-        return self._under_way is not None
+        return bool(self._waves)
 
     @property
     def is_exact_alone(self) -> bool:
@@ -153,7 +154,7 @@ class LocalStepsBinding(TorchTraining):
         started = self.communicator.start_allreduce(torch.full((1,), self.presence), "sum", "hvdcomp.presence")
         self.check_presence(int(self.communicator.wait(started)))
         sent = dict(zip(self._sent, moved, strict=True))
-        self._under_way = self.engine.start(sent, in_place=not background, alone=not background)
+        self._waves = self.engine.start(sent, in_place=not background, alone=not background)
         self.engine.step_number = step_number
 
     @torch.no_grad()
@@ -163,9 +164,8 @@ class LocalStepsBinding(TorchTraining):
         Raises:
             ConfigurationError: on every rank, if any rank's pseudo-gradient is not finite. Nothing has changed then.
         """
-        assert self._under_way is not None
-        under_way, self._under_way = self._under_way, None
-        means = self.engine.finish(under_way, self._parameters.keys() - set(self._sent))
+        waves, self._waves = self._waves, ()
+        means = self.engine.finish(waves, self._parameters.keys() - set(self._sent))
         if self.engine.found_inf is not None and float(self.engine.found_inf) != 0:  # it is NaN then
             raise ConfigurationError(self._describe_not_finite())
         return [means[name] for name in self._sent]

@@ -99,7 +99,7 @@ class LookAhead:
         number, *_ = gather_rows(rows.ranks, next(self._made).to_bytes(4, "big"), _ON_HOST, "hvdcomp.ahead")
         self._name = f"hvdcomp.ahead{int.from_bytes(number, 'big')}"
         self._ids = ids
-        self._background_ranks: Ranks = rows.ranks.beside()
+        self._background_ranks: Ranks = rows.ranks.duplicate()
         self._exchange: _WholeTables | ShardedExchange
         if isinstance(rows, ShardedTables):
             self._exchange = ShardedExchange(rows, optimizer, batches)

@@ -1,0 +1,153 @@
+"""Compares methods at their own best learning rates: searches the rate of each method, and trains it with five seeds.
+
+    python -m benchmarks.best_rates --dry-run                   # lists the next trainings, and the hours of all
+    python -m benchmarks.best_rates                             # all trainings; many hours of each core
+    python -m benchmarks.best_rates --workload gpt --only eden:bits=1 --only terngrad
+    python -m benchmarks.best_rates --page-only                 # only the page, from the existing trainings
+
+The search of a method trains rates that differ by factors of two, and continues until the best rate is between two
+others. It trains each rate with one seed, and the rates close to the best with two more seeds. The reason is that near
+the highest usable rates, one seed may train well and the next one badly. The search for dense training comes first, and
+the other searches begin around its best rate.
+
+Then each method is trained at its best rate, and at the best rate of dense training, with seeds that the search has not
+used. Each training is a separate process and has a folder below --runs. A complete training is not repeated. The file
+trainings.csv in --runs keeps the figures of all trainings.
+
+First comes what decides README's table (rule.py). A method that loses too much on a quick task needs no
+slow one. The command can be stopped at any time, and continues with the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.best_rates.page import write_page
+from benchmarks.best_rates.plan import LONG, SAME, STAGES, Item, estimates, items, long_runs, next_items
+from benchmarks.best_rates.rows import TRAINED, WORKLOADS, RateRun, methods_of, name_of
+from benchmarks.best_rates.search import (
+    FARTHEST,
+    HELD_OUT,
+    SEARCHED,
+    at_best_rates,
+    at_rate_of_dense,
+    grid_of,
+    search,
+    start_of,
+)
+from benchmarks.pages import end_if_failed, options_of_trainings
+from benchmarks.trainings import Run, keep_records, kept_records, seeds_there, train_missing
+from hvdcomp.tools.terminal import make_console
+
+Train = Callable[[Sequence[RateRun]], list[Run]]
+
+
+def trained(runs: Path) -> list[RateRun]:
+    """All trainings of workloads and methods that are in a folder or in its file of records."""
+    seeds = seeds_there(runs)
+    return [
+        RateRun(workload, seed, runs, spec, doublings)
+        for workload in TRAINED
+        for spec in methods_of(workload)
+        for doublings in range(-FARTHEST, FARTHEST + 1)
+        for seed in seeds
+    ]
+
+
+def train_items(group: Sequence[Item], runs: Path, seeds: Sequence[int], train: Train) -> list[Run]:
+    """Trains rows of one workload and kind; returns the trainings that failed."""
+    workload, methods = group[0].workload, [item.method for item in group]
+    if group[0].kind == LONG:
+        return train(long_runs(workload, methods, runs))
+    if group[0].kind == SAME:
+        return train(at_rate_of_dense(workload, methods, runs, seeds))
+    failed = search(workload, methods, runs, train)
+    return failed + train(at_best_rates(workload, methods, runs, seeds))
+
+
+def show_plan(plan: Sequence[Item], runs: Path, console: Any) -> None:
+    """Prints the commands of the next trainings, and how long all of them take."""
+    first: list[RateRun] = []
+    done: list[Item] = []
+    while not first and (group := next_items(plan, done)):
+        searches = [(one.workload, one.method, start_of(one.workload, one.method, runs)) for one in group]
+        first = [run for workload, method, start in searches for run in grid_of(workload, method, runs, start).next]
+        done += group
+    train_missing(first, console, dry_run=True)
+    least = usual = 0.0
+    for number, estimate in enumerate(estimates(plan, runs), 1):
+        least, usual = least + estimate.least, usual + estimate.usual
+        console.print(
+            f"{number}. {estimate.stage}: {estimate.rows} rows, about {estimate.trainings:.0f} trainings, "
+            f"{estimate.least:.1f} to {estimate.usual:.1f} hours of a core"
+        )
+    console.print(
+        f"All {len(STAGES)} together take {least:.1f} to {usual:.1f} hours of a core, if no row makes another one "
+        "needless. The two numbers are for the quickest and for the median training of each workload so far"
+    )
+
+
+@click.command()
+@options_of_trainings(WORKLOADS, "best-rates", seeds=",".join(map(str, HELD_OUT)))
+@click.option("--only", multiple=True, metavar="METHOD", help="A row, or a compressor; repeatable; default: all.")
+def main(
+    workloads: tuple[str, ...],
+    only: tuple[str, ...],
+    seeds: tuple[int, ...],
+    workers: int | None,
+    runs: Path,
+    table: Path,
+    dry_run: bool,
+    page_only: bool,
+) -> None:
+    """Trains methods at their best learning rates on simulated ranks, and writes the page of all trainings."""
+    if seen := sorted(set(SEARCHED) & set(seeds)):
+        shown = ", ".join(map(str, seen))
+        raise click.BadParameter(f"the search sees {shown}; give others, from 101 on", param_hint="--seeds")
+    console = make_console(soft_wrap=True)
+    names = workloads or tuple(WORKLOADS)
+
+    def plan() -> list[Item]:
+        return [item for item in items(runs) if item.workload in names and _is_chosen(item.method, only)]
+
+    if not plan():
+        rows = ", ".join(dict.fromkeys(spec for name in names for spec in methods_of(name)))
+        raise click.BadParameter(f"{', '.join(only)} is no row; choose from {rows}", param_hint="--only")
+    if dry_run:
+        show_plan(plan(), runs, console)
+        return
+
+    def train(todo: Sequence[RateRun]) -> list[Run]:
+        missing = [run for run in todo if run.record is None]
+        try:
+            return train_missing(missing, console, workers=workers) if missing else []
+        finally:
+            keep_records(missing, runs)  # so that nothing is lost if the command is stopped
+
+    failed: list[Run] = []
+    if page_only:
+        keep_records(trained(runs), runs)
+    else:
+        order, done, count = plan(), list[Item](), 0
+        while group := next_items(order, done):
+            failed += train_items(group, runs, seeds, train)
+            done += group
+            if (now := len(kept_records(runs))) > count:  # it may have decided what comes next
+                order, count = plan(), now
+    if write_page(table, runs, seeds):
+        console.print(f"wrote {table}, and a CSV beside it")
+    else:
+        console.print(f"there is no finished training in {runs}")
+    end_if_failed(failed, console)
+
+
+def _is_chosen(method: str, only: Sequence[str]) -> bool:
+    return not only or method in only or name_of(method) in only
+
+
+if __name__ == "__main__":
+    main()

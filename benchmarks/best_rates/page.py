@@ -1,0 +1,300 @@
+"""The page of best learning rates, docs/best-rates.md, and the CSV file beside it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.best_rates.outcomes import FORGIVING, Outcome, Row, interval_of, outcomes_of, row_of
+from benchmarks.best_rates.rows import (
+    DENSE,
+    LONG_SEEDS,
+    PAIRS,
+    TRAINED,
+    WORKLOADS,
+    is_accuracy,
+    long_of,
+    rate_of,
+    rivals_of,
+)
+from benchmarks.best_rates.rule import BOUNDS
+from benchmarks.best_rates.search import CLOSE, FARTHEST, HELD_OUT, SEARCHED
+from benchmarks.pages import MEASURED, filled, findings_of, verdict, with_interval
+from benchmarks.trainings import RECORDS, ROOT, kept_records
+from hvdcomp.files import commits_in_words, csv_of, provenance_last, replace_files
+
+ByWorkload = Mapping[str, Mapping[str, Outcome]]
+
+
+def write_page(file: Path, runs: Path, seeds: Sequence[int]) -> bool:
+    """Writes the page of all trainings in the file of records, and a CSV file beside it; False if there are none."""
+    records = list(kept_records(runs).values())
+    if not records:
+        return False
+    found = {name: outcomes_of(name, runs, seeds) for name in WORKLOADS}
+    lines = [
+        *_beginning(commits_in_words(record["commit"] for record in records)),
+        findings_of(file),
+        "",
+        "<!-- made: tables -->",
+        *_summary(found),
+        *_explanation(seeds),
+        *(line for name, outcomes in found.items() for line in section_of(name, outcomes)),
+        *_long_trainings(found, runs),
+        *_for_reviewers(records, seeds),
+        "<!-- end of tables -->",
+    ]
+    rows = [record_of(outcome, outcomes[DENSE]) for outcomes in found.values() for outcome in outcomes.values()]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = "\n".join(lines).rstrip() + "\n"
+    replace_files({file: provenance_last(text).encode(), file.with_suffix(".csv"): csv_of(rows)})
+    return True
+
+
+def _beginning(commits: str) -> list[str]:
+    return [
+        "# Each method at its own best learning rate",
+        "",
+        filled(
+            "This page shows how much quality a training loses with each compression method if you search for the best "
+            "learning rate of this method. For uncompressed training, we search for the best learning rate in the same "
+            "way. Other pages compare all methods at a single learning rate, which favours some of the methods."
+        ),
+        "",
+        f"Made by `python -m benchmarks.best_rates`,\nat commit {commits}.",
+        "",
+    ]
+
+
+def _summary(found: ByWorkload) -> list[str]:
+    lines = [
+        "## What is measured so far",
+        "",
+        filled(
+            "The tables on this page have a row for each method on each training task (workload), but only if the row "
+            "is complete. A row is complete if the search has found a best learning rate between two worse learning "
+            f"rates, and if {len(HELD_OUT)} other seeds were trained at the best learning rate. The row of "
+            "uncompressed training of the same workload must also be complete. The numbers in this table are numbers "
+            "of rows:"
+        ),
+        "",
+        "| workload | complete rows | begun | not begun |",
+        "|---|--:|--:|--:|",
+    ]
+    for name, outcomes in found.items():
+        complete = sum(not outcome.lacks for outcome in outcomes.values())
+        begun = sum(outcome.is_begun for outcome in outcomes.values())
+        lines.append(f"| {name} | {complete} | {begun - complete} | {len(outcomes) - begun} |")
+    return [*lines, ""]
+
+
+def _explanation(seeds: Sequence[int]) -> list[str]:
+    items = (
+        "**times fewer bytes**: the bytes of uncompressed gradients, divided by the bytes that a rank sent in the "
+        "whole training. Small tensors, which most methods send uncompressed, are included.",
+        "**lost**: how much worse the method is than uncompressed training, both at their own best learning rates. The "
+        f"number is the mean of the differences for the seeds {_in_words(seeds)}, with its 95 % confidence interval "
+        "(Student's t).",
+        "**lost at dense's best rate**: how much worse the method is than uncompressed training if both use the best "
+        "learning rate of uncompressed training.",
+        f"**good rates**: the learning rates at which the method loses at most {FORGIVING:g} % of the loss, or "
+        f"{FORGIVING:g} point of accuracy, compared with its best learning rate. This column uses only the seeds of "
+        "the search.",
+        "**`compressed-adam`**: these rows use the optimizer `CompressedAdam` instead of AdamW, and are compared with "
+        "uncompressed training by AdamW. The row `compressed-adam none` shows the effect of `CompressedAdam` without "
+        "compression.",
+        "**`local-steps`, `diloco` and `sparseloco`**: in these rows, the ranks do not exchange gradients, but the "
+        "changes of their weights, after each step or after several steps ([compressed steps](compressed-steps.md), "
+        "[local steps](local-steps.md)). The settings of DiLoCo and SparseLoCo are chosen so that they send about the "
+        "same number of bytes as `local-steps=4 efsignsgd`.",
+        "**`powersgd`** uses the lowest rank that does not send fewer bytes than the method that it is compared with.",
+    )
+    return ["## How to read the tables", "", *(filled(item, bullet=True) for item in items), ""]
+
+
+def section_of(workload: str, outcomes: Mapping[str, Outcome]) -> list[str]:
+    options = ", ".join(f"{key} {value}" for key, value in WORKLOADS[workload].items() if key != "lr")
+    complete = {spec: outcome for spec, outcome in outcomes.items() if not outcome.lacks}
+    lines = [f"## {workload}", "", filled(f"The options of `hvdcomp train` are: {options}."), ""]
+    if complete:
+        lines += [*_table(workload, complete), *_pairs(workload, complete)]
+    else:
+        lines += [f"No row of the workload `{workload}` is complete yet.", ""]
+    return [*lines, *_missing(outcomes)]
+
+
+def _table(workload: str, complete: Mapping[str, Outcome]) -> list[str]:
+    quality, unit = ("accuracy (%)", "points") if is_accuracy(workload) else ("validation loss", "%")
+    head = ["method", "times fewer bytes", "best rate", quality, f"lost ({unit})", "lost at dense's best rate"]
+    lines = [f"| {' | '.join([*head, 'good rates'])} |", f"|---|{'--:|' * len(head)}"]
+    dense = complete[DENSE].complete
+    for spec, outcome in complete.items():
+        own, good = outcome.complete, outcome.good
+        cells = [
+            f"`{spec}`",
+            f"{own.factor:.1f}",
+            f"{rate_of(workload, own.doublings):g}",
+            own.shown,
+            "" if spec == DENSE else with_interval(own.lost_beside(dense), "+.2f"),
+            "" if outcome.same is None else with_interval(outcome.same.lost_beside(dense), "+.2f"),
+            f"{good[0]:g} to {good[1]:g}" if good[0] < good[1] else "this one",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def _pairs(workload: str, complete: Mapping[str, Outcome]) -> list[str]:
+    """The methods beside their rivals, in Markdown."""
+    unit = "points" if is_accuracy(workload) else "%"
+    lines = []
+    for spec in PAIRS:
+        for rival in rivals_of(workload, spec) if spec in complete else ():
+            if rival in complete:
+                own, other = complete[spec].complete, complete[rival].complete
+                lost = own.lost_beside(other)
+                lines.append(
+                    f"| `{spec}` | `{rival}` | {own.factor / other.factor:.0%} | {with_interval(lost, '+.2f')} "
+                    f"| {verdict([-difference for difference in lost])} |"
+                )
+    head = [
+        f"| method | compared with | bytes of the latter | lost ({unit}) | |",
+        "|---|---|--:|--:|---|",
+    ]
+    return [*head, *lines, ""] if lines else []
+
+
+def _missing(outcomes: Mapping[str, Outcome]) -> list[str]:
+    """What incomplete rows lack, as a list."""
+    begun = [outcome for outcome in outcomes.values() if outcome.lacks and outcome.is_begun]
+    others = [f"`{outcome.spec}`" for outcome in outcomes.values() if not outcome.is_begun]
+    lines = [
+        filled(f"The row `{outcome.spec}` still lacks {in_one_sentence(outcome.lacks)}.", bullet=True)
+        for outcome in begun
+    ]
+    lines += [filled(f"No training was made yet with {in_one_sentence(others)}.", bullet=True)] if others else []
+    return ["Rows that are not complete yet:", "", *lines, ""] if lines else []
+
+
+def _long_trainings(found: ByWorkload, runs: Path) -> list[str]:
+    """Rows that were trained for more steps, seed by seed: two seeds have no interval that says anything."""
+    lines = []
+    for name in (name for name in found if long_of(name) in TRAINED):
+        complete = {spec: outcome.complete for spec, outcome in found[name].items() if not outcome.lacks}
+        rows = {spec: row_of(long_of(name), spec, own.doublings, runs, LONG_SEEDS) for spec, own in complete.items()}
+        dense = rows.pop(DENSE, None)
+        for spec, row in rows.items():
+            if dense is not None and row is not None:
+                unit = "points" if is_accuracy(name) else "%"
+                shown = ", ".join(f"{lost:+.2f}" for lost in row.lost_beside(dense)) or "diverged"
+                lines.append(f"| {name} | `{spec}` | {TRAINED[long_of(name)]['steps']} | {shown} {unit} |")
+    head = ["| workload | method | steps | lost |", "|---|---|--:|---|"]
+    text = (
+        "The methods that the README recommends are also trained for three times the number of steps, with the seeds "
+        f"{in_one_sentence(list(map(str, LONG_SEEDS)))}. The learning rates of the long trainings are the best rates "
+        "of the short trainings. The last column shows how much each seed lost compared with uncompressed training of "
+        "the same length."
+    )
+    body = [*head, *lines] if lines else ["No long training was made yet."]
+    return ["## Three times as many steps", "", filled(text), "", *body, ""]
+
+
+def in_one_sentence(words: Sequence[str]) -> str:
+    """Words as a list in a sentence: a, b and c."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
+def _for_reviewers(records: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> list[str]:
+    searched = sum(record["seed"] in SEARCHED for record in records)
+    hours = sum(record["seconds"] or 0 for record in records) / 3600
+    raw = f"[{RECORDS}](../{MEASURED.relative_to(ROOT)}/best-rates/{RECORDS})"
+    items = (
+        "**What was tuned**: only the learning rate. The search begins with three rates that differ by factors of two, "
+        "around the best rate of uncompressed training. For compressed steps, the search begins around twice the best "
+        "rate of uncompressed training. The search continues until the best rate is between two worse rates, "
+        f"but at most {FARTHEST} factors of two from the first rate of the workload. Levels, warm-ups, schedules and "
+        "optimizers were not tuned for any row.",
+        "**Where the best rate comes from**: from the validation data at the end of the training. Each learning rate "
+        f"was trained with seed {SEARCHED[0]}. Rates within {CLOSE:g} % or {CLOSE:g} points of the best rate were also "
+        f"trained with the seeds {_in_words(SEARCHED[1:])}. The best rate is the rate with the best mean over these "
+        "seeds.",
+        f"**What was held out**: the seeds {_in_words(seeds)}. The held-out seeds were not used for any choice, and "
+        "all results in the tables come from the held-out seeds. A seed determines the initial weights, the order of "
+        "the batches and the random numbers of the compressor. The data are the same for all seeds, and the results "
+        "also come from the validation data. The test data were not used.",
+        f"**How many trainings**: {len(records)} trainings, in {hours:.1f} core hours. The search for learning "
+        f"rates used {searched} of the trainings. Other programs used the same cores, so the number of core hours is "
+        "an upper bound.",
+        f"**Raw records**: {raw} has a line for each training. The line contains the workload, the method with its "
+        "learning rate, the seed, the commit, the seconds, the compression factor and bytes of a rank, and the final "
+        "loss and accuracy. An empty loss means that the training diverged. The CSV file of this page contains the "
+        "rows of the tables.",
+        "**To repeat the trainings of a row**, use an empty folder. The following command trains one row and the row "
+        "of uncompressed training that it is compared with. If the README recommends the method, the command also "
+        "makes the long trainings. Replace the workload and the method in the command by those of your row.",
+    )
+    return [
+        "## How the README chooses",
+        "",
+        filled(
+            "For each optimizer, the README recommends the method that sends the fewest bytes, among all methods that "
+            "lose little on every task with this optimizer. A method loses little if the upper end of the 95 % "
+            f"interval of its loss is at most {BOUNDS[0]:g} % (or {BOUNDS[0]:g} point of accuracy). The README also "
+            f"recommends a second method if it sends even fewer bytes and loses at most {BOUNDS[1]:g} % (or "
+            f"{BOUNDS[1]:g} points). Rows with 16 ranks are used as soon as they are complete. "
+            "`python -m benchmarks.best_rates.which_method` makes the README's table from the records. The same "
+            "program writes the numbers for the recommendations of `auto`, `hvdcomp advise` and `hvdcomp profile`, and "
+            "for the [warning about "
+            "Adam](adam.md#when-hvdcomp-warns-you). For tasks without complete rows, hvdcomp uses [older "
+            "results](convergence.md), which were measured at one learning rate."
+        ),
+        "",
+        "## For reviewers",
+        "",
+        *(filled(item, bullet=True) for item in items),
+        "",
+        "  ```",
+        "  python -m benchmarks.best_rates --runs again --table again/page.md --workload gpt --only eden:bits=1",
+        "  ```",
+        "",
+        filled(
+            "All trainings ran `hvdcomp train` on [simulated ranks](simulated-ranks.md), which end with the same "
+            "weights as real ranks. With `--dry-run`, the command prints the first trainings without training."
+        ),
+        "",
+    ]
+
+
+def _in_words(seeds: Iterable[int]) -> str:
+    return ", ".join(map(str, seeds))
+
+
+def record_of(outcome: Outcome, dense: Outcome) -> dict[str, Any]:
+    """A line of the CSV file; an incomplete row has no figures."""
+    workload = outcome.workload
+    figures = dict.fromkeys(_FIGURES) if outcome.lacks else _figures(outcome, outcome.complete, dense.complete)
+    head = {"workload": workload, "method": outcome.spec, "ranks": WORKLOADS[workload]["simulate_ranks"]}
+    return {**head, **figures, "lacks": in_one_sentence(outcome.lacks)}
+
+
+_FIGURES = (
+    "factor", "rate", "lowest_good_rate", "highest_good_rate", "seeds", "diverged", "metric", "quality", "lost",
+    "half_interval", "lost_at_the_rate_of_dense", "half_interval_there",
+)  # fmt: skip
+
+
+def _figures(outcome: Outcome, own: Row, dense: Row) -> dict[str, Any]:
+    def mean_and_half(values: Sequence[float]) -> tuple[float | None, float | None]:
+        return interval_of(values) or (None, None)
+
+    lost, half = mean_and_half(own.lost_beside(dense))
+    lost_same, half_same = mean_and_half([] if outcome.same is None else outcome.same.lost_beside(dense))
+    finished = [value for value in own.qualities.values() if not math.isnan(value)]
+    values = (
+        own.factor, rate_of(own.workload, own.doublings), *outcome.good, len(own.qualities), own.diverged,
+        "accuracy in percent" if is_accuracy(own.workload) else "loss", statistics.mean(finished) if finished else None,
+        lost, half, lost_same, half_same,
+    )  # fmt: skip
+    return dict(zip(_FIGURES, values, strict=True))

@@ -1,0 +1,208 @@
+"""The order of the trainings of best rates, by what README's table needs first, and how long the missing ones take."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.best_rates.outcomes import outcome_of
+from benchmarks.best_rates.rows import DENSE, FROZEN, LONG_SEEDS, LONGER, WORKLOADS, RateRun, long_of, methods_of
+from benchmarks.best_rates.rule import SITUATIONS, Situation, chosen, standings_of, undecided
+from benchmarks.best_rates.search import HELD_OUT, SEARCHED, best_of, grid_of, start_of
+from benchmarks.trainings import kept_records
+
+STAGES = (
+    "what README's table needs",
+    "the other rows with four ranks",
+    "three times as many steps",
+    "all methods at dense training's best rate",
+    "sixteen ranks",
+)
+OWN, SAME, LONG = "at its own best rate", "at dense training's best rate", "three times as many steps"
+
+_RATES_OF_A_SEARCH, _CLOSE_RATES = 4, 2
+"""What a search takes: the GPT's searches trained three to five rates, and about two of them were close to the best."""
+_SHARE_OF_OTHER_RATES = 0.5
+"""Expected share of methods whose best rate is not that of dense training."""
+_QUIET_SECONDS = {"gpt": 100.0, "lstm": 70.0, "mnist1d": 26.0, "sorting": 17.0, "shapes": 17.0, "heavy-tails": 10.0}
+"""Seconds of a training on a core without other programs, for workloads without records: extrapolated from the
+processor time of 40 steps. The LSTM's is its quickest training in docs/convergence.md, the GPT's a guess."""
+_SLOW = 30.0
+"""Seconds from which on the rows of a workload are trained one after the other, as one may make the next needless."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A row to train.
+
+    Attributes:
+        stage: the number in `STAGES`.
+        kind: `OWN`, `SAME` or `LONG`.
+    """
+
+    stage: int
+    kind: str
+    workload: str
+    method: str
+
+    @property
+    def group(self) -> tuple[int, str, str]:
+        return self.stage, self.kind, self.workload
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.kind, self.workload, self.method
+
+
+def items(runs: Path) -> list[Item]:
+    """All rows in the order of their trainings, as far as present records tell."""
+    found: dict[tuple[str, str, str], Item] = {}
+    for item in _items(runs):
+        found.setdefault(item.key, item)
+    return list(found.values())
+
+
+def _items(runs: Path) -> Iterator[Item]:
+    for situation in SITUATIONS:
+        needed = [standing.method for standing in undecided(standings_of(situation, runs))]
+        for workload in situation.workloads:
+            for method in _with_control(needed) if needed else ():
+                yield Item(0, OWN, workload, method)
+    with_four = [name for name in WORKLOADS if not name.endswith("-16")]
+    for workload in sorted(with_four, key=_quiet_seconds):
+        for method in methods_of(workload):
+            yield Item(1, OWN, workload, method)
+    for situation in SITUATIONS:
+        for workload in situation.workloads:
+            for method in _with_control(named_in(situation, runs)):
+                yield Item(2, LONG, workload, method)
+    for workload in sorted(with_four, key=_quiet_seconds):
+        for method in methods_of(workload)[1:]:
+            yield Item(3, SAME, workload, method)
+    for workload in sorted(WORKLOADS.keys() - set(with_four), key=_quiet_seconds):
+        for kind in (OWN, SAME):
+            for method in methods_of(workload)[kind == SAME :]:
+                yield Item(4, kind, workload, method)
+
+
+def _with_control(methods: Sequence[str]) -> list[str]:
+    """Dense training and methods, with the frozen optimizer that compresses nothing beside those that freeze."""
+    frozen = [name for name in FROZEN if name.endswith(f" {DENSE}")] if set(methods) & FROZEN.keys() else []
+    return [DENSE, *methods, *frozen]
+
+
+def named_in(situation: Situation, runs: Path) -> list[str]:
+    """The methods that README names by the rule; the first to measure if the rule does not decide yet."""
+    standings = standings_of(situation, runs)
+    found = [standing.method for standing in chosen(standings).values()]
+    return found or [standing.method for standing in undecided(standings)[:1]]
+
+
+def next_items(plan: Sequence[Item], done: Collection[Item]) -> list[Item]:
+    """The rows to train next, all of one workload and kind: several that are quick, or a single slow one.
+
+    Args:
+        plan: the rows to choose from, in their order.
+        done: rows that are not trained again, because they are complete or failed.
+    """
+    keys = {item.key for item in done}
+    left = [item for item in plan if item.key not in keys]
+    if not left:
+        return []
+    first = left[0]
+    if first.stage == 0 and _quiet_seconds(first.workload) >= _SLOW:
+        return [first]
+    return [item for item in left if item.group == first.group]
+
+
+def long_runs(workload: str, methods: Sequence[str], runs: Path) -> list[RateRun]:
+    """Long trainings of methods, at the best rates of the workload's own trainings; only of complete rows."""
+    complete = [method for method in methods if not outcome_of(workload, method, runs, HELD_OUT).lacks]
+    return [
+        RateRun(long_of(workload), seed, runs, method, best_of(workload, method, runs))
+        for seed in LONG_SEEDS
+        for method in complete
+    ]
+
+
+# How long it takes.
+
+
+def missing_trainings(item: Item, runs: Path, seeds: Sequence[int] = HELD_OUT) -> float:
+    """The expected number of trainings that a row still needs."""
+    workload, method = item.workload, item.method
+    grid = grid_of(workload, method, runs, start_of(workload, method, runs))
+    own = [RateRun(workload, seed, runs, method, grid.best) for seed in seeds]
+    if item.kind == OWN:
+        searched = [RateRun(workload, seed, runs, method, at) for at in grid.lost for seed in SEARCHED]
+        usual = _RATES_OF_A_SEARCH + _CLOSE_RATES * (len(SEARCHED) - 1)
+        left = usual - sum(run.record is not None for run in searched)
+        held_out = sum(run.record is None for run in own)
+        return held_out + (max(len(grid.next), left) if grid.next else 0)
+    if item.kind == LONG:
+        at = grid.best
+        return sum(RateRun(long_of(workload), seed, runs, method, at).record is None for seed in LONG_SEEDS)
+    at = best_of(workload, DENSE, runs)
+    same = [RateRun(workload, seed, runs, method, at) for seed in seeds]
+    left = sum(run.record is None for run in same)
+    if grid.next:
+        return _SHARE_OF_OTHER_RATES * left
+    return 0 if at == grid.best else left
+
+
+def seconds_of(workload: str, runs: Path) -> tuple[float, float]:
+    """Seconds of a training: the quickest and the median of the records; else from a similar workload."""
+    own = [record["seconds"] for record in kept_records(runs).values() if record["workload"] == workload]
+    known = [seconds for seconds in own if seconds is not None]
+    if known:
+        return min(known), statistics.median(known)
+    for suffix, times in _SIMILAR.items():
+        if suffix in workload:
+            least, usual = seconds_of(workload.replace(suffix, ""), runs)
+            return times * least, times * usual
+    return _QUIET_SECONDS[workload], _QUIET_SECONDS[workload]
+
+
+_SIMILAR = {"-long": float(LONGER), "-16": 4.0, "-muon": 1.0}
+"""Times the seconds of the workload without this part of its name."""
+
+
+def _quiet_seconds(workload: str) -> float:
+    for suffix, times in _SIMILAR.items():
+        if suffix in workload:
+            return times * _quiet_seconds(workload.replace(suffix, ""))
+    return _QUIET_SECONDS[workload]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a stage still takes.
+
+    Attributes:
+        rows: that are not complete.
+        trainings: that are missing, as expected.
+        least, usual: hours of a core, by the quickest and by the median training of each workload.
+    """
+
+    stage: str
+    rows: int
+    trainings: float
+    least: float
+    usual: float
+
+
+def estimates(among: Sequence[Item], runs: Path) -> list[Estimate]:
+    """What each stage still takes, if no row makes another one needless."""
+    found = []
+    for number, stage in enumerate(STAGES):
+        left = [(item, missing_trainings(item, runs)) for item in among if item.stage == number]
+        left = [(item, count) for item, count in left if count]
+        hours = [0.0, 0.0]
+        for item, count in left:
+            workload = long_of(item.workload) if item.kind == LONG else item.workload
+            for at, seconds in enumerate(seconds_of(workload, runs)):
+                hours[at] += count * seconds / 3600
+        found.append(Estimate(stage, len(left), sum(count for _, count in left), *hours))
+    return found

@@ -1,0 +1,209 @@
+"""The rows of the benchmark of best learning rates: its workloads, the methods of each, and the single training."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from benchmarks.quality import convergence
+from benchmarks.quality.equal_bytes import payload_bytes
+from benchmarks.trainings import Run
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.tools.train.options import TrainingOptions
+
+
+def _with(name: str, **changes: Any) -> dict[str, Any]:
+    return {**convergence.WORKLOADS[name].options, "simulate_ranks": convergence.RANKS, **changes}
+
+
+def _quick(model: str, data: str, optimizer: str, lr: float, steps: int, **changes: Any) -> dict[str, Any]:
+    """The options of a training that takes some ten seconds of a core."""
+    words = {"model": model, "data": data, "optimizer": optimizer, "lr": lr, "schedule": "cosine", "steps": steps}
+    return {**words, "evaluate_every": 100, "simulate_ranks": convergence.RANKS, **changes}
+
+
+_SORTING = _quick("encoder", "sorting", "adamw", 8e-3, 300, warm_up=0.06)
+_HEAVY_TAILS = _quick("mlp", "heavy-tails", "adamw", 1.6e-2, 400, warm_up=0.1, weight_decay=0.0)
+_SHAPES = _quick("resnet8", "shapes", "sgd", 0.2, 300, warm_up=0.2, weight_decay=5e-4)
+WORKLOADS: dict[str, dict[str, Any]] = {
+    "gpt": _with("gpt"),
+    "gpt-muon": _with("gpt", optimizer="muon"),
+    "mnist1d": _with("mnist1d"),
+    "lstm": _with("lstm"),
+    "sorting": _SORTING,
+    "sorting-muon": {**_SORTING, "optimizer": "muon"},
+    "heavy-tails": _HEAVY_TAILS,
+    "heavy-tails-muon": {**_HEAVY_TAILS, "optimizer": "muon"},
+    "shapes": _SHAPES,
+    "gpt-16": _with("gpt", simulate_ranks=16),
+    "gpt-muon-16": _with("gpt", optimizer="muon", simulate_ranks=16),
+    "mnist1d-16": _with("mnist1d", simulate_ranks=16),
+    "lstm-16": _with("lstm", simulate_ranks=16),
+}
+"""The options of `hvdcomp train`; the learning rate is that at which the first search begins."""
+
+DENSE = "none"
+PAIRS = {"eden": ("terngrad", "powersgd"), "eden:bits=1": ("powersgd",)}
+"""The methods, and their rivals. PowerSGD has the lowest rank that sends at least as many bytes."""
+QUICK_RANKS = {"sorting": 2, "heavy-tails": 4, "shapes": 2}
+"""By data of the quick workloads, the rank at which PowerSGD sends about as few bytes as `terngrad`."""
+FROZEN: dict[str, dict[str, Any]] = {
+    "compressed-adam none": {"optimizer": "compressed-adam", "compression": "none", "freeze_compression": "none"},
+    "compressed-adam efsignsgd": {"optimizer": "compressed-adam", "compression": "efsignsgd"},
+}
+"""Methods that change AdamW, too. What that gains is no gain of a compressor, so one of them compresses nothing."""
+
+_COMPRESSED_STEPS = {"outer_lr": 1.0, "outer_momentum": 0.0, "small_tensors": "int8", "memory": "error_feedback"}
+STEPS: dict[str, dict[str, Any]] = {
+    "local-steps=4 chunkedtopk:chunk=8,k=1,values=sign": {
+        **_COMPRESSED_STEPS, "local_steps": 4, "compression": "chunkedtopk:chunk=8,k=1,values=sign",
+    },
+    # SparseLoCo and DiLoCo, so that they send about as many bytes as signs.
+    "sparseloco": {
+        **_COMPRESSED_STEPS, "memory": "error_feedback:decay=0.95", "local_steps": 4,
+        "compression": "chunkedtopk:k=256",
+    },
+    "local-steps=4 efsignsgd": {**_COMPRESSED_STEPS, "local_steps": 4, "compression": "efsignsgd"},
+    "diloco int8": {
+        "outer_lr": 0.7, "outer_momentum": 0.9, "small_tensors": "int8", "local_steps": 30, "compression": "int8",
+    },
+    "local-steps=1 chunkedtopk:chunk=32,k=1,values=sign": {
+        **_COMPRESSED_STEPS, "local_steps": 1, "compression": "chunkedtopk:chunk=32,k=1,values=sign",
+    },
+}  # fmt: skip
+"""Methods whose ranks make steps with their own gradients and exchange how far the weights moved, from the fewest bytes
+to the most."""
+
+RAISED = tuple(name for name, changes in STEPS.items() if changes["outer_momentum"] == 0)
+"""Those whose best rates are two to four times as high as that of dense training (docs/compressed-steps.md)."""
+
+NAMED = {**FROZEN, **STEPS}
+CANDIDATES = {
+    "sgd": ("topk:ratio=0.01", "eden:bits=1", "terngrad", "eden", "int4"),
+    "adamw": ("eden:bits=1", "terngrad", "eden", "int4", "int8"),
+    "muon": ("eden:bits=1", "terngrad", "eden", "int4"),
+}
+"""The compressors among which README's table chooses, by optimizer, from the fewest bytes to the most."""
+
+LONGER = 3
+"""Times as many steps as in a workload of long trainings."""
+LONG_SEEDS = (101, 102)
+_LONG = "-long"
+LONG: dict[str, dict[str, Any]] = {
+    name + _LONG: {**options, **{key: LONGER * options[key] for key in ("steps", "evaluate_every")}}
+    for name, options in WORKLOADS.items()
+    if options["simulate_ranks"] == convergence.RANKS
+}
+"""Workloads of long trainings, for the rows that README names. They have no search: the rates come from `WORKLOADS`."""
+TRAINED = {**WORKLOADS, **LONG}
+
+
+def long_of(workload: str) -> str:
+    """The workload of long trainings that belongs to a workload."""
+    return workload + _LONG
+
+
+def is_accuracy(workload: str) -> bool:
+    return TrainingOptions(data=TRAINED[workload]["data"]).metric == "accuracy"
+
+
+def rate_of(workload: str, doublings: int) -> float:
+    rate: float = TRAINED[workload]["lr"] * 2.0**doublings
+    return rate
+
+
+def rivals_of(workload: str, spec: str) -> list[str]:
+    """The rivals of a method, each as a spec."""
+    return [_of_equal_bytes(workload, spec) if name == "powersgd" else name for name in PAIRS[spec]]
+
+
+def _of_equal_bytes(workload: str, spec: str) -> str:
+    options = TRAINED[workload]
+    sent = payload_bytes(options, spec)
+    return next(
+        rival for rank in range(1, 65) if payload_bytes(options, rival := f"powersgd:rank={rank}") >= sent or rank == 64
+    )
+
+
+def methods_of(workload: str) -> list[str]:
+    """The specs, and names of `NAMED`, that a workload is trained with, dense training first."""
+    options = TRAINED[workload]
+    optimizer = options["optimizer"]
+    if options["data"] in QUICK_RANKS:
+        powersgd = f"powersgd:rank={QUICK_RANKS[options['data']]}"
+        specs = [DENSE, "int8", "int4", *PAIRS, "terngrad", powersgd, "topk:ratio=0.01"]
+    else:
+        specs = [DENSE, *(one for spec in PAIRS for one in (spec, *rivals_of(workload, spec)))]
+    if options["simulate_ranks"] == convergence.RANKS:
+        named = {"adamw": FROZEN, "muon": STEPS}.get(optimizer, {})
+        specs += [*CANDIDATES[optimizer], *named]
+    return list(dict.fromkeys(specs))
+
+
+def name_of(spec: str) -> str:
+    """The name of a method for `--only`: of its compressor, or the first word of a name of `NAMED`."""
+    return spec.partition(" ")[0].partition("=")[0] if spec in NAMED else parse_compressor(spec).name
+
+
+def changes_of(workload: str, spec: str) -> dict[str, Any]:
+    """The options of a method, beside those of the workload."""
+    changes = NAMED.get(spec, {"compression": spec})
+    if spec not in STEPS:
+        return changes
+    steps = TRAINED[workload]["steps"]
+    # The last step ends a round. Within rounds the ranks have different weights, so the end is the only evaluation.
+    every = max(length for length in range(1, changes["local_steps"] + 1) if steps % length == 0)
+    return {**changes, "local_steps": every, "evaluate_every": steps}
+
+
+@dataclass(frozen=True)
+class RateRun(Run):
+    """The training of a workload with a method at a learning rate.
+
+    Attributes:
+        spec: of the compressor, or a name of `NAMED`.
+        doublings: of the workload's own rate.
+    """
+
+    spec: str
+    doublings: int
+
+    @property
+    def rate(self) -> float:
+        return rate_of(self.workload, self.doublings)
+
+    @property
+    def label(self) -> str:
+        return f"{self.spec} lr={self.rate:g}"
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        return {**TRAINED[self.workload], "lr": self.rate, **changes_of(self.workload, self.spec), "seed": self.seed}
+
+    def figures(self) -> dict[str, Any]:
+        """The factor, the bytes of a rank, and loss and accuracy of the validation part in the end; None if the
+        training diverged."""
+        assert self.summary is not None
+        last = self.records("evaluations.jsonl")[-1] if self.summary["status"] == "finished" else {}
+        return {
+            "factor": self.summary["compression_factor"],
+            "bytes_sent": self.summary["bytes_sent"],
+            "loss": last.get("loss"),
+            "accuracy": last.get("accuracy"),
+        }
+
+    @property
+    def quality(self) -> float | None:
+        """The accuracy in percent, or the loss; None if it is not trained, nan if it diverged."""
+        record = self.record
+        if record is None:
+            return None
+        value = record["accuracy" if is_accuracy(self.workload) else "loss"]
+        return math.nan if value is None else value * (100 if is_accuracy(self.workload) else 1)
+
+
+def lost_beside(workload: str, quality: float, reference: float) -> float:
+    """What a quality is worse by: points of accuracy, or percent of the loss."""
+    return reference - quality if is_accuracy(workload) else 100 * (quality / reference - 1)

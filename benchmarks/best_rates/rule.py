@@ -1,0 +1,130 @@
+"""The rule of README's table "which method": the fewest bytes that lose little on every task with an optimizer.
+
+A method is within a bound if, on every workload with the optimizer, its row is complete and the upper end of its 95 %
+interval is at most the bound: percent of the loss or points of accuracy beside dense training, each at its own best
+rate. The first method of an optimizer is the one within the first of `BOUNDS` that sends the fewest bytes. The next one
+is within the second bound, if it sends fewer bytes still. A method that exceeds all bounds on one workload is out, so
+that its other rows need no trainings.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.best_rates.outcomes import Outcome, interval_of, outcome_of
+from benchmarks.best_rates.rows import CANDIDATES, DENSE, FROZEN, STEPS, WORKLOADS
+from benchmarks.best_rates.search import HELD_OUT
+
+BOUNDS = (1.0, 3.0)
+"""Percent of the loss, or points of accuracy."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a user trains with.
+
+    Attributes:
+        name: in the first column of README's table.
+        workloads: the tasks on which a method must be good, the quickest first.
+        methods: those to choose from, from the fewest bytes to the most.
+        optimizer: its kind, as in `hvdcomp.compressors.evidence`; None if the methods do not compress gradients.
+    """
+
+    name: str
+    workloads: tuple[str, ...]
+    methods: tuple[str, ...]
+    optimizer: str | None
+
+
+_ADAMW = ("heavy-tails", "sorting", "gpt")
+_MUON = ("heavy-tails-muon", "sorting-muon", "gpt-muon")
+SITUATIONS = (
+    Situation("SGD with momentum", ("shapes", "mnist1d", "lstm"), CANDIDATES["sgd"], "SGD"),
+    Situation("Adam or AdamW", _ADAMW, CANDIDATES["adamw"], "Adam"),
+    Situation(
+        "[`CompressedAdam`](docs/adam.md) in place of AdamW",
+        _ADAMW,
+        tuple(name for name in FROZEN if not name.endswith(f" {DENSE}")),
+        "CompressedAdam",
+    ),
+    Situation("[Muon](docs/muon.md)", _MUON, CANDIDATES["muon"], "Muon"),
+    Situation("Muon, with [compressed steps](docs/compressed-steps.md)", _MUON, tuple(STEPS), None),
+)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A method on the workloads of a situation.
+
+    Attributes:
+        lost: by workload with a complete row, the mean and half of its interval, as in `Row.lost_beside`; infinite if a
+            training diverged.
+        factors: by workload with a complete row, the times fewer bytes that its trainings sent.
+        open: the workloads without a complete row.
+    """
+
+    method: str
+    lost: Mapping[str, tuple[float, float]]
+    factors: Mapping[str, float]
+    open: tuple[str, ...]
+
+    @property
+    def factor(self) -> float:
+        """The geometric mean over the workloads."""
+        return statistics.geometric_mean(self.factors.values())
+
+    def _exceeds(self, bound: float) -> bool:
+        return any(mean + half > bound for mean, half in self.lost.values())
+
+    def is_within(self, bound: float) -> bool:
+        return not self.open and not self._exceeds(bound)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether rows that are not complete decide about the method."""
+        return bool(self.open) and not self._exceeds(max(BOUNDS))
+
+
+def standings_of(situation: Situation, runs: Path) -> list[Standing]:
+    """The methods of a situation, from the fewest bytes to the most."""
+    return [_standing(situation, method, runs) for method in situation.methods]
+
+
+def _standing(situation: Situation, method: str, runs: Path) -> Standing:
+    needed = [(name, outcome_of(name, method, runs, HELD_OUT)) for name in situation.workloads]
+    # More ranks are not needed, but a row that is complete counts.
+    others = [f"{name}-16" for name in situation.workloads if f"{name}-16" in WORKLOADS]
+    more = [(name, outcome_of(name, method, runs, HELD_OUT)) for name in others]
+    complete = [(name, outcome) for name, outcome in (*needed, *more) if not outcome.lacks]
+    return Standing(
+        method,
+        {name: _lost(outcome, outcome_of(name, DENSE, runs, HELD_OUT)) for name, outcome in complete},
+        {name: outcome.complete.factor for name, outcome in complete if name in situation.workloads},
+        tuple(name for name, outcome in needed if outcome.lacks),
+    )
+
+
+def _lost(outcome: Outcome, dense: Outcome) -> tuple[float, float]:
+    return interval_of(outcome.complete.lost_beside(dense.complete)) or (math.inf, 0.0)
+
+
+def chosen(standings: Sequence[Standing]) -> dict[float, Standing]:
+    """By bound, the method within it that sends the fewest bytes, if it sends fewer than that of the bound before."""
+    found: dict[float, Standing] = {}
+    for bound in BOUNDS:
+        within = [standing for standing in standings if standing.is_within(bound)]
+        best = max(within, key=lambda standing: standing.factor, default=None)
+        if best is not None and all(best.factor > other.factor for other in found.values()):
+            found[bound] = best
+    return found
+
+
+def undecided(standings: Sequence[Standing]) -> list[Standing]:
+    """The methods whose missing rows may change the choice: they send fewer bytes than the first method within the
+    first bound."""
+    first = next((at for at, standing in enumerate(standings) if standing.is_within(BOUNDS[0])), len(standings))
+    return [standing for standing in standings[:first] if standing.is_open]

@@ -1,0 +1,128 @@
+"""The search of a method's best learning rate: rates that differ by factors of two, until the best is between others.
+
+A row is complete when its best rate is between two worse rates of the search, and is trained with five seeds that the
+search has not seen; so is dense training of the same workload.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.best_rates.rows import DENSE, RAISED, RateRun, is_accuracy, lost_beside
+from benchmarks.trainings import Run
+
+SEARCHED = (0, 1, 2)
+"""The seeds of the search. Rates that are not close to the best are trained with the first seed only."""
+HELD_OUT = (101, 102, 103, 104, 105)
+"""The seeds of the figures, which no choice has seen."""
+CLOSE = 5.0
+"""Percent of the loss, or points of accuracy, by which a rate that is close to the best is worse at most."""
+FARTHEST = 8
+"""Factors of two, from the workload's own rate, at which a search ends without a best rate inside the grid."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The rates of a method that the search has trained, by the means over their seeds.
+
+    Attributes:
+        lost: by doublings, what the trainings lost beside the best: percent of the loss, or points of accuracy;
+            infinite if one diverged.
+        best: the doublings of the best rate.
+        next: the trainings that come next; empty if the best rate is between two others.
+    """
+
+    lost: Mapping[int, float]
+    best: int
+    next: tuple[RateRun, ...]
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the best rate trains, and is between two worse ones."""
+        return math.isfinite(self.lost.get(self.best, math.inf)) and {self.best - 1, self.best + 1} <= self.lost.keys()
+
+
+def grid_of(workload: str, spec: str, runs: Path, start: int) -> Grid:
+    """The grid of a method as far as it is trained.
+
+    Args:
+        start: the doublings around which it begins.
+    """
+
+    def untrained(places: Iterable[int], seeds: Sequence[int]) -> tuple[RateRun, ...]:
+        every = (RateRun(workload, seed, runs, spec, at) for at in places if abs(at) <= FARTHEST for seed in seeds)
+        return tuple(run for run in every if run.quality is None)
+
+    trained = {}
+    for at in range(-FARTHEST, FARTHEST + 1):
+        qualities = [RateRun(workload, seed, runs, spec, at).quality for seed in SEARCHED]
+        if (first := qualities[0]) is not None:
+            known = [quality for quality in qualities if quality is not None]
+            trained[at] = statistics.mean(known) if len(known) == len(SEARCHED) else first
+    if not trained:
+        return Grid({}, start, untrained((start - 1, start, start + 1), SEARCHED[:1]))
+    finished = [quality for quality in trained.values() if not math.isnan(quality)]
+    if not finished:  # too high, all of them
+        lower = min(trained) - 1
+        return Grid(dict.fromkeys(trained, math.inf), lower, untrained([lower], SEARCHED[:1]))
+    best_quality = (max if is_accuracy(workload) else min)(finished)
+    lost = {
+        at: math.inf if math.isnan(quality) else lost_beside(workload, quality, best_quality)
+        for at, quality in trained.items()
+    }
+    best = min(lost, key=lambda at: lost[at])
+    close = [at for at in lost if lost[at] <= CLOSE]
+    return Grid(lost, best, untrained((best - 1, best + 1), SEARCHED[:1]) or untrained(close, SEARCHED))
+
+
+_DENSE_STARTS = {"gpt-muon": 3, "gpt-16": 2, "gpt-muon-16": 3}
+"""The doublings at which dense training's search begins, of workloads whose own rate is far from the best one."""
+
+
+def start_of(workload: str, spec: str, runs: Path) -> int:
+    """The doublings around which the search of a method begins: those of dense training's best rate, or twice this
+    rate if the ranks send the mean of compressed steps, which is shorter than each of them."""
+    start = _DENSE_STARTS.get(workload, 0)
+    if spec == DENSE:
+        return start
+    return grid_of(workload, DENSE, runs, start).best + (spec in RAISED)
+
+
+def search(
+    workload: str, specs: Sequence[str], runs: Path, train: Callable[[Sequence[RateRun]], Sequence[Run]]
+) -> list[Run]:
+    """Trains until every best rate is between two others: first of dense training, then of all methods.
+
+    Returns:
+        the trainings that failed, where the search of their method ended.
+    """
+    failed: list[Run] = []
+    for methods in ([DENSE], specs):
+        starts = {spec: start_of(workload, spec, runs) for spec in methods}
+        while True:
+            todo = [run for spec, start in starts.items() for run in grid_of(workload, spec, runs, start).next]
+            todo = [run for run in todo if run not in failed]
+            if not todo:
+                break
+            failed += train(todo)
+    return failed
+
+
+def best_of(workload: str, spec: str, runs: Path) -> int:
+    """The doublings of a method's best rate, as far as it is searched."""
+    return grid_of(workload, spec, runs, start_of(workload, spec, runs)).best
+
+
+def at_best_rates(workload: str, specs: Sequence[str], runs: Path, seeds: Sequence[int]) -> list[RateRun]:
+    """Dense training and methods, each at its own best rate."""
+    best = {spec: best_of(workload, spec, runs) for spec in (DENSE, *specs)}
+    return [RateRun(workload, seed, runs, spec, doublings) for seed in seeds for spec, doublings in best.items()]
+
+
+def at_rate_of_dense(workload: str, specs: Sequence[str], runs: Path, seeds: Sequence[int]) -> list[RateRun]:
+    start = best_of(workload, DENSE, runs)
+    return [RateRun(workload, seed, runs, spec, start) for seed in seeds for spec in specs]

@@ -1,0 +1,219 @@
+"""Makes README's table "which method", and the figures behind hvdcomp's own advice, from the trainings of best rates.
+
+    python -m benchmarks.best_rates.which_method
+
+It reads benchmarks/measured/best-rates/trainings.csv, and trains nothing. The rule is in rule.py. Until it
+decides about an optimizer, README keeps the methods that were chosen at a single learning rate, and says so. Run it
+after `python -m benchmarks.best_rates` has added trainings: tests compare README and evidence.json with the records.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.best_rates.outcomes import Outcome, outcomes_of
+from benchmarks.best_rates.page import in_one_sentence
+from benchmarks.best_rates.rows import DENSE, FROZEN, NAMED, STEPS, WORKLOADS, is_accuracy
+from benchmarks.best_rates.rule import BOUNDS, SITUATIONS, Situation, Standing, chosen, standings_of, undecided
+from benchmarks.best_rates.search import HELD_OUT
+from benchmarks.pages import MEASURED
+from benchmarks.quality.convergence import OPTIMIZERS, RANKS
+from benchmarks.trainings import ROOT, kept_records
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.files import replace_files
+
+RUNS = MEASURED / "best-rates"
+README, EVIDENCE = ROOT / "README.md", ROOT / "hvdcomp/compressors/evidence.json"
+MARK = "<!-- which method -->\n"
+"""The line before the table in README. An empty line ends the table."""
+
+ONE_RATE = " (measured at one learning rate only)"
+AT_ONE_RATE: dict[str, tuple[tuple[str, str, str, str], ...]] = {
+    "SGD": (
+        (
+            "SGD with momentum", "`terngrad`", "14 to 15",
+            "nothing: the accuracy of a convolutional network was 0.9 points higher, the loss of an LSTM was the same",
+        ),
+        (
+            "SGD, if `terngrad` sends too much", "`powersgd:rank=4`", "17 to 19",
+            "nothing on the convolutional network; the loss of the LSTM was 6 % higher",
+        ),
+        (
+            "SGD, if `terngrad` sends too much", "`topk:ratio=0.01`", "43 to 48",
+            "the accuracy of the convolutional network was 2.7 points lower; the loss of the LSTM was 9 % higher",
+        ),
+    ),
+    "Adam": (
+        (
+            "Adam or AdamW, as for most transformers", "`int4`", "7",
+            "nothing significant: the loss of a GPT was 0.3 % higher",
+        ),
+        ("Adam or AdamW, to be safe", "`int8`", "3.8", "nothing: the loss of a GPT was the same"),
+    ),
+    "CompressedAdam": (
+        (
+            "Adam or AdamW, if `int4` sends too much", "[`CompressedAdam`](docs/adam.md) with `efsignsgd`", "18",
+            "nothing: the loss of a GPT was 4 % lower",
+        ),
+        (
+            "Adam or AdamW, if `efsignsgd` sends too much",
+            "`CompressedAdam` with `efsignsgd` and four [local steps](docs/adam.md#local-steps)", "53",
+            "nothing significant: the loss of a GPT was 0.2 % higher",
+        ),
+    ),
+}  # fmt: skip
+"""By optimizer, the rows of README's table from docs/convergence.csv. The rule of best rates replaces them."""
+
+_TASKS = {
+    "gpt": "a GPT",
+    "lstm": "an LSTM",
+    "mnist1d": "a convolutional network",
+    "shapes": "a residual network",
+    "sorting": "a transformer that sorts",
+    "heavy-tails": "a regression with outliers",
+}
+
+
+def table_of(runs: Path) -> str:
+    """README's table, in Markdown."""
+    rows = [row for situation in SITUATIONS for row in rows_of(situation, runs)]
+    lines = [
+        "| you train with | method | bytes: times fewer than uncompressed | loss of quality |",
+        "|---|---|---|---|",
+    ]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
+
+
+def rows_of(situation: Situation, runs: Path) -> list[tuple[str, str, str, str]]:
+    """The rows of a situation: what the rule chooses, else what was chosen at one rate; and what is not measured."""
+    standings = standings_of(situation, runs)
+    found, missing = chosen(standings), undecided(standings)
+    rows: list[tuple[str, str, str, str]] = []
+    for bound, standing in found.items():
+        after = f", if {rows[-1][1]} sends too much" if rows else ""
+        rows.append((situation.name + after, _shown(standing.method), _factors(standing), _quality(standing, bound)))
+    if BOUNDS[0] not in found and missing:
+        old = AT_ONE_RATE.get(situation.optimizer or "", ())
+        rows += [(name, method, factor, quality + ONE_RATE) for name, method, factor, quality in old]
+    if missing:
+        first, others = [_shown(standing.method) for standing in missing[:2]], len(missing) - 2
+        first += [f"{others} other{'s' if others > 1 else ''}"] if others > 0 else []
+        best = "each at its own best learning rate" if len(missing) > 1 else "at its own best learning rate"
+        rows.append(
+            (situation.name, "not measured yet", "", f"we are still measuring {in_one_sentence(first)}, {best}")
+        )
+    if not rows:
+        most = f"{max(BOUNDS):g} % or {max(BOUNDS):g} points"
+        rows.append((situation.name, "none", "1", f"each method may lose more than {most} on some task"))
+    return rows
+
+
+def _shown(method: str) -> str:
+    """A method in README's words."""
+    if method not in NAMED:
+        return f"`{method}`"
+    compressor = f"`{NAMED[method]['compression']}`"
+    if method in FROZEN:
+        return compressor
+    every = NAMED[method]["local_steps"]
+    beside = {"diloco": "DiLoCo with ", "sparseloco": "SparseLoCo with "}.get(method.split()[0], "")
+    return f"{beside}{compressor} after {'every step' if every == 1 else f'{every} steps'}"
+
+
+def _factors(standing: Standing) -> str:
+    values = sorted(standing.factors.values())
+    shown = [f"{value:.0f}" if value > 5 else f"{value:.1f}" for value in (values[0], values[-1])]
+    return " to ".join(dict.fromkeys(shown))
+
+
+def _quality(standing: Standing, bound: float) -> str:
+    unit = "% or points" if bound != 1 else "% or point"
+    parts = []
+    for workload, (mean, half) in standing.lost.items():
+        name, sixteen = workload.removesuffix("-16").removesuffix("-muon"), workload.endswith("-16")
+        quality, unit_of_task = ("accuracy", " points") if is_accuracy(workload) else ("loss", " %")
+        worse, better = ("lower", "higher") if is_accuracy(workload) else ("higher", "lower")
+        task = _TASKS[name] + (" on 16 ranks" if sixteen else "")
+        parts.append(f"{task}: {quality} {abs(mean):.1f} ± {half:.1f}{unit_of_task} {worse if mean >= 0 else better}")
+    return f"at most {bound:g} {unit} on each task ({'; '.join(parts)})"
+
+
+def with_table(text: str, table: str) -> str:
+    """README's text with another table."""
+    before, mark, rest = text.partition(MARK)
+    _, end, after = rest.partition("\n\n")
+    if not mark or not end:
+        raise click.ClickException(f"README lacks the line {MARK.strip()} before its table, or an empty line after it")
+    return f"{before}{mark}{table}\n{after}"
+
+
+# The figures behind hvdcomp's own advice.
+
+
+def evidence_of(runs: Path) -> dict[str, Any]:
+    """The content of evidence.json: the methods to try first, and what all complete rows with four ranks lost."""
+    return {"first": _first(runs), "trainings": [record for name in WORKLOADS for record in _records_of(name, runs)]}
+
+
+def _first(runs: Path) -> dict[str, list[str]]:
+    found = {}
+    for situation in SITUATIONS:
+        choice = chosen(standings_of(situation, runs))
+        if situation.optimizer is not None and BOUNDS[0] in choice:
+            found[situation.optimizer] = [_spec_of(standing.method) for standing in choice.values()]
+    return found
+
+
+def _spec_of(method: str) -> str:
+    return str(parse_compressor(NAMED[method]["compression"] if method in FROZEN else method))
+
+
+def _records_of(workload: str, runs: Path) -> list[dict[str, Any]]:
+    """The records of a workload: of its optimizer, and of CompressedAdam if it was trained in its place."""
+    if WORKLOADS[workload]["simulate_ranks"] != RANKS:
+        return []
+    labels = [record["label"] for record in kept_records(runs).values() if record["workload"] == workload]
+    methods = sorted({label.rpartition(" lr=")[0] for label in labels} - {DENSE} - STEPS.keys())
+    outcomes = outcomes_of(workload, runs, HELD_OUT, methods)
+    by_optimizer: dict[str, dict[str, float | None]] = {}
+    for method in methods:
+        name = NAMED.get(method, WORKLOADS[workload])["optimizer"]
+        if not outcomes[method].lacks and _spec_of(method) != DENSE:
+            lost = by_optimizer.setdefault(_KINDS[name], {})
+            lost[_spec_of(method)] = _mean_lost(outcomes[method], outcomes[DENSE])
+    metric = "accuracy" if is_accuracy(workload) else "loss"
+    return [
+        {"optimizer": optimizer, "training": workload, "metric": metric, "lost": lost}
+        for optimizer, lost in by_optimizer.items()
+    ]
+
+
+_KINDS: Mapping[str, str] = {**OPTIMIZERS, "muon": "Muon"}
+
+
+def _mean_lost(outcome: Outcome, dense: Outcome) -> float | None:
+    """As in `hvdcomp.compressors.evidence`; None if a training diverged."""
+    lost: Sequence[float] = outcome.complete.lost_beside(dense.complete)
+    return round(math.fsum(lost) / len(lost) / 100, 4) if lost else None
+
+
+@click.command()
+@click.option("--runs", type=click.Path(path_type=Path), default=RUNS, help="The folder of the records.")
+@click.option("--readme", type=click.Path(path_type=Path, exists=True), default=README)
+@click.option("--evidence", type=click.Path(path_type=Path), default=EVIDENCE)
+def main(runs: Path, readme: Path, evidence: Path) -> None:
+    """Writes README's table of methods, and the figures behind hvdcomp's own advice, from existing trainings."""
+    text = with_table(readme.read_text(encoding="utf-8"), table_of(runs))
+    figures = json.dumps(evidence_of(runs), indent=1) + "\n"
+    replace_files({readme: text.encode(), evidence: figures.encode()})
+    click.echo(f"wrote the table of {readme}, and {evidence}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,13 @@
+"""Diagnostics of a training: the curvature of the loss, and the critical regimes that it marks.
+
+Accordion detects critical regimes by the norm of the gradient, because the eigenvalues of the Hessian, which earlier
+work uses, are too expensive to follow in every training. This package measures both, to compare them on a model of
+your own. It needs PyTorch; plots need matplotlib.
+"""
+
+from __future__ import annotations
+
+from benchmarks.diagnostics.hessian import HessianEigenvalue, largest_hessian_eigenvalue
+from benchmarks.diagnostics.regimes import CRITERIA, RegimeRecord
+
+__all__ = ["CRITERIA", "HessianEigenvalue", "RegimeRecord", "largest_hessian_eigenvalue"]

@@ -1,0 +1,1 @@
+"""What compression does to gradients, and to the weights and accuracy of trainings."""

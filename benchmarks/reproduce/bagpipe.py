@@ -1,0 +1,75 @@
+"""Bagpipe: the skew of accesses to embeddings, and the gain of reading batches ahead, counted on synthetic ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from benchmarks.reproduce.outcome import Curve, Outcome, Row, within
+from benchmarks.reproduce.published import Artefact
+from hvdcomp.tools.train.data_clicks import zipf
+
+RANKS, TABLES, ROWS, BATCH, BATCHES = 4, 4, 50_000, 2048, 60
+"""As in `benchmarks/times/look_ahead.py`, whose steps are measured."""
+AHEAD = (1, 2, 5, 10, 20, 50)
+"""Batches ahead, for the hits of a cache."""
+_OURS = (
+    f"Counted on {BATCHES} batches of {BATCH} samples on each of {RANKS} ranks. Each sample has one id, drawn by "
+    f"Zipf's law, in each of {TABLES} tables of {ROWS:,} rows."
+)
+
+
+def look_ahead(artefact: Artefact) -> Outcome:
+    """The abstract's numbers. A step is predicted from the paper's share of embeddings in its time, and the share of
+    rows that the next batch looks up: the other rows travel while that batch is trained."""
+    published = artefact.published
+    draws = np.random.default_rng(0).random((BATCHES, RANKS, BATCH, TABLES))
+    keys = zipf(draws, ROWS) + ROWS * np.arange(TABLES)
+    often = (keys % ROWS < ROWS // 100).mean()
+    batches = [[np.unique(of_rank) for of_rank in batch] for batch in keys]
+    urgent, embeddings = urgent_share(batches), published["share of embeddings in the time of a step"]
+    faster = 1 / max(1 - embeddings + urgent * embeddings, embeddings)
+    times, hits = published["times as fast, at most"], [hit_share(batches, ahead) for ahead in AHEAD]
+    note = "the exponent of Zipf's law is chosen to give this share"
+    case = f"of a step of which embeddings are {embeddings:.0%}"
+    rows = [
+        Row(what="share of accesses to 1 % of the rows", published=published["share"], ours=often, note=note),
+        Row(what="share of a batch's rows that the next batch looks up", ours=urgent),
+        *(
+            Row(what=f"share of a batch's rows in a cache of earlier batches: {ahead}", ours=hit)
+            for ahead, hit in zip(AHEAD, hits, strict=True)
+        ),
+        Row(what=f"times as fast by looking ahead, {case}", published=times, ours=faster, holds=faster > 1.05),
+        Row(
+            what=f"the same to a fifth, {case}",
+            published=times,
+            ours=faster,
+            holds=within(faster, times, 0.2),
+            note="late rows are sent too; the paper's baselines fetch rows from other hosts, but here each rank has "
+            "all rows",
+        ),
+    ]
+    curves = {"share of rows in the cache": [Curve(label="counted", x=AHEAD, y=hits)]}
+    return Outcome(name=artefact.name, rows=rows, curves=curves, x="batches ahead", ours=_OURS)
+
+
+def urgent_share(batches: Sequence[Sequence[np.ndarray]]) -> float:
+    """Share of the rows that a rank sends after a batch which the next batch of any rank looks up.
+
+    Args:
+        batches: the keys of each rank in each batch, each once.
+    """
+    urgent = total = 0
+    for i, batch in enumerate(batches[:-1]):
+        following = np.concatenate(batches[i + 1])
+        urgent += sum(int(np.isin(keys, following).sum()) for keys in batch)
+        total += sum(map(len, batch))
+    return urgent / total
+
+
+def hit_share(batches: Sequence[Sequence[np.ndarray]], ahead: int) -> float:
+    """Share of a batch's rows, of all ranks, that one of so many batches before looked up; arguments as above."""
+    unions = [np.unique(np.concatenate(batch)) for batch in batches]
+    hits = sum(int(np.isin(unions[i], np.concatenate(unions[i - ahead : i])).sum()) for i in range(ahead, len(unions)))
+    return hits / sum(map(len, unions[ahead:]))

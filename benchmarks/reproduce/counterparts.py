@@ -1,0 +1,50 @@
+"""Runs the counterpart of a table or figure, and notes its command and commit."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+
+from benchmarks.reproduce import counted, predicted
+from benchmarks.reproduce.outcome import Outcome
+from benchmarks.reproduce.published import Artefact
+from hvdcomp.files import commit
+
+
+def run(artefact: Artefact, quick: bool, runs: Path, data: Path | None = None, epochs: int | None = None) -> Outcome:
+    """The outcome of an artefact's counterpart.
+
+    Args:
+        artefact: a table or figure.
+        quick: train for fewer steps, with fewer seeds.
+        runs: folder of trainings, which are not repeated.
+        data: folder of CIFAR and WikiText-2 for Accordion's trainings; None for small trainings in their place.
+        epochs: of trainings on `data`; None for the authors' number.
+    """
+    start = time.monotonic()
+    name = artefact.counterpart
+    if name is None:
+        return Outcome(name=artefact.name, why=artefact.why)
+    commits: list[str] = []
+    if name in predicted.COUNTERPARTS or name in counted.COUNTERPARTS:
+        outcome = {**predicted.COUNTERPARTS, **counted.COUNTERPARTS}[name](artefact)
+    else:
+        from benchmarks.reproduce import accordion, gravac, timed
+        from benchmarks.reproduce.compared import Trainings
+
+        if name in timed.COUNTERPARTS:
+            outcome = timed.COUNTERPARTS[name](artefact, quick)
+        else:
+            trainings = Trainings(runs, quick, data, epochs)
+            outcome = {**accordion.COUNTERPARTS, **gravac.COUNTERPARTS}[name](artefact, trainings)
+            commits = sorted(trainings.commits)
+    options = {"--quick": quick, f"--data-dir {data}": data, f"--epochs {epochs}": epochs}
+    about = {
+        "command": " ".join(
+            ["python -m benchmarks.reproduce", artefact.name, *(words for words, given in options.items() if given)]
+        ),
+        "commit": ", ".join(commits or [commit()]),
+        "seconds": round(time.monotonic() - start, 1),
+    }
+    return dataclasses.replace(outcome, about={**outcome.about, **about})

@@ -1,0 +1,112 @@
+"""The choices that `auto` would have made by itself, compared with the fastest measured method.
+
+    python -m benchmarks.steps.proposals docs/steps-measured.json > docs/auto-proposals.csv
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.steps.compare import Row, compare
+from benchmarks.steps.places import place_of
+from hvdcomp.compressors import OPTIMIZERS, Compressor, lost_with
+from hvdcomp.compressors.parsing import parse_compressor
+from hvdcomp.files import csv_of, parse_json
+from hvdcomp.perfmodel import STOCK_SPECS, CalibrationError, Criteria, propose
+
+_UNKNOWN = "unknown"
+
+
+def choices_of(run: dict[str, Any], losses: Sequence[float], optimizer: str | None) -> Iterator[dict[str, Any]]:
+    """A row for each accepted excess of the loss, from the results of one place.
+
+    Args:
+        run: the run of one model on one cluster, as in the JSON of `python -m benchmarks.steps`.
+        losses: values of the setting `loss` of the policy `auto`.
+        optimizer: the optimizer, as in `hvdcomp.perfmodel.Criteria`.
+
+    Yields:
+        hosts, rate, model, loss: the setting.
+        chosen: the predicted fastest of dense, fp16 and the proposals, with which `auto` begins.
+        chosen_ms: the measured step time with the chosen compressor.
+        fastest_allowed: the measured fastest of the same candidates, at which the trials of `auto` should end.
+        fastest, fastest_ms: the fastest of all measured methods, and its step time.
+        behind_percent: the longer time of a step with `chosen` than with `fastest`.
+        fastest_lost_percent: the largest measured loss of `fastest`; None without a measurement.
+    """
+    rows = compare(run)
+    fastest = min(rows, key=lambda row: row.measured_ms)
+    lost = 0.0 if fastest.spec in STOCK_SPECS.values() else lost_with(parse_compressor(fastest.spec), optimizer)
+    place = place_of(run)
+    for loss in losses:
+        offered = _offered(rows, Criteria(loss, optimizer))
+        chosen = min(offered, key=lambda row: row.predicted_ms)
+        yield {
+            "hosts": str(place.cluster),
+            "rate": place.rate,
+            "model": place.model,
+            "loss": loss,
+            "chosen": chosen.method,
+            "chosen_ms": round(chosen.measured_ms, 1),
+            "fastest_allowed": min(offered, key=lambda row: row.measured_ms).method,
+            "fastest": fastest.method,
+            "fastest_ms": round(fastest.measured_ms, 1),
+            "behind_percent": round(100 * (chosen.measured_ms / fastest.measured_ms - 1), 1),
+            "fastest_lost_percent": None if lost is None else round(100 * lost, 1),
+        }
+
+
+def _offered(rows: Sequence[Row], criteria: Criteria) -> list[Row]:
+    """The rows of the candidates of `auto`, as far as they were measured: mixtures were not."""
+    free = [row for row in rows if row.spec in STOCK_SPECS.values()]
+    seconds = {row.spec: row.predicted_ms / 1000 for row in sorted(rows, key=lambda row: -row.predicted_ms)}
+
+    def seconds_of(compressor: Compressor) -> float | None:
+        return seconds.get(str(compressor))
+
+    proposals = propose(criteria, [], seconds_of, min(seconds[row.spec] for row in free))
+    return [*free, *(row for row in rows if row.spec in proposals.specs)]
+
+
+@click.command()
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "--loss",
+    "losses",
+    type=click.FloatRange(0, 1, max_open=True),
+    multiple=True,
+    default=(0.02, 0.2),
+    show_default=True,
+    help="Largest relative increase of the loss that a compressor may cause; repeatable.",
+)
+@click.option(
+    "--optimizer",
+    type=click.Choice((*OPTIMIZERS, "CompressedAdam", _UNKNOWN)),
+    default=OPTIMIZERS[0],
+    show_default=True,
+    help="Optimizer of the training.",
+)
+def main(file: Path, losses: tuple[float, ...], optimizer: str) -> None:
+    """Compare the choices of the policy auto with the fastest measured method, as CSV.
+
+    FILE is a JSON file that `python -m benchmarks.steps` wrote. This command measures and runs nothing.
+    """
+    try:
+        runs = parse_json(file.read_text(encoding="utf-8"))["runs"]
+        judged_by = None if optimizer == _UNKNOWN else optimizer
+        rows = [row for run in runs for row in choices_of(run, losses, judged_by)]
+    except (OSError, ValueError, LookupError, TypeError, CalibrationError) as error:
+        raise click.ClickException(
+            f"{file} was not written by `python -m benchmarks.steps`, or is damaged: {error!r}"
+        ) from None
+    if not rows:
+        raise click.ClickException(f"{file} contains no measured steps; measure some with `python -m benchmarks.steps`")
+    click.echo(csv_of(rows).decode(), nl=False)
+
+
+if __name__ == "__main__":
+    main()

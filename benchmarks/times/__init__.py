@@ -1,0 +1,1 @@
+"""Times of steps, of their parts, and of trainings to a target."""

@@ -1,0 +1,103 @@
+"""The error of encode times on one measured GPU if they are predicted from the times on another GPU.
+
+    python -m benchmarks.times.other_card
+
+The rule is that of `hvdcomp.perfmodel.kernel_times`. The times measured on one card give the arithmetic of each
+method, and the data sheets give the time on the other card. The program prints a table in Markdown, in milliseconds of
+the device's own time, and then the median errors.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hvdcomp.perfmodel.cards import CARDS
+from hvdcomp.perfmodel.kernel_times import BENCH, KERNELS, arithmetic_ps, device_s, host_s
+from hvdcomp.perfmodel.shapes import tensors_of
+
+FOLDER = Path(__file__).parents[2] / "docs" / "encode"
+FILES = {"h100": FOLDER / "gpu-h100.json", "h200": FOLDER / "gpu.json"}
+MODELS = ("resnet50", "bert-base")
+
+
+class Prediction(NamedTuple):
+    """One time of one method.
+
+    Attributes:
+        method, model: the names.
+        card: the card whose time is predicted.
+        measured_s, predicted_s: seconds.
+    """
+
+    method: str
+    model: str
+    card: str
+    measured_s: float
+    predicted_s: float
+
+    @property
+    def error(self) -> float:
+        """Relative error of the prediction."""
+        return self.predicted_s / self.measured_s - 1
+
+
+def elements_of(model: str) -> int:
+    """Number of elements of a model."""
+    return sum(tensor.size for tensor in tensors_of(model))
+
+
+def measurements(card: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """Rows of `hvdcomp bench encode` on a card, by method and model."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in json.loads(FILES[card].read_text())["parts"]["bench"]["rows"]:
+        if row["method"] in KERNELS and row["model"] in MODELS:
+            found.setdefault(row["method"], {})[row["model"]] = row
+    return found
+
+
+def predictions(known: str, asked: str) -> Iterator[Prediction]:
+    """The times of one card by the device's own time, predicted from those of another."""
+    source, target = measurements(known), measurements(asked)
+    for method, rows in source.items():
+        times = {elements_of(model): row["device_ms"] / 1e3 for model, row in rows.items()}
+        kernels = replace(KERNELS[method], arithmetic_ps=arithmetic_ps(times, KERNELS[method], CARDS[known]))
+        for model, row in target[method].items():
+            seconds = device_s(kernels, CARDS[asked], elements_of(model))
+            yield Prediction(method, model, asked, row["device_ms"] / 1e3, seconds)
+
+
+def clock(card: str) -> Iterator[Prediction]:
+    """The times of a card by the clock, for which the rule takes the longer of the host's and the device's time."""
+    for method, rows in measurements(card).items():
+        for model, row in rows.items():
+            kernels = KERNELS[method]
+            seconds = max(host_s(kernels), device_s(kernels, CARDS[card], elements_of(model)))
+            yield Prediction(method, model, card, row["step_ms"] / 1e3, seconds)
+
+
+def median_error(every: list[Prediction]) -> float:
+    """The median of the errors' magnitudes."""
+    return statistics.median(abs(one.error) for one in every)
+
+
+def main() -> None:
+    assert all(KERNELS[method].source == BENCH for method in measurements("h200"))
+    device = {asked: list(predictions(known, asked)) for known, asked in (("h200", "h100"), ("h100", "h200"))}
+    print("| method | model | card | measured, ms | predicted, ms | error |\n|---|---|---|--:|--:|--:|")
+    for one in [*device["h100"], *device["h200"]]:
+        ms = f"{1e3 * one.measured_s:.3f} | {1e3 * one.predicted_s:.3f}"
+        print(f"| `{one.method}` | {one.model} | {CARDS[one.card].title} | {ms} | {100 * one.error:+.0f} % |")
+    for asked, every in device.items():
+        largest = max(abs(one.error) for one in every)
+        print(f"{asked}, device: median {100 * median_error(every):.1f} %, largest {100 * largest:.1f} %")
+    for card in FILES:
+        print(f"{card}, by the clock: median {100 * median_error(list(clock(card))):.1f} %")
+
+
+if __name__ == "__main__":
+    main()

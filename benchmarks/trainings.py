@@ -1,0 +1,317 @@
+"""Trainings for figures: each a process of `hvdcomp train`, with a folder of its own.
+
+A complete training with the same options is not repeated, so that an interrupted series of trainings continues. The
+benchmarks also store the figures of their pages in `trainings.csv`, which is part of the repository: a training in it
+is not repeated on any machine, and its folder is not needed.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import os
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from hvdcomp.files import commit, csv_of, parse_json, replace_files, replace_text
+from hvdcomp.tools.options import flag_of
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training. Subclasses set its options.
+
+    Attributes:
+        workload: name of the model and of the way to train it.
+        seed: the seed of the training.
+        runs: the folder that contains all trainings, and the file of their records.
+    """
+
+    workload: str
+    seed: int
+    runs: Path
+
+    @property
+    def label(self) -> str:
+        """The label that distinguishes the training from others of the same workload and seed."""
+        raise NotImplementedError
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """Options of `hvdcomp train`, without those of the output."""
+        raise NotImplementedError
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        return {}
+
+    @property
+    def folder(self) -> Path:
+        return self.runs / self.workload / re.sub(r"[^\w.=]+", "-", self.label).strip("-") / f"seed{self.seed}"
+
+    def __str__(self) -> str:
+        return f"{self.workload} {self.label} seed {self.seed}"
+
+    @property
+    def words(self) -> list[str]:
+        """The arguments of `hvdcomp`."""
+        words = ["train"]
+        for name, value in self.options.items():
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            words += [flag_of(name), *([] if value is True else [text])]
+        return [*words, "--output", str(self.folder), "--overwrite", "--no-progress"]
+
+    @property
+    def command(self) -> str:
+        """The command line of the training."""
+        settings = [f"{name}={value}" for name, value in self.environment.items()]
+        return " ".join([*settings, "hvdcomp", shlex.join(self.words)])
+
+    @property
+    def summary(self) -> dict[str, Any] | None:
+        """The summary of the run in the folder; None if it is incomplete or was trained with other options."""
+        summary = _json(self.folder / "summary.json")
+        if not summary:
+            return None
+        options = json.loads(json.dumps(self.options))
+        same = all(summary.get("options", {}).get(name) == value for name, value in options.items())
+        return summary if same and summary.get("status") in ("finished", "diverged") else None
+
+    def figures(self) -> dict[str, Any]:
+        """Numbers of the complete training in the folder, for the file of records."""
+        return {}
+
+    @property
+    def target(self) -> str:
+        """The target on the validation part for the figures; "" without one, or if it is an option of the training."""
+        return ""
+
+    @property
+    def settings(self) -> str:
+        """A hash of all that the training's figures depend on, except the code."""
+        everything = json.dumps([self.options, dict(self.environment), self.target], sort_keys=True)
+        return hashlib.sha256(everything.encode()).hexdigest()[:12]
+
+    @property
+    def record(self) -> dict[str, Any] | None:
+        """The training's figures, commit and seconds; None if it is neither in its folder nor in the records."""
+        if self.summary is None:
+            stored = kept_records(self.runs).get((self.workload, self.label, self.seed))
+            return stored if stored is not None and stored["settings"] == self.settings else None
+        head = {"workload": self.workload, "label": self.label, "seed": self.seed, "settings": self.settings}
+        origin = {"commit": self.about.get("commit", "unknown"), "seconds": self.about.get("seconds")}
+        return {**head, **origin, **self.figures()}
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """The notes of the run: its command, commit, seconds and error."""
+        return _json(self.folder / "run.json") or {}
+
+    def begin(self) -> None:
+        """Creates the folder, and removes the results of an earlier training."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name in ("summary.json", "run.json"):
+            (self.folder / name).unlink(missing_ok=True)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables that are added for the training's process."""
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        return {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, **self.environment}
+
+    def end(self, at_commit: str, seconds: float, code: int) -> dict[str, Any]:
+        """Writes and returns the notes `about`, with the error from log.txt if the training failed."""
+        error = None
+        if self.summary is None:
+            lines = (self.folder / "log.txt").read_text(errors="replace").split("\n")
+            error = next((line.strip() for line in reversed(lines) if line.strip()), f"exit code {code}")
+        about = {"command": self.command, "commit": at_commit, "seconds": seconds, "error": error}
+        replace_text(self.folder / "run.json", json.dumps(about, indent=2) + "\n")
+        return about
+
+    def records(self, name: str) -> list[dict[str, Any]]:
+        return [parse_json(line) for line in (self.folder / name).read_text().splitlines()]
+
+
+RECORDS = "trainings.csv"
+
+
+def kept_records(runs: Path) -> Mapping[tuple[str, str, int], dict[str, Any]]:
+    """The stored records of the folder of all trainings, by workload, label and seed."""
+    file = runs / RECORDS
+    return _records(file, file.stat().st_mtime_ns) if file.exists() else {}
+
+
+@cache
+def _records(file: Path, changed: int) -> Mapping[tuple[str, str, int], dict[str, Any]]:
+    texts = ("workload", "label", "settings", "commit")
+    with file.open(newline="") as lines:
+        rows: list[dict[str, Any]] = [
+            {name: value if name in texts else json.loads(value or "null") for name, value in row.items()}
+            for row in csv.DictReader(lines)
+        ]
+    return {(row["workload"], row["label"], row["seed"]): row for row in rows}
+
+
+def keep_records(runs: Iterable[Run], folder: Path) -> None:
+    """Adds the records of runs to the file of records, in place of older records of the same training."""
+    records = dict(kept_records(folder))
+    for run in runs:
+        record = run.record
+        if record is not None:
+            records[run.workload, run.label, run.seed] = record
+    if records:
+        replace_files({folder / RECORDS: csv_of([row for _, row in sorted(records.items())])})
+
+
+def seeds_there(runs: Path) -> list[int]:
+    """Seeds of all trainings in a folder, or in its file of records."""
+    in_folders = {int(folder.name.removeprefix("seed")) for folder in runs.glob("*/*/seed*")}
+    return sorted(in_folders | {seed for _, _, seed in kept_records(runs)})
+
+
+def _json(file: Path) -> Any:
+    try:
+        return parse_json(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+class Trainer:
+    """Trains runs, several at a time, each in a process of its own.
+
+    Args:
+        workers: trainings at a time.
+        say: shows a line.
+    """
+
+    def __init__(self, workers: int, say: Callable[[str], None]) -> None:
+        self._workers = workers
+        self._say = say
+        self._processes: set[subprocess.Popen[bytes]] = set()
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._commit = commit()
+
+    def train(self, todo: Sequence[Run], took: Mapping[str, Sequence[float]]) -> list[Run]:
+        """Trains all runs; returns those that failed.
+
+        Args:
+            todo: the runs.
+            took: seconds of earlier runs, by workload.
+        """
+        seconds = {name: list(values) for name, values in took.items()}
+        failed, waiting = [], list(todo)
+        with ThreadPoolExecutor(self._workers) as pool:
+            futures = {pool.submit(self._train, run): run for run in todo}
+            try:
+                for number, future in enumerate(as_completed(futures), 1):
+                    run, about = futures[future], future.result()
+                    waiting.remove(run)
+                    seconds.setdefault(run.workload, []).append(about["seconds"])
+                    if about["error"] is not None:
+                        failed.append(run)
+                    line = f"[{number}/{len(todo)}] {run}: {_outcome(run, about)}, {about['seconds']:.0f} s"
+                    self._say(f"{line}; {_remaining_time(waiting, seconds, self._workers)}")
+            except BaseException:
+                self._stop()
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+        return failed
+
+    def _train(self, run: Run) -> dict[str, Any]:
+        """Trains a run, and returns its notes. A stopped run counts as unfinished."""
+        run.begin()
+        start = time.monotonic()
+        with (run.folder / "log.txt").open("wb") as log:
+            with self._lock:
+                if self._stopped:
+                    raise KeyboardInterrupt
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "hvdcomp", *run.words],
+                    env={**os.environ, **run.variables},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Ctrl-C reaches this process only, which ends the others
+                )
+                self._processes.add(process)
+            code = process.wait()
+            with self._lock:
+                self._processes.remove(process)
+        if self._stopped:
+            raise KeyboardInterrupt
+        return run.end(self._commit, time.monotonic() - start, code)
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+            for process in self._processes:
+                process.terminate()
+
+
+def _outcome(run: Run, about: Mapping[str, Any]) -> str:
+    if about["error"] is not None:
+        return f"failed: {about['error']}"
+    assert run.summary is not None
+    loss = run.summary.get("validation_loss")
+    return f"{run.summary['status']}, loss {'-' if loss is None else format(loss, '.4f')}"
+
+
+def _remaining_time(waiting: Sequence[Run], seconds: Mapping[str, Sequence[float]], workers: int) -> str:
+    """The approximate remaining time, from earlier runs of the same workload, or of all workloads."""
+    everything = statistics.mean(value for values in seconds.values() for value in values)
+    total = sum(statistics.mean(seconds.get(run.workload) or [everything]) for run in waiting)
+    minutes = total / max(1, min(workers, len(waiting))) / 60
+    return f"about {minutes:.0f} min left" if minutes < 90 else f"about {minutes / 60:.1f} h left"
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def train_missing(runs: Sequence[Run], console: Any, *, workers: int | None = None, dry_run: bool = False) -> list[Run]:
+    """Trains the runs without a record; returns those that failed. Ends the process if it is stopped.
+
+    Args:
+        runs: of any workloads.
+        console: of `rich`, for the progress.
+        workers: trainings at a time; None for a training on each core.
+        dry_run: only print the commands.
+    """
+    todo = [run for run in runs if run.record is None]
+    workers = workers or len(os.sched_getaffinity(0))
+    took: dict[str, list[float]] = {}
+    for run in runs:
+        if (record := run.record) is not None and record["seconds"] is not None:
+            took.setdefault(run.workload, []).append(record["seconds"])
+    if dry_run:
+        for run in todo:
+            console.print(run.command)
+    remaining_time = f"; {_remaining_time(todo, took, workers)}" if todo and took else ""
+    console.print(f"{len(runs) - len(todo)} of {len(runs)} runs are complete, {len(todo)} to train{remaining_time}")
+    if dry_run or not todo:
+        return []
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _interrupt)
+    try:
+        return Trainer(workers, console.print).train(todo, took)
+    except KeyboardInterrupt:
+        console.print("stopped; finished trainings are kept: continue with the same command")
+        sys.exit(130)

@@ -1,0 +1,427 @@
+"""A bucket: tensors that go through steps together in compiled code, on the host or on a device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import cached_property
+from types import MappingProxyType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvdcomp.arrays import numpy_arrays
+from hvdcomp.arrays.types import Array, dtype_bytes
+from hvdcomp.compressors import Compressor
+from hvdcomp.compressors.bucket import Bucket, BucketStates
+from hvdcomp.compressors.memory import Memory
+from hvdcomp.compressors.protocol import Context, Request, TensorInfo
+from hvdcomp.exchange.clock import Clock, Spans
+from hvdcomp.exchange.ledger import Cost, Part
+from hvdcomp.exchange.recycled import Recycled
+from hvdcomp.exchange.residuals import FlatStorage
+from hvdcomp.exchange.tensor_state import TensorState
+from hvdcomp.kernels import cuda
+from hvdcomp.kernels.tables import NOTHING, PRODUCT
+
+
+class Sums(NamedTuple):
+    """Sums to which the gradients of steps are added.
+
+    totals: function from gradients, by name, to the arrays of their sums, in the same order.
+    add: function that adds gradients, by name, to their sums, unless the element that it gets is NaN.
+    share: factor of the gradients.
+    of_results: whether to add the aggregated gradients instead of this rank's own.
+    """
+
+    totals: Callable[[Mapping[str, Array]], Sequence[Array]]
+    add: Callable[[Mapping[str, Array], Array], None]
+    share: float
+    of_results: bool = False
+
+
+class EngineBucket:
+    """Tensors that kernels take together through every step.
+
+    In a step `Buckets.take` gives it gradients. Then come `begin`, `open`, `advance` until it has no request left, and
+    `finish`. A step that an error has ended has no `finish`; the next `begin` starts anew.
+
+    Args:
+        tensors: name and state of each tensor, and its number in flat storage.
+        compressors, memory, described: as of `Bucket`.
+        residuals: the flat storage.
+        device: the device of its kernels; None for the host.
+        xp: the array functions of its payloads.
+
+    Attributes:
+        key: buckets of the same key are interchangeable.
+        places: place of each tensor in the bucket, by name.
+        bucket: the part of the bucket that its compressors see.
+        on_device: whether kernels work on a device. The host then waits for no result: `found_inf` and
+            `found_inf_after` are elements on the device, NaN or 0.
+        number: its number among the buckets that do not wait for all gradients of a step; None for all others.
+        gathered: bytes of its payloads that one rank gathers; 0 if there is no limit.
+        arrays: the gradients of the step, row-major, until `finish`.
+        found_inf_after: whether the results of the exchange hold an inf or NaN; known after the last request.
+        when_compressed: functions that this step's `finish` calls first, while x and what was sent of it exist.
+        has_states: whether the bucket has the method's arrays of all its tensors.
+    """
+
+    def __init__(
+        self,
+        tensors: tuple[tuple[str, TensorState, int], ...],
+        compressors: tuple[Compressor, ...],
+        memory: Memory,
+        described: Sequence[TensorInfo],
+        residuals: FlatStorage,
+        device: Any = None,
+        xp: ModuleType = numpy_arrays,
+    ) -> None:
+        self.names = [name for name, _, _ in tensors]
+        self.places = {name: place for place, name in enumerate(self.names)}
+        self.key = (tensors, compressors, memory)
+        self.bucket = Bucket(described, compressors, memory, device, xp, described[0].dtype != "float32")
+        self.on_device = device is not None
+        self.number: int | None = None
+        self.gathered = 0.0
+        self.arrays: Sequence[Array] = ()
+        self.has_states = False
+        self._tensors = tensors
+        self._residuals = residuals
+        self._numbers = np.array([number for _, _, number in tensors])
+        self._set_aside: tuple[list[Array], Sequence[int] | np.ndarray] | None = None
+        self._wide: tuple[list[Array], Sequence[int] | np.ndarray] | None = None
+        self._costs: dict[int, dict[str, Cost]] = {}  # by the step's place in the compressors' period
+        self._wrap_state: Callable[[np.ndarray], Array]
+        # Of the step.
+        self._xp: ModuleType
+        self._clock: Clock
+        self._spans: Spans
+        self._given: Sequence[Array] = ()  # gradients, as given
+        self._energies: Array | None = None  # of x, once it is made
+        self._sources: Sequence[Array] = ()
+        self._generator: Generator[Request, Any, bool | Array]
+        self._results: Sequence[Array] = ()
+        self._sums: Sums | None = None
+        self._is_aside = False  # whether results stay in other memory until gradients are added up
+        self._is_dense = False  # whether results have the gradients' layout as they are
+        self._had_residuals = False
+        self.found_inf_after: bool | Array = False
+        self.when_compressed: list[Callable[[], None]] = []
+
+    @property
+    def like(self) -> Array:
+        """An array where the gradients are, until `finish`."""
+        return self.arrays[0]
+
+    # The step.
+
+    def begin(
+        self, xp: ModuleType, gradients: Mapping[str, Array], context: Context, factor: Array | None, clock: Clock
+    ) -> None:
+        """Begins a step, after `Buckets.take`.
+
+        Args:
+            xp: the array functions of the gradients.
+            gradients: of the step, by name.
+            context: of the step.
+            factor: the memory's factor of the gradients; None for 1.
+            clock: of the engine.
+        """
+        self._xp, self._clock, self._spans = xp, clock, Spans([], [])
+        self._given = [gradients[name] for name in self.names]
+        self._energies, self.found_inf_after, self.when_compressed = None, False, []
+        with clock.around(self._spans.encoding):
+            self.bucket.begin(context, factor)
+            if self.bucket.keeps:
+                self._residuals.enter(self.bucket, self._numbers)
+            self._widen()
+
+    def open(self, in_place: bool, sums: Sums | None, sources: Mapping[str, Array] = MappingProxyType({})) -> None:
+        """Makes the generator.
+
+        Args:
+            in_place: whether results overwrite the gradients.
+            sums: sums to which gradients are added if the step counts.
+            sources: arrays that are compressed in place of x, by name.
+        """
+        own = [name for name in self.names if name in sources]
+        if own:
+            self.make_x()
+        with self._clock.around(self._spans.encoding):
+            self._fill_table(in_place, sums)
+            if self._energies is not None:
+                self._sources, addresses = self._placed([sources[name] for name in own])
+                replaced = self.addresses | dict(zip(own, addresses, strict=True))
+                self.bucket.segments["source"] = list(replaced.values())
+            self._prepare_states()
+            self._generator = self._run()
+
+    def _run(self) -> Generator[Request, Any, bool | Array]:
+        """The bucket form; then narrows results to 16 bits if gradients have 16 bits."""
+        bucket = self.bucket
+        found_inf: bool | Array = yield from bucket.compressors[0].aggregate_bucket(bucket)
+        if not bucket.widens:
+            return found_inf
+        if self.on_device:  # on the host, decoding has narrowed the results
+            found_inf = found_inf + bucket.call("narrow_results")
+        rules = bucket.segments["sent_rule"]
+        rules[rules != PRODUCT] = NOTHING
+        return found_inf
+
+    def advance(self, answers: Sequence[Any]) -> list[Request]:
+        """Gives the generator the answer to its last request, and returns its next one; no answer at the start, and no
+        request at the end. On the host both are in NumPy."""
+        try:
+            asked = self._generator.send(answers[0] if answers else None)
+        except StopIteration as stop:
+            self.found_inf_after = stop.value
+            self._clock.lap(self._spans.decoding)
+            return []
+        self._clock.lap(self._spans.encoding)
+        return [asked]
+
+    @property
+    def found_inf(self) -> bool | Array:
+        """Whether x, or what is sent of it, holds an inf or NaN; known after the first turn."""
+        return self.bucket.found_inf
+
+    def finish(self, found_inf: Array) -> dict[str, Array]:
+        """Ends a step; returns the results by name. Keeps what was not sent, unless the element `found_inf` is NaN."""
+        for function in self.when_compressed:
+            function()
+        with self._clock.around(self._spans.decoding):
+            sends = self.bucket.keeps and not self.bucket.memory.is_momentum
+            self._had_residuals = sends and bool(self._residuals.has_residual[self._numbers].any())
+            self._settle(found_inf)
+            arrays = self._results if self._is_dense else self._xp.like_originals(self._results, self._given)
+            results = dict(zip(self.names, arrays, strict=True))
+            # The bucket stays for the next step, but need not keep these arrays alive.
+            self.arrays = self._given = self._results = self._sources = ()
+            self._energies, self._sums, self.when_compressed = None, None, []
+            if self.on_device:  # where new memory costs nothing; on the host the system clears it
+                self._set_aside = self._wide = None
+        return results
+
+    @property
+    def part(self) -> tuple[Part, Spans]:
+        """Costs of the tensors and times of the work on them, after `finish`."""
+        return self._cost_of_each(), self._spans
+
+    def forget_sent(self, sends_all: Callable[[str, Compressor], bool]) -> Callable[[], None] | None:
+        """After `finish`: a function that forgets residuals that the step sent whole; None if there are none.
+
+        Args:
+            sends_all: as of `Chooser`.
+        """
+        residuals = self._residuals
+        if not self._had_residuals or not sends_all(self.names[0], self.bucket.compressors[0]):
+            return None
+        released = residuals.released
+
+        def forget() -> None:
+            if residuals.released == released:
+                residuals.drop(self._numbers)
+
+        return forget
+
+    def _fill_table(self, in_place: bool, sums: Sums | None) -> None:
+        """Enters the addresses of results and of sums in the table."""
+        bucket = self.bucket
+        self._results, self._sums = self.arrays, sums
+        self._is_aside = in_place and sums is not None and not sums.of_results
+        self._is_dense = not in_place and all(map(operator.is_, self.arrays, self._given))
+        if not in_place:
+            self._results, addresses = self._fresh_results()
+        elif self._is_aside:
+            if self._set_aside is None or self.on_device:
+                # Kept for later steps: `_fresh` reuses the storage only when these arrays are gone.
+                self._set_aside = self._fresh_arrays()
+            addresses = self._set_aside[1]
+        else:
+            addresses = bucket.segments["gradient"]
+        # Results of 16 bits are narrowed from means in float32, whose place `_widen` has entered as `result`.
+        bucket.segments["narrowed" if bucket.widens else "result"] = addresses
+        if sums is not None:
+            totals = sums.totals(dict(zip(self.names, self._given, strict=True)))
+            bucket.segments["total"] = self._placed(totals)[1]
+            bucket.table.bucket.share = sums.share
+
+    def _widen(self) -> None:
+        """For gradients of 16 bits: provides memory in float32 for means, and for x if no residual is kept."""
+        if not self.bucket.widens:
+            return
+        if self._wide is None and self.on_device:
+            self._wide = cuda.split_like(self.arrays, wide=True)
+        elif self._wide is None:
+            arrays, places = Recycled([tensor.shape for tensor in self.bucket.tensors]).arrays()
+            self._wide = [self._xp.from_numpy(array, like=self.arrays[0]) for array in arrays], places
+        self.bucket.segments["result"] = self._wide[1]
+        if not self.bucket.keeps:
+            self.bucket.segments["x"] = self._wide[1]
+
+    def _fresh_results(self) -> tuple[list[Array], Sequence[int] | np.ndarray]:
+        """New arrays for the results of a step, and their addresses."""
+        arrays, addresses = self._fresh_arrays()
+        if self.on_device:
+            return arrays, addresses
+        results = [self._xp.from_numpy(array, like=self.arrays[0]) for array in arrays]
+        if self.bucket.widens:
+            results = [self._xp.bitcast(result, self.bucket.dtype) for result in results]
+        return results, addresses
+
+    def _fresh_arrays(self) -> tuple[list[Array], Sequence[int] | np.ndarray]:
+        return cuda.split_like(self.arrays) if self.on_device else self._fresh.arrays()
+
+    @cached_property
+    def _fresh(self) -> Recycled:
+        dtype = "int16" if self.bucket.widens else "float32"
+        return Recycled([tensor.shape for tensor in self.bucket.tensors], dtype)
+
+    def _placed(self, arrays: Sequence[Array]) -> tuple[Sequence[Array], Sequence[int]]:
+        """The arrays as float32 in row-major order on the bucket's device, and their addresses."""
+        placed = (cuda.placed if self.on_device else self._xp.hosted)(arrays) if arrays else ([], [])
+        assert placed is not None
+        return placed
+
+    def _settle(self, found_inf: Array) -> None:
+        if self.on_device:
+            self.bucket.call("settle", found_inf, self._adds(), self._is_aside)
+            self._keep(found_inf)
+            return
+        counts = found_inf.item() == 0
+        if counts:
+            self._keep()
+        adds = counts and self._adds()
+        if adds or self._is_aside:
+            self.bucket.call("end_step", adds, self._is_aside)
+        if not counts:
+            for result in self._results:
+                self._xp.flatten(result)[:1] = np.nan
+
+    def _adds(self) -> bool:
+        """Whether this step adds up gradients (or results, which then take the table's column `gradient`)."""
+        segments = self.bucket.segments
+        if self._sums is not None and self._sums.of_results:
+            segments["gradient"] = segments["narrowed" if self.bucket.widens else "result"]
+        return self._sums is not None
+
+    def _keep(self, found_inf: Array | None = None) -> None:
+        """Keeps the new residuals and the method's new state; on a device the state only if the step counts."""
+        if self.bucket.keeps:
+            self._residuals.commit(self.bucket, self._numbers)
+        self._keep_states(found_inf)
+
+    def _cost_of_each(self) -> dict[str, Cost]:
+        """Cost of each tensor in the step, by name; nothing may change it."""
+        step = self.bucket.context.step % self.bucket.compressors[0].period
+        if step not in self._costs:
+            costs = self._costs[step] = {}
+            for tensor, compressor in zip(self.bucket.tensors, self.bucket.compressors, strict=True):
+                sent, in_node = compressor.bytes_in_bucket(tensor, self.bucket.context)
+                floats = compressor.payload_floats(tensor.shape)
+                dense = tensor.size * dtype_bytes(tensor.dtype)
+                costs[tensor.name] = Cost(int(sent), dense, floats, bytes_in_node=int(in_node))
+        return self._costs[step]
+
+    # For those who look at x before it is compressed.
+
+    @property
+    def keeps_x(self) -> bool:
+        """Whether `measure_left` is possible."""
+        return self.bucket.keeps
+
+    def make_x(self) -> Array:
+        """Makes x now, and not during compression, if it is not made yet; returns ||x||^2 of each tensor, float64
+        (tensors,)."""
+        if self._energies is None:
+            self._clock.start()
+            self._energies = self._sums_of("make_x")
+            self._clock.lap(self._spans.encoding)
+        return self._energies
+
+    @property
+    def addresses(self) -> dict[str, int]:
+        """Address of x of each tensor, by name; makes x."""
+        self.make_x()
+        return dict(zip(self.names, self.bucket.segments[self.bucket.x].tolist(), strict=True))
+
+    def x(self, name: str) -> Array:
+        """x of a tensor; makes x. It does not change until it is compressed."""
+        self.make_x()
+        place = self.places[name]
+        if self.bucket.keeps:
+            _, state, number = self._tensors[place]
+            return state.wrapped(self._residuals.x(number))
+        return self.arrays[place] if self._wide is None else self._wide[0][place]
+
+    def gradient(self, name: str) -> Array:
+        """The gradient of a tensor."""
+        return self.arrays[self.places[name]]
+
+    def measure_left(self) -> Array:
+        """||x - C(x)||^2 of each tensor, float64 (tensors,); for `when_compressed`, if `keeps_x`."""
+        return self._sums_of("measure_left")
+
+    def _sums_of(self, kernel: str) -> Array:
+        sums = self.bucket.sums_of(kernel)
+        return self._xp.from_numpy(sums, like=self.like) if isinstance(sums, np.ndarray) else sums
+
+    # The method's states, from step to step.
+
+    def _prepare_states(self) -> None:
+        """Brings the method's arrays into the bucket, fitted to its levels, if they are not there yet."""
+        if not self.has_states and self.bucket.compressors[0].keeps_state:
+            states = [state for _, state, _ in self._tensors]
+            self.bucket.states = prepared_states(self._xp, self.bucket, states, self.arrays)
+
+    def _keep_states(self, found_inf: Array | None) -> None:
+        """Keeps the method's new arrays for the next step, in place of another method's; on a device, if this step
+        counts."""
+        states, method = self.bucket.states, self.bucket.compressors[0]
+        if states is not None:
+            states.commit() if found_inf is None else states.settle(found_inf)
+        if self.has_states or method.lossless:  # a dense step keeps the warm start of the method it interrupts
+            return
+        like = self._xp.zeros((0,), like=self.arrays[0])
+        self._wrap_state = _itself if self.on_device else functools.partial(self._xp.from_numpy, like=like)
+        for place, (_, state, _) in enumerate(self._tensors):
+            state.method = method.name
+            if states is None:
+                state.compressor = ()
+            else:
+                state.leave_to_bucket(self, place)
+        self.has_states = True
+
+    def state(self, place: int) -> tuple[Array, ...]:
+        """The method's arrays of a tensor, as in `TensorState.compressor`."""
+        assert self.bucket.states is not None
+        return tuple(self._wrap_state(array) for array in self.bucket.states.arrays(place))
+
+
+def prepared_states(
+    xp: ModuleType, bucket: Bucket, states: Sequence[TensorState], arrays: Sequence[Array]
+) -> BucketStates | None:
+    """The method's arrays of a bucket's tensors, fitted to the compressors' levels; None if the method keeps none.
+
+    Args:
+        states: states of the tensors.
+        arrays: arrays in the shapes of the tensors, on the bucket's device.
+    """
+    if not bucket.compressors[0].keeps_state:
+        return None
+    context, each = bucket.context, zip(states, bucket.tensors, bucket.compressors, arrays, strict=True)
+    if bucket.device is None:
+        on_host = [state.prepare_on_host(xp, tensor, compressor, context) for state, tensor, compressor, _ in each]
+        return BucketStates(on_host)
+    on_device = [
+        state.prepare(xp, x, compressor, dataclasses.replace(context, name=tensor.name))
+        for state, tensor, compressor, x in each
+    ]
+    return BucketStates(on_device, xp)
+
+
+def _itself(array: Array) -> Array:
+    return array

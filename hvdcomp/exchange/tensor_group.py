@@ -1,0 +1,343 @@
+"""A group: tensors that go through steps one by one, in array functions, where the gradients are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hvdcomp.arrays import arrays_for, numpy_arrays
+from hvdcomp.arrays.types import Array, wide_dtype
+from hvdcomp.compressors import Compressor, checked
+from hvdcomp.compressors.inside import Inside, inside_of, numbers_may_overflow
+from hvdcomp.compressors.memory import Memory, NoMemory
+from hvdcomp.compressors.protocol import Aggregation, AllReduce, Context, Outcome, Request, SparseVector
+from hvdcomp.compressors.sizes import bytes_of
+from hvdcomp.exchange.clock import Clock, Spans
+from hvdcomp.exchange.engine_bucket import Sums
+from hvdcomp.exchange.fusion import part_bytes
+from hvdcomp.exchange.ledger import Cost, Part
+from hvdcomp.exchange.residuals import KNOWN_TO_KERNELS
+from hvdcomp.exchange.tensor_state import TensorState
+from hvdcomp.kernels.limits import LARGEST
+
+
+class Member(NamedTuple):
+    """A tensor of a group.
+
+    Attributes:
+        name: the tensor's name.
+        compressor, memory: those of the plan.
+        floats: what the compressor sends, as `Compressor.payload_floats`.
+        state: of the tensor; a step writes what is kept for the next one.
+    """
+
+    name: str
+    compressor: Compressor
+    memory: Memory
+    floats: float
+    state: TensorState
+
+
+class TensorGroup:
+    """Tensors that no kernel takes, and that go through every step together, as an `EngineBucket` does.
+
+    Args:
+        members: the tensors; at least one.
+
+    Attributes:
+        names, number, gathered, keeps_x, when_compressed: as of `EngineBucket`.
+        addresses: none, as no kernel looks at x.
+    """
+
+    on_device = False  # array functions may wait for what is computed
+    keeps_x = True
+    addresses: Mapping[str, int] = MappingProxyType({})
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self.members = members
+        self.names = [member.name for member in members]
+        self.number: int | None = None
+        self.gathered = 0.0
+        # Of the step.
+        self._xp: ModuleType
+        self._clock: Clock
+        self._spans: Spans
+        self._tensors: dict[str, _TensorExchange] = {}
+        self._asked: dict[str, Request] = {}
+        self._in_place = False
+        self._sums: Sums | None = None
+        self.when_compressed: list[Callable[[], None]] = []
+        self._costs: Part = {}
+        self._sent: list[tuple[Member, tuple[Array, ...]]] = []  # of which a residual was sent, with the new residual
+
+    @property
+    def like(self) -> Array:
+        """An array where the gradients are, until `finish`."""
+        return self._tensors[self.names[0]].gradient
+
+    # The step.
+
+    def begin(
+        self, xp: ModuleType, gradients: Mapping[str, Array], context: Context, factor: Array | None, clock: Clock
+    ) -> None:
+        """Begins a step, and makes x; arguments as of `EngineBucket.begin`."""
+        self._xp, self._clock, self._spans = xp, clock, Spans([], [])
+        self._tensors, self._asked, self.when_compressed = {}, {}, []
+        with clock.around(self._spans.encoding), numbers_may_overflow():
+            self._tensors = {
+                member.name: _TensorExchange(xp, member, gradients[member.name], context, factor)
+                for member in self.members
+            }
+
+    def open(self, in_place: bool, sums: Sums | None, sources: Mapping[str, Array] = MappingProxyType({})) -> None:
+        """Makes the generators; arguments as of `EngineBucket.open`."""
+        self._in_place, self._sums = in_place, sums
+        with self._clock.around(self._spans.encoding), numbers_may_overflow():
+            for name, tensor in self._tensors.items():
+                tensor.open(sources.get(name))
+
+    def advance(self, answers: Sequence[Any]) -> list[Request]:
+        """Gives the generators the answers to their last requests, and returns their next ones; none at the end of the
+        last generator. No generator waits for one that has ended."""
+        waiting = dict(zip(self._asked, answers, strict=True)) if answers else dict.fromkeys(self.names)
+        with numbers_may_overflow():
+            asked = {name: self._tensors[name].advance(answer) for name, answer in waiting.items()}
+        self._asked = {name: request for name, request in asked.items() if request is not None}
+        self._clock.lap(self._spans.encoding if self._asked else self._spans.decoding)
+        return list(self._asked.values())
+
+    @property
+    def found_inf(self) -> bool | Array:
+        """Whether x, or what is sent of it, holds an inf or NaN, as `flag_of` takes it; after the first turn.
+
+        The gradient alone is not enough: its sum with the residual may overflow, and no residual may be infinite.
+        """
+        arrays = [array for tensor in self._tensors.values() for array in tensor.sent_arrays()]
+        return _found_inf(self._xp, arrays)
+
+    @property
+    def found_inf_after(self) -> bool | Array:
+        """Whether the results or the methods' new states hold an inf or NaN; the same on all ranks.
+
+        Sums within a method, or over the ranks, may overflow although all their terms are finite.
+        """
+        arrays = [array for tensor in self._tensors.values() for array in tensor.new_arrays()]
+        return _found_inf(self._xp, arrays)
+
+    def finish(self, found_inf: Array) -> dict[str, Array]:
+        """As `EngineBucket.finish`."""
+        for function in self.when_compressed:
+            function()
+        sums, tensors = self._sums, self._tensors
+        if sums is not None and not sums.of_results:
+            sums.add({name: tensor.gradient for name, tensor in tensors.items()}, found_inf)
+        on_host = not self._xp.waits(found_inf)  # on a device the host does not know yet whether the step counts
+        counts = on_host and found_inf.item() == 0
+        with self._clock.around(self._spans.decoding), numbers_may_overflow():
+            if counts or not on_host:
+                for tensor in tensors.values():
+                    tensor.keep(None if counts else found_inf)
+            results = {
+                name: tensor.result(self._in_place, None if counts else found_inf) for name, tensor in tensors.items()
+            }
+        if sums is not None and sums.of_results:
+            sums.add(results, found_inf)
+        self._costs = {name: tensor.cost for name, tensor in tensors.items()}
+        members = [tensor.member for tensor in tensors.values() if tensor.sends_residual]
+        self._sent = [(member, member.state.memory) for member in members]
+        # The group stays for the next step, but need not keep these arrays alive.
+        self._tensors, self._asked, self._sums, self.when_compressed = {}, {}, None, []
+        return results
+
+    @property
+    def part(self) -> tuple[Part, Spans]:
+        """As `EngineBucket.part`."""
+        return self._costs, self._spans
+
+    def forget_sent(self, sends_all: Callable[[str, Compressor], bool]) -> Callable[[], None] | None:
+        """As `EngineBucket.forget_sent`; to be called once."""
+        sent = [
+            (member.state, memory) for member, memory in self._sent if sends_all(member.name, member.compressor)
+        ]
+        self._sent = []
+
+        def forget() -> None:
+            for state, memory in sent:
+                if state.memory is memory:  # it was not replaced since then
+                    state.memory = ()
+
+        return forget if sent else None
+
+    # For those who look at x before it is compressed.
+
+    def make_x(self) -> None:
+        """Does nothing, because `begin` has made x."""
+
+    def x(self, name: str) -> Array:
+        """x of a tensor."""
+        return self._tensors[name].x
+
+    def gradient(self, name: str) -> Array:
+        """Gradient of a tensor."""
+        return self._tensors[name].gradient
+
+    def sent(self, name: str) -> Array | SparseVector:
+        """What was sent of x of a tensor; for `when_compressed`."""
+        return self._tensors[name].sent
+
+
+class _TensorExchange:
+    """One tensor in one step: its memory, and `aggregate`. Making it makes x.
+
+    If the memory keeps anything, x has at least single precision, like all residuals.
+
+    Attributes:
+        member, gradient: as given.
+        cost: of the tensor in the step.
+    """
+
+    def __init__(
+        self, framework: ModuleType, member: Member, gradient: Array, context: Context, factor: Array | None
+    ) -> None:
+        self.member, self.gradient = member, gradient
+        # A residual of an earlier plan still has to be sent, and only its own memory knows how.
+        self._memory = memory = member.state.memory_for(member.memory)
+        self._inside = inside = inside_of(framework, gradient)
+        self._context = dataclasses.replace(context, name=member.name)
+        self._gradient = inside.enter(gradient)
+        known = type(memory) in KNOWN_TO_KERNELS and not memory.rounds_to
+        remembering = inside if known else Inside(framework, framework, gradient)  # NumPy may lack types of others
+        self._memory_xp, enter = remembering.xp, remembering.enter
+        xp = remembering.xp
+        x = xp.reshape(xp.flatten(enter(gradient)), gradient.shape)
+        self._dtype = xp.dtype_name(x)
+        if not isinstance(memory, NoMemory):
+            x = xp.astype(x, wide_dtype(self._dtype))
+        if factor is not None:
+            x = x * xp.astype(enter(factor), xp.dtype_name(x))
+        # The memory's arrays, and below the method's, to which a step that does not count goes back.
+        self._kept_before = memory.prepare(xp, x, tuple(map(enter, member.state.memory)))
+        self._x, self._compensated = memory.compensate(xp, x, self._kept_before)
+        self.cost = Cost(dense_bytes=part_bytes(xp, self._gradient), floats_sent=member.floats)
+        self._state_before: tuple[Array, ...] = ()
+        self._generator: Aggregation
+        self._compressed: Array
+        self._asked: Request | None = None
+        self._outcome: Outcome
+        self._mean: Array  # of the outcome, like the gradient
+
+    @property
+    def x(self) -> Array:
+        """What is compressed, unless an observer replaces it; of the framework."""
+        return self._inside.leave(self._x)
+
+    @property
+    def sent(self) -> Array | SparseVector:
+        """What was sent of x, after the end of the generator; of the framework."""
+        return self._inside.sent(self._outcome.sent)
+
+    def open(self, source: Array | None) -> None:
+        """Makes the generator. It compresses in the gradient's element type, so that a wider residual does not make the
+        payload larger. The rounding error stays in the memory.
+
+        Args:
+            source: what is compressed in place of x, an array of the framework; None for x.
+        """
+        xp, compressor, enter = self._inside.xp, self.member.compressor, self._inside.enter
+        compressed = enter(self._x if source is None else source)
+        if xp.dtype_name(compressed) != self._dtype:
+            bound = LARGEST[self._dtype]
+            compressed = xp.astype(compressed.clip(-bound, bound), self._dtype)
+        self._compressed = compressed
+        kept = tuple(map(enter, self.member.state.kept_for(compressor)))
+        self._state_before = checked.prepare(compressor, xp, compressed, kept, self._context)
+        self._generator = checked.aggregate(compressor, xp, compressed, self._state_before, self._context)
+
+    def advance(self, answer: Any) -> Request | None:
+        """Gives the generator the answer to its last request; its next request, None at its end."""
+        try:
+            self._asked = request = self._generator.send(answer)
+        except StopIteration as stop:
+            self._outcome = outcome = stop.value
+            # Memories may change x in place, and whoever gets the mean may change it.
+            mean = checked.without_sharing(outcome.mean, (self._compressed, *outcome.state))
+            self._mean = self._inside.xp.like_original(mean, self._gradient)
+            return None
+        sent = bytes_of(request)
+        self.cost.bytes_sent += sent
+        if request.group == "node" and self._context.has_other_nodes:
+            self.cost.bytes_in_node += sent
+        return request
+
+    def sent_arrays(self) -> list[Array]:
+        """x, and its cast to half precision if that is sent, because large values become infinite in a cast."""
+        if isinstance(self._asked, AllReduce):
+            sent = arrays_for(self._asked.array).dtype_name(self._asked.array)
+            if sent == "float16" != self._memory_xp.dtype_name(self._x):
+                return [self._x, self._asked.array]
+        return [self._x]
+
+    def new_arrays(self) -> list[Array]:
+        """The mean, and the method's new state."""
+        return [self._mean, *self._outcome.state]
+
+    def keep(self, found_inf: Array | None) -> None:
+        """Keeps what was not sent.
+
+        Args:
+            found_inf: an element on a device; if it is NaN, nothing changes. None if the step is known to count.
+        """
+        xp, x, memory, state = self._memory_xp, self._x, self._memory, self.member.state
+        mean, sent, new_state = self._outcome
+        if xp is self._inside.framework:
+            sent = self.sent
+        if (wide := xp.dtype_name(x)) != self._dtype:
+            # The rounding error of the mean in a narrower type is the same on all ranks. If each rank keeps it, the
+            # mean of what they send later contains it.
+            x = x + (xp.astype(xp.reshape(mean, x.shape), wide) - xp.astype(self._mean, wide))
+        kept = memory.update(xp, x, sent, self._compensated)
+        state.memory = self._select(found_inf, kept, self._kept_before)
+        state.keeper = memory
+        if not self.member.compressor.lossless:  # a dense step keeps the warm start of the method it interrupts
+            state.method = self.member.compressor.name
+            state.compressor = self._select(found_inf, new_state, self._state_before)
+
+    def _select(
+        self, found_inf: Array | None, after: tuple[Array, ...], before: tuple[Array, ...]
+    ) -> tuple[Array, ...]:
+        if found_inf is None:
+            return tuple(map(self._inside.leave, after))
+        select = self._inside.framework.select
+        return tuple(select(found_inf, new, old) for new, old in zip(after, before, strict=True))
+
+    def result(self, in_place: bool, found_inf: Array | None) -> Array:
+        """The mean, of the framework; to be called after `keep`.
+
+        Args:
+            in_place: whether the mean takes the gradient's place.
+            found_inf: an element that is added to one element of the mean; None for 0.
+        """
+        mean, inside = self._mean, self._inside
+        if found_inf is not None:
+            mean = inside.framework.spoil(inside.leave(mean), found_inf)
+        if not in_place:
+            return inside.leave(mean)
+        self._gradient[...] = inside.enter(mean)
+        return self.gradient
+
+    @property
+    def sends_residual(self) -> bool:
+        """Whether x contains a residual, which is sent once."""
+        return bool(self._kept_before) and not self._memory.is_momentum
+
+
+def _found_inf(xp: ModuleType, arrays: Sequence[Array]) -> bool | Array:
+    """Whether arrays of the framework or of NumPy hold an inf or NaN, as `flag_of` takes it."""
+    in_numpy = [array for array in arrays if isinstance(array, np.ndarray | np.generic)]
+    others = [array for array in arrays if not isinstance(array, np.ndarray | np.generic)]
+    found = bool(in_numpy) and bool(numpy_arrays.found_inf(in_numpy)[0] != 0)
+    return xp.found_inf(others) + (np.nan if found else 0.0) if others else found
