@@ -63,7 +63,7 @@ class SimulatedGroup(InProcessGroup):
         return self._clocks[rank].copy()
 
     def meet_at(self, rank: int, contribution: Contribution, start: Moment) -> Array:
-        """`meet` for a collective that was started earlier on the rank's clocks."""
+        """Like `exchange`, for a collective that started earlier according to the clocks of this rank."""
         self._starts[rank] = start
         self._finish_computing()
         self.moment(rank)
