@@ -1,4 +1,4 @@
-"""The methods to try first, by their measured effect on trainings (docs/best-rates.md, docs/convergence.md)."""
+"""The methods to try first, according to measured trainings (docs/best-rates.md, docs/convergence.md)."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class Tasks:
     """Rows or columns of a bucket's matrices, divided into tasks for threads.
 
     Args:
-        pieces: for each tensor the number of rows or columns, and how many make a task.
+        pieces: for each tensor, the number of rows or columns, and the number of these in a task.
 
     Attributes:
         passed: the kernels' arguments: the address of a `TASK` vector, and the number of tasks.

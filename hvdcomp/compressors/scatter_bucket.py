@@ -50,7 +50,7 @@ class CodesBuckets(Protocol):
 
 
 def aggregate_chunks(method: CodesBuckets, bucket: Bucket) -> BucketAggregation:
-    """A bucket's step."""
+    """Runs a scattered step for all tensors of a bucket."""
     if bucket.layout is None:
         bucket.layout = _Layout(method, bucket)
     layout: _Layout = bucket.layout
@@ -74,7 +74,7 @@ def aggregate_chunks(method: CodesBuckets, bucket: Bucket) -> BucketAggregation:
 
 
 def residual_bound(length: int, ranks: int) -> float:
-    """The ratio that an element of the owner's residual can have to the largest element of the chunk's mean.
+    """The maximum ratio of an element of the owner's residual to the largest element of the chunk's mean.
 
     A method's rounding error is at most twice a scale, and a scale is at most the chunk's 2-norm. The residual is the
     error times the number of ranks.
@@ -344,7 +344,8 @@ def _pieces(sizes: Sequence[int], unit: int, ranks: int) -> Iterator[tuple[int, 
 
 
 def take_off(bucket: Bucket, zeros: np.ndarray, x: np.ndarray | None = None) -> None:
-    """Subtracts from x what was sent, where a kernel left that to the next step, whose chunks may be others.
+    """Subtracts the sent part from x if a kernel has left this subtraction to the next step, which may have other
+    chunks.
 
     Args:
         bucket: the bucket after encoding.

@@ -1,4 +1,5 @@
-"""Reduce-scatter between nodes in kernels, on the host or a device, bit for bit the functions of `exchange.shards`.
+"""Reduce-scatter between nodes with compiled kernels, on the host or a device. Results are the same as with the
+functions of `exchange.shards`, bit for bit.
 
 A rank has a row for each node, and each row is a bucket of one tensor. The rows of other nodes are encoded and sent;
 the payloads received for this rank's own row are decoded and added up.
@@ -29,7 +30,7 @@ class ShardKernels:
         memory: the memory of all rows, from `KNOWN_TO_KERNELS`.
         length: elements of a row.
         context: context of the first step, in the group of ranks that exchange rows.
-        device: of the rows, where there are kernels; None for the host.
+        device: the device of the rows, if there are kernels for it; None for the host.
         xp: the array functions of the rows: NumPy's on the host.
     """
 

@@ -42,7 +42,7 @@ class _Layout:
 
 
 def aggregate_chunks(bucket: Bucket, chunk: int, encoding: int) -> BucketAggregation:
-    """A bucket's step.
+    """Runs a step for all tensors of a bucket.
 
     Args:
         bucket: the bucket.

@@ -18,13 +18,14 @@ from hvdcomp.specs.levels import Level
 
 @dataclass(frozen=True)
 class SparseTernary(ByRatio):
-    """Sparse ternary compression, STC: the k elements of largest magnitude as plus or minus their mean magnitude
-    (Sattler et al. 2019, arXiv:1903.02891, algorithm 1).
+    """Sparse ternary compression, STC: sends the k elements of largest magnitude, each as plus or minus their mean
+    magnitude (Sattler et al. 2019, arXiv:1903.02891, algorithm 1).
 
         C(x)_i = mu sign(x_i) for the k largest |x_i|, else 0;  mu = the mean of these k magnitudes
 
-    A zero among the k counts as positive. Indices are encoded as in `topk`, and not in the paper's Golomb code, whose
-    length depends on the gradient, which a payload's length must not. A sign takes one bit, and mu is one float32.
+    A zero among the k elements counts as positive. Indices are encoded as in `topk`. The paper's Golomb code is not
+    used, because its length depends on the gradient, and the length of a payload must not. A sign takes one bit, and mu
+    is one float32.
 
     Example:
         >>> SparseTernary(ratio=0.01).payload_bytes((100, 100))  # 100 places, 100 bits in 13 bytes, one float32
@@ -33,7 +34,7 @@ class SparseTernary(ByRatio):
 
     name: ClassVar[str] = "stc"
     examples: ClassVar[tuple[str, ...]] = ("stc:ratio=0.01",)
-    sends: ClassVar[str] = "k indices, k sign bits, one magnitude"
+    sends: ClassVar[str] = "k indices, k sign bits, and one magnitude"
     biased: ClassVar[bool] = True
     reference: ClassVar[str] = "Sattler et al. 2019, arXiv:1903.02891"
 

@@ -66,7 +66,7 @@ class Blocks:
 
 
 def aggregate_together(bucket: Bucket, judge: Callable[[Bucket, Blocks], bool | Array]) -> BucketAggregation:
-    """A bucket's step.
+    """Runs a step for all tensors of a bucket.
 
     Args:
         bucket: the bucket.

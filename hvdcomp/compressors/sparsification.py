@@ -25,15 +25,13 @@ from hvdcomp.specs.levels import Level
 
 @dataclass(frozen=True)
 class WithRatio(Compressor):
-    """Base of the methods that send a share of the elements, which is their level.
+    """Base class of the methods that send a share of the elements. The share is the level.
 
     Attributes:
-        ratio: share of the elements that is sent; k = max(1, ceil(ratio d)).
+        ratio: share of the elements that is sent: k = max(1, ceil(ratio * d)) of d elements.
     """
 
-    ratio: Annotated[
-        float, Rule(SHARE.allows, "the share of elements sent, 0 < ratio <= 1 (0.01 sends one in a hundred)")
-    ]
+    ratio: Annotated[float, Rule(SHARE.allows, "a share above 0 and at most 1 (0.01 sends one element in a hundred)")]
 
     level_name: ClassVar[str | None] = "ratio"
 
@@ -45,7 +43,7 @@ class WithRatio(Compressor):
 
 @dataclass(frozen=True)
 class ByRatio(WithRatio):
-    """Base of methods that send k elements, whatever the tensor's shape."""
+    """Base class of methods that send k elements of a tensor of any shape."""
 
     def most_elements(self, budget: float, size: int) -> int:
         """The most elements of a tensor of `size` whose payload is within `budget` bytes; 1 if no payload is."""
@@ -62,13 +60,14 @@ class ByRatio(WithRatio):
 
 @dataclass(frozen=True)
 class Sparsifier(ByRatio):
-    """Base of the sparsifiers whose ranks choose for themselves and gather values and indices.
+    """Base class of the sparsifiers in which each rank chooses its own elements, and the ranks gather values and
+    indices.
 
-    The indices take two bytes each where that is less (`sparse_payload`).
+    An index takes two bytes if this makes the payload smaller (`sparse_payload`).
 
     Attributes:
-        values: encoding of values: "same" as the gradient's, or "fp16". The memory keeps the rounding error, and the
-            excess above the largest half-precision number.
+        values: element type of the values that are sent: "same" as the gradient, or "fp16". The memory keeps the
+            rounding error, and the excess above the largest half-precision number.
     """
 
     values: sparse_payload.How = field(default="same", kw_only=True)
@@ -100,7 +99,7 @@ class Sparsifier(ByRatio):
 
 @dataclass(frozen=True)
 class TopK(Sparsifier):
-    """The k elements of largest magnitude (Aji & Heafield 2017; Stich et al. 2018).
+    """Sends the k elements of largest magnitude (Aji & Heafield 2017; Stich et al. 2018).
 
     Example:
         >>> TopK(ratio=0.01).payload_bytes((1000, 1000))
@@ -121,16 +120,16 @@ class TopK(Sparsifier):
 
 @dataclass(frozen=True)
 class RandomK(ByRatio):
-    """k elements at random places. All ranks draw the same places, so that only values are sent, and an allreduce adds
-    them up (Stich et al. 2018, arXiv:1809.07599, section 2; Wangni et al. 2018 for the unbiased form).
+    """Sends k elements at random positions. All ranks draw the same positions, so only values are sent, and an
+    allreduce adds them up (Stich et al. 2018, arXiv:1809.07599, section 2; Wangni et al. 2018 for the unbiased form).
 
     Attributes:
-        unbiased: whether values are scaled by d / k, so that the expectation is the gradient itself and no error
-            feedback is needed.
-        values: encoding of values: "same" as the gradient's, or "fp16". With "fp16", sums are in half precision, and
-            values are clipped to half the largest half-precision number divided by the number of ranks, so that no
-            order of additions overflows. If `unbiased`, a larger value counts as not finite, unless a bucket's memory
-            keeps the excess.
+        unbiased: whether values are multiplied by d / k (d elements, of which k are sent), so that the expectation is
+            the gradient itself and no error feedback is needed.
+        values: element type of the values that are sent: "same" as the gradient, or "fp16". With "fp16", sums are in
+            half precision, and values are clipped to half the largest half-precision number divided by the number of
+            ranks, so that no order of additions overflows. If `unbiased`, a larger value counts as not finite, unless a
+            bucket's memory keeps the excess.
 
     Example:
         >>> RandomK(ratio=0.01).payload_bytes((1000, 1000))
@@ -147,7 +146,8 @@ class RandomK(ByRatio):
 
     @property
     def biased(self) -> bool:  # type: ignore[override]
-        """True unless scaled by d / k."""
+        """Whether the mean of the decoded values differs from the gradient: True, unless `unbiased` scales the values
+        by d / k (d: number of elements, k: number of sent elements)."""
         return not self.unbiased
 
     @property

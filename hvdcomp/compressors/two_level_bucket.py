@@ -1,4 +1,5 @@
-"""Two levels for a bucket: the ranks of a node share its tensors, cut as one vector, or tensor by tensor."""
+"""Two-level exchange of a bucket: its tensors are divided among the ranks of a node, either cut as one vector, or
+tensor by tensor."""
 
 from __future__ import annotations
 
@@ -44,10 +45,10 @@ def deal(sizes: Sequence[int], ranks: int) -> list[int]:
 
 
 def aggregate_two_levels(bucket: Bucket, places: NodePlaces) -> BucketAggregation:
-    """A bucket's step.
+    """Runs a two-level step for all tensors of a bucket.
 
-    One reduce-scatter with rows of equal length hands out the shards, and whole tensors too. The rows are as long as
-    the largest share, so that their length follows from the bucket alone.
+    One reduce-scatter with rows of equal length distributes the shards, or whole tensors. The rows are as long as the
+    largest share, so that their length depends only on the bucket.
     """
     if bucket.layout is None:
         bucket.layout = _Layout(bucket, places.node)
@@ -241,7 +242,8 @@ class _Layout:
 def payloads_in_node(
     tensors: Sequence[TensorInfo], states: Sequence[int] | None, ranks: int
 ) -> tuple[SentPayload, SentPayload]:
-    """One rank's payloads within its node in a bucket's step: the one before the exchange between nodes, and after it.
+    """One rank's payloads within its node in a bucket's step: the payload before the exchange between nodes, and the
+    payload after it.
 
     Args:
         tensors: the tensors of the bucket.
